@@ -1,6 +1,6 @@
 """fastloop finds out why a Lightning training loop leaves its GPU idle, applies the fix and proves it.
 
-Importing this package costs nothing: torch and Lightning are imported on first access to a name that needs them.
+Importing this package is cheap: torch and Lightning are imported on first access to a name that needs them.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _resume = click.option("--resume", metavar="DIR", help="Continue from DIR; finis
 
 
 def _training_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of every command that trains in processes of its own."""
+    """Add the options of every command that trains in separate processes."""
     for option in (_json, _limit, _force, _out, _more):
         command = option(command)
     return command
@@ -248,7 +248,7 @@ def cache() -> None:
 
 
 def _cache_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say where to look."""
+    """Add the options for further places to look."""
     path = click.option("--path", metavar="DIR", help="Also look here: the rung's path.")
     url = click.option("--url", metavar="URL", help="Also look on this server: the rung's url.")
     return _json(url(path(command)))
@@ -320,14 +320,14 @@ def _write_json(content: Record | Mapping[str, Any] | None, json_to: str | None)
 def main() -> NoReturn:
     """Entry point: an expected error is three lines on stderr, any other a traceback and exit code 1."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a letter still gets the report
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without a character still gets the report
     received = console.handle_signals()
     code = _main()
     if code == 1 and received:  # some libraries swallow Ctrl-C during import and fail later, half imported
         code = 128 + received[-1]
     try:
         sys.stdout.flush()
-        os.dup2(2, 1)  # keeps what exit handlers print out of the answer
+        os.dup2(2, 1)  # keeps the output of exit handlers out of the answer
     except (OSError, ValueError, AttributeError):  # a closed pipe, or no stdout at all
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -349,7 +349,7 @@ def _main() -> int:
 
 
 def _print(text: str, *, aside: bool = True, end: str = "\n") -> None:
-    """To stderr, or flushed to stdout so that a full disk is reported. A reader that left is not an error."""
+    """Print to stderr, or flushed to stdout so that a full disk is reported. A closed pipe is not an error."""
     with contextlib.nullcontext() if aside else console.to_stdout():
         if text:
             print(text, end=end, file=sys.stderr if aside else None, flush=True)

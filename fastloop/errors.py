@@ -1,4 +1,4 @@
-"""The errors fastloop raises: each says what it got, why that cannot be, and what to do."""
+"""The errors that fastloop raises: each says what it got, why that is wrong, and what to do."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class FastLoopError(Exception):
-    """Base of all errors meant for a person.
+    """Base of all errors meant for users.
 
     Args:
-        got: what was found, with file, line and full key where there are any.
+        got: what was found, with file, line and full key if known.
         why: why it cannot be used.
         do: what to write or run instead.
         key: full key of the setting at fault (``rungs.workers.count``), so that the loader can add file and line.
@@ -40,10 +40,10 @@ class NotApplicable(Exception):
 
 
 def require_positive(key: str, value: object, *, why: str, do: str) -> None:
-    """Raise `ConfigError` where a rung's number is not above 0; ``auto`` and None are let through.
+    """Raise `ConfigError` if a rung's number is not above 0; ``auto`` and None are accepted.
 
     Args:
-        key: of the setting, below ``rungs``: ``workers.count``.
+        key: the setting's key below ``rungs``: ``workers.count``.
     """
     if isinstance(value, (int, float)) and not value > 0:
         raise ConfigError(key=key, got=f"{key}={value}", why=why, do=do)
@@ -53,21 +53,21 @@ def _rebuild(kind: type[FastLoopError], got: str, why: str, do: str, key: str | 
     return kind(got=got, why=why, do=do, key=key)
 
 
-# -- what is raised while our code runs, and not by it -----------------------------------------------------------------
+# -- errors that are raised while our code runs, but not by it ---------------------------------------------------------
 
 _NO_MEMORY = re.compile(r"\bout of memory\b|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device had no memory left, in any of torch's words for it. Python's own MemoryError is the host's."""
+    """Whether the device ran out of memory, in any of torch's wordings; Python's MemoryError concerns the host."""
     return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
 def let_through(error: BaseException) -> None:
-    """Raise what a signal's handler raised, where that is what `error` is or came from; it is not ours to swallow.
+    """If a signal handler raised `error` or its cause, raise that exception again: we must not swallow it.
 
-    Python runs a handler wherever the main thread is, so inside our hooks and feeds too. torch's for SIGCHLD raises
-    that a worker of the loader was killed, and says so once only; handlers of the user's raise what they like.
+    Python runs a handler wherever the main thread is, so also inside our hooks and feeds. torch's SIGCHLD handler
+    raises only once when a loader worker was killed; the user's handlers may raise anything.
     """
     seen: set[int] = set()
     found: BaseException | None = error
@@ -79,14 +79,14 @@ def let_through(error: BaseException) -> None:
 
 
 def describe(error: Exception) -> str:
-    """One line for a person: the reason itself where a rung gave one. Raises what `let_through` does."""
+    """Describe an error in one line: a rung's own reason if there is one. Raises what `let_through` raises."""
     let_through(error)
     text = " ".join(str(error).split())
     return text if isinstance(error, NotApplicable) else f"{type(error).__name__}: {text[:300]}"
 
 
 def _came_by_signal(error: BaseException) -> bool:
-    """Whether a frame of its traceback was called as handlers are: with a number and the frame that it interrupted."""
+    """Whether a frame in its traceback was called like a handler: with a number and the frame that it interrupted."""
     outer = error.__traceback__
     while outer is not None and (inner := outer.tb_next) is not None:
         given = _list_arguments(inner.tb_frame)
@@ -97,7 +97,7 @@ def _came_by_signal(error: BaseException) -> bool:
 
 
 def _list_arguments(frame: FrameType) -> list[Any]:
-    """What a frame's function was called with, as far as it still has it."""
+    """Return the arguments of a frame's function, if the frame still holds them."""
     code = frame.f_code
     starred = bool(code.co_flags & inspect.CO_VARARGS)
     names = code.co_varnames[: code.co_argcount]

@@ -1,4 +1,4 @@
-"""The ladder: which rungs there are, in which order they are planned, and how their wants become one plan."""
+"""The ladder: all rungs, the order in which they are planned, and how their wanted settings become one plan."""
 
 # ruff: noqa: RUF009  # the rungs are frozen records, safe as shared defaults
 
@@ -33,16 +33,16 @@ from fastloop.rungs.workers import Workers
 
 
 class Rung(Protocol):
-    """What a rung is: settings, a pure plan, and a verdict from evidence."""
+    """The interface of a rung: settings, a pure plan, and a verdict from evidence."""
 
     @property
     def enabled(self) -> bool: ...
 
     def plan(self, facts: Facts) -> Change:
-        """What this rung wants given the facts; raises NotApplicable with the reason where it cannot apply."""
+        """Return the changes that this rung wants, given the facts; raises NotApplicable if it cannot apply."""
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Whether the rung took, from the measurement's evidence."""
+        """Judge from the measurement's evidence whether the rung took effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Ladder:
     """All rungs. Field order is planning order: a rung sees the facts as the rungs above leave them."""
 
     coming: ClassVar[tuple[str, ...]] = ("gaps", "shard")
-    """Names of rungs that later versions will have: not taken for typing errors."""
+    """Names of rungs planned for later versions: these are not typing errors."""
 
     dali: Dali = Dali()
     cache: Cache = Cache()
@@ -69,22 +69,22 @@ class Ladder:
     overlap: Overlap = Overlap()
 
     def rungs(self) -> Iterator[tuple[str, Rung]]:
-        """Name and settings of every rung, in order."""
+        """Yield the name and settings of every rung, in order."""
         for field in dataclasses.fields(self):
             yield field.name, getattr(self, field.name)
 
     @property
     def start_method(self) -> str:
-        """How worker processes are to start; auto = as the loader or the platform has it."""
+        """How worker processes start; auto = the loader's or the platform's method."""
         return self.workers.start_method
 
     def enabled(self) -> tuple[str, ...]:
-        """Names of the rungs that are switched on."""
+        """Return the names of the enabled rungs."""
         return tuple(name for name, rung in self.rungs() if rung.enabled)
 
 
 def plan(ladder: Ladder, facts: Facts) -> Plan:
-    """All wants of all enabled rungs, merged. Pure.
+    """Merge the wanted settings of all enabled rungs into one plan. Pure.
 
     Raises:
         ConfigError: two rungs want the same key.
@@ -130,7 +130,7 @@ def _keys(step: Step) -> list[str]:
 
 
 def verify(ladder: Ladder, plan: Plan, seen: Measurement) -> tuple[Verdict, ...]:
-    """One verdict per enabled rung: a skipped rung did not take, for the reason the plan gives."""
+    """Return one verdict per enabled rung; a skipped rung took no effect, for the plan's reason."""
     verdicts = []
     for step in plan.steps:
         if step.status == "planned":
@@ -150,7 +150,7 @@ def verify(ladder: Ladder, plan: Plan, seen: Measurement) -> tuple[Verdict, ...]
 
 
 def list_refused(ladder: Ladder, facts: Facts) -> dict[str, str]:
-    """Feeds that are off and could not be switched on for this train loader, each with the reason. Pure."""
+    """Return the disabled feed rungs that cannot be enabled for this train loader, each with the reason. Pure."""
     found = {}
     for name, card in cards().items():
         rung: Any = getattr(ladder, name)
@@ -168,24 +168,24 @@ def list_refused(ladder: Ladder, facts: Facts) -> dict[str, str]:
 
 
 def cards() -> Cards:
-    """The cards of all rungs, in the ladder's order: the ``CARD`` in each one's file."""
+    """Return the cards of all rungs, in the ladder's order: the ``CARD`` in each rung's file."""
     return {name: vars(inspect.getmodule(type(rung)))["CARD"] for name, rung in Ladder().rungs()}
 
 
 def regroups(rungs: Iterable[str]) -> bool:
-    """Whether one of these makes an optimizer step of other micro-batches than the loader's."""
+    """Whether one of these rungs uses micro-batches other than the loader's batches."""
     known = cards()
     return any(rung in known and known[rung].regroups for rung in rungs)
 
 
 def manual(name: str) -> str:
-    """The manual page of a rung: its module's docstring."""
+    """Return the manual page of a rung: its module's docstring."""
     module = inspect.getmodule(type(getattr(Ladder(), name)))
     return inspect.getdoc(module) or ""
 
 
 def left_out(ladder: Ladder) -> str:
-    """The rungs that are off, one line each from their manual pages' first line."""
+    """Describe the disabled rungs, one line each, from the first line of their manual pages."""
     lines = []
     for name, rung in ladder.rungs():
         if not rung.enabled:

@@ -106,8 +106,8 @@ def _threads(before: set[threading.Thread]) -> list[str]:
     ]
 
 
-_KEPT = ("compile_worker", "resource_tracker", "forkserver", "orted")
-"""Kept for the life of the process: Inductor's pool, Python's resource tracker and fork server, and the daemon of an
+_KEPT = ("compile_worker", "__autotune_main__", "resource_tracker", "forkserver", "orted")
+"""Kept for the life of the process: Inductor's pools, Python's resource tracker and fork server, and the daemon of an
 Open MPI that Lightning starts by asking whether it is under one."""
 
 

@@ -1,4 +1,4 @@
-"""What keeps our own mistakes away from somebody else's training: the switch, and hooks that fail open."""
+"""Protects the user's training from our own mistakes: the off switch, and hooks that fail open."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def disabled() -> bool:
 
 
 class Guarded(Protocol):
-    """Whose hooks fail open."""
+    """An object whose hooks fail open."""
 
     off: bool
 
@@ -29,8 +29,8 @@ class Guarded(Protocol):
 
 
 def fail_open(hook: Hook) -> Hook:
-    """An exception in our own code is one warning, and training goes on without us. Errors meant for a person pass, and
-    so does what a signal's handler raised while our code ran."""
+    """Turn an exception in our own code into one warning; training goes on without us. Errors meant for the user pass
+    through, and so does an exception that a signal handler raised while our code ran."""
 
     @functools.wraps(hook)
     def guarded(self: Guarded, *args: Any, **kwargs: Any) -> Any:
@@ -48,11 +48,11 @@ def fail_open(hook: Hook) -> Hook:
     return guarded  # type: ignore[return-value]
 
 
-# -- exceptions whose text leaves the user guessing, explained in one line ---------------------------------------------
+# -- one-line explanations of exceptions with unclear messages ---------------------------------------------------------
 
 
 def hint(exception: BaseException, module: Any, rungs: Collection[str]) -> str | None:
-    """One line that adds what the exception, in a run with these rungs, does not say; None: we know nothing better."""
+    """One line that explains an exception in a run with these rungs; None if we know no more than its message."""
     text = str(exception)
     if "did not receive grad for rank" in text:
         return _unused_parameters(text, module)
@@ -62,7 +62,7 @@ def hint(exception: BaseException, module: Any, rungs: Collection[str]) -> str |
 
 
 def _unused_parameters(text: str, module: Any) -> str | None:
-    """DDP counts the parameters that got no gradient; people know them by name."""
+    """DDP lists parameters without a gradient by index; users know them by name."""
     match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
     if match is None or module is None:
         return None

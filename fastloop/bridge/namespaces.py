@@ -1,4 +1,4 @@
-"""Lightning exists under two names, `lightning.pytorch` and `pytorch_lightning`, with classes of their own."""
+"""Lightning exists under two names, `lightning.pytorch` and `pytorch_lightning`, with separate classes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load(namespace: str, path: str) -> Any:
 
 
 def installed() -> Iterator[str]:
-    """The namespaces this environment has. Both packages may be installed, and a script may use either."""
+    """The installed namespaces. Both packages may be installed, and a script may use either."""
     for name in NAMES:
         if name in sys.modules or importlib.util.find_spec(name.split(".")[0]) is not None:
             yield name
@@ -39,10 +39,10 @@ def found(path: str) -> Iterator[tuple[str, Any]]:
     for name in installed():
         try:
             yield name, load(name, path)
-        except Exception:  # too old for this torch, or half uninstalled: nobody can train with it
+        except Exception:  # too old for this torch, or half uninstalled: it cannot train
             continue
 
 
 def callback_class() -> Any:
-    """A base for callbacks that each Lightning takes for its own; before 2.6 it refuses those of the other name."""
+    """A callback base class that both namespaces accept; before 2.6 each refuses callbacks of the other."""
     return type("Callback", tuple(kind for _, kind in found("callbacks.Callback")), {})

@@ -1,4 +1,4 @@
-"""What the command line does, one command a file. They compute and return an Answer; only cli.py prints."""
+"""The commands of the command line, one per file. They compute and return an Answer; only cli.py prints."""
 
 # ruff: noqa: F401  # for type checkers
 
@@ -29,7 +29,7 @@ COMMANDS = (
 
 
 def __getattr__(name: str) -> ModuleType:
-    """A command's file, imported when the command is used: what some of them need takes a second."""
-    if name not in COMMANDS:  # Inductor looks for `torch` in every module there is
+    """Import a command's file when the command is used: the imports of some take a second."""
+    if name not in COMMANDS:  # Inductor looks for `torch` in every module
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -1,7 +1,7 @@
 """fastloop ab: is this change faster, and is it still the same training?
 
-Every run is a fresh, supervised process. Arms take turns in a seeded order, runs of one number share their seed, and
-one run that does not count goes first, so that all arms find the same caches.
+Every run is a fresh, supervised process. Arms alternate in a seeded order, run i of every arm has the same seed, and
+one run that does not count comes first, so that all arms find the same caches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fastloop.report.experiments import ab_report
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be compared, as the command line says it."""
+    """The comparison that the command line requests."""
 
     base: str | None
     """A configuration; None with a script."""
@@ -68,12 +68,12 @@ def request(
     steps: str,
     **others: Any,
 ) -> Request:
-    """What the command line says.
+    """Parse the command line.
 
     Raises:
-        ConfigError: ``--runs`` or ``--steps`` is no number, or too small a one.
+        ConfigError: ``--runs`` or ``--steps`` is not a number, or too small.
     """
-    if base is not None and others.get("script") is not None and "=" in base:  # with a script the base has no name
+    if base is not None and others.get("script") is not None and "=" in base:  # with --script, no base is named
         overrides = (base, *overrides)
         base = None
     return Request(
@@ -103,7 +103,7 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
     Raises:
         ConfigError: nothing was trained: an arm cannot be planned, changes nothing, or the directory is in use.
         Failed: the base failed.
-        KeyboardInterrupt, SystemExit: stopped; what there is stands in the directory, flagged as partial.
+        KeyboardInterrupt, SystemExit: stopped; the results so far are in the directory, flagged as partial.
     """
     if asked.vs_commit is not None:
         if asked.script is None or asked.base is not None or asked.vs:
@@ -182,7 +182,7 @@ def _describe(asked: Request, versus: Versus, command: Sequence[str]) -> Manifes
 
 
 def carried_out(experiment: Experiment, name: str) -> Answer:
-    """Run it to its end, or to a signal; either way what came of it is written."""
+    """Run the experiment until it ends or a signal stops it, and write the results either way."""
     try:
         experiment.run()
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -202,7 +202,7 @@ def carried_out(experiment: Experiment, name: str) -> Answer:
 
 
 def arms_of(asked: Request) -> list[Arm]:
-    """The base and one arm for each ``--vs``; names say what is changed."""
+    """Return the base and one arm for each ``--vs``, named after what it changes."""
     vs = [*asked.vs, *([] if asked.vs or not asked.aa else [""])]
     if not vs:
         do = "write --vs amp, --vs patch.yaml or --vs key=value; or --aa for an A/A test"
@@ -233,7 +233,7 @@ def _make_base(asked: Request) -> Arm:
 
 
 def _change(base: Arm, name: str, text: str) -> Arm:
-    """With the files, rungs and ladders at the front of a ``--vs``, and the key=value after them."""
+    """Apply the files, rungs and ladders at the front of a ``--vs``, and the key=value after them."""
     patches: list[str] = []
     rest = text
     if text.rstrip().endswith(","):
@@ -250,19 +250,19 @@ def _change(base: Arm, name: str, text: str) -> Arm:
 
 
 def _without_secrets(arms: Sequence[Any]) -> list[Arm]:
-    """Names are shown, and may repeat what stands on the command line; masked, two may be alike."""
+    """Mask secrets in the arms' names, which repeat the command line; number names that then become equal."""
     names = _tell_apart([Scrubber(arm.config().values).text(arm.name) for arm in arms])
     return [dataclasses.replace(arm, name=name) for arm, name in zip(arms, names, strict=True)]
 
 
 def _names(vs: Sequence[str]) -> list[str]:
-    """A name for each arm: of a file its stem, of keys what follows ``rungs.``, which all of them have."""
+    """Name each arm: a file by its stem, keys without their common prefix ``rungs.``."""
     stems = [Path(text).stem if text.endswith((".yaml", ".yml")) else text for text in vs]
     return _tell_apart([BASE, *(re.sub(r"(^|,)\s*rungs\.", r"\1", stem) for stem in stems)])[1:]
 
 
 def _tell_apart(names: Sequence[str]) -> list[str]:
-    """The same names, with a number behind those that another before them has."""
+    """Append a number to each name that already occurred."""
     taken: list[str] = []
     for name in names:
         numbered = (f"{name} ({number})" for number in range(2, len(names) + 2))

@@ -22,7 +22,7 @@ class _Kept:
 
 
 def list_kept(*, path: str | None, url: str | None) -> Answer:
-    """The caches of this user on this machine, below `path` and in the server at `url`.
+    """List this user's caches on this machine, in `path` and on the server at `url`.
 
     Raises:
         ConfigError: the server does not answer.
@@ -35,10 +35,10 @@ def list_kept(*, path: str | None, url: str | None) -> Answer:
 
 
 def clear_kept(names: Sequence[str], *, path: str | None, url: str | None) -> Answer:
-    """Delete caches, all of them or those whose names begin so.
+    """Delete caches, all of them or those with these name prefixes.
 
     Raises:
-        ConfigError: none has such a name, or the server does not answer.
+        ConfigError: no cache has such a name, or the server does not answer.
     """
     found = _find(path, url)
     for name in names:

@@ -1,6 +1,6 @@
 """fastloop climb: tries rungs by itself, keeps those that pay, and compares the result with the start.
 
-Everything a climb finds on its way is a screen: winners of screens seem better than they are. Its headline is a fresh
+Each measurement on the way is only a screen, and winners of screens look better than they are. The headline is a fresh
 A/B of the start against the top, with all gates.
 """
 
@@ -64,14 +64,14 @@ def climb(
     Args:
         conf: a configuration; None with a script.
         script: a Lightning script, or a command; `args`: its arguments.
-        budget_s: of this call; a climb that it did not suffice for goes on with `resume`.
-        allow: of `ALLOW`: what else than the same training may be tried.
-        limit_s: for each training.
+        budget_s: the budget of this call; if it is too short, continue the climb with `resume`.
+        allow: parity classes from `ALLOW` that may be tried besides the same training.
+        limit_s: the time limit of each training.
 
     Raises:
         ConfigError: nothing was trained, because of the configuration or the command line.
-        Failed: the training as it is failed.
-        KeyboardInterrupt, SystemExit: stopped; what there is stands in the directory, flagged as partial.
+        Failed: the unchanged training failed.
+        KeyboardInterrupt, SystemExit: stopped; the results so far are in the directory, flagged as partial.
     """
     start = _make_start(conf, script, args, more, (*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     config = start.config()
@@ -90,7 +90,7 @@ def climb(
 def _make_start(
     conf: str | None, script: str | None, args: str, more: Sequence[str], overrides: Sequence[str]
 ) -> ConfigArm | ScriptArm:
-    """What the climb begins with."""
+    """Return the training that the climb begins with."""
     if script is None:
         if conf is None:
             do = "write a configuration, or --script train.py"
@@ -100,7 +100,7 @@ def _make_start(
             raise ConfigError(got=f"fastloop climb {conf}", why="it is a script, not a configuration", do=do)
         job = Job(conf=conf, more=tuple(more), overrides=tuple(overrides))
         return ConfigArm(name=job.config().name, job=job)
-    if conf is not None and "=" in conf:  # with a script, the first key=value stands where a configuration would
+    if conf is not None and "=" in conf:  # with a script, the first key=value is parsed as conf
         overrides, conf = (conf, *overrides), None
     if conf is not None:
         do = 'write the script\'s arguments as --args "…", and a configuration without --script'
@@ -110,7 +110,7 @@ def _make_start(
 
 
 def _describe_use(place: Path, conf: str | None, more: Sequence[str], overrides: Sequence[str]) -> str:
-    """The ladder, and the one line that puts it to use; nothing where no rung was kept."""
+    """Describe the ladder and the line that uses it; empty if no rung was kept."""
     text = "".join(line for line in (place / LADDER).read_text().splitlines(True) if not line.lstrip().startswith("#"))
     if text.strip() == "rungs: {}":
         return ""
@@ -122,15 +122,15 @@ def _describe_use(place: Path, conf: str | None, more: Sequence[str], overrides:
 
 
 def list_shipped() -> dict[str, Stack]:
-    """The rungs of the shipped ladders by name."""
+    """Return the rungs of the shipped ladders by name."""
     return {name: patch_layer(name, Path()).marked.value["rungs"] for name in shipped("ladders")}
 
 
 class Recorder:
-    """Writes what a climb finds into its directory.
+    """Writes a climb's results into its directory.
 
     Args:
-        before: the ``climb.json`` of an earlier call; None of a new climb.
+        before: the ``climb.json`` of an earlier call; None for a new climb.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Recorder:
         before: ClimbFile | None,
     ) -> None:
         self.place, self.arm, self.config, self.new = place, start, start.config(), before is None
-        self._configured, self._sources = _take_fingerprints(start)  # as it is now: it may be edited meanwhile
+        self._configured, self._sources = _take_fingerprints(start)  # taken now: files may be edited later
         self._before = before or ClimbFile()
         self._before_s, self._budget_s = self._before.spent_s or 0.0, (self._before.budget_s or 0.0) + budget_s
         self.allow = tuple(sorted({*allow, *self._before.allow}))
@@ -152,7 +152,7 @@ class Recorder:
         self.confirmed: Confirmation | None = None
 
     def begin(self, runner: Runner) -> Climb:
-        """The climb, from where an earlier call left it; each of its decisions is saved."""
+        """Create the climb, continuing from an earlier call; it saves each decision."""
         start = Start(
             enabled=frozenset(self.config.ladder.enabled()),
             devices=self.config.run.devices,
@@ -174,7 +174,7 @@ class Recorder:
         return self.climb
 
     def content(self) -> ClimbFile:
-        """All that is known by now."""
+        """Return the climb's results so far."""
         climb = self.climb
         assert climb is not None
         naive, rates = climb.naive, climb.compute_top_rates()
@@ -205,15 +205,15 @@ class Recorder:
         )
 
     def save(self) -> None:
-        """After each decision: whatever ends the climb, there is a ladder."""
+        """Save after each decision, so that there is a ladder no matter what ends the climb."""
         content = self.content()
         store.save(self.place, {NAME: content})
         store.write(self.place, {LADDER: climb_report.ladder_yaml(content)})
 
     def write(self) -> ClimbFile:
-        """All of it, with the ladder and the reports."""
+        """Write all results, the ladder and the reports."""
         content = self.content()
-        store.save(self.place, {NAME: content})  # first: to draw the reports takes seconds
+        store.save(self.place, {NAME: content})  # first: drawing the reports takes seconds
         store.write(self.place, {LADDER: climb_report.ladder_yaml(content), **climb_report.reports(content)})
         return content
 
@@ -248,7 +248,7 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
 
 
 def _end_without_base(recorder: Recorder, climb: Climb, base: BaseFailed) -> Failed:
-    """What to end with where the training as it is, or with the stack reached so far, does not run."""
+    """Return the error to end with if the training fails, unchanged or with the stack reached so far."""
     trial = base.result.trial
     cause = base.result.cause or "the run was too short to measure a rate"
     recorder.stopped = f"failed: {cause}"
@@ -288,7 +288,7 @@ def _check(budget_s: float, allow: Sequence[str]) -> None:
 
 
 def _take_fingerprints(start: ConfigArm | ScriptArm) -> tuple[str, str | None]:
-    """Of what is configured, a script's command included, and of the source that trains."""
+    """Return fingerprints of the configuration, with a script's command, and of the training's source."""
     config, command = start.config(), start.command if isinstance(start, ScriptArm) else ()
     configured = fingerprint(config)
     if command:
@@ -297,7 +297,7 @@ def _take_fingerprints(start: ConfigArm | ScriptArm) -> tuple[str, str | None]:
 
 
 def _load_earlier(place: Path, start: ConfigArm | ScriptArm, resume: str | None) -> ClimbFile | None:
-    """The ``climb.json`` to go on from. A new climb has none, and finds no training in its directory again."""
+    """Load the ``climb.json`` to continue from. For a new climb, return None and delete old trials in its directory."""
     if resume is None:
         if (place / NAME).is_file():
             for trial in sorted(place.rglob(TRIAL)):
@@ -311,7 +311,7 @@ def _load_earlier(place: Path, start: ConfigArm | ScriptArm, resume: str | None)
             why="it was started with another configuration",
             do="repeat the original command, or start a new climb",
         )
-    if before.recipe_sha256 not in (None, sources):  # an older climb knows nothing of it
+    if before.recipe_sha256 not in (None, sources):  # an older climb did not record it
         raise ConfigError(
             got=f"--resume {place}",
             why=f"{start.config().recipe_file or start.name} changed since it began",

@@ -34,11 +34,11 @@ def diff_configs(a: str, b: str) -> Answer:
     return Answer(text=text, json={"schema": store.SCHEMA, "run_dir": None, "differences": content})
 
 
-# -- what is wrong is found without importing the recipe or Lightning: with torch, that takes seconds ------------------
+# -- errors are found without importing the recipe or Lightning, since importing torch takes seconds -------------------
 
 
 def check_without_torch(config: Config) -> None:
-    """Refuse what training would refuse: no recipe, a checkpoint that is not there, what ``trainer`` does not take.
+    """Refuse what training would refuse: no recipe, a missing checkpoint, arguments that ``trainer`` does not take.
 
     Raises:
         ConfigError: with file, line, full key and the nearest known key, as in training.
@@ -49,7 +49,7 @@ def check_without_torch(config: Config) -> None:
 
 
 def _check_free_keys(config: Config) -> None:
-    """Below ``trainer``: what Lightning takes. Below ``recipe``: fields of its ``Settings``, which checks values."""
+    """Check that ``trainer`` has only Lightning's arguments, and ``recipe`` only fields of its ``Settings``."""
     check_trainer_arguments(config)
     names = None if config.recipe_file is None else read_fields(config.recipe_file)
     if names is None:
@@ -73,7 +73,7 @@ def read_fields(recipe: Path) -> list[str] | None:
 
 
 def _is_dataclass(node: ast.ClassDef) -> bool:
-    """Whether it is a dataclass without a further decorator, which might add fields."""
+    """Whether it is a dataclass without other decorators, which might add fields."""
     made = [ast.unparse(each.func if isinstance(each, ast.Call) else each) for each in node.decorator_list]
     return made in (["dataclass"], ["dataclasses.dataclass"])
 

@@ -27,17 +27,17 @@ class Answer:
 
     text: str
     json: Mapping[str, Any] | None = None
-    """None: this process has nothing to say, as the ranks beside the first one."""
+    """None if this process prints no answer, as on all ranks but the first."""
     exit_code: int = 0
 
 
 def attach(error: BaseException, record: Record) -> None:
-    """Let what ends a command carry what was found until then: ``--json`` gets it all the same."""
+    """Attach the results so far to an exception that ends a command, so that ``--json`` still writes them."""
     vars(error)["fastloop_record"] = record
 
 
 def get_attached(error: BaseException) -> Record | None:
-    """What `attach` gave it."""
+    """Return the record from `attach`, or None."""
     record: Record | None = vars(error).get("fastloop_record")
     return record
 
@@ -75,7 +75,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def to_stdout() -> Iterator[None]:
-    """Report a failed write to stdout. A closed pipe is no error: the reader has left.
+    """Report a failed write to stdout. A closed pipe is not an error: the reader has stopped reading.
 
     Raises:
         FastLoopError: stdout cannot be written.
@@ -101,7 +101,7 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, text: str, mode: str = "w") -> None:
-    """Write a ``--json`` file; raises ConfigError where that fails."""
+    """Write a ``--json`` file; raises ConfigError if that fails."""
     try:
         with path.open(mode, encoding="utf-8", errors="replace") as file:
             file.write(text)
@@ -127,7 +127,7 @@ def parse_seconds(text: str, option: str) -> float:
 
 
 def handle_signals() -> list[int]:
-    """Let SIGTERM and a closed terminal end the program as Ctrl-C does, so that it cleans up. Returns a list that
+    """Make SIGTERM and a closed terminal end the program as Ctrl-C does, so that it cleans up. Returns a list that
     receives each signal's number.
 
     Training handles SIGTERM itself, see ``bridge/fit/shutdown.py``. An ignored signal, as after nohup, stays ignored.
@@ -145,7 +145,7 @@ def handle_signals() -> list[int]:
 
 
 def describe_exit(error: BaseException) -> tuple[str, int]:
-    """The text for stderr and the exit code of a program that ends with this error."""
+    """Return the text for stderr and the exit code of a program that ends with this error."""
     if isinstance(error, FastLoopError):
         return f"fastloop: {error}", error.exit_code
     if isinstance(error, Failed):
@@ -166,7 +166,7 @@ def describe_exit(error: BaseException) -> tuple[str, int]:
 
 
 def to_config_error(error: click.ClickException) -> ConfigError:
-    """Convert a usage error of click's to ours: got, why, do."""
+    """Convert a usage error from click to ours: got, why, do."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "fastloop"
     why, do = error.format_message(), f"see {command} --help"

@@ -1,7 +1,7 @@
 """fastloop diagnose: explain why the GPU is idle, from a run directory or by running a configuration.
 
-A configuration is trained once as it is, and then in trials that take one cost away each: what they reach stands in the
-findings in place of estimates. All of it ends in one run directory, which reads like that of ``fastloop run``.
+A configuration is trained once unchanged, and then in trials that each remove one cost: their rates replace estimates
+in the findings. Everything goes into one run directory, laid out like that of ``fastloop run``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fastloop.report.run import files, summary
 
 TRIALS = "trials"
 HUNTED_STEPS, LEAD_IN_STEPS = 5, 20
-"""Steps the hunt takes, and those that pass before a trace while queues fill again: about as many, for usual queues."""
+"""Steps that the hunt for syncs takes, and steps before a trace while queues refill: enough for typical queues."""
 REWRITTEN = ("measurement.json", "findings.json", "report.md", "report.html")
 
 Progress = Callable[[str], None]
@@ -54,16 +54,16 @@ def diagnose(
     limit_s: float,
     progress: Progress,
 ) -> Answer:
-    """Findings first, of a run directory or of a configuration that is run for it.
+    """Diagnose a run directory, or a configuration by running it; the answer shows the findings first.
 
     Args:
-        syncs: find the user's lines at which the device is waited for.
+        syncs: find the lines of the user's code that wait for the device.
         trace: optimizer steps to record after the timed ones.
 
     Raises:
-        ConfigError: `target` is neither, or options do not go with it; nothing was trained.
-        Failed: the training as it is failed.
-        FastLoopError: the run directory cannot be written any more.
+        ConfigError: `target` is neither, or options do not fit it; nothing was trained.
+        Failed: the unchanged training failed.
+        FastLoopError: the run directory can no longer be written.
     """
     where = run_directory(target)
     if where is None:
@@ -86,10 +86,10 @@ def diagnose(
 
 
 def run_directory(target: str) -> Path | None:
-    """The directory of a run, if `target` is one, or one of the files in it; None for a configuration.
+    """Return the run directory if `target` is one or a file in one; None for a configuration.
 
     Raises:
-        ConfigError: a directory without a run in it.
+        ConfigError: a directory that contains no run.
     """
     path = Path(target)
     if path.name in ("report.md", "report.html", "measurement.json") and is_file(path):
@@ -102,7 +102,7 @@ def run_directory(target: str) -> Path | None:
     return path
 
 
-# -- a run there was --------------------------------------------------------------------------------------------------
+# -- an earlier run ---------------------------------------------------------------------------------------------------
 
 
 def _of_run(where: Path) -> Answer:
@@ -112,7 +112,7 @@ def _of_run(where: Path) -> Answer:
     try:
         name = load_environment(where).name or ""
         return _answer(where, name, seen, load_plan(where), load_verdicts(where))
-    except (AttributeError, TypeError, KeyError, ValueError) as error:  # edited by hand, or of some other program
+    except (AttributeError, TypeError, KeyError, ValueError) as error:  # edited by hand, or from another program
         why = f"it holds unexpected values: {type(error).__name__}: {error}"
         raise ConfigError(got=f"{where}/measurement.json", why=why, do="run the training again") from error
 
@@ -126,7 +126,7 @@ def _answer(
     notes: Sequence[str] = (),
     **more: Any,
 ) -> Answer:
-    """The answer from the records; findings are made anew, by the rules of this version."""
+    """Make the answer from the records; findings are recomputed with the rules of this version."""
     enabled = tuple(step.rung for step in plan.steps)
     found = rules.findings(seen, cards(), enabled, verdicts)
     then, later = rules.next_steps(found, seen, cards(), enabled)
@@ -168,12 +168,12 @@ def _run_configuration(job: Job, out: str | None, force: bool, limit_s: float, p
 
 
 def beyond(syncs: bool, trace: int | None) -> int:
-    """Steps for what is not timed, so that the timed ones are those that were asked for."""
+    """Return the extra steps for untimed work, so that the requested number of steps is still timed."""
     return (HUNTED_STEPS if syncs else 0) + (trace + LEAD_IN_STEPS if trace else 0)
 
 
 def _list_further(job: Job, config: Config, seen: Measurement) -> list[tuple[str, Job]]:
-    """The trials after the first: ceilings, and what the run itself could not tell."""
+    """List the trials after the first: ceilings, and measurements that the run itself could not make."""
     plain = dataclasses.replace(job.override("watch.trace_steps=0"), hunt_syncs=False, further_steps=0)
     further: list[tuple[str, Job]] = [(name, dataclasses.replace(plain, variation=name)) for name in wanted(config)]
     if seen.flops.get("per_sample") is None:
@@ -184,7 +184,7 @@ def _list_further(job: Job, config: Config, seen: Measurement) -> list[tuple[str
 
 
 def with_trial(seen: Measurement, trial: Trial) -> Measurement:
-    """The measurement with what a trial found in it; one that failed changes nothing."""
+    """Add a trial's result to the measurement; a failed trial changes nothing."""
     if trial.name in CEILINGS:
         return dataclasses.replace(seen, ceilings={**seen.ceilings, trial.name: trial.samples_per_s})
     if trial.ok and isinstance(trial.answer, FlopCounts):
@@ -195,7 +195,7 @@ def with_trial(seen: Measurement, trial: Trial) -> Measurement:
 
 
 def rewrite(where: Path, config: Config, seen: Measurement, plan: Plan, verdicts: tuple[Verdict, ...]) -> None:
-    """Write the files of a run that depend on its measurement, anew."""
+    """Rewrite the files of a run that depend on its measurement."""
     enabled = tuple(step.rung for step in plan.steps)
     found: tuple[Finding, ...] = rules.findings(seen, cards(), enabled, verdicts)
     then, later = rules.next_steps(found, seen, cards(), enabled)

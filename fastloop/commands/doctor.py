@@ -31,7 +31,7 @@ TESTED: dict[str, tuple[str, str | None]] = {
     "pytorch-lightning": ("2.5", "2.6"),
     "omegaconf": ("2.3", None),
 }
-"""First and last minor version tested; ``None``: no later version is known to break."""
+"""First and last tested minor version; ``None`` if no later version is known to break."""
 
 LIGHTNINGS = ("lightning", "pytorch-lightning")
 MALICIOUS_LIGHTNING = ((2, 6, 2), (2, 6, 3))
@@ -51,7 +51,7 @@ LEAST_OPEN_FILES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that was checked."""
+    """The result of one check."""
 
     name: str
     status: Status
@@ -62,7 +62,7 @@ class Check:
 
 
 def doctor(*, comm: bool) -> Answer:
-    """Run all checks: what is wrong first, then one line each, and how to fix what is wrong."""
+    """Run all checks: the answer sums up what is wrong, then has one line for each check, with fixes."""
     checks = check(comm=comm)
     lines = [f"{one.status:<5} {one.name}: {one.found}" + (f"\n      do  {one.do}" if one.do else "") for one in checks]
     return Answer(
@@ -73,7 +73,7 @@ def doctor(*, comm: bool) -> Answer:
 
 
 def check(comm: bool = False) -> tuple[Check, ...]:
-    """Check versions, machine, GPUs and optional packages; with ``comm``, time an all-reduce too (at most 2 min)."""
+    """Check versions, machine, GPUs and optional packages; with ``comm``, also time an all-reduce (at most 2 min)."""
     found = machine.versions((*machine.PACKAGES, "pynvml", "redis"))
     poisoned = any(_release(found.get(name)) in MALICIOUS_LIGHTNING for name in LIGHTNINGS)
     probe = None if poisoned or "torch" not in found else torch_probe()
@@ -92,7 +92,7 @@ def check(comm: bool = False) -> tuple[Check, ...]:
 
 
 def conclude(checks: Sequence[Check]) -> str:
-    """Whether anything is wrong with this machine for training, and what: faults before warnings."""
+    """Sum up what is wrong with this machine for training, faults before warnings."""
     wrong = {word: [one for one in checks if one.status == word] for word in ("fail", "warn")}
     named = [f"{one.name}: {one.found}" for found in wrong.values() for one in found]
     if not named:
@@ -107,14 +107,14 @@ def conclude(checks: Sequence[Check]) -> str:
 
 
 def as_json(checks: Sequence[Check]) -> dict[str, Any]:
-    """The object that ``--json`` writes; ``worst`` is ok, warn or fail."""
+    """Return the object that ``--json`` writes; ``worst`` is ok, warn or fail."""
     seen = {one.status for one in checks}
     worst = next((status for status in ("fail", "warn") if status in seen), "ok")
     return {"schema": 1, "checks": [dataclasses.asdict(one) for one in checks], "worst": worst}
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """1 when a check failed, else 0."""
+    """Return 1 if a check failed, otherwise 0."""
     return int(any(one.status == "fail" for one in checks))
 
 
@@ -126,7 +126,7 @@ def _check(status: Status, name: str, found: str, do: str | None = None) -> Chec
 
 
 def _distribution_checks(bare: Literal["ours", "stranger"] | None) -> Iterator[Check]:
-    """Warn about a distribution with the bare name: an old install of ours, or somebody else's package."""
+    """Warn about a distribution with the bare name: an old install of ours, or another project's package."""
     name, home = f"distribution {machine.BARE_NAME}", Path(fastloop.__file__).parents[1]
     again = f"pip uninstall {machine.BARE_NAME} && pip install -e {home}"
     if bare == "ours":
@@ -262,7 +262,7 @@ def _cuda_check(gpus: Gpus, probe: TorchProbe) -> Check:
 
 
 def _visibility_check(gpus: Gpus, probe: TorchProbe, variable: str | None) -> Check | None:
-    """Whether torch sees as many devices as CUDA_VISIBLE_DEVICES lists, or as NVML counts where it is not set."""
+    """Check that torch sees as many devices as CUDA_VISIBLE_DEVICES lists, or if unset, as NVML counts."""
     if variable is None:
         if probe.device_count >= len(gpus) or any(
             gpu.mig_enabled for gpu in gpus
@@ -331,7 +331,7 @@ def _extra_checks(found: Versions, probe: TorchProbe | None) -> Iterator[Check]:
 
 
 def _comm_check(probe: TorchProbe | None) -> Check:
-    """Time an all-reduce: NCCL over all visible GPUs where there are two or more, else gloo between two processes."""
+    """Time an all-reduce: NCCL over all visible GPUs if there are at least two, else gloo between two processes."""
     if probe is None or probe.trouble:
         return _check("info", "all-reduce", "not measured: torch cannot be imported")
     on_gpus = probe.device_count >= 2

@@ -1,6 +1,6 @@
-"""fastloop exec: a command of the user's own, with a FastLoop in the first Trainer of it that trains.
+"""fastloop exec: runs the user's command, with a FastLoop in the first of its Trainers that trains.
 
-It has the streams, the terminal and the process group of this one, and all the time it wants: it is the user's run.
+It shares this process's streams, terminal and process group, and has no time limit: it is the user's run.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from fastloop.records.trial import ScriptEvent
 from fastloop.report.run import summary
 
 AGAIN_S = {signal.SIGINT: 2.0, signal.SIGTERM: 0.5, signal.SIGHUP: 0.5}
-"""A signal may have been sent to the whole process group: the command gets it from us only where it still lives then.
-Ctrl-C twice would cut short what the first began, such as a report."""
+"""Delay before we pass a signal on, since it may have reached the whole process group: only a command that still runs
+then gets it. A second Ctrl-C would cut short what the first began, such as a report."""
 LEFT_S = 3.0
-"""What a command started and left behind gets to end by itself, after a signal or a failure."""
+"""After a signal or a failure, the time for leftover processes of the command to end by themselves."""
 
 
 def execute(
@@ -51,8 +51,8 @@ def execute(
     force: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Answer:
-    """Run a command in the foreground, with its streams; the answer is for stderr, its exit code the command's, or
-    that of the signal that was to end it.
+    """Run a command in the foreground, with its streams. The answer is for stderr; its exit code is the command's, or
+    that of the signal that was meant to end it.
 
     Args:
         config: a ladder by name or path; None to watch only.
@@ -78,7 +78,7 @@ def execute(
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run to the end; the exit code as a shell has it."""
+    """Run to the end, and return the exit code as a shell would."""
     before, relay = reaper.list_descendants(), _Relay()
     reaper.adopt_orphans(True)
     try:
@@ -98,7 +98,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
             code = process.wait()
             if relay.heard or code:
                 reaper.end_descendants(besides=before, grace_s=LEFT_S)
-            if relay.heard and code in (0, 1):  # Lightning ends a training that is told to end as if it were done
+            if relay.heard and code in (0, 1):  # Lightning ends a stopped training as if it had finished
                 code = 128 + relay.heard[0]
     finally:
         reaper.adopt_orphans(False)
@@ -106,7 +106,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 class _Relay:
-    """Signals to this process are for the command. It is in the same process group, so that it keeps the terminal."""
+    """Passes signals on to the command, which is in the same process group, so that it keeps the terminal."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -114,7 +114,7 @@ class _Relay:
 
     @contextlib.contextmanager
     def hears(self) -> Iterator[None]:
-        """What is ignored, as after nohup, stays so, for the command too."""
+        """Relay signals inside this context; those that are ignored, as after nohup, stay so for the command too."""
         heeded = [each for each in AGAIN_S if signal.getsignal(each) not in (signal.SIG_IGN, None)]
         before = {each: signal.signal(each, self._hear) for each in heeded}
         try:
@@ -124,7 +124,7 @@ class _Relay:
                 signal.signal(number, handler)
 
     def serve(self, process: subprocess.Popen[bytes]) -> None:
-        """Pass on to this one, also what came before it was there."""
+        """Pass signals on to this process, including those that came before it started."""
         self.process = process
         for number in self.heard:
             self._pass_on(number)
@@ -133,7 +133,7 @@ class _Relay:
         self.heard.append(number)
         first = self.heard.count(number) == 1
         if number == signal.SIGINT and first and _in_foreground():
-            return  # the terminal has told the command, which may be about to save its work
+            return  # the terminal has signaled the command, which may be saving its work
         timer = threading.Timer(AGAIN_S[signal.Signals(number)], self._pass_on, (number,))
         timer.daemon = True
         timer.start()
@@ -153,7 +153,7 @@ def _in_foreground() -> bool:
         return False
 
 
-# -- what is said -----------------------------------------------------------------------------------------------------
+# -- the answer -------------------------------------------------------------------------------------------------------
 
 
 def _answer(name: str, where: Path, code: int, events: Sequence[ScriptEvent]) -> Answer:

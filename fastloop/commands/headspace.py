@@ -1,7 +1,7 @@
-"""fastloop headspace: how fast a training would be without its data, its copies, its exchange of gradients.
+"""fastloop headspace: how fast a training would be without data loading, copies, or gradient exchange.
 
-Each figure is a training of its own in a fresh process. They are ceilings, each from one run: what a change can gain at
-most, and no proof that any change gains it.
+Each figure comes from a separate training in a fresh process. They are ceilings, each from one run: the most that a
+change can gain, not a proof that any change gains it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fastloop.report.numbers import short
 NAME = "headspace.json"
 FIRST, LAST = "baseline", "baseline-again"
 WORTH_PCT = 3.0
-"""A ceiling below this is called none."""
+"""A smaller gain counts as nothing to gain."""
 TOO_FAST = "faster than the plain run's parts allow: one of the two was disturbed"
 TOO_SLOW = "slower than the plain run: disturbed by something else on this machine"
 FREE = {
@@ -43,19 +43,19 @@ FREE = {
 FAMILY = {"replayed": "data", "resident": "data and copies", "no_exchange": "data and exchange"}
 
 
-# -- ``headspace.json``; None = not known ------------------------------------------------------------------------------
+# -- ``headspace.json``; None = unknown --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The training as it is, before the other trials and after them."""
+    """The unchanged training, before and after the other trials."""
 
     samples_per_s: float | None = None
-    """The geometric mean of both."""
+    """The geometric mean of both runs."""
     runs: tuple[float, ...] = ()
-    """Samples per second of each."""
+    """Samples per second of each run."""
     drift_pct: float | None = None
-    """How far the second was above the first."""
+    """By how much the second run was faster than the first."""
     window_too_short: bool = False
     why: str | None = None
     """Why one of them failed."""
@@ -67,9 +67,9 @@ class Ceiling:
 
     samples_per_s: float | None = None
     ratio: float | None = None
-    """To the baseline. What the exchange alone costs is ``no_exchange`` to ``replayed``."""
+    """Relative to the baseline. The ratio of ``no_exchange`` to ``replayed`` is the cost of the exchange alone."""
     why: str | None = None
-    """Why there is none, or what to hold against it."""
+    """Why there is no ceiling, or a reason to doubt it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +98,12 @@ def headspace(
     limit_s: float,
     progress: Progress,
 ) -> Answer:
-    """Measure a configuration as it is and with one cost after the other taken away.
+    """Measure a configuration unchanged and with costs removed.
 
     Raises:
         ConfigError: nothing was trained, because of the configuration or the command line.
-        Failed: the training as it is failed.
-        FastLoopError: the run directory cannot be written any more.
+        Failed: the unchanged training failed.
+        FastLoopError: the run directory can no longer be written.
     """
     if rerun.is_run(conf):
         raise _of_a_run(Path(conf))
@@ -141,12 +141,12 @@ def _of_a_run(where: Path) -> ConfigError:
 
 
 def wanted(config: Config) -> tuple[Variation, ...]:
-    """The ceilings that this training has."""
+    """Return the ceilings that apply to this training."""
     return tuple(name for name in CEILINGS if name != "no_exchange" or config.run.devices > 1)
 
 
 def summarize(run_dir: str, baselines: Sequence[Trial], trials: Mapping[str, Trial], config: Config) -> CeilingsFile:
-    """The content of ``headspace.json``."""
+    """Return the content of ``headspace.json``."""
     rates = tuple(rate for trial in baselines if (rate := trial.samples_per_s) is not None)
     rate = math.exp(sum(map(math.log, rates)) / len(rates)) if rates else None
     baseline = Baseline(
@@ -165,7 +165,7 @@ def summarize(run_dir: str, baselines: Sequence[Trial], trials: Mapping[str, Tri
 
 
 def ceiling(trial: Trial | None, baseline: float | None, config: Config, baselines: Sequence[Trial] = ()) -> Ceiling:
-    """What one trial says of the rate without one cost, held against the runs with it."""
+    """Return a trial's ceiling, checked against the runs with all costs."""
     if trial is None:
         return Ceiling(why=f"run.devices is {config.run.devices}: there is no gradient exchange")
     if not trial.ok:
@@ -183,13 +183,13 @@ def ceiling(trial: Trial | None, baseline: float | None, config: Config, baselin
 
 
 def _too_fast(name: str, rate: float, baselines: Sequence[Trial]) -> bool:
-    """Whether none of the runs as they are had as much in its parts as this trial would have saved of it."""
+    """Whether the trial saved more time than the removed parts took in any of the unchanged runs."""
     runs = [trial.measurement for trial in baselines if trial.measurement]
     return bool(runs) and all(is_beyond(dataclasses.replace(seen, ceilings={name: rate}), name) for seen in runs)
 
 
 def format_lines(result: CeilingsFile, name: str) -> list[str]:
-    """The answer for people, verdict first."""
+    """Format the answer for the terminal, verdict first."""
     base, found = result.baseline, result.ceilings
     doubtful = [key for key, value in found.items() if value.why in (TOO_FAST, TOO_SLOW)]
     ratios = {key: value.ratio for key, value in found.items() if value.ratio is not None and key not in doubtful}
@@ -215,7 +215,7 @@ def format_lines(result: CeilingsFile, name: str) -> list[str]:
 
 
 def _verdict(ratios: Mapping[str, float], doubtful: Sequence[str]) -> str:
-    """What there is to gain: the family of the largest ceiling; the nearest one where a further takes away no more."""
+    """Say what can be gained: by the largest ceiling, or the first that nearly equals it and so removes fewer costs."""
     most = max(ratios.values(), default=0.0)
     if doubtful and most < 1 + WORTH_PCT / 100:
         return f"DISTURBED, RUN IT AGAIN: no ceiling from {' and '.join(doubtful)}"
@@ -228,7 +228,7 @@ def _verdict(ratios: Mapping[str, float], doubtful: Sequence[str]) -> str:
 
 
 def _format(value: Ceiling, replayed: Ceiling | None) -> str:
-    """A ceiling and what it is against: the trial with replayed batches where given and measured, or the baseline."""
+    """Format a ceiling, relative to the trial with replayed batches if given and measured, else to the baseline."""
     if value.samples_per_s is None or value.ratio is None:
         return f"n/a: {value.why}"
     doubt = f"; {value.why}" if value.why else ""

@@ -1,4 +1,4 @@
-"""fastloop recipes and fastloop rungs: what is shipped, described by the docstrings."""
+"""fastloop recipes and fastloop rungs: list the shipped recipes and rungs, described by their docstrings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def list_rungs(name: str | None) -> Answer:
     """List all rungs in planning order, or show one rung's manual page and settings.
 
     Raises:
-        ConfigError: there is no rung of that name.
+        ConfigError: there is no rung with that name.
     """
     ladder = dict(Ladder().rungs())
     if name is None:

@@ -1,4 +1,4 @@
-"""fastloop report: show what a run directory holds."""
+"""fastloop report: show the contents of a run directory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fastloop.records.store import is_file
 
 
 def report(run_dir: str) -> Answer:
-    """The report of a run directory as text, and its records as one object, shaped like that of ``fastloop run``.
+    """Return the report of a run directory as text, and its records as one object, like that of ``fastloop run``.
 
     Raises:
         ConfigError: the directory holds no run.
     """
     path = Path(run_dir)
-    if path.name in ("report.html", "report.md") and is_file(path):  # the line that a run ends with names one of them
+    if path.name in ("report.html", "report.md") and is_file(path):  # a run's last output line names one of them
         path = path.parent
     text = path / "report.md"
     if not is_file(text):
@@ -31,7 +31,7 @@ def report(run_dir: str) -> Answer:
 
 
 def to_open(run_dir: str) -> str:
-    """The file to open of a run that `report` has shown: the page where there is one."""
+    """Return the file to open for a run: its report if there is one, otherwise the directory."""
     return str(store.report_in(Path(run_dir)) or run_dir)
 
 

@@ -1,4 +1,4 @@
-"""With what a run there was can be run again: its own configuration, or, where that has no recipe, its script."""
+"""How to repeat an earlier run: with its configuration, or if that has no recipe, with its script."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CONFIGURATION = "config.resolved.yaml"
 
 
 def is_run(target: str) -> bool:
-    """Whether a command's argument is a directory with a run in it, and no shipped recipe's name."""
+    """Whether a command's argument is a run directory, and not the name of a shipped recipe."""
     return ("/" in target or target not in shipped("recipes")) and is_file(Path(target) / "measurement.json")
 
 
 def configuration(where: Path) -> Path | None:
-    """What ``fastloop run`` takes to run it again; None where there is no recipe in it, or none that is still there."""
+    """Return the configuration that repeats a run; None if it has no recipe, or if the recipe no longer exists."""
     path = where / CONFIGURATION
     try:
         return path if load(f"{path.parent}/{path.name}").recipe_file is not None else None
@@ -31,7 +31,7 @@ def configuration(where: Path) -> Path | None:
 
 
 def by_script(trace: int | None) -> str:
-    """What to do with a run whose training was a script's own, for a trace of so many steps if one is wanted."""
+    """Say how to repeat a script's run, with a trace of this many steps if one is wanted."""
     none = f"{CONFIGURATION} has no recipe that fastloop could train"
     if trace is None:
         return f"run your script again, with FastLoop(...) as you want it or by fastloop exec; {none}"
@@ -42,7 +42,7 @@ def by_script(trace: int | None) -> str:
 
 
 def to_prove(where: Path, patch: Patch) -> str:
-    """The command that finds out whether a patch makes this run faster; a script's name as far as the run knows it."""
+    """Return the command that tests whether a patch makes this run faster, with the script's name if known."""
     rungs = patch.get("rungs") or {}
     named = [rung for rung, settings in rungs.items() if settings == {"enabled": True}]
     keys = [

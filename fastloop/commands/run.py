@@ -32,7 +32,7 @@ def run(
     check_without_torch(config)
     place = claim(config.name, out, force=force) if first_rank() else Place(unclaimed(config.name, out))
     with place as path, explained(config, path):
-        from fastloop.bridge.fit.training import train  # here: a wrong key is reported before torch is imported
+        from fastloop.bridge.fit.training import train  # here, so that a wrong key is reported before torch is imported
 
         loop = train(config, path, trust_checkpoint=trust_checkpoint)
     if not first_rank():
@@ -88,7 +88,7 @@ def describe_plan(made: Plan) -> list[str]:
         return ["no rung is enabled; try --config safe"]
     lines = []
     for step in made.steps:
-        settings = step.change.wants.items()  # of what loads or wraps the notes tell
+        settings = step.change.wants.items()  # the notes describe what loads or wraps
         wants = [key if dataclasses.is_dataclass(value) else f"{key}={value}" for key, value in settings]
         wants += [key for action in step.change.actions for key in action.keys]
         planned = step.status == "planned"

@@ -1,6 +1,6 @@
-"""Questions put to a disposable process: what torch sees of CUDA, and how fast processes exchange gradients.
+"""Queries that run in a disposable process: what torch sees of CUDA, and how fast processes exchange gradients.
 
-Torch is imported in the child only, and whatever the child starts ends with it, also when it hangs.
+Torch is imported only in the child, and everything that the child starts ends with it, even if it hangs.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchProbe:
-    """What torch says of CUDA."""
+    """What torch reports about CUDA."""
 
     cuda_available: bool = False
     device_count: int = 0
-    """Devices that CUDA_VISIBLE_DEVICES leaves."""
+    """Number of devices visible with CUDA_VISIBLE_DEVICES."""
     bf16_native: bool | None = None
-    """Every device computes in bfloat16; False where one of them emulates it."""
+    """Every device computes in bfloat16; False if one of them emulates it."""
     built_cuda: str | None = None
     """CUDA version torch was built for; ``None`` for a CPU or ROCm build."""
     trouble: str | None = None
@@ -68,7 +68,7 @@ def torch_probe() -> TorchProbe:
 
 
 def exchange_gb_per_s(backend: Backend, ranks: int) -> float:
-    """Bus bandwidth of an all-reduce of 64 MiB of fp32 between ``ranks`` processes, in 10^9 bytes per second.
+    """Return the bus bandwidth of a 64 MiB fp32 all-reduce between ``ranks`` processes, in 10^9 bytes per second.
 
     Raises:
         NoAnswer: the exchange failed, gave a wrong sum or hung.
@@ -78,7 +78,7 @@ def exchange_gb_per_s(backend: Backend, ranks: int) -> float:
 
 
 def answer_exchange() -> None:
-    """The child's side: start the ranks that ``sys.argv`` asks for and write what rank 0 measured to stdout."""
+    """Run in the child: start the ranks that ``sys.argv`` requests, and write rank 0's measurement to stdout."""
     multiprocessing: Any = importlib.import_module("torch.multiprocessing")  # torch leaves it untyped
     backend, ranks = sys.argv[1], int(sys.argv[2])
     with tempfile.TemporaryDirectory() as folder:
@@ -117,12 +117,12 @@ def _all_reduce(rank: int, backend: Backend, ranks: int, folder: str) -> None:
 
 
 def _answer_of_child(code: str, *arguments: str, limit_s: float) -> dict[str, Any]:
-    """The JSON object on the last line that ``code`` writes in a fresh interpreter; nothing it starts outlives this.
+    """Run ``code`` in a fresh interpreter and return the JSON object on its last line; nothing it starts is left.
 
     Raises:
         NoAnswer: it failed, or gave no answer within ``limit_s``.
     """
-    # the child finds what this process finds, and no torch.py that happens to lie in the working directory
+    # the child finds the same modules as this process, but not a torch.py in the working directory
     search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     with tempfile.TemporaryDirectory() as folder:
         ended = supervise(

@@ -40,12 +40,12 @@ def tune(
     """Search for the best number of one rung.
 
     Args:
-        what: a rung with a number to search for.
-        limit_s: for each training.
+        what: a rung with a tunable number.
+        limit_s: the time limit of each training.
 
     Raises:
         ConfigError: nothing was trained, because of the configuration or the command line.
-        Failed: the training as it is failed. Where all others did, the exit code is 1.
+        Failed: the unchanged training failed. If all others failed, the exit code is 1.
     """
     job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     _check_what(conf, what)
@@ -74,7 +74,7 @@ def tune(
 
 
 def _write_partial(where: Path, tuned: Tuned, error: BaseException) -> None:
-    """Write what a search had found when it was stopped."""
+    """Write the results of a search that was stopped."""
     if tuned.points:
         with contextlib.suppress(Exception):  # it must not hide what happened
             attach(error, tuned)
@@ -82,7 +82,7 @@ def _write_partial(where: Path, tuned: Tuned, error: BaseException) -> None:
 
 
 def _write_answer(content: TuningFile) -> list[str]:
-    """The answer for people, verdict first, the patch last."""
+    """Return the answer for the terminal: verdict first, patch last."""
     from fastloop.report.experiments import tune_report
 
     answer = tune_report.lines(content)
@@ -92,7 +92,7 @@ def _write_answer(content: TuningFile) -> list[str]:
 def _write(where: Path, content: TuningFile) -> None:
     from fastloop.report.experiments import tune_report
 
-    store.save(where, {NAME: content})  # first: to draw the reports takes seconds
+    store.save(where, {NAME: content})  # first: drawing the reports takes seconds
     written = tune_report.reports(content)
     if content.patch is not None:
         head = (f"fastloop tune {content.name} {content.what}", *content.why.splitlines())
@@ -116,7 +116,7 @@ def _check_what(conf: str, what: str) -> None:
 
 
 def _check_devices(config: Config, what: str) -> None:
-    """Refuse what no training could answer."""
+    """Raise ConfigError if there are too few devices to tune this rung."""
     least = list_tunables()[what].least_devices
     if config.run.devices < least:
         raise ConfigError(

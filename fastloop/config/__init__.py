@@ -1,1 +1,1 @@
-"""From YAML to one checked record: strict files, layers, interpolation, the schema, the names of what is shipped."""
+"""From YAML to one checked record: strict files, layers, interpolation, the schema, names of shipped files."""

@@ -1,4 +1,4 @@
-"""``${run.seed}``: a value taken from another key. Resolvers (``${oc.env:HOME}``) are refused: YAML runs nothing."""
+"""``${run.seed}``: a value taken from another key. Resolvers (``${oc.env:HOME}``) are refused: YAML runs no code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastloop.records.secrets import is_secret
 
 
 def refuse_resolvers(layer: Marked) -> None:
-    """Refuse every ``${…:…}`` of a layer before anything can evaluate it.
+    """Refuse every ``${…:…}`` in a layer before it can be evaluated.
 
     Raises:
         ConfigError: with file, line and key.
@@ -31,14 +31,14 @@ def refuse_resolvers(layer: Marked) -> None:
 
 
 def resolve(leaves: Leaves) -> Leaves:
-    """The leaves with every ``${a.b}`` replaced by the value of that key; a replaced leaf keeps its origin.
+    """Return the leaves with every ``${a.b}`` replaced by the value of that key; a replaced leaf keeps its origin.
 
     Raises:
-        ConfigError: a key that is not there, a loop, or a brace left open; with file, line and key.
+        ConfigError: a missing key, a loop, or an unclosed brace; with file, line and key.
     """
     if not any(_mentions(leaf.value, lambda text: "${" in text) for leaf in leaves.values()):
         return leaves
-    from omegaconf import OmegaConf  # here, because importing it takes longer than all the rest of loading
+    from omegaconf import OmegaConf  # here, because importing it takes longer than the rest of loading
     from omegaconf.errors import OmegaConfBaseException
 
     try:
@@ -55,7 +55,7 @@ def resolve(leaves: Leaves) -> Leaves:
 
 
 def escape(nested: Any) -> Any:
-    """Resolved values as they have to be written down to be read back unchanged: a literal ``${`` becomes ``\\${``."""
+    """Escape resolved values so that they can be written and read back unchanged: a literal ``${`` becomes ``\\${``."""
     if isinstance(nested, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", nested)
     if isinstance(nested, Mapping):
@@ -70,9 +70,9 @@ def _mentions(value: Any, found: Any) -> bool:
 
 
 def _calls_resolver(text: str) -> bool:
-    """A colon anywhere inside a ``${…}``, nested ones included."""
+    """Whether there is a colon anywhere inside a ``${…}``, including nested ones."""
     depth = 0
-    for token in re.findall(r"\$\{|[}:]", re.sub(r"\\[\\$]", "", text)):  # an escaped \${ interpolates nothing
+    for token in re.findall(r"\$\{|[}:]", re.sub(r"\\[\\$]", "", text)):  # an escaped \${ is not an interpolation
         if token == ":" and depth:
             return True
         depth = max(0, depth + {"${": 1, "}": -1, ":": 0}[token])

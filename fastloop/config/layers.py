@@ -1,4 +1,4 @@
-"""The layers of a configuration: the files it is made of, the command line, and how one is laid over another."""
+"""The layers of a configuration: its files and the command line, and how they are merged."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fastloop.records.store import is_file
 
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 _TOKEN = re.compile(r"""(?<=[=,:[{\s])(?:"(?:\\.|[^"\\])*"|'(?:''|[^'])*')|.""", re.DOTALL)
-"""A quoted text, or one character. A quote opens only where a value begins: in ``it's`` it is a letter."""
+"""A quoted text, or one character. A quote opens only at the beginning of a value: in ``it's`` it is a letter."""
 
 
 class Leaf(NamedTuple):
-    """A value that holds no further keys (lists count as one value) and where it came from."""
+    """A value without further keys (a list counts as one value) and where it came from."""
 
     value: Any
     origin: Origin
@@ -36,27 +36,28 @@ class Layer:
     marked: Marked
     path: Path | None = None
     depth: int = 0
-    """How many ``base`` keys away from the file that was asked for."""
+    """How many ``base`` keys away from the requested file."""
 
 
 def file_layers(text: str, cwd: Path) -> list[Layer]:
-    """The layers of a file by path or shipped name: its bases left to right, each after its own bases, then itself.
+    """Return the layers of a file, given by path or shipped name: its bases left to right, each after its bases, then
+    the file itself.
 
     Raises:
-        ConfigError: what `locate` and `load_yaml` refuse; bases that come back to themselves, with the chain.
+        ConfigError: what `locate` and `load_yaml` refuse; circular bases, with the chain.
     """
     layer = _read(locate(text, cwd, got=repr(text)), cwd)
     return _with_bases(layer, cwd, chain=(layer,))
 
 
 def dict_layers(values: Mapping[str, Any], cwd: Path) -> list[Layer]:
-    """The layers of a Python mapping, whose ``base`` paths start at the working directory."""
+    """Return the layers of a Python mapping; its ``base`` paths start at the working directory."""
     layer = Layer(Marked(plain_values(values, ()), {}, "dict"))
     return _with_bases(layer, cwd, chain=(layer,))
 
 
 def patch_layer(text: str, cwd: Path) -> Layer:
-    """The layer of a patch file by path or shipped name.
+    """Return the layer of a patch file, given by path or shipped name.
 
     Raises:
         ConfigError: the patch has a ``base``, or is a ``key=value``.
@@ -78,7 +79,7 @@ def patch_layer(text: str, cwd: Path) -> Layer:
 
 
 def override_layers(arguments: Sequence[str]) -> list[Layer]:
-    """One layer for each ``key=value`` in arguments such as ``a.b=1,c.d=[1,2]``.
+    """Return one layer for each ``key=value`` in arguments such as ``a.b=1,c.d=[1,2]``.
 
     Raises:
         ConfigError: a part without ``=`` or without a value, an unclosed bracket, ``base``. Secrets are not printed.
@@ -87,10 +88,10 @@ def override_layers(arguments: Sequence[str]) -> list[Layer]:
 
 
 def as_patch(text: str) -> tuple[Literal["more", "override"], str]:
-    """What a ``--vs`` means: ``key=value`` is an override, a path or a shipped name is a file laid on top.
+    """Interpret a ``--vs``: ``key=value`` is an override, a path or a shipped name is a patch file.
 
     Raises:
-        ConfigError: neither, with the names there are; a recipe, which is what a patch is laid on.
+        ConfigError: neither, with the known names; or a recipe, to which patches are applied.
     """
     key, equals, _ = text.partition("=")
     if equals and _KEY.fullmatch(key.strip()):
@@ -111,7 +112,7 @@ def as_patch(text: str) -> tuple[Literal["more", "override"], str]:
 
 
 def merge(layers: Iterable[Iterable[tuple[KeyPath, Leaf]]]) -> Leaves:
-    """Lay layers over one another, the later on top: mappings merge, anything else (lists as well) replaces."""
+    """Merge layers, later ones on top: mappings are merged, everything else (also lists) is replaced."""
     merged: Leaves = {}
     for layer in layers:
         for path, leaf in layer:
@@ -125,12 +126,12 @@ def merge(layers: Iterable[Iterable[tuple[KeyPath, Leaf]]]) -> Leaves:
 
 
 def marked_leaves(marked: Marked) -> Iterator[tuple[KeyPath, Leaf]]:
-    """The leaves of one layer with their origins."""
+    """Yield the leaves of one layer with their origins."""
     return ((path, Leaf(value, marked.origin(path))) for path, value in flatten(marked.value))
 
 
 def flatten(nested: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every leaf of nested dicts with its path; an empty dict below the top is a leaf."""
+    """Yield every leaf of nested dicts with its path; an empty dict below the top is a leaf."""
     if isinstance(nested, dict) and (nested or not path):
         for key, value in nested.items():
             yield from flatten(value, (*path, key))
@@ -139,7 +140,7 @@ def flatten(nested: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def nest(leaves: Mapping[KeyPath, Leaf]) -> dict[str, Any]:
-    """The nested dict that has these leaves."""
+    """Return the nested dict with these leaves."""
     nested: dict[str, Any] = {}
     for path, leaf in leaves.items():
         inner = nested
@@ -150,7 +151,7 @@ def nest(leaves: Mapping[KeyPath, Leaf]) -> dict[str, Any]:
 
 
 def shown(path: Path, cwd: Path) -> str:
-    """A file as messages call it: from the working directory or from what is shipped, else in full."""
+    """Return a file's name for messages: relative to the working directory or the shipped files, else the full path."""
     for folder in (cwd.absolute(), shipped_root()):
         if path.is_relative_to(folder):
             return path.relative_to(folder).as_posix()
@@ -199,7 +200,7 @@ def _bases(marked: Marked) -> list[tuple[str, Origin]]:
 
 
 def _split(argument: str) -> list[str]:
-    """Parts between commas that stand outside brackets, braces and quotes."""
+    """Split at commas outside brackets, braces and quotes."""
     parts, depth = [""], 0
     for token in _TOKEN.findall(argument):
         if token == "," and not depth:
@@ -238,7 +239,7 @@ def _bad_override(argument: str, why: str, do: str) -> ConfigError:
 
 
 def plain_values(value: Any, path: KeyPath = ()) -> Any:
-    """Python values as YAML would hold them: mappings as dicts, sequences as lists; anything but scalars is refused."""
+    """Convert Python values to those of YAML: mappings to dicts, sequences to lists; others must be scalars."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or "." in key:

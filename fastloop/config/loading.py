@@ -1,7 +1,7 @@
 """From YAML to one checked record.
 
-``load`` lays the files and the command line over the defaults, resolves ``${key}``, checks every key and type against
-the dataclasses and remembers for each value where it was written. Errors name file, line and full key, never a secret.
+``load`` merges the files and the command line onto the defaults, resolves ``${key}``, checks every key and type against
+the dataclasses and records where each value was written. Errors name file, line and full key, never a secret.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ABSENT = "-"
 DEFAULT = Origin("default")
 
 NOT_FOR_CALLBACKS = ("recipe", "run", "trainer")
-"""Sections that describe a run; inside somebody else's Trainer there is nothing they could set."""
+"""Sections that describe a run; inside the user's Trainer they cannot set anything."""
 
 OWNED = {
     "max_steps": ("run owns it", "write run.max_steps"),
@@ -55,7 +55,7 @@ OWNED = {
     "accelerator": ("run owns it", "write run.accelerator"),
     "callbacks": ("callbacks are objects, and YAML builds none", "return them from the module's configure_callbacks"),
 }
-"""Keys of ``trainer`` that are set elsewhere: why, and what to do."""
+"""Keys of ``trainer`` that are set elsewhere, with the reason and the advice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class RunSettings:
     accelerator: str = "auto"
     """As in Lightning: auto, cpu, gpu, …"""
     resume: str | None = None
-    """Path of the checkpoint to go on from; null = start anew."""
+    """Path of the checkpoint to resume from; null = start fresh."""
 
     def __post_init__(self) -> None:
         _at_least(1, "run.max_steps", self.max_steps)
@@ -106,26 +106,26 @@ class WatchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A checked configuration. Its repr leaves out what may hold secrets: recipe, trainer and values."""
+    """A checked configuration. Its repr leaves out fields that may hold secrets: recipe, trainer and values."""
 
     name: str
     """Safe as a folder name."""
     recipe_file: Path | None
-    """The recipe's Python file: beside the YAML deepest in the chain of bases that has one."""
+    """The recipe's Python file: the one beside the deepest YAML in the chain of bases that has one."""
     recipe_yaml: str | None
-    """The YAML beside it, as origins call it."""
+    """The YAML beside it, as named in origins."""
     recipe: Mapping[str, Any] = field(repr=False)
     run: RunSettings
     trainer: Mapping[str, Any] = field(repr=False)
     watch: WatchSettings
     strict: bool
     rehearsal: Switch
-    """Whether rungs that change the device's work are tried on the first step's calls before they count."""
+    """Whether rungs that change the device's work are tried on the first step's calls before they take effect."""
     ladder: Ladder
     by_ladder: frozenset[str]
-    """Rungs that a shipped ladder switched on, and not the user by name."""
+    """Rungs that a shipped ladder enabled, not the user by name."""
     values: Mapping[str, Any] = field(repr=False)
-    """Everything, defaults included, as nested plain values."""
+    """All values, including defaults, as nested plain values."""
     origins: Mapping[str, Origin] = field(repr=False)
     """Dotted key of each leaf of ``values`` -> where it came from. A list is one leaf."""
 
@@ -143,12 +143,12 @@ def load(
     Args:
         conf: a path (contains ``/`` or ends in ``.yaml``) or a shipped name.
         more: patches, by path or shipped name; they have no ``base``.
-        overrides: ``key=value`` arguments, several to an argument where commas part them.
+        overrides: ``key=value`` arguments; one argument may hold several, separated by commas.
         cwd: where relative paths start; default: the working directory.
         ladder_class: the record of all rungs; default: `fastloop.ladder.Ladder`.
 
     Raises:
-        ConfigError: whatever is wrong, with file, line and full key.
+        ConfigError: for any error, with file, line and full key.
     """
     cwd = cwd or Path.cwd()
     files = file_layers(conf, cwd)
@@ -159,14 +159,14 @@ def load(
 def from_callback(
     config: str | os.PathLike[str] | Mapping[str, Any] | None, ladder_class: type[Any] | None = None
 ) -> tuple[Config, tuple[str, ...]]:
-    """The configuration of ``FastLoop(config)``, and the sections in it that a callback ignores.
+    """Return the configuration of ``FastLoop(config)``, and the sections in it that a callback ignores.
 
     Args:
         config: None (defaults: only watch), a shipped name or a path, or a mapping shaped like the YAML.
         ladder_class: the record of all rungs; default: `fastloop.ladder.Ladder`.
 
     Raises:
-        ConfigError: as `load`.
+        ConfigError: as in `load`.
     """
     cwd = Path.cwd()
     if config is None:
@@ -187,10 +187,10 @@ def from_callback(
 
 
 def require_recipe(config: Config) -> Path:
-    """The recipe's Python file.
+    """Return the recipe's Python file.
 
     Raises:
-        ConfigError: neither the configuration nor one of its bases is a recipe: there is nothing to train.
+        ConfigError: neither the configuration nor one of its bases is a recipe, so there is nothing to train.
     """
     if config.recipe_file is None:
         recipes = ", ".join(shipped("recipes"))
@@ -206,7 +206,7 @@ def require_recipe(config: Config) -> Path:
 
 
 def require_checkpoint(config: Config) -> Path | None:
-    """The file of ``run.resume``; None where the run starts anew.
+    """Return the file of ``run.resume``; None if the run starts fresh.
 
     Raises:
         ConfigError: there is no such file.
@@ -221,20 +221,20 @@ def require_checkpoint(config: Config) -> Path | None:
 
 
 def to_yaml(config: Config) -> str:
-    """All values as YAML, secrets masked."""
+    """Return all values as YAML, with secrets masked."""
     return dump_yaml(escape(_masked(config)))
 
 
 def show(config: Config) -> list[tuple[str, Any, Origin]]:
-    """Key, value and origin of every leaf; secrets masked."""
+    """Return key, value and origin of every leaf, with secrets masked."""
     return [(".".join(path), value, config.origins[".".join(path)]) for path, value in flatten(_masked(config))]
 
 
 def diff(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
-    """Key and both values of every leaf that differs, `ABSENT` where there is none; secrets masked."""
+    """Return key and both values of every leaf that differs, `ABSENT` if one is missing, with secrets masked."""
     clear_a, clear_b = dict(flatten(a.values)), dict(flatten(b.values))
     shown_a, shown_b = dict(flatten(_masked(a))), dict(flatten(_masked(b)))
-    # By their text, since 1 == 1.0 in Python, but limit_train_batches: 1 is one batch and 1.0 is all of them.
+    # Compare texts, since 1 == 1.0 in Python, but limit_train_batches: 1 is one batch and 1.0 is all batches.
     differing = [
         path
         for path in {**clear_a, **clear_b}
@@ -244,7 +244,7 @@ def diff(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
 
 
 def changed(config: Config) -> dict[str, Any]:
-    """What was written on top of the defaults and the recipe's own YAML, nested; secrets masked."""
+    """Return the values set on top of the defaults and the recipe's YAML, nested, with secrets masked."""
     return nest(
         {
             path: Leaf(value, origin)
@@ -261,7 +261,7 @@ def _assemble(
     ladder_class: type[Any] | None,
     ignored: Sequence[str] = (),
 ) -> Config:
-    """Lay the layers over the defaults, resolve, check, and build the records."""
+    """Merge the layers onto the defaults, resolve, check, and build the records."""
     rungs = ladder_class or _ladder_class()
     secrets = [layer.marked.value for layer in layers]
     try:
@@ -281,7 +281,7 @@ def _assemble(
 
 
 def _lay(layers: Iterable[Layer], defaults: Leaves, ignored: Sequence[str]) -> Leaves:
-    """The layers over the defaults, resolved. Ignored sections can be referred to, then go back to their defaults."""
+    """Merge the layers onto the defaults and resolve. Ignored sections can be referenced, then get their defaults."""
     leaves = resolve(merge([defaults.items(), *(marked_leaves(layer.marked) for layer in layers)]))
     kept = {path: leaf for path, leaf in leaves.items() if path[0] not in ignored}
     return kept | {path: leaf for path, leaf in defaults.items() if path[0] in ignored}
@@ -322,7 +322,7 @@ def _build(
 
 
 def _schema(rungs: type[Any]) -> dict[str, Any]:
-    """What may stand at the top of a configuration, in the order in which it is written."""
+    """Return the top-level keys of a configuration, in the order in which they are written."""
     return {
         "recipe": dict,
         "run": RunSettings,
@@ -347,7 +347,7 @@ def _ladder_class() -> type[Any]:
 
 
 def _recipe_layer(files: Iterable[Layer]) -> Layer | None:
-    """The file deepest in the chain of bases that has a Python file beside it; of several as deep, the last."""
+    """Return the deepest file in the chain of bases with a Python file beside it; the last of several equally deep."""
     with_code = [layer for layer in files if layer.path and layer.path.with_suffix(".py").is_file()]
     return max(reversed(with_code), key=lambda layer: layer.depth, default=None)
 

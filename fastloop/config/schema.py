@@ -1,7 +1,7 @@
-"""The schema is the dataclasses: keys are their fields, types their annotations. Nothing is converted silently.
+"""The dataclasses are the schema: their fields are the keys, their annotations the types; no silent conversions.
 
-``build`` makes records from plain values. Text is never taken for a number or a boolean; the only conversions are an
-integer where a float is wanted and a list where a tuple is wanted.
+``build`` makes records from plain values. Text is never taken for a number or a boolean; the only conversions are from
+an integer to a required float and from a list to a required tuple.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ def check_keys(
     path: KeyPath = (),
     coming: Collection[str] = (),
 ) -> None:
-    """Refuse unknown keys, and single values where a section belongs.
+    """Refuse unknown keys, and single values in place of a section.
 
     Args:
         values: nested plain values.
-        schema: what may stand there: a dataclass (its fields, and nothing else, stand below it), ``dict`` (a section
-            with any keys) or the type of a value.
-        origin_of: where a key was written.
-        path: where the values themselves stand.
+        schema: what each key allows: a dataclass (a section with exactly its fields), ``dict`` (a section with any
+            keys) or the type of a value.
+        origin_of: returns where a key was written.
+        path: the keys above these values.
         coming: keys that later versions will have.
 
     Raises:
-        ConfigError: with file, line, full key and the nearest key there is.
+        ConfigError: with file, line, full key and the nearest known key.
     """
     for key, value in values.items():
         here = (*path, key)
@@ -89,17 +89,17 @@ def check_keys(
 
 
 def settings(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping[str, Origin]) -> T:
-    """The record of a section that was read with any keys, such as ``recipe``: its keys are checked, then its types.
+    """Build the record of a section that was read with any keys, such as ``recipe``: check its keys, then its types.
 
     Raises:
-        ConfigError: as `check_keys` and `build`.
+        ConfigError: as in `check_keys` and `build`.
     """
     check_keys({key: values}, {key: record}, lambda path: first_origin(".".join(path), origins))
     return build(record, values, key, origins)
 
 
 def build(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping[str, Origin]) -> T:
-    """The record with these values, records inside records included.
+    """Build a record from these values, including nested records.
 
     Args:
         record: a dataclass.
@@ -108,7 +108,7 @@ def build(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping
         origins: full key of each leaf -> where its value came from.
 
     Raises:
-        ConfigError: a value of another type, or one that the record itself refuses; with file, line and full key.
+        ConfigError: a value has the wrong type, or the record refuses it; with file, line and full key.
     """
     fields: dict[str, Any] = {}
     for name, kind in fields_of(record).items():
@@ -126,7 +126,7 @@ def build(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping
 
 
 def typed(value: Any, kind: Any, key: str, origin: Origin) -> Any:
-    """The value as the annotation wants it; raises ConfigError where it is of another type."""
+    """Return the value converted to its annotation; raises ConfigError if it has another type."""
     try:
         return _read(value, kind)
     except TypeError:
@@ -140,13 +140,13 @@ def typed(value: Any, kind: Any, key: str, origin: Origin) -> Any:
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """Field names of a dataclass with their types."""
+    """Return the field names of a dataclass with their types."""
     hints = typing.get_type_hints(record)
     return {field.name: hints[field.name] for field in dataclasses.fields(record)}
 
 
 def first_origin(key: str, origins: Mapping[str, Origin]) -> Origin:
-    """The origin of a key, or of the first leaf below it."""
+    """Return the origin of a key, or of the first leaf below it."""
     return next((origin for leaf, origin in origins.items() if f"{leaf}.".startswith(f"{key}.")), Origin("unknown"))
 
 
@@ -154,13 +154,13 @@ _NOTHING = object()
 
 
 def fault(key: str, origin: Origin, why: str, do: str, *, value: Any = _NOTHING) -> ConfigError:
-    """The error for one key, with its value unless that is a secret."""
+    """Return the error for one key, with its value unless that is a secret."""
     shown = "" if value is _NOTHING else f": {MASK if is_secret(key) else spell(value)}"
     return ConfigError(got=f"{key}{shown} ({origin})", why=why, do=do, key=key)
 
 
 def spell(value: Any) -> str:
-    """A value without the secrets inside it. A long one is named, not cut: half a secret would escape the scrubbing."""
+    """Format a value without its secrets. A long value is described, not cut: scrubbing would miss half a secret."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(mask(value))
@@ -182,7 +182,7 @@ def _unknown(
 
 
 def _located(error: ConfigError, section: str, origins: Mapping[str, Origin]) -> ConfigError:
-    """A record's own complaint, with the full key and the place where the value was written."""
+    """Add the full key and the value's origin to an error that a record raised."""
     leaves = [key for key in origins if key.startswith(f"{section}.")]
     known = [*leaves, *(leaf.rpartition(".")[0] for leaf in leaves)]
     named = error.key or section
@@ -195,9 +195,9 @@ def _located(error: ConfigError, section: str, origins: Mapping[str, Origin]) ->
 
 
 def _read(value: Any, kind: Any) -> Any:
-    """The value where the type accepts it, else TypeError."""
+    """Return the value if the type accepts it; raises TypeError otherwise."""
     if isinstance(value, str) and {int, float} & set(_alternatives(kind)) and _number(value) is not None:
-        raise TypeError  # where a number may stand, 08 is a number gone wrong even if text may stand there too
+        raise TypeError  # if a number is allowed, 08 is a malformed number even if text is allowed too
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, float) and not math.isfinite(item) for item in items):
         raise TypeError
@@ -220,7 +220,7 @@ def _describe(kind: Any) -> str:
 
 
 def _verdict(value: Any, kind: Any) -> str:
-    """What is wrong with the value: that it is text, or that it is not among the words allowed."""
+    """Say what is wrong with the value: its type, or that it is not one of the allowed words."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{spell(value)} is not finite"
     if isinstance(value, str) and _words(kind) and _number(value) is None:
@@ -229,7 +229,7 @@ def _verdict(value: Any, kind: Any) -> str:
 
 
 def _instead(value: Any, kind: Any) -> str:
-    """What was probably meant, else what may be written."""
+    """Suggest what was probably meant, or else what is allowed."""
     kinds = _alternatives(kind)
     word = str(value).lower()
     if bool in kinds and word in (*_TRUE, *_FALSE):
@@ -240,7 +240,7 @@ def _instead(value: Any, kind: Any) -> str:
         return f"{meant if float in kinds else int(meant)}{unquoted}"
     words = _words(kind)
     near = next((each for each in words if word and each.startswith(word)), None) or find_nearest(word, words)
-    if near and not isinstance(value, bool):  # which is like no word, such as 16-true
+    if near and not isinstance(value, bool):  # a boolean resembles no word such as 16-true
         return near
     if str in kinds and isinstance(value, (bool, int, float)):
         return f'"{spell(value)}", in quotes'
@@ -252,18 +252,18 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def _words(kind: Any) -> list[str]:
-    """The words a type allows by name."""
+    """Return the literal words that a type allows."""
     literals = [typing.get_args(each) for each in _alternatives(kind) if typing.get_origin(each) is Literal]
     return [str(choice) for choices in literals for choice in choices]
 
 
 def _number(text: str) -> int | float | None:
-    """The number that a text was meant to be: ``08``, ``1_000``, ``0x1F``, or one in quotes."""
+    """Return the number that a text was meant to be: ``08``, ``1_000``, ``0x1F``, or one in quotes."""
     for read in (int, lambda text: int(text, 0), float):
         try:
             number: int | float = read(text)
         except ValueError:
             continue
-        # Not math.isfinite, which overflows for integers beyond the floats.
+        # Not math.isfinite, which overflows for integers beyond the float range.
         return number if abs(number) <= sys.float_info.max else None
     return None

@@ -1,4 +1,4 @@
-"""Names of what fastloop ships (recipes, ladders, climbs, rungs), the files behind them, and safe names for runs."""
+"""Names of the shipped recipes, ladders, climbs and rungs, and their files."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fastloop.records.store import is_file
 Kind = Literal["recipes", "ladders", "climbs", "rungs"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""In the order in which a name is looked up."""
+"""The order in which a name is looked up."""
 
 
 def shipped_root() -> Path:
-    """The folder that holds ``recipes/`` and ``configs/``: inside the package in a wheel, the repository in a clone."""
+    """Return the folder with ``recipes/`` and ``configs/``: the package in a wheel, the repository in a clone."""
     package = Path(__file__).parents[1]
     packed = package / "_shipped"
     return packed if packed.is_dir() else package.parent
 
 
 def shipped(kind: Kind) -> dict[str, Path]:
-    """YAML files of one kind by name, sorted."""
+    """Return the shipped YAML files of one kind by name, sorted."""
     folder = shipped_root() / ("recipes" if kind == "recipes" else f"configs/{kind}")
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
@@ -35,16 +35,16 @@ def is_path(text: str) -> bool:
 
 
 def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
-    """The file behind a path or a shipped name.
+    """Return the file for a path or a shipped name.
 
     Args:
-        text: what was written.
-        folder: where relative paths start: the folder of the file that says it, or the working directory.
+        text: the path or name as written.
+        folder: where relative paths start: the folder of the file that contains the path, or the working directory.
         got: the first part of the error message, with file and line.
-        chain: how we came here, for the error message.
+        chain: the chain of bases, for the error message.
 
     Raises:
-        ConfigError: no such file, or no such name; with the names there are and the nearest one.
+        ConfigError: no such file, or no such name; with the known names and the nearest one.
     """
     if text.endswith(".py"):
         do = f"write fastloop exec -- python {text} to see what holds it up, or fastloop climb --script {text}"

@@ -1,9 +1,9 @@
-"""Strict YAML that knows its lines.
+"""Strict YAML that keeps line numbers.
 
 PyYAML reads YAML 1.1, where ``on`` is a boolean, ``12:30`` is 750 and ``1e-4`` is text. Here scalars are those of YAML
-1.2: ``true``/``false``, ``null``/``~``, decimal integers and floats; everything else is text, for the schema to refuse
-with file, line and key. PyYAML only composes the node graph (no constructor runs, so nothing can be executed) and every
-value keeps the line it was written on.
+1.2: ``true``/``false``, ``null``/``~``, decimal integers and floats; everything else is text, which the schema may
+refuse with file, line and key. PyYAML only composes the node graph (no constructor runs, so no code can run), and every
+value keeps its line.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fastloop.errors import ConfigError
 from fastloop.records.yaml_text import plain
 
 KeyPath = tuple[str, ...]
-"""Where a value sits: the keys above it and its own; list items by their index."""
+"""The path of a value: the keys above it and its own key, or its index in a list."""
 
 COMMAND_LINE = "command line"
 MAX_NODES = 10_000
-"""Values a file may hold once its aliases are expanded: a hundred bytes can expand to gigabytes."""
+"""Most values of a file with its aliases expanded: a hundred bytes can expand to gigabytes."""
 MAX_DEPTH = 50
 
 _QUOTED = re.compile(r"'([^']*)'")
@@ -35,7 +35,7 @@ class Origin:
     """Where a value came from."""
 
     file: str
-    """A file as the user would write it, or ``default``, ``command line``, ``dict``."""
+    """A file name as the user would write it, or ``default``, ``command line``, ``dict``."""
     line: int | None = None
 
     def __str__(self) -> str:
@@ -57,15 +57,15 @@ class Marked:
 
 
 def load_yaml(path: Path, *, shown: str | None = None) -> Marked:
-    """Read one YAML file that holds a mapping (an empty file is an empty one).
+    """Read one YAML file with a mapping (an empty file gives an empty mapping).
 
     Args:
         path: the file.
-        shown: how error messages and origins call it; default: the path itself.
+        shown: its name in error messages and origins; default: the path itself.
 
     Raises:
         ConfigError: unreadable, not YAML, several documents, tags, duplicate or non-text keys, merge keys, or too many
-            values behind aliases; with file, line and, from the key on, the full key.
+            values behind aliases; with file, line and, if there is one, the full key.
     """
     shown = shown or str(path)
     try:
@@ -89,18 +89,18 @@ def load_yaml(path: Path, *, shown: str | None = None) -> Marked:
 def parse_scalar(text: str, *, shown: str = COMMAND_LINE) -> Any:
     """Read the value of one ``key=value``: a scalar, or ``[…]``, ``{…}`` and quoted text as in a file.
 
-    Anything that does not begin with a bracket, a brace or a quote is one scalar, whatever signs it holds, except that
-    tags are refused here as well.
+    Text that does not begin with a bracket, a brace or a quote is one scalar, no matter which characters it contains,
+    except that tags are refused here too.
 
     Raises:
-        ConfigError: brackets or quotes that do not close, and all that `load_yaml` refuses.
+        ConfigError: unclosed brackets or quotes, and everything that `load_yaml` refuses.
     """
     text = text.strip()
     return _parse(text, shown).value if text.startswith(("[", "{", '"', "'", "!")) else plain(text)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc,unused-ignore]
-    """Composes nodes and guesses no types: afterwards, ``node.tag`` is the tag that the file spelled out, else None."""
+    """Composes nodes without guessing types: ``node.tag`` is the explicit tag in the file, or None."""
 
     yaml_implicit_resolvers: Mapping[Any, Any] = {}
 
@@ -132,7 +132,7 @@ def _parse(text: str, shown: str) -> Marked:
 
 
 class _Reader:
-    """Turns nodes into plain values; counts them as it goes, so that an alias bomb is refused before it has grown."""
+    """Turns nodes into plain values, and counts them on the way to refuse an alias bomb before it has grown."""
 
     def __init__(self, shown: str) -> None:
         self.shown = shown
@@ -149,7 +149,7 @@ class _Reader:
         return plain(node.value) if node.style is None else node.value
 
     def _entries(self, node: Any, path: KeyPath) -> Iterator[tuple[str, Any]]:
-        """Key and value node of each entry, with the line of the key noted and the key itself checked."""
+        """Yield key and value node of each entry, after checking the key and recording its line."""
         seen: dict[str, int] = {}
         for key_node, child in node.value:
             line = key_node.start_mark.line + 1
@@ -198,7 +198,7 @@ class _Reader:
 
 
 def _key_fault(node: Any) -> tuple[str, str] | None:
-    """Why a key cannot be used and what to write instead."""
+    """Return why a key cannot be used and what to write instead; None if it can."""
     if not isinstance(node, yaml.ScalarNode) or node.tag is not None:
         return "a key is plain text", "write one word before the colon"
     if node.value == "<<":
@@ -213,7 +213,7 @@ def _key_fault(node: Any) -> tuple[str, str] | None:
 
 
 def _not_yaml(shown: str, error: yaml.MarkedYAMLError) -> ConfigError:
-    """The parser's own words, except that what it quotes from the file is left out: that may be part of a secret."""
+    """Return the parser's message without its quotes from the file, which may be part of a secret."""
     mark, begun = error.problem_mark or error.context_mark, error.context_mark
     problem = error.problem or ""
     if begun is not None and error.context and begun.line != mark.line:

@@ -1,4 +1,4 @@
-"""The known name a mistyped one probably means."""
+"""Finds the known name that a mistyped one probably means."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import difflib
 from collections.abc import Iterable
 
 ALIKE = 0.65
-"""Likeness from which on a name is suggested: ``anp`` and ``amp`` reach 0.67, ``cache`` and ``batch`` only 0.6."""
+"""Similarity needed to suggest a name: ``anp`` and ``amp`` reach 0.67, ``cache`` and ``batch`` only 0.6."""
 LEAST = 3
-"""Letters a name needs before another one that begins with it is taken for it."""
+"""Fewest letters of a name for a match by prefix."""
 
 
 def find_nearest(written: str, known: Iterable[str]) -> str | None:
-    """The known name closest to a written one: a few letters differ, or one of the two begins with the other.
+    """Return the known name closest to a written one: a few letters differ, or one of the two begins with the other.
 
     Returns:
-        None where nothing is close: a far guess misleads more than the list of all names.
+        None if nothing is close: a bad guess misleads more than the list of all names.
     """
     names = {name.lower(): name for name in known}
     word = written.lower()

@@ -1,4 +1,4 @@
-"""From a measurement to findings: what holds the loop up, how much, and the YAML that addresses it. Pure rules."""
+"""From a measurement to findings: what slows the loop down, by how much, and the YAML that addresses it. Pure rules."""
 
 from fastloop.diagnose.attribution import WORTH_NAMING_PCT
 from fastloop.diagnose.remedies import next_steps

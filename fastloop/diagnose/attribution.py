@@ -1,10 +1,10 @@
-"""Whose milliseconds are they? Every millisecond of a step has one owner, so that shares never add up to more than it.
+"""Assigns every millisecond of a step to one owner, so that shares never add up to more than the step.
 
-What the parts measured is taken as it is. Inside forward, backward and optimizer the device may have been idle; that
-time is divided in this order: waiting for another rank, for the exchange of gradients, after a synchronisation, for a
-host that slept, for launches. The rest is the device's own work, as far as its counters saw it work at all.
+The measured parts are taken as they are. Inside forward, backward and optimizer the device may have been idle; that
+time is divided in this order: waiting for another rank, for the gradient exchange, after a synchronization, for a host
+that slept, for launches. The rest is the device's own work, unless its counters show that it was idle.
 
-It is computed once, by `attribute`; the rules read it.
+`attribute` computes this once; the rules read it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fastloop.records.readings import (
 )
 
 WORTH_NAMING_PCT = 5.0
-"""A share of the step below this is not called a bottleneck."""
+"""Smallest share of the step that counts as a bottleneck."""
 COMPUTE = ("forward", "backward", "optimizer")
 STARVING = ("data_wait", "callbacks_logging", "host_other")
 DRAINED_MS, DRAINED_SHARE = 0.2, 0.05
-"""Device work left that counts as none: the larger of these, the second as a share of a batch's time."""
+"""Remaining device work below the larger of these counts as none; the second is a share of a batch's time."""
 BUSY_PCT = 90.0
-"""Share of the time with kernels from which on the device is called the limit."""
+"""The device counts as the limit if kernels run for at least this share of the time."""
 STARVED_SHARE = 0.1
-"""A device with nothing to do for this share of the step is not the limit, whatever its kernels are like."""
+"""A device without work for this share of the step is not the limit, no matter what its kernels are."""
 MOSTLY_BUSY = 0.5
-"""Of the step. A device that is at work for so much of it, and idle only after the host has waited for it, or for no
-reason that is known, does both in turns: quicker kernels make the step shorter all the same."""
+"""Share of the step. If a device works for at least this share, and is idle only after the host has waited for it, or
+for an unknown reason, then work and idle time alternate, so faster kernels still shorten the step."""
 
 
 class Exchange(NamedTuple):
@@ -63,7 +63,7 @@ class Inside:
     unseen: float = 0.0
     """The device was idle according to its counters, for an unknown reason."""
     busy: float = 0.0
-    """What no other owner claims: the device at work, as far as is known."""
+    """The time without another owner, in which the device presumably worked."""
     source: Source | None = None
 
 
@@ -76,7 +76,7 @@ class StepParts:
     straggler: Straggler | None
     """The rank that the others wait for."""
     parts_ms: Mapping[str, float]
-    """The measured parts, at most the step each; where this rank is the slow one, without the straggler's excess."""
+    """The measured parts, each at most the step; without the straggler's excess if this rank is the slow one."""
 
     @property
     def on_gpu(self) -> bool:
@@ -84,64 +84,64 @@ class StepParts:
 
     @property
     def device(self) -> str:
-        """The device's name in words."""
+        """The device's name for messages."""
         return "GPU" if self.on_gpu else "device"
 
     @property
     def slow_here(self) -> Straggler | None:
-        """The straggler, where it is this rank."""
+        """The straggler if it is this rank, otherwise None."""
         return self.straggler if self.straggler is not None and self.straggler.rank == 0 else None
 
     @property
     def slow_elsewhere(self) -> Straggler | None:
-        """The straggler, where this rank waits for it."""
+        """The straggler if this rank waits for it, otherwise None."""
         return self.straggler if self.slow_here is None else None
 
     def sum_ms(self, *parts: str) -> float | None:
-        """The sum of several parts; None where none of them was measured."""
+        """Return the sum of several parts; None if none of them was measured."""
         known = [self.parts_ms[part] for part in parts if part in self.parts_ms]
         return sum(known) if known else None
 
     def to_pct(self, ms: float) -> float:
-        """Per cent of the step, at most 100."""
+        """Return the percentage of the step, at most 100."""
         return min(100.0, 100 * ms / self.step_ms)
 
     def format_ms(self, ms: float) -> str:
-        """``60.0 of 100.0 ms a step``, with a second digit where steps are short."""
+        """Format as ``60.0 of 100.0 ms a step``, with a second digit if steps are short."""
         digits = 1 if self.step_ms >= 10 else 2
         return f"{ms:.{digits}f} of {self.step_ms:.{digits}f} ms a step"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution(StepParts):
-    """Who owns the milliseconds of a step. The rules read this record."""
+    """The owners of a step's milliseconds. The rules read this record."""
 
     inside: Inside | None
-    """None where neither forward, backward nor optimizer was measured."""
+    """None if neither forward, backward nor optimizer was measured."""
     exchange: Exchange | None
     """Without the wait for a slow rank; None on one rank."""
     drained: bool | None
-    """Whether the device had next to nothing left when the host had issued all its work; None: unknown."""
+    """Whether the device had almost no work left when the host had issued all of it; None if unknown."""
     device_ms: float | None
-    """The device's own work where quicker kernels would make the step shorter; None where something else hides it."""
+    """The device's own work if faster kernels would shorten the step; None if something else hides it."""
     is_limit: bool
-    """The device is a GPU, and next to nothing else makes the step wait."""
+    """The device is a GPU, and almost nothing else makes the step wait."""
     gpu_use: Use | None
-    """What a busy GPU is busy with; None: unknown."""
+    """What a busy GPU spends its time on; None if unknown."""
     garbage_ms: float
     """Python's garbage collection, a part of ``host_other``."""
     compile_ms: float
-    """Compiles that went on through the window, likewise; 0 where they came once."""
+    """Recompiles throughout the window, also a part of ``host_other``; 0 if compiling happened only once."""
     pauses_ms: float
-    """What single long steps add to the mean step, without `GAPS` and garbage collection."""
+    """The time that single long steps add to the mean step, without `GAPS` and garbage collection."""
     sync_lines: tuple[Mapping[str, Any], ...]
-    """Lines that synchronise about every step or cost time, the most expensive first."""
+    """Lines that synchronize about every step or cost time, the most expensive first."""
     free_data_pct: float | None
     """Gain of a trial without the loader; None without a usable trial."""
 
 
 def attribute(seen: Measurement) -> Attribution | None:
-    """Give every millisecond of a step its owner; None where there is no step, or nothing of it was measured."""
+    """Assign every millisecond of a step to an owner; returns None if no step or none of its parts was measured."""
     step = _measure_parts(seen)
     if step is None or not step.parts_ms:
         return None
@@ -183,11 +183,11 @@ def _is_drained(step: StepParts) -> bool | None:
 
 
 def _find_exchange(step: StepParts) -> Exchange | None:
-    """What the exchange of gradients costs, as two trials, a trace or the parts have it.
+    """Find the cost of the gradient exchange, from two trials, a trace or the measured parts.
 
-    The trials replay batches both, one with the exchange and one without. The run as it is would not do for the first:
-    in its exchange quick ranks also wait for those whose data comes late. A wait for a slow rank is taken off; trials
-    have none where it is that rank's data that is slow.
+    Both trials replay batches, one with the exchange and one without. The unchanged run cannot replace the first: in
+    its exchange, fast ranks also wait for those with late data. A wait for a slow rank is subtracted; trials have no
+    such wait if that rank's data is what is slow.
     """
     seen, slow = step.measured, step.slow_elsewhere
     if seen.world_size < 2:
@@ -211,7 +211,7 @@ def _divide(step: StepParts, exchange: Exchange | None, drained: bool | None) ->
     if room is None:
         return None
     waits = 0.0 if step.slow_elsewhere is None else min(room, step.slow_elsewhere.excess_ms)
-    carved = "comm_exposed" in step.parts_ms  # then the backward is without it
+    carved = "comm_exposed" in step.parts_ms  # then the backward part does not include it
     comm = 0.0 if exchange is None or carved else min(room - waits, exchange.ms)
     room -= waits + comm
     off = _find_blocked(step)
@@ -225,7 +225,7 @@ def _divide(step: StepParts, exchange: Exchange | None, drained: bool | None) ->
     rest = max(0.0, room - sync - (blocked or 0.0) - launch)
     unseen = _find_unseen(step, rest)
     busy = rest - unseen
-    if source != "trace" and not sync:  # a queue that is full when the step is issued ran empty within it
+    if source != "trace" and not sync:  # a queue that is full once the step is issued ran empty during it
         sync = _share_with_lines(step, unseen)
         unseen -= sync
         source = read_activity(step.measured)[1] if sync else source
@@ -234,7 +234,7 @@ def _divide(step: StepParts, exchange: Exchange | None, drained: bool | None) ->
 
 
 def _works_in_turns(step: StepParts, inside: Inside) -> bool:
-    """Whether a GPU's own work takes most of a step, as its counters or a trace say, and is hidden behind nothing."""
+    """Whether a GPU's own work takes most of a step, by its counters or a trace, and nothing else hides it."""
     known = read_activity(step.measured)[0] is not None or inside.source == "trace"
     if not step.on_gpu or not known or inside.busy < MOSTLY_BUSY * step.step_ms:
         return False
@@ -243,14 +243,14 @@ def _works_in_turns(step: StepParts, inside: Inside) -> bool:
 
 
 def _share_with_lines(step: StepParts, idle: float) -> float:
-    """What of some idle time lines that synchronise account for: what they cost where that was measured, else all."""
+    """Return the part of some idle time that synchronizing lines explain: their cost if measured, otherwise all."""
     lines = list_syncing_lines(step.measured)
     waited = sum(to_number(line.get("ms_per_step")) or 0.0 for line in lines)
     return min(idle, waited) if waited else idle * bool(lines)
 
 
 def _is_device_limit(step: StepParts, inside: Inside, drained: bool | None) -> bool:
-    """Whether a GPU's own work is what the step waits for."""
+    """Whether the step mainly waits for the GPU's own work."""
     if not step.on_gpu:
         return False
     active = read_activity(step.measured)[0] or 0.0
@@ -262,10 +262,10 @@ def _is_device_limit(step: StepParts, inside: Inside, drained: bool | None) -> b
 
 
 def _find_blocked(step: StepParts) -> float | None:
-    """Host time off the CPU for the user's reasons: a lower bound.
+    """Return the host's time off the CPU that the user's code causes: a lower bound.
 
-    In a backward the calling thread also sleeps for reasons of its own: on CUDA for autograd's thread, with several
-    ranks for their gradients. So there the host's whole backward is taken to be that.
+    During backward the calling thread also sleeps for other reasons: on CUDA for autograd's thread, with several ranks
+    for their gradients. So in these cases the host's whole backward is assumed to be such sleep.
     """
     seen, slow = step.measured, step.slow_here
     off = to_number(seen.blocked_ms)
@@ -278,11 +278,11 @@ def _find_blocked(step: StepParts) -> float | None:
 
 
 _Idle = tuple[float, float | None, float, Source]
-"""Idle milliseconds after synchronisations, for a sleeping host and for launches; where they were read."""
+"""Idle milliseconds after synchronizations, for a sleeping host and for launches, and their source."""
 
 
 def _divide_by_trace(step: StepParts, room: float, off: float | None) -> _Idle | None:
-    """Idle time as the trace divides it, scaled to the untraced step: tracing itself slows the host down."""
+    """Divide idle time by the trace, scaled to the untraced step, since tracing slows the host down."""
     traced = read_trace(step.measured)
     if traced is None:
         return None
@@ -297,7 +297,7 @@ def _divide_by_trace(step: StepParts, room: float, off: float | None) -> _Idle |
 
 
 def _divide_by_counters(step: StepParts, room: float, off: float | None, drained: bool | None) -> _Idle | None:
-    """Idle time without a trace: what the counters call idle and no part owns."""
+    """Divide idle time without a trace: the time that the counters report as idle and that no part owns."""
     idle = _find_idle(step, room, drained)
     if idle is None:
         return None
@@ -313,7 +313,7 @@ def _find_idle(step: StepParts, room: float, drained: bool | None) -> tuple[floa
     if drained is None and source != "counters":
         return None
     if not drained and source != "counters":
-        return 0.0, source  # a queue of work, and no finer reading
+        return 0.0, source  # work is queued, and there is no finer reading
     if active is None:
         return room, "bound"
     if source == "nvml" and _is_starved(step):
@@ -323,9 +323,10 @@ def _find_idle(step: StepParts, room: float, drained: bool | None) -> tuple[floa
 
 
 def _find_unseen(step: StepParts, rest: float) -> float:
-    """How long the device was idle in the time that no owner claims. A queue full in most steps hides the others.
+    """Return how long the device was idle in the time without an owner. A queue that is full in most steps hides the
+    steps in which it is not.
 
-    Below `WORTH_NAMING_PCT` it is the difference between a clock and a counter.
+    Below `WORTH_NAMING_PCT` it is only the difference between a clock and a counter.
     """
     active, source = read_activity(step.measured)
     if active is None or (source == "nvml" and _is_starved(step)):
@@ -335,16 +336,16 @@ def _find_unseen(step: StepParts, rest: float) -> float:
 
 
 def _is_starved(step: StepParts) -> bool:
-    """NVML reads too little on a starved device: 4 % where it had work for 14 % of the time."""
+    """Whether the device is starved, so that NVML reads too little: 4 % when it had work for 14 % of the time."""
     return (step.sum_ms(*STARVING) or 0.0) >= STARVED_SHARE * step.step_ms
 
 
 def _find_pauses(step: StepParts) -> float:
-    """Milliseconds that single long steps add to the mean step, without `GAPS` and garbage collection."""
+    """Return the milliseconds that single long steps add to the mean step, without `GAPS` and garbage collection."""
     added = to_number((step.measured.evidence.get("pauses") or {}).get("ms_per_step")) or 0.0
     return max(0.0, added - find_garbage(step.measured) - (step.sum_ms(*GAPS) or 0.0))
 
 
 def find_garbage(seen: Measurement) -> float:
-    """Milliseconds a step of garbage collection, on whichever rank it took longest."""
+    """Return the milliseconds of garbage collection per step on the rank where it took longest."""
     return max([read_garbage_ms(seen), *(to_number(rank.get("garbage_ms")) or 0.0 for rank in seen.ranks)])

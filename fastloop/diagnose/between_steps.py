@@ -1,4 +1,4 @@
-"""What happens between steps now and then: validation, checkpoints, epoch ends, single pauses."""
+"""Findings about occasional events between steps: validation, checkpoints, epoch ends, single pauses."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fastloop.records.plan import Finding
 from fastloop.records.readings import loader, to_number
 
 MOSTLY = 0.5
-"""Share of a finding from which on it is not called a cost of each step."""
+"""A finding is a cost of each step only if at least this share of it remains without single pauses."""
 
 
 def find_validation(step: Attribution, rungs: Rungs) -> Finding | None:
-    """Validation inside fit, spread over the steps."""
+    """Find validation inside fit, spread over the steps."""
     advice = (
         "validate less often (check_val_every_n_epoch, val_check_interval) or on fewer batches"
         " (limit_val_batches), and give the validation loader workers"
@@ -26,7 +26,7 @@ def find_validation(step: Attribution, rungs: Rungs) -> Finding | None:
 
 
 def find_checkpoint(step: Attribution, rungs: Rungs) -> Finding | None:
-    """Writing checkpoints while the device waits."""
+    """Find checkpoint writes during which the device waits."""
     advice = (
         "save less often (ModelCheckpoint(every_n_train_steps=...)), or in the background"
         " (Trainer(plugins=[AsyncCheckpointIO()]))"
@@ -35,7 +35,7 @@ def find_checkpoint(step: Attribution, rungs: Rungs) -> Finding | None:
 
 
 def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
-    """The end of an epoch: loaders restart, hooks run."""
+    """Find idle time at the end of an epoch, when loaders restart and hooks run."""
     advice, found, beside = "make epochs longer, or do less in end-of-epoch hooks", loader(step.measured), ""
     if workers := found.get("num_workers"):
         advice = f"keep your loader's {workers} workers between epochs: persistent_workers=True"
@@ -46,7 +46,7 @@ def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
 
 
 def _spread(step: Attribution, rungs: Rungs, part: str, facts: str, advice: str, beside: str = "") -> Finding | None:
-    """The finding for a part that comes now and then."""
+    """Make the finding for a part that occurs occasionally."""
     cost = weigh(step, part, step.parts_ms.get(part))
     if cost is None:
         return None
@@ -54,14 +54,14 @@ def _spread(step: Attribution, rungs: Rungs, part: str, facts: str, advice: str,
     return cost.explain(facts, rungs.choose(step.measured, part, advice))
 
 
-# -- single pauses: what may be mostly a few long steps is not called a cost of each step ------------------------------
+# -- single pauses: a finding that may come mostly from a few long steps does not count as a cost of each step ---------
 
 
 def keep_costs_of_each_step(step: Attribution, found: Sequence[Finding]) -> list[Finding]:
     """Drop the findings that may be mostly single pauses.
 
-    Which part of the step the pauses came in is not known, but for what is unexplained: so each finding is held against
-    all the rest of them.
+    It is unknown in which part of the step the pauses occurred, except for the unexplained part, so each finding is
+    compared with all other pauses.
     """
     share = step.to_pct(max(0.0, step.pauses_ms - step.parts_ms.get("unexplained", 0.0)))
     return [
@@ -75,7 +75,7 @@ def keep_costs_of_each_step(step: Attribution, found: Sequence[Finding]) -> list
 
 
 def describe_pauses(step: Attribution, hidden: Sequence[Finding]) -> str | None:
-    """Text for single pauses that explain the `hidden` findings, or that are worth naming themselves; else None."""
+    """Describe single pauses that explain the `hidden` findings or are worth naming themselves; otherwise None."""
     seen, names = step.measured, [finding.bottleneck for finding in hidden]
     if not names and step.to_pct(step.pauses_ms) < WORTH_NAMING_PCT:
         return None
@@ -89,7 +89,7 @@ def describe_pauses(step: Attribution, hidden: Sequence[Finding]) -> str | None:
 
 
 def describe_uneven_steps(step: Attribution) -> str | None:
-    """Text for a mean step that a few long steps dominate, beyond single pauses; else None."""
+    """Describe a mean step that a few long steps dominate, beyond single pauses; otherwise None."""
     seen = step.measured
     times = measurement.uneven(seen, find_garbage(seen) + step.pauses_ms)
     median = to_number(seen.step_ms.get("median"))

@@ -1,7 +1,7 @@
-"""A GPU that always has work: is it well used, and if not, what takes so long?
+"""Findings about a GPU that always has work: whether it is well used, and if not, what takes so long.
 
-One answer at most, for all of them speak of the same milliseconds. On the CPU there is none: its own arithmetic is no
-fault that could be told from these figures.
+At most one of them applies, because they concern the same milliseconds. On the CPU none does: these figures cannot show
+whether its arithmetic is slow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastloop.records.readings import compute_gain_pct, precision, read_family_s
 
 
 def find_fp32_math(step: Attribution, rungs: Rungs) -> Finding | None:
-    """32-bit matrix products on the ordinary cores while the tensor cores are idle."""
+    """Find 32-bit matrix products on the ordinary cores while the tensor cores are idle."""
     seen, spent = step.measured, step.device_ms
     if spent is None or step.gpu_use != "fp32_math":
         return None
@@ -41,7 +41,7 @@ def find_fp32_math(step: Attribution, rungs: Rungs) -> Finding | None:
 
 
 def find_memory_bound(step: Attribution, rungs: Rungs) -> Finding | None:
-    """Kernels that move much data and compute little."""
+    """Find kernels that move much data and compute little."""
     seen, spent = step.measured, step.device_ms
     if spent is None or step.gpu_use != "memory_bound":
         return None
@@ -61,7 +61,7 @@ def find_memory_bound(step: Attribution, rungs: Rungs) -> Finding | None:
 
 
 def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
-    """The GPU at work: well used, or slow for a reason among its kernels, or for one that only a trace shows."""
+    """Find a working GPU: well used, or slow because of certain kernels, or for a reason that only a trace shows."""
     seen, spent = step.measured, step.device_ms
     well_used = step.gpu_use == "well_used"
     if spent is None or step.gpu_use not in ("well_used", "slow") or (well_used and not step.is_limit):
@@ -94,7 +94,7 @@ def _describe_tensor_cores(seen: Measurement) -> str | None:
 
 
 def _describe_counters(seen: Measurement) -> str | None:
-    """Where the work was not counted, what the GPU's own counters say of it."""
+    """Describe the work by the GPU's counters if FLOPs were not counted."""
     if to_number(seen.tflop_per_s) is not None:
         return None
     dram = read_gpu(seen, "dram_active_pct")
@@ -102,7 +102,7 @@ def _describe_counters(seen: Measurement) -> str | None:
 
 
 def _describe_rate(seen: Measurement) -> str | None:
-    """``36 TFLOP/s = 54 % of fp32's 67 and 3.7 % of bf16's 989``, as far as it was measured."""
+    """Format as ``36 TFLOP/s = 54 % of fp32's 67 and 3.7 % of bf16's 989``, without unmeasured values."""
     rate, dtype = to_number(seen.tflop_per_s), precision(seen)
     least = "at least " if seen.flops.get("at_least") else ""
     name = seen.peaks.get("dtype") or dtype

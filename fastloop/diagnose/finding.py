@@ -1,4 +1,4 @@
-"""How a cost becomes a finding: its share, its words, and what would be gained at most if it were gone."""
+"""Turns a cost into a finding: its share, its text, and the most that removing it can gain."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fastloop.diagnose.remedies import Remedy
 from fastloop.records.plan import Finding
 
 ORDINARY_MS = 0.25
-"""Milliseconds that any loop pays a step to fetch a batch, to move it, or for progress bar and logger: not named."""
+"""Milliseconds per step that any loop needs to fetch a batch, to move it, or for progress bar and logger: not named."""
 NO_GAIN_PCT = 3.0
-"""A trial without a cost that is at most this much faster shows that the cost is no bottleneck."""
+"""If a trial without a cost is at most this much faster, the cost is not a bottleneck."""
 TITLES = {
     "data_wait": "STARVED BY DATA",
     "h2d": "WAITING FOR COPIES",
@@ -29,22 +29,22 @@ TITLES = {
     "checkpoint": "HELD UP BY CHECKPOINTS",
     "epoch_gap": "HELD UP BETWEEN EPOCHS",
 }
-"""A bottleneck's headline where its rule has none for the case. Short enough for a terminal of 40 columns."""
+"""A bottleneck's default headline. Short enough for a terminal with 40 columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """A cost that is worth naming: a finding without words."""
+    """A cost that is worth naming: a finding without its text."""
 
     bottleneck: str
     time: str
-    """Its milliseconds in words: ``60.0 of 100.0 ms a step``."""
+    """Its milliseconds as text: ``60.0 of 100.0 ms a step``."""
     share_pct: float
     gain_pct: float | None
     is_estimate: bool
 
     def explain(self, facts: str, remedy: Remedy, *, title: str = "", detail: Sequence[str] = ()) -> Finding:
-        """The finding: facts, and what to do about it. `title` is for a case that has a headline of its own."""
+        """Make the finding: facts, and what to do about it. `title` replaces the default headline."""
         return Finding(
             bottleneck=self.bottleneck,
             share_pct=self.share_pct,
@@ -68,11 +68,11 @@ def weigh(
     worth_pct: float = WORTH_NAMING_PCT,
     least_ms: float = 0.0,
 ) -> Cost | None:
-    """Weigh a cost of `ms` milliseconds a step; None where it is not worth naming or was not measured.
+    """Weigh a cost of `ms` milliseconds a step; returns None if it is not worth naming or was not measured.
 
     Args:
-        measured_pct: the gain that a trial without the cost had; 3 % or less means that it is no bottleneck.
-        most_pct: a gain that the estimate may not exceed: of a trial that took away more than this cost, or of a part.
+        measured_pct: the gain of a trial without the cost; 3 % or less means that it is not a bottleneck.
+        most_pct: upper limit of the estimated gain: that of a trial that removed more than this cost, or of a part.
         bound: `ms` is only an upper bound, from which no gain can be derived.
         worth_pct, least_ms: smallest share of the step and smallest time to name.
     """
@@ -92,11 +92,11 @@ def weigh(
 
 
 def bound_gain_pct(share: float) -> float | None:
-    """Gain if a serial part of the step were gone; None where nothing would be left. An estimate, for loops overlap."""
+    """Return the gain without a serial part of the step; None if nothing is left. An estimate, since loops overlap."""
     return 100 * share / (100 - share) if share < 100 else None
 
 
 def format_factor(gain_pct: float) -> str:
-    """A gain as a factor: 8.3x."""
+    """Format a gain as a factor: 8.3x."""
     factor = 1 + gain_pct / 100
     return f"{factor:.1f}x" if factor >= 2 else f"{factor:.2f}x"

@@ -1,4 +1,4 @@
-"""What keeps a GPU busy: good use of it, or what else, as its counters and the kernels of a trace have it."""
+"""Classifies what keeps a GPU busy, good use or not, by its counters and the kernels of a trace."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.readings import precision, read_family_shares, read_gpu, read_trace, to_number
 
 WELL_USED_MFU, WELL_USED_TENSOR_PCT = 0.35, 60.0
-"""Of the datasheet's peak, and of the tensor cores' time: what good training code reaches."""
+"""Share of the datasheet's peak, and percentage of time with active tensor cores, that good training code reaches."""
 FP32_MFU, PRODUCTS_SHARE, TENSOR_PCT = 0.25, 0.5, 25.0
-"""fp32 math is the reason from this share of the fp32 peak, or of the kernels' time spent in products, where the tensor
-cores are active for less than this."""
+"""fp32 math is the reason if the rate reaches this share of the fp32 peak, or products this share of the kernels' time,
+and the tensor cores are active for less than this percentage."""
 DRAM_PCT, COPY_SHARE = 55.0, 0.6
-"""Memory is the reason from this activity of the DRAM, or from this share of what a plain copy reaches here."""
+"""Memory is the reason at or above this DRAM activity, or this share of a plain copy's bandwidth on this GPU."""
 FUSED_ATTENTION = "scaled_dot_product_attention with a fused kernel (flash, cuDNN)"
 KERNELS = {
     "optimizer": (0.15, "the optimizer takes", "its update is fused; fewer parameters or updates would be next"),
@@ -24,34 +24,34 @@ KERNELS = {
         "the next step would be hand-written fused kernels",
     ),
 }
-"""Kernels that may be the reason: from which share of the busy time on, the words, and what to do without a rung."""
+"""Kernels that may be the reason: the smallest share of the busy time, the text, and what to do without a rung."""
 ASK_A_TRACE = "a trace shows which kernels take the time (fastloop diagnose --trace 5, or watch.trace_steps: 5)"
 BY_HAND = 0.15
-"""Share of the kernels' time from which on attention that no fused kernel computes is named."""
+"""Smallest share of the kernels' time for naming attention without a fused kernel."""
 FEW_SMS_PCT = 50.0
 LITTLE_MFU = 0.02
-"""Below this share of its peak the arithmetic is not what takes the time, in whatever dtype."""
+"""Below this share of the peak, arithmetic does not take the time, no matter the dtype."""
 PRODUCTS = ("gemm", "attention", "convolution")
 
 Use = Literal["well_used", "fp32_math", "memory_bound", "slow"]
 
 
 class Culprit(NamedTuple):
-    """A reason for a low rate that has no bottleneck's name of its own."""
+    """A reason for a low rate that is not a separate bottleneck."""
 
     cause: str
-    """As the cards of the rungs name it; with spaces, its words in a headline."""
+    """The cause's name in the rungs' cards; with spaces, its text in a headline."""
     says: str
     instead: str
     share: float | None = None
-    """Of the kernels' time."""
+    """Share of the kernels' time."""
 
 
 def classify_use(seen: Measurement, busy: float = 1.0) -> Use | None:
-    """What a GPU is busy with; None where that was not measured.
+    """Classify what a GPU is busy with; returns None if that was not measured.
 
     Args:
-        busy: share of the step in which it is. Counters and rates are means over the whole step.
+        busy: share of the step in which it is busy. Counters and rates are means over the whole step.
     """
     whole = 1 / max(0.1, min(1.0, busy))
     mfu, tensor, dram = (
@@ -75,26 +75,26 @@ def classify_use(seen: Measurement, busy: float = 1.0) -> Use | None:
 
 
 def sum_products(seen: Measurement) -> float:
-    """Share of the kernels' time in matrix products and convolutions; 0 without a trace."""
+    """Return the share of the kernels' time in matrix products and convolutions; 0 without a trace."""
     return min(1.0, sum(read_family_shares(seen).get(family, 0.0) for family in PRODUCTS))
 
 
 def compare_with_copy(seen: Measurement) -> float | None:
-    """Memory bandwidth in use as a share of what a plain copy reaches on this GPU."""
+    """Return the memory bandwidth in use as a share of what a plain copy reaches on this GPU."""
     dram, peak = read_gpu(seen, "dram_active_pct"), to_number(seen.peaks.get("dram_tb_per_s"))
     copy = to_number(seen.peaks.get("measured_copy_tb_per_s"))
     return dram / 100 * peak / copy if dram is not None and peak and copy else None
 
 
 def find_attention_by_hand(seen: Measurement) -> float | None:
-    """Share of the kernels' time in attention that no fused kernel computes, where it is worth naming."""
+    """Return the share of the kernels' time in attention without a fused kernel; None if not worth naming."""
     traced = read_trace(seen) or {}
     busy, spent = to_number(traced.get("busy_ms")), to_number(traced.get("attention_by_hand_ms"))
     return min(1.0, spent / busy) if busy and spent and spent >= BY_HAND * busy else None
 
 
 def find_culprit(seen: Measurement) -> Culprit | None:
-    """What makes a GPU slow that is neither well used nor held up by fp32 math or memory."""
+    """Find why a GPU is slow that is neither well used nor limited by fp32 math or memory."""
     shares, sms = read_family_shares(seen), read_gpu(seen, "sm_active_pct")
     parts = {family: shares.get(family, 0.0) for family in KERNELS}
     parts["elementwise"] += shares.get("normalisation", 0.0)

@@ -1,4 +1,4 @@
-"""What the host does while the device could work: launches, waits, callbacks, the loop itself."""
+"""Findings about the host's work while the device could run: launches, waits, callbacks, the loop itself."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fastloop.records.plan import Finding
 from fastloop.records.readings import CPU_WORTH_PCT, read_activity, to_number
 
 TINY_STEP_MS = 5.0
-"""Below this a CPU step is short against what any training loop costs."""
+"""Below this, a CPU step is short compared with the overhead of any training loop."""
 TINY_PCT = 15.0
-"""Share of a tiny CPU step from which on the loop's own cost is named: a third of a millisecond of two."""
+"""Smallest share of a tiny CPU step for naming the loop's overhead: 0.3 ms of a 2 ms step."""
 TRANSFER_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 SCHEDULER = ("lr_scheduler_step",)
 WORTH_SAYING = 0.1
-"""Of what is named ``host_other``: a smaller share is not listed separately."""
+"""Smallest share of ``host_other`` that is listed separately."""
 COLLECT_LESS = (
     "gc.freeze() once model and data are made keeps them out of later passes, gc.set_threshold makes passes"
     " rarer; a single one weighs less in a longer training"
@@ -23,9 +23,9 @@ COLLECT_LESS = (
 
 
 def find_sync(step: Attribution, _rungs: Rungs) -> Finding | None:
-    """The host waited for the device, which then had nothing queued.
+    """Find waits of the host for the device, which then had nothing queued.
 
-    On the CPU that costs nothing; the lines are named for the day there is a GPU.
+    On the CPU these cost nothing; the lines are named because they would cost time on a GPU.
     """
     inside, lines = step.inside, _describe_lines(step)
     instead = step.sync_lines[0].get("instead") if step.sync_lines else None
@@ -56,7 +56,7 @@ def find_sync(step: Attribution, _rungs: Rungs) -> Finding | None:
 
 
 def _describe_lines(step: Attribution) -> list[str]:
-    """The lines that synchronise, as text: where, what, how often, how long."""
+    """Describe the lines that synchronize: where, what, how often, how long."""
     texts = []
     for line in step.sync_lines[:3]:
         often, ms = to_number(line.get("per_step")), to_number(line.get("ms_per_step"))
@@ -69,7 +69,7 @@ def _describe_lines(step: Attribution) -> list[str]:
 
 
 def find_launch_bound(step: Attribution, rungs: Rungs) -> Finding | None:
-    """The device waits for the next kernel to be launched; on the CPU, a step too short for the loop around it."""
+    """Find a device that waits for kernel launches; on the CPU, a step too short for the loop around it."""
     seen, inside = step.measured, step.inside
     if not step.on_gpu:
         return _find_tiny_step(step, rungs)
@@ -100,7 +100,7 @@ def _find_tiny_step(step: Attribution, rungs: Rungs) -> Finding | None:
 
 
 def _describe_source(step: Attribution, inside: Inside) -> tuple[str, str]:
-    """Text before an idle time of the GPU, and text for where it was read."""
+    """Return the text before an idle time of the GPU, and the text for its source."""
     if inside.source == "bound":
         return "at most ", "an upper bound: nothing was read from the GPU"
     if inside.source == "trace":
@@ -110,7 +110,7 @@ def _describe_source(step: Attribution, inside: Inside) -> tuple[str, str]:
 
 
 def find_callbacks_logging(step: Attribution, _rungs: Rungs) -> Finding | None:
-    """Hooks of callbacks and of the module, logging included."""
+    """Find slow hooks of callbacks and of the module, including logging."""
     spent, worth = step.parts_ms.get("callbacks_logging"), WORTH_NAMING_PCT if step.on_gpu else CPU_WORTH_PCT
     cost = weigh(step, "callbacks_logging", spent, worth_pct=worth, least_ms=ORDINARY_MS)
     if cost is None:
@@ -146,13 +146,13 @@ def _is_mostly(hooks: dict[str, float], names: tuple[str, ...]) -> bool:
 
 
 def find_host_other(step: Attribution, _rungs: Rungs) -> Finding | None:
-    """A host that slept, read or waited inside the step, garbage collection, and the loop between its hooks."""
+    """Find a host that slept, read or waited inside the step, garbage collection, or loop overhead between hooks."""
     garbage, loop = step.garbage_ms, max(0.0, step.parts_ms.get("host_other", 0.0) - step.compile_ms)
     off = (step.inside.blocked if step.inside else None) or 0.0
     if step.measured.world_size > 1:
-        loop = garbage  # the rest is Lightning asking all ranks after every batch, and so a wait for the slowest
+        loop = garbage  # the rest is Lightning's check of all ranks after every batch: a wait for the slowest
     if not step.on_gpu:
-        loop = loop if step.step_ms >= TINY_STEP_MS else garbage  # the rest of a tiny step's is the loop's price
+        loop = loop if step.step_ms >= TINY_STEP_MS else garbage  # the rest of a tiny step is loop overhead
         off, loop = (ms if 100 * ms >= CPU_WORTH_PCT * step.step_ms else 0.0 for ms in (off, loop))
     if (cost := weigh(step, "host_other", off + loop)) is None:
         return None
@@ -181,7 +181,7 @@ def _describe_passes(step: Attribution) -> str:
 
 
 def _describe_phase(step: Attribution) -> str:
-    """The phase that took the host longest, where that is known."""
+    """Describe the phase that took the host longest; empty if unknown."""
     known = {phase: ms for phase in COMPUTE if (ms := to_number(step.measured.host_ms.get(phase))) is not None}
     if not known:
         return ""

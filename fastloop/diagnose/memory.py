@@ -1,4 +1,4 @@
-"""Memory that grows with every step, and so ends a long training."""
+"""The finding about memory that grows with every step and so ends a long training."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from fastloop.records.plan import Finding
 from fastloop.records.readings import to_number
 
 HORIZON_STEPS = 1_000_000
-"""Memory that lasts longer, and beyond the fit, is not worth a line."""
+"""If memory lasts longer than this, growth without kept graphs is not reported."""
 
 
 def find_memory_creep(seen: Measurement) -> Finding | None:
-    """Tensors of past steps that something keeps: graphs in any case, others if memory ends within a million steps."""
+    """Find kept tensors of past steps: graphs always, others only if memory runs out within a million steps."""
     found = seen.evidence.get(MEMORY) or {}
     pace, left = to_number(found.get("mib_per_1000_steps")), to_number(found.get("steps_left"))
     if not found or (not found.get("holds_graphs") and left is not None and left > HORIZON_STEPS):

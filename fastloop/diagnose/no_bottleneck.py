@@ -1,4 +1,4 @@
-"""The report where no bottleneck is named: a fit that died, too few steps, nothing to gain, or something unknown."""
+"""Findings that name no bottleneck: a fit that died, too few steps, nothing to gain, or something unknown."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fastloop.records.plan import Finding
 from fastloop.records.readings import is_beyond, read_activity, read_trace, to_number
 
 TOGETHER_PCT = 15.0
-"""Share of the step from which on costs that are too small to be named on their own are named together."""
+"""Costs that are each too small to be named are named together if they reach this share of the step."""
 
 
 def explain_no_step(seen: Measurement) -> Finding:
-    """The finding for a window without a step."""
+    """Make the finding for a window without a step."""
     steps = seen.total_steps
     if steps is None:
         return _make_none("NOT MEASURED", "nothing was measured: watch.enabled is false")
@@ -32,7 +32,7 @@ def explain_no_step(seen: Measurement) -> Finding:
 
 
 def explain_death(seen: Measurement) -> Finding | None:
-    """The finding for a fit that died; None where it did not."""
+    """Make the finding for a fit that died; None if it did not."""
     if seen.died_of is None:
         return None
     count = seen.total_steps
@@ -43,10 +43,10 @@ def explain_death(seen: Measurement) -> Finding | None:
 
 
 def explain_none(step: Attribution, hidden: Sequence[Finding]) -> Finding:
-    """The finding for a step without a bottleneck: the largest costs and what is unknown.
+    """Make the finding for a step without a bottleneck: the largest costs and what is unknown.
 
     Args:
-        hidden: findings that were dropped as mostly single pauses.
+        hidden: findings that were dropped because they are mostly single pauses.
     """
     missing = list_unknowns(step)
     if (pauses := describe_pauses(step, hidden)) is not None:
@@ -73,14 +73,14 @@ def _make_none(title: str, why: str) -> Finding:
 
 
 def _list_parts(step: Attribution, but: set[str]) -> list[tuple[float, str, float]]:
-    """Share of the step, name and milliseconds of the parts that are not the work itself, the largest first."""
+    """List share of the step, name and milliseconds of the parts that are not the training work, largest first."""
     ranks = {"host_other": "host_other (ranks wait for one another in it)"} if step.measured.world_size > 1 else {}
     parts = [(step.to_pct(ms), ranks.get(part, part), ms) for part, ms in step.parts_ms.items() if part not in but]
     return sorted(parts, key=lambda each: -each[0])
 
 
 def _list_costs(step: Attribution, parts: list[tuple[float, str, float]]) -> list[tuple[float, str, float]]:
-    """The same with idle time inside the compute phases, without what any loop pays."""
+    """Add idle time inside the compute phases to the parts, and drop costs that any loop has."""
     inside, found = step.inside, [*parts]
     if inside is not None and inside.source != "bound":
         within = {"synchronisations": inside.sync, "a sleeping host": inside.blocked, "launches": inside.launch}

@@ -1,7 +1,7 @@
-"""What should come once and does not: compiles that go on; and rungs with which the run is slower than without.
+"""Findings about repeated compiles, which should happen once, and about rungs that make the run slower.
 
-Both come first in a summary, whatever else holds the run up: a rate that leaves out the compiles, or that is compared
-with nothing, would hide that the run got slower.
+Both come first in a summary, no matter what else slows the run down: a rate that leaves out the compiles, or without
+anything to compare with, would hide that the run became slower.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fastloop.records.plan import Finding, Rehearsed, Verdict
 from fastloop.records.readings import micro_batches, read_step_ms, to_number
 
 STORM = "compile_storm"
-"""The cause for which a rung's card may have better advice than ours."""
+"""The cause for which a rung's card may have better advice than the default."""
 STORM_STEPS = 6
-"""Steps with a compile from which on it is not a matter of the first steps, the first validation and a last batch."""
+"""From this many steps with a compile, it is more than the first steps, the first validation and a last batch."""
 STORM_PCT = 10.0
-"""Share of the fit that such compiles must have taken to be named."""
+"""Smallest share of the fit for naming such compiles."""
 SLOWER = 1.5
-"""Times the rehearsal, beyond which the whole interval must lie. It is of the modules alone, while a training_step also
-computes losses and metrics."""
+"""The whole interval must lie above this multiple of the rehearsal, which covers only the modules, while a
+training_step also computes losses and metrics."""
 FEWEST = 5
-"""Steps without which nothing is compared."""
+"""Fewest steps for a comparison."""
 
 
 def find_storm(seen: Measurement, rungs: Rungs, step: StepParts | None) -> Finding | None:
-    """Compiles that go on through the run: of a rung, or by the user's own torch.compile."""
+    """Find recompiles throughout the run, by a rung or by the user's torch.compile."""
     found = seen.evidence.get("compilation") or {}
     causes = [seen.one_time_s.get(cause) for cause in (COMPILE, VALIDATION_COMPILE, AUTOTUNE)]
     took_s, fit_s = sum(to_number(seconds) or 0.0 for seconds in causes), to_number(found.get("fit_s"))
@@ -63,11 +63,11 @@ def find_storm(seen: Measurement, rungs: Rungs, step: StepParts | None) -> Findi
     )
 
 
-# -- slower than without, in the run's own steps, or than the rehearsal ------------------------------------------------
+# -- slower than without the rung, in the run's own steps, or slower than the rehearsal --------------------------------
 
 
 class Slowdown(NamedTuple):
-    """Slower with rungs than without, in milliseconds, and how it is said."""
+    """How much slower the run is with rungs than without, in milliseconds, and the text."""
 
     with_ms: float
     more_ms: float
@@ -76,10 +76,10 @@ class Slowdown(NamedTuple):
 
 
 def find_slowdown(seen: Measurement, verdicts: Sequence[Verdict]) -> Finding | None:
-    """The rung with which the run is slower than without, beyond noise; None where none is, or it is unknown.
+    """Find the rung that makes the run slower, beyond noise; None if there is none, or if it is unknown.
 
-    Batches that ran with rungs and without in turn say so, ``evidence["second_look"]``, where the run looked; else the
-    rehearsal's time of the user's modules, against forward and backward of the steady steps.
+    If the run took a second look, ``evidence["second_look"]``, batches that alternated with and without rungs decide;
+    otherwise the rehearsed time of the user's modules is compared with forward and backward of the steady steps.
     """
     active = [verdict for verdict in verdicts if verdict.took]
     looked = seen.evidence.get("second_look") or {}
@@ -101,7 +101,7 @@ def find_slowdown(seen: Measurement, verdicts: Sequence[Verdict]) -> Finding | N
 
 
 def _read_look(looked: Mapping[str, Any], rungs: list[str]) -> Slowdown | None:
-    """What batches with and without these rungs showed; the margin is the one by which a rung is switched off."""
+    """Read the result of batches with and without these rungs; the margin is the one that switches a rung off."""
     keys = ("with_ms", "without_ms", "low_ms", "high_ms", "n")
     with_ms, without_ms, low_ms, high_ms, n = (to_number(looked.get(key)) for key in keys)
     if with_ms is None or without_ms is None or low_ms is None or high_ms is None or n is None:
@@ -116,9 +116,9 @@ def _read_look(looked: Mapping[str, Any], rungs: list[str]) -> Slowdown | None:
 
 
 def _compare_rehearsal(seen: Measurement, active: Sequence[Verdict]) -> Slowdown | None:
-    """Forward and backward of a batch beside what the same modules took eager; both of the step's own spread.
+    """Compare forward and backward of a batch with the same modules' eager time, given the spread of the steps.
 
-    Where batches differ in size, the quickest tenth of the steps must be slower too: the rehearsed one may be small.
+    Since batches may differ in size, the fastest tenth of the steps must be slower too: the rehearsed one may be small.
     """
     tried = [verdict.rehearsed for verdict in active if verdict.rehearsed and verdict.rehearsed.of_batch]
     eager = max([ms for each in tried if (ms := to_number(each.eager_ms))], default=None)
@@ -139,7 +139,7 @@ def _compare_rehearsal(seen: Measurement, active: Sequence[Verdict]) -> Slowdown
 
 
 def _read_error_ms(seen: Measurement) -> float | None:
-    """Standard error of the window's steps, of their deciles, which single pauses do not move."""
+    """Return the standard error of the window's steps, from their deciles, which single pauses do not move."""
     low, high = (to_number(seen.step_ms.get(name)) for name in ("p10", "p90"))
     if low is None or high is None or seen.steps < FEWEST:
         return None
@@ -147,8 +147,8 @@ def _read_error_ms(seen: Measurement) -> float | None:
 
 
 def _blame(seen: Measurement, active: Sequence[Verdict]) -> list[str]:
-    """The rung that costs: the one that rehearsed slowest against what was kept before it, where it cost anything; else
-    the one that goes on paying what should come once; else all that were rehearsed, or are on."""
+    """Name the rung to blame: the one whose rehearsal added most time to the rungs kept before it, if any did; else one
+    that keeps paying a one-time cost; else all rehearsed rungs, or all that are on."""
     costs, before = dict[str, float](), None
     for verdict in active:
         tried = verdict.rehearsed or Rehearsed()
@@ -166,5 +166,5 @@ def _blame(seen: Measurement, active: Sequence[Verdict]) -> list[str]:
 
 
 def _t95(df: int) -> float:
-    """Two-sided 95 % quantile of Student's t, by its expansion around the normal one; within 2 % from 4 on."""
+    """Return the two-sided 95 % quantile of Student's t, expanded around the normal one; within 2 % for df >= 4."""
     return 1.96 + 2.372 / df + 2.82 / df**2

@@ -1,4 +1,4 @@
-"""What can be switched on: rungs that are off, apply to what was measured, and are not there already.
+"""Remedies for a finding: rungs that are off, apply to the measured run, and do what the code does not do already.
 
 A rung that is on is never proposed. If it is on without an effect, the finding says why.
 """
@@ -14,12 +14,12 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Verdict
 
 NO_RUNG = "no rung helps with this"
-"""Of one finding: another may propose one."""
+"""Applies to one finding: another may propose a rung."""
 BEFORE_THE_DEVICE = ("data_wait", "h2d", "callbacks_logging", "sync", "host_other")
 
 
 class Remedy(NamedTuple):
-    """A patch or None, and its text."""
+    """A patch (or None) and its text."""
 
     patch: Mapping[str, Any] | None
     says: str
@@ -32,12 +32,12 @@ class Rungs:
     cards: Cards
     enabled: tuple[str, ...] = ()
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
-    """By rung; one without a verdict counts as in effect."""
+    """Verdicts by rung; a rung without a verdict counts as in effect."""
 
     def choose(self, seen: Measurement, cause: str, instead: str, *, together: bool = False) -> Remedy:
-        """Choose the first rung against this cause that is off and applies, or with `together` all of them.
+        """Choose the first rung against this cause that is off and applies, or all of them with `together`.
 
-        Without one, the text says what to do: advice of a rung's card, else `instead`.
+        If there is none, the text says what to do: advice from a rung's card, or else `instead`.
         """
         rungs = self.list_against(cause)
         if free := [rung for rung in rungs if self.is_available(seen, rung)]:
@@ -50,7 +50,7 @@ class Rungs:
         return Remedy(None, f"{helps}: {'; '.join([*idle, self.advise(seen, cause) or instead])}")
 
     def _explain_idle(self, rung: str) -> str | None:
-        """Why a rung that is on had no effect, by its verdict; None where it had one."""
+        """Explain by its verdict why an enabled rung had no effect; None if it had one."""
         verdict = self.verdicts.get(rung)
         if verdict is None or verdict.took:
             return None
@@ -58,7 +58,7 @@ class Rungs:
         return f"{rung} {state} ({verdict.why})"
 
     def advise(self, seen: Measurement, cause: str) -> str | None:
-        """Advice of a rung's card about this cause, for where no rung helps."""
+        """Return advice from a rung's card about this cause, for when no rung helps."""
         for rung, card in self.cards.items():
             advice = card.advice.get(cause)
             if text := advice(seen, rung in self.enabled) if callable(advice) else advice:
@@ -66,24 +66,24 @@ class Rungs:
         return None
 
     def name_number(self, cause: str) -> str | None:
-        """The number of a rung against this cause that is on, as it is written: ``rungs.workers.count``."""
+        """Return the full name of the number of an enabled rung against this cause: ``rungs.workers.count``."""
         numbers = ((rung, self.cards[rung].tunes) for rung in self.list_against(cause) if rung in self.enabled)
         return next((f"rungs.{rung}.{number.field}" for rung, number in numbers if number is not None), None)
 
     def list_against(self, cause: str) -> list[str]:
-        """The rungs that address a cause, the first to try first."""
+        """Return the rungs that address a cause, in the order to try them."""
         places = {rung: card.answers[cause] for rung, card in self.cards.items() if cause in card.answers}
         return sorted(places, key=places.__getitem__)
 
     def list_after(self, cause: str) -> list[str]:
-        """The rungs worth a try once one against this cause is on, the first to try first."""
+        """Return the rungs worth trying once one against this cause is on, in the order to try them."""
         places = {rung: {**card.answers, **card.follows} for rung, card in self.cards.items()}
         return sorted((rung for rung in places if cause in places[rung]), key=lambda rung: places[rung][cause])
 
     def is_available(self, seen: Measurement, rung: str) -> bool:
-        """Whether a rung is off, can apply here as far as is known, pays, and is not in the script already.
+        """Whether a rung is off, may apply here, pays, and is not in the script already.
 
-        ``evidence["refused"]`` has those that the run's own loader cannot have, by their own plan.
+        ``evidence["refused"]`` lists the rungs whose plan refuses the run's loader.
         """
         refused = seen.evidence.get("refused") or {}
         return rung not in self.enabled and rung not in refused and self.cards[rung].applies(seen)
@@ -92,10 +92,9 @@ class Rungs:
 def next_steps(
     findings: tuple[Finding, ...], seen: Measurement, cards: Cards, enabled: tuple[str, ...] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Rungs to try after the patches, and once the device is the limit.
+    """Return rungs to try after the patches, and rungs to try once the device is the limit.
 
-    None of them is on, all apply as far as is known, and those of the patches are not repeated. Both are empty where
-    no patch is proposed.
+    All of them are off, may apply, and are not in the patches. Both are empty if no patch is proposed.
     """
     patches = {finding.bottleneck: finding.patch.get("rungs", {}) for finding in findings if finding.patch}
     if not any(patches.values()):

@@ -1,4 +1,4 @@
-"""All rules, and the verdict they come to: bottlenecks by their share of the step, or nothing to gain."""
+"""All rules, and their combined result: bottlenecks by their share of the step, or nothing to gain."""
 
 from __future__ import annotations
 
@@ -30,24 +30,23 @@ RULES: Mapping[str, Rule] = {
     "checkpoint": between_steps.find_checkpoint,
     "epoch_gap": between_steps.find_epoch_gap,
 }
-"""One per bottleneck. Where shares are equal, the earlier comes first."""
+"""One rule per bottleneck. If shares are equal, the earlier one comes first."""
 
 
 def findings(
     seen: Measurement, cards: Cards, enabled: tuple[str, ...] = (), verdicts: Sequence[Verdict] = ()
 ) -> tuple[Finding, ...]:
-    """Bottlenecks in order of their share of the step, each with its headline; `none` where there is nothing to name.
+    """List bottlenecks in order of their share of the step, each with its headline; `none` if there is none to name.
 
-    Before them stands what raises an alarm: a fit that died, against which no patch is proposed; compiles that go on, a
-    rung with which the run is slower than without.
-    After them stands memory that creeps, which costs no time until it is gone.
+    Alarms come first: a fit that died, for which no patch is proposed; repeated compiles; a rung that makes the run
+    slower. Growing memory comes last, since it costs no time until it runs out.
 
     Args:
-        seen: the measurement; ``evidence["loader"]`` says how the data was loaded, ``evidence["model"]``, if there,
-            what the user's own code does already (``compiled``, ``channels_last``, ``fused``, and its ``convs``).
-        cards: all rungs' cards, as ``fastloop.ladder.cards`` gives them.
-        enabled: rungs that are switched on, which no patch proposes again.
-        verdicts: whether they took, and what they did in a rehearsal.
+        seen: the measurement; ``evidence["loader"]`` describes how the data was loaded, and ``evidence["model"]``, if
+            present, what the user's code does already (``compiled``, ``channels_last``, ``fused``, and its ``convs``).
+        cards: all rungs' cards, as returned by ``fastloop.ladder.cards``.
+        enabled: enabled rungs, which no patch proposes again.
+        verdicts: whether these took effect, and their rehearsals.
     """
     step = attribute(seen)
     rungs = Rungs(cards=cards, enabled=enabled, verdicts={verdict.rung: verdict for verdict in verdicts})
@@ -66,7 +65,7 @@ def _apply_rules(step: Attribution, rungs: Rungs) -> list[Finding]:
     each = between_steps.keep_costs_of_each_step(step, named)
     hidden = [finding for finding in named if finding not in each]
     found = _fit_into_the_step(each)
-    if len(found) > 1 and step.gpu_use == "well_used":  # no reason to leave a slow validation as it is
+    if len(found) > 1 and step.gpu_use == "well_used":  # good GPU use is no excuse for, say, a slow validation
         found = [finding for finding in found if finding.bottleneck != "compute_bound"]
     if not found:
         return [no_bottleneck.explain_none(step, hidden)]
@@ -76,7 +75,7 @@ def _apply_rules(step: Attribution, rungs: Rungs) -> list[Finding]:
 
 
 def _fit_into_the_step(found: list[Finding]) -> list[Finding]:
-    """By share, and no more of them than the step has: what is left over after the larger ones bounds the smaller."""
+    """Sort by share, and limit each finding to the part of the step that larger ones leave."""
     kept, left = [], 100.0
     for finding in sorted(found, key=lambda each: -(each.share_pct or 0.0)):
         share, gain = finding.share_pct, finding.ceiling_gain_pct

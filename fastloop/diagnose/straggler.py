@@ -1,7 +1,7 @@
-"""Which rank makes the others wait? A rank's own time is its step without the waits for slower ranks.
+"""Finds the rank that makes the others wait. A rank's own time is its step without the waits for slower ranks.
 
-It waits in its backward, and in ``host_other``: there Lightning asks all ranks after every batch whether one was told
-to end. Passes of Python's garbage collector count as that too: in a short fit one would name the rank it came to.
+A rank waits in its backward and in ``host_other``, where Lightning checks after every batch whether any rank must stop.
+Python's garbage collection counts as such a wait too: in a short fit, a single pass would make its rank look slow.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from fastloop.records.readings import CPU_WORTH_PCT, read_step_ms, to_number
 
 WORTH_SHARE = 0.05
 WAITS = ("backward", "comm_exposed", "host_other")
-"""Parts that a rank waits for others in; the exchange is one as far as a trace of that rank told it apart."""
+"""Parts in which a rank waits for others; the exchange is a separate part only if that rank was traced."""
 COVERS = 1.5
-"""A wait is blamed on the slow rank's slowest part, if it is no longer than so many times what that part is behind."""
+"""A wait is blamed on the slow rank's slowest part if it is at most this many times that part's excess."""
 RANK_0_ALONE = ("callbacks_logging", "validation", "checkpoint", "epoch_gap")
-"""Logging and saving are rank 0's by design: a rule names them as what they are."""
+"""Logging and saving happen on rank 0 by design: other rules name them."""
 
 
 class Straggler(NamedTuple):
-    """The slow rank, by how much it is slower than the median of the others, and in which part."""
+    """The slow rank, how much slower it is than the median of the others, and in which part."""
 
     rank: int
     host: str
@@ -34,7 +34,7 @@ class Straggler(NamedTuple):
 
 
 def find_straggler(seen: Measurement) -> Straggler | None:
-    """The rank that the others wait for; None where all keep pace, or where it is unknown."""
+    """Find the rank that the others wait for; None if all keep pace, or if it is unknown."""
     step = read_step_ms(seen)
     found = [rank for rank in seen.ranks if to_number(_parts(rank).get("backward")) is not None]
     if step is None or len(found) < 2 or len(found) < len(seen.ranks):
@@ -55,7 +55,7 @@ def find_straggler(seen: Measurement) -> Straggler | None:
 
 
 def _slow_part(found: list[Mapping[str, Any]], at: int) -> tuple[str, float, float]:
-    """The part in which one rank is furthest above the median of the others, with both times."""
+    """Return the part in which one rank is furthest above the median of the others, with both times."""
     others = [rank for index, rank in enumerate(found) if index != at]
 
     def gap(part: str) -> tuple[float, float]:
@@ -72,7 +72,7 @@ def _parts(rank: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _waits(rank: Mapping[str, Any]) -> float:
-    """Milliseconds of a rank in the parts where it waits for others."""
+    """Return a rank's milliseconds in the parts where it waits for others."""
     return sum(to_number(_parts(rank).get(part)) or 0.0 for part in WAITS)
 
 

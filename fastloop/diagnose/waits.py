@@ -1,4 +1,4 @@
-"""Waits of a step for something from outside: batches, their copies to the device, other ranks."""
+"""Findings about waits for something outside the step: batches, their copies to the device, other ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fastloop.records.readings import (
 )
 
 DECODING, MOSTLY_DECODING = "decoding", "mostly_decoding"
-"""Causes against which rungs help that decode less: worker processes alone would not keep up; and little is left to do
-for an image once it is decoded."""
+"""Causes for rungs that decode less: the first if worker processes alone would not keep up, the second if in addition
+decoding is most of the work for an image."""
 MOSTLY = 2 / 3
-"""Of the time for making a batch."""
+"""Share of the time for making a batch."""
 MORE_WORTH = 1.25
-"""Workers that could be had for each there is, from which on more of them are advised."""
+"""Advise more workers if this many times the current number is possible."""
 SAYS = {"trials": "measured by trials with and without it", "trace": "traced", "marks": "timed"}
 
 
 def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
-    """The next batch was not there. A trial with a replayed batch, if there was one, has the last word."""
+    """Find waits for the next batch. If there was a trial with a replayed batch, it decides."""
     wait = step.parts_ms.get("data_wait")
     cost = weigh(step, "data_wait", wait, measured_pct=step.free_data_pct, least_ms=ORDINARY_MS)
     if cost is None:
@@ -49,7 +49,7 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
 
 
 def _would_keep_up(step: Attribution) -> bool:
-    """Whether worker processes, of which there are none yet, could make a batch in the time that its work takes."""
+    """Whether worker processes, if there are none yet, could make a batch in the time that training on it takes."""
     made_ms, most = read_batch_ms(step.measured), _count_possible_workers(step.measured)
     if loader(step.measured).get("num_workers") != 0 or made_ms is None or not most:
         return False
@@ -66,10 +66,10 @@ def _is_mostly_decoding(seen: Measurement) -> bool:
 
 
 def _advise_loading(seen: Measurement, number: str | None) -> str:
-    """What to do about a loader that does not keep up.
+    """Return advice about a loader that does not keep up.
 
     Args:
-        number: the setting that says how many workers there are, where a rung has made them.
+        number: the setting for the number of workers if a rung sets it, otherwise None.
     """
     found = loader(seen)
     count, cpus, most = found.get("num_workers"), found.get("usable_cpus"), _count_possible_workers(seen)
@@ -91,17 +91,17 @@ def _advise_loading(seen: Measurement, number: str | None) -> str:
 
 
 def _count_possible_workers(seen: Measurement) -> int | None:
-    """Workers a rank can have if each rank keeps a CPU of its own; None where the CPUs are not known."""
+    """Return how many workers a rank can have if each rank keeps one CPU; None if the CPUs are unknown."""
     cpus, hosts = to_number(loader(seen).get("usable_cpus")), [rank.get("host") for rank in seen.ranks]
     local = hosts.count(hosts[0]) if hosts else seen.world_size
     return None if cpus is None else int(cpus) // max(1, local) - 1
 
 
 def find_h2d(step: Attribution, rungs: Rungs) -> Finding | None:
-    """Copies to the device that nothing hides."""
+    """Find copies to the device that do not overlap with computation."""
     seen = step.measured
     if not step.on_gpu and not _moves_batches(step):
-        return None  # nothing is copied: it is noise of a busy machine
+        return None  # nothing is copied: the time is noise of a busy machine
     cost = weigh(
         step,
         "h2d",
@@ -129,7 +129,7 @@ def _moves_batches(step: Attribution) -> bool:
 
 
 def acquit_data(step: Attribution) -> str | None:
-    """Text for a wait for data that a trial has shown to cost nothing; else None."""
+    """Describe a wait for data that costs nothing according to a trial; otherwise None."""
     wait, gain = step.to_pct(step.parts_ms.get("data_wait", 0.0)), step.free_data_pct
     if wait < WORTH_NAMING_PCT or gain is None or gain > NO_GAIN_PCT:
         return None
@@ -139,10 +139,10 @@ def acquit_data(step: Attribution) -> str | None:
 
 
 def find_comm_exposed(step: Attribution, rungs: Rungs) -> Finding | None:
-    """Gradient exchange that nothing hides, measured by trials, a trace or the parts.
+    """Find gradient exchange that nothing hides, measured by trials, a trace or the parts.
 
-    The gain is an estimate in any case: the trials have other steps than the run as it is, in which the exchange may
-    cost less, hidden behind the wait for data.
+    The gain is always an estimate: the trials' steps differ from those of the unchanged run, in which the exchange may
+    cost less because the wait for data hides it.
     """
     if step.exchange is None or (cost := weigh(step, "comm_exposed", step.exchange.ms)) is None:
         return None
@@ -152,7 +152,7 @@ def find_comm_exposed(step: Attribution, rungs: Rungs) -> Finding | None:
 
 
 def find_straggler(step: Attribution, _rungs: Rungs) -> Finding | None:
-    """One rank's own work takes longer than the others'."""
+    """Find a rank whose own work takes longer than that of the others."""
     slow, ranks = step.straggler, len(step.measured.ranks)
     if slow is None or (cost := weigh(step, "straggler", slow.excess_ms)) is None:
         return None

@@ -1,1 +1,1 @@
-"""What a process can prove about itself: graphs captured, clocks, queues, datasets, dtypes."""
+"""Evidence that a process can collect about itself: captured graphs, clocks, queues, datasets, dtypes."""

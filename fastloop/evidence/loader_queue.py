@@ -1,4 +1,4 @@
-"""How far behind a loader's queue is, and which of its workers live. Reads torch's private fields, each guarded."""
+"""How many batches a loader's queue lacks, and which workers are alive. Reads torch's private fields, each guarded."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 _DEATH_S = 2.0
-"""How long after a broken connection the process at its other end may take to be reported dead."""
+"""How long after a broken connection the death of the process at the other end may go unreported."""
 
 
 def live_workers(iterator: Any) -> int | None:
-    """Living worker processes of a DataLoader iterator; 0 for a single-process one, None where it cannot be told."""
+    """Living worker processes of a DataLoader iterator; 0 for a single-process one, None if unknown."""
     workers = getattr(iterator, "_workers", None)
     if workers is not None:
         return sum(bool(worker.is_alive()) for worker in workers)
@@ -21,19 +21,19 @@ def live_workers(iterator: Any) -> int | None:
 
 
 def worker_cpus(iterator: Any) -> int | None:
-    """The fewest CPUs that one of its living worker processes may run on; None where it has none or nobody can tell."""
+    """The fewest CPUs that any of its living worker processes may run on; None if it has none or that is unknown."""
     pids = [worker.pid for worker in getattr(iterator, "_workers", None) or () if worker.is_alive()]
     found = (_read(lambda pid=pid: len(os.sched_getaffinity(pid))) for pid in pids)  # type: ignore[misc]
     return min((cpus for cpus in found if cpus is not None), default=None)
 
 
 def batches_owed(iterator: Any) -> int | None:
-    """Batches a multi-process DataLoader iterator has asked its workers for and that are not finished.
+    """Batches that a multi-process DataLoader iterator has requested from its workers and that are not finished.
 
-    0 while the queue is as full as it can be, also near the end of an epoch, when there is little left to ask for; up
-    to ``num_workers * prefetch_factor`` when it is drained. None where it cannot be told.
-    Source: torch/utils/data/dataloader.py, _MultiProcessingDataLoaderIter: `_tasks_outstanding` are asked for and not
-    received (a batch that comes before its turn is received), `_data_queue` holds what the pin thread or the workers
+    0 while the queue is as full as possible, also near the end of an epoch, when few batches are left to request; up to
+    ``num_workers * prefetch_factor`` when it is drained. None if unknown.
+    Source: torch/utils/data/dataloader.py, _MultiProcessingDataLoaderIter: `_tasks_outstanding` are requested and not
+    received (a batch that arrives before its turn is received), `_data_queue` holds what the pin thread or the workers
     have delivered.
     """
     if live_workers(iterator) == 0:
@@ -42,8 +42,7 @@ def batches_owed(iterator: Any) -> int | None:
 
 
 def batches_ready(iterator: Any) -> int | None:
-    """Batches that its workers have made and nobody has taken yet, 0 where it has no workers; None where it cannot be
-    told.
+    """Finished batches of its workers that are still in the queue; 0 if it has no workers, None if unknown.
 
     Source: as above; of `_task_info`, early arrivals are those that carry their data.
     """
@@ -55,7 +54,7 @@ def batches_ready(iterator: Any) -> int | None:
 
 
 def find_awaited_worker(iterator: Any) -> Any:
-    """The process that was asked for the batch that is due; None where it cannot be told."""
+    """The worker process that must deliver the next batch; None if unknown."""
     try:
         return iterator._workers[iterator._task_info[iterator._rcvd_idx][0]]
     except (AttributeError, KeyError, IndexError, TypeError):  # another torch
@@ -63,10 +62,10 @@ def find_awaited_worker(iterator: Any) -> Any:
 
 
 def find_death(iterator: Any, error: Exception) -> str | None:
-    """torch's own sentence about a worker that has died, where `error` is a connection that broke with it.
+    """torch's own message about a dead worker, if `error` is a connection that broke with it.
 
-    torch says so itself where its SIGCHLD handler, or its own look at the workers, comes first. Where the connection
-    breaks before, or the thread that pins breaks with it, a ConnectionResetError says nothing of a worker.
+    torch reports the death itself if its SIGCHLD handler or its own check of the workers comes first. If the connection
+    breaks earlier, or the pin-memory thread ends with it, a ConnectionResetError does not mention a worker.
     Source: torch/utils/data/dataloader.py, _try_get_data; torch/csrc/DataLoader.cpp, THPModule_errorIfAnyWorkerFails.
     """
     workers = getattr(iterator, "_workers", None)

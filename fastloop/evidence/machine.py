@@ -1,7 +1,7 @@
-"""Readings of this machine and its installation, taken without importing torch or Lightning.
+"""Reads the properties of this machine and its installation, without importing torch or Lightning.
 
-``None`` stands for "could not be read", never 0. Functions that read ``/proc``, ``/sys`` or ``/dev`` take the ``root``
-those lie under, and functions that read variables take the mapping, so that a test can hand in a machine of its own.
+A value that could not be read is ``None``, never 0. Functions that read ``/proc``, ``/sys`` or ``/dev`` take their
+``root`` as a parameter, and functions that read variables take the mapping, so that a test can supply its own machine.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Reading = TypeVar("Reading")
 ROOT = Path("/")
 
 DISTRIBUTION, BARE_NAME = "lightning-fastloop", "fastloop"
-"""What this package is installed as; and a distribution of somebody else's, which has a package ``fastloop`` too; ours
-was once called that."""
+"""The name of this package's distribution; and the name of an unrelated distribution, which also has a package
+``fastloop``; ours once had that name."""
 
 PACKAGES = (
     DISTRIBUTION,
@@ -66,20 +66,20 @@ VARIABLE_NAMES = (
     "MASTER_PORT",
 )
 UNMARKED_SECRETS = ("SLURM_JWT",)
-"""Credentials among them whose names do not say so: left out, because masking goes by name."""
+"""Credentials among them whose names do not look like secrets: left out, because masking goes by name."""
 
 GIT_LIMIT_S = 2.0
 LONGEST_NAME, SOCKET_PATH = len("/pymp-12345678/listener-12345678"), 107
-"""Bytes of what multiprocessing puts below the directory for temporary files, and of a socket's whole path."""
+"""Bytes that multiprocessing adds to the path of the directory for temporary files, and a socket path's limit."""
 
 
 class Unreadable(Exception):
-    """There is no reading this GPU; the message says why."""
+    """This GPU cannot be read; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReading:
-    """One GPU as NVML numbers it (``CUDA_VISIBLE_DEVICES`` plays no part); ``None`` = NVML would not say."""
+    """One GPU, by NVML's numbering (``CUDA_VISIBLE_DEVICES`` is ignored); ``None`` = NVML did not say."""
 
     index: int
     name: str | None = None
@@ -88,24 +88,24 @@ class GpuReading:
     driver: str | None = None
     compute_capability: tuple[int, int] | None = None
     mig_enabled: bool | None = None
-    """``None`` also where the GPU cannot be partitioned at all."""
+    """Also ``None`` if the GPU does not support partitioning."""
     foreign_pids: tuple[int, ...] | None = None
-    """Processes that compute on this GPU and are not of this run. In a container NVML may number them as the host does,
-    and then a run that already holds the GPU finds itself among them."""
+    """Processes that compute on this GPU and do not belong to this run. In a container NVML may use the host's process
+    ids; a run that already uses the GPU is then listed among them."""
 
 
 # ---------------------------------------------------------------- processors, memory, limits
 
 
 def usable_cpus(root: Path = ROOT) -> int:
-    """CPUs this process may keep busy: its affinity or its cgroup's quota, whichever is smaller, and at least 1."""
+    """CPUs this process may keep busy: the smaller of its affinity and its cgroup's quota, and at least 1."""
     on_linux = hasattr(os, "sched_getaffinity")  # macOS and Windows have neither affinity nor quota
     allowed = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     return max(1, int(min([allowed, *_cpu_quotas(root)])))
 
 
 def cpu_wait_s(root: Path = ROOT) -> float | None:
-    """Seconds that this thread was ready to run and waited for a CPU; None where the kernel does not count them.
+    """Seconds that this thread was ready to run and waited for a CPU; None if the kernel does not count them.
 
     Source: https://docs.kernel.org/scheduler/sched-stats.html, the second number of schedstat.
     """
@@ -114,7 +114,7 @@ def cpu_wait_s(root: Path = ROOT) -> float | None:
 
 
 def local_rank_count(environ: Mapping[str, str]) -> int:
-    """Training processes on this machine, as torchrun or SLURM announce them; 1 where neither does."""
+    """Training processes on this machine, according to torchrun or SLURM; 1 if neither says."""
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
         count = environ.get(name, "")
         if count.isdecimal() and int(count) > 0:
@@ -123,15 +123,15 @@ def local_rank_count(environ: Mapping[str, str]) -> int:
 
 
 def memory_bytes(root: Path = ROOT) -> int | None:
-    """Memory this process may use: what is installed or the cgroup's limit, whichever is smaller."""
+    """Memory this process may use: the smaller of the installed memory and the cgroup's limit."""
     limits = list(_memory_limits(root))
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # no sysconf, or it does not know these names
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no sysconf, or it lacks these names
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(limits, default=None)
 
 
 def shm_free_bytes(root: Path = ROOT) -> int | None:
-    """Free space in ``/dev/shm``, through which loader workers hand over their batches; ``None`` without one."""
+    """Free space in ``/dev/shm``, through which loader workers pass their batches; ``None`` if it does not exist."""
     try:
         return shutil.disk_usage(root / "dev/shm").free
     except OSError:
@@ -139,8 +139,8 @@ def shm_free_bytes(root: Path = ROOT) -> int | None:
 
 
 def memory_free_bytes(root: Path = ROOT) -> int | None:
-    """Memory this process may still take: what is available, or what its cgroups leave of their limits, whichever is
-    smaller. File caches do not count as taken, files in shared memory do."""
+    """Memory this process may still allocate: the smaller of the available memory and the room left in its cgroups.
+    File caches do not count as used, files in shared memory do."""
     rooms = []
     for group in _cgroups(root, "memory"):
         used = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line)
@@ -156,7 +156,7 @@ def memory_free_bytes(root: Path = ROOT) -> int | None:
 
 
 def disk_free_bytes(path: Path) -> int | None:
-    """Free space where `path` is or would be made; ``None`` where that cannot be asked."""
+    """Free space at the location of `path`, even if `path` does not exist yet; ``None`` if unknown."""
     try:
         there = next(each for each in (path, *path.parents) if each.exists())
         return shutil.disk_usage(there).free
@@ -165,21 +165,21 @@ def disk_free_bytes(path: Path) -> int | None:
 
 
 def find_cache_home() -> Path:
-    """The user's cache directory, by the XDG specification; for a user without a home one for temporary files."""
+    """The user's cache directory, by the XDG specification; a temporary directory for a user without a home."""
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if home.is_absolute():  # relative ones are to be ignored
+    if home.is_absolute():  # the specification ignores relative paths
         return home
     try:
         return Path.home() / ".cache"
-    except RuntimeError:  # a container may run as a user that it does not know
+    except RuntimeError:  # a container may run as an unknown user
         return Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
 
 
 def no_sockets_in() -> str | None:
-    """The directory for temporary files, where its path is too long for a socket below it; ``None`` where it is not.
+    """The directory for temporary files, if its path is too long for a socket below it; else ``None``.
 
-    Loader workers hand over their batches through such sockets. Where none can be made, the worker prints an error
-    and the training waits for ever. Source: ``unix(7)``, ``multiprocessing.connection.arbitrary_address``.
+    Loader workers pass their batches through such sockets. If a worker cannot create one, it prints an error and the
+    training waits forever. Source: ``unix(7)``, ``multiprocessing.connection.arbitrary_address``.
     """
     if not hasattr(socket, "AF_UNIX"):
         return None
@@ -188,18 +188,18 @@ def no_sockets_in() -> str | None:
 
 
 def open_file_limit() -> int | None:
-    """Files this process may hold open; ``None`` where nothing limits them."""
-    import resource  # here: a training imports this module too, wherever it runs
+    """Files this process may hold open; ``None`` if unlimited."""
+    import resource  # imported here, because trainings on any platform import this module
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def cxx_compiler(environ: Mapping[str, str]) -> str | None:
-    """Path of the C++ compiler that Inductor calls; ``None`` where ``torch.compile`` would fail for want of one.
+    """Path of the C++ compiler that Inductor calls; ``None`` if ``torch.compile`` would fail for lack of one.
 
-    Inductor tries ``CXX``, else one name for the platform, and nothing after that: a clang++ beside a missing g++ does
-    not help. Source: ``torch/_inductor/config.py``, ``cpp.cxx`` (read in torch 2.11).
+    Inductor tries ``CXX``, else one name per platform, and nothing else: clang++ does not help if g++ is missing.
+    Source: ``torch/_inductor/config.py``, ``cpp.cxx`` (read in torch 2.11).
     """
     name = environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     return shutil.which(name, path=environ.get("PATH", os.defpath))
@@ -223,10 +223,10 @@ def _memory_limits(root: Path) -> Iterator[int]:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Directories of this process's cgroups and of all above them: the tightest limit on the way up is what holds.
+    """Directories of this process's cgroups and all their parents: the tightest of these limits applies.
 
-    A container often names its cgroup as the host sees it while the mount begins at the container; the walk up to the
-    mount point finds the limits then too.
+    In a container the cgroup often has its path on the host, while the mount begins at the container; the walk up to
+    the mount point finds the limits in that case too.
     """
     mount = root / "sys/fs/cgroup"
     yield mount
@@ -250,7 +250,7 @@ def _text(path: Path) -> str:
 
 
 def gpus() -> tuple[GpuReading, ...]:
-    """Every GPU of this machine; empty where there is no NVML, no driver or no GPU."""
+    """Every GPU of this machine; empty without NVML, a driver or a GPU."""
     try:
         nvml = start_nvml()
     except Unreadable:
@@ -259,7 +259,7 @@ def gpus() -> tuple[GpuReading, ...]:
         count = ask_nvml(nvml.nvmlDeviceGetCount) or 0
         return tuple(_read_gpu(nvml, index) for index in range(count))
     finally:
-        ask_nvml(lambda: nvml.nvmlShutdown())  # NVML counts its users: whoever else has it open keeps it
+        ask_nvml(lambda: nvml.nvmlShutdown())  # NVML counts its users: others that have it open keep it
 
 
 def _read_gpu(nvml: Any, index: int) -> GpuReading:
@@ -282,7 +282,7 @@ def _read_gpu(nvml: Any, index: int) -> GpuReading:
 
 
 def start_nvml() -> Any:
-    """The module ``pynvml``, started; whoever starts it shuts it down.
+    """The initialized module ``pynvml``; the caller must shut it down.
 
     Raises:
         Unreadable: no nvidia-ml-py, no driver, no GPU.
@@ -299,7 +299,7 @@ def start_nvml() -> Any:
 
 
 def ask_nvml(question: Callable[[], Reading]) -> Reading | None:
-    """The answer, or ``None`` where the driver refuses, forbids, or this pynvml is too old to ask."""
+    """The answer, or ``None`` if the driver refuses or forbids it, or this pynvml lacks the function."""
     try:
         return question()
     except Exception:
@@ -312,13 +312,13 @@ def ask_driver(nvml: Any) -> str | None:
 
 
 def is_ours(pid: int, environ: Mapping[str, str]) -> bool:
-    """Whether ``pid`` belongs to this run: same process group, or a sibling where a launcher started several ranks."""
+    """Whether ``pid`` belongs to this run: same process group, or a sibling if a launcher started several ranks."""
     try:
         if os.getpgid(pid) == os.getpgrp():
             return True
-        # torchrun and srun put each rank into a group of its own, under one parent
+        # torchrun and srun put each rank into a separate group, under one parent
         return local_rank_count(environ) > 1 and psutil.Process(pid).ppid() == os.getppid()
-    except (OSError, psutil.Error):  # gone, or a number of the host's
+    except (OSError, psutil.Error):  # gone, or a process id of the host
         return False
 
 
@@ -326,20 +326,20 @@ def is_ours(pid: int, environ: Mapping[str, str]) -> bool:
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Versions of Python and of the installed ones among ``packages``, from their metadata: nothing is imported."""
+    """Versions of Python and of the installed distributions in ``packages``, from metadata: imports nothing."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
             version: str | None = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if version is not None:  # what a broken uninstall leaves behind has no version
+        if version is not None:  # the leftovers of a broken uninstall have no version
             found[package] = version
     return found
 
 
 def bare_distribution() -> Literal["ours", "stranger"] | None:
-    """Whose distribution is installed under the bare name: an old install of this package, or somebody else's."""
+    """The kind of distribution installed under the bare name: an old install of this package, or an unrelated one."""
     try:
         installed = importlib.metadata.distribution(BARE_NAME)
     except importlib.metadata.PackageNotFoundError:
@@ -349,7 +349,7 @@ def bare_distribution() -> Literal["ours", "stranger"] | None:
 
 
 def environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """The content of ``env.json``, secrets masked; ``torch_flags`` is left to whoever has torch loaded."""
+    """The content of ``env.json``, secrets masked; the caller fills in ``torch_flags`` if it has loaded torch."""
     from fastloop.records.secrets import mask
 
     readings = gpus()
@@ -378,7 +378,7 @@ def environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, An
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the working directory; ``None`` outside a work tree, without git, or when it takes too long."""
+    """Output of git for the working directory; ``None`` outside a work tree, without git, or on timeout."""
     try:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=GIT_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError):

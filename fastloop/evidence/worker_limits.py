@@ -1,4 +1,4 @@
-"""Which loaders can have worker processes, for how many there is room, how long they are of use, how much is drawn."""
+"""Limits on worker processes: which loaders can have them, how many fit, how long they help, how much a run draws."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from fastloop.records.facts import Facts, LoaderFacts
 
 _LITTLE_SHM_BYTES = 2**30
 _SHARE_OF_ROOM = 0.75
-"""Of the free shared memory; the rest stays for the user's other loaders and for batches that come out larger."""
+"""Share of the free shared memory; the rest is left for the user's other loaders and for larger batches."""
 
 
 def fit_in_shm(workers: int, prefetch_factor: int, batch_bytes: int, room_bytes: int) -> tuple[int, int] | None:
-    """The most workers, and batches ahead of each, whose batches fit into shared memory; None where no worker's do.
+    """The most workers, and prefetched batches for each, that fit into shared memory; None if not even one worker fits.
 
-    Beside those that workers make or have made, the batch in use lies there and the one being received.
+    Besides the workers' batches, shared memory holds the batch in use and the one being received.
     """
     held = int(_SHARE_OF_ROOM * room_bytes) // max(1, batch_bytes) - 2
     if held < 1:
@@ -22,7 +22,7 @@ def fit_in_shm(workers: int, prefetch_factor: int, batch_bytes: int, room_bytes:
 
 
 def list_costs(loader: LoaderFacts, facts: Facts, count: int) -> list[str]:
-    """What so many workers for each rank may cost here, a line each."""
+    """Possible costs of this many workers per rank, one line each."""
     costs = []
     if count * facts.local_ranks > facts.cpu_count:
         costs.append(
@@ -38,14 +38,14 @@ def list_costs(loader: LoaderFacts, facts: Facts, count: int) -> list[str]:
 
 
 def count_used_batches(batches: int, limit: int | float | None) -> int:
-    """Batches of an epoch under ``limit_train_batches``, as Lightning counts them."""
+    """Batches per epoch under ``limit_train_batches``, as Lightning counts them."""
     if limit is None:
         return batches
     return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
 
 def count_epoch_batches(loader: LoaderFacts, facts: Facts) -> int | None:
-    """Batches that each epoch takes from the loader where there are several epochs; None where it is not known."""
+    """Batches that each epoch takes from the loader if there are several epochs; None if unknown."""
     if loader.batches is None or facts.max_epochs == 1:
         return None
     batches = count_used_batches(loader.batches, facts.limit_train_batches)
@@ -54,7 +54,7 @@ def count_epoch_batches(loader: LoaderFacts, facts: Facts) -> int | None:
 
 
 def count_draws(loader: LoaderFacts, facts: Facts) -> int | None:
-    """Samples that the whole run asks for on all ranks; None where that is not known."""
+    """Samples that the whole run draws on all ranks; None if unknown."""
     known = [] if facts.max_steps is None else [facts.max_steps * facts.accumulate]
     if loader.batches is not None and facts.max_epochs is not None:
         known.append(count_used_batches(loader.batches, facts.limit_train_batches) * facts.max_epochs)
@@ -70,16 +70,16 @@ def describe_sampler_draws(loader: LoaderFacts) -> tuple[str, ...]:
 
 
 def can_keep_theirs(loader: LoaderFacts) -> bool:
-    """Whether the user's own workers, which every epoch starts anew, may outlive an epoch."""
+    """Whether the user's own workers, which restart every epoch, may survive an epoch."""
     own = loader.num_workers and not loader.persistent_workers and loader.engine is None
     return bool(own) and loader.is_dataloader and loader.map_style and not loader.stateful and not loader.own_iterator
 
 
 def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str | None:
-    """Why this loader gets no workers; None where nothing speaks against them.
+    """Why this loader cannot have workers; None if it can.
 
     Args:
-        start_method: how they would start, or auto.
+        start_method: their start method, or auto.
     """
     method = loader.start_method if start_method == "auto" else start_method
     if not loader.is_dataloader:

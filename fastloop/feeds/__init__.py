@@ -1,1 +1,1 @@
-"""What the data rungs hand out: cloned loaders, device feeds, merged windows, pieces of a batch."""
+"""What the data rungs put in place: cloned loaders, device feeds, merged windows, pieces of a batch."""

@@ -1,4 +1,4 @@
-"""Accumulation windows that become one batch: what forbids that, and what then counts steps."""
+"""Merging accumulation windows into one batch: when it is impossible, and which settings then count steps."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from fastloop.records.facts import Facts, LoaderFacts
 
 
 def batches_between_validations(batches: int, interval: int | float) -> int:
-    """``val_check_interval`` in batches of an epoch, as Lightning counts them."""
+    """Convert ``val_check_interval`` to batches, as Lightning does."""
     return interval if isinstance(interval, int) else max(1, int(batches * interval))
 
 
 def explain_no_regrouping(facts: Facts) -> str | None:
-    """Why an optimizer step cannot be made of other micro-batches than the loader's; None where it can."""
+    """Return why an optimizer step cannot use micro-batches other than the loader's batches; None if it can."""
     if not facts.automatic_optimization:
         return "manual optimization: the module runs its own backward passes"
     if not facts.plain_gradients:
@@ -31,7 +31,7 @@ def explain_no_regrouping(facts: Facts) -> str | None:
 
 
 def explain_no_merge(facts: Facts, loader: LoaderFacts) -> str | None:
-    """Why accumulation windows cannot become loader batches here; None where they can."""
+    """Return why accumulation windows cannot become loader batches here; None if they can."""
     if not loader.is_dataloader or not loader.map_style or not loader.auto_collates:
         return (
             f"{loader.kind} hands out ready batches, so an accumulation window cannot be merged;"
@@ -53,10 +53,10 @@ def explain_no_merge(facts: Facts, loader: LoaderFacts) -> str | None:
 def _validation_would_move(facts: Facts, batches: int) -> str | None:
     interval, window = facts.val_check_interval, facts.accumulate
     if interval is None:
-        return None  # by the clock
+        return None  # validation runs by the clock
     every = batches_between_validations(batches, interval)
     if every == batches:
-        return None  # at the end of each epoch
+        return None  # validation runs at the end of each epoch
     setting = f"val_check_interval={interval}" + ("" if isinstance(interval, int) else f" ({every} batches)")
     if every % window:
         return (
@@ -78,7 +78,7 @@ def _validation_would_move(facts: Facts, batches: int) -> str | None:
 
 
 def list_changed_counts(facts: Facts, loader: LoaderFacts) -> list[str]:
-    """What counted batches and counts optimizer steps in a merged run, each by name, and what stays."""
+    """List what counted batches before and counts optimizer steps in a merged run, and what does not change."""
     window, interval, limit = facts.accumulate, facts.val_check_interval, facts.limit_train_batches
     notes = [f"batch_idx and on_train_batch_* now count optimizer steps: one call for every {window} batches"]
     if isinstance(interval, int):

@@ -11,18 +11,18 @@ import torch
 
 
 class Window(list[Any]):
-    """Batches of one accumulation window that are not one batch: what cannot be concatenated, or not yet."""
+    """Separate batches of one accumulation window that cannot be concatenated, or are not yet."""
 
 
 class StagedWindow(Window):
-    """One whose batches have been brought to the device, ahead of time."""
+    """A window whose batches were copied to the device ahead of time."""
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a batch, depth first."""
+    """Yield every tensor of a batch, depth first."""
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, (list, tuple)):  # before the mappings, which take longer to tell
+    elif isinstance(batch, (list, tuple)):  # before mappings, which take longer to recognize
         for value in batch:
             yield from tensors(value)
     elif isinstance(batch, Mapping):
@@ -34,11 +34,11 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def walk_tensors(batch: Any, inside: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
-    """Every tensor of a batch, depth first, with those among the attributes of objects that Lightning can move: what
-    has a ``to`` or a ``pin_memory``, as a graph library's batch. `rebuild` cannot make such objects anew.
+    """Yield every tensor of a batch, depth first, also from the attributes of objects that Lightning can move: those
+    with ``to`` or ``pin_memory``, such as a graph library's batch. `rebuild` cannot rebuild such objects.
 
     Args:
-        inside: the objects that are being walked, by their ids; some refer to themselves.
+        inside: ids of the objects that enclose this one; some objects refer to themselves.
     """
     if isinstance(batch, torch.Tensor):
         yield batch
@@ -79,10 +79,10 @@ def _can_move(batch: Any) -> bool:
 
 
 def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """The same container with `change` applied to each direct member.
+    """Return the same container with `change` applied to each direct member.
 
     Raises:
-        TypeError: a mapping or dataclass of a kind that cannot be built from its members.
+        TypeError: the mapping or dataclass cannot be built from its members.
     """
     if isinstance(batch, Mapping):
         members = {key: change(value) for key, value in batch.items()}
@@ -97,14 +97,14 @@ def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def is_container(batch: Any) -> bool:
-    """Whether `rebuild` knows how to take it apart."""
+    """Whether `rebuild` can take it apart."""
     return isinstance(batch, (Mapping, list, tuple)) or (
         dataclasses.is_dataclass(batch) and not isinstance(batch, type)
     )
 
 
 def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same structure with every tensor changed; anything that is no container is handed through."""
+    """Return the same structure with every tensor changed; anything else that is not a container stays unchanged."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if not is_container(batch):
@@ -113,8 +113,8 @@ def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def samples(batch: Any) -> int | None:
-    """Samples in a batch: the first dimension of its first tensor that has one; None where there is none. Those of all
-    its batches in a `Window`."""
+    """Count the samples in a batch: the first dimension of its first tensor that has one; None if there is none. For a
+    `Window`, the sum over its batches."""
     first = batch[0] if type(batch) in (list, tuple) and batch else batch  # nearly all batches, at every step
     if isinstance(first, torch.Tensor) and first.dim():
         return first.size(0)
@@ -128,15 +128,15 @@ def samples(batch: Any) -> int | None:
 
 
 def count_samples(batch: Any, claims: Sequence[int | None] = ()) -> int | None:
-    """Samples in a batch of any kind; None where nothing tells.
+    """Count the samples in a batch of any kind; None if unknown.
 
-    In this order: what an object says of itself (``batch_size``, ``num_graphs``); the first claim that the batch bears
-    out; the first dimension of its first tensor, which may be an object's attribute; its length.
+    Sources, in this order: the object's ``batch_size`` or ``num_graphs``; the first claim that the batch confirms; the
+    first dimension of its first tensor, which may be an object's attribute; its length.
 
     Args:
-        claims: what others say, those to be believed first: a number counts if some tensor of the batch has it as its
-            first dimension, or some list as its length. ``self.log(..., batch_size=...)`` may also count tokens, and
-            the loader of batches that are made in the dataset counts batches.
+        claims: counts from elsewhere, most reliable first. A claim counts if it is the first dimension of a tensor in
+            the batch, or the length of a list. ``self.log(..., batch_size=...)`` may count tokens instead, and a loader
+            whose dataset makes the batches counts batches.
     """
     if isinstance(batch, Window):
         counts = [count_samples(each) for each in batch]
@@ -156,10 +156,10 @@ def count_samples(batch: Any, claims: Sequence[int | None] = ()) -> int | None:
 
 
 def _read_own_count(batch: Any) -> int | None:
-    """What an object says of itself, if that needs no synchronization."""
+    """Return the object's own count of its samples, if reading it needs no synchronization."""
     if type(batch) in (list, tuple, dict) or isinstance(batch, torch.Tensor):
         return None
-    with contextlib.suppress(Exception):  # whatever a property of the user's raises
+    with contextlib.suppress(Exception):  # a user's property may raise anything
         if _reads_device(batch):
             return None
         for name in ("batch_size", "num_graphs"):
@@ -172,7 +172,7 @@ def _read_own_count(batch: Any) -> int | None:
 
 
 def _reads_device(batch: Any) -> bool:
-    """Whether PyTorch Geometric would look for the largest number in a tensor that is on the device."""
+    """Whether reading the count makes PyTorch Geometric search a tensor on the device for its largest number."""
     try:
         of_nodes = batch.batch
     except AttributeError:
@@ -181,7 +181,7 @@ def _reads_device(batch: Any) -> bool:
 
 
 def _bears_out(batch: Any, claim: int) -> bool:
-    """Whether something in the batch has so many members."""
+    """Whether something in the batch has `claim` members."""
     if isinstance(batch, torch.Tensor):
         return batch.dim() > 0 and batch.size(0) == claim
     if isinstance(batch, (list, tuple)):
@@ -192,13 +192,13 @@ def _bears_out(batch: Any, claim: int) -> bool:
 
 
 class InputsChannelsLast:
-    """Brings image batches [N, C, H, W] into channels-last order, and counts them."""
+    """Converts image batches [N, C, H, W] to channels-last order, and counts them."""
 
     def __init__(self) -> None:
         self.batches = 0
 
     def __call__(self, batch: Any) -> Any:
-        """The batch with its 4-D floating tensors in channels-last order; the same object where it has none."""
+        """Convert the batch's 4-D floating-point tensors to channels-last; return the same object if it has none."""
         found = False
 
         def change(tensor: torch.Tensor) -> torch.Tensor:

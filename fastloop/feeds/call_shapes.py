@@ -1,4 +1,4 @@
-"""Sizes of a module's arguments from call to call: which dimensions vary, and which calls deserve a graph."""
+"""Tracks the sizes of a module's arguments across calls: which dimensions vary, and which calls deserve a graph."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 import torch
 
 GRAPHS = 2
-"""Graphs of a module in training, and as many in evaluation. A graph with breaks counts once, with all its pieces."""
+"""Most graphs of a module in training, and in evaluation. A graph with breaks counts once, with all its pieces."""
 RARE = 0.1
-"""Share of calls up to which sizes that no graph fits, as those of an epoch's short last batch, are exceptions."""
+"""Sizes that fit no graph, such as an epoch's short last batch, are exceptions up to this share of calls."""
 LEARN = 2
-"""Calls with new sizes that run eagerly before a second graph is made: by then what varies has been seen to vary."""
+"""Calls with new sizes that run eagerly before a second graph is made; they show which dimensions vary."""
 STORM = 0.5
-"""Share of calls, once both graphs are made, above which running the others eagerly is no exception any more."""
+"""Once both graphs exist, all calls run eagerly if more than this share of them fits neither."""
 RECENT, ENOUGH = 50, 10
-"""Calls that these shares are taken over, and the least for a verdict."""
+"""These shares are over the last RECENT calls; a verdict needs at least ENOUGH of them."""
 DEPTH, MEMBERS = 5, 500
-"""How far arguments are taken apart: what lies beyond, as behind a reference to the trainer, is no batch."""
+"""Limits on the search through arguments: what lies beyond, such as behind a reference to the trainer, is no batch."""
 
 _CLOSED = (type(None), str, int, float, torch.nn.Module, torch.dtype, torch.device)
 _PLACES = tuple(f"args[{place}]" for place in range(64))
 
 Sizes = dict[str, tuple[int, ...]]
-"""Sizes of each tensor among the arguments, by the way to it."""
+"""Shape of each tensor among the arguments, by its path."""
 
 
 def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors among the arguments of a call, by the way to each.
+    """Find the tensors among the arguments of a call, by path.
 
-    Looks into mappings, lists, tuples and, unlike `batch_tree`, the attributes of any object: a graph library's batch
-    is one.
+    Looks into mappings, lists, tuples and, unlike `batch_tree`, the attributes of any object, such as a graph library's
+    batch.
     """
     found: dict[str, torch.Tensor] = {}
     seen = set[int]()
@@ -42,7 +42,7 @@ def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, to
         inside: list[tuple[str, Any]] = []
         for way, value in level:
             if isinstance(value, torch.Tensor):
-                if not value.is_nested:  # the compiler knows that such lengths vary
+                if not value.is_nested:  # the compiler knows that a nested tensor's lengths vary
                     found[way] = value
             elif not isinstance(value, _CLOSED) and id(value) not in seen and len(seen) < MEMBERS:
                 seen.add(id(value))
@@ -54,17 +54,18 @@ def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, to
 
 
 def read_sizes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
-    """Sizes of the tensors among the arguments of a call."""
+    """Read the shapes of the tensors among the arguments of a call."""
     return {way: tensor.shape for way, tensor in find_tensors(args, kwargs).items()}
 
 
 def describe_kind(module: torch.nn.Module) -> tuple[Any, ...]:
-    """What modules that can share their graphs have in common: the class, and the shapes of the parameters."""
+    """Describe which modules can share graphs: those with the same class and parameter shapes."""
     return (type(module), *(parameter.shape for parameter in module.parameters()))
 
 
 def find_changes(before: Sizes, after: Sizes) -> dict[int, int]:
-    """Sizes in one batch and what they are in another; none that also stayed, for it says nothing of who has it."""
+    """Map sizes in one batch to those in another; leave out sizes that some dimension kept, since these do not show
+    which dimensions change."""
     pairs = [
         pair
         for way in before.keys() & after.keys()
@@ -84,7 +85,7 @@ def _open(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 class Seen:
-    """Sizes seen so far, and which dimensions varied among them."""
+    """Records which dimensions varied across calls."""
 
     def __init__(self) -> None:
         self.varying: dict[str, frozenset[int]] = {}
@@ -100,7 +101,7 @@ class Seen:
 
 
 class Fitting:
-    """The calls that one graph serves: sizes as when it was made, any size of 2 or more where it was told they vary."""
+    """Tells which calls fit one graph: sizes equal those it was made for, or are 2 or more in dynamic dimensions."""
 
     def __init__(self, sizes: Sizes, varying: Mapping[str, Collection[int]]) -> None:
         self._varying = dict(varying)
@@ -108,7 +109,7 @@ class Fitting:
         self._latest = sizes
 
     def __call__(self, sizes: Sizes) -> bool:
-        if sizes == self._latest:  # nearly always, and sooner told
+        if sizes == self._latest:  # nearly always true, and fast to check
             return True
         fits = self._mask(sizes) == self._pattern
         if fits:
@@ -116,7 +117,7 @@ class Fitting:
         return fits
 
     def _mask(self, sizes: Sizes) -> Sizes:
-        """-1 for what may vary. Sizes 0 and 1 may not: compilers make special cases of them."""
+        """Replace sizes that may vary by -1. Sizes 0 and 1 may not: compilers specialize on them."""
         masked = dict(sizes)
         for way, dims in self._varying.items():
             if way in sizes:
@@ -125,12 +126,12 @@ class Fitting:
 
 
 class Budget:
-    """The graphs that a module may have in training, or in evaluation, and the calls that run without one.
+    """Counts a module's graphs in training, or in evaluation, and the calls that run without one.
 
     Attributes:
-        graphs: made so far: calls in which something was compiled.
+        graphs: graphs made so far: calls in which something was compiled.
         calls, eager: all calls since the first graph, and those that ran eagerly.
-        spent: why every call runs eagerly from here; empty while graphs serve.
+        spent: why every later call runs eagerly; empty while graphs are in use.
     """
 
     def __init__(self) -> None:
@@ -145,7 +146,7 @@ class Budget:
         return self.graphs >= GRAPHS
 
     def forget_graphs(self) -> None:
-        """They are no longer right; what is known of sizes stays."""
+        """Drop graphs that are no longer correct; keep what is known about sizes."""
         self.graphs, self.spent = 0, ""
         self._fitting.clear()
         self._recent.clear()
@@ -155,18 +156,18 @@ class Budget:
         return any(fits(sizes) for fits in self._fitting)
 
     def deserves(self) -> bool:
-        """Whether new sizes get a graph: the first ones, and later ones once they are no exception."""
+        """Whether new sizes get a graph: the first sizes do, later ones once they are no exception."""
         if self.exhausted:
             return False
         new = sum(self._recent)
         return not self._fitting or (new >= LEARN and new > RARE * len(self._recent))
 
     def expect(self, sizes: Sizes, varying: Mapping[str, Collection[int]]) -> None:
-        """Sizes that a graph is about to be made for."""
+        """Register the sizes that the next graph is made for."""
         self._fitting.append(Fitting(sizes, varying))
 
     def count(self, *, captured: bool, eager: bool) -> None:
-        """Count a call that something was captured in, or that no graph served."""
+        """Count a call, whether it captured a graph, and whether it ran eagerly because no graph fitted."""
         self.calls += 1
         self.eager += eager
         if captured:
@@ -179,6 +180,6 @@ class Budget:
 
 
 def merge(*each: Mapping[str, frozenset[int]]) -> dict[str, list[int]]:
-    """Dimensions that vary in any of these, in order."""
+    """Merge the dimensions that vary in any of these, sorted."""
     ways = dict.fromkeys(way for varying in each for way in varying)
     return {way: sorted(frozenset[int]().union(*(varying.get(way, ()) for varying in each))) for way in ways}

@@ -1,4 +1,4 @@
-"""Calls of a module that go through a compiled function in its place, and back to eager where that does not serve."""
+"""Routes a module's calls through a compiled function, and back to eager if that does not work or does not pay."""
 
 from __future__ import annotations
 
@@ -19,39 +19,40 @@ from fastloop.feeds.call_shapes import Budget, Sizes
 from fastloop.records.plan import Undo
 
 GraphPass = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
-"""Changes a graph that Dynamo captured, before it is compiled. Its nodes have their values, without numbers, in
-``meta["example_value"]``; calls that the pass adds get theirs afterwards. What it reads the numbers of, it adds to
-the graph's ``meta[TAKEN]``: tensors out of ``meta[MAY_TAKE]``, by their ids. New graphs follow where these change.
-``meta[COMPILES]``: whether Inductor takes the graph."""
+"""Changes a graph that Dynamo captured, before it is compiled. Nodes hold fake tensors in ``meta["example_value"]``;
+calls that the pass adds get theirs afterwards. If the pass reads a tensor's numbers, it adds the tensor to the graph's
+``meta[TAKEN]`` by its id; only tensors in ``meta[MAY_TAKE]`` may be read. If such a tensor changes, the module gets new
+graphs. ``meta[COMPILES]``: whether Inductor compiles the graph."""
 MAY_TAKE, TAKEN, COMPILES = "fastloop_may_take", "fastloop_taken", "fastloop_compiles"
 
 MOST_KINDS = 6
-"""Of calls of one module: by types of the arguments, and by what wants a gradient."""
+"""Limit on the kinds of calls of one module; kinds differ in argument dtypes and in which tensors need a gradient."""
 
 
 class CompiledCall:
-    """A module's calls by way of a compiled function: a plain one around ``_call_impl``, since ``module.compile()``
-    captures nothing for torch's own nn.Sequential.
+    """Routes a module's calls through a compiled function. That is a plain function around ``_call_impl``, because
+    ``module.compile()`` captures nothing for torch's own nn.Sequential.
 
-    At most two graphs are made in training, and two in evaluation. Dimensions that were seen to vary are dynamic from
-    the first one on. A call that no graph serves runs eagerly; where that becomes the rule, all do from there. A call
-    whose compiled form fails is repeated eagerly, and compiled no more.
+    Makes at most two graphs in training and two in evaluation. Dimensions known to vary are dynamic from the first
+    graph on. A call that fits no graph runs eagerly; if most calls do, all later ones run eagerly. If a compiled call
+    fails, it is repeated eagerly, and the module is not compiled again.
 
     Args:
-        codes: code objects by class and shapes of a module, and what their graphs hold as numbers; filled here, one
+        codes: code objects by a module's class and shapes, and the tensors frozen in their graphs; filled here, one
             dictionary for all modules of a fit.
-        dynamic: None: what is seen to vary; True: every dimension; False: none.
-        is_tried: whether somebody is trying this and wants to know what fails; then nothing is repeated.
-        mode: of torch.compile, or eager: graphs run as the passes leave them.
-        passes: what changes the graphs, in this order.
-        changes: what sizes of the first batch are in other batches: arguments are taken to follow them.
+        dynamic: which dimensions are dynamic. None: those observed to vary; True: all; False: none.
+        is_tried: whether this is a trial that needs to see failures; then no call is repeated.
+        mode: mode of torch.compile, or ``eager``: graphs run as the passes leave them.
+        passes: passes that change the graphs, in this order.
+        changes: maps from sizes in the first batch to sizes in other batches; argument sizes are assumed to change
+            alike.
 
     Attributes:
-        graphs: that Dynamo captured in these calls, pieces between graph breaks counted one by one.
-        failure: why it fell back to eager; empty: it did not.
-        below, is_in: what it was put in before, and whether it is; see `put_in`.
-        budgets: by training (True) and evaluation, which have graphs and sizes of their own; and so have further kinds
-            of calls in either, such as those with a gradient for their input.
+        graphs: graphs that Dynamo captured in these calls; each piece between graph breaks counts.
+        failure: why the module fell back to eager; empty if it did not.
+        below, is_in: the callable that this one replaced, and whether this one is active; see `put_in`.
+        budgets: one for training (True) and one for evaluation (False), with separate graphs and sizes; also one for
+            each further kind of call, such as calls that need a gradient for their input.
     """
 
     def __init__(
@@ -80,22 +81,22 @@ class CompiledCall:
         self._buffers = list(module.buffers())
         self._codes, self._mode, self._passes = codes, mode, tuple(passes)
         self._seen: dict[str, tuple[torch.Tensor, int, int]] = {}
-        """Tensors that graphs hold as numbers, with version and place in memory as they were when looked at."""
+        """Tensors frozen in graphs, with version and memory address at the last check."""
         self._holders: dict[str, tuple[Mapping[str, Any], str]] = {}
-        """Of buffers among these: where each is kept, and by which name."""
+        """For those that are buffers: the dictionary that holds each, and its name there."""
         self._make(call_shapes.describe_kind(module))
 
     def _make(self, kind: Any, barred: frozenset[str] = frozenset()) -> None:
-        """What goes through torch.compile; its graphs hold no numbers of the tensors in `barred`."""
+        """Make the compiled function; its graphs freeze none of the tensors in `barred`."""
         module = self.module
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not is_compiling():  # no graph holds this line: reached, it says that none fitted
+            if not is_compiling():  # this line is in no graph, so it only runs if no graph fitted
                 self._missed = True
             return module._call_impl(*args, **kwargs)
 
         # Dynamo counts recompiles per code object and gives up after 8. Modules of one class and shapes share a code
-        # object, and with it their graphs; all others, and every later fit, get one of their own.
+        # object, and with it their graphs; all other modules, and every later fit, get a separate one.
         self._kind, masks = kind, _hash_masks(module, barred) if self._passes else ()
         made = call.__code__.replace(co_name=self.name), Frozen(barred)
         call.__code__, self._frozen = self._codes.setdefault((kind, masks, barred), made)
@@ -107,7 +108,7 @@ class CompiledCall:
 
     @property
     def spent(self) -> str:
-        """Why all calls in training run eagerly by now; empty while graphs serve them."""
+        """Why all training calls run eagerly; empty while graphs still run some."""
         every = [budget for key, budget in self.budgets.items() if key is True or (key is not False and key[0])]
         return f"{self.name}: {every[0].spent}" if all(budget.spent for budget in every) else ""
 
@@ -132,7 +133,7 @@ class CompiledCall:
             self._make(self._kind, self._frozen.barred | changed)
         sizes: Sizes = {way: tensor.shape for way, tensor in tensors.items()}
         is_new = not budget.fits(sizes)
-        # In the backward a checkpoint makes a call again: as it was made before, and to end it by an exception.
+        # Activation checkpointing repeats a call in the backward: it must run as before, and ends in an exception.
         is_again = torch._C._current_graph_task_id() >= 0
         if is_new and is_again:
             return self.module._call_impl(*args, **kwargs)
@@ -154,7 +155,7 @@ class CompiledCall:
             if is_again or self.is_tried() or not held.restore():
                 raise
             failure = f"{self.name}: {type(error).__name__}: {_first_paragraph(str(error))}"
-        # Outside of the handler, which keeps the tensors of the failed call.
+        # Outside the handler, which keeps the failed call's tensors alive.
         result = self.module._call_impl(*args, **kwargs)
         self.failure = failure
         vars(self.module).pop("_compiled_call_impl", None)
@@ -183,7 +184,7 @@ class CompiledCall:
             budget.count(captured=captured > 0, eager=self._missed)
 
     def _find_changed(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-        """Ways to tensors that no longer hold the numbers that graphs have of them."""
+        """Return the paths of tensors whose numbers differ from those frozen in the graphs."""
         changed = set[str]()
         for way, copy in self._frozen.copies.items():
             if way[0] == "." and way not in self._holders:
@@ -201,7 +202,7 @@ class CompiledCall:
         return frozenset(changed)
 
     def _find_budget(self, tensors: Mapping[str, torch.Tensor]) -> Budget | None:
-        """That of this kind of calls; None where there are too many kinds."""
+        """Return the budget for this kind of call; None if there are too many kinds."""
         training = self.module.training
         kind = (
             training,
@@ -216,7 +217,7 @@ class CompiledCall:
         return self.budgets.setdefault(kind, Budget())
 
     def _note(self, sizes: Sizes) -> None:
-        """Learn which dimensions a graph is told to vary. Lengths that vary in training do so in evaluation."""
+        """Learn which dimensions to mark dynamic. Lengths that vary in training also vary in evaluation."""
         self.budgets[self.module.training].seen.note(sizes)
         if self.dynamic:
             self._varying |= {way: list(range(len(shape))) for way, shape in sizes.items()}
@@ -228,14 +229,14 @@ class CompiledCall:
 
 
 class Frozen:
-    """Tensors whose numbers the graphs of one code object hold: a mask that was read as causal, fill values.
+    """Tensors whose numbers are constants in the graphs of one code object: a mask read as causal, fill values.
 
     Args:
-        barred: ways to tensors that graphs must not hold.
+        barred: paths of tensors that graphs must not freeze.
 
     Attributes:
-        copies: of each as it was taken, by the way to it: ``.name`` of a buffer, or that of an argument.
-        module, tensors: of the call that is being made.
+        copies: a copy of each tensor when it was taken, by path: ``.name`` for a buffer, or the argument's path.
+        module, tensors: module and argument tensors of the current call.
     """
 
     def __init__(self, barred: frozenset[str]) -> None:
@@ -243,24 +244,24 @@ class Frozen:
         self.module, self.tensors = torch.nn.Module(), dict[str, torch.Tensor]()
 
     def list_ways(self) -> dict[int, str]:
-        """Ways to what a pass may take in this call, by the ids of the tensors."""
+        """Map the ids of the tensors that a pass may take in this call to their paths."""
         every = {f".{name}": buffer for name, buffer in self.module.named_buffers()} | self.tensors
         return {id(each): way for way, each in every.items() if way not in self.barred and not torch.is_inference(each)}
 
     def take(self, ways: Mapping[int, str], taken: Mapping[int, torch.Tensor]) -> None:
-        """A graph holds the numbers of these from now on."""
+        """Record that a graph holds the numbers of these tensors from now on."""
         self.copies |= {ways[key]: tensor.detach().clone() for key, tensor in taken.items()}
 
 
 def _hash_masks(module: torch.nn.Module, barred: frozenset[str]) -> tuple[int, ...]:
-    """What a pass may take for a constant: blocks of one model may differ in their masks alone."""
+    """Hash the buffers that a pass may treat as constants: a model's blocks may differ only in their masks."""
     masks = [buffer for name, buffer in module.named_buffers() if buffer.dim() and f".{name}" not in barred]
     return tuple(hash(buffer.cpu().contiguous().view(torch.uint8).numpy().tobytes()) for buffer in masks)
 
 
 def put_in(calls: Sequence[CompiledCall]) -> Undo:
-    """Let these modules be called by way of their compiled functions; undone, by way of what was put in before them and
-    is still meant to be there, whoever was undone first, and also where somebody paused them."""
+    """Route these modules' calls through their compiled functions. Undo restores the latest callable put in before them
+    that is still active, in whatever order they are undone, and also if one was paused."""
     for call in calls:
         call.below = vars(call.module).get("_compiled_call_impl")
         call.module._compiled_call_impl, call.is_in = call, True
@@ -282,7 +283,7 @@ def put_in(calls: Sequence[CompiledCall]) -> Undo:
 
 @dataclass(frozen=True)
 class _Passing:
-    """What torch.compile hands each graph to: Inductor, after the passes. Those that are equal share their graphs."""
+    """Backend for torch.compile: runs the passes, then Inductor. Equal instances share their graphs."""
 
     mode: str
     passes: tuple[GraphPass, ...]
@@ -302,7 +303,7 @@ class _Passing:
 
 
 def _add_values(graph: torch.fx.Graph) -> None:
-    """Give added calls their values: of graphs where some are missing torch keeps no compiled code on the disk."""
+    """Give added nodes their example values: without them torch does not cache a graph's compiled code on disk."""
     key = "example_value"
     known = [node.meta[key] for node in graph.nodes if key in node.meta]
     with next((each.fake_mode for each in known if isinstance(each, FakeTensor)), contextlib.nullcontext()):
@@ -317,15 +318,15 @@ def _add_values(graph: torch.fx.Graph) -> None:
 
 
 def _list_options(mode: str) -> dict[str, Any]:
-    """Of Inductor. It times kernels in a process of its own: one that breaks the CUDA context breaks that one's, as a
-    matrix product of more than 2^31 numbers did here, and is not chosen."""
+    """List Inductor's options. It benchmarks kernels in a subprocess: a kernel that breaks the CUDA context, as a
+    matrix product of more than 2^31 numbers did here, then breaks only the subprocess's and is not chosen."""
     from torch._inductor import list_mode_options
 
     return {**list_mode_options(mode), "autotune_in_subproc": torch.cuda.is_available()}
 
 
 def sum_up(calls: Sequence[CompiledCall]) -> dict[str, Any]:
-    """Evidence of all modules: graphs, failures, and the calls that ran eagerly where most did."""
+    """Collect the evidence of all modules: graphs, failures, and the calls of the budget with the most eager ones."""
     most = max((budget for call in calls for budget in call.budgets.values()), key=lambda budget: budget.eager)
     return {
         "graphs": sum(call.graphs for call in calls),
@@ -340,11 +341,11 @@ _VERSION = operator.attrgetter("_version")
 
 
 class _Held:
-    """What a call may change in place, so that a failed one is repeated on what it was given.
+    """Tensors that a call may change in place, so that a failed call can be repeated on unchanged ones.
 
     Args:
-        keep: copy the buffers, as is worth it where a compile may fail: compiled code counts them as changed before it
-            runs.
+        keep: whether to copy the buffers. This pays when a compile may fail: compiled code bumps their version
+            counters before it runs.
     """
 
     def __init__(self, inputs: Iterable[torch.Tensor], buffers: list[torch.Tensor], *, keep: bool) -> None:
@@ -353,7 +354,7 @@ class _Held:
         self._kept = [buffer.detach().clone() for buffer in buffers] if keep else []
 
     def restore(self) -> bool:
-        """Bring buffers back where they were kept; whether all is as it was."""
+        """Restore the buffers if copies were kept; return whether everything is unchanged again."""
         inputs, buffers = self._changes
         if _count_changes(self._inputs) != inputs:
             return False
@@ -366,7 +367,8 @@ class _Held:
 
 
 def _count_changes(tensors: Iterable[torch.Tensor]) -> int:
-    """How often they were changed in place, which only grows; -1 where one is of inference mode and does not count."""
+    """Count in-place changes of the tensors, which only grow; -1 if an inference tensor, which has no counter, is among
+    them."""
     try:
         return sum(map(_VERSION, tensors))
     except RuntimeError:
@@ -374,14 +376,14 @@ def _count_changes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _backward_at_once() -> Any:
-    """Compile the backward together with the forward: where it fails then, the call can still be repeated."""
+    """Compile the backward together with the forward, so that the call can still be repeated if this fails."""
     from torch._functorch import config
 
-    if not hasattr(config, "force_non_lazy_backward_lowering"):  # not in every torch
+    if not hasattr(config, "force_non_lazy_backward_lowering"):  # not in every torch version
         return contextlib.nullcontext()
     return config.patch(force_non_lazy_backward_lowering=True)
 
 
 def _first_paragraph(message: str) -> str:
-    """On one line, without the hints that come after a blank line."""
+    """Return the first paragraph on one line, without the hints after a blank line."""
     return " ".join(message.strip().split("\n\n")[0].split())[:200]

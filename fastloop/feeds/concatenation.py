@@ -1,4 +1,4 @@
-"""Several batches as one, along their samples: what cutting it again gives back exactly."""
+"""Joins several batches into one along their samples, such that cutting it returns exactly those batches."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _PLAIN = (type(None), str, bytes, bool, int, float, complex)
 
 
 class CannotConcatenate(TypeError):
-    """These batches are not one batch when put together; the message says what is in the way."""
+    """These batches cannot be joined into one; the message says why."""
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
-    """One batch of the samples of all, in their order; the very same object where there is one only.
+    """Join the samples of all batches into one, in order; a single batch is returned as the same object.
 
-    Tensors [n, ...] and lists of n strings or numbers are put together on dim 0. What does not go with the samples has
-    to be the same in all of them.
+    Tensors [n, ...] and lists of n strings or numbers are concatenated on dim 0. Members that do not hold one entry per
+    sample must be the same in all batches.
 
     Raises:
-        CannotConcatenate: tensors of other trailing shapes (padded lengths), kinds or dtypes; a number that each batch
-            has of its own; objects; containers with other members.
+        CannotConcatenate: tensors differ in trailing shape (padded lengths), type or dtype; a number differs between
+            batches; a member is some other object; containers have different members.
     """
     if len(batches) == 1:
         return batches[0]
@@ -53,12 +53,12 @@ def _join(members: Sequence[Any], rows: Sequence[int]) -> Any:
         return rebuild(first, lambda _: _join(next(columns), rows))
     except CannotConcatenate:
         raise
-    except Exception as error:  # whatever a constructor of the user's raises
+    except Exception as error:  # a user's constructor may raise anything
         raise CannotConcatenate(f"a {type(first).__name__} cannot be rebuilt from its members: {error}") from error
 
 
 def _list_members(member: Any, first: Any) -> list[Any]:
-    """Direct members, in the order in which `rebuild` walks those of the first batch."""
+    """List the direct members, in the order in which `rebuild` walks those of the first batch."""
     if isinstance(first, Mapping):
         if member.keys() != first.keys():
             odd = sorted(map(str, member.keys() ^ first.keys()))
@@ -93,7 +93,8 @@ def _join_tensors(members: Sequence[torch.Tensor], rows: Sequence[int]) -> torch
 
 
 def _join_lists(members: Sequence[Any], rows: Sequence[int]) -> Any:
-    """One entry for each sample, or the same in all; not where cutting could take the one for the other."""
+    """Join lists that have one entry per sample, or share one that is the same in all; refuse if cutting could confuse
+    the two cases."""
     if all(len(member) == count for member, count in zip(members, rows, strict=True)):
         return type(members[0])(entry for member in members for entry in member)
     if len(members[0]) == sum(rows):
@@ -105,7 +106,7 @@ def _share(members: Sequence[Any]) -> Any:
     first = members[0]
     try:
         same = all(bool(member == first) for member in members)
-    except Exception:  # whatever a comparison of the user's raises
+    except Exception:  # a user's comparison may raise anything
         same = False
     if not same:
         raise CannotConcatenate(f"a {type(first).__name__} of its own for each batch")

@@ -1,4 +1,4 @@
-"""The next batches, already on the device: copied by a side stream while the current step computes."""
+"""Copies the next batches to the device on a side stream while the current step computes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class _Staged(NamedTuple):
     batch: Any
     copied: torch.cuda.Event | None
     call: int
-    """The `next` call that fetched it; later ones get it for free."""
+    """Number of the `next` call that fetched it; later calls get it at no cost."""
 
 
 class DeviceFeed(LazyLoader):
-    """Stands in for a loader and hands out its batches on the device, `depth` of them copied ahead.
+    """Stands in for a loader and returns its batches on the device, with `depth` of them copied ahead.
 
     Args:
         inner: the user's loader, or our copy of it.
-        depth: batches kept on the device ahead of the one handed out.
-        device: where batches go. On the CPU the feed only looks ahead (for tests).
-        stage: moves one batch to the device, running the user's transfer hooks; called on the side stream.
-        count: gives the batches that the loop asks for; the feed asks for no more. None: until there are no more.
-        start: how the loader is started, see LazyLoader.
+        depth: batches on the device ahead of the current one.
+        device: target of the copies. On the CPU the feed only reads ahead (for tests).
+        stage: moves one batch to the device and runs the user's transfer hooks; called on the side stream.
+        count: returns how many batches the loop requests; the feed reads no more. None: it reads to the end.
+        start: arguments of LazyLoader.
     """
 
     _OWN: ClassVar[Collection[str]] = (
@@ -58,7 +58,7 @@ class DeviceFeed(LazyLoader):
         super().__init__(inner, **start)
         self.depth, self.device, self.stage, self.count = depth, device, stage, count
         self.retired = False
-        """Hands batches through as they are, from its next start on."""
+        """If true, the feed passes batches through unchanged, from its next start on."""
         self.stream: Any = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -73,7 +73,7 @@ class DeviceFeed(LazyLoader):
         failed: Exception | None = None
         while True:
             call += 1
-            # Two at a time until the feed is full: filling it at once would hold up the first step.
+            # Two at a time until the feed is full: filling it at once would delay the first step.
             for _ in range(2):
                 if exhausted or len(ready) > self.depth:
                     break
@@ -83,7 +83,7 @@ class DeviceFeed(LazyLoader):
                     exhausted = True
                     break
                 except Exception as error:
-                    # The batches before it are used first, as without a feed.
+                    # Return the batches before it first, as without a feed.
                     exhausted, failed = True, self._name_death(error)
                     break
                 self._note_fetched()
@@ -95,7 +95,7 @@ class DeviceFeed(LazyLoader):
             yield self._hand_out(ready.popleft(), call)
 
     def _name_death(self, error: Exception) -> Exception:
-        """What the loader raised; where that is a connection that broke, the death of the worker at its end."""
+        """Return the loader's error; if that is a broken connection, an error that names the dead worker."""
         sentence = None if self.live is None else loader_queue.find_death(self.live(), error)
         return error if sentence is None else RuntimeError(sentence)
 
@@ -113,7 +113,7 @@ class DeviceFeed(LazyLoader):
         return _Staged(moved, copied, call)
 
     def _pin(self, batch: Any) -> Any:
-        """Pinned copies of what is not pinned yet; without them the copy would block the host."""
+        """Pin the tensors that are not pinned yet; otherwise the copy to the device would block the host."""
         loose = 0
         for tensor in walk_storage(batch):
             if tensor.device.type == "cpu":
@@ -143,17 +143,17 @@ def _pin_copies(batch: Any) -> Any:
     if is_container(batch):
         try:
             return rebuild(batch, _pin_copies)
-        except Exception as error:  # a container that cannot be built from its members is copied from where it is
+        except Exception as error:  # a container that cannot be rebuilt from its members is copied without pinning
             let_through(error)
             return batch
     return batch.pin_memory() if callable(getattr(batch, "pin_memory", None)) else batch
 
 
 class StatefulDeviceFeed(DeviceFeed):
-    """A feed whose saved state is that of the batches the Trainer has used, not of those it looked ahead to.
+    """A feed that saves the loader's state as of the batches that the Trainer has used, not of those read ahead.
 
     Args:
-        consumed: batches of this epoch that the Trainer has taken in, counted from the epoch's start.
+        consumed: returns the number of batches that the Trainer has used since the epoch's start.
     """
 
     _OWN: ClassVar[Collection[str]] = (*DeviceFeed._OWN, "consumed", "_states", "_index", "_resumed")
@@ -176,11 +176,11 @@ class StatefulDeviceFeed(DeviceFeed):
         self._states.append((self._index, self.inner.state_dict()))
 
     def state_dict(self) -> Any:
-        """The loader's state as of the last batch the Trainer used."""
+        """Return the loader's state as of the last batch that the Trainer used."""
         used = self.consumed()
         return next((state for index, state in self._states if index == used), None) or self.inner.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Hand the state to the loader; the next epoch then counts on from where the Trainer stands."""
+        """Pass the state to the loader; the next epoch then continues from the Trainer's position."""
         self.inner.load_state_dict(state)
         self._resumed = True

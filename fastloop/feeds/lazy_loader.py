@@ -1,4 +1,4 @@
-"""A copy of the user's loader with some settings changed, and a stand-in that starts it late."""
+"""Copies the user's loader with changed settings, and wraps it in a stand-in that starts it late."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from torch.utils.data import DataLoader
 
 _GUARDED = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
-"""Attributes DataLoader refuses to set after its __init__."""
+"""Attributes that DataLoader refuses to set after its __init__."""
 
 
 def clone(loader: DataLoader[Any], settings: Mapping[str, Any]) -> DataLoader[Any]:
-    """A shallow copy with `settings` changed; the user's object stays as it is.
+    """Return a shallow copy with `settings` changed; the user's object stays unchanged.
 
-    Copying instead of constructing anew keeps the class, constructor arguments nobody else knows, collate_fn,
-    generator and custom attributes (ten kinds of loaders were tried; constructing anew lost three of them).
+    A copy, unlike a newly constructed loader, keeps the class, unknown constructor arguments, collate_fn, generator
+    and custom attributes (tried on ten kinds of loaders; new construction lost three of them).
     """
     twin = copy.copy(loader)
     twin.__dict__["_iterator"] = None
@@ -32,11 +32,11 @@ def clone(loader: DataLoader[Any], settings: Mapping[str, Any]) -> DataLoader[An
     return twin
 
 
-# -- what stands in for a loader or a sampler, and passes on whatever it does not do itself ----------------------------
+# -- stand-ins for a loader or a sampler, which forward whatever they do not do themselves -----------------------------
 
 
 class PassesOn:
-    """What it does not know itself is read from ``inner``."""
+    """Reads attributes that it does not have from ``inner``."""
 
     inner: Any
 
@@ -47,14 +47,14 @@ class PassesOn:
 
 
 class StandIn(PassesOn):
-    """The same for what has a length."""
+    """The same, with a length."""
 
     def __len__(self) -> int:
         return len(self.inner)
 
 
 class Disguised(StandIn):
-    """A stand-in for whoever looks at it too: it has the class of ``inner``, and what is set is set there."""
+    """A stand-in that looks like ``inner``: it reports that class, and attributes set on it are set on ``inner``."""
 
     _OWN: ClassVar[Collection[str]] = ("inner",)
     """Attributes of the stand-in itself."""
@@ -71,7 +71,7 @@ class Disguised(StandIn):
 
 
 class StandInDataset(Disguised):
-    """The same for a map-style dataset. ``_OWN`` is in the order in which ``__init__`` takes the attributes."""
+    """The same for a map-style dataset. ``_OWN`` follows the order of the arguments of ``__init__``."""
 
     def __getitem__(self, index: Any) -> Any:
         return self.inner[index]
@@ -83,20 +83,20 @@ class StandInDataset(Disguised):
         return type(self), tuple(getattr(self, name) for name in self._OWN)
 
 
-# -- batches of an epoch, asked for as often as there are any, and not once more ---------------------------------------
+# -- stops after an epoch's last batch, without requesting one more ----------------------------------------------------
 
 
 class Bounded(Disguised):
-    """Stands in for what gives a loader the indices of its batches, and is not asked beyond an epoch's last batch.
+    """Stands in for a loader's (batch) sampler, and is not read past an epoch's last batch.
 
-    Some samplers count their epoch, or draw from a generator of their own, behind the last index or with each one, and
-    then the next epoch has another order. Lightning's loop counts batches and does not ask; worker processes and feeds,
-    which read ahead, do.
+    Some samplers count their epochs, or draw from a generator of their own, after the last index or with each one. If
+    they are read too far, the next epoch has another order. Lightning's loop counts batches and stops in time; worker
+    processes and feeds, which read ahead, do not.
     Source: torch/utils/data/sampler.py, RandomSampler, ``num_samples % n``.
 
     Args:
-        inner: the loader's batch sampler, or its sampler where there is none.
-        count: gives the batches that the loop asks for in this epoch; None where it asks until there are no more.
+        inner: the loader's batch sampler, or its sampler if it has none.
+        count: returns how many batches the loop requests in this epoch; None if it reads to the end.
     """
 
     _OWN = ("inner", "count")
@@ -109,18 +109,18 @@ class Bounded(Disguised):
 
 
 def name_sampler(loader: DataLoader[Any]) -> str:
-    """Of the attribute that gives the indices of its batches."""
+    """Name of the attribute that yields the indices of its batches."""
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
 def makes_iterators(kind: type[DataLoader[Any]]) -> bool:
-    """Whether loaders of this kind iterate in another way than a DataLoader."""
+    """Whether a loader class overrides how a DataLoader iterates."""
     return (kind.__iter__, kind._get_iterator) != (DataLoader.__iter__, DataLoader._get_iterator)
 
 
 def bound_batches(loader: Any, count: Callable[[], int | None]) -> Bounded | None:
-    """A stand-in for its sampler where one is needed, else None. With workers of the user's, a plain run asks on too.
-    Loaders with iterators of their own keep their sampler: these may ask for its state, or for several batches."""
+    """Return a stand-in for its sampler if it needs one, else None. With the user's workers, a plain run reads past the
+    end too. A loader with custom iterators gets none, since these may read its state, or several batches at once."""
     if not isinstance(loader, DataLoader) or loader.num_workers or makes_iterators(type(loader)):
         return None
     return Bounded(getattr(loader, name_sampler(loader)), count)
@@ -130,29 +130,30 @@ Epochs = Callable[[DataLoader[Any], Callable[[], Iterator[Any]]], Iterator[Any]]
 
 
 class Engine(Protocol):
-    """Loads the batches of a loader in its place."""
+    """Loads batches in place of a loader."""
 
     def load(self, seed: int) -> Iterator[Any]:
-        """One epoch's batches, of the indices that the loader's own batch sampler gives.
+        """Yield one epoch's batches, from the indices of the loader's own batch sampler.
 
         Args:
-            seed: the one that the loader would have drawn for its workers, and has drawn.
+            seed: the seed that was drawn from the loader's generator for its workers.
         """
 
 
 class LazyLoader(Disguised):
     """Stands in for a loader: forwards reads and writes, and starts iterating at the first ``next``.
 
-    Late, because Lightning 2.5.3 to 2.6.6 calls ``iter`` before it sets the sampler's epoch on resume, so that
-    worker processes replay the order of epoch 0 (Lightning #21938). And late because a loader without workers draws
-    its shuffle at the first ``next`` too: whatever draws random numbers in between keeps its place in the stream.
-    Loaders with an ``__iter__`` of their own are not late: only they know what they do there.
+    It starts late for two reasons. Lightning 2.5.3 to 2.6.6 calls ``iter`` before it sets the sampler's epoch on
+    resume, so that worker processes replay the order of epoch 0 (Lightning #21938). And a loader without workers also
+    draws its shuffle at the first ``next``: random draws in between keep their place in the stream. A loader with an
+    ``__iter__`` of its own starts at once, since only its class knows what happens there.
 
     Args:
         inner: the loader to stand in for.
-        keeps_iterator: the user's own loader keeps its workers; it draws a seed for its first epoch only.
-        epochs: gives an epoch's batches, of a loader and what starts its iterator; None where that alone gives them.
-        engine: loads in the loader's place; None where the loader does.
+        keeps_iterator: whether the user's loader has persistent workers; it then draws a seed for its first epoch only.
+        epochs: makes an epoch's batches from a loader and a function that starts its iterator; None to use the
+            iterator itself.
+        engine: loads in place of the loader; None if the loader itself loads.
     """
 
     _OWN: ClassVar[Collection[str]] = (
@@ -182,7 +183,7 @@ class LazyLoader(Disguised):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The kind of loader it stands in for: so ``isinstance(trainer.train_dataloader, DataLoader)`` stays true."""
+        """The loader's class, so that ``isinstance(trainer.train_dataloader, DataLoader)`` stays true."""
         return type(self.inner) if isinstance(self.inner, DataLoader) else type(self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -192,7 +193,8 @@ class LazyLoader(Disguised):
         return self._batches(self._drawn)
 
     def take_back(self) -> None:
-        """Undo the draw of an ``iter`` that was a question: Lightning tries it on what is no DataLoader."""
+        """Undo the draw of an ``iter`` call that was only a check: Lightning makes one on objects other than a
+        DataLoader."""
         if self._drawn is not None:
             _generator(self.inner).set_state(self._drawn)
             self._drawn = None
@@ -226,14 +228,14 @@ class LazyLoader(Disguised):
             with _generator_at(self.inner, drawn):
                 iterator = iter(self.inner)
         try:
-            self.live = weakref.ref(iterator)  # weak: an extra hold would keep its workers alive
+            self.live = weakref.ref(iterator)  # weak: another reference would keep its workers alive
         except TypeError:
             self.live = None
         return iterator
 
 
 def _read_seed(drawn: torch.Tensor | None) -> int:
-    """The number that a generator in this state draws."""
+    """Return the number that a generator in this state draws."""
     generator = torch.Generator()
     if drawn is not None:
         generator.set_state(drawn)
@@ -241,7 +243,7 @@ def _read_seed(drawn: torch.Tensor | None) -> int:
 
 
 def _generator(loader: DataLoader[Any]) -> torch.Generator:
-    """What a loader draws its seeds from."""
+    """Return the generator that a loader draws its seeds from."""
     return torch.default_generator if loader.generator is None else loader.generator
 
 

@@ -1,4 +1,4 @@
-"""What a lower precision leaves alone: parts kept in float32, attention where cuDNN would plan anew; and its proof."""
+"""Exceptions to a lower precision (parts kept in float32, attention without cuDNN), and a probe of its dtype."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fastloop.records.plan import Site, Undo
 
 
 def keep_in_float32(root: torch.nn.Module, name: str, device_type: str, note: Callable[[str], object]) -> Undo:
-    """Run a submodule, or a method of one, without autocast and on float32 copies of its shorter arguments, also of
-    those in lists, tuples and dictionaries.
+    """Run a submodule or a method without autocast, with its 16-bit arguments converted to float32, also those inside
+    lists, tuples and dictionaries.
 
     Args:
         root: the LightningModule.
-        name: below it: ``criterion``, ``compute_loss``, ``head.compute_loss``.
-        note: told the name at each call, but for those inside compiled code. A builtin such as ``set.add``: what other
-            functions hold, a rehearsal puts back.
+        name: path below it: ``criterion``, ``compute_loss``, ``head.compute_loss``.
+        note: receives the name at each call outside compiled code. Pass a builtin such as ``set.add``: a rehearsal
+            would roll back whatever other functions hold.
 
     Raises:
-        NotApplicable: there is no such part, or it is none that can be called.
+        NotApplicable: there is no such part, or it is not callable.
     """
     owner, method = _find(root, name)
     if method in vars(owner):
@@ -43,7 +43,7 @@ def keep_in_float32(root: torch.nn.Module, name: str, device_type: str, note: Ca
             args, kwargs = tree_map(_lengthen, (args, kwargs))
             return original(self, *args, **kwargs) if takes_self else original(*args, **kwargs)
 
-    # A bound method, so that copies of the model call themselves. It is pickled by its name: as the original.
+    # A bound method, so that copies of the model call themselves. Pickle stores its name, and so the original.
     vars(owner)[method] = own = MethodType(call, owner)
 
     def undo() -> None:
@@ -54,10 +54,10 @@ def keep_in_float32(root: torch.nn.Module, name: str, device_type: str, note: Ca
 
 
 def keep_cudnn_out(site: Site) -> Undo | None:
-    """Where batches vary in size, take cuDNN's attention out of the choice, and let the next best kernel run.
+    """Disable cuDNN's attention if batches vary in size, so that torch picks the next best kernel.
 
-    In 16-bit precisions torch prefers it, and for each size that it has not seen it makes a plan of its own: 130 ms a
-    step on an H200 for a BERT whose batches are padded to their longest sentence. Of 32-bit tensors it takes none.
+    In 16-bit precisions torch prefers cuDNN, which makes a new plan for each new size: 130 ms a step on an H200 for a
+    BERT whose batches are padded to their longest sentence. It does not run on 32-bit tensors.
     """
     if site.device.type != "cuda" or not any(site.changed_sizes):
         return None
@@ -68,13 +68,13 @@ def keep_cudnn_out(site: Site) -> Undo | None:
 
 
 def read_product_dtype(device: torch.device) -> str:
-    """Dtype of a 1x1 matrix product of float32 numbers here and now: what autocast makes of it."""
+    """Return the dtype of a 1x1 matrix product of float32 numbers, which shows what autocast does at this point."""
     one = torch.ones(1, 1, device=device)
     return str((one @ one).dtype)
 
 
 def _find(root: torch.nn.Module, name: str) -> tuple[Any, str]:
-    """The object that has the method, and the method."""
+    """Return the object that has the method, and the method's name."""
     above, _, last = name.rpartition(".")
     try:
         owner = root.get_submodule(above)

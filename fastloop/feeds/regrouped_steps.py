@@ -1,4 +1,4 @@
-"""An optimizer step in other micro-batches than the loader's: what is planned for it, and what its evidence says."""
+"""Plans an optimizer step in micro-batches that differ from the loader's batches, and judges its evidence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.plan import Change, Parity, Verdict
 
 RATES: Mapping[str, Callable[[float], float]] = {"none": lambda _ratio: 1.0, "linear": float, "sqrt": math.sqrt}
-"""Of learning rates, by the ratio of global batches."""
+"""Factors for learning rates, as functions of the ratio of global batch sizes."""
 NOTE = (
     "the first step's gradient decides whether batches are regrouped: they stay as they are if the loss"
     " compares samples (contrastive, in-batch negatives)"
@@ -22,10 +22,10 @@ Size = int | Literal["auto"]
 
 
 def count_window(facts: Facts, loader: LoaderFacts, samples: int) -> int:
-    """Loader batches of an optimizer step of so many samples on all ranks.
+    """Count the loader batches in an optimizer step of `samples` samples over all ranks.
 
     Raises:
-        NotApplicable: it cannot be made of whole ones.
+        NotApplicable: whole batches do not add up to it.
     """
     if loader.batch_size is None:
         raise NotApplicable(f"global_batch={samples}: {loader.kind} does not say how many samples a batch has")
@@ -40,7 +40,7 @@ def count_window(facts: Facts, loader: LoaderFacts, samples: int) -> int:
 def plan_step(
     facts: Facts, loader: LoaderFacts, samples: int | Literal["keep"], scaling: str, **how: Any
 ) -> tuple[Change, float]:
-    """`plan_regrouping` with so many samples in a step, of all ranks; and what learning rates are multiplied by."""
+    """Run `plan_regrouping` for `samples` samples per step over all ranks; also return the learning-rate factor."""
     window = facts.accumulate if samples == "keep" else count_window(facts, loader, samples)
     if samples == "keep" or window == facts.accumulate:
         return plan_regrouping(facts, loader, **how), 1.0
@@ -60,11 +60,11 @@ def plan_step(
 def plan_regrouping(
     facts: Facts, loader: LoaderFacts, *, micro: Size, batch_norm: str, idle_is_fine: bool = False
 ) -> Change:
-    """What a step takes to run in micro-batches of `micro` samples, or of a size that is found in its first run.
+    """Plan a step in micro-batches of `micro` samples, or of a size that its first run finds.
 
     Args:
-        batch_norm: ``groups``, to keep the user's batches apart in it, or ``merge``.
-        idle_is_fine: the loader's own batches are as good as any.
+        batch_norm: ``groups`` normalizes each of the user's batches separately, ``merge`` all samples together.
+        idle_is_fine: do not raise if the loader's batches already have the right size.
 
     Raises:
         NotApplicable: there is nothing to do, or it cannot be done.
@@ -97,12 +97,12 @@ def plan_regrouping(
     after: dict[str, Any] = {"micro_batches": True}
     if merges:
         wants |= {"loader.window": window, "trainer.accumulate_grad_batches": 1}
-        after["accumulate"] = 1  # a short last batch is a piece of its own even where a window runs in one
+        after["accumulate"] = 1  # a short last batch is a separate piece even if a window otherwise runs as one
         notes += list_changed_counts(facts, loader)
     wants["step.micro_batch"] = micro
     if groups:
         wants["step.batch_norm"] = "groups"
-    # BatchNorm's statistics are those of a micro-batch; all else is the same sum in another order.
+    # BatchNorm takes its statistics from a micro-batch; everything else is the same sum in another order.
     parity: Parity = "changes-training" if norms and not groups else "approximate"
     return Change(parity=parity, notes=tuple(notes), wants=wants, facts=after)
 
@@ -116,7 +116,7 @@ def _check_size(size: int, micro: int) -> None:
 
 
 def _check_choice(facts: Facts, loader: LoaderFacts, *, merges: bool, groups: bool, batch_norm: str) -> None:
-    """Refuse to search where the user's own micro-batch is all there is."""
+    """Refuse to search if the user's own micro-batch is the only candidate."""
     if merges and (groups or batch_norm == "merge" or not facts.batchnorms):
         return
     if facts.batchnorms:
@@ -130,7 +130,7 @@ def _check_choice(facts: Facts, loader: LoaderFacts, *, merges: bool, groups: bo
 
 
 def _round_down(micro: int, size: int, notes: list[str]) -> int:
-    """The largest micro-batch that holds whole batches of `size`, and several of them."""
+    """Return the largest micro-batch up to `micro` made of whole batches of `size`, at least two."""
     if micro < 2 * size:
         raise NotApplicable(
             f"micro_batch={micro} holds one whole batch of {size}, and BatchNorm keeps the statistics of"
@@ -157,7 +157,7 @@ def _list_norm_notes(facts: Facts, loader: LoaderFacts, micro: Size, *, groups: 
 
 
 def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
-    """Whether steps ran in other micro-batches than the loader's own."""
+    """Judge whether steps ran in micro-batches other than the loader's batches."""
     if not evidence.get("steps"):
         return Verdict(took=False, why="no optimizer step ran")
     problem, apart = evidence.get("problem"), evidence.get("apart_steps")

@@ -1,4 +1,4 @@
-"""The samples of one training's batches, in the batches of another: the same, cut at other places."""
+"""Regroups the samples of one run's batches into the batch sizes of another run."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from fastloop.feeds.concatenation import CannotConcatenate, concatenate
 from fastloop.feeds.splitting import CannotSplit, cut_at
 
 Leaves = list[torch.Tensor]
-"""The tensors of one batch, depth first, on the host."""
+"""One batch's tensors, depth first, on the host."""
 
 
 class CannotRegroup(TypeError):
-    """These batches cannot be cut otherwise; the message says what is in the way."""
+    """These batches cannot be regrouped; the message says why."""
 
 
 def copy_tensors(batch: Any) -> Leaves:
-    """Copies of a batch's tensors on the host."""
+    """Return copies of a batch's tensors on the host."""
     return [leaf.detach().to("cpu", copy=True) for leaf in tensors(batch)]
 
 
 def regroup(own: Sequence[Any], others: Sequence[Leaves]) -> list[Any]:
-    """Batches like `own`, holding the samples of `others` in their order.
+    """Build batches like `own` that hold the samples of `others` in their order.
 
     Args:
-        own: batches in the sizes that are wanted. Whatever in them is no tensor stays as it is.
-        others: what the tensors of the other batches were. Tensors without dimensions belong to no sample: they have
-            to be the same in all batches.
+        own: batches of the target sizes. Their members that are not tensors stay unchanged.
+        others: the tensors of the other batches. Tensors without dimensions belong to no sample: they must be the same
+            in all batches.
 
-    Only as many of `own` are used as hold the samples of `others`.
+    Uses only as many of `own` as the samples of `others` fill.
 
     Raises:
-        CannotRegroup: the samples do not fill whole batches, or the tensors are of other kinds or of several lengths.
+        CannotRegroup: the samples do not fill whole batches, or the tensors differ in kind or length.
     """
     sizes = [_count_rows(list(tensors(batch))) for batch in own]
     theirs = [_count_rows(leaves) for leaves in others]
@@ -62,11 +62,11 @@ def _count_rows(leaves: Sequence[torch.Tensor]) -> int:
 
 
 def _fill(batch: Any, leaves: Leaves) -> Any:
-    """A batch with other tensors in it, on the device and of the type of its own."""
+    """Return the batch with `leaves` for its tensors, each on the device of the one it replaces."""
     if isinstance(batch, torch.Tensor):
         return leaves[0].to(batch.device, copy=True)
     following = iter(leaves)
     try:
         return map_tensors(batch, lambda own: next(following).to(own.device, copy=True))
-    except Exception as error:  # whatever a constructor of the user's raises
+    except Exception as error:  # a user's constructor may raise anything
         raise CannotRegroup(f"a {type(batch).__name__} cannot be built from its members: {error}") from error

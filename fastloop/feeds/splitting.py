@@ -1,4 +1,4 @@
-"""Cut a batch into micro-batches, with the weight each has in the loss of the optimizer step."""
+"""Cuts a batch into micro-batches, each with its weight in the loss of the optimizer step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastloop.feeds.batch_tree import is_container, rebuild, samples, tensors
 
 
 class CannotSplit(TypeError):
-    """This batch has no common first dimension to cut along; the message names what is in the way."""
+    """This batch has no common first dimension to cut along; the message names the obstacle."""
 
 
 class Piece(NamedTuple):
@@ -21,12 +21,12 @@ class Piece(NamedTuple):
     batch: Any
     samples: int
     weight: Any
-    """Factor of this piece's mean loss in the step's loss; on the device where it counts tokens."""
+    """Factor of this piece's mean loss in the step's loss; a tensor on the device if it counts tokens."""
     groups: int = 1
-    """Merged batches that it holds whole, one after the other, of one size."""
+    """Number of whole merged batches in it, all of one size."""
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """Its share of the step's loss, in the loss's own type."""
+        """Return its share of the step's loss, in the loss's dtype."""
         return loss * (self.weight.to(loss.dtype) if isinstance(self.weight, torch.Tensor) else self.weight)
 
 
@@ -36,14 +36,14 @@ def cut(
     """Cut a batch into pieces of at most `micro` samples.
 
     Args:
-        batch: containers of tensors with samples on dim 0; lists of `n` strings or numbers are cut along.
+        batch: containers of tensors with samples on dim 0; lists of one string or number per sample are cut too.
         micro: samples per piece.
         window: sizes of the loader batches that were merged into this one, and how many a full window has. Each of
-            them weighs ``1/full``, as Lightning's accumulation has it, so pieces never mix sizes.
-        whole_batches: cut none of those, also where one is larger than `micro`.
+            them weighs ``1/full``, as in Lightning's accumulation, so pieces never mix sizes.
+        whole_batches: do not cut the merged batches, even if one is larger than `micro`.
 
     Raises:
-        CannotSplit: a member has another first dimension, or is of a kind that cannot be cut.
+        CannotSplit: a member has a different first dimension, or its type cannot be cut.
     """
     total = samples(batch)
     if not total:
@@ -59,14 +59,14 @@ def cut(
 
 
 def cut_at(batch: Any, sizes: Sequence[int], full: int) -> list[Piece]:
-    """The batches that were merged into this one, each with the weight that accumulation gives it.
+    """Cut a merged batch back into its batches, each with its weight under accumulation.
 
     Args:
-        sizes: their samples.
-        full: batches of a full window.
+        sizes: samples in each.
+        full: batches in a full window.
 
     Raises:
-        CannotSplit: as `cut`.
+        CannotSplit: as in `cut`.
     """
     total = samples(batch) or 0
     if sum(sizes) != total:
@@ -78,7 +78,7 @@ def cut_at(batch: Any, sizes: Sequence[int], full: int) -> list[Piece]:
 
 
 def _choose_sizes(count: int, micro: int) -> list[int]:
-    """Piece sizes. No sample is left alone where that can be helped: BatchNorm and squeeze() stumble over one."""
+    """Choose piece sizes; avoid pieces of one sample if possible, since BatchNorm and squeeze() stumble over them."""
     sizes = [micro] * (count // micro) + [count % micro] * (count % micro > 0)
     if len(sizes) > 1 and sizes[-1] == 1 and micro > 2:
         sizes[-2:] = [micro - 1, 2]
@@ -86,7 +86,7 @@ def _choose_sizes(count: int, micro: int) -> list[int]:
 
 
 def _list_runs(total: int, window: tuple[Sequence[int], int] | None) -> list[tuple[int, int, float]]:
-    """Stretches of batches of one size: (samples of each, batches, weight per sample)."""
+    """List runs of batches of one size: (samples in each, batches, weight per sample)."""
     if window is None:
         return [(total, 1, 1 / total)]
     sizes, full = window
@@ -113,17 +113,17 @@ def _slice(member: Any, part: slice, total: int) -> Any:
         return rebuild(member, lambda inner: _slice(inner, part, total))
     except CannotSplit:
         raise
-    except Exception as error:  # whatever a constructor of the user's raises
+    except Exception as error:  # a user's constructor may raise anything
         raise CannotSplit(f"a {type(member).__name__} cannot be rebuilt from its members: {error}") from error
 
 
 def get_loss(output: Any) -> Any:
-    """The loss in what training_step returned: a tensor, the 'loss' of a mapping, or None."""
+    """Return the loss from training_step's output: a tensor, the 'loss' of a mapping, or None."""
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def sum_losses(outputs: Sequence[Any], pieces: Sequence[Piece]) -> torch.Tensor:
-    """The step's loss in value; in gradient only the last piece's share, for the others have had their backward."""
+    """Return the step's loss; its gradient covers only the last piece's share, since the others' backward has run."""
     losses = [get_loss(output) for output in outputs]
     known = [piece.weigh(loss.detach()) for loss, piece in zip(losses[:-1], pieces, strict=False) if loss is not None]
     skips_last = losses[-1] is None
@@ -132,10 +132,10 @@ def sum_losses(outputs: Sequence[Any], pieces: Sequence[Piece]) -> torch.Tensor:
 
 
 def join(outputs: Sequence[Any], pieces: Sequence[Piece], loss: torch.Tensor) -> Any:
-    """What training_step returns for the whole batch: the step's loss, and the other members put together.
+    """Build the output of training_step for the whole batch: the step's loss, and the other members joined.
 
-    Tensors and lists with one entry per sample are concatenated, single floating numbers averaged by samples, also
-    inside mappings; anything else is the last piece's.
+    Tensors and lists with one entry per sample are concatenated, floating-point scalars averaged by samples, also
+    inside mappings; for anything else, the last piece's is used.
     """
     if not isinstance(outputs[-1], Mapping):
         return loss
@@ -162,5 +162,5 @@ def _join_member(members: Sequence[Any], pieces: Sequence[Piece]) -> Any:
 
 
 def mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Weighted mean of one value per piece; numbers or tensors of one shape, without a synchronisation."""
+    """Return the weighted mean of one value per piece: numbers, or tensors of one shape. No synchronization."""
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

@@ -1,4 +1,4 @@
-"""What a loss may be a mean over, where not over samples: the tokens that a mask or the labels let count."""
+"""Counts tokens, for losses that are means over tokens instead of samples: those that a mask or the labels select."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from fastloop.feeds.batch_tree import samples, tensors
 
 IGNORED = -100
-"""What torch's cross-entropy leaves out."""
+"""Label that torch's cross-entropy ignores by default."""
 
 
 class Counter(NamedTuple):
-    """Counts in one tensor of a batch [n, length, ...], without a synchronization."""
+    """Counts entries in one tensor [n, length, ...] of a batch, without a synchronization."""
 
     place: int
-    """Among the batch's tensors."""
+    """Index among the batch's tensors."""
     ignored: int
     first: int
-    """Of the positions of a sample; 1 where each token is to predict the next one."""
+    """First position of a sample that counts; 1 if each token predicts the next one."""
 
     def weigh(self, batches: Sequence[Any]) -> torch.Tensor:
-        """Each batch's share of all that count, [batches]."""
+        """Return each batch's share of all counted entries, [batches]."""
         counts = torch.stack([self._count(batch) for batch in batches]).double()
         return counts / counts.sum()
 
@@ -37,7 +37,7 @@ class Counter(NamedTuple):
 
 
 def list_counters(batch: Any, module: torch.nn.Module) -> list[Counter]:
-    """What could be counted in a batch: whole numbers other than 0 or an ``ignore_index``, that is masks, labels and
+    """List what could be counted in a batch: entries other than 0 or an ``ignore_index``, as in masks, labels and
     lengths."""
     marks = {IGNORED, 0}
     for part in module.modules():

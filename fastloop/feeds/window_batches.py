@@ -1,7 +1,7 @@
-"""Accumulation windows as batches: the sampler joins their indices, the dataset makes them.
+"""Turns accumulation windows into batches: the sampler joins their indices, the dataset builds them.
 
-Each batch of a window is collated as the user's loader does it, then they are concatenated where that goes. It happens
-where the loader collates: in its worker processes, if it has any.
+Each batch of a window is collated as in the user's loader; then they are concatenated if possible. This happens where
+the loader collates: in its worker processes, if it has any.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ class Joined(list[Any]):
 
 
 class WindowSampler(StandIn):
-    """Joins each `window` batches of a batch sampler into one, and remembers their sizes in order.
+    """Joins every `window` batches of a batch sampler into one, and remembers their sizes in order.
 
-    The sizes matter: Lightning weighs every batch of a window the same (1/window), whatever its size, and so does a
-    merged window when it is cut again. They are kept in a queue because batches are drawn ahead of their use.
+    The sizes matter: Lightning gives every batch of a window the same weight (1/window), whatever its size, and so does
+    a merged window when it is cut again. They are in a queue because batches are drawn ahead of their use.
 
     Args:
         inner: the user's batch sampler, any iterable of index lists.
         window: batches per window.
-        limit: batches of an epoch to use (``limit_train_batches``); None = all.
+        limit: batches of an epoch to use (``limit_train_batches``); None for all.
     """
 
     def __init__(self, inner: Iterable[Any], window: int, limit: int | None = None) -> None:
         self.inner, self.window, self.limit = inner, window, limit
         self.limit_once: int | None = None
-        """A lower limit for the next epoch drawn: what a resumed run still has to do of it."""
+        """A lower limit for the next epoch: the batches that a resumed run has left in it."""
         self.first_once: int | None = None
-        """Batches of that epoch's first window: a run may be resumed inside of what is a window here."""
+        """Batches in that epoch's first window: a run may resume in the middle of a window."""
         self.sizes: deque[tuple[int, ...]] = deque()
 
     def __iter__(self) -> Iterator[Joined]:
@@ -61,15 +61,15 @@ class WindowSampler(StandIn):
 
 
 class WindowDataset(StandInDataset):
-    """Stands in for a map-style dataset and hands out whole windows.
+    """Stands in for a map-style dataset and returns whole windows.
 
-    Torch's fetchers collate all they were asked for at once, and their only door is the dataset.
+    Torch's fetchers collate a whole request at once, and the dataset is the only place to intervene.
     Source: torch/utils/data/_utils/fetch.py, ``_MapDatasetFetcher.fetch``.
 
     Args:
         inner: the user's dataset.
         collate: the user's collate function.
-        concatenates: False: leave each window's batches apart, for hooks that come first.
+        concatenates: False keeps each window's batches separate, for hooks that run on single batches first.
     """
 
     _OWN = ("inner", "collate", "concatenates")
@@ -78,11 +78,12 @@ class WindowDataset(StandInDataset):
         self.inner, self.collate, self.concatenates = inner, collate, concatenates
 
     def __getitems__(self, indices: Joined) -> Callable[[], Any]:
-        """What makes one window, for the collate function to call: who wraps that expects trouble there."""
+        """Return a function that makes one window. The collate function calls it, because code that wraps the collate
+        function expects errors there."""
         return partial(self._make, indices)
 
     def _make(self, indices: Joined) -> Any:
-        """One window: the concatenation of its batches, or a `Window` of them where that is none."""
+        """Make one window: the concatenation of its batches, or a `Window` if they cannot be concatenated."""
         batches, start = [], 0
         for size in indices.sizes:
             batches.append(self.collate(self._fetch(indices[start : start + size])))
@@ -103,5 +104,5 @@ class WindowDataset(StandInDataset):
 
 
 def collate_window(make: Callable[[], Any]) -> Any:
-    """The collate function that goes with a `WindowDataset`."""
+    """Collate function for a `WindowDataset`."""
     return make()

@@ -1,1 +1,1 @@
-"""Is it faster, and is it the same training? Statistics, parity gates and predictions, on plain numbers."""
+"""Whether an arm is faster, and the same training: statistics, parity gates and predictions on plain numbers."""

@@ -1,4 +1,4 @@
-"""Which micro-batches keep an optimizer step what it is, how much memory they take, and which is the fastest. Pure."""
+"""Which micro-batches leave an optimizer step unchanged, how much memory they take, and which is the fastest. Pure."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 TOLERANCE = 0.02
-"""Of the fastest rate: sizes within it are equally fast, and the user's own stays, or else the nearest larger one."""
+"""Share of the fastest rate: sizes within it are equally fast; the user's wins, or else the nearest larger one."""
 WORSE = 0.03
-"""Two sizes in a row that are slower than the best by more end a search."""
+"""A search ends when two sizes in a row are slower than the best by more than this share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundSize:
-    """What a search came to on one rank, or on all."""
+    """The result of a search on one rank, or on all."""
 
     size: int
-    """Samples; it has run in this process."""
+    """Samples; this size has run in this process."""
     rates: Mapping[int, float] = field(default_factory=dict)
     """Samples per second, forward and backward, of the sizes that were timed."""
     why: str = ""
-    """What limits it, or why nothing was searched."""
+    """What limits it, or why there was no search."""
 
 
 def list_sizes(own: int, batches: int) -> list[int]:
     """Micro-batches, ascending, that divide an optimizer step evenly.
 
     Args:
-        own: samples of the user's batch.
-        batches: of them in a step that may be put together.
+        own: samples in the user's batch.
+        batches: how many of these batches in a step may be merged.
     """
     parts = [size for size in range(1, own) if own % size == 0]
     return parts + [own * count for count in range(1, batches + 1) if batches % count == 0]
 
 
 def predict_bytes(peaks: Mapping[int, int], size: int) -> float | None:
-    """What a micro-batch takes, by a line through the two largest that ran; None where fewer did.
+    """Memory of a micro-batch, extrapolated linearly from the two largest that ran; None if fewer ran.
 
     Args:
-        peaks: bytes by size. Parameters, gradients, optimizer state and slack are the same in all, so the slope is what
-            a sample's activations take.
+        peaks: bytes by size. Parameters, gradients, optimizer state and slack are the same in all, so the slope is the
+            memory of one sample's activations.
     """
     if len(peaks) < 2:
         return None
@@ -49,12 +49,12 @@ def predict_bytes(peaks: Mapping[int, int], size: int) -> float | None:
 
 
 def is_hopeless(rates: Sequence[float]) -> bool:
-    """Whether the last two of these tries are slower than the best."""
+    """Whether the last two of these rates are slower than the best."""
     return len(rates) > 2 and all(rate < max(rates) * (1 - WORSE) for rate in rates[-2:])
 
 
 def choose_size(rates: Mapping[int, float], own: int) -> int:
-    """The knee: of the sizes that are as fast as the fastest, the user's own, else the smallest larger one, else the
+    """Among the sizes that are as fast as the fastest: the user's own, else the smallest larger one, else the
     largest."""
     enough = [size for size, rate in rates.items() if rate >= max(rates.values()) * (1 - TOLERANCE)]
     return min((size for size in enough if size >= own), default=max(enough))

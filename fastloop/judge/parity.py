@@ -1,9 +1,9 @@
-"""Are two arms still the same training? Three gates, from the JSON that trials left. Free of torch.
+"""Are two arms still the same training? Three gates, computed from the trials' JSON files. Free of torch.
 
 *Ledger*: the same samples in the same optimizer steps, with the same backwards and learning rates. *Gradient*: the same
-weights and batch give the same gradient, as far as the precision in use can tell. *Loss*: runs that share a seed end at
-the same loss. Each sees what the others miss: an optimizer like AdamW hides a gradient of a quarter its size from the
-loss, and a step in which everything is equal may still be made of other samples.
+weights and batch give the same gradient, within the precision in use. *Loss*: runs that share a seed end at the same
+loss. Each detects what the others miss: an optimizer like AdamW hides a gradient of a quarter its size from the loss,
+and a step with equal gradient and loss may still use other samples.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from fastloop.records.trial import GradientAnswer, GradientDistance
 __all__ = ["FEWEST_RUNS", "TAU", "gradient_gate", "ledger_gate", "loss_gate", "make_passport", "outcome"]
 
 TAU = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
-"""Deviation of a gradient that needs no excuse, by the coarsest arithmetic that either arm uses. float16 has the digits
-of TF32, but also rounds what is handed from layer to layer."""
+"""Deviation of a gradient that passes without further checks, by the coarsest arithmetic in either arm. float16 has the
+digits of TF32, but also rounds the tensors passed from layer to layer."""
 ROUNDINGS, MOST = 5, 0.9
-"""Where rounding errors of this precision alone move the base's gradient further, so many times that is the limit; but
-never more than this, for two gradients that have nothing in common are 1.4 apart."""
+"""If rounding errors of this precision alone move the base's gradient further, the limit is this multiple of that
+deviation; but never more than ``MOST``, because two unrelated gradients are 1.4 apart."""
 SHARP, SCATTERED = 0.1, 0.5
-"""Nothing passes above the first: a limit of 0.9 passes what is wrong. Where rounding may explain more, a deviation in
-between tells nothing, and what the gradients do at steadier weights decides. Where rounding moves the base's gradient
+"""Above the first, no deviation passes: a limit of 0.9 would pass wrong gradients. If rounding may explain more, a
+deviation in between proves nothing, and the gradients at steadier weights decide. If rounding moves the base's gradient
 by the second, so little of it is left that a deviation cannot fail an arm either."""
 KEPT = 0.75, 1.33
-"""So much of the base's gradient is in one that only rounding has scattered: a lost factor of 4 is not."""
+"""Range for how much of the base's gradient rounding alone can leave; a lost factor of 4 is outside."""
 RESOLUTION = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Rounding error of one number: no gate sees less."""
+"""Rounding error of one number: no gate can detect less."""
 CHANCE, NOISE = 3, 10
-"""A deviation of so many times what random draws, or unordered sums, do to the base's own gradient is not theirs."""
+"""A deviation within this multiple of what random draws, or unordered sums, do to the base is not the arm's."""
 FEWEST_RUNS = 3
 LEVEL, LEVEL_OF_OTHER_DRAWS = 0.90, 0.99
-"""Of the loss gate's interval. Arms with random numbers of their own fail only outside of the second: by chance alone
-their losses differ as those of two seeds do, and of three runs one in ten would fail at the first."""
+"""Confidence levels of the loss gate's interval. Arms that draw other random numbers fail only outside the second: by
+chance alone their losses differ like those of two seeds, and with three runs one in ten would fail at the first."""
 MOST_RUNS, T_OF_MOST_RUNS = 10, 1.83
-"""So many runs of each arm are the most that anybody is asked for; Student's t of their interval."""
+"""The most runs per arm that a user has to make, and Student's t of their interval."""
 SEED_SHARE, LOSS_SHARE = 0.5, 0.005
 """The band of the loss gate: this share of the spread between seeds, or of the loss, whichever is larger."""
 
@@ -56,16 +56,16 @@ def gradient_gate(
     """Whether both arms compute the same gradient from the same weights and batch.
 
     Args:
-        base: the answer of the base's trial; ``arm`` that of the arm's.
-        precision: a key of ``TAU`` at least as coarse as both arms' own; None: theirs.
+        base: the answer of the base's trial; ``arm``: of the arm's trial.
+        precision: a key of ``TAU`` at least as coarse as that of both arms; None: use theirs.
 
-    ``||g_arm - g_base|| / ||g_base||`` has to stay below the ``TAU`` of the precision, or below what its rounding does
-    to the base's own gradient; where that is too much to tell anything, at the steadier weights of
-    `gradient_state.raise_biases`, and where it is too much there too, nothing can be told. Of an `exact` arm the
-    deviation has to be 0, where the base repeats itself bit for bit. A layer that lost its gradient fails whatever
-    share of the norm it had, and so does one that carries a hundredth of the norm and of which less than half is left.
-    Gradients are those that the optimizer gets, so clipping counts where it bites; where the arms are told to clip in
-    other ways and this step does not show it, that is said.
+    ``||g_arm - g_base|| / ||g_base||`` must stay below the ``TAU`` of the precision, or below the effect of its
+    rounding on the base's own gradient. If that effect is too large for a meaningful limit, the steadier weights of
+    `gradient_state.raise_biases` decide; if it is too large there too, the gate is not testable. For an `exact` arm the
+    deviation must be 0 if the base repeats itself bit for bit. An arm fails if a layer lost its gradient, whatever its
+    share of the norm, or if a layer with a hundredth of the norm keeps less than half of it. Gradients are compared as
+    the optimizer receives them, after clipping; if the arms clip differently and this step does not show it, the reason
+    says so.
     """
     if (why := base.why or arm.why) is not None:
         return _gate("gradient", None, f"not testable here: {why}", testable=False)
@@ -92,8 +92,8 @@ def gradient_gate(
 
 
 def _weigh(base: GradientAnswer, arm: GradientAnswer, found: GradientDistance, precision: str, rounding: float) -> Gate:
-    """What the gradients at some weights tell: a failure above what rounding explains, and nothing where it explains
-    more than a limit may be."""
+    """The result at some weights: fails above the limit that rounding explains; undecided if rounding explains more
+    than a limit may allow."""
     seen = _describe_distance(base, arm, found, precision, rounding)
     chance, noise = base.random_deviation or 0.0, base.self_deviation or 0.0
     gate = _close(chance, noise, found.astray, precision, seen)
@@ -110,7 +110,7 @@ def _weigh(base: GradientAnswer, arm: GradientAnswer, found: GradientDistance, p
 
 
 def is_sharp(rounding: float | None) -> bool:
-    """Whether what rounding does to a base's gradient leaves a limit that is one."""
+    """Whether rounding moves a base's gradient little enough for a meaningful limit."""
     return ROUNDINGS * (rounding or 0.0) <= SHARP
 
 
@@ -121,7 +121,7 @@ def _find_rounding(known: Mapping[str, float | None], precision: str) -> float:
 def _describe_distance(
     base: GradientAnswer, arm: GradientAnswer, found: GradientDistance, precision: str, rounding: float
 ) -> dict[str, Any]:
-    """What a gate says of a distance, whichever way it goes; the limit is all that rounding may explain."""
+    """The figures of a distance, whatever the result; the limit is the most that rounding may explain."""
     return {
         "deviation": found.deviation,
         "limit": max(TAU[precision], min(ROUNDINGS * rounding, MOST)),
@@ -136,7 +136,7 @@ def _describe_distance(
 
 
 def _clipping(base: GradientAnswer, arm: GradientAnswer) -> dict[str, str]:
-    """What to say where two arms are told to clip gradients in other ways."""
+    """A note if the two arms clip gradients differently."""
     if base.clips == arm.clips:
         return {}
     notes = [
@@ -147,7 +147,7 @@ def _clipping(base: GradientAnswer, arm: GradientAnswer) -> dict[str, str]:
 
 
 def _exact(repeats: float | None, noise: float, seen: dict[str, Any]) -> Gate:
-    """Of an arm that promises the same bits."""
+    """The gate for an arm that promises the same bits."""
     seen = {**seen, "limit": 0.0, "visible": noise}
     if seen["deviation"] == 0:
         return _gate("gradient", True, "the gradient is bit-identical", **seen)
@@ -169,7 +169,7 @@ def _exact(repeats: float | None, noise: float, seen: dict[str, Any]) -> Gate:
 
 
 def _close(chance: float, noise: float, astray: Sequence[str], precision: str, seen: dict[str, Any]) -> Gate:
-    """Of an arm that promises the same mathematics. What the base itself does from one time to the next is no fault."""
+    """The gate for an arm that promises the same mathematics. The base's own variation between runs is no failure."""
     deviation, limit, kept = seen["deviation"], seen["limit"], seen["detail"]["kept"]
     usual = f"{TAU[precision]:.0e} of {precision}"
     limits = usual if limit == TAU[precision] else f"{limit:.2g} that rounding to {precision} may make here"
@@ -215,12 +215,12 @@ def loss_gate(
     """Whether runs that share a seed have the same loss over the last fifth of their steps.
 
     Args:
-        base: the losses of the base's runs, one per optimizer step; null where one is not a finite number.
-            ``arm``: of the arm's, run by run with the seeds of the base's.
-        bitwise: this machine repeats itself bit for bit in the mode these runs had (the CPU does; CUDA with kernels
-            that add up in any order does not). An `exact` arm then has to have the same losses, not just close ones.
-        redrawn: one of the arms draws its random augmentations elsewhere, so they differ even where the seed is shared.
-            Where seeds differ so much that it would take more than `MOST_RUNS` to tell, the gate is not testable.
+        base: the losses of the base's runs, one per optimizer step; null if not finite. ``arm``: those of the arm, run
+            by run with the seeds of the base.
+        bitwise: this machine is bit-for-bit reproducible in the mode of these runs (the CPU is; CUDA with kernels that
+            sum in any order is not). An `exact` arm must then have the same losses, not just close ones.
+        redrawn: one of the arms draws its random augmentations elsewhere, so they differ even with a shared seed. If
+            seeds differ so much that a decision would take more than `MOST_RUNS`, the gate is not testable.
     """
     for number, (left, right) in enumerate(zip(base, arm, strict=True)):
         steps = [_first_wrong(losses) for losses in (left, right)]
@@ -259,12 +259,12 @@ def _first_wrong(losses: Sequence[float | None]) -> int | None:
 
 
 def _end(losses: Sequence[float | None]) -> float:
-    """The mean over the last fifth."""
+    """The mean over the last fifth of the steps."""
     return statistics.fmean(loss for loss in losses[-max(1, len(losses) // 5) :] if loss is not None)
 
 
 def _band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> Gate:
-    """The interval of the mean gap against the band. All figures in percent of the base's loss."""
+    """Compares the interval of the mean gap with the band. All figures in percent of the base's loss."""
     gaps = [right - left for left, right in zip(base, arm, strict=True)]
     level = statistics.fmean(base)
     interval = mean_gap_interval(gaps, level=LEVEL) if len(gaps) >= FEWEST_RUNS else None
@@ -301,12 +301,13 @@ def _band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> Gate:
 
 
 def outcome(parity_class: Parity, gates: Sequence[Gate]) -> Outcome:
-    """What the gates say together.
+    """The combined result of the gates.
 
-    A failed gate fails it. One that could be decided with more runs leaves it open. One that cannot be tested here at
-    all (a device pipeline that shows no samples, kernels that never repeat themselves) is named, and vetoes nothing
-    where two others passed; a single one would be too weak a word for "the same training". The gradient of an arm that
-    rounds or regroups has to pass: a merge that weighs tokens otherwise has the same samples, and AdamW the same loss.
+    A failed gate fails the arm. A gate that more runs could decide leaves it open. A gate that cannot be tested here at
+    all (a device pipeline that shows no samples, kernels that never repeat themselves) is named, but does not block the
+    arm if two others passed; a single one is too weak evidence for "the same training". The gradient gate of an arm
+    that rounds or regroups must pass: a merge that weights tokens differently has the same samples and, under AdamW,
+    the same loss.
     """
     gates = tuple(gates)
     if parity_class == "changes-training":
@@ -337,7 +338,7 @@ def outcome(parity_class: Parity, gates: Sequence[Gate]) -> Outcome:
 
 
 def make_passport(rung: str, outcome: Outcome, hardware: Hardware) -> Passport:
-    """The numerics passport of a rung: what it promises, what was found, and where."""
+    """The numerics passport of a rung: what it promises, the results, and the hardware."""
     gates = {gate.name: gate for gate in outcome.gates}
     nothing = Gate(name="none", passed=None, why="")
     gradient, loss = gates.get("gradient", nothing), gates.get("loss", nothing)

@@ -1,8 +1,8 @@
-"""What a change would save, from costs that trials of their own have measured. Plain numbers, milliseconds per step.
+"""How much a change would save, from costs measured by separate trials. Plain numbers, milliseconds per step.
 
-A training is a pipeline. Where worker processes load, its step takes as long as the slower of loading and the rest;
-where the training thread loads for itself, their sum, less what a device works off meanwhile. ``1 / (1 - share)`` of a
-step's parts is the truth in neither case. A step here is one optimizer step; steps of other sizes do not compare.
+A training is a pipeline. If worker processes load, a step takes as long as the slower of loading and the rest; if the
+training thread loads, it takes their sum, less the work that a device does meanwhile. ``1 / (1 - share)`` of a step's
+parts is wrong in both cases. A step here is one optimizer step; steps of other sizes are not comparable.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from fastloop.records.climb import Costs
 
 WORTH_PCT = 3.0
-"""Of the step. What can save less is not tried."""
+"""Percent of the step. A change that can save less is not tried."""
 NEAR = 1.03
-"""Two costs closer than this are called equal."""
+"""Two costs closer than this ratio count as equal."""
 ABOVE = 1.05
-"""A trial with a cost taken away that takes so many times as long as what it was taken from was disturbed."""
+"""A trial without one cost was disturbed if it takes more than this many times as long as with it."""
 
 
 def drop_absurd(costs: Costs) -> Costs:
-    """The same, less the parts of the step that took longer than what they are a part of."""
+    """The costs without the parts of the step that took longer than the whole they belong to."""
     if costs.replayed_ms is not None and costs.replayed_ms > ABOVE * costs.core_ms:
         return costs.but(replayed_ms=None, resident_ms=None, alone_ms=None, mfu=None, launch_bound=None)
     rest = costs.core_ms if costs.replayed_ms is None else costs.replayed_ms
@@ -27,10 +27,10 @@ def drop_absurd(costs: Costs) -> Costs:
 
 
 def predict_ms(now: Costs, then: Costs) -> float | None:
-    """The step once costs are as in `then`, of which only the components count; None where one is unknown.
+    """Step time if the costs change to those in `then`, of which only the components count; None if one is unknown.
 
-    What the components do not explain of today's step (workers and training thread in each other's way, say) they will
-    not explain tomorrow: it stays in proportion as long as loading stays where it is, beside or inside.
+    The part of the step that the components do not explain now (workers and training thread competing, for instance)
+    stays in proportion, as long as loading does not move between the workers and the training thread.
     """
     rest, rest_then = now.replayed_ms, then.replayed_ms
     if rest is None or rest_then is None or not rest:
@@ -49,17 +49,17 @@ def predict_ms(now: Costs, then: Costs) -> float | None:
 
 
 def predict_saved_ms(now: Costs, then: Costs) -> float | None:
-    """What the step would get shorter by; negative where it would get longer."""
+    """How much shorter the step would get; negative if it would get longer."""
     after = predict_ms(now, then)
     return None if after is None else now.now_ms - after
 
 
 def compute_ceilings_ms(costs: Costs) -> dict[str, float]:
-    """What each family of rungs could save of a step at most, as far as that was measured.
+    """The most each family of rungs could save per step, if measured.
 
-    ``feed``: everything but the resident batch. ``sync``: the exchange, where it shows. ``compute``: all but the
-    loading, or, where the model's work was counted, all but the time a device at its peak would need for it: far more
-    than any rung gains.
+    ``feed``: everything but the step on a resident batch. ``sync``: the visible part of the exchange. ``compute``: all
+    but the loading or, if the model's work was counted, all but the time a device at its peak would need for it: far
+    more than any rung gains.
     """
     found: dict[str, float] = {}
     rests = [cost for cost in (costs.replayed_ms, costs.resident_ms) if cost is not None]
@@ -78,7 +78,7 @@ def compute_ceilings_ms(costs: Costs) -> dict[str, float]:
 
 
 def compute_error_pct(predicted: float | None, measured: float | None) -> float | None:
-    """Of a prediction of saved milliseconds, in percent of what was saved; None where there is nothing to score."""
+    """Error of a prediction of saved milliseconds, in percent of the measured saving; None if nothing to score."""
     if predicted is None or not measured:
         return None
     return 100 * abs(predicted - measured) / abs(measured)
@@ -89,7 +89,7 @@ def _combine(rest: float, loader: float, host: float, beside: bool) -> float:
 
 
 def _estimate_loader_ms(costs: Costs, rest: float) -> float:
-    """Loading as measured, else as the step shows it: not at all where the rest takes as long as the step."""
+    """Loading as measured, else as inferred from the step: zero if the rest takes as long as the step."""
     if costs.loader_ms is not None:
         return costs.loader_ms
     if costs.beside:
@@ -98,8 +98,8 @@ def _estimate_loader_ms(costs: Costs, rest: float) -> float:
 
 
 def _estimate_host_ms(costs: Costs, rest: float, loader: float) -> float:
-    """The training thread's own share of the rest, for which loading in this thread has to wait: all of it without a
-    device that works on meanwhile. Where loading does not show in the step, nor does this; it is then taken for none,
-    which promises too much rather than too little: a screen finds out."""
+    """The training thread's own share of the rest, for which loading in this thread has to wait: all of it if there is
+    no device that works meanwhile. If loading is not visible in the step, neither is this share; it is then taken as
+    zero, which overestimates the gain rather than underestimating it; a screen will show."""
     shows = not costs.beside and costs.core_ms > NEAR * rest
     return min(rest, max(0.0, costs.core_ms - loader)) if shows else 0.0

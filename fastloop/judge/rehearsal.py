@@ -1,4 +1,4 @@
-"""Whether what a rehearsal showed is good enough, and whether a one-time cost can pay back. Pure."""
+"""Whether the result of a rehearsal is good enough, and whether a one-time cost can pay back. Pure."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from fastloop.judge.parity import TAU
 from fastloop.records.plan import Rehearsed
 
 NO_GATE = 0.1
-"""A limit above this passes everything and tells nothing."""
+"""A limit above this passes everything and proves nothing."""
 ROUNDINGS = 5
-"""A deviation of so many times what rounding does to the unchanged modules is not the rung's."""
+"""A deviation within this multiple of what rounding does to the unchanged modules is not the rung's fault."""
 REHEARSAL_SHARE = 0.05
-"""Of the run's expected time, all rehearsals together at most."""
+"""Share of the run's expected time that all rehearsals together may take."""
 BEST_SAVING = 0.5
-"""Of a module's time: no compile is taken to save more before it has been tried."""
+"""Share of a module's time: the most a compile is assumed to save before it has been tried."""
 SLOWER, SLOWER_MS = 1.05, 0.05
-"""Times, and milliseconds, beyond which changed modules are slower and not just timed at another moment."""
+"""Factor and milliseconds by which changed modules must be slower before it counts as more than timing noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """How far changed modules are from the same modules unchanged: norms of differences over norms."""
+    """Distance between changed and unchanged modules: norms of differences over norms."""
 
     outputs: float
     gradients: float | None
-    """None where nothing asked for one."""
+    """None if nothing required a gradient."""
     finite: bool = True
-    """All numbers are, where those of the unchanged modules are."""
+    """All numbers are finite where those of the unchanged modules are."""
 
     @property
     def largest(self) -> float:
@@ -37,15 +37,15 @@ class Deviation:
 
 
 def is_close(seen: Deviation, precision: str) -> bool:
-    """Whether a deviation needs no excuse in this precision, a key of ``TAU``."""
+    """Whether a deviation passes without further checks in this precision, a key of ``TAU``."""
     return seen.finite and seen.largest <= TAU[precision]
 
 
 def find_fault(seen: Deviation, rounding: Deviation, precision: str) -> tuple[str | None, float | None]:
-    """What is wrong with a deviation above the usual limit, given what rounding does to the unchanged modules.
+    """The fault in a deviation above the usual limit, given what rounding does to the unchanged modules.
 
     Returns:
-        The fault, None where there is none; and the deviation that could be told, None where none could.
+        The fault, or None; and the deviation, None if it could not be judged.
     """
     if not seen.finite:
         return "outputs or gradients are not finite numbers", None
@@ -56,7 +56,7 @@ def find_fault(seen: Deviation, rounding: Deviation, precision: str) -> tuple[st
     ):
         limit = max(TAU[precision], ROUNDINGS * (noise or 0.0))
         if value is None or (limit > NO_GATE and value <= limit):
-            continue  # rounding alone scatters them: no limit would mean anything
+            continue  # rounding alone scatters them: no limit would be meaningful
         if value > limit:
             return f"{name} deviate by {value:.2g}, more than the {limit:.2g} that {precision} explains", value
         told.append(value)
@@ -64,12 +64,12 @@ def find_fault(seen: Deviation, rounding: Deviation, precision: str) -> tuple[st
 
 
 def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -> str | None:
-    """Why a one-time cost is not worth paying, before it is paid; None where it may be.
+    """Why a one-time cost is not worth paying, before it is paid; None if it may be.
 
     Args:
-        cost_s: what it is expected to take.
-        step_ms: of the modules it would speed up, per optimizer step.
-        steps_left: optimizer steps that this run still has; None = not known.
+        cost_s: its expected duration.
+        step_ms: time per optimizer step of the modules it would speed up.
+        steps_left: optimizer steps left in this run; None = unknown.
     """
     saved_ms = BEST_SAVING * step_ms
     if steps_left is None:
@@ -88,7 +88,7 @@ def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -
 
 
 def count_pay_back_steps(cost_s: float, saved_ms: float) -> float | None:
-    """Optimizer steps after which a one-time cost is saved; None where nothing is."""
+    """Optimizer steps until a one-time cost is recovered; None if nothing is saved."""
     return 1e3 * cost_s / saved_ms if saved_ms > 0 else None
 
 
@@ -98,7 +98,7 @@ def limit_rehearsal_s(steps_left: int | None, step_ms: float) -> float:
 
 
 def is_slower(seen: Rehearsed, than_ms: float | None) -> bool:
-    """Whether the changed modules are slower than the same without the change."""
+    """Whether the changed modules are slower than without the change."""
     if seen.changed_ms is None or than_ms is None:
         return False
     return seen.changed_ms > SLOWER * than_ms + SLOWER_MS
@@ -106,15 +106,15 @@ def is_slower(seen: Rehearsed, than_ms: float | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one rung."""
+    """The result of rehearsing one rung."""
 
     rung: str
     fault: str | None = None
-    """Why it is taken away again; None: it stays."""
+    """Why it is removed again; None: it stays."""
     is_lasting: bool = True
-    """The next run would meet the fault again."""
+    """Whether the next run would hit the fault again."""
     on_modules: bool = False
-    """It changes the modules, so its times compare with those of other such rungs."""
+    """It changes the modules, so its times are comparable with those of other such rungs."""
     is_costly: bool = False
     """Its first call has a one-time cost."""
     rehearsed: Rehearsed | None = None
@@ -122,7 +122,7 @@ class Outcome:
 
 
 def find_last_ms(outcomes: Sequence[Outcome], base_ms: float) -> float:
-    """What the modules take with all that was kept so far."""
+    """Time of the modules with all rungs kept so far."""
     kept = [each.rehearsed.changed_ms for each in outcomes if each.fault is None and each.rehearsed and each.on_modules]
     return next((each for each in reversed(kept) if each is not None), base_ms)
 
@@ -130,7 +130,8 @@ def find_last_ms(outcomes: Sequence[Outcome], base_ms: float) -> float:
 def drop_slow(outcomes: Sequence[Outcome], base_ms: float, by_ladder: Collection[str]) -> list[Outcome]:
     """The outcomes, with a fault for each rung of a shipped ladder that makes the rehearsed calls slower.
 
-    Of a stack that ends with a compile nothing is dropped: rungs may only pay together, and each change compiles anew.
+    Nothing is dropped from a stack that ends with a compile: rungs may pay only together, and each change would
+    recompile.
     """
     judged = list(outcomes)
     for place in reversed(range(len(judged))):

@@ -1,4 +1,4 @@
-"""Two ledgers side by side: did both trainings make the same optimizer steps of the same samples? Free of torch."""
+"""Compares two ledgers: did both trainings make the same optimizer steps from the same samples? Free of torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fastloop.records.plan import Parity
 from fastloop.records.trial import Ledger, LedgerEpoch, LedgerStep
 
 Wrong = tuple[int, str, str]
-"""The number of an optimizer step, from 1; what is not the same there; and that in words."""
+"""The number of an optimizer step, from 1; the kind of difference; and its description."""
 _NEARLY = 3 / 4
-"""An epoch that draws this share of a dataset and no sample twice samples without replacement: it is no accident."""
+"""Drawing this share of a dataset and no sample twice is no accident: the epoch samples without replacement."""
 
 
 def ledger_gate(
@@ -26,16 +26,15 @@ def ledger_gate(
     """Whether both arms fed the same samples to the same optimizer steps.
 
     Args:
-        pairs: the ledgers of the base and of the arm, of runs with one seed, rank by rank.
-        regrouped: one of the arms makes its steps of other micro-batches than the other. Each side then has to make
-            the backwards of its own plan or, where none is written down, at least one and in whole steps always as
-            many.
-        reshuffled: one of the arms makes its random augmentations elsewhere than the other, which leaves other random
-            numbers to a shuffle that draws on the same ones: from the second epoch on it is another, as with another
-            seed. Each later epoch then has to have as many samples in each step, and where it is complete in both
-            arms the same ones. A loader whose order has random numbers of its own has to keep it all the same.
-        parity_class: of the arm. Where batches are known by their content only, other content is a failure of an
-            `exact` arm; elsewhere random augmentation alone would change it, and the gate cannot tell.
+        pairs: the ledgers of base and arm, from runs with the same seed, rank by rank.
+        regrouped: the arms build their steps from different micro-batches. Each side must then make the backwards of
+            its own plan or, if none is recorded, at least one and the same number in all full steps.
+        reshuffled: the arms draw their random augmentations in different places, so a shuffle that uses the same
+            generator differs from the second epoch on, as with another seed. Each later epoch must then have the same
+            number of samples in each step and, if it is complete in both arms, the same samples. A loader whose order
+            has its own random numbers must keep the order nevertheless.
+        parity_class: of the arm. If batches are identified only by content, different content fails an `exact` arm; for
+            other arms random augmentation alone would change the content, so the gate cannot decide.
     """
     steps, unknown, later = 0, None, dict[str, None]()
     for base, arm in pairs:
@@ -53,7 +52,7 @@ def ledger_gate(
             later[describe_later(base, arm)] = None
         unknown = _unknown(base, arm, bool(later)) or unknown
     for side, ledger in (each for pair in pairs for each in zip(("base", "arm"), pair, strict=True)):
-        if ledger.partial:  # not "not testable": a run that comes to its end can tell
+        if ledger.partial:  # not "not testable": a complete run can decide
             why = f"rank {ledger.rank or 0} of the {side} did not come to the end of its training"
             return Gate(name="ledger", passed=None, why=why)
     if not steps:
@@ -69,7 +68,7 @@ def ledger_gate(
 
 
 def _unknown(base: Ledger, arm: Ledger, reordered: bool) -> str | None:
-    """Why nothing can be said of the samples, where nothing can."""
+    """Why the samples cannot be compared; None if they can."""
     source = _source(base, arm)
     if source is None:
         return str(base.why or arm.why or "the two arms identify their samples differently")
@@ -79,7 +78,7 @@ def _unknown(base: Ledger, arm: Ledger, reordered: bool) -> str | None:
 
 
 def _same(regrouped: bool, later: Sequence[str]) -> str:
-    """What was the same."""
+    """A description of what was equal."""
     rest = "learning rates, and the backwards of their plans" if regrouped else "backwards and learning rates"
     if not later:
         return f"the same samples{' and' if regrouped else ','} {rest}"
@@ -87,19 +86,19 @@ def _same(regrouped: bool, later: Sequence[str]) -> str:
 
 
 def _source(base: Ledger, arm: Ledger) -> str | None:
-    """By what both know their samples; None where they do not, or by different marks."""
+    """How both identify their samples; None if they do not, or differ."""
     return base.ids if base.ids == arm.ids else None
 
 
 def _first_epoch(base: Ledger, arm: Ledger) -> float:
-    """Optimizer steps that have to have the same samples in the same order."""
+    """The number of optimizer steps that must have the same samples in the same order."""
     ends = [ledger.epochs[0].end for ledger in (base, arm) if ledger.epochs]
     own = base.own_order or arm.own_order
     return max(ends) if len(ends) == 2 and not own else math.inf
 
 
 def _find_wrongs(base: Ledger, arm: Ledger, regrouped: bool, first: float) -> Iterator[Wrong]:
-    """All that is not the same, as far as both know. After `first` optimizer steps, the order may be another."""
+    """All differences in what both ledgers record. After `first` optimizer steps, the order may differ."""
     for number, (left, right) in enumerate(zip_longest(base.steps, arm.steps), start=1):
         if left is None or right is None:
             yield number, "steps", f"{len(base.steps)} against {len(arm.steps)} optimizer steps"
@@ -127,7 +126,7 @@ def _samples(number: int, left: LedgerStep, right: LedgerStep, source: str | Non
 
 
 def _same_rates(left: Sequence[float | None], right: Sequence[float | None]) -> bool:
-    """Equal, but for rates that one side keeps in single precision."""
+    """Whether they are equal, apart from rates that one side stores in single precision."""
     return len(left) == len(right) and all(
         a == b if a is None or b is None else math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-30)
         for a, b in zip(left, right, strict=True)
@@ -140,7 +139,7 @@ def _listed(rates: Sequence[float | None]) -> str:
 
 
 def _unplanned(side: str, ledger: Ledger) -> Iterator[Wrong]:
-    """Steps with other backwards than this side's own plan has."""
+    """Steps whose backwards differ from this side's own plan."""
     rows = ledger.steps
     counts = [row.backwards for row in rows]
     plans = ledger.planned or [None] * len(rows)
@@ -155,11 +154,11 @@ def _unplanned(side: str, ledger: Ledger) -> Iterator[Wrong]:
             yield number, "backwards", f"optimizer step {number} made {count} backwards where {plan}"
 
 
-# Whole epochs, in whatever order.
+# Whole epochs, independent of order.
 
 
 def find_wrong_epochs(base: Ledger, arm: Ledger) -> Iterator[Wrong]:
-    """The epochs that cannot have been of the same samples."""
+    """The epochs that cannot consist of the same samples."""
     for number, (left, right) in enumerate(zip_longest(base.epochs, arm.epochs), start=1):
         if left is None or right is None:
             yield (left or right).end, "epochs", f"{len(base.epochs)} against {len(arm.epochs)} epochs"
@@ -175,7 +174,7 @@ def find_wrong_epochs(base: Ledger, arm: Ledger) -> Iterator[Wrong]:
 
 
 def describe_later(base: Ledger, arm: Ledger) -> str:
-    """How the epochs after the first compare, where nothing is wrong with them."""
+    """How the epochs after the first compare, if there is no difference that counts."""
     later = list(zip(base.epochs, arm.epochs, strict=True))[1:]
     whole = [pair for pair in later if pair[0].complete and pair[1].complete]
     if not whole:
@@ -188,7 +187,7 @@ def describe_later(base: Ledger, arm: Ledger) -> str:
 
 
 def _are_others(base: Ledger, left: LedgerEpoch, arm: Ledger, right: LedgerEpoch) -> bool:
-    """Whether two complete epochs have samples that another order does not explain."""
+    """Whether two complete epochs differ in samples by more than their order."""
     if None in (left.digest, right.digest) or left.digest == right.digest:
         return False
     if _draws_all(base, left) or _draws_all(arm, right):
@@ -197,11 +196,11 @@ def _are_others(base: Ledger, left: LedgerEpoch, arm: Ledger, right: LedgerEpoch
 
 
 def _draws_all(ledger: Ledger, epoch: LedgerEpoch) -> bool:
-    """Each sample of the dataset, once."""
+    """Whether it draws each sample of the dataset once."""
     return epoch.again == 0 and epoch.samples is not None and epoch.samples == ledger.dataset
 
 
 def _draws_once(ledger: Ledger, epoch: LedgerEpoch) -> bool:
-    """No sample twice, and most of the dataset."""
+    """Whether it draws most of the dataset and no sample twice."""
     dataset = ledger.dataset
     return epoch.again == 0 and None not in (dataset, epoch.samples) and epoch.samples >= _NEARLY * dataset  # type: ignore[operator]

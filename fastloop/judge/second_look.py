@@ -1,4 +1,4 @@
-"""Whether real steps keep what a rehearsal promised, and whether they are slower with a rung than without. Pure."""
+"""Whether real steps are as fast as a rehearsal promised, and whether a rung makes them slower. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import NamedTuple
 from fastloop.records.plan import Rehearsed
 
 FEWEST = 5
-"""Batches of each kind without which nothing is compared."""
+"""Fewest batches of each kind for a comparison."""
 OVER_PROMISE, OVER_MS = 1.5, 1.0
-"""Times what the rehearsal showed, and milliseconds more, from which on forward and backward are looked at again: a
+"""Forward and backward are checked again if they exceed the rehearsed time by this factor and these milliseconds: a
 training_step also computes losses and metrics."""
 GAINED = 0.7
-"""Of the time of the unchanged modules: batches below it have gained by their rungs, whatever was promised."""
+"""Share of the unchanged modules' time: batches below it have gained from their rungs, whatever was promised."""
 MARGIN, MARGIN_MS = 0.1, 0.5
-"""Of the time without a rung, and milliseconds, by which the whole interval must lie above it."""
+"""The whole interval must exceed the time without a rung by this share of it and by these milliseconds."""
 
 
 class Timed(NamedTuple):
-    """One batch: milliseconds of its forward and backward, and elements of its tensors; 0 = it holds none."""
+    """One batch: milliseconds of its forward and backward, and elements of its tensors; 0 = it has none."""
 
     ms: float
     size: int
@@ -35,10 +35,10 @@ class Comparison:
     with_ms: float
     without_ms: float
     low_ms: float
-    """So much slower with them at least, by a 95 % interval; negative: faster."""
+    """Lower bound of how much slower batches are with the rungs, by a 95 % interval; negative: faster."""
     high_ms: float
     n: int
-    """Batches of either kind."""
+    """Batches of each kind."""
 
     @property
     def is_slower(self) -> bool:
@@ -54,8 +54,8 @@ class Comparison:
 def is_suspicious(seen: Sequence[Timed], promised: Rehearsed, first_size: int) -> bool:
     """Whether batches take clearly longer than the first one did in the rehearsal.
 
-    A batch larger than that one may take longer in proportion; a smaller one is granted the same. Not told by single
-    pauses, nor by a device's queue that had to fill first: both the median and the mean must be too long.
+    A larger batch may take proportionally longer; a smaller one is allowed the same time. Single pauses do not count,
+    nor does a device queue that had to fill first: both the median and the mean must be too long.
     """
     if not promised.of_batch or promised.changed_ms is None or promised.eager_ms is None or len(seen) < FEWEST:
         return False
@@ -65,10 +65,10 @@ def is_suspicious(seen: Sequence[Timed], promised: Rehearsed, first_size: int) -
 
 
 def compare(with_it: Sequence[Timed], without: Sequence[Timed]) -> Comparison | None:
-    """Hold batches with a rung against batches without it; None where they are too few.
+    """Compare batches with a rung to batches without it; None if there are too few.
 
-    Where batches differ in size, they are also compared as if each took time in proportion to it. What is true lies
-    between both, so the comparison that is less against the rung counts.
+    If batches differ in size, they are also compared with times scaled in proportion to size. The truth lies between
+    the two, so the comparison more favorable to the rung counts.
     """
     if min(len(with_it), len(without)) < FEWEST:
         return None
@@ -82,7 +82,7 @@ def compare(with_it: Sequence[Timed], without: Sequence[Timed]) -> Comparison | 
 
 
 def _compare_ms(with_ms: Sequence[float], without_ms: Sequence[float]) -> Comparison:
-    """By the interval of Hodges and Lehmann for a shift, which single pauses do not move."""
+    """Uses the Hodges-Lehmann interval for a shift, which is robust to single pauses."""
     differences = sorted(a - b for a in with_ms for b in without_ms)
     n, m = len(with_ms), len(without_ms)
     beyond = max(0, math.floor(n * m / 2 - 0.5 - 1.96 * math.sqrt(n * m * (n + m + 1) / 12)))

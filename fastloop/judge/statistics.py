@@ -1,8 +1,8 @@
-"""The statistics of an experiment: plain numbers in, plain numbers out. ``None`` = the data cannot tell.
+"""The statistics of an experiment: plain numbers in, plain numbers out. ``None`` = the data do not suffice.
 
-The run is the unit, never the step: steps of one run share its machine, its seed and its luck. Everything is done on
-log(samples per second), so that a ratio is a difference and its interval is the same read from either side. Error
-rates and power of all this are simulated in tests/judge/test_judge.py.
+The unit of observation is the run, never the step: steps of one run share its machine, its seed and its luck. All
+computations use log(samples per second), so that a ratio becomes a difference and its interval is symmetric between the
+arms. tests/judge/test_judge.py simulates error rates and power.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import numpy
 from scipy.special import stdtrit
 
 Runs = int | Literal["auto"]
-"""Of each arm: a number, or as many as it takes, judged at the planned looks."""
+"""Runs per arm: a number, or as many as needed, judged at the planned looks."""
 
 ALPHA = 0.05
-"""How often an experiment may name a difference that is none: once in twenty, whatever it compares and looks at."""
+"""An experiment may report a nonexistent difference once in twenty, over all its comparisons and looks."""
 
 POWER = 0.8
-"""How often a difference of the smallest visible size is seen."""
+"""The probability of detecting a difference of the smallest visible size."""
 
 LOOKS = (3, 5, 7, 10)
-"""Rounds after which ``auto`` may judge. Judging after every round from 3 to 10 would cry wolf 16 times in 100."""
+"""Rounds after which ``auto`` may judge. Judging after every round from 3 to 10 would give 16 false alarms in 100."""
 
 LOOKS_FASTER = 0.90
-"""One-sided confidence at which a screen keeps a change: one idle change in ten gets through, to be caught by the
-fresh experiment at the end, and few real ones are lost to two pairs of runs."""
+"""One-sided confidence at which a screen keeps a change: one useless change in ten passes, to be caught by the fresh
+experiment at the end, while few real gains are lost with only two pairs of runs."""
 
 _LEAST_SD = 1e-9
-"""Spread below which rates are equal but for rounding."""
+"""Below this spread, rates are equal except for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Effect:
     log_ratio: float
     """log(rate of the arm / rate of the base)."""
     se: float
-    """Standard error of it."""
+    """Its standard error."""
     dof: int
     """Degrees of freedom behind it."""
     sd: float
@@ -56,10 +56,10 @@ class Effect:
 
 
 def order(arms: int, rounds: int, seed: int) -> tuple[tuple[int, ...], ...]:
-    """Which arm runs when: each round has every arm once; rounds come in pairs, a random order and its reverse.
+    """The order of the runs: each round has every arm once; rounds come in pairs, a random order and its reverse.
 
-    A drift in a straight line therefore cancels within each pair. More rounds continue a shorter plan of the same
-    seed, so an experiment can be resumed and prolonged.
+    A linear drift therefore cancels within each pair. A longer plan starts with the shorter plan of the same seed, so
+    an experiment can be resumed and extended.
     """
     dice = random.Random(seed)
     plan: list[tuple[int, ...]] = []
@@ -76,11 +76,11 @@ def effect(
 
     Args:
         base: samples per second of the base's runs, at least one, all above 0; ``arm`` likewise.
-        base_places: where each of them stood among all runs of the experiment; ``arm_places`` likewise.
+        base_places: position of each run among all runs of the experiment; ``arm_places`` likewise.
 
-    The arms may have different numbers of runs. Returns None below one degree of freedom, and where order and arm are
-    one and the same (each arm's runs all at one place, the arms' places apart). Where all runs have one place, the
-    order is unknown and left out, which gives one degree of freedom more.
+    The arms may have different numbers of runs. Returns None below one degree of freedom, and if order and arm are
+    confounded (all runs of each arm at one place, different for each arm). If all runs share one place, the order is
+    unknown and left out, which adds one degree of freedom.
     """
     if len(base) != len(base_places) or len(arm) != len(arm_places) or not base or not arm:
         raise ValueError("every run needs a rate and a place, and every arm a run")
@@ -98,13 +98,13 @@ def effect(
 
 
 def interval(effect: Effect, alpha: float = ALPHA) -> tuple[float, float]:
-    """Of the ratio: it misses the truth ``alpha`` of the time, half of that on either side."""
+    """Confidence interval of the ratio: it misses the truth with probability ``alpha``, half of that on either side."""
     reach = _t(effect.dof, 1 - alpha / 2) * effect.se
     return _exp(effect.log_ratio - reach), _exp(effect.log_ratio + reach)
 
 
 def mde_pct(sd: float, n_a: int, n_b: int, dof: int, alpha: float = ALPHA) -> float:
-    """Smallest speed-up, in percent, that ``n_a`` against ``n_b`` runs show with the probability ``POWER``.
+    """Smallest speedup, in percent, that ``n_a`` against ``n_b`` runs detect with probability ``POWER``.
 
     ``(t(1 - alpha/2) + t(POWER)) * sd * sqrt(1/n_a + 1/n_b)`` on the logarithmic scale.
     """
@@ -114,27 +114,27 @@ def mde_pct(sd: float, n_a: int, n_b: int, dof: int, alpha: float = ALPHA) -> fl
 def error_rate(runs: Runs, arms: int = 1) -> float:
     """The error rate of one comparison at one look.
 
-    ``ALPHA`` is shared out in equal parts over the arms that meet the base and, with ``auto``, over its looks
-    (Bonferroni): however they hang together, all of them are right at once at least 1 - ``ALPHA`` of the time.
+    ``ALPHA`` is divided equally among the arms compared with the base and, with ``auto``, among its looks (Bonferroni):
+    however they are correlated, all comparisons are right at once with probability at least 1 - ``ALPHA``.
     """
     return ALPHA / arms / (len(LOOKS) if runs == "auto" else 1)
 
 
 def due(rounds: int, runs: Runs) -> bool:
-    """Whether to judge after so many finished rounds."""
+    """Whether to judge after this many finished rounds."""
     return rounds in LOOKS if runs == "auto" else rounds == runs
 
 
 def most_rounds(runs: Runs) -> int:
-    """Rounds after which the experiment ends in any case."""
+    """The largest number of rounds in an experiment."""
     return LOOKS[-1] if runs == "auto" else runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Spread from run to run, gathered over several screens too short to know it by themselves.
+    """Run-to-run spread, pooled over several screens that are each too short to estimate it.
 
-    It takes for granted that the arms spread alike, in percent. Two plain numbers, to be written down and resumed.
+    Assumes that all arms have the same spread, in percent. Two plain numbers, easy to save and resume.
     """
 
     squares: float = 0.0
@@ -143,13 +143,13 @@ class Pool:
 
     @property
     def sd(self) -> float | None:
-        """Of log(rate) of one run; None as long as nothing is known."""
+        """Standard deviation of log(rate) of one run; None if unknown."""
         return max(math.sqrt(self.squares / self.dof), _LEAST_SD) if self.dof else None
 
     def plus(self, pairs: Sequence[tuple[float, float]]) -> Pool:
-        """With the spread among the log ratios of one screen's pairs: half their variance is that of a run.
+        """Add the spread among the log ratios of one screen's pairs: half their variance is that of a run.
 
-        A drift adds to it, as neighbouring pairs run in opposite order: screens get more careful, not bolder.
+        A drift increases it, because neighboring pairs run in opposite order: this makes screens more conservative.
         """
         dof = len(pairs) - 1
         if dof < 1:
@@ -158,14 +158,14 @@ class Pool:
 
 
 def screen(pairs: Sequence[tuple[float, float]], pool: Pool) -> Effect | None:
-    """A quick look at one change: a few pairs of neighbouring runs, the spread pooled with that of earlier screens.
+    """A quick look at one change: a few pairs of neighboring runs, with the spread pooled from earlier screens.
 
     Args:
         pairs: (base, arm) samples per second, run in alternating order: A B, B A (``order(2, 2, seed)``).
-        pool: of what was run before, without these pairs; ``pool.plus(pairs)`` is the one for the next screen.
+        pool: spread of earlier runs, without these pairs; ``pool.plus(pairs)`` is the one for the next screen.
 
-    Returns None without pairs, and where neither pairs nor pool tell the spread. Kept winners look better than they
-    are: what a climb claims in the end comes from a fresh experiment.
+    Returns None without pairs, or if neither pairs nor pool determine the spread. Selected winners look better than
+    they are, so a climb's final claim comes from a fresh experiment.
     """
     sd, dof = pool.plus(pairs).sd, pool.plus(pairs).dof
     if not pairs or sd is None:
@@ -181,7 +181,7 @@ def looks_faster(effect: Effect | None) -> bool:
 def mean_gap_interval(gaps: Sequence[float], level: float = 0.90) -> tuple[float, float] | None:
     """t interval of the mean of ``gaps``, in their unit; None for fewer than two.
 
-    Meant for the loss gate: one gap per seed, arm minus base, seeds paired.
+    For the loss gate: one gap per seed, arm minus base, seeds paired.
     """
     if len(gaps) < 2:
         return None
@@ -200,5 +200,5 @@ def _t(dof: int, probability: float) -> float:
 
 
 def _exp(log: float) -> float:
-    """exp, without an overflow for an interval that says nothing."""
+    """exp, without overflow for an uninformative interval."""
     return math.exp(min(log, 700.0))

@@ -1,6 +1,6 @@
-"""From the runs of two arms and their parity to a verdict in one sentence.
+"""Turns the runs of two arms and their parity into a verdict in one sentence.
 
-No speed is claimed with too few runs, without a changed rung that took, or where the arms are not the same training;
+It claims no speed if there are too few runs, no changed rung took effect, or the arms are not the same training;
 "inconclusive" is a fine answer. Several arms against one base share the error rate (``statistics.error_rate``): of
 twenty experiments in which nothing differs, one reports a difference, however many arms they have.
 """
@@ -15,9 +15,9 @@ from fastloop.judge.statistics import ALPHA, Effect, effect, interval, mde_pct
 from fastloop.records.experiment import Comparison, Judged, Outcome, Sample, choose_digits
 
 LEAST_RUNS = 3
-"""Of each arm. A spread estimated from two says nothing."""
+"""Runs per arm. A spread estimated from two runs is meaningless."""
 WIDE = 10
-"""From here on an end of an interval has three digits in all."""
+"""From this value on, an end of an interval is printed with three significant digits."""
 
 
 def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0, alpha: float = ALPHA) -> Comparison:
@@ -27,7 +27,7 @@ def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0
         base: finished runs of the base. A run without a positive rate counts as lost.
         parity: whether the two are the same training.
         band_pct: differences within plus or minus this count as none. ``no_difference`` needs the whole interval inside
-            it; a difference that is certain is named, however small.
+            it; a certain difference is reported, however small.
         alpha: how often the interval may miss the truth (``statistics.error_rate``).
     """
     bases, arms = _Runs.of(base), _Runs.of(arm)
@@ -57,9 +57,9 @@ def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0
 
 
 def nothing_took(base: Sample, arm: Sample) -> str | None:
-    """Why these two are one and the same arm although their rungs differ; None where something does differ.
+    """Why the two arms are effectively the same although their rungs differ; None if something does differ.
 
-    A rung that the arm switches off counts where it took in the base. Without a finished run of both nothing is known.
+    A rung that the arm switches off counts if it took effect in the base. Returns None unless both have a finished run.
     """
     if not base.samples_per_s or not arm.samples_per_s:
         return None
@@ -69,7 +69,7 @@ def nothing_took(base: Sample, arm: Sample) -> str | None:
 
 
 def final(comparisons: Sequence[Comparison], hopeless: Collection[str] = ()) -> bool:
-    """Whether an experiment may end at this look: more runs would settle nothing.
+    """Whether an experiment may end at this look, because more runs would not settle anything.
 
     Args:
         hopeless: arms that no number of runs can decide (``nothing_took``, or nothing left to run). A failed parity
@@ -79,16 +79,16 @@ def final(comparisons: Sequence[Comparison], hopeless: Collection[str] = ()) -> 
 
 
 def _settled(one: Comparison) -> bool:
-    """Decided; and a faster arm's losses have been told from the base's, which takes runs too."""
+    """Whether it is decided; for a faster arm, the loss gate must also be decided, which takes runs too."""
     waits = one.verdict == "faster" and "loss" in one.parity.undecided
     return one.verdict != "inconclusive" and not waits
 
 
 def exit_code(comparisons: Sequence[Comparison], failed: bool) -> int:
-    """1 a run failed, 3 parity failed, 4 inconclusive, 0 otherwise; the first that holds for any arm.
+    """1 a run failed, 3 parity failed, 4 inconclusive, 0 otherwise; the first that applies to any arm.
 
-    A faster arm is inconclusive too where a gate had to tell whether it is the same training, and did not; one without
-    a difference, where its gradient could not be compared. A slower one is out either way.
+    A faster arm is also inconclusive if a required gate did not decide whether it is the same training; an arm without
+    a difference, if its gradient could not be compared. A slower one is rejected either way.
     """
     if failed:
         return 1
@@ -119,7 +119,7 @@ class _Runs:
 
 
 def _plain_ratio(base: _Runs, arm: _Runs) -> float | None:
-    """Of geometric means: all that one run of each can give."""
+    """Ratio of geometric means: all that one run of each can give."""
     if not base.rates or not arm.rates:
         return None
     means = [math.fsum(map(math.log, runs.rates)) / len(runs.rates) for runs in (base, arm)]
@@ -136,7 +136,7 @@ def _verdict(ci95: tuple[float, float] | None, band_pct: float) -> Judged:
 
 
 def _against(bases: _Runs, arms: _Runs, judged: Effect | None, idle: str | None, parity: Outcome) -> list[str]:
-    """What forbids a verdict, the gravest first."""
+    """Reasons why there can be no verdict, most serious first."""
     found = []
     if parity.passed is False:
         gates = [f"{gate.name} failed: {gate.why}" for gate in parity.gates if gate.passed is False]
@@ -149,7 +149,7 @@ def _against(bases: _Runs, arms: _Runs, judged: Effect | None, idle: str | None,
 
 
 def _notes(base: Sample, arm: Sample, parity: Outcome) -> list[str]:
-    """What a reader of a verdict must know besides."""
+    """Further notes that a reader of a verdict needs."""
     took = _took(base, arm)
     idle = [rung for rung in arm.changed_rungs if rung not in took]
     notes = [f"no credit to {_reasons(base, arm, idle)}"] if idle else []
@@ -172,7 +172,7 @@ def _count(base: _Runs, arm: _Runs) -> str:
 
 
 def _figures(verdict: Judged, ratio: float | None, ci95: tuple[float, float] | None, alpha: float, count: str) -> str:
-    """The ratio with its interval; where that decides nothing, it alone: its middle would pass for a claim."""
+    """The ratio with its interval; only the interval if undecided, because the ratio would look like a claim."""
     if ratio is None or ci95 is None:
         return ""
     digits = choose_digits(ci95)

@@ -1,1 +1,1 @@
-"""The records that travel between the stages, and the store that writes and reads them. Free of torch and Lightning."""
+"""The records that the stages exchange, and the store that writes and reads them. Free of torch and Lightning."""

@@ -1,4 +1,4 @@
-"""What a climb writes down: its attempts, what a step costs, and where it came to. ``None`` = not known."""
+"""The records of a climb: its attempts, the costs of a step, and the result. ``None`` = unknown."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fastloop.records.store import SCHEMA
 
 End = Literal["kept", "small", "not_faster", "odd", "undecided", "parity", "crashed", "inactive", "class", "needed"]
 """How an attempt ended. small: predicted to save too little; odd: its pairs of runs contradict each other; undecided:
-gates that could have judged it did not; parity: another training; inactive: the rung does not apply or had no effect;
+gates that could have decided did not; parity: the training changed; inactive: the rung does not apply or had no effect;
 class: it changes the training, which was not allowed; needed: without this rung the stack is slower."""
 NO_ANSWER: tuple[End, ...] = ("odd", "undecided")
 TOP = "_top"
-"""After the name of a ceiling in ``ceilings_notes``: a ceiling of the top, not of the start."""
+"""Suffix of a ceiling's name in ``ceilings_notes``, marking a ceiling of the top, not of the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,35 +25,35 @@ class Costs:
     """What one optimizer step of a stack of rungs costs. None = not measured."""
 
     now_ms: float
-    """As it is, in the long run: samples of a step / samples per second."""
+    """The unchanged step, averaged over a long run: samples per step / samples per second."""
     outside_ms: float = 0.0
-    """Of it, what is neither loading nor computing: validation, checkpoints, the gap between epochs."""
+    """Its share outside loading and computing: validation, checkpoints, the gap between epochs."""
     gap_ms: float = 0.0
-    """Of that, the gap between epochs, in which workers are started anew."""
+    """The part of ``outside_ms`` spent between epochs, when workers are restarted."""
     replayed_ms: float | None = None
-    """Without loading, the rest as it is; where workers load, with them beside: they take CPUs from it."""
+    """Without loading, all else unchanged; if workers load, they keep running, because they take CPUs from the step."""
     resident_ms: float | None = None
     """Without loading and copies."""
     alone_ms: float | None = None
     """Without loading and the exchange of gradients."""
     loader_ms: float | None = None
-    """Loading alone, as fast as it goes."""
+    """Loading alone, at full speed."""
     workers: int = 0
-    """Processes that load beside the training; 0: its own thread loads."""
+    """Worker processes that load alongside the training; 0: the training thread loads."""
     mfu: float | None = None
-    """Work of the model in ``replayed_ms`` over what the device could do at most, 0 to 1."""
+    """The model's work in ``replayed_ms`` divided by the most the device could do, 0 to 1."""
     launch_bound: bool | None = None
     """The device waits for launches in ``replayed_ms``."""
     copies_ms: float | None = None
-    """Copies to the device, as the parts of the step show them."""
+    """Copies to the device, from the parts of the step."""
     fill_read: bool = False
-    """What lies ready in the queues of its workers can be read."""
+    """Whether the batches waiting in its workers' queues can be counted."""
     loaders_ms: tuple[tuple[int, float], ...] = ()
-    """Loading alone by number of workers, as far as that was measured."""
+    """Loading alone by number of workers, for the numbers that were measured."""
 
     @property
     def beside(self) -> bool:
-        """Loading and training overlap."""
+        """Whether loading and training overlap."""
         return self.workers > 0
 
     @property
@@ -76,15 +76,15 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One rung that was tried. Times in milliseconds of an optimizer step."""
+    """One rung that was tried. Times are milliseconds per optimizer step."""
 
     rung: str = "n/a"
-    """Several: joined by ``+``."""
+    """Several rungs are joined by ``+``."""
     family: str | None = None
     patch: Patch = field(default_factory=dict)
-    """What switches it on: ``{"rungs": {rung: settings}}``."""
+    """The patch that enables it: ``{"rungs": {rung: settings}}``."""
     key: str | None = field(default=None, metadata={"json": "try"})
-    """What was tried, such as ``workers-persistent``; an older file lacks it."""
+    """What was tried, such as ``workers-persistent``; missing in older files."""
     step_ms_before: float | None = None
     step_ms_after: float | None = None
     predicted_saved_ms: float | None = None
@@ -96,14 +96,14 @@ class Attempt:
     why: str = ""
     parity: Outcome = field(default_factory=Outcome)
     tuned: Mapping[str, int] | None = None
-    """Numbers that were searched for: ``{"rungs.workers.count": 8}``."""
+    """Numbers found by a search: ``{"rungs.workers.count": 8}``."""
     runs: int = 0
-    """Of each side of its screen."""
+    """Runs on each side of its screen."""
     rates: Rates = field(default_factory=Rates)
     at: int = 0
-    """Rungs that had been kept before it."""
+    """Number of rungs kept before it."""
     costs: Costs | None = None
-    """Of the stack with it, where it was kept."""
+    """Costs of the stack including it, if it was kept."""
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ class Attempt:
 
     @property
     def takes_away(self) -> bool:
-        """It was to find out whether the stack is slower without a rung."""
+        """Whether it tested if the stack is slower without a rung."""
         return any(settings.get("enabled") is False for settings in self.patch.get("rungs", {}).values())
 
 
@@ -123,7 +123,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Confirmation(Comparison):
-    """The top against the start in fresh runs: the figures of its ``comparison.json``."""
+    """Fresh runs of the top against the start: the figures of its ``comparison.json``."""
 
     arm: str = field(default="", metadata={"json": None})
     alpha: float = field(default=0.05, metadata={"json": None})
@@ -144,17 +144,17 @@ class ClimbFile:
     naive: Speed = field(default_factory=Speed)
     """The start: the training as it was."""
     ceilings_samples_per_s: Mapping[str, float | None] = field(default_factory=dict)
-    """Of the start, with costs taken away."""
+    """Rates of the start with costs removed."""
     ceilings_top_samples_per_s: Mapping[str, float | None] = field(default_factory=dict)
     ceilings_notes: Mapping[str, str] = field(default_factory=dict)
-    """How a ceiling came about that no trial has measured."""
+    """Origin of each ceiling that no trial measured."""
     ladders_samples_per_s: Mapping[str, float | None] = field(default_factory=dict)
-    """Of the start with a shipped ladder, in one run."""
+    """Rates of the start with a shipped ladder, from one run."""
     rungs: tuple[Attempt, ...] = ()
     stack: Patch = field(default_factory=dict)
     top: Speed = field(default_factory=Speed)
     stopped: str | None = None
-    """Why it ended."""
+    """Why the climb ended."""
     confirmed: Confirmation | None = None
     allow: tuple[str, ...] = ()
     config_sha256: str | None = None
@@ -165,17 +165,17 @@ class ClimbFile:
 
 
 def count_kept(attempts: Iterable[Attempt]) -> int:
-    """The height of a climb: attempts that put something on the stack."""
+    """The height of a climb: attempts that added something to the stack."""
     return sum(each.kept and not each.takes_away for each in attempts)
 
 
 def select_broken(attempts: Iterable[Attempt]) -> list[Attempt]:
-    """The rungs that were faster, and yet rolled back: the training was not the same any more."""
+    """The rungs that were faster but were rolled back because the training was no longer the same."""
     lost = (each for each in attempts if not each.kept and each.parity.passed is False)
     return [each for each in lost if (each.measured_saved_ms or 0.0) > 0]
 
 
 def select_unanswered(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The attempts that gave no answer, and were not made again with one."""
+    """The attempts that gave no answer and were not repeated with one."""
     latest = {each.key or number: each for number, each in enumerate(attempts)}
     return [each for each in latest.values() if each.ended in NO_ANSWER]

@@ -1,4 +1,4 @@
-"""What an experiment of several arms found. Free of torch and Lightning; ``None`` = not known."""
+"""Results of an experiment with several arms. Free of torch and Lightning; ``None`` = unknown."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Sample:
     name: str
     samples_per_s: tuple[float, ...] = ()
     places: tuple[int, ...] = ()
-    """Where each of these runs stood in the order of all runs of the experiment, from 0."""
+    """Position of each run in the order of all runs of the experiment, from 0."""
     active_rungs: tuple[str, ...] = ()
-    """Enabled rungs that took in every run."""
+    """Enabled rungs that took effect in every run."""
     inactive_rungs: Mapping[str, str] = field(default_factory=dict)
-    """Enabled rungs that did not, and why."""
+    """The other enabled rungs, with the reason."""
     changed_rungs: tuple[str, ...] = ()
     """Rungs whose settings differ from the base's."""
     changes_more: bool = False
-    """Something else than rungs differs from the base."""
+    """Whether the arm differs from the base in more than rungs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,26 +37,26 @@ class Gate:
     name: str
     """ledger, gradient or loss."""
     passed: bool | None
-    """None: it could not tell."""
+    """None: undecided."""
     why: str
     deviation: float | None = None
-    """The largest deviation seen: of the gradient, its norm over that of the base's; of the loss, in percent of it,
-    below 0 where the arm's is the lower one."""
+    """The largest deviation measured. For the gradient, the norm of the difference over the norm of the base's
+    gradient; for the loss, in percent of the loss, negative if the arm's loss is lower."""
     limit: float | None = None
-    """The deviation that would fail, in the same unit."""
+    """A larger deviation fails the gate; same unit."""
     visible: float | None = None
-    """The smallest deviation that would have been seen, in the same unit."""
+    """The smallest deviation that the gate could have detected; same unit."""
     detail: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_testable(self) -> bool:
-        """False where nothing can test it here, however many runs there are."""
+        """False if the gate cannot be tested here, no matter how many runs there are."""
         return self.detail.get("testable") is not False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Whether two arms are the same training, as far as the plan promises it and the gates can tell."""
+    """Whether two arms are the same training, within what the plan promises and the gates can detect."""
 
     computed: ClassVar[tuple[str, ...]] = ("undecided",)
 
@@ -67,8 +67,9 @@ class Outcome:
 
     @property
     def undecided(self) -> tuple[str, ...]:
-        """Names of the gates that have to decide and did not: their trial failed, or there were too few runs. Not those
-        that nothing can test here, but for the gradient of an arm that rounds or regroups: nothing stands in for it."""
+        """Names of the gates that must decide but did not, because their trial failed or there were too few runs. Gates
+        that cannot be tested here are left out, except the gradient gate if the arm rounds or regroups, because no
+        other gate can replace it."""
         needed = "gradient" if self.parity_class == "approximate" else None
         return tuple(
             gate.name for gate in self.gates if gate.passed is None and (gate.is_testable or gate.name == needed)
@@ -81,23 +82,23 @@ class Comparison:
 
     arm: str = ""
     ratio: float | None = None
-    """Samples per second of the arm over the base's; drift of the machine taken out."""
+    """Samples per second of the arm divided by the base's, corrected for drift of the machine."""
     ci95: tuple[float, float] | None = None
-    """Interval of the ratio; at a stricter level where the experiment has several arms or could have ended early."""
+    """Confidence interval of the ratio; above 95 % if there are several arms or an early end was possible."""
     mde_pct: float | None = None
-    """The smallest difference that this many runs would have shown, four times out of five."""
+    """Minimum detectable effect: the smallest difference that this many runs would show four times out of five."""
     verdict: Judged = "inconclusive"
     why: str = ""
-    """In one sentence."""
+    """The reason, in one sentence."""
     alpha: float = 0.05
-    """The error rate that this verdict was given at."""
+    """The error rate of this verdict."""
     runs: int = 0
-    """Per arm."""
+    """Runs per arm."""
     parity: Outcome = field(default_factory=Outcome)
 
 
 def choose_digits(ends: tuple[float, float] | None) -> int:
-    """Decimals of an interval: two, or more where rounding would make both ends one, or hide that 1 lies outside."""
+    """Decimals for an interval: two, or more if rounding would make both ends equal or hide that 1 lies outside."""
     if ends is None:
         return 2
     is_outside = ends[0] > 1 or ends[1] < 1
@@ -110,7 +111,7 @@ def choose_digits(ends: tuple[float, float] | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What runs ran on."""
+    """The hardware and software of the runs."""
 
     device_name: str | None = None
     devices: int | None = None
@@ -122,7 +123,7 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Passport:
-    """What one experiment on a rung alone has found of its numerics. Deviations are shares of the gradient's norm, or
+    """Numerical results of one experiment on a single rung. Deviations are relative to the gradient's norm, or in
     percent of the loss."""
 
     rung: str = ""
@@ -131,17 +132,17 @@ class Passport:
     why: str = ""
     gradient_deviation: float | None = None
     gradient_visible: float | None = None
-    """The smallest that would have been seen."""
+    """The smallest deviation that would have been detected."""
     loss_deviation_pct: float | None = None
     loss_visible_pct: float | None = None
     precision: str | None = None
-    """The coarsest arithmetic of either arm."""
+    """The coarsest arithmetic in either arm."""
     gates: tuple[Gate, ...] = ()
     environment: Hardware = field(default_factory=Hardware)
     runs: int = 0
-    """Of the arm."""
+    """Runs of the arm."""
     name: str = ""
-    """Of the training."""
+    """Name of the training."""
     run_dir: str | None = None
     date: str | None = None
 
@@ -157,34 +158,34 @@ class PassportsFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """``experiment.json``: what the runs in a directory are runs of."""
+    """``experiment.json``: the experiment that the runs in a directory belong to."""
 
     schema: ClassVar[int] = SCHEMA
     base: str | None = None
     script: str | None = None
     vs_commit: str | None = None
-    """As it was written; the commit's hash is among the sources."""
+    """As the user wrote it; the commit's hash is in ``sources``."""
     runs: int | Literal["auto"] | None = None
     steps: int | None = None
     aa: bool = False
     band_pct: float | None = None
     arms: tuple[str, ...] = ()
-    """Their names, the base first."""
+    """Names of the arms, the base first."""
     options: str | None = None
-    """Fingerprint of the options that may hold secrets."""
+    """Fingerprint of the options that may contain secrets."""
     configs: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of the configurations, by arm."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of recipes, scripts and what they read, by file."""
+    """Fingerprints of recipes, scripts and the files they read, by file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmResult:
-    """One arm: its runs, which of its rungs took effect, and what it needs (medians)."""
+    """One arm: its runs, the rungs that took effect, and its resource use (medians)."""
 
     name: str
     runs: int = 0
-    """That have a rate."""
+    """Runs that have a rate."""
     samples_per_s: tuple[float, ...] = ()
     places: tuple[int, ...] = ()
     seeds: tuple[int, ...] = ()
@@ -196,7 +197,7 @@ class ArmResult:
     peak_gib: float | None = None
     global_batch: float | None = None
     failed: str | None = None
-    """Why it has no more runs."""
+    """Why the arm has no more runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +208,7 @@ class FailedRun:
     run: str | int | None = None
     cause: str | None = None
     rank: int | None = None
-    """The one to blame, where that is exactly one."""
+    """The rank that caused the failure; None unless exactly one did."""
     last_step: int | None = None
     tail: str = ""
     """The end of its stderr."""
@@ -215,7 +216,7 @@ class FailedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentResult:
-    """``comparison.json``. Ratio, interval, verdict and parity of the first arm stand at the top as well."""
+    """``comparison.json``. The first arm's ratio, interval, verdict and parity also appear at the top level."""
 
     schema: ClassVar[int] = SCHEMA
     computed: ClassVar[tuple[str, ...]] = ("ratio", "ci95", "verdict", "parity")
@@ -223,14 +224,14 @@ class ExperimentResult:
     run_dir: str = ""
     name: str = ""
     steps: int | None = None
-    """Of each run of the base."""
+    """Steps of each run of the base."""
     warmup_steps: int | None = None
     band_pct: float = 3.0
-    """Differences within plus or minus this count as none."""
+    """Differences within plus or minus this many percent count as no difference."""
     order: tuple[str, ...] = ()
     """The arm of each run, in the order they ran."""
     config_diff: Mapping[str, tuple[tuple[str, Any, Any], ...]] = field(default_factory=dict)
-    """Of each arm: key, the base's value and its own."""
+    """For each arm: key, the base's value and the arm's value."""
     arms: tuple[ArmResult, ...] = ()
     """The base first."""
     comparisons: tuple[Comparison, ...] = ()

@@ -1,4 +1,4 @@
-"""What a plan may look at: the machine, the run, the model and its train loader. Free of torch and Lightning."""
+"""The facts that a plan may use: the machine, the run, the model and its train loader. Free of torch and Lightning."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from fastloop.records.images import ImageFacts
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixFacts:
-    """The part of a dataset's work that is the same each time: what could be kept of each sample."""
+    """The deterministic first part of a dataset's work, whose result could be cached for each sample."""
 
     what: str
-    """In words: decoded images, or what which method returns."""
+    """Description: decoded images, or the method whose return value is cached."""
     dataset: str
-    """Its class, and where its files lie if that is known."""
+    """The dataset's class, and the location of its files if known."""
     fingerprint: str
-    """Of that work, in hexadecimal digits."""
+    """Fingerprint of that work, in hexadecimal digits."""
     samples: int
-    """Different ones, at most."""
+    """Upper limit on the number of distinct samples."""
     sample_bytes: int | None = None
-    """Mean bytes of what is kept of a sample; None where that is not known before one is made."""
+    """Mean cached bytes per sample; None if unknown until a sample has been made."""
     names_files: bool = True
-    """It is known which files a sample is made of, so that a changed one is noticed."""
+    """Whether the files behind each sample are known, so that a changed file is noticed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderFacts:
-    """What the train loader is, read without taking a sample from it."""
+    """Properties of the train loader, read without taking a sample from it."""
 
     kind: str
     """Class name of the loader."""
@@ -40,87 +40,87 @@ class LoaderFacts:
     num_workers: int = 0
     pin_memory: bool = False
     batch_size: int | None = None
-    """Samples a batch; None where the loader does not batch or a custom batch sampler decides."""
+    """Samples per batch; None if the loader does not batch or a custom batch sampler decides."""
     batches: int | None = None
-    """Batches an epoch on this rank; None where the loader has no length."""
+    """Batches per epoch on this rank; None if the loader has no length."""
     auto_collates: bool = True
-    """False for ``batch_size=None``: the dataset hands out whole batches."""
+    """False for ``batch_size=None``: the dataset returns whole batches."""
     custom_collate: bool = False
     start_method: str = "fork"
     persistent_workers: bool = False
     stateful: bool = False
-    """It can say where it stands (``state_dict``), so a run may resume mid-epoch."""
+    """Whether it can save its position (``state_dict``), so that a run may resume mid-epoch."""
     draws_random: tuple[str, ...] = ()
-    """Places in the dataset that draw random numbers, as far as reading its code shows."""
+    """Places in the dataset that draw random numbers, as found by reading its code."""
     shared_draws: tuple[str, ...] = ()
-    """Those of them that cannot be given a generator for each thread."""
+    """The subset of them that cannot get one generator per thread."""
     worker_hazards: tuple[str, ...] = ()
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
     sampler_hazards: tuple[str, ...] = ()
-    """Why the sampler would draw other samples if it were asked ahead of the training: it looks at it."""
+    """Why the sampler would draw other samples if it ran ahead of the training: it depends on the training's state."""
     sampler_draws: tuple[str, ...] = ()
-    """The sampler's functions that draw from everybody's random numbers between two indices."""
+    """The sampler's functions that draw from the global random streams between two indices."""
     place_lost: str | None = None
-    """Why a run resumed in mid-epoch starts that epoch over; None where it goes on."""
+    """Why a run that resumes mid-epoch would restart that epoch; None if it continues."""
     thread_hazards: tuple[str, ...] = ()
-    """Why several threads of this process could get other samples from the dataset than one does."""
+    """Why several threads of this process could get different samples from the dataset than one thread."""
     may_change: tuple[str, ...] = ()
-    """What may change the dataset between epochs, as far as code shows; empty: nothing does."""
+    """What may change the dataset between epochs, as found by reading code; empty if nothing does."""
     own_iterator: bool = False
-    """Its class makes iterators of its own, whose batches pass through code of the class."""
+    """Its class returns custom iterators, so batches pass through code of that class."""
     unpicklable: str | None = None
-    """Attribute path of what cannot travel to a spawned worker."""
+    """Attribute path of an object that cannot be pickled for a spawned worker."""
     sample_bytes: int | None = None
-    """Bytes of one sample, where its tensors are there already or a dry run looked at one."""
+    """Bytes per sample, if its tensors already exist or a dry run measured one."""
     long_lists: tuple[str, ...] = ()
-    """Containers in the dataset of which each forked worker would get a copy by and by."""
+    """Containers in the dataset that each forked worker would gradually copy."""
     packable: int = 0
-    """Samples whose list could be packed into arrays that workers share; 0 where that is not worth it."""
+    """Samples whose list could be packed into arrays shared by workers; 0 if not worthwhile."""
     images: ImageFacts | str = "the dataset was not inspected"
-    """What happens to each file of a dataset of images; or why it is none."""
+    """The processing of each file of an image dataset; or why the dataset is not one."""
     prefix: PrefixFacts | str = "the dataset was not inspected"
-    """What could be kept of each sample; or why nothing can."""
+    """The part of each sample that could be cached; or why there is none."""
     engine: str | None = None
-    """What loads in place of the DataLoader, as an earlier rung has it: DALI, threads."""
+    """What an earlier rung uses to load instead of the DataLoader: DALI, threads."""
     on_device: bool = False
-    """Its batches come on the device already."""
+    """Its batches already arrive on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything ``plan`` may look at. ``plan`` is a pure function of it."""
+    """Everything ``plan`` may use. ``plan`` is a pure function of it."""
 
     # the machine
     cpu_count: int = 1
-    """CPUs this process may use: affinity and cgroup quota, whichever is smaller."""
+    """CPUs this process may use: the smaller of affinity and cgroup quota."""
     local_ranks: int = 1
     """Training processes that share those CPUs."""
     shm_free_bytes: int | None = None
-    """Room in ``/dev/shm`` for batches on their way from workers; None where there is none, or it is not known."""
+    """Free space in ``/dev/shm`` for batches sent by workers; None if it does not exist or is unknown."""
     memory_free_bytes: int | None = None
-    """Memory that this process may still take; None where it is not known."""
+    """Memory that this process may still allocate; None if unknown."""
     disk_free_bytes: int | None = None
-    """Room on the disk that holds the user's cache directory; None where it is not known."""
+    """Free space on the disk that holds the user's cache directory; None if unknown."""
     no_sockets_in: str | None = None
-    """The directory for temporary files, where its path is too long for the sockets that workers send batches by."""
+    """The directory for temporary files, if its path is too long for the sockets that workers send batches through."""
     device: str = "cpu"
     """Device type the run trains on: cpu, cuda, mps."""
     device_name: str | None = None
     compute_capability: tuple[int, int] | None = None
     compiler: str | None = None
-    """Path of the C++ compiler Inductor would call; None where there is none."""
+    """Path of the C++ compiler Inductor would call; None if there is none."""
     has_dali: bool = False
     """NVIDIA DALI is installed."""
     cuda_version: str | None = None
-    """That torch was built for; None: for none."""
+    """The version torch was built for; None for a build without CUDA."""
     # the run
     world_size: int = 1
     strategy: str = "SingleDeviceStrategy"
     is_ddp: bool = False
     plain_gradients: bool = True
-    """Whole gradients live in ``parameter.grad`` (one device or DDP), not in shards or an engine of the strategy's."""
+    """Whole gradients live in ``parameter.grad`` (one device or DDP), not in shards or in the strategy's own engine."""
     static_graph: bool = False
-    """The user told DDP that all steps have one graph; it then fails where a step has several backward passes."""
+    """The user set DDP's ``static_graph``; DDP then fails if a step has several backward passes."""
     precision: str = "32-true"
     own_precision: bool = False
     """The user chose a precision or a precision plugin."""
@@ -129,7 +129,7 @@ class Facts:
     accumulation_scheduled: bool = False
     """A GradientAccumulationScheduler changes the accumulation during training."""
     averages_weights_by_swa: bool = False
-    """StochasticWeightAveraging is there: it runs an extra epoch with the backward switched off."""
+    """The run uses StochasticWeightAveraging, which runs an extra epoch with the backward disabled."""
     micro_batches: bool = False
     """Several backward passes make one optimizer step, by accumulation or by a split."""
     automatic_optimization: bool = True
@@ -140,53 +140,53 @@ class Facts:
     limit_train_batches: int | float | None = 1.0
     max_epochs: int | None = None
     max_steps: int | None = None
-    """Both None where the Trainer has no such limit."""
+    """``max_epochs`` and ``max_steps`` are None if the Trainer has no such limit."""
     resuming: bool = False
     transfer_hooks: tuple[str, ...] = ()
     """Batch transfer hooks the user overrides."""
     timed_hooks: tuple[str, ...] = ()
     """Those before and with the transfer that would give something else if they were called earlier."""
     evaluates: bool = False
-    """``loader`` is one for validation."""
+    """Whether ``loader`` is a validation loader."""
     steps_with_iterator: bool = False
     """``training_step(self, dataloader_iter)``: the module fetches its own batches."""
     # the model
     batchnorms: tuple[str, ...] = ()
     other_batchnorms: tuple[str, ...] = ()
-    """Those that cannot be computed batch by batch: synchronized between ranks, or of a kind of their own."""
+    """Batch norms that cannot be computed batch by batch: synchronized between ranks, or custom."""
     convs: tuple[str, ...] = ()
     """Names of the 2-D convolutions."""
     attends_by_hand: tuple[str, ...] = ()
-    """Modules that take a softmax and make matrix products themselves, and models with a switch that do."""
+    """Modules that compute softmax and matrix products themselves, and models with a switch that makes them do so."""
     attends_by_call: tuple[str, ...] = ()
     """Modules that call ``scaled_dot_product_attention``."""
     classes: int = 0
-    """Rows of the largest matrix among the parameters, where a loss over so many classes is a large one; else 0."""
+    """Rows of the largest matrix among the parameters, if a loss over that many classes is large; else 0."""
     not_mean_losses: tuple[str, ...] = ()
-    """Losses that can be seen not to be means over samples."""
+    """Losses that are recognizably not means over samples."""
     autocasts: tuple[str, ...] = ()
     """Methods of the user's module that enter autocast themselves."""
     views: tuple[str, ...] = ()
-    """Methods of the user's module that call ``view``, outside of what `compile_targets` hold."""
+    """Methods of the user's module that call ``view``, outside the modules in `compile_targets`."""
     inner_views: tuple[str, ...] = ()
-    """Methods of modules inside it that merge dimensions by ``view(.., -1)``."""
+    """Methods of submodules that merge dimensions by ``view(.., -1)``."""
     compiled_by_user: tuple[str, ...] = ()
     compile_targets: tuple[str, ...] = ()
     """Inner modules that can be compiled in place."""
     repeated_blocks: tuple[tuple[str, ...], ...] = ()
-    """Inner modules of a class that repeats in a list of layers; those of the same shapes stand together."""
+    """Submodules of a class that repeats in a list of layers, grouped by equal shapes."""
     detaches_grads: tuple[str, ...] = ()
     """Methods that call ``grad.detach_()``, which gradient bucket views forbid."""
     refused_losses: tuple[str, ...] = ()
-    """Modules and methods that take `binary_cross_entropy`, which torch refuses under autocast on CUDA."""
+    """Modules and methods that call `binary_cross_entropy`, which torch rejects under autocast on CUDA."""
     handles_grads: tuple[str, ...] = ()
-    """Methods that read or clip gradients themselves, where a loss scaler has not unscaled them yet."""
+    """Methods that read or clip gradients themselves, before a loss scaler has unscaled them."""
     grad_hooks: bool = False
     """Parameters carry post-accumulate hooks (an optimizer inside the backward, for instance)."""
     user_comm_hook: bool = False
-    # the data, known once the Trainer asks for the train loader
+    # the data, known once the Trainer requests the train loader
     loader: LoaderFacts | None = None
 
     def after(self, changes: Mapping[str, Any]) -> Facts:
-        """These facts as later rungs see them once an earlier rung's change is in."""
+        """These facts as later rungs see them after an earlier rung's change."""
         return dataclasses.replace(self, **changes) if changes else self

@@ -1,4 +1,4 @@
-"""What the transforms of an image dataset do, step by step, in words that other engines than torchvision understand."""
+"""The transforms of an image dataset, step by step, in terms that engines other than torchvision understand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Resize:
-    """To `size`; an int is the shorter side's, and the other follows."""
+    """Resize to `size`; an int is the shorter side, and the other side keeps the aspect ratio."""
 
     size: Size | int
     interpolation: Interpolation = "bilinear"
@@ -21,7 +21,7 @@ class Resize:
 
 @dataclass(frozen=True, kw_only=True)
 class CenterCrop:
-    """The middle `size`, padded with zeros where the image is smaller."""
+    """Crop the central `size`; a smaller image is padded with zeros."""
 
     size: Size
 
@@ -32,19 +32,19 @@ class RandomResizedCrop:
 
     size: Size
     scale: tuple[float, float] = (0.08, 1.0)
-    """Of the image's area, drawn uniformly."""
+    """Share of the image's area, drawn uniformly."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Width over height, its logarithm drawn uniformly."""
+    """Width over height; its logarithm is drawn uniformly."""
     interpolation: Interpolation = "bilinear"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomCrop:
-    """A random `size` out of the padded image."""
+    """Crop a random `size` from the padded image."""
 
     size: Size
     padding: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Left, top, right, bottom; constant."""
+    """Left, top, right, bottom; filled with a constant."""
     fill: int = 0
 
 
@@ -55,7 +55,7 @@ class RandomHorizontalFlip:
 
 @dataclass(frozen=True, kw_only=True)
 class ColorJitter:
-    """Ranges of factors, drawn uniformly and applied in a random order; None: not touched."""
+    """Ranges of factors, drawn uniformly and applied in a random order; None: unchanged."""
 
     brightness: tuple[float, float] | None = None
     contrast: tuple[float, float] | None = None
@@ -66,17 +66,17 @@ class ColorJitter:
 
 @dataclass(frozen=True, kw_only=True)
 class ToTensor:
-    """A PIL image to a uint8 tensor [3, height, width]."""
+    """Convert a PIL image to a uint8 tensor [3, height, width]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToFloat:
-    """uint8 of 0 to 255 to float32 of 0 to 1."""
+    """Convert uint8 in 0 to 255 to float32 in 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Normalize:
-    """Less `mean`, over `std`, by channel."""
+    """Subtract `mean` and divide by `std`, per channel."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -99,17 +99,17 @@ RANDOM = (RandomResizedCrop, RandomCrop, RandomHorizontalFlip, ColorJitter)
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFacts:
-    """A dataset of image files with labels: what happens to each file before it is a sample."""
+    """A dataset of labeled image files: the processing that turns each file into a sample."""
 
     steps: tuple[ImageStep, ...] = ()
-    """From the decoded RGB image on, in their order."""
+    """In order, starting from the decoded RGB image."""
     unknown: str | None = None
-    """The first step that is none of these, by its name; `steps` then ends before it."""
+    """Name of the first step that is not an `ImageStep`; `steps` then ends before it."""
     count: int = 0
 
     @property
     def prefix(self) -> tuple[ImageStep, ...]:
-        """The leading steps that draw nothing and keep an image an image."""
+        """The leading steps that draw no random numbers and whose result is still an image."""
         kept: list[ImageStep] = []
         for step in self.steps:
             if not isinstance(step, (Resize, CenterCrop)):
@@ -118,7 +118,7 @@ class ImageFacts:
         return tuple(kept)
 
     def explain_no_bytes(self) -> str | None:
-        """Why the images cannot be left as bytes until the device makes floats of them; None where they can."""
+        """Why the images cannot stay uint8 until the device converts them to floats; None if they can."""
         if self.unknown is not None:
             return f"{self.unknown} is not known, and may need floats"
         floats = next((place for place, step in enumerate(self.steps) if isinstance(step, ToFloat)), None)

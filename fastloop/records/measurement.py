@@ -1,4 +1,4 @@
-"""What was measured in one run, on one rank or all of them. Free of torch and Lightning; ``None`` = not measured."""
+"""Measurements of one run, on one rank or all of them. Free of torch and Lightning; ``None`` = not measured."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PARTS = (
     "unexplained",
 )
 GAPS = ("validation", "checkpoint", "epoch_gap")
-"""Parts that do not come with every step."""
+"""Parts that do not occur in every step."""
 COMPILE, VALIDATION_COMPILE, AUTOTUNE = "compile", "validation_compile", "autotune"
 WORKERS, REHEARSAL, CACHE_FILL = "workers", "rehearsal", "cache_fill"
 ONE_TIME = (COMPILE, VALIDATION_COMPILE, AUTOTUNE, WORKERS, REHEARSAL, CACHE_FILL)
-"""Causes of costs that come once in a fit, in the order in which reports name them."""
+"""Causes of costs that occur once per fit, in the order in which reports list them."""
 MEMORY = "memory"
-"""Among the evidence: how fast memory creeps, how many steps it lasts, what keeps the tensors; absent if none."""
+"""Key of the evidence on memory growth: its pace, the steps left, what keeps the tensors; absent if none."""
 STEP_TIMES = ("mean", "median", "p10", "p90")
 GPU_READINGS = (
     "nvml_busy_pct",
@@ -43,14 +43,14 @@ GPU_READINGS = (
     "throttle",
 )
 """Means over the window. ``nvml_busy_pct``: share of time with any kernel running; ``gr_active_pct``: the same from the
-GPM counters; ``throttle``: reasons seen, a list of names."""
+GPM counters; ``throttle``: reasons that occurred, a list of names."""
 MFU_PEAKS = ("datasheet", "measured_peak", "dtype_in_use")
 FAMILIES = ("gemm", "attention", "convolution", "elementwise", "normalisation", "optimizer", "copy", "nccl", "other")
 CEILINGS: tuple[Literal["replayed", "resident", "no_exchange"], ...] = ("replayed", "resident", "no_exchange")
 DISTURBED = 0.9
-"""Of the run's own rate: a trial that is slower than this although it has less to do was not alone on the machine."""
+"""Share of the run's rate: a slower trial, although it does less work, did not have the machine to itself."""
 UNEVEN = 2.0
-"""Times the median step, from which on the mean one is that of a few long steps."""
+"""If the mean step is at least this many times the median, a few long steps dominate it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,25 +61,25 @@ class Measurement:
     steps: int = 0
     """Optimizer steps inside the window."""
     samples_per_s: float | None = None
-    """All ranks together."""
+    """Sum over all ranks."""
     step_ms: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(STEP_TIMES))
     wall_ms: float | None = None
     """Length of the window, without one-time costs."""
     lead_ms: float | None = None
-    """Work the device still had when the host got its batch (median); None on the CPU, where both are one clock."""
+    """Work still queued on the device when the host got its batch (median); None on the CPU: only one clock."""
     trail_ms: float | None = None
-    """Work the device still had when the host had issued the whole step (median): about 0 where launches limit."""
+    """Work still queued on the device after the host issued the whole step (median): about 0 if launch-bound."""
     window_too_short: bool = True
     parts_ms: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(PARTS))
-    """Means per optimizer step, on the device's time line: they add up to ``step_ms.mean``."""
+    """Means per optimizer step, on the device's timeline: they add up to ``step_ms.mean``."""
     host_ms: Mapping[str, float | None] = field(default_factory=dict)
-    """What the host spent on the same parts, per optimizer step. Never to be added to ``parts_ms``."""
+    """Host time for the same parts, per optimizer step. Never add it to ``parts_ms``."""
     blocked_ms: float | None = None
-    """Host time of forward, backward and optimizer that was spent off the processor: sleeping, waiting, reading."""
+    """Host time of forward, backward and optimizer spent off the CPU: sleeping, waiting, reading."""
     hooks_ms: Mapping[str, float] = field(default_factory=dict)
-    """Host time per optimizer step of the slowest hooks, by their names."""
+    """Host time per optimizer step of the slowest hooks, by name."""
     loss: tuple[float, ...] = ()
-    """One per optimizer step, thinned evenly above 10,000."""
+    """One value per optimizer step, thinned evenly above 10,000."""
     loss_every: int = 1
     """Optimizer steps between two points of ``loss``."""
     peak_gib: float | None = None
@@ -88,71 +88,72 @@ class Measurement:
     """The GPU once a second: ``t_s`` since the window began and the numbers of ``gpu``; at most 600 rows."""
     flops: Mapping[str, Any] = field(default_factory=dict)
     """Work per sample, counted eager: ``per_sample``, of which ``matmul``, ``convolution``, ``attention``;
-    ``recomputed`` beside them; ``at_least``: some operators could not be counted, and ``uncounted`` which;
-    ``source``; ``why`` where there is no count."""
+    ``recomputed`` beside them; ``at_least``: some operators could not be counted, and ``uncounted`` which; ``source``;
+    ``why`` if there is no count."""
     peaks: Mapping[str, Any] = field(default_factory=dict)
-    """What this GPU can do: ``dtype`` in use, ``datasheet_tflop_per_s`` (bf16), ``dtype_tflop_per_s``,
+    """The capabilities of this GPU: ``dtype`` in use, ``datasheet_tflop_per_s`` (bf16), ``dtype_tflop_per_s``,
     ``measured_tflop_per_s`` (a bf16 product here), ``dram_tb_per_s``, ``measured_copy_tb_per_s``; and whether float32
     work may run in TF32 here: ``matmul_tf32``, ``convolution_tf32``."""
     tflop_per_s: float | None = None
-    """Per device."""
+    """Rate per device."""
     mfu: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(MFU_PEAKS))
     tokens_per_s: float | None = None
-    """Padding included."""
+    """Including padding."""
     unpadded_tokens_per_s: float | None = None
-    """As an attention mask tells; None where there is none."""
+    """According to the attention mask; None if there is none."""
     joule_per_sample: float | None = None
     joule_error_pct: float | None = None
     usd_per_million_samples: float | None = None
     kernels: Mapping[str, Any] | None = None
-    """From a trace window outside the timed steps, per step: ``families_ms`` (unions over streams), ``idle_ms``
-    {data, launch, sync, other}, ``busy_ms``, ``step_ms``, ``nccl_overlapped_ms``, ``comm_exposed_ms``,
+    """From a trace window outside the timed steps, per step: ``families_ms`` (unions over streams), ``idle_ms`` {data,
+    launch, sync, other}, ``busy_ms``, ``step_ms``, ``nccl_overlapped_ms``, ``comm_exposed_ms``,
     ``attention_by_hand_ms`` (products and softmax of attention that no fused kernel computes, at least), ``launches``,
-    ``steps`` of ``asked_steps``, ``cost_s``, ``top`` [{name, ms}]; or ``skipped``: why there is none."""
+    ``steps`` of ``asked_steps``, ``cost_s``, ``top`` [{name, ms}]; or ``skipped``: why there is no trace."""
     syncs: tuple[Mapping[str, Any], ...] = ()
-    """Device synchronisations: ``where`` (file:line), ``what``, ``per_step``, ``ms_per_step``, ``instead``, the dearest
-    first. ``evidence["syncs"]``: ``hunted_steps``, where every one of so many steps was searched."""
+    """Device synchronizations: ``where`` (file:line), ``what``, ``per_step``, ``ms_per_step``, ``instead``, most
+    expensive first. ``evidence["syncs"]``: ``hunted_steps``, the number of steps searched, if every step was
+    searched."""
     ceilings: Mapping[str, float | None] = field(default_factory=dict)
-    """Samples per second with costs taken away, each from a trial. ``replayed``: no loader, the same few host batches;
-    ``resident``: no copies either; ``no_exchange``: as ``replayed``, without the exchange of gradients. What the
-    exchange costs is ``replayed`` against ``no_exchange``, never against the run as it is."""
+    """Samples per second with costs removed, each from a trial. ``replayed``: no loader, the same few host batches;
+    ``resident``: no copies either; ``no_exchange``: as ``replayed``, without the exchange of gradients. To get the cost
+    of the exchange, compare ``replayed`` with ``no_exchange``, never with the unchanged run."""
     ranks: tuple[Mapping[str, Any], ...] = ()
-    """Per rank: ``rank``, ``host``, and what it measured of itself, such as ``step_ms`` and ``parts_ms``, as above;
+    """Per rank: ``rank``, ``host``, and its own measurements, such as ``step_ms`` and ``parts_ms``, as above;
     ``ended_by``: the exception its fit ended with. Empty for one rank."""
     drift: tuple[Mapping[str, Any], ...] = ()
-    """Later looks at the step: ``at_s``, ``step``, ``step_ms``, ``change_pct``, ``why``."""
+    """Later measurements of the step: ``at_s``, ``step``, ``step_ms``, ``change_pct``, ``why``."""
     state: tuple[str, ...] = ()
-    """What about the machine makes these figures depend on the hour: throttling, other processes on the GPU."""
+    """Conditions of the machine that make these figures vary over time: throttling, other processes on the GPU."""
     watch_us_per_step: float | None = None
     one_time_s: Mapping[str, float | None] = field(default_factory=dict)
-    """Seconds of the whole fit, warm-up included, that no later step pays again, by cause: `ONE_TIME`. In none of the
-    figures of the step, but where they came again and again, see ``evidence["compilation"]``."""
+    """Seconds of the whole fit, warm-up included, that later steps do not pay again, by cause: `ONE_TIME`. Not part of
+    any figure of the step, unless they recurred, see ``evidence["compilation"]``."""
     world_size: int = 1
     total_steps: int | None = 0
-    """Optimizer steps of the whole fit, warm-up included; None where nobody watched."""
+    """Optimizer steps of the whole fit, warm-up included; None if they were not counted."""
     first_step: int | None = None
-    """The optimizer step in which the window began, counted from 1; itself not one of ``steps``."""
+    """The optimizer step in which the window began, counted from 1; not itself included in ``steps``."""
     warmup_steps: int = 0
     global_batch: int | None = None
     """Samples per optimizer step, all ranks (median)."""
     micro_batch: int | None = None
-    """Samples of one loader batch on one rank (median)."""
+    """Samples in one loader batch on one rank (median)."""
     device: str = "cpu"
     device_name: str | None = None
     precision: str | None = None
-    """As Lightning names it."""
+    """Lightning's name for it."""
     partial: bool = False
     """The fit ended by an exception or an interrupt."""
     died_of: str | None = None
-    """The exception that ended it, with the first line of its text; None where it was interrupted or ended well."""
+    """The exception that ended it, with the first line of its message; None if it was interrupted or ended normally."""
     evidence: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def uneven(seen: Measurement, known_ms: float = 0.0) -> float | None:
-    """How many times the median step the mean one is, where a few long steps make it so; None where they do not.
+    """Ratio of the mean step to the median, if a few long steps dominate the mean; else None.
 
     Args:
-        known_ms: of the mean step, what is known to come now and then besides the `GAPS`.
+        known_ms: the part of the mean step that is known to be occasional, besides the `GAPS`.
     """
     mean, median = seen.step_ms.get("mean"), seen.step_ms.get("median")
     if not mean or not median:

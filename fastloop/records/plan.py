@@ -1,4 +1,4 @@
-"""The records that travel between the stages. Frozen, keyword-only, and free of torch and Lightning.
+"""The records that the stages exchange. Frozen, keyword-only, and free of torch and Lightning.
 
 ``Facts -> Change/Action -> Plan -> (run) -> Measurement -> Verdict, Finding``
 """
@@ -17,19 +17,19 @@ Parity = Literal["exact", "approximate", "changes-training"]
 PARITY_ORDER: tuple[Parity, ...] = ("exact", "approximate", "changes-training")
 
 Moment = Literal["model", "before_wrap", "wrapped", "train_start"]
-"""When an action runs: model = built and restored, not yet wrapped; before_wrap = DDP is about to wrap it, and its
-settings can still be changed; wrapped = DDP has wrapped it; train_start = optimizers exist and hold their restored
-state."""
+"""When an action runs: model = built and restored, not yet wrapped; before_wrap = DDP is about to wrap the model, and
+its settings can still be changed; wrapped = DDP has wrapped it; train_start = optimizers exist and their state is
+restored."""
 
 PayBack = Literal["auto", "required", "ignore"]
-"""auto: required where a shipped ladder switched the rung on, ignored where the user did."""
+"""auto: required if a shipped ladder enabled the rung, ignored if the user did."""
 
 Undo = Callable[[], None]
-"""Puts a change back; harmless when called twice."""
+"""Reverts a change; safe to call twice."""
 
 
 class Site(Protocol):
-    """What an action finds when it runs: the live objects, and what of Lightning it may have changed."""
+    """What an action can access when it runs: the live objects, and the parts of Lightning that it may change."""
 
     @property
     def facts(self) -> Facts: ...
@@ -47,40 +47,40 @@ class Site(Protocol):
 
     @property
     def device(self) -> Any:
-        """Where this rank trains."""
+        """The device this rank trains on."""
 
     def set_precision(self, mode: str, *, cache_weights: bool = False) -> Undo:
-        """Let Lightning's own plugin run the precision `mode`.
+        """Switch Lightning's precision plugin to `mode`.
 
         Args:
-            cache_weights: of mixed precision: round each weight once in a forward, and not at each use.
+            cache_weights: in mixed precision, round each weight once per forward, not at each use.
         """
 
     def scale_rates(self, factor: float) -> Undo:
-        """Multiply all learning rates, and what schedulers compute them from; train_start only."""
+        """Multiply all learning rates, and the values schedulers compute them from; train_start only."""
 
     def set_ddp(self, settings: Mapping[str, Any]) -> Undo:
-        """Let DistributedDataParallel be made with these keywords; before_wrap only."""
+        """Have DistributedDataParallel constructed with these keyword arguments; before_wrap only."""
 
     def convert_inputs(self, convert: Callable[[Any], Any]) -> Undo:
-        """Let `convert` change every batch that has come to the device, of training and evaluation."""
+        """Apply `convert` to every batch after its transfer to the device, in training and evaluation."""
 
     @property
     def recorded(self) -> Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]]:
-        """Arguments, by module name, of calls in the first step; empty before it."""
+        """Arguments of the calls in the first step, by module name; empty before that step."""
 
     @property
     def changed_sizes(self) -> Sequence[Mapping[int, int]]:
-        """For each batch since the first that is known: sizes of the first batch's dimensions, and what they became."""
+        """For each batch after the first recorded one: changed sizes, from the first batch's to its own."""
 
     @property
     def graph_passes(self) -> list[Callable[[Any], Any]]:
-        """What changes each captured graph before it is compiled, see ``feeds/compiled_calls.py``. A rung adds its own
-        and takes it out in its undo; compiles that come later have them."""
+        """Functions that change each captured graph before it is compiled, see ``feeds/compiled_calls.py``. A rung
+        appends its pass and removes it in its undo; later compiles apply it."""
 
     @property
     def groups(self) -> Any:
-        """How many of the user's batches a call holds, see ``feeds/batch_norm/groups.py``."""
+        """The number of user batches in a call, see ``feeds/batch_norm/groups.py``."""
 
     def note_in_step(self, note: Callable[[], None]) -> None:
         """Call `note` once, from inside the first training_step of the user's module."""
@@ -89,30 +89,30 @@ class Site(Protocol):
         """Call `note` before each training_step."""
 
     def thin_loop(self) -> Applied:
-        """Leave out what the training loop does at every batch though nothing comes of it."""
+        """Skip work that the training loop does at every batch without any effect."""
 
     @property
     def graph_steps(self) -> Callable[[bool], Applied]:
-        """Record a training step and replay it where that is safe; with False, also only where it is faster."""
+        """Capture a training step as a CUDA graph and replay it if safe; with False, only if also faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """What running an action gives back."""
+    """The result of running an action."""
 
     undo: Undo
     probe: Callable[[], Mapping[str, Any]] = dict
     """Evidence from the running process; called after the first step and at the end."""
     clean: Callable[[dict[str, Any]], None] = lambda _checkpoint: None
-    """Takes out of a checkpoint, in place, what a run without the rung would not have written."""
+    """Removes from a checkpoint, in place, everything that a run without the rung would not have written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """A want that has to be done to live objects. Run by ``bridge/apply/applier.py`` and nothing else."""
+    """A want that must be applied to live objects. Run only by ``bridge/apply/applier.py``."""
 
     keys: tuple[str, ...] = ()
-    """Settings that it owns; none where it does what a want of its rung says."""
+    """Settings that it owns; empty if it only carries out another want of its rung."""
     when: Moment
     do: Callable[[Site], Applied]
     """May raise NotApplicable."""
@@ -123,28 +123,28 @@ class Change:
     """What one rung wants."""
 
     wants: Mapping[str, Any] = field(default_factory=dict)
-    """Settings by key (``loader.num_workers``), each with one owner."""
+    """Settings by key (``loader.num_workers``); each key has one owner."""
     actions: tuple[Action, ...] = ()
     parity: Parity = "exact"
     notes: tuple[str, ...] = ()
     """What the user should know before step 1."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Facts as they are for the rungs that come later."""
+    """Changed facts for the rungs that come later."""
     evaluation: bool = False
     """Also applies in validate, test and predict, so that they compute what validation inside fit computed."""
     rehearse: Literal["modules", "optimizers"] | None = None
-    """It changes the device's work: after the first step its actions are tried on these, and count if that ends well.
-    Until then, and through the sanity validation, none of them has run."""
+    """Set if the change alters the device's work: after the first step its actions are tried on these objects, and stay
+    if that succeeds. Before that, sanity validation included, none of the actions has run."""
     pay_back: PayBack | None = None
-    """Whether the rest of the run has to save the one-time cost of its first call; None: there is none."""
+    """Whether the rest of the run must recover the one-time cost of the first call; None if there is no such cost."""
     first_call_of: tuple[str, ...] = ()
-    """Names of the modules that its first call compiles; empty: all."""
+    """Names of the modules that the first call compiles; empty: all."""
     cheaper: Change | None = None
-    """The same with a smaller one-time cost and less to gain; tried where this cannot pay back, or has failed."""
+    """A variant with a smaller one-time cost and a smaller gain; tried if this one cannot pay back or has failed."""
     waits_for: str | None = None
-    """What must be known before this rung can be planned; the rest of the record then says what may come."""
+    """What must be known before this rung can be planned; until then the other fields describe what may come."""
     may_want: tuple[str, ...] = ()
-    """Keys that it may want once that is known."""
+    """Keys that it may set once that is known."""
 
 
 Status = Literal["planned", "waiting", "skipped"]
@@ -152,16 +152,16 @@ Status = Literal["planned", "waiting", "skipped"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """What trying a rung on the calls of the first step showed: forward and backward, eager beside changed."""
+    """Results of trying a rung on the calls of the first step: forward and backward, eager versus changed."""
 
     deviation: float | None = None
-    """Of outputs and gradients, the larger of both, relative to their norm; None where it could not be told."""
+    """The larger deviation of outputs and gradients, relative to their norm; None if not determined."""
     eager_ms: float | None = None
-    """Of the modules as the user wrote them."""
+    """Time of the modules as the user wrote them."""
     changed_ms: float | None = None
-    """Of the same with this rung and those kept before it."""
+    """Time of the same modules with this rung and those kept before it."""
     of_batch: bool = False
-    """The times are of all that these modules did for one batch; not of some of their calls, nor of the optimizer's."""
+    """The times cover all work of these modules for one batch; not just some calls, nor the optimizer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class Step:
     status: Status
     change: Change = field(default_factory=Change)
     reason: str | None = None
-    """Why it is skipped, or what it waits for."""
+    """Why it is skipped, or what it is waiting for."""
     rehearsed: Rehearsed | None = None
     pays_back_after_steps: float | None = None
 
@@ -198,7 +198,7 @@ class Plan:
         return max((step.change.parity for step in self.planned), key=PARITY_ORDER.index, default="exact")
 
     def owner(self, key: str) -> str | None:
-        """The rung that sets `key`, or waits to; None where nobody does."""
+        """The rung that sets `key`, or may set it later; None if no rung does."""
         return next((step.rung for step in self.steps if key in (*step.change.wants, *step.change.may_want)), None)
 
     def step(self, rung: str) -> Step | None:
@@ -212,7 +212,7 @@ def changes_loader(wants: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Did a rung take? ``None``: nothing was run that could tell."""
+    """Whether a rung took effect. ``None``: nothing ran that could show it."""
 
     rung: str = ""
     took: bool | None = None
@@ -220,7 +220,7 @@ class Verdict:
     parity_class: Parity = "exact"
     rehearsed: Rehearsed | None = None
     pays_back_after_steps: float | None = None
-    """Optimizer steps after which the rung's one-time cost is saved, as the rehearsal estimates it; no verdict."""
+    """Optimizer steps until the rung's one-time cost is recovered, by the rehearsal; not a verdict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,16 +229,16 @@ class Finding:
 
     bottleneck: str
     share_pct: float | None = None
-    """Of the step; None where it costs nothing here, or nothing is named."""
+    """Share of the step; None if it costs nothing here, or there is no bottleneck."""
     why: str = ""
     patch: Mapping[str, Any] | None = None
     ceiling_gain_pct: float | None = None
-    """What would be gained at most if it were gone; None where that is not known."""
+    """Upper limit of the gain from removing it; None if unknown."""
     ceiling_is_estimate: bool = True
-    """False where a trial measured it."""
+    """False if a trial measured it."""
     detail: tuple[str, ...] = ()
-    """Further lines: the evidence behind the reason, and what makes the figures doubtful."""
+    """Further lines: the evidence behind the reason, and caveats about the figures."""
     title: str = ""
     """Headline in capitals, filled by ``diagnose``."""
     alarm: str = ""
-    """What the first line of a summary says beside the headline: figures that must not be overlooked."""
+    """Text that the first line of a summary adds to the headline: figures that must not be overlooked."""

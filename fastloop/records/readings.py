@@ -1,4 +1,4 @@
-"""Numbers out of a measurement that may lack any of them: what is unknown stays None."""
+"""Reads numbers from a measurement that may lack any of them; unknown values stay None."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from fastloop.records.measurement import DISTURBED, Measurement
 
 TENSOR_UNUSED_PCT = 2.0
 BEYOND = 0.15
-"""Share of the step: a trial that saves this much more than the parts it removes ran at another speed than the run."""
+"""Share of the step: a trial that saves this much more than the parts it removes ran at a different speed."""
 TAKES_AWAY = {
     "replayed": ("data_wait", "epoch_gap"),
     "resident": ("data_wait", "epoch_gap", "h2d"),
     "no_exchange": ("data_wait", "epoch_gap", "backward", "comm_exposed"),
 }
-"""The parts of the step in which each trial's savings lie. With several ranks also the backward, in which they wait for
-the one whose data comes last."""
+"""The parts of the step in which each trial's savings lie. With several ranks also the backward, in which ranks wait
+for the one that gets its data last."""
 CPU_WORTH_PCT = 10.0
-"""Share of the step from which on host work is named on the CPU, where few steps measure it and it competes with the
+"""Share of the step above which host work is reported on the CPU, where few steps measure it and it competes with the
 training: twenty healthy trainings beside other work on two cores read up to 9.6 %."""
 OFTEN = 0.5
-"""Synchronisations a step from which on a line counts as a cost of each step."""
+"""Synchronizations per step above which a line counts as a cost of each step."""
 HAND_OVER_MS, CROWDED_HAND_OVER_MS = 0.5, 3.0
-"""What taking a batch from a worker costs the training process: 0.2 to 0.5 ms, up to 3 where all CPUs are busy. What
-is made in less gains nothing by being made elsewhere."""
+"""Time the training process needs to take a batch from a worker: 0.2 to 0.5 ms, up to 3 if all CPUs are busy. A batch
+that takes less time to make gains nothing from a worker."""
 
 Source = Literal["trace", "counters", "nvml", "bound"]
-"""Where a figure for idle time comes from; `bound`: only an upper bound."""
+"""Source of an idle-time figure; `bound`: only an upper bound."""
 
 
 def to_number(value: Any) -> float | None:
-    """A finite number that is not negative; None for all else."""
+    """A finite non-negative number; None for everything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
         return None
     return float(value)
 
 
 def read_step_ms(seen: Measurement) -> float | None:
-    """Mean time of a step; None where there is none."""
+    """Mean time of a step; None if unknown."""
     return to_number(seen.step_ms.get("mean")) or None
 
 
@@ -49,7 +49,7 @@ def read_gpu(seen: Measurement, reading: str) -> float | None:
 
 
 def read_trace(seen: Measurement) -> Mapping[str, Any] | None:
-    """What the trace window saw, if there was one."""
+    """The results of the trace window, if there was one."""
     traced = seen.kernels
     return traced if traced and not traced.get("skipped") and to_number(traced.get("busy_ms")) else None
 
@@ -62,21 +62,21 @@ def read_family_shares(seen: Measurement) -> dict[str, float]:
 
 
 def micro_batches(seen: Measurement) -> int:
-    """Batches of one optimizer step on one rank; 1 where that is not known."""
+    """Batches per optimizer step on one rank; 1 if unknown."""
     if not seen.global_batch or not seen.micro_batch:
         return 1
     return max(1, round(seen.global_batch / max(1, seen.world_size) / seen.micro_batch))
 
 
 def read_activity(seen: Measurement) -> tuple[float | None, Source]:
-    """Per cent of the time with a kernel on the device, and whose reading it is."""
+    """Percent of the time with a kernel on the device, and the source of the reading."""
     if (active := read_gpu(seen, "gr_active_pct")) is not None:
         return active, "counters"
     return read_gpu(seen, "nvml_busy_pct"), "nvml"
 
 
 def list_syncing_lines(seen: Measurement) -> list[Mapping[str, Any]]:
-    """Lines that synchronise about every step or cost time, the most expensive first."""
+    """Lines that synchronize in about every step or cost time, most expensive first."""
     dear = [
         ((to_number(line.get("ms_per_step")) or 0.0, to_number(line.get("per_step")) or 0.0), line)
         for line in seen.syncs
@@ -85,13 +85,13 @@ def list_syncing_lines(seen: Measurement) -> list[Mapping[str, Any]]:
 
 
 def read_garbage_ms(seen: Measurement) -> float:
-    """What passes of Python's garbage collector cost a step, a part of ``host_other``; 0 where none was seen."""
+    """Time per step of Python's garbage collector, a part of ``host_other``; 0 if none was measured."""
     found = seen.evidence.get("garbage_collection") or {}
     return min(to_number(found.get("ms_per_step")) or 0.0, to_number(seen.parts_ms.get("host_other")) or 0.0)
 
 
 def is_beyond(seen: Measurement, ceiling: str) -> bool:
-    """Whether a trial beat the run by clearly more than the parts that it takes away: T / (T - x) is all they allow."""
+    """Whether a trial beat the run by clearly more than the parts it removes can explain: at most T / (T - x)."""
     best, now, step = to_number(seen.ceilings.get(ceiling)), to_number(seen.samples_per_s), read_step_ms(seen)
     if not best or not now or step is None or to_number(seen.parts_ms.get("data_wait")) is None:
         return False
@@ -100,10 +100,10 @@ def is_beyond(seen: Measurement, ceiling: str) -> bool:
 
 
 def compute_gain_pct(seen: Measurement, ceiling: str, over: str | None = None) -> float | None:
-    """What a trial without one cost gained over this run, or over another trial. A little less than nothing is 0.
+    """Gain of a trial without one cost over this run, or over another trial. Small losses count as 0.
 
-    None without such trials, and where one was so much slower than what it is held against, or than the run, that
-    something else disturbed it, or so much faster that something else disturbed the run.
+    None if there is no such trial, if a trial was so much slower than its reference or the run that something else must
+    have disturbed it, or so much faster that something else must have disturbed the run.
     """
     best, now = to_number(seen.ceilings.get(ceiling)), to_number(seen.samples_per_s)
     if over is not None:
@@ -115,7 +115,7 @@ def compute_gain_pct(seen: Measurement, ceiling: str, over: str | None = None) -
 
 
 def _fp32_share(seen: Measurement) -> float:
-    """Share of fp32 in work that is fp32 and TF32; 0 where the work was not counted."""
+    """Share of fp32 in the fp32 and TF32 work; 0 if the work was not counted."""
     convolutions = to_number(seen.flops.get("convolution")) or 0.0
     products = sum(to_number(seen.flops.get(kind)) or 0.0 for kind in ("matmul", "attention"))
     ours = convolutions if seen.peaks.get("matmul_tf32") else products
@@ -123,7 +123,7 @@ def _fp32_share(seen: Measurement) -> float:
 
 
 def precision(seen: Measurement) -> str | None:
-    """The numbers that most products work in: fp32, tf32, fp64, or mixed for any shorter; None where unknown."""
+    """The number format of most matrix products: fp32, tf32, fp64, or mixed for any shorter one; None if unknown."""
     if (dtype := seen.peaks.get("dtype")) is not None:
         if dtype == "fp32 + tf32":
             return "fp32" if _fp32_share(seen) >= 0.5 else "tf32"
@@ -135,7 +135,7 @@ def precision(seen: Measurement) -> str | None:
     return "fp32" if not may_tf32 or (tensor is not None and tensor < TENSOR_UNUSED_PCT) else "tf32"
 
 
-# -- what the run and the user's own code are, for the cards of the rungs ----------------------------------------------
+# -- properties of the run and the user's own code, for the cards of the rungs ----------------------------------------
 
 
 def on_gpu(seen: Measurement) -> bool:
@@ -143,12 +143,12 @@ def on_gpu(seen: Measurement) -> bool:
 
 
 def loader(seen: Measurement) -> Mapping[str, Any]:
-    """How the data was loaded; empty where that was not read."""
+    """How the data was loaded; empty if not recorded."""
     return seen.evidence.get("loader") or {}
 
 
 def already(seen: Measurement, what: str) -> bool:
-    """Whether the user's own script does this: ``compiled``, ``channels_last``, ``fused``."""
+    """Whether the user's own script already does this: ``compiled``, ``channels_last``, ``fused``."""
     return bool((seen.evidence.get("model") or {}).get(what))
 
 
@@ -165,12 +165,12 @@ def convolves(seen: Measurement) -> bool:
 
 
 def attends_by_hand(seen: Measurement) -> bool:
-    """Whether the model has attention that is written out by hand."""
+    """Whether the model implements attention without a fused call."""
     return bool(to_number((seen.evidence.get("model") or {}).get("attends_by_hand")))
 
 
 def read_batch_ms(seen: Measurement) -> float | None:
-    """What the host spends on getting a batch: on a GPU more than the device waits for it."""
+    """Host time to get a batch; on a GPU this exceeds the time the device waits for it."""
     spent = to_number(seen.host_ms.get("data_wait"))
     if spent is None and not on_gpu(seen):
         spent = min(to_number(seen.parts_ms.get("data_wait")) or 0.0, read_step_ms(seen) or 0.0)
@@ -178,17 +178,17 @@ def read_batch_ms(seen: Measurement) -> float | None:
 
 
 def describe_decoding(seen: Measurement) -> str | None:
-    """What making an image of a file costs; None where the samples are no image files, or nobody measured it."""
+    """Cost of decoding an image file; None if the samples are not image files or it was not measured."""
     decode_ms = to_number(loader(seen).get("decode_ms"))
     return None if decode_ms is None else f"decoding takes {decode_ms:.1f} ms an image on one core"
 
 
 def find_hand_over_ms(seen: Measurement) -> float:
-    """What taking a batch from a worker process would cost here, at most."""
+    """Upper limit of the cost of taking a batch from a worker process here."""
     return CROWDED_HAND_OVER_MS if seen.evidence.get("cpu", {}).get("crowded") else HAND_OVER_MS
 
 
 def is_worth_handing_over(seen: Measurement) -> bool:
-    """Whether making a batch takes longer than taking it from a worker process would, as far as is known."""
+    """Whether making a batch takes longer than taking it from a worker process; True if unknown."""
     made = read_batch_ms(seen)
     return made is None or made >= find_hand_over_ms(seen)

@@ -1,4 +1,4 @@
-"""The records of one run as its directory holds them: where it ran, plan, measurement, verdicts and findings."""
+"""The records of one run as stored in its directory: environment, plan, measurement, verdicts and findings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PlanFile:
 
     @classmethod
     def of(cls, plan: Plan) -> PlanFile:
-        """All of a plan that a file can hold: actions become their keys."""
+        """The parts of a plan that a file can hold: actions become their keys."""
         rungs = [
             PlannedRung(
                 rung=step.rung,
@@ -102,20 +102,20 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFlags:
-    """Flags of the process that change float32 results."""
+    """Process-wide flags that change float32 results."""
 
     float32_matmul_precision: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where a run ran, and what as: ``env.json``; None where that was not known."""
+    """The environment and command line of a run: ``env.json``; None if unknown."""
 
     name: str | None = None
     argv: tuple[str, ...] = ()
     hardware: Machine | None = None
     versions: Mapping[str, str | None] | None = field(default_factory=dict)
-    """Of packages, by name."""
+    """Package versions, by name."""
     driver: str | None = None
     commit: str | None = None
     dirty: bool | None = None
@@ -148,20 +148,20 @@ def load_run(directory: Path) -> RunRecord:
 
 
 def load_plan(directory: Path) -> Plan:
-    """The plan of a run without its actions; an empty one where there is no file."""
+    """The plan of a run without its actions; empty if there is no file."""
     return (load(directory / PLAN, PlanFile) or PlanFile()).to_plan()
 
 
 def load_parity_class(directory: Path) -> Parity:
-    """The class that the plan of a run promises; exact where there is no file."""
+    """The class that the plan of a run promises; exact if there is no file."""
     return (load(directory / PLAN, PlanFile) or PlanFile()).parity_class
 
 
 def load_verdicts(directory: Path) -> tuple[Verdict, ...]:
-    """The verdicts of a run; none where there is no file."""
+    """The verdicts of a run; empty if there is no file."""
     return (load(directory / VERDICTS, VerdictsFile) or VerdictsFile()).verdicts
 
 
 def load_environment(directory: Path) -> Environment:
-    """Where a run ran; nothing is known of it where there is no file."""
+    """The environment of a run; all unknown if there is no file."""
     return load(directory / ENVIRONMENT, Environment) or Environment()

@@ -1,7 +1,7 @@
-"""Keeping secrets out of everything that is written: files, reports, argument lists, error texts.
+"""Keeps secrets out of all output: files, reports, argument lists, error texts.
 
-A key whose last component holds token, key, secret or password names a secret (``recipe.api_key``, ``HF_TOKEN``). Its
-parents do not matter: ``keys.count`` is a count.
+A key names a secret if its last component contains token, key, secret or password (``recipe.api_key``, ``HF_TOKEN``).
+Parent components do not matter: ``keys.count`` is a count.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Nested = TypeVar("Nested")
 
 MASK = "***"
 SHORTEST = 4
-"""Characters a secret needs before its value is looked for in other text; shorter ones would hide ordinary words."""
+"""Minimum length of a secret that is searched for in other text; shorter ones would mask ordinary words."""
 
 ORDINARY = ("true", "false", "null", "none", "auto", "default")
-"""What settings say that are no secrets, although their keys sound like it: ``use_token=true``."""
+"""Ordinary values that settings with secret-sounding keys may have: ``use_token=true``."""
 SHORTEST_VARIABLE = 8
-"""The same for variables, of which many only sound like secrets: ``TOKENIZERS_PARALLELISM=false``."""
+"""The same for environment variables; many only sound like secrets: ``TOKENIZERS_PARALLELISM=false``."""
 
 _WORDS = re.compile("token|key|secret|password", re.IGNORECASE)
 _ASSIGNMENT = re.compile(r"""([\w.-]+)["']?\s*[=:]\s*""")
 """``key=``, ``key:`` or ``"key":`` inside one argument."""
 _FIRST = re.compile(r"""["']?([^"',}\]]+)""")
-"""The value right behind it, where more follows in the same argument."""
+"""The value right after it, if the same argument continues."""
 
 
 def is_secret(key: object) -> bool:
@@ -51,12 +51,12 @@ class Scrubber:
     """Replaces secrets by key, as `mask` does, and by value: the text of a known secret inside any other text."""
 
     def __init__(self, *nested: Any) -> None:
-        """Learn the secrets in nested values, wherever a key names one."""
+        """Collect the secrets in nested values, wherever a key names one."""
         found: set[str] = set()
         for each in nested:
             _walk(each, on_secret=lambda value: found.update(_texts(value)), on_text=str)
         found |= {part[1].strip() for text in found if (part := _FIRST.match(text))}
-        # The longest first: where one secret begins with another, nothing of the longer may stay behind.
+        # The longest first: if one secret is a prefix of another, no part of the longer one may remain.
         self._secrets = sorted(filter(_is_hunted, found), key=len, reverse=True)
 
     def text(self, text: str) -> str:
@@ -70,12 +70,12 @@ class Scrubber:
         return _walk(nested, on_secret=lambda _: MASK, on_text=self.text)
 
     def clean(self, nested: Nested) -> Nested:
-        """A copy of records, mappings and lists without secrets, by value only: their keys are ours."""
+        """A copy of records, mappings and lists without secrets, by value only, since fastloop defines their keys."""
         return _clean(nested, self.text) if self._secrets else nested
 
 
 def make_scrubber(*nested: Any) -> Scrubber:
-    """One that knows, beside the secrets in nested values, those in this process's arguments and variables."""
+    """A scrubber that also knows the secrets in this process's arguments and environment variables."""
     variables = {name: value for name, value in os.environ.items() if len(value) >= SHORTEST_VARIABLE}
     return Scrubber(*nested, sys.argv, variables)
 
@@ -120,7 +120,7 @@ def _item(before: Any, item: Any, on_secret: Callable[[Any], Any], on_text: Call
     if isinstance(before, str) and before.startswith("-") and "=" not in before and is_secret(before):
         return item if item.startswith("--") else on_secret(item)
     for assigned in _ASSIGNMENT.finditer(item):
-        if is_secret(assigned[1]):  # all that follows: a secret may hold commas and spaces
+        if is_secret(assigned[1]):  # all the rest: a secret may contain commas and spaces
             return f"{on_text(item[: assigned.end()])}{on_secret(item[assigned.end() :])}"
     return on_text(item)
 
@@ -130,7 +130,7 @@ def _hides(value: Any) -> bool:
 
 
 def _texts(value: Any) -> list[str]:
-    """The texts a secret may show up as, as it is and as Python quotes it."""
+    """The texts in which a secret may appear: unchanged, and as Python quotes it."""
     if isinstance(value, (list, tuple)):
         return [text for item in value for text in _texts(item)]
     if isinstance(value, str):

@@ -1,12 +1,12 @@
 """The run directory: the one place that writes records to JSON files and reads them back.
 
-A record is a frozen dataclass. Its fields are the keys of its object in the file; three things may differ:
+A record is a frozen dataclass. Its fields are the keys of its JSON object, with three exceptions:
 
-* ``field(metadata={"json": "class"})`` stands under another key, with None nowhere;
+* ``field(metadata={"json": "class"})`` is written under another key, or not at all if that is None;
 * ``schema: ClassVar[int]`` is written first, ``computed: ClassVar[tuple[str, ...]]`` names properties written last.
 
 Reading tolerates files of other versions and files edited by hand: missing keys get the field's default, unknown keys
-are ignored, and a value that does not fit its field counts as missing, without the others being lost.
+are ignored, and a value of the wrong type counts as missing, while the others are kept.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NAMES = (
     "metrics.csv",
     "hparams.yaml",
 )
-"""What a run may write into its directory, the logger's two files included."""
+"""Files that a run may write into its directory, including the logger's two files."""
 
 
 class Record(Protocol):
@@ -59,20 +59,20 @@ Kind = TypeVar("Kind", bound=Record)
 
 
 def save(directory: Path, records: Mapping[str, Record]) -> None:
-    """Write records to JSON files, by file name; each whole or not at all."""
+    """Write records to JSON files, by file name; each write is atomic."""
     write(directory, {name: dump(record) for name, record in records.items()})
 
 
 def dump(content: Record | Mapping[str, Any], *, ascii_only: bool = False) -> str:
-    """JSON text that every parser takes: what is not a finite number becomes null, unknown objects their name.
+    """JSON text that every parser accepts: non-finite numbers become null, unknown objects their string.
 
-    By the standard library: msgspec refuses integers of more than 64 bits and paths that are not UTF-8.
+    Uses the standard library, because msgspec rejects integers of more than 64 bits and paths that are not UTF-8.
     """
     return json.dumps(_plain(content), indent=1, ensure_ascii=ascii_only, allow_nan=False) + "\n"
 
 
 def to_json(record: Record) -> dict[str, Any]:
-    """A record as the object that its file holds."""
+    """A record as the JSON object in its file."""
     content: dict[str, Any] = _plain(record)
     return content
 
@@ -99,35 +99,35 @@ def _plain(value: Any) -> Any:
 
 
 def clear(directory: Path) -> None:
-    """Delete what an earlier run left in a directory, so that a run that fails does not end beside another's report."""
+    """Delete an earlier run's files from a directory, so that a run that fails does not leave another run's report."""
     for name in NAMES:
         (directory / name).unlink(missing_ok=True)
 
 
 def write(directory: Path, contents: Mapping[str, str]) -> None:
-    """Write files whole or not at all: a reader never sees half of one."""
+    """Write files atomically: a reader never sees a partial file."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in contents.items():
         partial = directory / f".{name}.{os.getpid()}.tmp"
         try:
-            partial.write_text(text, encoding="utf-8", errors="replace")  # paths may hold bytes that are no UTF-8
+            partial.write_text(text, encoding="utf-8", errors="replace")  # paths may contain bytes that are not UTF-8
             partial.replace(directory / name)
         finally:
-            partial.unlink(missing_ok=True)  # there only where the disk is full
+            partial.unlink(missing_ok=True)  # exists only if the disk is full
     if "report.md" in contents and "report.html" not in contents:
-        (directory / "report.html").unlink(missing_ok=True)  # an earlier fit's, which says something else
+        (directory / "report.html").unlink(missing_ok=True)  # from an earlier fit, with other content
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def load(path: Path, kind: type[Kind]) -> Kind | None:
-    """The record in a JSON file; None without a file, an object in it, or a field that has no default."""
+    """The record in a JSON file; None if the file, its object or a field without a default is missing."""
     return decode(read(path), kind)
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """An object from a JSON file; None where there is none or it is broken."""
+    """An object from a JSON file; None if the file is missing or invalid."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -136,7 +136,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def decode(content: object, kind: type[Kind]) -> Kind | None:
-    """The record in an object of a JSON file; None where it is no object or lacks a field without default."""
+    """The record in an object of a JSON file; None if it is not an object or lacks a field without a default."""
     if isinstance(content, kind):
         return content
     try:
@@ -164,8 +164,8 @@ def _record(content: object, kind: type[Kind]) -> Kind:
 
 
 def _value(value: object, hint: Any) -> Any:
-    """A value as a field of this type holds it. Of lists and mappings, what does not fit is left out; null among the
-    numbers of a list is what was not finite when it was written."""
+    """A value converted to the type of its field. In lists and mappings, entries of the wrong type are left out; null
+    in a list of numbers is read as NaN, since non-finite numbers are written as null."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _record(value, hint)
@@ -206,7 +206,7 @@ def _holds_records(hint: Any) -> bool:
 
 @functools.cache
 def _fields(kind: type[Any]) -> list[tuple[str, str, Any]]:
-    """Name, key in the file and type of each field that stands in a file."""
+    """Name, key in the file and type of each field that is written to a file."""
     hints = typing.get_type_hints(kind)
     keys = {field.name: field.metadata.get("json", field.name) for field in dataclasses.fields(kind)}
     return [(name, key, hints[name]) for name, key in keys.items() if key is not None]
@@ -216,13 +216,13 @@ def _fields(kind: type[Any]) -> list[tuple[str, str, Any]]:
 
 
 def report_in(directory: Path) -> Path | None:
-    """The report to look at in a run directory: the page, else the Markdown; None without either."""
+    """The report to show for a run directory: the HTML page, else the Markdown; None if there is neither."""
     found = (directory / name for name in ("report.html", "report.md"))
     return next((path for path in found if is_file(path)), None)
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file is there; False as well for what no file can be called, such as 300 letters."""
+    """Whether a file exists; also False for an invalid file name, such as one of 300 letters."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -230,6 +230,6 @@ def is_file(path: Path) -> bool:
 
 
 def safe_name(text: str) -> str:
-    """A text as a file name that stays where it is put: ASCII letters, digits, ``.``, ``_`` and ``-``; at most 80."""
+    """A text as a file name that cannot leave its directory: ASCII letters, digits, ``.``, ``_``, ``-``; at most 80."""
     ascii_only = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub(r"[^A-Za-z0-9._-]+", "-", ascii_only).strip("-._")[:80].rstrip("-._") or "run"

@@ -1,4 +1,4 @@
-"""How one training in a process of its own went, and what it answers besides its measurement. Free of torch."""
+"""The outcome of one training in its own process, and the answer it gives besides its measurement. Free of torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastloop.records.run_files import PlanFile
 from fastloop.records.store import SCHEMA
 
 Variation = Literal["as_it_is", "replayed", "resident", "no_exchange", "flops", "rates", "gradients", "loader", "plan"]
-"""What a trial changes: see `bridge.trials.ceilings`; from ``flops`` on they answer with something else than a run."""
+"""What a trial changes: see `bridge.trials.ceilings`; from ``flops`` on it returns an answer of another type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlopCounts:
-    """The work of one sample, counted eager, as ``Measurement.flops`` has it."""
+    """The work of one sample, counted eager, as in ``Measurement.flops``."""
 
     per_sample: float | None = None
     matmul: float | None = None
@@ -32,25 +32,25 @@ class FlopCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """What a GPU does, measured; None: could not be."""
+    """Measured rates of a GPU; None: could not be measured."""
 
     gemm_tflop_per_s: float | None = None
-    """bf16 product of two square matrices, 2 n^3 operations."""
+    """bf16 product of two square matrices, counted as 2 n^3 operations."""
     copy_tb_per_s: float | None = None
     """Copy from device memory to device memory: bytes read plus bytes written."""
     gemm_size: int | None = None
-    """n; under 8192 where memory was short, and then perhaps less than the device can do."""
+    """n; below 8192 if memory was short, and then the rate may be lower than the device's best."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDeviation:
-    """One tensor of a gradient against the base's."""
+    """One tensor of a gradient compared with the base's."""
 
     name: str
     deviation: float | None = None
-    """Of its own norm."""
+    """Relative to its own norm."""
     share: float | None = None
-    """Of the whole gradient's norm."""
+    """Relative to the whole gradient's norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,52 +58,52 @@ class GradientDistance:
     """How far an arm's gradient is from the base's."""
 
     deviation: float | None = None
-    """From the base's, over the norm of the base's."""
+    """Norm of the difference over the norm of the base's gradient."""
     kept: float | None = None
-    """How much of the base's gradient is in it."""
+    """How much of the base's gradient it contains."""
     worst: tuple[TensorDeviation, ...] = ()
     lost: tuple[str, ...] = ()
-    """Tensors that have no gradient, which the base has."""
+    """Tensors that have a gradient in the base but not here."""
     astray: tuple[str, ...] = ()
-    """Tensors of which less than half is kept, or twice as much."""
+    """Tensors that keep less than half of their gradient, or more than twice as much."""
     finite: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientAnswer(GradientDistance):
-    """The gradient of one step, and of an arm how far it is from the base's; see `bridge/trials/gradient_probe.py`."""
+    """The gradient of one step and, for an arm, its distance from the base's; see `bridge/trials/gradient_probe.py`."""
 
     why: str | None = None
-    """Why there is none."""
+    """Why there is no gradient."""
     precision: str | None = None
     """The coarsest arithmetic in use: a key of ``judge.parity.TAU``."""
     clips: str | None = None
-    """How gradients are clipped; None: not at all."""
+    """How gradients are clipped; None: not clipped."""
     self_deviation: float | None = None
-    """From one time to the next, with the same random numbers; None: it was taken once."""
+    """Deviation between repetitions with the same random numbers; None: computed only once."""
     random_deviation: float | None = None
-    """With other random numbers."""
+    """Deviation with other random numbers."""
     rounding: Mapping[str, float | None] = field(default_factory=dict)
-    """What rounding to a precision does to it."""
+    """Deviation that rounding to a precision causes."""
     steady_rounding: Mapping[str, float | None] = field(default_factory=dict)
-    """The same at other weights, where it does less; empty where that was not needed."""
+    """The same at other weights, where rounding matters less; empty if not needed."""
     steady: GradientDistance | None = None
-    """Of an arm, at those weights."""
+    """An arm's distance at those weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderCount:
-    """A loader that was measured alone, with one number of processes."""
+    """The loader measured alone, with one number of worker processes."""
 
     count: int
     ms_per_step: float | None = None
     queue_drained: bool = False
-    """What lay ready in its queues was read, and is left out."""
+    """Whether batches that were already queued were counted and left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderAnswer:
-    """What a trial of the loader alone found out."""
+    """The result of a trial of the loader alone."""
 
     ms_per_step: float | None = None
     workers: int | None = None
@@ -111,16 +111,16 @@ class LoaderAnswer:
     inactive: Mapping[str, str] = field(default_factory=dict)
     """Rungs that had no effect on it, and why."""
     counts: tuple[LoaderCount, ...] = ()
-    """Where several numbers of processes were measured."""
+    """Set if several numbers of worker processes were measured."""
 
     @property
     def loaders_ms(self) -> dict[int, float]:
-        """Milliseconds of a step by number of processes."""
+        """Milliseconds per step by number of worker processes."""
         return {each.count: each.ms_per_step for each in self.counts if each.ms_per_step}
 
     @property
     def fill_read(self) -> bool:
-        """Whether what lay ready in the queues is left out of all figures."""
+        """Whether batches that were already queued are left out of all figures."""
         return all(each.queue_drained for each in self.counts) if self.counts else self.queue_drained
 
 
@@ -136,53 +136,53 @@ ANSWERS: Mapping[Variation, type[TrialAnswer]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptOrders:
-    """What the callback in a script's Trainers is to do, see `bridge/trials/script_callback.py`."""
+    """Instructions for the callback in a script's Trainers, see `bridge/trials/script_callback.py`."""
 
     out: str = ""
     """The run directory."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """As `from_callback` takes it."""
+    """As accepted by `from_callback`."""
     by_ladder: tuple[str, ...] = ()
-    """Rungs in it that a shipped ladder switched on."""
+    """Rungs in the configuration that a shipped ladder enabled."""
     max_steps: int | None = None
-    """Of each fit; None: no limit."""
+    """Limit per fit; None: no limit."""
     ledger: bool = False
     variation: Variation = "as_it_is"
     reference: str | None = None
-    """Of ``gradients``: the directory of the trial to compare with; None: be that trial."""
+    """For ``gradients``: the directory of the trial to compare with; None: this trial is the reference."""
     beat: str | None = None
-    """The file that gets the step."""
+    """The file to which the current step is written."""
     seed_offset: int = 0
-    """Added to the seeds that the script has chosen, once it begins to train: run-1 is to be another run than run-0."""
+    """Added to the seeds that the script has chosen when it begins to train, so that run-1 differs from run-0."""
     stacks: bool = False
-    """SIGUSR2 writes where each thread stands."""
+    """SIGUSR2 writes the stack of each thread."""
     disposable: bool = False
     """This is not the user's real run, so checkpoint files are left alone."""
     not_from: str | None = None
-    """A folder that no module should come from: the files of those that do are reported."""
+    """A folder that no module should be imported from: files of modules imported from it are reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptEvent:
-    """What that callback, or the entry point before it, has noticed."""
+    """An event reported by that callback, or by the entry point before it."""
 
     event: str
     why: str | None = None
     step: int | None = None
     rank: int | None = None
     began: bool | None = None
-    """A step had been trained."""
+    """A step has been trained."""
     measured: bool = False
-    """In the fit that is measured."""
+    """The event belongs to the fit that is measured."""
     files: tuple[str, ...] = ()
-    """That were imported from the folder of ``ScriptOrders.not_from``."""
+    """Files imported from the folder in ``ScriptOrders.not_from``."""
 
 
 class LedgerStep(NamedTuple):
     """One optimizer step of a ledger."""
 
     digest: str | None
-    """Of its samples, in their order."""
+    """Digest of its samples, in order."""
     samples: int | None
     backwards: int | None
     rates: tuple[float | None, ...]
@@ -196,38 +196,38 @@ class LedgerEpoch(NamedTuple):
     samples: int | None
     complete: bool
     digest: str | None
-    """Of its samples, in whatever order."""
+    """Digest of its samples, independent of order."""
     again: int | None
-    """Samples that had been drawn in it before."""
+    """Samples that had already been drawn in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """What one rank trained on: ``ledger.json``, see `bridge/trials/sample_ledger.py`."""
+    """The samples that one rank trained on: ``ledger.json``, see `bridge/trials/sample_ledger.py`."""
 
     rank: int | None = None
     ids: str | None = None
-    """How samples are known: by the ``sampler``'s numbers or by their ``content``; None: they are not."""
+    """How samples are identified: by the ``sampler``'s numbers or by their ``content``; None: not at all."""
     why: str | None = None
-    """Why they are not."""
+    """Why they are not identified."""
     steps: tuple[LedgerStep, ...] = ()
     planned: tuple[int | None, ...] = ()
-    """Backwards of each step by the plan."""
+    """Backwards of each step according to the plan."""
     epochs: tuple[LedgerEpoch, ...] = ()
     dataset: int | None = None
-    """Samples that it has."""
+    """Number of samples in the dataset."""
     own_order: bool | None = None
-    """The order of the loader has random numbers of its own."""
+    """Whether the sample order is independent of other random draws, such as augmentations."""
     optimizer_steps: int | None = None
     partial: bool = False
-    """The fit of this rank did not come to its end."""
+    """Whether the fit of this rank ended early."""
     ended_by: str | None = None
     """The class of the exception that ended it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """How one training went: ``trial.json``, with the measurement and the answer that lie beside it."""
+    """How one training went: ``trial.json``, with the measurement and the answer stored beside it."""
 
     schema: ClassVar[int] = SCHEMA
     computed: ClassVar[tuple[str, ...]] = ("samples_per_s", "window_too_short")
@@ -239,28 +239,28 @@ class Trial:
     seconds: float
     run_dir: Path
     code: int
-    """Exit code; the negative number of the signal that ended it."""
+    """Exit code; if a signal ended it, the negative signal number."""
     last_step: int | None = None
     started: str | None = None
-    """Forked from a process that had imported torch, or why it was a new interpreter; None: as new as any program."""
+    """Forked from a process with torch imported, or why in a new interpreter; None: a plain new process."""
     tail: str = ""
-    """The last lines of its stderr; empty where it is ok."""
+    """The last lines of its stderr; empty if it is ok."""
     began: int | None = None
-    """The step that a script's fit began at."""
+    """The step at which a script's fit began."""
     unsaved: bool = False
-    """Whether checkpoint files were left alone, see `bridge/trials/no_checkpoints.py`."""
+    """Whether checkpoint files were left untouched, see `bridge/trials/no_checkpoints.py`."""
     measurement: Measurement | None = field(default=None, metadata={"json": None})
-    """Of a trial that is not ok, a part."""
+    """Partial if the trial is not ok."""
     answer: TrialAnswer | None = field(default=None, metadata={"json": None})
-    """Of the kind in ``ANSWERS``, where the variation has one."""
+    """Of the type in ``ANSWERS``, if the variation has one."""
 
     @property
     def samples_per_s(self) -> float | None:
-        """Only of a whole run."""
+        """Only for a complete run."""
         rate = None if self.measurement is None else self.measurement.samples_per_s
         return rate if self.ok and rate else None
 
     @property
     def window_too_short(self) -> bool | None:
-        """Whether its window was; None without a measurement."""
+        """Whether its window was too short; None without a measurement."""
         return None if self.measurement is None else self.measurement.window_too_short

@@ -1,4 +1,4 @@
-"""What a search for the best value of one number found. ``None`` = not known."""
+"""The result of a search for the best value of one number. ``None`` = unknown."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastloop.records.store import SCHEMA
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What one value gave."""
+    """The result for one value."""
 
     value: Setting = None
-    """A number; in a file also another setting."""
+    """A number; a file may also contain another type of setting."""
     step_ms: float | None = None
-    """Of an optimizer step, without what queues gave or took; None where it was not trained or could not be."""
+    """Time of an optimizer step, corrected for queued batches; None if not trained, or training failed."""
     samples_per_s: float | None = None
     ok: bool = True
     """False: it failed, or the rung was inactive."""
@@ -26,7 +26,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderTime:
-    """What the loader alone takes for a step with one value."""
+    """The loader's time per step with one value, measured alone."""
 
     value: int
     loader_ms: float
@@ -45,16 +45,16 @@ class TuningFile:
     """``rungs.workers.count``"""
     hardware: Hardware = field(default_factory=Hardware)
     points: tuple[Point, ...] = ()
-    """By value."""
+    """Sorted by value."""
     as_it_is: Setting = None
-    """The value that stands for the training without the rung."""
+    """The value that represents the training without the rung."""
     loaders: tuple[LoaderTime, ...] = ()
-    """Where the loader was measured alone."""
+    """Present if the loader was measured alone."""
     rest_ms: float | None = None
-    """What the step takes without its loader, where that was measured."""
+    """Time of the step without its loader, if measured."""
     tolerance_pct: float | None = None
     yours: int | None = None
-    """What the user wrote for this number, where it is not the default."""
+    """The user's setting of this number, if it is not the default."""
     best: Setting = None
     """None: no value beats the training without the rung by more than the tolerance."""
     patch: Patch | None = None

@@ -1,4 +1,4 @@
-"""YAML as text: plain values dumped so that they are read back as the same values."""
+"""YAML as text: dumps plain values so that they are read back unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS: Mapping[str, Any] = {"": None, "~": None, "null": None, "true": True, "f
 
 
 def plain(text: str) -> Any:
-    """The value of an unquoted YAML 1.2 scalar; text where it is nothing else.
+    """The value of an unquoted YAML 1.2 scalar; the text itself if it has no other type.
 
     ``yes``, ``08``, ``0x1F``, ``1_000``, dates, ``.inf`` and numbers that do not fit 64 bits are text.
     """
@@ -52,7 +52,7 @@ def dump_on_one_line(patch: Mapping[str, Any] | None) -> str:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc,unused-ignore]
-    """Quotes the texts that `plain` would take for something else (``1e-4``), and never writes aliases."""
+    """Quotes texts that `plain` would parse as another type (``1e-4``), and never writes aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

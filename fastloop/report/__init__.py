@@ -1,1 +1,1 @@
-"""Records to text and files. Computes nothing; imports neither torch nor Lightning."""
+"""Turns records into text and files. Computes no results; imports neither torch nor Lightning."""

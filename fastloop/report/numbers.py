@@ -1,4 +1,4 @@
-"""Numbers as people read them in reports; what was not measured is n/a, never 0."""
+"""Formats numbers for reports; an unmeasured value is n/a, never 0."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 
 def number(value: float | None, form: str = ",.1f", unit: str = "") -> str:
-    """A number for people, with its unit; what was not measured is n/a, never 0."""
+    """Format a number with its unit; an unmeasured value is n/a, never 0."""
     return "n/a" if value is None or not math.isfinite(value) else f"{format(value, form)} {unit}".rstrip()
 
 
 def short(value: float | None, unit: str = "") -> str:
-    """A number to three digits, whole from a hundred up: 0.577, 40.5, 2,697."""
+    """Format a number with three digits, without decimals from 100 up: 0.577, 40.5, 2,697."""
     if value is None or not math.isfinite(value):
         return "n/a"
     digits = 0 if abs(value) >= 100 or value == 0 else min(9, 2 - math.floor(math.log10(abs(value))))
@@ -24,11 +24,11 @@ def count_steps(count: int) -> str:
 
 
 def format_s(seconds: float | None) -> str:
-    """Seconds for people: 41 s, 3.2 s."""
+    """Format seconds: 41 s, 3.2 s."""
     return number(seconds, ",.1f" if seconds is not None and seconds < 10 else ",.0f", "s")
 
 
 def format_flop_rate(value: float | None) -> str:
-    """Arithmetic per second, from TFLOP/s, in the unit that suits its size."""
+    """Format a rate in TFLOP/s with the unit that suits its size."""
     small = value is not None and value < 1
     return short(1000 * (value or 0.0), "GFLOP/s") if small else short(value, "TFLOP/s")

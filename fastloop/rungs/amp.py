@@ -25,7 +25,7 @@ from fastloop.records.readings import on_gpu, precision
 
 
 def _variants(state: ClimbState) -> Iterator[Variant]:
-    """TF32 is for those whom bfloat16 breaks."""
+    """Try bfloat16; try TF32 only if bfloat16 failed."""
     yield Variant()
     if state.on_cuda and state.ended.get("amp") in ("parity", "crashed"):
         yield Variant(name="tf32", settings=({"mode": "tf32"},))
@@ -45,7 +45,7 @@ CARD = Card(
         " rungs.amp.keep_fp32, or write rungs.amp.enabled: false",
     ),
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,13 @@ class Amp:
     enabled: bool = False
     mode: Literal["bf16-mixed", "16-mixed", "bf16-true", "16-true", "tf32"] = "bf16-mixed"
     keep_fp32: tuple[str, ...] = ()
-    """Modules and methods of the LightningModule that mixed precision leaves in float32, such as compute_loss."""
+    """Modules and methods of the LightningModule that stay in float32 under mixed precision, such as compute_loss."""
     cache_weights: bool = False
-    """Round each weight once in a training_step under mixed precision, not at each use: for cells called in a loop."""
+    """Cast each weight only once per training_step under mixed precision, not at each use: for cells called in a loop.
+    """
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for the precision plugin, unless the user already chose a precision."""
+        """Request the precision plugin, unless the user already chose a precision."""
         if facts.own_precision:
             raise NotApplicable(f"the Trainer already runs precision {facts.precision}; your choice stands")
         is_mixed = self.mode.endswith("-mixed")
@@ -73,7 +74,7 @@ class Amp:
         if not facts.plain_gradients:
             raise NotApplicable(f"{facts.strategy} has its own precision handling; write Trainer(precision=…) instead")
         refused, kept = set(facts.refused_losses), set(self.keep_fp32)
-        if is_mixed and facts.device == "cuda" and refused > kept:  # another name kept may be of what is around them
+        if is_mixed and facts.device == "cuda" and refused > kept:  # other names in keep_fp32 may enclose these losses
             raise NotApplicable(
                 f"{min(refused - kept)} computes binary_cross_entropy, which torch refuses under autocast: write"
                 " binary_cross_entropy_with_logits on outputs without sigmoid, or name it in keep_fp32"
@@ -96,11 +97,11 @@ class Amp:
             notes=tuple(notes),
             evaluation=True,
             facts={"precision": self.mode},
-            rehearse="modules" if is_mixed else None,  # optimizers are made of the weights as they then are
+            rehearse="modules" if is_mixed else None,  # with true precision, optimizers hold the converted weights
         )
 
     def _set_precision(self, site: Site) -> Applied:
-        """Put Lightning's plugin in, and note the dtype of a matrix product inside the user's training_step."""
+        """Install Lightning's plugin, and record the dtype of a matrix product inside the user's training_step."""
         from fastloop.feeds.lower_precision import keep_cudnn_out, keep_in_float32, read_product_dtype
 
         dtypes, called = list[str](), set[str]()
@@ -131,7 +132,7 @@ class Amp:
         return Change(actions=(action,), parity="approximate", evaluation=True, rehearse="modules")
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when a matrix product inside the user's training_step had the planned dtype."""
+        """The rung took effect if a matrix product inside the user's training_step had the planned dtype."""
         evidence = seen.evidence.get("amp", {})
         if self.mode == "tf32":
             found = evidence.get("matmul_precision")

@@ -27,7 +27,7 @@ KERNELS = {
     "EFFICIENT_ATTENTION": "mem_efficient",
     "MATH": "math",
 }
-"""torch's names for each; the first that takes the call runs: not every one takes masks, or every head width."""
+"""Kernels by torch's names; the first that supports a call runs it: some do not support masks, or some head widths."""
 
 CARD = Card(
     family="compute",
@@ -37,7 +37,7 @@ CARD = Card(
     applies=lambda seen: on_gpu(seen) and attends_by_hand(seen),
     plan_shows_refusal=True,
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,10 @@ class Attention:
 
     enabled: bool = False
     backend: Literal["auto", "flash", "cudnn", "efficient"] = "auto"
-    """The kernel that is asked first; auto = torch's own order."""
+    """The kernel to try first; auto = torch's own order."""
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for the replacement, or, where nothing is written by hand, for the order of kernels."""
+        """Request the replacement, or only the order of kernels if no attention is written by hand."""
         if facts.compiled_by_user:
             raise NotApplicable(
                 f"{', '.join(facts.compiled_by_user[:3])} is compiled by you, so its graphs are out of reach"
@@ -108,7 +108,7 @@ class Attention:
         return Applied(undo=undo.close, probe=probe)
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when an attention was replaced in a graph, or a model switched."""
+        """The rung took effect if an attention was replaced in a graph, or a model was switched."""
         evidence = seen.evidence.get("attention", {})
         if "replaced" not in evidence:
             return Verdict(took=None, why="no step ran")
@@ -134,7 +134,7 @@ class Attention:
 
 @contextlib.contextmanager
 def _order(backend: str) -> Any:
-    """The kernels that are switched on, in the order asked for."""
+    """Enable the kernels inside the context, in the configured order."""
     if backend == "auto":
         yield
         return

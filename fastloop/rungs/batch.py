@@ -28,23 +28,23 @@ from fastloop.records.plan import Action, Applied, Change, Site, Verdict
 from fastloop.records.readings import micro_batches
 
 MOST_TIMES_LARGER = 8
-"""A micro-batch is not proposed to grow by more than this at once: its activations have to fit."""
+"""Largest proposed growth of a micro-batch in one step, since its activations must fit."""
 
 
 def _larger(seen: Measurement) -> dict[str, Any]:
-    """The whole of an optimizer step in one micro-batch, or as much of it as is likely to fit."""
+    """Propose a whole optimizer step as one micro-batch, or as much of it as is likely to fit."""
     assert seen.micro_batch
     return {"enabled": True, "micro_batch": seen.micro_batch * min(micro_batches(seen), MOST_TIMES_LARGER)}
 
 
 def _sizes(space: SearchSpace) -> Iterable[int]:
-    """Whole loader batches that divide the step."""
+    """List the multiples of a loader batch that divide the step evenly."""
     window = space.batches_per_step
     return [space.micro_batch * count for count in range(2, window + 1) if window % count == 0]
 
 
 def _variants(state: ClimbState) -> Iterator[Variant]:
-    """The whole step in one micro-batch, or half of it where that does not fit."""
+    """Try the whole step as one micro-batch, or half of it if that does not fit."""
     whole, micro = state.rank_batch, state.micro_batch
     if whole is None or micro is None or whole <= micro:
         refused = "a step is one micro-batch already: a larger one would change the global batch"
@@ -72,7 +72,7 @@ CARD = Card(
     ),
     regroups=True,
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +90,17 @@ class Batch:
     micro_batch: int | Literal["auto"] = "auto"
     """Samples per forward and backward pass. auto = the fastest that fits, tried on the first step's own samples."""
     target_memory: float = 0.9
-    """auto: share of the device's memory that may be in use, with the optimizer's state."""
+    """For auto: share of the device's memory that may be used, including the optimizer's state."""
     global_batch: int | Literal["keep"] = "keep"
-    """keep = the samples of each optimizer step, of all ranks, stay what they were. A number is another training."""
+    """Samples in each optimizer step over all ranks; keep = unchanged. A number changes the training."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Of learning rates, with a global batch of your own: by its ratio to the old one, or the root of that."""
+    """How to scale learning rates with a new global batch: by its ratio to the old one, or by the ratio's root."""
     batch_norm: Literal["groups", "merge"] = "groups"
-    """groups = where batches are merged, BatchNorm keeps the statistics of each. merge = it takes all of them as one,
-    which is less work and another training."""
+    """groups = in merged batches, BatchNorm keeps separate statistics for each of your batches. merge = it treats them
+    as one, which is less work but changes the training."""
     loss_is_mean: bool = False
-    """Your word that the loss is a mean over samples where the code, or the first window's gradient, says otherwise."""
+    """Your assurance that the loss is a mean over samples if the code, or the first window's gradient, suggests that it
+    is not."""
 
     def __post_init__(self) -> None:
         why = "a micro-batch needs at least one sample"
@@ -140,7 +141,7 @@ class Batch:
             raise NotApplicable(f"the loss is not a mean over samples: {losses}; {word}")
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when steps ran in micro-batches other than the loader's own, or had the samples that were asked for."""
+        """The rung took effect if steps ran in micro-batches unlike the loader's, or had `global_batch` samples."""
         verdict = judge_regrouping(seen.evidence.get("batch", {}))
         if seen.global_batch != self.global_batch:
             return verdict

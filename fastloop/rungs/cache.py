@@ -23,18 +23,19 @@ from fastloop.records.plan import Change, Verdict
 from fastloop.records.readings import is_worth_handing_over, loader
 
 SHARE_OF_SHM, SHARE_OF_MEMORY, SHARE_OF_DISK = 0.8, 0.5, 0.8
-"""Of what is free. Files in shared memory are memory, which the training needs too."""
+"""Shares of the free space. Files in shared memory use memory, which the training needs too."""
 LEAST_SHARE = 0.5
-"""Without a size, no smaller share of the samples is kept: that memory holds more of the files, which are smaller."""
+"""Smallest share of the samples to store if no size is set: the same memory can hold more of the files, which are
+smaller."""
 CARD = Card(
     family="feed",
     does="the cache keeps decoded samples, so that later epochs need not decode them again",
     answers={"data_wait": 3, "decoding": 2, "mostly_decoding": 1},
     applies=lambda seen: loader(seen).get("decode_ms") is not None and is_worth_handing_over(seen),
-    # Where trials end within an epoch, nothing comes again.
+    # If trials end within the first epoch, no sample repeats.
     variants=lambda state: [Variant(changes="engine")] if state.epochs_end else [],
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +44,15 @@ class Cache:
 
     enabled: bool = False
     store: Literal["auto", "device", "shm", "disk", "redis"] = "auto"
-    """shm: shared memory, for this run; disk and redis stay for later runs. device: all pictures on the device, which
-    makes the batches, where these come out to the bit as from a loader without workers. auto = shm where the samples
-    fit, else disk if `path` says where, else as many as fit into shm."""
+    """shm = shared memory, for this run only; disk and redis persist for later runs. device = all pictures on the
+    device, which makes the batches, if they equal those of a loader without workers bit for bit. auto = shm if the
+    samples fit, else disk if `path` is set, else as many as fit into shm."""
     size_gb: float | Literal["auto"] = "auto"
-    """At most (1 GB = 10^9 bytes); auto = as much as the samples need, up to a share of what is free."""
+    """Most space to use (1 GB = 10^9 bytes); auto = what the samples need, up to a share of the free space."""
     path: str | None = None
-    """Directory of the disk store; null: the user's cache directory (XDG_CACHE_HOME)."""
+    """Directory of the disk store; null = the user's cache directory (XDG_CACHE_HOME)."""
     url: str | None = None
-    """Of the server: redis://host:port/0. Its password, if it has one, is read from FASTLOOP_REDIS_PASSWORD."""
+    """Address of the server: redis://host:port/0. A password is read from FASTLOOP_REDIS_PASSWORD."""
 
     def __post_init__(self) -> None:
         why, do = "a store of size zero keeps nothing", "write gigabytes or auto, or cache.enabled: false"
@@ -64,7 +65,7 @@ class Cache:
             raise ConfigError(key="cache.url", got="cache.url with a name or password", why=why, do=do)
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for a store where samples have a part that can be kept, and are asked for more than once."""
+        """Request a store if part of each sample can be cached, and samples are requested more than once."""
         if facts.loader is None:
             may_want = "loader.engine" if self.store == "device" else "dataset.cache"
             return Change(waits_for="the train loader", may_want=(may_want,))
@@ -106,7 +107,7 @@ class Cache:
         return loader.prefix
 
     def _choose(self, prefix: PrefixFacts, facts: Facts) -> tuple[Literal["shm", "disk", "redis"], int | None]:
-        """Which store, and its size in bytes."""
+        """Choose the store, and its size in bytes."""
         need, size = _need(prefix), None if self.size_gb == "auto" else int(self.size_gb * 1e9)
         room = _measure_room(facts)
         most = {store: free if size is None else min(size, free) for store, free in room.items()}
@@ -124,7 +125,7 @@ class Cache:
         return "shm", wanted["shm"]
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when samples came out of the store."""
+        """The rung took effect if samples came from the store."""
         found = seen.evidence.get("cache", {})
         if (batches := found.get("device_batches")) is not None:
             told = f"{found['pictures']:,} pictures, {_gb(found['kept_bytes'])}, on the device"
@@ -141,7 +142,7 @@ class Cache:
 
 
 def _need(prefix: PrefixFacts) -> int | None:
-    """Bytes that all samples take, with some to spare; None where that is not known."""
+    """Return the bytes that all samples take, with a margin; None if unknown."""
     return None if prefix.sample_bytes is None else int(1.05 * prefix.samples * (prefix.sample_bytes + 256))
 
 

@@ -27,7 +27,7 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # accumulation would overwrit
 
 
 def _variants(state: ClimbState) -> Iterator[Variant]:
-    """Graphs replay launches; static buffers forbid several backward passes for one step."""
+    """Also try CUDA graphs for launch-bound runs, unless a step has several backward passes: buffers are static."""
     graphs = state.on_cuda and state.launch_bound and state.one_backward
     yield Variant(settings=({}, {"mode": "reduce-overhead"}) if graphs else ({},))
 
@@ -63,7 +63,7 @@ CARD = Card(
         " (in the backward, or after it changed something in place): write rungs.compile.enabled: false"
     },
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +73,18 @@ class Compile:
     enabled: bool = False
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     dynamic: Literal["auto"] | bool | None = "auto"
-    """Compile for changing sizes: auto (or null) = the dimensions that were seen to vary, true = all, false = none."""
+    """Which dimensions to compile as dynamic: auto (or null) = those observed to vary, true = all, false = none."""
 
     scope: Literal["auto", "model", "blocks"] = "auto"
-    """What is compiled: model = all; blocks = those that repeat, such as a transformer's layers, once for all of one
-    shape; auto = model, or blocks where only that can pay back (see pay_back)."""
+    """What to compile: model = everything; blocks = repeated modules, such as a transformer's layers, once for all of
+    the same shape; auto = model, or blocks if only that can pay back (see pay_back)."""
 
     pay_back: PayBack = "auto"
-    """required: compile only where the rest of the run can save the time that it takes; auto = required where a
-    shipped ladder switched this rung on."""
+    """required = compile only if the rest of the run can save more time than the compile takes; auto = required if a
+    shipped ladder turned this rung on."""
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for an in-place compile of the modules that hold the work."""
+        """Request an in-place compile of the modules that do the work."""
         if facts.compiled_by_user:
             raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is already compiled by you")
         if facts.compiler is None:
@@ -119,7 +119,7 @@ class Compile:
         )
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when at least one graph was captured and no module fell back to eager."""
+        """The rung took effect if at least one graph was captured and no module fell back to eager."""
         evidence = seen.evidence.get("compile", {})
         if "graphs" not in evidence:
             return Verdict(took=None, why="no step ran")
@@ -141,7 +141,8 @@ class Compile:
 
 @dataclass(frozen=True)
 class _Compiling:
-    """The action: compile these modules as the rung says. A `partial` would not do: equal plans have equal actions."""
+    """The action: compile these modules as the rung is configured. Not a `partial`, because equal plans must have equal
+    actions."""
 
     rung: Compile
     targets: tuple[str, ...]

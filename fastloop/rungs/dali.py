@@ -26,14 +26,14 @@ from fastloop.records.plan import Change, Verdict
 from fastloop.records.readings import loader
 
 ENOUGH_CPUS = 8
-"""For each GPU: on 16 an H200 trained 6,266 images/s with the CPU decoding and 5,961 with the GPU, which both jobs
-share. No measurement decides yet; fewer CPUs are taken to be too few."""
+"""CPUs per GPU from which on the CPU decodes. With 16, an H200 trained 6,266 images/s with CPU decoding and 5,961 with
+GPU decoding, which competes with the training. The threshold itself is an assumption, not measured yet."""
 MIXED_THREADS = 4
-"""These kept the GPU's decoder busy: 22,026 images/s, beside 24,278 with more."""
+"""Enough threads to keep the GPU's decoder busy: 22,026 images/s, compared with 24,278 with more."""
 
 
 def _variants(state: ClimbState) -> Iterator[Variant]:
-    """DALI in the loader's place, where the samples are image files and it is there."""
+    """Try DALI in place of the loader if the samples are image files and DALI is installed."""
     if state.image_files and is_installed():
         yield Variant(changes="engine")
 
@@ -48,7 +48,7 @@ CARD = Card(
     first_start_s=2.0,
     loads_elsewhere=True,
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +64,20 @@ class Dali:
 
     enabled: bool = False
     decode: Literal["auto", "cpu", "mixed"] = "auto"
-    """Who decodes: cpu, or mixed for the GPU with the CPU's help; auto = mixed where a GPU has fewer than 8 CPUs."""
+    """Where to decode: cpu, or mixed = GPU with the CPU's help; auto = mixed if there are fewer than 8 CPUs per GPU."""
     threads: int | Literal["auto"] = "auto"
-    """DALI's threads per rank; auto = all CPUs of the rank, or at most 4 where the GPU decodes."""
+    """DALI's threads per rank; auto = all CPUs of the rank, or at most 4 if the GPU decodes."""
     resize: Literal["auto", "cpu", "device"] = "auto"
-    """Where pictures that the CPU decoded are resized; auto = on the device, which has less to do."""
+    """Where to resize CPU-decoded pictures; auto = on the device, which is less busy."""
     validation: bool = False
-    """Load for validation too: the same samples in their order, pixels as far off as in training."""
+    """Use DALI for validation too: the same samples in order, with the same pixel deviations as in training."""
 
     def __post_init__(self) -> None:
         why, do = "nothing would decode", "write a positive number or auto"
         require_positive("dali.threads", self.threads, why=why, do=do)
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for an engine in the train loader's place where its samples are known to be image files."""
+        """Request an engine in place of the train loader if its samples are known to be image files."""
         if facts.steps_with_iterator:
             raise NotApplicable("training_step(dataloader_iter) fetches and moves its own batches")
         if not facts.has_dali:
@@ -113,7 +113,7 @@ class Dali:
         )
 
     def _choose(self, facts: Facts) -> tuple[Where, int]:
-        """Who decodes, with how many threads. A rule for now; a measured choice would come in here."""
+        """Choose where to decode, and the number of threads. A fixed rule for now; a measurement could replace it."""
         cpus = max(1, facts.cpu_count // max(1, facts.local_ranks))
         decode = self.decode
         if decode == "auto":
@@ -135,7 +135,7 @@ class Dali:
         return notes
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when DALI decoded images; says how many batches it could not, and how close the pictures were."""
+        """The rung took effect if DALI decoded images; also reports batches it could not load, and pixel deviations."""
         found = seen.evidence.get("dali", {})
         images, plain = found.get("images"), found.get("plain_batches")
         if images is None:
@@ -153,7 +153,7 @@ class Dali:
 
 
 def _find_images(loader: LoaderFacts, facts: Facts) -> ImageFacts:
-    """What happens to each file; raises NotApplicable with what is in the way."""
+    """Return the facts about the image files; raise NotApplicable with the obstacle if DALI cannot load them."""
     kind, images, no_images = loader.kind, loader.images, find_obstacle(loader.images)
     before_transfer = facts.device == "cuda" and "on_before_batch_transfer" in facts.transfer_hooks
     obstacles = (

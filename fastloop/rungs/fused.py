@@ -22,7 +22,7 @@ from fastloop.records.plan import Action, Applied, Change, Site, Undo, Verdict
 from fastloop.records.readings import already, on_gpu
 
 USUAL = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
-"""Settings of an optimizer whose user left the implementation to torch."""
+"""Optimizer settings with which the user leaves the choice of implementation to torch."""
 
 
 CARD = Card(
@@ -32,7 +32,7 @@ CARD = Card(
     follows={"memory_bound": 4, "fp32_math": 4, "compute_bound": 3},
     applies=lambda seen: on_gpu(seen) and not already(seen, "fused"),
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,14 @@ class Fused:
     enabled: bool = False
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for the flip once the optimizers exist and hold their restored state."""
+        """Request the switch once the optimizers exist and their state is restored."""
         if facts.device not in ("cuda", "cpu"):
             raise NotApplicable(f"no fused optimizers on {facts.device}")
         action = Action(keys=("optimizer.fused",), when="train_start", do=_fuse)
         return Change(parity="approximate", actions=(action,), rehearse="optimizers")
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when every parameter group says fused and the optimizers stepped since."""
+        """The rung took effect if every parameter group is fused and the optimizers have stepped since."""
         evidence = seen.evidence.get("fused", {})
         if "groups" not in evidence:
             return Verdict(took=None, why="no optimizer was seen")
@@ -81,7 +81,7 @@ def _refuse(optimizer: Any, site: Site) -> None:
 
 
 def _fuse(site: Site) -> Applied:
-    """Flip the optimizers in place: a new optimizer object would leave every scheduler talking to the old one."""
+    """Switch the optimizers in place: with a new optimizer object, schedulers would still refer to the old one."""
     for optimizer in site.optimizers:
         _refuse(optimizer, site)
     steps = [0]
@@ -96,7 +96,7 @@ def _fuse(site: Site) -> Applied:
             put_back()
 
     def clean(checkpoint: dict[str, Any]) -> None:
-        # With fused=True inside, a later run without us would be fused, too.
+        # With fused=True in the checkpoint, a later run without fastloop would be fused too.
         for state in checkpoint.get("optimizer_states", ()):
             for group in state["param_groups"]:
                 group.update(fused=None, foreach=None)
@@ -122,9 +122,9 @@ def _flip(optimizer: Any, steps: list[int]) -> Undo:
     def undo() -> None:
         counting.remove()
         optimizer.defaults.update(defaults)
-        for group in optimizer.param_groups:  # with those that a finetuning callback added meanwhile
+        for group in optimizer.param_groups:  # including those that a finetuning callback added meanwhile
             group.update(fused=None, foreach=None)
-        set_steps(on_device=False)  # where unfused optimizers keep their step counters
+        set_steps(on_device=False)  # unfused optimizers keep their step counters on the CPU
 
     for group in optimizer.param_groups:
         group.update(fused=True, foreach=False)

@@ -11,6 +11,7 @@ Source          https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -24,7 +25,7 @@ from fastloop.records.readings import on_gpu
 
 
 def _variants(state: ClimbState) -> Iterator[Variant]:
-    """Worth a try where launches are what the device waits for."""
+    """Try step graphs if the device waits for kernel launches."""
     if state.on_cuda and state.launch_bound and state.one_backward:
         yield Variant(settings=({"step_graph": "auto"},))
 
@@ -37,12 +38,15 @@ CARD = Card(
     patch=lambda _seen: {"enabled": True, "step_graph": "auto"},
     variants=_variants,
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 AUTO_STEPS = 100
-"""Between two passes: one over what a hundred steps left behind takes about a millisecond."""
+"""Batches between two passes: one over what a hundred steps left behind takes about a millisecond."""
+FULL_S, FULL_SHARE = 60.0, 0.005
+"""Between two passes over everything: seconds at least, and so long that they take at most this share of the time. With
+PyTorch Geometric imported one takes 0.3 s, which passes every 100 steps once added to each (an H200, 12 ms steps)."""
 MOST_YOUNG = 100_000
-"""Objects after which Python collects all the same: between steps, in a long validation, in a worker."""
+"""New objects after which Python still collects by itself: between steps, in a long validation, in a worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +55,16 @@ class Host:
 
     enabled: bool = False
     gc_every_steps: int | Literal["auto"] | None = "auto"
-    """Batches between two passes of the garbage collector; null: as Python has it."""
+    """Batches between two passes of the garbage collector; null = Python's own schedule."""
     step_graph: bool | Literal["auto"] = False
-    """Replay recorded steps; auto: where that is faster. Off by itself until it has been measured on a GPU."""
+    """Replay recorded steps; auto = if that is faster. Off by default until it has been measured on a GPU."""
 
     def __post_init__(self) -> None:
         why, do = "a pass needs at least one batch", "write a positive number, auto or null"
         require_positive("host.gc_every_steps", self.gc_every_steps, why=why, do=do)
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for either of both, once the optimizers exist."""
+        """Request the enabled parts, once the optimizers exist."""
         refused = _explain_no_graph(facts) if self.step_graph else "step_graph is false"
         actions = [Action(keys=("host.loop",), when="train_start", do=_thin_loop)]
         if self.gc_every_steps is not None:
@@ -76,7 +80,7 @@ class Host:
         )
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when steps were replayed, or passes came at our steps; a graph asked for by name must be replayed."""
+        """The rung took effect if steps were replayed or another part ran; ``step_graph: true`` needs replays."""
         evidence = seen.evidence.get("host", {})
         if not evidence:
             return Verdict(took=None, why="no step ran")
@@ -103,32 +107,40 @@ class Host:
         return site.graph_steps(self.step_graph is True)
 
     def _pace_garbage(self, site: Site) -> Applied:
-        """Set what lives now aside for good, and look at the rest every few batches."""
+        """Collect what is young every few batches, and everything once in a while."""
         if not gc.isenabled():
             why = "your script turned the garbage collector off; your choice stands"
             return Applied(undo=lambda: None, probe=lambda: {"gc_refused": why})
         every = AUTO_STEPS if self.gc_every_steps == "auto" else self.gc_every_steps or 1
-        before, is_ours = gc.get_threshold(), gc.get_freeze_count() == 0
-        seen = {"batches": 0, "gc_passes": 0}
-
-        def count() -> None:
-            seen["batches"] += 1
-            if seen["batches"] % every == 0:
-                gc.collect()
-                seen["gc_passes"] += 1
+        before, passes = gc.get_threshold(), _Passes(every)
 
         def undo() -> None:
             stop()
             gc.set_threshold(*before)
-            if is_ours:
-                gc.unfreeze()
 
-        gc.collect()
-        if is_ours:
-            gc.freeze()
         gc.set_threshold(max(MOST_YOUNG, before[0]), *before[1:])
-        stop = site.note_each_batch(count)
-        return Applied(undo=undo, probe=lambda: {"gc_passes": seen["gc_passes"], "gc_every_steps": every})
+        stop = site.note_each_batch(passes.count_batch)
+        return Applied(undo=undo, probe=lambda: {"gc_passes": passes.done, "gc_every_steps": every})
+
+
+class _Passes:
+    """The garbage collector's passes, one every few batches."""
+
+    def __init__(self, every: int) -> None:
+        self.done = self._batches = 0
+        self._every, self._full_at_s = every, time.monotonic() + FULL_S
+
+    def count_batch(self) -> None:
+        self._batches += 1
+        if self._batches % self._every:
+            return
+        began_s = time.monotonic()
+        is_full = began_s >= self._full_at_s
+        gc.collect(2 if is_full else 1)
+        self.done += 1
+        if is_full:
+            now_s = time.monotonic()
+            self._full_at_s = now_s + max(FULL_S, (now_s - began_s) / FULL_SHARE)
 
 
 def _thin_loop(site: Site) -> Applied:
@@ -136,7 +148,7 @@ def _thin_loop(site: Site) -> Applied:
 
 
 def _explain_no_graph(facts: Facts) -> str | None:
-    """Why steps cannot be replayed, as far as the run shows before it begins; None where they may be."""
+    """Return why steps cannot be replayed, judging by facts known before the run; None if nothing forbids it."""
     if facts.device != "cuda":
         return f"there are none on {facts.device}"
     if facts.world_size > 1 or not facts.plain_gradients:

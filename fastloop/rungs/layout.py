@@ -29,7 +29,7 @@ CARD = Card(
     applies=lambda seen: on_gpu(seen) and convolves(seen) and not already(seen, "channels_last"),
     plan_shows_refusal=True,
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Layout:
     enabled: bool = False
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for channels_last weights and inputs where there are 2-D convolutions."""
+        """Request channels_last weights and inputs if the model has 2-D convolutions."""
         if not facts.convs:
             raise NotApplicable("the model has no 2-D convolution")
         if not facts.plain_gradients:
@@ -55,12 +55,12 @@ class Layout:
             evaluation=True,
             wants={"step.channels_last_inputs": True},
             actions=(kernels, state),
-            # DDP lays its buckets out by the kernels' order, and need not do it again when that changes in mid-run.
+            # DDP lays out its buckets by the kernels' memory order, and might not redo that if it changes mid-run.
             rehearse=None if facts.is_ddp else "modules",
         )
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when the weights have channels-last strides; says how many batches were converted."""
+        """The rung took effect if the weights have channels-last strides; also reports the converted batches."""
         evidence = seen.evidence.get("layout", {})
         right, total = evidence.get("channels_last_convs"), evidence.get("convs")
         batches = evidence.get("converted_batches", 0)
@@ -79,7 +79,7 @@ class Layout:
 
 
 def _kernels(model: Any) -> Iterator[tuple[str, Any]]:
-    """Names and 4-D parameters of the convolutions [out, in, height, width], parametrized ones included."""
+    """Yield names and 4-D parameters of the convolutions [out, in, height, width], including parametrized ones."""
     import torch
 
     for name, module in model.named_modules():
@@ -88,13 +88,14 @@ def _kernels(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _channels_last(site: Site) -> Applied:
-    """Convert the inputs, and the kernels in place (shapes, names and values stay); count at the end what still is."""
+    """Convert the inputs, and the kernels in place (shapes, names and values stay); at the end, count the kernels that
+    are still channels-last."""
     import torch
 
     from fastloop.feeds.batch_tree import InputsChannelsLast
 
     model, order, inputs = site.module, torch.channels_last, InputsChannelsLast()
-    # Kernels the user already stores in another order are left alone, and so is every other 4-D parameter.
+    # Skip kernels that the user already stores in another order, and all other 4-D parameters.
     names = {name for name, kernel in _kernels(model) if kernel.is_contiguous()}
 
     def store(memory_format: Any) -> None:
@@ -105,7 +106,7 @@ def _channels_last(site: Site) -> Applied:
                     kernel.grad.data = kernel.grad.data.contiguous(memory_format=memory_format)
 
     def probe() -> Mapping[str, Any]:
-        # Where a size is 1 the strides can be both orders at once; such kernels show nothing.
+        # If a size is 1, the strides can match both orders; such kernels prove nothing.
         telling = [
             kernel
             for _, kernel in _kernels(model)
@@ -126,7 +127,7 @@ def _channels_last(site: Site) -> Applied:
         for optimizer, stored in zip(site.optimizers, checkpoint.get("optimizer_states", ()), strict=False):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for place in stored["state"].keys() & {at for at, key in enumerate(parameters) if id(key) in usual}:
-                # A new dictionary: the one in the checkpoint is the live optimizer's own.
+                # A new dictionary, since the checkpoint refers to the live optimizer's one.
                 stored["state"][place] = {
                     key: value.contiguous() if isinstance(value, torch.Tensor) else value
                     for key, value in stored["state"][place].items()
@@ -138,9 +139,9 @@ def _channels_last(site: Site) -> Applied:
 
 
 def _match_state(site: Site) -> Applied:
-    """Store optimizer state in its parameter's order: a checkpoint's state comes in the order of the run that wrote it.
+    """Store optimizer state in its parameter's memory order: a checkpoint has the order of the run that wrote it.
 
-    Fused kernels pair elements by their place in memory; with two orders CUDA refuses and the CPU errs in silence.
+    Fused kernels pair elements by memory position; with different orders, CUDA raises and the CPU is silently wrong.
     """
     import torch
 
@@ -149,4 +150,4 @@ def _match_state(site: Site) -> Applied:
             if isinstance(value, torch.Tensor) and value.dim() == 4 and value.shape == parameter.shape:
                 ordered = torch.empty_strided(value.shape, parameter.stride(), dtype=value.dtype, device=value.device)
                 state[name] = value if value.stride() == parameter.stride() else ordered.copy_(value)
-    return Applied(undo=lambda: None)  # undone where the kernels are: their order comes first
+    return Applied(undo=lambda: None)  # undone together with the kernels, whose order must change first

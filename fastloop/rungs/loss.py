@@ -30,7 +30,7 @@ CARD = Card(
     applies=lambda seen: on_gpu(seen) and bool(to_number((seen.evidence.get("model") or {}).get("classes"))),
     plan_shows_refusal=True,
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +39,17 @@ class Loss:
 
     enabled: bool = False
     pad_vocabulary: Literal["auto"] | bool = "auto"
-    """To a multiple of 64, parameters and checkpoints as they are. auto = in compiled graphs that hold the output layer
-    and its loss; true = also the rows of the logits' gradient in memory, where the loss is called outside of them."""
+    """Pad to a multiple of 64, without a change to parameters and checkpoints. auto = in compiled graphs that contain
+    the output layer and its loss; true = for losses outside such graphs, also pad the rows of the logits' gradient in
+    memory."""
     chunks: int = 1
-    """Pieces of the tokens. More than one comes in a later version."""
+    """Number of pieces to split the tokens into. A later version will support more than one."""
 
     def __post_init__(self) -> None:
         require_positive("loss.chunks", self.chunks, why="a loss has at least one piece", do="write 1")
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for the loss in place of PyTorch's; whether there is a large vocabulary shows on the model."""
+        """Request our loss in place of PyTorch's, if the model may have a large vocabulary."""
         if self.chunks > 1:
             raise NotApplicable(
                 "chunks: your module makes the logits before the loss is called, and may look at them; pieces save"
@@ -79,7 +80,7 @@ class Loss:
         return Applied(undo=undo.close, probe=probe)
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when calls with many classes ran so."""
+        """The rung took effect if calls with many classes used our loss, or were padded."""
         evidence = seen.evidence.get("loss", {})
         if "calls" not in evidence:
             return Verdict(took=None, why="no step ran")

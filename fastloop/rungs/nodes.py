@@ -23,7 +23,7 @@ from fastloop.records.plan import Change, Verdict
 from fastloop.records.readings import is_worth_handing_over, loader
 
 MOST = 16
-"""`auto` stops here: the threads of one process take turns where they run Python."""
+"""Upper limit for `auto`: the threads of one process take turns when they run Python code."""
 GIL = "threads take turns where they run Python code: this pays where libraries read and decode the samples"
 
 CARD = Card(
@@ -36,19 +36,19 @@ CARD = Card(
     loads_elsewhere=True,
     batches_ready=lambda settings, _workers: 0 if settings is None else 2 * read_int(settings, "threads", MOST),
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Threads:
-    """What loads in the place of the loader."""
+    """The engine that loads in place of the loader."""
 
     threads: int
     own_draws: bool = False
-    """Each batch draws its random numbers from a generator of its own."""
+    """Whether each batch draws its random numbers from a separate generator."""
 
     def make(self, loader: Any) -> Any:
-        """The pipeline over this loader's dataset, sampler and collate function."""
+        """Make the pipeline over this loader's dataset, sampler and collate function."""
         from fastloop.feeds.nodes.pipeline import ThreadEngine
 
         off = "rungs.nodes.enabled: false"
@@ -62,15 +62,15 @@ class Nodes:
 
     enabled: bool = False
     threads: int | Literal["auto"] = "auto"
-    """Threads per rank; auto = CPUs of this process (affinity and cgroup) shared by the local ranks, less one, at most
-    16."""
+    """Threads per rank; auto = CPUs of this process (affinity and cgroup) divided by the local ranks, minus one, at
+    most 16."""
 
     def __post_init__(self) -> None:
         do = "write a positive number or auto, or nodes.enabled: false"
         require_positive("nodes.threads", self.threads, why="zero threads load nothing", do=do)
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for threads in the place of a loader whose dataset, as its code shows, they can share."""
+        """Request threads in place of the loader if its dataset's code shows that threads can share it."""
         if facts.loader is None:
             return Change(waits_for="the train loader", may_want=("loader.engine",))
         if (obstacle := _find_obstacle(facts.loader)) is not None:
@@ -89,7 +89,7 @@ class Nodes:
         )
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when threads made the batches that the training got."""
+        """The rung took effect if threads made the training's batches."""
         found = seen.evidence.get("nodes", {})
         threads, samples = found.get("threads", 0), found.get("samples", 0)
         if not threads:
@@ -98,7 +98,7 @@ class Nodes:
 
 
 def _find_obstacle(loader: LoaderFacts) -> str | None:
-    """Why threads cannot load in the place of this loader; None where nothing speaks against them."""
+    """Return why threads cannot load in place of this loader; None if they can."""
     if loader.engine is not None:
         return f"{loader.engine} loads already"
     if not loader.is_dataloader:

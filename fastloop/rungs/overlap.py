@@ -22,7 +22,7 @@ from fastloop.records.plan import Action, Applied, Change, Parity, Site, Verdict
 
 PARITY: dict[str, Parity] = {"bf16": "approximate", "fp16": "approximate", "powersgd": "changes-training"}
 FIRST_BUCKET_BYTES = 2**20
-"""DDP's first bucket is this small, whatever bucket_cap_mb says, so that the exchange begins early."""
+"""Size of DDP's first bucket, regardless of bucket_cap_mb, so that the exchange starts early."""
 CARD = Card(
     family="sync",
     does="the rung's bucket settings can hide more of the exchange behind the backward",
@@ -43,7 +43,7 @@ CARD = Card(
         " forbids: write false"
     },
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +52,20 @@ class Overlap:
 
     enabled: bool = False
     gradient_as_bucket_view: bool = True
-    """Gradients live inside the exchange buckets: one copy and one set of gradients less."""
+    """Store gradients inside the exchange buckets, which saves one copy and one set of gradients."""
     bucket_cap_mb: int | None = None
-    """MiB per bucket; null = DDP's own 25."""
+    """MiB per bucket; null = DDP's default of 25."""
     static_graph: bool = False
-    """Every step uses the same parameters in the same order."""
+    """Promise that every step uses the same parameters in the same order."""
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = "none"
-    """How gradients are compressed on their way."""
+    """How to compress gradients for the exchange."""
 
     def __post_init__(self) -> None:
         why, do = "a bucket holds at least 1 MiB", "write a positive number or null"
         require_positive("overlap.bucket_cap_mb", self.bucket_cap_mb, why=why, do=do)
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for DDP settings and, once the model is wrapped, the hook."""
+        """Request DDP settings and, once the model is wrapped, the hook."""
         if not facts.is_ddp:
             raise NotApplicable(f"needs DDP with several devices; the strategy is {facts.strategy}")
         if facts.world_size < 2:
@@ -90,7 +90,7 @@ class Overlap:
         return Change(wants=wants, actions=tuple(actions), parity=PARITY.get(self.comm_hook, "exact"))
 
     def _ddp_keywords(self) -> dict[str, Any]:
-        """Of DistributedDataParallel, as far as they are not its own defaults."""
+        """Return DistributedDataParallel's arguments that differ from its defaults."""
         cap = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
         static = {"static_graph": True} if self.static_graph else {}
         return {"gradient_as_bucket_view": self.gradient_as_bucket_view, **cap, **static}
@@ -99,10 +99,10 @@ class Overlap:
         return Applied(undo=site.set_ddp(self._ddp_keywords()))
 
     def _register_hook(self, site: Site) -> Applied:
-        """Register on the wrapped model itself, which ends with the fit: Lightning ignores ddp_comm_hook on the CPU."""
+        """Register on the wrapped model, which is gone after the fit: Lightning ignores ddp_comm_hook on the CPU."""
         counted, sizes = [0], (each.nbytes for each in site.module.parameters() if each.requires_grad)
         if self.comm_hook == "powersgd" and site.facts.device == "cpu" and sum(sizes) > FIRST_BUCKET_BYTES:
-            # Each of its exchanges starts another when it ends, which gloo's threads order differently on each rank.
+            # Each of its exchanges starts another one when done, and gloo's threads order these differently per rank.
             raise NotApplicable(
                 "over gloo, powersgd hangs with more than one bucket; it needs NCCL (bucket settings are in place)"
             )
@@ -115,7 +115,7 @@ class Overlap:
         return Applied(undo=lambda: None, probe=lambda: {"comm_hook": self.comm_hook, "hook_calls": counted[0]})
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when DDP has the settings and a hook, if asked for, was called."""
+        """The rung took effect if DDP has the settings, and the hook, if configured, was called."""
         evidence = seen.evidence.get("overlap", {})
         if "gradient_as_bucket_view" not in evidence:
             return Verdict(took=None, why="no DDP wrapper was seen")
@@ -128,7 +128,7 @@ class Overlap:
 
 
 def _read_back(site: Site) -> Applied:
-    """Changes nothing; reads the settings that the living DDP object runs with."""
+    """Change nothing; read back the settings of the live DDP object."""
     model = site.wrapped
 
     def probe() -> Mapping[str, Any]:
@@ -142,10 +142,10 @@ def _read_back(site: Site) -> Applied:
 
 
 def _make_hook(name: str, counted: list[int]) -> tuple[Any, Callable[..., Any]]:
-    """DDP's state and hook of this name; it counts its calls, and keeps the annotations that DDP checks."""
+    """Return state and hook for DDP; the hook counts its calls, and keeps the annotations that DDP checks."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    # PowerSGD needs some plain steps first: with bucket views it refuses to start before the second.
+    # PowerSGD needs some plain steps first: with bucket views it refuses to start before the second step.
     state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=10) if name == "powersgd" else None
     hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
     hook: Callable[..., Any] = hooks.get(name, powerSGD_hook.powerSGD_hook)

@@ -28,7 +28,7 @@ CARD = Card(
     ),
     plan_shows_refusal=True,
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Pin:
     enabled: bool = False
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for ``pin_memory`` where it can have an effect and is not on already."""
+        """Request ``pin_memory`` if it can have an effect and is not already on."""
         if facts.device != "cuda":
             raise NotApplicable(f"needs CUDA; this run is on {facts.device}, where no copy starts in pinned memory")
         if facts.loader is None:
@@ -52,7 +52,7 @@ class Pin:
         return Change(wants={"loader.pin_memory": True})
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when tensors arrived pinned; a custom batch type without ``pin_memory()`` has none."""
+        """The rung took effect if tensors arrived pinned; a custom batch type without ``pin_memory()`` has none."""
         evidence = seen.evidence.get("pin", {})
         if "pinned_tensors" not in evidence:
             return Verdict(took=None, why="no batch was copied to the device")

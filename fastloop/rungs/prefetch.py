@@ -24,7 +24,7 @@ from fastloop.records.plan import Change, Parity, Verdict
 from fastloop.records.readings import on_gpu
 
 AHEAD = 2
-"""What `depth: auto` is."""
+"""Value of `depth: auto`."""
 
 CARD = Card(
     family="feed",
@@ -37,7 +37,7 @@ CARD = Card(
     plan_shows_refusal=True,
     loads_elsewhere=True,
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +46,17 @@ class Prefetch:
 
     enabled: bool = False
     depth: int | Literal["auto"] = AHEAD
-    """Batches kept on the device ahead of the one in use."""
+    """Batches to keep on the device ahead of the current one."""
     uint8: bool | Literal["auto"] = "auto"
-    """Pictures travel as bytes, and ToTensor and Normalize are done on the device, with the same bits as a result;
-    auto = where the dataset is one of image files and nobody else sees its batches before the step."""
+    """Copy pictures to the device as bytes, and do ToTensor and Normalize there, with bit-identical results; auto = if
+    the dataset holds image files and no other code reads its batches before the step."""
 
     def __post_init__(self) -> None:
         why, do = "fewer than one batch ahead is no prefetching", "write 1 or more, or prefetch.enabled: false"
         require_positive("prefetch.depth", self.depth, why=why, do=do)
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for a device feed around the train loader."""
+        """Request a device feed around the train loader."""
         if facts.device != "cuda":
             raise NotApplicable(f"needs CUDA; this run is on {facts.device}, where there is no copy to hide")
         if facts.steps_with_iterator:
@@ -82,7 +82,7 @@ class Prefetch:
         return Change(wants=wants, notes=tuple(notes), parity=parity)
 
     def _leave_to_device(self, facts: Facts, loader: LoaderFacts, notes: list[str]) -> tuple[str, ...]:
-        """Names of the steps that the device takes; none, and a note where it is worth one, if pictures stay floats."""
+        """List the steps to move to the device; if pictures stay floats, none, with a note if that is worth one."""
         if (why := explain_no_bytes(facts, loader)) is None:
             steps = loader.images.steps if isinstance(loader.images, ImageFacts) else ()
             return tuple(type(step).__name__ for step in steps if isinstance(step, (ToFloat, Normalize)))
@@ -93,7 +93,7 @@ class Prefetch:
         return ()
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when the window's batches had been copied on the side stream before they were asked for."""
+        """The rung took effect if batches were copied on the side stream before the step requested them."""
         evidence = seen.evidence.get("prefetch", {})
         ahead, total = evidence.get("ahead_batches", 0), evidence.get("batches", 0)
         as_bytes = f"; {count} came as bytes" if (count := evidence.get("byte_batches")) else ""
@@ -109,12 +109,12 @@ class Prefetch:
 
 
 def explain_no_bytes(facts: Facts, loader: LoaderFacts) -> str | None:
-    """Why pictures have to travel as floats; None where bytes do."""
+    """Return why pictures must be copied as floats; None if bytes work."""
     if facts.transfer_hooks:
         return f"your {facts.transfer_hooks[0]} expects the loader's own batches"
     if isinstance(loader.images, str):
         return loader.images
-    if loader.engine is not None and "thread" not in loader.engine:  # threads ask the dataset, as a DataLoader does
+    if loader.engine is not None and "thread" not in loader.engine:  # threads read the dataset, like a DataLoader
         return f"{loader.engine} makes the batches"
     if loader.custom_collate or loader.own_iterator or not loader.auto_collates:
         return "your own code makes the batches, and may need floats"

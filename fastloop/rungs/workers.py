@@ -30,16 +30,16 @@ from fastloop.records.plan import Change, Parity, Verdict
 from fastloop.records.readings import is_worth_handing_over, loader
 
 MOST = 8
-"""`auto` stops here: more workers seldom pay and slow the launching thread down."""
+"""Upper limit for `auto`: more workers seldom pay off and slow the launching thread down."""
 SHORT_EPOCH, LONG_EPOCH = 100, 1000
-"""Batches of an epoch. Starting a worker takes 0.02 to 0.3 s: in shorter epochs than the first that is not earned back,
-in longer ones than the second it is no longer felt."""
+"""Batches per epoch. Starting a worker takes 0.02 to 0.3 s: epochs shorter than SHORT_EPOCH do not earn that back; in
+epochs longer than LONG_EPOCH it no longer matters."""
 RELOADS = "the Trainer reloads its loaders, and the old workers would stay"
 KEEP = "keep the workers between epochs: rungs.workers.persistent: true"
 
 
 def _variants(state: ClimbState) -> Iterator[Variant]:
-    """Workers with the number that the loader alone suggests; then persistent ones, and another number."""
+    """First try workers, with a count tuned on the loader alone; later persistent ones, and a new count."""
     own = state.stack.get("workers")
     if own is None:
         yield Variant(changes="loader", tune=True)
@@ -68,7 +68,7 @@ CARD = Card(
     plan_shows_refusal=True,
     loads_elsewhere=True,
 )
-"""What other files know of this rung."""
+"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +81,15 @@ class Workers:
 
     enabled: bool = False
     count: int | Literal["auto"] = "auto"
-    """Worker processes per rank; auto = CPUs of this process (affinity and cgroup) shared by the local ranks,
-    less one, at most 8."""
+    """Worker processes per rank; auto = CPUs of this process (affinity and cgroup) divided by the local ranks, minus
+    one, at most 8."""
     prefetch_factor: int = 2
-    """Batches each worker keeps ready."""
+    """Batches that each worker keeps ready."""
     persistent: bool | Literal["auto"] = "auto"
-    """Keep the workers between epochs, yours if true; they never see what changes in the dataset after epoch 0.
-    auto = ours where epochs have fewer than 1,000 batches and nothing is seen to change the dataset."""
+    """Keep the workers between epochs; true also keeps yours. Such workers miss changes of the dataset after epoch 0.
+    auto = keep ours if epochs have fewer than 1,000 batches and no code is known to change the dataset."""
     start_method: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
-    """How workers start; auto = as the loader or the platform has it."""
+    """How workers start; auto = the loader's setting, or the platform's default."""
 
     def __post_init__(self) -> None:
         do = "write a positive number or auto, or workers.enabled: false"
@@ -98,11 +98,11 @@ class Workers:
         require_positive("workers.prefetch_factor", self.prefetch_factor, why=why, do=do)
 
     def plan(self, facts: Facts) -> Change:
-        """Ask for worker processes where the train loader has none and its dataset can bear them."""
+        """Request worker processes if the train loader has none and its dataset works with them."""
         if facts.loader is None:
             return Change(waits_for="the train loader", may_want=("loader.num_workers",))
         loader = facts.loader
-        # By name only: helpers, global variables and the environment may change what new workers would see.
+        # Only if set explicitly: helpers, global variables and the environment may change what new workers would see.
         by_name = self.persistent is True and self.count == "auto"
         if by_name and can_keep_theirs(loader) and self._keep(loader, facts, []):
             note = f"your {loader.num_workers} workers are kept between epochs, instead of being restarted"
@@ -133,7 +133,7 @@ class Workers:
         return Change(wants=wants, parity=parity, notes=tuple(notes))
 
     def _count(self, loader: LoaderFacts, facts: Facts) -> tuple[int, int]:
-        """Workers, and batches ahead of each: as many as wanted, or as fit into shared memory where that is known."""
+        """Return workers, and batches ahead of each: as configured, or fewer if shared memory is too small for them."""
         count, room = auto_count(facts) if self.count == "auto" else self.count, facts.shm_free_bytes
         if room is None or loader.sample_bytes is None or loader.batch_size is None:
             return count, self.prefetch_factor
@@ -147,7 +147,7 @@ class Workers:
         return fitting
 
     def _keep(self, loader: LoaderFacts, facts: Facts, notes: list[str]) -> bool:
-        """Whether the workers stay between epochs; says why not where they were to."""
+        """Whether the workers stay between epochs; if they should but cannot, add a note that says why."""
         if self.persistent is True and facts.reload_every_n_epochs:
             notes.append(f"persistent workers are off: {RELOADS}")
         if self.persistent != "auto":
@@ -166,7 +166,7 @@ class Workers:
         return why_not is None
 
     def verify(self, seen: Measurement) -> Verdict:
-        """Taken when living worker processes stood behind the loader of the timed window."""
+        """The rung took effect if live worker processes fed the loader in the timed window."""
         found = seen.evidence.get("workers", {})
         if "kept" in found:
             kept = bool(found["kept"])
@@ -179,5 +179,5 @@ class Workers:
 
 
 def auto_count(facts: Facts) -> int:
-    """Workers per rank that leave each rank's own thread a CPU."""
+    """Return the number of workers per rank that leaves a CPU for each rank's own thread."""
     return max(1, min(MOST, facts.cpu_count // max(1, facts.local_ranks) - 1))

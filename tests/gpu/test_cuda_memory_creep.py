@@ -14,7 +14,8 @@ from fastloop.records.measurement import Measurement
 from tests.models import trainer
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
-STEPS = 300
+STEPS = 2_000
+"""Enough for sixteen readings, 20 ms apart, where a step takes half a millisecond."""
 
 
 class Samples(Dataset[Any]):

@@ -1,7 +1,7 @@
 """The only code that changes live objects, and that changes them back.
 
-An Applier is handed to the mixed strategy for the length of one fit (or validate, test, predict). It asks the ladder
-for a plan when the model is built, and again when the train loader is known; it runs what was planned at the moments
+The mixed strategy has an Applier for the length of one fit (or validate, test, predict). The Applier gets a plan from
+the ladder when the model is built, and again when the train loader is known; it runs the planned actions at the moments
 Lightning offers, keeps an undo for each, and collects the evidence probes.
 """
 
@@ -38,7 +38,7 @@ from fastloop.records.plan import Action, Applied, Moment, Plan, Step, Undo
 
 _VALIDATES = ("validate", "sanity_check")
 IN_STEPS = "second_look"
-"""Among the evidence: batches with rungs and without, where somebody had to look."""
+"""Key in the evidence: the comparison of batches with and without rungs, if a second look was needed."""
 
 
 class Applier:
@@ -47,11 +47,11 @@ class Applier:
     Args:
         ladder: the rungs.
         strict: a rung that cannot apply is an error.
-        warn: takes one line for the user that must not be missed.
-        say: takes one line on what is going on.
-        terms: on which rungs are rehearsed; None: they apply at once, untried.
-        refused: rungs that an earlier fit of this Trainer found not to work, and why; added to.
-        one_time: the ledger of costs that are none of a step's.
+        warn: receives a line that the user must not miss.
+        say: receives a line about progress.
+        terms: the conditions under which rungs are rehearsed; None: they apply at once, without a rehearsal.
+        refused: rungs that an earlier fit of this Trainer found not to work, and why; new ones are added.
+        one_time: collects one-time costs, which belong to no step.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Applier:
         self._live = LivePlan(ladder, strict=strict, refused={} if refused is None else refused)
         self.tries: Tries | None = None
         self.scaler_state: Mapping[str, Any] | None = None
-        """Of mixed precision, in the checkpoint that is resumed."""
+        """The loss scaler's state of mixed precision in the checkpoint that the run resumes."""
         self.place = PlaceKeeper(warn=warn, say=say)
         self.loaders: TrainLoaders | None = None
         self.micro: MicroBatches | None = None
@@ -82,7 +82,7 @@ class Applier:
     # -- the moments, in the order in which Lightning reaches them ------------------------------------------------
 
     def model_built(self, trainer: Any, strategy: Any) -> None:
-        """The module is built and restored, not yet on its device nor wrapped."""
+        """The module is built and restored, but not yet on its device or wrapped."""
         try:
             facts = read_facts.run_facts(trainer, strategy)
             planned = plan(self.ladder, facts)
@@ -95,7 +95,7 @@ class Applier:
         self._site.graph_steps = self._graph_steps
         rehearses = trainer.state.fn == "fit" and self.terms is not None
         if trainer.state.fn != "fit":
-            # Other stages get what changes results, so that they compute what validation inside fit computed.
+            # Other stages get the rungs that change results, so that they compute what validation inside fit computed.
             planned = Plan(steps=tuple(step for step in planned.steps if step.change.evaluation))
         self._live.begin(
             planned, (step.rung for step in planned.planned if rehearses and step.change.rehearse is not None)
@@ -109,15 +109,15 @@ class Applier:
 
     @property
     def plan(self) -> Plan:
-        """What each enabled rung does, and why others do nothing."""
+        """What each enabled rung does, or why it does nothing."""
         return self._live.plan
 
     def skip_all(self, reason: str) -> None:
-        """No rung applies, for one reason."""
+        """Skip every rung, for one reason."""
         self._live.skip_all(reason)
 
     def before_wrap(self) -> None:
-        """DDP is about to wrap the model: its settings are still keywords."""
+        """DDP is about to wrap the model: its settings can still be changed."""
         self._run("before_wrap")
 
     def wrapped(self) -> None:
@@ -125,7 +125,8 @@ class Applier:
         self._run("wrapped")
 
     def loader(self, loader: Any) -> Any:
-        """Lightning asks what to do with a loader. Only train loaders are changed, each as planned or not at all."""
+        """Return the loader that Lightning is to use. A train loader is changed as planned or not at all; validation
+        loaders may get an engine."""
         site = self._site
         if site is not None and self.validation is not None and site.trainer.state.stage in _VALIDATES:
             return self.validation.change(loader)
@@ -173,7 +174,7 @@ class Applier:
 
     @property
     def facts(self) -> Facts | None:
-        """Of the machine, the run and the model as it was built; None where they could not be read."""
+        """Facts of the machine, the run and the model as built; None if they could not be read."""
         return None if self._site is None else self._site.facts
 
     @property
@@ -182,12 +183,12 @@ class Applier:
         return sorted(self._live.held)
 
     def first_batch_done(self, batch: Any) -> None:
-        """The first batch was trained as the user wrote it."""
+        """The first batch was trained on without changes."""
         if self.tries is not None:
             self.tries.first_batch_done(batch)
 
     def rehearse(self, batch: Any) -> None:
-        """Between two steps, before this batch: try rungs, or look at them once more, where that is due."""
+        """Before this batch, between two steps: try rungs or take a second look at them, if due."""
         if self.tries is not None:
             self.tries.go_on(batch)
 
@@ -197,7 +198,7 @@ class Applier:
         return self.tries is not None and not self.tries.is_over
 
     def to_device(self, batch: Any, move: Callable[[Any], Any], dataloader_idx: int) -> Any:
-        """A batch goes to the device; one that a feed brought there is not moved again."""
+        """Move a batch to the device, unless a feed has already done so."""
         if self._site is None:
             return move(batch)
         if isinstance(batch, Window) and self.micro is not None:
@@ -205,11 +206,11 @@ class Applier:
         return self._site.staging.finish(batch, partial(move, batch), dataloader_idx)
 
     def find_whole(self, batch: Any) -> Any:
-        """All batches of an accumulation window, where Lightning sees only one of them; else the batch itself."""
+        """All batches of an accumulation window if Lightning sees only one of them, else the batch itself."""
         return batch if self.micro is None else self.micro.windows.find_whole(batch)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """One training_step of the module, in one piece or several."""
+        """Run one training_step of the module, in one piece or several."""
         site = self._site
         if site is None:
             return step(*args, **kwargs)
@@ -246,31 +247,31 @@ class Applier:
     # -- evidence and undo ----------------------------------------------------------------------------------------
 
     def evidence(self) -> Mapping[str, Mapping[str, Any]]:
-        """Ask every probe now; later answers are added to earlier ones."""
+        """Read every probe now; later readings are merged into earlier ones."""
         probes = [] if self.loaders is None else self.loaders.list_probes()
         owned = ((self._live.find_owner(key), probe) for key, probe in probes)
         found = self._changes.read((rung, probe) for rung, probe in owned if rung is not None)
         return {**found, IN_STEPS: self.tries.seen} if self.tries is not None and self.tries.seen else found
 
     def clean_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take out of a checkpoint what a run without us would not have written."""
+        """Remove from a checkpoint what a run without us would not have written."""
         if self.loaders is not None:
             self.loaders.clean_checkpoint(checkpoint)
         self._changes.clean(checkpoint)
 
     def read_place(self) -> Place | None:
-        """Where the training stands in its data, for a checkpoint; None where no rung changes the loader."""
+        """The training's position in its data, for a checkpoint; None if no rung changes the loader."""
         return None if self.loaders is None else self.loaders.read_place()
 
     def undo(self) -> None:
-        """Put everything back, last change first. Idempotent; a failing undo is named and the others go on."""
+        """Undo everything, the last change first. Idempotent; a failing undo is reported and the others go on."""
         self.end_rehearsal()
         self._changes.undo_down_to(0)
         self.place.let_go()
         self.loaders = self.micro = self.validation = self._site = None
 
     def end_rehearsal(self) -> None:
-        """Training is over: what has not been tried by now never was on."""
+        """Training is over: rungs that have not been tried yet were never on."""
         if self.tries is not None:
             self.tries.end()
         self._live.skip_held("training ended before it could be tried on the calls of the first step")
@@ -315,7 +316,7 @@ class Applier:
         return Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
 
     def _give_up(self, key: str, reason: str, *, is_refusal: bool = True) -> None:
-        """A setting that was planned for one train loader cannot apply to all of them, or is not worth it."""
+        """Give up a setting planned for one train loader that cannot apply to all of them, or is not worth it."""
         for step in self.plan.planned:
             if key in step.change.wants:
                 if "step.micro_batch" in step.change.wants:
@@ -323,7 +324,7 @@ class Applier:
                 self._live.give_up(step, reason, is_refusal=is_refusal)
 
     def _run(self, moment: Moment) -> None:
-        """Run the planned actions of a moment. What cannot apply is skipped with its reason, and training goes on."""
+        """Run the planned actions of a moment. A rung that fails is skipped with the reason, and training goes on."""
         actions = [(step, action) for step in self.plan.planned for action in step.change.actions]
         for step, action in actions:
             if action.when == moment and step.rung not in self._live.held and self._live.is_planned(step):
@@ -353,7 +354,7 @@ class Applier:
         return Applied(undo=undo, probe=graphs.evidence)
 
     def _apply_step(self, step: Step) -> None:
-        """All actions of a rung at once, in mid-run."""
+        """Run all actions of a rung at once, in mid-run."""
         for action in step.change.actions:
             self._do(step, action)
 
@@ -361,13 +362,13 @@ class Applier:
         self._changes.undo(step.rung)
 
     def _pause_step(self, step: Step) -> None:
-        """Undo a rung that may come back, and keep what is known of it."""
+        """Undo a rung that may come back, and keep its evidence."""
         known = self.evidence().get(step.rung, {})
         self._changes.undo(step.rung)
         self._changes.evidence[step.rung] = dict(known)
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
-        """Write what came of the rungs that were tried into the plan."""
+        """Write the outcomes of the rungs that were tried into the plan."""
         self._live.held = frozenset()
         for outcome in outcomes:
             step = next(each for each in self.plan.planned if each.rung == outcome.rung)

@@ -1,4 +1,4 @@
-"""What rungs have changed in a run: how to take it back, what shows it, and what is not to stand in a checkpoint."""
+"""What rungs have changed in a run: how to undo it, what shows it, and what to keep out of checkpoints."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ class Changes:
     """Every change with the rung that made it, in the order in which they were made.
 
     Args:
-        warn: takes one line for the user that must not be missed.
+        warn: receives a line that the user must not miss.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._made: list[tuple[str, Applied]] = []
         self.evidence: dict[str, dict[str, Any]] = {}
-        """By rung, what its probes have shown so far."""
+        """What the probes have shown so far, by rung."""
 
     def __len__(self) -> int:
         return len(self._made)
 
     def add(self, rung: str, applied: Applied) -> None:
-        """What a rung's action did."""
+        """Record what a rung's action did."""
         self._made.append((rung, applied))
 
     def read(self, more: Iterable[tuple[str, Probe]] = ()) -> dict[str, dict[str, Any]]:
-        """Ask every probe now; later answers are added to earlier ones."""
+        """Read every probe now; later readings are merged into earlier ones."""
         for rung, probe in (*((rung, applied.probe) for rung, applied in self._made), *more):
             try:
                 found = {key: value for key, value in probe().items() if value is not None}
             except Exception as error:  # evidence must never stop a training
                 found = {"unreadable": describe(error)}
-            if found:  # what only takes something back shows nothing
+            if found:  # a change with only an undo shows nothing
                 self.evidence.setdefault(rung, {}).update(found)
         return self.evidence
 
     def clean(self, checkpoint: dict[str, Any]) -> None:
-        """Take out of a checkpoint what a run without the rungs would not have written."""
+        """Remove from a checkpoint what a run without the rungs would not have written."""
         for _, applied in self._made:
             applied.clean(checkpoint)
 
     def undo(self, rung: str) -> None:
-        """Take back all that a rung has done, the last first; nothing where it did nothing."""
+        """Undo all changes of a rung, the last one first; does nothing if it made none."""
         mine = [each for each in self._made if each[0] == rung]
         self._made = [each for each in self._made if each[0] != rung]
         self.evidence.pop(rung, None)
@@ -56,7 +56,7 @@ class Changes:
             self._undo_one(*each)
 
     def undo_down_to(self, count: int) -> None:
-        """Take back all but the first changes, the last first. A failing undo is named and the others go on."""
+        """Undo all but the first `count` changes, the last one first. A failing undo is reported; the others go on."""
         while len(self._made) > count:
             self._undo_one(*self._made.pop())
 

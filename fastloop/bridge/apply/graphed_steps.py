@@ -1,11 +1,11 @@
-"""Training steps replayed from a recording of their forward and backward, in the place where Lightning runs them.
+"""Training steps replayed from a recording of their forward and backward, at the point where Lightning runs them.
 
-Lightning calls training_step, zeroes gradients, and runs the backward. A recorded forward is replayed in the first, a
-recorded backward in the last, so that hooks, zeroing, clipping, the optimizer, schedules and callbacks run as they do
-without us, and see what they saw. What training_step logs is logged at each replay, with the values of that replay.
+Lightning calls training_step, zeroes gradients, and runs the backward. The recorded forward is replayed inside
+training_step and the recorded backward in place of the backward, so hooks, zeroing, clipping, the optimizer, schedules
+and callbacks run as without us and see the same values. Each replay logs what training_step logs, with its own values.
 
-A step is recorded in mid-run, between its batch's arrival and its training, and without a trace. What is replayed must
-give the gradients of the step as it is; and the step must do nothing in Python that a replay would leave out.
+A step is recorded in mid-run, after its batch arrives and before it is trained on, and leaves no trace. The replay must
+give the same gradients as the eager step; and the step must do nothing in Python that a replay would leave out.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from fastloop.judge import rehearsal as judge
 from fastloop.records.plan import Undo
 
 MOST_SHAPES = 32
-"""Batches in a row that differ from the one before: no recording would be used."""
+"""Give up after more batches than this that differ from the one before them: no recording would be used."""
 MOST_RECORDINGS = 3
-"""Of one run: a model that keeps changing is left alone."""
+"""Limit per run: a model that keeps changing is left alone."""
 LEAST_GAIN = 0.95
-"""A replay that takes more of the step's time is not worth its memory."""
+"""A replay that takes more than this share of the eager step's time is not worth its memory."""
 _STATIC = ("strategy", "world_size", "global_rank", "local_rank", "node_rank", "datamodule", "training", "num_devices")
-"""What a step may ask its Trainer for: the same at each step."""
+"""Trainer attributes that a step may read: they are the same at each step."""
 
 
 class GraphedSteps:
@@ -50,9 +50,9 @@ class GraphedSteps:
 
     Args:
         site: the live objects.
-        asked: the user asked for it by name: it need not be faster.
-        is_ready: whether nothing else is being tried any more.
-        one_time: the ledger of costs that are none of a step's.
+        asked: the user enabled this explicitly, so it need not be faster.
+        is_ready: whether no other trial is under way any more.
+        one_time: collects one-time costs, which belong to no step.
     """
 
     make_recorder: Callable[[torch.device], CudaRecorder] = CudaRecorder
@@ -74,18 +74,18 @@ class GraphedSteps:
         self._step: StaticStep | None = None
         self._guard: list[Any] = []
         self._parts: list[Any] = []
-        """The modules that were recorded; whether they are those of the model still, they say themselves."""
+        """The modules that were recorded; `_read_guard` checks that the model still consists of them."""
         self._output: Any = None
         self._calls: Sequence[_LogCall] = ()
         self._uninstall: Undo | None = None
 
     def evidence(self) -> Mapping[str, Any]:
-        """Steps that were replayed, and that ran eagerly; why none is replayed; what the comparison showed."""
+        """Counts of replayed and eager steps; why none is replayed; the comparison's numbers."""
         counts = {"replayed_steps": self.replays, "eager_steps": self.eager_steps, "recordings": self.recordings}
         return {**counts, "graph_refused": self.refused, **self._seen}
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """One training_step: replayed where it can be; else as it is."""
+        """Run one training_step: replayed if possible, else eagerly."""
         if not self._can_replay(step, args):
             self.eager_steps += 1
             return step(*args)
@@ -107,20 +107,20 @@ class GraphedSteps:
             self._uninstall = None
 
     def undo(self) -> None:
-        """Steps run as they are from here on; what is known of them is kept."""
+        """Run steps eagerly from here on; the counts are kept."""
         self.after_backward()
         self._drop()
         self.refused = self.refused or "training has ended"
 
     def _run_backward(self, *_: Any, **__: Any) -> None:
-        """Stands in for the precision plugin's backward, between the hooks before and after it."""
+        """Replaces the precision plugin's backward, between the hooks before and after it."""
         if self._step is not None:
             self._step.backward()
 
     def _drop(self) -> None:
         if self._step is not None:
             self._step.let_go()
-        # What a play left would keep its activations, and nodes that belong to another stream than eager steps run on.
+        # A play's outputs would keep its activations, and autograd nodes of another stream than that of eager steps.
         self._step, self._guard, self._parts, self._output, self._calls = None, [], [], None, ()
 
     # -- whether to replay ----------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class GraphedSteps:
         if self._step is not None and key != self._step.key:
             return False
         if self._step is not None and self._guard != self._read_guard():
-            self._drop()  # a parameter was unfrozen or moved, a module was switched: the recording is of another model
+            self._drop()  # a parameter was unfrozen or moved, or a module switched: the recording is outdated
         if self._step is None:
             before, self._last_key = self._last_key, key
             if key != before:
@@ -144,8 +144,8 @@ class GraphedSteps:
         return self._step is not None
 
     def _read_guard(self) -> list[Any]:
-        """What a recording takes for granted of the model: where its tensors lie, which learn, and which mode it is
-        in. It writes to those addresses, whatever they hold by then."""
+        """What a recording assumes about the model: the addresses of its tensors, which of them are trained, and the
+        mode of each module. A replay writes to those addresses, whatever they hold then."""
         found: list[Any] = []
         for part in self._parts or self._site.module.modules():
             found.append(part.training)
@@ -159,7 +159,7 @@ class GraphedSteps:
         return found
 
     def _try(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Record the step and compare; afterwards everything is as it was."""
+        """Record the step and compare it with the eager one; then restore everything."""
         if self.recordings == MOST_RECORDINGS:
             self.refused = f"the model was changed after each of {MOST_RECORDINGS} recordings"
             return
@@ -275,7 +275,7 @@ class GraphedSteps:
 
 @dataclass(frozen=True)
 class _LogCall:
-    """One call of ``module.log``, to be made again at each replay."""
+    """One call of ``module.log``, to be repeated at each replay."""
 
     name: str
     value: Any
@@ -284,7 +284,7 @@ class _LogCall:
 
 
 class _Watch:
-    """Around one forward: takes what it logs, and notes what a replay would leave out."""
+    """Wraps one forward: collects what it logs, and notices what a replay would leave out."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self.fault: str | None = None
@@ -293,12 +293,12 @@ class _Watch:
         self._draws = self._read_draws()
 
     def notice(self, what: str | None) -> None:
-        """The step did something of the kind; the first is told."""
+        """Remember as the fault what the step used or changed; only the first is kept."""
         if what is not None and self.fault is None:
             self.fault = f"training_step uses or changes {what}, which a replay would not"
 
     def find_host_draws(self) -> None:
-        """Whether random numbers were drawn that the device does not draw."""
+        """Notice random numbers that were drawn on the host."""
         if self._draws != self._read_draws():
             self.notice("host random numbers")
 
@@ -327,7 +327,7 @@ class _Watch:
 
 
 class _WatchedTrainer:
-    """A Trainer that says what it is asked for, other than what is the same at each step."""
+    """A Trainer that reports each attribute read from it, except those that are the same at each step."""
 
     def __init__(self, trainer: Any, notice: Callable[[str], None]) -> None:
         self._trainer, self._notice = trainer, notice
@@ -339,7 +339,7 @@ class _WatchedTrainer:
 
 
 class _Watched(int):
-    """A batch_idx that says when it is used."""
+    """A batch_idx that reports when it is used."""
 
     notice: Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""The plan of one run as it comes about: some rungs wait for the train loader, some for a rehearsal, some drop out."""
+"""The plan of one run as it develops: some rungs wait for the train loader, some for a rehearsal, some drop out."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastloop.records.plan import Plan, Step
 
 
 class LivePlan:
-    """What is planned, held and left out.
+    """Which rungs are planned, held and left out.
 
     Args:
         ladder: the rungs.
         strict: a rung that cannot apply is an error.
-        refused: rungs that an earlier fit of this Trainer found not to work, and why; added to.
+        refused: rungs that an earlier fit of this Trainer found not to work, and why; new ones are added.
     """
 
     def __init__(self, ladder: Ladder, *, strict: bool, refused: dict[str, str]) -> None:
@@ -28,14 +28,14 @@ class LivePlan:
         self.loader_rungs: frozenset[str] = frozenset()
         """Enabled rungs whose plan waits for the train loader."""
         self.may_want = Plan()
-        """What they may want then."""
+        """What those rungs may want then."""
         self._given_up: frozenset[str] = frozenset()
-        """Rungs that were planned for a train loader and cannot apply."""
+        """Rungs that were planned for a train loader but cannot apply."""
         self._spared: set[str] = set()
-        """Rungs that were left out and are no error under ``strict``: they could apply, and are not worth it here."""
+        """Rungs left out that are no error under ``strict``: they could apply but are not worth it here."""
 
     def begin(self, planned: Plan, held: Iterable[str]) -> None:
-        """The plan of the run as the model was built."""
+        """Start with the plan made when the model was built."""
         self.plan, self.held = planned, frozenset(held)
         for step in planned.planned:
             if (why := self.refused.get(step.rung)) is not None and step.rung not in self.held:
@@ -44,7 +44,7 @@ class LivePlan:
         self.loader_rungs = frozenset(step.rung for step in self.may_want.steps)
 
     def plan_loader(self, facts: Facts) -> Plan:
-        """What a train loader gets. A rung counts as planned once it applies to one of them."""
+        """The plan for a train loader. A rung counts as planned once it applies to one of the loaders."""
         off = {rung: dataclasses.replace(getattr(self.ladder, rung), enabled=False) for rung in self._given_up}
         made = plan(dataclasses.replace(self.ladder, **off), facts)
         steps = {step.rung: step for step in made.steps if step.rung in self.loader_rungs}
@@ -55,26 +55,26 @@ class LivePlan:
         return Plan(steps=tuple(steps.values()))
 
     def give_up(self, step: Step, reason: str, *, is_refusal: bool = True) -> None:
-        """A rung that was planned for one train loader cannot apply to all of them, or is not worth it."""
+        """Give up a rung planned for one train loader that cannot apply to all of them, or is not worth it."""
         self.loader_rungs -= {step.rung}
         self._given_up |= {step.rung}
         self.skip(step, reason, is_refusal=is_refusal)
 
     def skip_all(self, reason: str) -> None:
-        """No rung applies, for one reason."""
+        """Skip every rung, for one reason."""
         enabled = self.ladder.enabled()
         self.plan = Plan(steps=tuple(Step(rung=name, status="skipped", reason=reason) for name in enabled))
         self.check_strict()
 
     def skip(self, step: Step, reason: str, *, is_refusal: bool = True) -> None:
-        """Leave a rung out; what cannot apply, and is not merely not worth it, is an error under ``strict``."""
+        """Leave a rung out; under ``strict`` that is an error, unless the rung is merely not worth it."""
         self.replace(step, dataclasses.replace(step, status="skipped", reason=reason))
         if not is_refusal:
             self._spared.add(step.rung)
         self.check_strict()
 
     def skip_held(self, reason: str) -> None:
-        """Leave out all rungs that still wait for the rehearsal; no error under ``strict``."""
+        """Leave out all rungs that still wait for the rehearsal; not an error under ``strict``."""
         self.refused.update(dict.fromkeys(self.held, reason))
         for step in self.held_steps:
             self.replace(step, dataclasses.replace(step, status="skipped", reason=reason))
@@ -88,21 +88,21 @@ class LivePlan:
         return [step for step in self.plan.planned if step.rung in self.held]
 
     def is_planned(self, step: Step) -> bool:
-        """Still: an earlier action of the rung may have found that it cannot apply."""
+        """Whether the step is still planned: an earlier action of the rung may have found that it cannot apply."""
         return any(other is step for other in self.plan.planned)
 
     def find_owner(self, key: str) -> str | None:
-        """The enabled rung that sets a setting, or had wanted to."""
+        """The enabled rung that sets a setting, or wanted to."""
         return self.may_want.owner(key) or self.plan.owner(key)
 
     def check_strict(self) -> None:
-        """Raise ConfigError under ``strict`` where a rung cannot apply."""
+        """Raise ConfigError under ``strict`` if a rung cannot apply."""
         if self.strict:
             refuse_skipped(Plan(steps=tuple(step for step in self.plan.steps if step.rung not in self._spared)))
 
 
 def refuse_skipped(plan: Plan) -> None:
-    """What ``strict: true`` means.
+    """Enforce ``strict: true``.
 
     Raises:
         ConfigError: a rung cannot apply.

@@ -1,4 +1,4 @@
-"""The train loaders of a run: changed copies for the Trainer, and what counts batches kept right."""
+"""The train loaders of a run: changed copies for the Trainer, with batch counters kept correct."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from fastloop.records.plan import Plan, Undo, changes_loader
 
 
 class TrainLoaders:
-    """Changes train loaders as they come (several, and again on reload) and remembers what the user gave.
+    """Changes train loaders as they come (several, and again on reload) and remembers the user's originals.
 
     Args:
-        place: keeps the place of the run in its data.
-        undo: takes the key of a setting and what puts its change back.
-        give_up: takes the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
-            where it could apply, and is not worth it.
-        warn: takes one line for the user that must not be missed.
-        one_time: the ledger of costs that are none of a step's.
-        by_ladder: rungs that a shipped ladder switched on, and that must be worth it.
+        place: keeps the run's position in its data.
+        undo: receives a setting's key and the function that reverts its change.
+        give_up: receives the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
+            if it could apply but is not worth it.
+        warn: receives a line that the user must not miss.
+        one_time: collects one-time costs, which belong to no step.
+        by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class TrainLoaders:
         self._warn, self.place, self._by_ladder = warn, place, by_ladder
         self._one_time = one_time
         self._fewer: tuple[dict[str, int], str] | None = None
-        """Settings of the workers that were left when there had to be fewer, and why."""
+        """Worker settings after their number had to be reduced, and why; None if it was not."""
         self._merge: Merge | None = None
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._before_reload: dict[int, tuple[Any, Any]] = {}
         self._made: list[tuple[str, Any]] = []
-        """What rungs put in the place of a dataset or a loader, by the key of the want."""
+        """Objects with which rungs replace a dataset or a loader, each with the key of its want."""
         self._checked: Mapping[str, Any] = {}
-        """What trying an engine came to."""
+        """Result of an engine's check."""
         self._most_workers: int | None = None
         self._keeps_theirs, self._kept = False, False
         self._leaves, self._epoch = 0, -1
@@ -75,11 +75,11 @@ class TrainLoaders:
 
     @property
     def batch_sizes(self) -> tuple[int, int] | None:
-        """Samples of every batch but an epoch's last one, and of a short last one; None where that is not known."""
+        """Samples in a full batch and in an epoch's last batch; None if unknown."""
         return self._plain_sizes if self._leaves == 1 and self._merge is None else None
 
     def find_original(self, loader: Any) -> Any:
-        """The loader as it was before we changed it, if it is one of ours (a CombinedLoader keeps what we put in)."""
+        """The user's loader if `loader` is one of ours (a CombinedLoader keeps those), else `loader` itself."""
         known = self._originals.get(id(loader)) or self._before_reload.get(id(loader))
         return loader if known is None else known[1]
 
@@ -131,20 +131,20 @@ class TrainLoaders:
         return changed
 
     def find_engine_fault(self, loader: Any, plan: Plan, say: Callable[[str], None]) -> str | None:
-        """Let what is to load in a loader's place try it first; why it cannot, where it cannot."""
+        """Let the engine that would replace the loader check it first; returns why it cannot, or None."""
         engine: Any = plan.wants.get("loader.engine")
         if not hasattr(engine, "check"):
             return None
         try:
             self._checked = engine.check(self.find_original(loader), say)
-        except Exception as error:  # of the user's dataset, of which something unusual is asked
+        except Exception as error:  # from the user's dataset, which the check uses in an unusual way
             return describe(error)
         return None
 
     def _wrap(self, key: str, want: Any, loader: Any, settings: dict[str, Any]) -> None:
-        """Put what `want` makes of the loader's dataset in its place. The want itself has the ``evidence()`` and the
-        ``close()``: the dataset that it makes may have the user's methods of these names."""
-        finishes = hasattr(want, "finish")  # it leaves something to the device, for the batches of one loader
+        """Replace the loader's dataset by one that `want` makes from it. ``evidence()`` and ``close()`` are methods of
+        the want, because the new dataset may have the user's methods with these names."""
+        finishes = hasattr(want, "finish")  # it leaves work to the device, for batches of one loader only
         if finishes and self._leaves > 1:
             return
         try:
@@ -158,15 +158,15 @@ class TrainLoaders:
             self.staging.to_floats = want.finish if finishes else self.staging.to_floats
 
     def _keep(self, key: str, made: Any) -> Any:
-        """What changes a dataset, or loads in a loader's place: it may have an ``evidence()``, and a ``close()`` that
-        ends what it started."""
+        """Register an object that changes a dataset or replaces a loader. It may have ``evidence()``, and ``close()``
+        to end what it started."""
         self._made.append((key, made))
         if hasattr(made, "close"):
             self._undo(key, made.close)
         return made
 
     def _try_workers(self, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs:
-        """Complete the settings of a loader that gets workers; returns what makes its epochs."""
+        """Complete the settings of a loader that gets workers; returns the function that yields an epoch's batches."""
         settings["in_order"] = True  # without workers there is no other order
         if self._fewer is not None:
             settings.update(self._fewer[0])
@@ -183,11 +183,11 @@ class TrainLoaders:
         return tried.batches
 
     def _leave_out(self, _workers: int, _ahead: int, why: str) -> None:
-        """Workers can load, and are not worth it here; the verdict says so."""
+        """Workers would work but are not worth it here; the verdict says so."""
         self._give_up("loader.num_workers", why, is_refusal=False)
 
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
-        """There had to be fewer workers than planned, or none."""
+        """Continue with fewer workers than planned, or none."""
         if workers:
             why = f"{workers} workers with {ahead} batches ahead of each: {why}"
             self._fewer = {"num_workers": workers, "prefetch_factor": ahead}, why
@@ -206,7 +206,7 @@ class TrainLoaders:
         return int(most) - (0 if goes_on else self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     def _count_leaf(self) -> None:
-        """Lightning asks loader by loader, and for all of them again when an epoch reloads them."""
+        """Count a train loader: Lightning passes them one at a time, and all again when an epoch reloads them."""
         if self.trainer.current_epoch != self._epoch:
             self._epoch, self._leaves = self.trainer.current_epoch, 0
             self._before_reload, self._originals = self._originals, {}
@@ -214,7 +214,7 @@ class TrainLoaders:
         self._leaves += 1
 
     def _keep_apart(self, facts: Facts) -> None:
-        """Give up what takes one loader only, now that there is another."""
+        """Give up changes that support only one loader, now that there is another."""
         self.place.give_up()
         if self._merge is not None:
             self._merge.give_up()
@@ -231,30 +231,30 @@ class TrainLoaders:
     def _merge_windows(self, loader: DataLoader[Any], dataset: Any, window: int, facts: Facts) -> dict[str, Any]:
         if self._merge is None:
             self._merge = Merge(self.trainer, window, undo=self._undo)
-        if facts.transfer_hooks:  # they get the user's batches too, and what they make of them is concatenated
+        if facts.transfer_hooks:  # they still get the user's batches; their results are concatenated
             self._undo("loader.window", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
         data = WindowDataset(dataset, loader.collate_fn, concatenates=not facts.transfer_hooks)
         return {"batch_sampler": self._merge.make_sampler(loader), "dataset": data, "collate_fn": collate_window}
 
     def train_start(self) -> None:
-        """Optimizers, schedulers and restored counters are there."""
+        """Optimizers, schedulers and restored counters exist now."""
         behind = self.place.train_start(1 if self._merge is None else self._merge.window)
         if self._merge is not None:
             self._merge.train_start(behind)
 
     def read_place(self) -> Place | None:
-        """Where the training stands in its data, for a checkpoint."""
+        """The training's position in its data, for a checkpoint."""
         return self.place.read(int if self._merge is None else self._merge.count_batches)
 
     def clean_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write counters of batches as a run without us would."""
+        """Write batch counters as a run without us would."""
         if self._merge is not None:
             self._merge.write_batch_counts(checkpoint)
 
     # -- evidence -------------------------------------------------------------------------------------------------
 
     def list_probes(self) -> list[tuple[str, Callable[[], Mapping[str, Any]]]]:
-        """What the loaders can show of a setting, by its key."""
+        """Evidence probes of the loaders, each with the key of its setting."""
         return [
             ("loader.num_workers", self._count_workers),
             ("loader.persistent_workers", self._see_kept),
@@ -265,7 +265,8 @@ class TrainLoaders:
         ]
 
     def _count_workers(self) -> Mapping[str, Any]:
-        """The most workers seen alive: they end with an epoch's last batch, which a feed fetches early."""
+        """The highest number of live workers so far: workers exit after an epoch's last batch, which a feed fetches
+        early."""
         iterators = list(loader_state.find_iterators(self.trainer))
         counts = [self._most_workers, *map(loader_queue.live_workers, iterators)]
         self._most_workers = max((count for count in counts if count is not None), default=None)
@@ -274,28 +275,28 @@ class TrainLoaders:
         return {"live_workers": self._most_workers, "fewer": fewer, "worker_cpus": cpus}
 
     def _see_kept(self) -> Mapping[str, Any]:
-        """Whether the living iterators keep the user's own workers for the next epoch, where they were to."""
+        """Whether live iterators keep the user's own workers for the next epoch; empty if no rung planned that."""
         if not self._keeps_theirs:
             return {}
         kept = [getattr(each, "_persistent_workers", None) for each in loader_state.find_iterators(self.trainer)]
-        self._kept = next((each for each in kept if each is not None), self._kept)  # it ends with an epoch's last batch
+        self._kept = next((each for each in kept if each is not None), self._kept)  # iterators end with the epoch
         return {"kept": self._kept}
 
     def _give_back(self) -> None:
-        """Put the user's loaders back into a CombinedLoader of theirs, which Lightning filled with ours."""
+        """Put the user's loaders back into their CombinedLoader, which Lightning filled with ours."""
         combined = getattr(self.trainer.fit_loop, "_combined_loader", None)
         if combined is not None and any(id(loader) in self._originals for loader in combined.flattened):
             combined.flattened = [self.find_original(loader) for loader in combined.flattened]
-        for changed, _ in self._originals.values():  # Lightning ends the workers of what it now holds
+        for changed, _ in self._originals.values():  # Lightning ends only the workers of the loaders it holds now
             if (kept := getattr(changed, "_iterator", None)) is not None:
                 end_workers(kept)
                 changed._iterator = None
-        # They know us too, and a circle would keep their workers alive until the garbage collector comes by.
+        # They refer to us too, and the reference cycle would keep their workers alive until garbage collection.
         self._originals, self._before_reload = {}, {}
 
 
 def _read_plain_sizes(sampler: Any) -> tuple[int, int] | None:
-    """Sizes of the full and of the short last batch, where torch's own batch sampler makes them."""
+    """Sizes of a full batch and of an epoch's last one; None unless torch's own batch sampler makes them."""
     if type(sampler) is not BatchSampler or not isinstance(sampler.sampler, Sized):
         return None
     short = 0 if sampler.drop_last else len(sampler.sampler) % sampler.batch_size

@@ -1,4 +1,4 @@
-"""Read the facts off a Trainer, a module and a loader. Looks, never touches; takes no sample."""
+"""Read the facts off a Trainer, a module and a loader, without changing anything or loading a sample."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
 _MERGES = re.compile(r"\.view\(.*(-1|\*)|\.view_as\(")
 _SCALED = (".training_step", ".backward", ".on_after_backward")
 _UNSCALED = (".on_before_optimizer_step", ".on_before_zero_grad", ".configure_gradient_clipping")
-"""Hooks to which a loss scaler gives gradients as they are."""
+"""Hooks that run after a loss scaler has unscaled the gradients."""
 _BEFORE_STEPS = re.compile(r"__init__|prepare_data|setup|configure_\w+|\w+_dataloader")
 _BEFORE_STEPS_OR_FORWARD = re.compile(rf"{_BEFORE_STEPS.pattern}|forward")
 
@@ -90,19 +90,20 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
 
 
 def _find_no_sockets() -> str | None:
-    """Only the sharing by file descriptors, which Linux has by default, sends them through a socket."""
+    """The temporary directory if its path is too long for sockets; only sharing by file descriptor, Linux's default,
+    needs them."""
     by_socket = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
     return machine.no_sockets_in() if by_socket else None
 
 
 def _is_ddp(strategy: Any) -> bool:
-    """DDP itself: DeepSpeed's strategy inherits from it, but wraps the model in an engine of its own."""
+    """Whether this is DDP itself: DeepSpeed's strategy inherits from it, but wraps the model in its own engine."""
     inherits = {base.__name__ for base in type(strategy).__mro__}
     return hasattr(strategy, "_ddp_kwargs") and "DeepSpeedStrategy" not in inherits
 
 
 def _is_chosen(precision: Any) -> bool:
-    """Whether somebody chose this precision: FSDP has a plugin of its own for what is nobody's choice, too."""
+    """Whether the user chose this precision: FSDP has its own plugin even for the default."""
     return type(precision).__name__ not in ("Precision", "FSDPPrecision") or precision.precision != "32-true"
 
 
@@ -128,7 +129,7 @@ def _read_limit(value: Any) -> int | None:
 
 
 def overrides(owner: Any, name: str) -> bool:
-    """Whether a LightningModule or DataModule has its own version of one of Lightning's hooks."""
+    """Whether a LightningModule or DataModule overrides one of Lightning's hooks."""
     own = getattr(owner, "__dict__", {}).get(name) is not None  # None: a hook that is switched off
     for base in type(owner).__mro__:
         if own or name in vars(base):
@@ -137,7 +138,7 @@ def overrides(owner: Any, name: str) -> bool:
 
 
 def find_hook_owner(trainer: Any, hook: str) -> Any:
-    """Who overrides a batch transfer hook: the DataModule before the module, as Lightning has it; None = nobody."""
+    """The object that overrides a batch transfer hook, the DataModule before the module as in Lightning, or None."""
     for owner in (trainer.datamodule, trainer.lightning_module):
         if owner is not None and overrides(owner, hook):
             return owner
@@ -145,10 +146,10 @@ def find_hook_owner(trainer: Any, hook: str) -> Any:
 
 
 def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[str, Any]:
-    """What the model is made of, and what its own methods do, as far as their source says.
+    """What the model consists of, and what its methods do according to their source.
 
     Args:
-        syncs_norms: the strategy will make every BatchNorm one that is synchronized between ranks.
+        syncs_norms: the strategy will convert every BatchNorm to SyncBatchNorm.
     """
     named = dict(module.named_modules())
     norms = {name: part for name, part in named.items() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)}
@@ -199,7 +200,7 @@ def _find_other_losses(module: torch.nn.Module, named: dict[str, torch.nn.Module
 
 
 def _find_views(module: torch.nn.Module) -> Iterator[str]:
-    """Calls of `view` in what may see pictures beside the modules that are rehearsed: steps, losses, helpers."""
+    """Calls of `view` in code outside the rehearsed modules that may get images: steps, losses, helpers."""
     methods = {name: member for base in type(module).__mro__[::-1] for name, member in vars(base).items()}
     is_left_out = _BEFORE_STEPS.fullmatch if "" not in compile_targets(module) else _BEFORE_STEPS_OR_FORWARD.fullmatch
     users = [
@@ -219,7 +220,7 @@ def _find_views(module: torch.nn.Module) -> Iterator[str]:
 
 
 def _list_other_methods(kind: type) -> Iterator[str]:
-    """What a module of this class may be asked for beside its forward: ``encode``."""
+    """Methods of a module class that may be called besides its forward, such as ``encode``."""
     bases = [base for base in kind.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
     members = [(name, member) for base in bases for name, member in vars(base).items()]
     yield from (name for name, member in members if inspect.isfunction(member) and name not in ("__init__", "forward"))
@@ -234,7 +235,7 @@ def _find_inner_views(modules: Iterable[torch.nn.Module]) -> Iterator[str]:
 
 
 def _read_user_methods(module: torch.nn.Module | type) -> Iterator[tuple[str, str]]:
-    """Name and source of the methods the user's own classes define, without comments."""
+    """Name and source, without comments, of the methods that the user's own classes define."""
     for base in (module if isinstance(module, type) else type(module)).__mro__:
         if base.__module__.startswith((*_LIGHTNING, "torch.", "builtins")):
             continue
@@ -243,7 +244,7 @@ def _read_user_methods(module: torch.nn.Module | type) -> Iterator[tuple[str, st
             if inspect.isfunction(function):
                 try:
                     yield name, ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function))))
-                except (OSError, TypeError, SyntaxError):  # typed at a prompt, or compiled: nothing to read
+                except (OSError, TypeError, SyntaxError):  # typed at a prompt, or compiled: no source
                     continue
 
 
@@ -258,8 +259,8 @@ def _find_methods(module: torch.nn.Module, pattern: str) -> Iterator[str]:
 def compile_targets(module: torch.nn.Module) -> Iterator[str]:
     """Names of the modules worth compiling: the outermost inner modules that hold parameters.
 
-    Where the LightningModule holds bare layers only and works through its own ``forward``, that is the target
-    (written as ''); with DDP Lightning borrows ``forward`` for the training step, so there the layers are taken.
+    If the LightningModule holds only bare layers and calls its own ``forward``, that is the target (written as '').
+    With DDP, Lightning borrows ``forward`` for the training step, so the layers are the targets.
     """
     targets = list(_find_outermost(module, ""))
     layers = [
@@ -295,7 +296,7 @@ def _group_repeated(module: torch.nn.Module) -> Iterable[tuple[str, ...]]:
 
 
 def _find_repeated(module: torch.nn.Module, prefix: str) -> Iterator[str]:
-    """Members of lists of layers: those with layers inside, of whose class the list has several."""
+    """Members of layer lists that contain layers themselves and whose class occurs more than once in the list."""
     is_list = isinstance(module, _LISTS)
     kinds = collections.Counter(type(child) for child in module.children())
     for name, child in module.named_children():
@@ -308,11 +309,11 @@ def _find_repeated(module: torch.nn.Module, prefix: str) -> Iterator[str]:
 
 
 def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] = (), *, ranks: int = 1) -> LoaderFacts:
-    """What a train loader is, and what workers started by `start_method` would meet. Reads attributes and code only.
+    """Facts of a train loader, and of workers started by `start_method`. Reads attributes and code only.
 
     Args:
-        others: the module and the callbacks, whose hooks may look at the data.
-        ranks: processes that train.
+        others: the module and the callbacks, whose hooks may use the data.
+        ranks: number of training processes.
     """
     lost = explain_lost_place(loader, ranks)
     if not isinstance(loader, DataLoader):
@@ -369,13 +370,13 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
 def _read_batch_size(loader: DataLoader[Any]) -> int | None:
     if loader.batch_size is not None:
         return loader.batch_size
-    # A plain BatchSampler handed over by the user (or put there by Lightning) has one size; a custom one need not.
+    # A plain BatchSampler, from the user or from Lightning, has one batch size; a custom one need not.
     sampler = loader.batch_sampler
     return getattr(sampler, "batch_size", None) if isinstance(sampler, BatchSampler) else None
 
 
 def length(loader: Any) -> int | None:
-    """Batches an epoch; None for a loader without a length."""
+    """Batches per epoch; None for a loader without a length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -383,10 +384,10 @@ def length(loader: Any) -> int | None:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether the module's calls are compiled, by whomever."""
+    """Whether the module's calls are compiled, by us or by the user."""
     return (
         type(module).__name__ == "OptimizedModule"
         or vars(module).get("_compiled_call_impl") is not None
         or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
-        or getattr(module, "_compiler_ctx", None) is not None  # so Lightning marks trainer.fit(torch.compile(module))
+        or getattr(module, "_compiler_ctx", None) is not None  # how Lightning marks trainer.fit(torch.compile(module))
     )

@@ -1,4 +1,4 @@
-"""What a training already is: its arithmetic, what its model and optimizers have; nobody is advised what is done."""
+"""What a training already uses (arithmetic, model and optimizer settings), so that advice does not repeat it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastloop.feeds.loss.cross_entropy import find_large
 
 
 def find_precision(trainer: Any, module: torch.nn.Module) -> str:
-    """The coarsest arithmetic that a training may use, as `parity.TAU` calls it."""
+    """The coarsest arithmetic that a training may use, by its name in `parity.TAU`."""
     name = str(trainer.strategy.precision_plugin.precision)
     if "bf16" in name or any(read_facts.read_module(module)["autocasts"]):
         return "bf16"
@@ -32,7 +32,7 @@ def evidence(trainer: Any) -> dict[str, Any]:
     if module is None:
         return {}
     convolutions = [inner for inner in module.modules() if isinstance(inner, torch.nn.Conv2d)]
-    # A 1x1 kernel lies the same in both orders, and says nothing.
+    # A 1x1 kernel has the same layout in both memory formats, so it shows nothing.
     wide = [inner.weight for inner in convolutions if inner.weight.dim() == 4 and max(inner.weight.shape[2:]) > 1]
     groups = [group for optimizer in trainer.optimizers for group in getattr(optimizer, "param_groups", [])]
     return {

@@ -1,4 +1,4 @@
-"""The live objects of one run, and the changes to them that an action of a rung may ask for."""
+"""The live objects of one run, and the changes that a rung's actions may make to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastloop.records.plan import Applied, Undo
 
 
 class LiveSite:
-    """What an action is handed: see `fastloop.records.plan.Site`."""
+    """The live objects that an action receives; see `fastloop.records.plan.Site`."""
 
     def __init__(
         self, trainer: Any, strategy: Any, facts: Facts, scaler_state: Mapping[str, Any] | None = None
@@ -61,7 +61,7 @@ class LiveSite:
             if cache_weights:
                 dtype = torch.bfloat16 if mode == "bf16-mixed" else torch.float16
                 own.autocast_context_manager = partial(torch.autocast, self.device.type, dtype=dtype)
-            if self.scaler_state is not None:  # Lightning restored it before this plugin was there to take it
+            if self.scaler_state is not None:  # Lightning restored it before this plugin existed
                 own.load_state_dict(self.scaler_state)
 
         def undo() -> None:
@@ -106,7 +106,7 @@ class LiveSite:
         return thin(self.trainer, self.module, self.note_each_batch)
 
     def take_notes(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """`step`, which leads to the module's training_step, with the notes that are due taken inside the latter."""
+        """Wrap `step`, so that pending notes are called inside the module's training_step."""
         if not self._notes:
             return step
         original = self.module.training_step
@@ -124,11 +124,11 @@ class LiveSite:
 
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-"""Of an optimizer's group; OneCycleLR keeps its own there."""
+"""Keys of an optimizer's param group that hold learning rates; OneCycleLR stores its own there."""
 
 
 def _walk_schedulers(schedulers: Sequence[Any]) -> Iterator[Any]:
-    """Those of a SequentialLR or ChainedScheduler too."""
+    """Yield all schedulers, including those inside a SequentialLR or ChainedScheduler."""
     for each in schedulers:
         yield each
         yield from _walk_schedulers(getattr(each, "_schedulers", ()))
@@ -136,7 +136,7 @@ def _walk_schedulers(schedulers: Sequence[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an instance attribute for a moment, and leave the instance as it was."""
+    """Set an instance attribute inside ``with``, then restore the instance."""
     undo = set_attribute(owner, name, value)
     try:
         yield
@@ -145,10 +145,10 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _clip_unscaled(plugin: Any, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
-    """Clip gradients also for optimizers that are fused by their user, and so unscale gradients in their own step.
+    """Clip gradients also for optimizers that the user made fused, which unscale gradients in their own step.
 
-    Lightning 2.6.6 refuses that (#21435), with and without a loss scaler. Unscaled before, as for all others, gradients
-    have the norm they should have; the step then gets what the scaler found, and unscales nothing.
+    Lightning 2.6.6 refuses that (#21435), with and without a loss scaler. Unscaling first, as for all other optimizers,
+    gives gradients their true norm; the step then only gets the scaler's check for infinities, and unscales nothing.
     """
     if clip_val > 0 and plugin.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
         plugin.scaler.unscale_(optimizer)
@@ -156,7 +156,7 @@ def _clip_unscaled(plugin: Any, optimizer: Any, clip_val: float = 0.0, *args: An
 
 
 def _remember_dtypes(module: torch.nn.Module) -> Undo:
-    """Bring parameters and buffers back to the types they have now; what rounding took stays lost."""
+    """Return an undo that restores the current dtypes of parameters and buffers; what rounding lost stays lost."""
     known = [
         (held, name, tensor.dtype)
         for part in module.modules()

@@ -1,7 +1,7 @@
-"""A batch on its way to training_step: the precision's input type, the user's hooks, the transfer, what rungs convert.
+"""A batch's way to training_step: the precision's input type, the user's hooks, the transfer, conversions by rungs.
 
-Lightning does all of that when the batch is due. Behind a device feed the part up to and with the transfer is done
-ahead of time, and only the rest when the batch is due.
+Lightning does all of this when the batch is due. With a device feed, everything up to and including the transfer
+happens ahead of time, and only the rest when the batch is due.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from fastloop.records.plan import Undo
 
 
 class Staging:
-    """Brings the batches of one run to the device, ahead of time where a feed asks for it."""
+    """Moves the batches of one run to the device, ahead of time if a feed requests it."""
 
     def __init__(self, trainer: Any, strategy: Any) -> None:
         self.trainer, self.strategy = trainer, strategy
         self.feeds: list[DeviceFeed] = []
         """The feeds in use now."""
         self.conversions: list[Callable[[Any], Any]] = []
-        """What else is done to each batch once it is on the device, of training and evaluation."""
+        """Applied to each batch on the device, in training and evaluation."""
         self.to_floats: Callable[[Any], Any] | None = None
-        """Makes floats of the train batches that come to the device as bytes."""
+        """Converts train batches that reach the device as bytes to floats."""
         self._pinned: Mapping[str, Any] | None = None
-        """Of the first train batch that left for the device."""
+        """Pinned-tensor counts of the first train batch sent to the device; None before it."""
         self._seen: Counter[str] = Counter()
         self._before_transfer: Callable[..., Any] | None = None
 
     def feed(self, loader: Any, depth: int, **start: Any) -> DeviceFeed:
-        """A stand-in for a train loader that stages its batches `depth` ahead."""
+        """Wrap a train loader in a feed that stages its batches `depth` ahead."""
         kind: type[DeviceFeed] = DeviceFeed
         more: dict[str, Any] = {}
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
@@ -48,7 +48,7 @@ class Staging:
         return feed
 
     def retire_feeds(self) -> None:
-        """Let the feeds hand batches through from their next start on."""
+        """Make the feeds only pass batches through from their next start on."""
         for feed in self.feeds:
             feed.retired = True
             self._seen.update(feed.seen)
@@ -59,12 +59,12 @@ class Staging:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the batch Lightning is about to move came from a feed, on the device already."""
+        """Whether the batch Lightning is about to move came from a feed and is on the device already."""
         return bool(self.feeds) and self.trainer.state.stage == "train"
 
     def take_over_first_hook(self, is_ahead: Callable[[], bool]) -> Undo:
-        """Lightning calls on_before_batch_transfer itself; let it hand through the batches that had it in `stage`, and
-        those of a window, which have it one by one."""
+        """Make Lightning's call of on_before_batch_transfer skip batches on which `stage` ran the hook, and windows,
+        whose batches get it separately."""
         name = "on_before_batch_transfer"
         owner = read_facts.find_hook_owner(self.trainer, name)
         if self._before_transfer is not None or owner is None:
@@ -83,7 +83,7 @@ class Staging:
         return undo
 
     def stage(self, batch: Any) -> Any:
-        """What Lightning does with a batch up to and with the transfer, but ahead of time."""
+        """Do ahead of time what Lightning does with a batch, up to and including the transfer."""
         if isinstance(batch, Window):
             return StagedWindow(self.stage(each) for each in batch)
         batch = self.strategy.precision_plugin.convert_input(batch)
@@ -98,7 +98,7 @@ class Staging:
         return self.strategy.precision_plugin.convert_input(self.to_floats(moved))
 
     def finish_window(self, batches: Window, move: Callable[[Any], Any], dataloader_idx: int) -> Window:
-        """`finish` for each batch of a window, and before it the hook that Lightning would have run on it."""
+        """For each batch of a window, run the hook that Lightning would have run on it, then `finish`."""
         done = Window()
         for batch in batches:
             if self._before_transfer is not None and not isinstance(batches, StagedWindow):
@@ -107,7 +107,7 @@ class Staging:
         return done
 
     def finish(self, batch: Any, move: Callable[[], Any], dataloader_idx: int) -> Any:
-        """The batch is due: `move` it as Lightning does, or do what is left where it was staged; then convert it."""
+        """Prepare a batch that is due: `move` it as Lightning does (if staged, only do the rest), then convert it."""
         if self.is_ahead:
             owner = read_facts.find_hook_owner(self.trainer, "on_after_batch_transfer")
             moved = batch if owner is None else owner.on_after_batch_transfer(batch, dataloader_idx)
@@ -121,7 +121,7 @@ class Staging:
         return moved
 
     def wants_channels_last(self) -> bool:
-        """Whether image batches are brought into channels-last order now, so that they may come in it."""
+        """Whether image batches are converted to channels-last, so that a loader may deliver them in that order."""
         return any(isinstance(convert, InputsChannelsLast) for convert in self.conversions)
 
     # -- evidence -------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Staging:
                 self._pinned = {"tensors": len(found), "pinned_tensors": sum(found), "batch_type": type(batch).__name__}
 
     def count_pinned(self) -> Mapping[str, Any]:
-        """Tensors of a batch and how many of them were pinned, on average where a feed saw them all."""
+        """Tensors per batch and how many were pinned: the average over a feed's batches, else the first batch."""
         seen = self._count_fed()
         if not seen["batches"]:
             return self._pinned or {}
@@ -146,7 +146,7 @@ class Staging:
         }
 
     def count_ahead(self) -> Mapping[str, Any]:
-        """Batches that came through a feed, how many of them were there before they were asked for, and their bytes."""
+        """Count the batches that came through feeds, those that were ready before their request, and the bytes."""
         seen = self._count_fed()
         return {key: seen[key] for key in ("batches", "ahead_batches", "copied_bytes")}
 
@@ -155,7 +155,7 @@ class Staging:
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> Undo:
-    """Set an instance attribute; returns what leaves the instance as it was. Harmless when called twice."""
+    """Set an instance attribute; returns an undo that restores the instance and may be called twice."""
     had, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
 

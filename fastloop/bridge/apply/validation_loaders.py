@@ -1,4 +1,4 @@
-"""Validation loaders in whose place a rung loads, where it is asked to. They come before the train loader is known."""
+"""Validation loaders that a rung's engine replaces, if requested. They come before the train loader is known."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from fastloop.errors import describe
 from fastloop.feeds.lazy_loader import LazyLoader, clone
 
 ENGINE = "evaluation.engine"
-"""The key of what loads in their place."""
+"""The key of the engine that replaces them."""
 
 
 class ValidationLoaders:
-    """Gives validation loaders an engine each, and takes it away again.
+    """Gives each validation loader an engine, and takes it away again.
 
     Args:
-        rung: plans the engine, as `name`.
-        say: takes one line on what is going on.
-        warn: takes one line for the user that must not be missed.
+        name: the rung's name.
+        rung: plans the engine.
+        say: receives a line about progress.
+        warn: receives a line that the user must not miss.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class ValidationLoaders:
         self._why: str | None = None
 
     def change(self, loader: Any) -> Any:
-        """A stand-in whose batches the engine makes; the loader itself, with one line, where that cannot be."""
+        """A replacement whose batches the engine makes; if that is impossible, the loader itself, with a warning."""
         loader = next((own for ours, own, _ in self._made if ours is loader), loader)
         facts = dataclasses.replace(self._site.facts, loader=read_facts.loader_facts(loader), evaluates=True)
         try:
@@ -53,7 +54,7 @@ class ValidationLoaders:
         return self._made[-1][0]
 
     def evidence(self) -> Mapping[str, Any]:
-        """What was loaded for validation."""
+        """What the engines loaded for validation."""
         found = [engine.evidence() for *_, engine in self._made]
         whys = [self._why, *(each["why_plain"] for each in found)]
         return {
@@ -62,7 +63,7 @@ class ValidationLoaders:
         }
 
     def give_back(self) -> None:
-        """The user's loaders load themselves, from the next start on, and stand where Lightning keeps them."""
+        """Let the user's loaders load without an engine from their next start on, and hand them back to Lightning."""
         known = {id(ours): own for ours, own, _ in self._made}
         for ours, _, engine in self._made:
             ours.engine = None

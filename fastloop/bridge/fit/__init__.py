@@ -1,1 +1,1 @@
-"""A fit with FastLoop in it: the callback, the strategies, recipes, the run directory, the end."""
+"""A fit with FastLoop: the callback, the strategies, recipes, the run directory, shutdown."""

@@ -24,6 +24,7 @@ from fastloop.bridge.watch.session import Session
 from fastloop.config.loading import Config, from_callback
 from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence.clock.one_time import OneTime
+from fastloop.evidence.gpu.forks import protect_children
 from fastloop.feeds.place.kept_order import Place
 from fastloop.ladder import cards, list_refused, verify
 from fastloop.records import store
@@ -40,16 +41,16 @@ strategy.register()
 
 
 class FastLoop(Callback):
-    """Watches a training run, applies the rungs that are switched on, and says what it saw.
+    """Watches a training run, applies the rungs that are switched on, and reports what it measured.
 
     Args:
         config: None to watch only; a shipped ladder's name (``"safe"``), a YAML file, or a mapping such as
             ``{"rungs": {"amp": {"enabled": True}}}``.
         out: directory for the run's files; default ``<trainer.log_dir>/fastloop/<utc>``, nothing without a logger.
-        strict: a rung that cannot apply is an error before step 1; default as the config has it.
+        strict: a rung that cannot apply is an error before step 1; defaults to the config's value.
         quiet: print nothing.
 
-    After ``fit``, in every process that trained (the main one is none of them under ``ddp_spawn``): ``plan``,
+    After ``fit``, in every process that trained (not in the main one under ``ddp_spawn``), it has ``plan``,
     ``measurement``, ``verdicts`` and ``findings``.
 
     Raises:
@@ -67,13 +68,13 @@ class FastLoop(Callback):
         self.off = disabled()
         self.out, self.quiet = None if out is None else Path(out), quiet
         self.hunt_syncs = False
-        """Find every device synchronisation with its line, in a few steps after the timed ones; they run slower."""
+        """Find every device synchronization with its line, in a few steps after the timed ones; they run slower."""
         self.say: Callable[[str], None] = _skip_line if quiet else _say_line
-        """Takes a line about what is going on."""
+        """Receives a line about progress."""
         self.in_trial = False
-        """This is no real run but a trial of an experiment, which stands for a longer one."""
+        """Whether this is a trial of an experiment, which represents a longer run."""
         self._refused: dict[str, str] = {}
-        """Rungs that a rehearsal found not to work, and why."""
+        """Rungs that did not work in a rehearsal, and why."""
         self._forget()
         self._reset_fit()
         for name in BATCH_HOOKS:
@@ -87,28 +88,28 @@ class FastLoop(Callback):
 
     @classmethod
     def of(cls, config: Config, *, out: Path | None, quiet: bool = False) -> FastLoop:
-        """A callback with a configuration that is checked already. Not an argument of ``FastLoop``: LightningCLI reads
-        the types of those, and would open any file it is given itself, should one of them be a dataclass."""
+        """A callback with an already checked configuration. Not an argument of ``FastLoop``, because LightningCLI reads
+        the arguments' types: if one of them is a dataclass, it opens any given file itself."""
         loop = cls(out=out, quiet=quiet)
         loop.config, loop.strict = config, config.strict
         return loop
 
     def _forget(self) -> None:
-        """Nothing is known of any fit."""
+        """Clear the results of the last fit."""
         self.plan = Plan()
         self.measurement: Measurement | None = None
         self.verdicts: tuple[Verdict, ...] = ()
         self.findings: tuple[Finding, ...] = ()
         self.words: Mapping[str, Any] = {}
-        """What reports say beside these records: see `run_directory.words`."""
+        """Extra content of reports, besides these records; see `run_directory.words`."""
         self.run_dir: Path | None = None
-        """Where this rank wrote its files, if it did."""
+        """The directory to which this rank wrote its files; None if it did not."""
         self._loader_seen: Mapping[str, Any] = {}
         self._place: Place | None = None
-        """Where the fit ended."""
+        """The position in the data at which the fit ended."""
 
     def _reset_fit(self) -> None:
-        """What lives for one fit only: not copied, not pickled."""
+        """Reset the state that belongs to one fit only, and is neither copied nor pickled."""
         self._applier: Applier | None = None
         self._eyes: Session | None = None
         self._one_time = OneTime()
@@ -124,7 +125,7 @@ class FastLoop(Callback):
 
     @fail_open
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._undo()  # a fit that raised need not have called teardown
+        self._undo()  # a fit that raised may not have called teardown
         others = [callback for callback in trainer.callbacks if isinstance(callback, FastLoop)]
         if len(others) > 1:
             raise FastLoopError(
@@ -139,6 +140,8 @@ class FastLoop(Callback):
             self._attach(trainer)
         if stage == "fit":
             self._switch_hook("on_train_batch_end", self.config.watch.enabled or self._applier is not None)
+            if trainer.strategy.root_device.type == "cuda":
+                protect_children()  # loader workers; both watching and rungs make CUDA events
             if self.config.watch.enabled:
                 self._start_watch(trainer)
 
@@ -187,7 +190,7 @@ class FastLoop(Callback):
 
     @fail_open
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.measurement is None:  # not one step was to be trained
+        if self.measurement is None:  # there was no step to train
             self._measure(trainer)
         self._conclude(trainer)
 
@@ -217,7 +220,7 @@ class FastLoop(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self._applier is not None:
             self._applier.clean_checkpoint(checkpoint)
-        # Not by a state_dict of ours: Lightning would refuse two FastLoops with a text of its own.
+        # Not by a state_dict method: for two FastLoops Lightning would then raise its own error instead of ours.
         if (place := self._read_place()) is not None:
             checkpoint["callbacks"][self.state_key] = {"place": place}
 
@@ -235,11 +238,11 @@ class FastLoop(Callback):
 
     @fail_open
     def _read_place(self) -> Place | None:
-        """Where the training stands in its data; None where no rung changes how that is loaded."""
+        """The training's position in its data; None if no rung changes how it is loaded."""
         return self._place if self._applier is None else self._applier.read_place()
 
     def stop_watching(self, why: str) -> None:
-        """Give up with one warning; rungs stay as they are, for the run has begun with them."""
+        """Give up with one warning; rungs stay as they are, because the run has begun with them."""
         if not self._stopped:
             rank_zero_warn(f"fastloop stopped watching, training goes on: {why}")
         if self._eyes is not None:
@@ -247,15 +250,15 @@ class FastLoop(Callback):
         self._eyes, self._stopped = None, True
 
     def _switch_hook(self, hook: str, on: bool) -> None:
-        """Lightning skips hooks that are not callable, and calling one costs microseconds a step. Those of a subclass
-        are its own."""
+        """Switch a hook on or off. Lightning skips hooks that are not callable, and a call costs microseconds per step.
+        Hooks that a subclass overrides stay on."""
         if on or getattr(type(self), hook) is not getattr(FastLoop, hook):
             vars(self).pop(hook, None)
         else:
             setattr(self, hook, None)
 
     def _attach(self, trainer: Any) -> None:
-        """Give the Trainer's own strategy the mixed class, and it our applier."""
+        """Give the Trainer's own strategy the mixed class and our applier."""
         owner: Any = trainer.strategy
         kind: Any = type(owner)
         terms = Terms(by_ladder=self.config.by_ladder, weighs_costs=not self.in_trial)
@@ -271,7 +274,7 @@ class FastLoop(Callback):
         if not strategy.is_mixed(owner):
             try:
                 owner.__class__ = strategy.mixed(kind)
-            except Exception as error:  # slots, a metaclass, a layout of its own: CPython then refuses another class
+            except Exception as error:  # slots, a metaclass, a different layout: CPython then refuses the new class
                 applier.skip_all(f"the strategy {kind.__name__} cannot be extended: {error}")
                 self.plan = applier.plan
                 return
@@ -292,7 +295,7 @@ class FastLoop(Callback):
         self._restore += [self._eyes.stop, self._eyes.attach(trainer, self._note_batch_asked, self._note_batch_got)]
 
     def _find_directory(self, trainer: Any) -> Path | None:
-        """The run's directory, on rank 0 and where there is one; the same however often it is asked for."""
+        """The run's directory, on rank 0 only and if there is one; the same at each call."""
         if self.run_dir is None and trainer.is_global_zero:
             self.run_dir = run_directory.directory(trainer, self.out)
         return self.run_dir
@@ -313,16 +316,16 @@ class FastLoop(Callback):
         return {**found, "loader": self._loader_seen, "model": read_training.evidence(trainer)}
 
     def _list_refused(self, trainer: Any) -> dict[str, str]:
-        """Feeds that the train loader cannot have, so that diagnosis proposes none of them."""
+        """Feeds that the train loader cannot have, so that the diagnosis does not propose them."""
         applier, (found, *_) = self._applier, loader_state.find_loaders(trainer)
-        facts = None if applier is None else applier.facts  # from before rungs took over what is read there
+        facts = None if applier is None else applier.facts  # read before rungs changed the objects
         facts = facts or read_facts.run_facts(trainer, trainer.strategy)
         if applier is not None and applier.loaders is not None:
             found = applier.loaders.find_original(found)
         others = [trainer.lightning_module, *trainer.callbacks]
         try:
             read = read_facts.loader_facts(found, self.config.ladder.start_method, others, ranks=facts.world_size)
-        except Exception as error:  # the user's dataset, of which something unusual is asked
+        except Exception as error:  # from the user's dataset, used in an unusual way
             let_through(error)
             return {}
         return list_refused(self.config.ladder, dataclasses.replace(facts, loader=read))
@@ -359,15 +362,15 @@ class FastLoop(Callback):
                 rank_zero_info(line)
 
     def _undo(self) -> None:
-        """Put the Trainer back as it was, last change first. Idempotent."""
-        # Checkpoints of an exception are written after us, and others after the fit.
+        """Restore the Trainer, the last change first. Idempotent."""
+        # Lightning may still write checkpoints later, after an exception or after the fit.
         self._place = self._read_place()
         restore = self._restore
         self._reset_fit()
         while restore:
             try:
                 restore.pop()()
-            except Exception as error:  # the others must have their turn
+            except Exception as error:  # the others must still run
                 rank_zero_warn(f"fastloop could not put everything back: {type(error).__name__}: {error}")
 
 

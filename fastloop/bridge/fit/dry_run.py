@@ -22,23 +22,23 @@ from fastloop.records.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """The plan, and what it would hold in memory."""
+    """The plan, and the batches it would hold in memory."""
 
     plan: Plan
     facts: Facts
     samples_per_step: int | None
-    """All ranks and accumulated batches together."""
+    """Samples of all ranks and accumulated batches together."""
     batches_in_flight: int | None
-    """Loader batches of one rank that workers and device feed hold ready, and the one in use."""
+    """Loader batches of one rank: those that workers and device feed hold ready, plus the one in use."""
     bytes_in_flight: int | None
-    """Their size, as far as a first sample tells."""
+    """Their size, estimated from the first sample."""
 
 
 def dry_run(config: Config) -> DryRun:
-    """Build the recipe and its Trainer, look at one sample, and plan. Trains nothing, writes no files.
+    """Build the recipe and its Trainer, load one sample, and plan. Trains nothing, writes no files.
 
     Raises:
-        ConfigError: as `train`, and under ``strict`` where a rung cannot apply.
+        ConfigError: as in `train`, and under ``strict`` if a rung cannot apply.
         FastLoopError: there is not one batch to train on.
     """
     with quiet():
@@ -74,7 +74,7 @@ def dry_run(config: Config) -> DryRun:
 
 
 def _set_up(trainer: Any, module: Any, data: Any) -> Any:
-    """Go the way of a fit up to the train loader."""
+    """Run the setup of a fit up to the train loader."""
     trainer.strategy.connect(module)
     module.trainer = data.trainer = trainer
     trainer.datamodule = data
@@ -86,11 +86,11 @@ def _set_up(trainer: Any, module: Any, data: Any) -> Any:
 
 
 def _measure_sample(loader: Any) -> int | None:
-    """Bytes of one sample as the loader would batch it; None where one cannot be looked at alone."""
+    """Bytes of one sample as the loader would batch it; None if one cannot be loaded alone."""
     try:
         sample = loader.dataset[next(iter(loader.sampler))]
         return sum(tensor.nbytes for tensor in walk_storage(loader.collate_fn([sample])))
-    except Exception:  # the user's code, of which we asked something unusual
+    except Exception:  # the user's code, used in an unusual way
         return None
 
 

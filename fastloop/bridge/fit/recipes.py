@@ -17,7 +17,7 @@ from fastloop.errors import ConfigError
 
 
 def build_recipe(config: Config) -> tuple[Any, Any]:
-    """The module and the datamodule a configuration's recipe makes.
+    """The module and the datamodule that a configuration's recipe builds.
 
     Raises:
         ConfigError: there is no recipe, its settings are wrong, or it cannot find its data.
@@ -55,7 +55,7 @@ def load(config: Config) -> ModuleType:
 
 
 def _look_in(folder: Path) -> None:
-    """Let the recipes' package be this folder, in this process and in those it starts."""
+    """Point the recipes' package to this folder, in this process and in those it starts."""
     if folder == shipped_root() / "recipes":
         os.environ.pop(recipe_modules.FOLDER, None)
     else:

@@ -1,4 +1,4 @@
-"""Where a fit's files go, and writing them."""
+"""Chooses the directory for a fit's files, and writes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fastloop.report.run import files
 
 
 class WatchedFit(Protocol):
-    """What a FastLoop knows once its fit is over."""
+    """The attributes of a FastLoop after its fit."""
 
     config: Config
     plan: Plan
@@ -38,12 +38,13 @@ class WatchedFit(Protocol):
 
 
 def utc() -> str:
-    """Now, as a directory name that sorts: 20261120T093000Z."""
+    """The current UTC time as a directory name that sorts: 20261120T093000Z."""
     return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
 
 
 def directory(trainer: Any, out: Path | None) -> Path | None:
-    """`out`, else a place below the first logger's directory; None without one on this machine and in trial runs."""
+    """`out`, else a new path below the first logger's directory; None without a local one, and in fast_dev_run or
+    barebones."""
     if out is not None:
         return out
     if trainer.fast_dev_run or trainer.barebones or not trainer.loggers:
@@ -59,7 +60,7 @@ def directory(trainer: Any, out: Path | None) -> Path | None:
 
 
 def words(loop: WatchedFit, module: Any) -> dict[str, Any]:
-    """What reports say beside the records: ``name``, of the recipe or else of the model; ``then`` and ``later``."""
+    """Content of reports besides the records: ``name`` of the recipe or else of the model; ``then`` and ``later``."""
     config, seen = loop.config, loop.measurement
     enabled = config.ladder.enabled()
     then, later = ((), ()) if seen is None else diagnose.next_steps(loop.findings, seen, cards(), enabled)
@@ -67,7 +68,7 @@ def words(loop: WatchedFit, module: Any) -> dict[str, Any]:
 
 
 def write(where: Path, loop: WatchedFit) -> bool:
-    """Write the run's files. A directory that cannot be written is one warning, not the end of a training."""
+    """Write the run's files. A directory that cannot be written gives one warning, and the training goes on."""
     if loop.measurement is None:
         return False
     hide = make_scrubber(loop.config.values)
@@ -93,7 +94,7 @@ def write(where: Path, loop: WatchedFit) -> bool:
 
 
 def resolved(config: Config, where: Path) -> str:
-    """All values as YAML that ``fastloop run`` takes: where the configuration has a recipe, with it as the base."""
+    """All values as YAML for ``fastloop run``; if the configuration has a recipe, it is the base."""
     text = to_yaml(config)
     if MASK in text:
         text = f"# {MASK} stands for a secret: give it again on the command line\n{text}"
@@ -101,7 +102,7 @@ def resolved(config: Config, where: Path) -> str:
 
 
 def _find_base(config: Config, where: Path) -> str | None:
-    """The recipe's name, or the way to its YAML from the file that says it."""
+    """The recipe's name if it is shipped, else the relative path to its YAML; None without a recipe."""
     if config.recipe_file is None:
         return None
     for name, path in shipped("recipes").items():
@@ -112,7 +113,7 @@ def _find_base(config: Config, where: Path) -> str | None:
 
 
 def torch_flags() -> dict[str, Any]:
-    """Flags of the process that change float32 results, so that two runs can be told apart by them."""
+    """Flags of the process that change float32 results, to explain differences between runs."""
     backends: Any = torch.backends
     return {
         "float32_matmul_precision": _read_flag(torch.get_float32_matmul_precision),
@@ -124,7 +125,7 @@ def torch_flags() -> dict[str, Any]:
 
 
 def _read_flag(read: Callable[[], Any]) -> Any:
-    """A flag, None where this torch has none of the name, or where the user set it by its other name (torch 2.9)."""
+    """A flag; None if this torch does not have it, or if the user set it by its other name (torch 2.9)."""
     try:
         return read()
     except (AttributeError, RuntimeError):

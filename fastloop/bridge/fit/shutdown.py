@@ -1,4 +1,4 @@
-"""Ending a training from outside or after an exception: in time, and without leaving processes behind."""
+"""Ends a training on a signal or after an exception: in time, and without leaving processes behind."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ import psutil
 from lightning.pytorch.callbacks import Callback
 
 INTERRUPTED, TERMINATED = 130, 143
-"""Exit codes after Ctrl-C and SIGTERM, as shells have them: 128 and the signal's number."""
+"""Exit codes after Ctrl-C and SIGTERM, as in shells: 128 plus the signal's number."""
 AGAIN_S = 0.5
-"""An exception that a signal raises is lost in the hooks of a fork and in finalizers: Ctrl-C is raised until heard."""
+"""Python drops exceptions that a signal raises in fork hooks and finalizers, so Ctrl-C is raised again at this interval
+until it takes effect."""
 PATIENCE_S = 4.0
-"""After SIGTERM Lightning ends a training once its batch is done. One that hangs is interrupted after this time…"""
+"""After SIGTERM Lightning ends a training once its batch is done. One that hangs is interrupted after this time."""
 LIMIT_S = 8.0
-"""… and where not even that gets through, the process and its children are ended after this time."""
+"""If the interrupt has no effect either, the process and its children are killed after this time."""
 RANKS_S = 2.0
-"""What the other ranks get to end by themselves, once this one has raised."""
+"""Time for the other ranks to end by themselves after this one has raised."""
 
 
 @contextlib.contextmanager
 def ends(trainer: Any) -> Iterator[None]:
-    """Make a fit end as a command has to: on SIGTERM, on Ctrl-C, and with the ranks that were started for it.
+    """Make a fit end like a command: on SIGTERM, on Ctrl-C, and together with the ranks started for it.
 
     Raises:
         KeyboardInterrupt: the user stopped the fit (Lightning itself exits with 1).
@@ -40,7 +41,7 @@ def ends(trainer: Any) -> Iterator[None]:
             yield
     except BaseException as error:
         _end_ranks(trainer)
-        # What a training raises once it was told to end is a consequence: of its workers being gone, for instance.
+        # Errors of a training after SIGTERM are consequences, for instance of its workers being gone.
         if signals.code == TERMINATED:
             raise SystemExit(TERMINATED) from None
         by_lightning = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
@@ -50,15 +51,15 @@ def ends(trainer: Any) -> Iterator[None]:
 
 
 class _Signals(Callback):
-    """What SIGINT and SIGTERM do to a fit. They have to reach Python: in a call that never returns only SIGKILL helps.
+    """Handles SIGINT and SIGTERM in a fit. They must reach Python: in a call that never returns, only SIGKILL helps.
 
-    Lightning calls the handler of SIGTERM it finds after its own. It has none before the loops and after them.
+    Lightning calls the SIGTERM handler that it finds after its own. It has its own only while the loops run.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.code: int | None = None
-        """How the process will end, once a signal came."""
+        """The exit code after a signal; None before one."""
         self._last_resort = threading.Timer(LIMIT_S, lambda: _end_all(self.code or TERMINATED))
         self._last_resort.daemon = True
 
@@ -69,7 +70,7 @@ class _Signals(Callback):
             return
         self._trainer.callbacks.append(self)
         handlers = {signal.SIGTERM: self._on_sigterm, signal.SIGINT: self._on_sigint, signal.SIGALRM: self._on_alarm}
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job ignores it
             del handlers[signal.SIGINT]
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
@@ -81,9 +82,9 @@ class _Signals(Callback):
             self._last_resort.cancel()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning's own handler waits for all ranks in a collective, where they may wait for each other for ever.
+        """With several ranks, replace Lightning's SIGTERM handler, which may wait in a collective forever.
 
-        So with several ranks the first one leaves at once, as on Ctrl-C, and takes along those started for it.
+        Instead the first rank leaves at once, as on Ctrl-C, and ends those that were started for it.
         """
         if trainer.world_size > 1 and _may_set_handlers():
             by_others = {"TORCHELASTIC_RUN_ID", "SLURM_PROCID"} & set(os.environ)
@@ -91,7 +92,7 @@ class _Signals(Callback):
             signal.signal(signal.SIGTERM, self._leave if leaves else signal.SIG_IGN)
 
     def _begin(self, code: int, alarm_s: float) -> bool:
-        """Whether this is the first signal; then the clocks are started."""
+        """Start the timers if this is the first signal; returns whether it is."""
         if self.code is not None:
             return False
         self.code = code
@@ -115,7 +116,7 @@ class _Signals(Callback):
     def _on_alarm(self, *_: Any) -> None:
         if self.code != INTERRUPTED:
             raise SystemExit(TERMINATED)
-        # Once Lightning has heard Ctrl-C it ignores all further ones, and then marks the fit.
+        # Once Lightning handles Ctrl-C it ignores further ones, and then marks the fit as interrupted.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN and not self._trainer.interrupted:
             raise KeyboardInterrupt
 
@@ -125,7 +126,7 @@ def _may_set_handlers() -> bool:
 
 
 def _end_ranks(trainer: Any) -> None:
-    """End the ranks this process started: once it has raised, they may wait for it in a collective for ever."""
+    """End the ranks that this process started: once it has raised, they may wait for it in a collective forever."""
     end = time.monotonic() + RANKS_S
     for rank in getattr(trainer.strategy.launcher, "procs", ()):
         if isinstance(rank, subprocess.Popen):

@@ -1,4 +1,4 @@
-"""One mixin over Lightning's Strategy, composed with whatever strategy the Trainer has."""
+"""One mixin for Lightning's Strategy, combined with whatever strategy the Trainer has."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 @functools.cache
 def mixin(space: str) -> type:
-    """The mixin for one Lightning namespace. It must inherit that namespace's Strategy: CPython refuses to swap the
-    class of a live object for one of another layout, and with the wrong base the method order is silently wrong.
+    """The mixin for one Lightning namespace. It must inherit that namespace's Strategy: CPython refuses to replace the
+    class of a live object by one with another layout, and with the wrong base the method order is silently wrong.
     """
     base: Any = namespaces.load(space, "strategies.Strategy")
 
     class FastLoopStrategyMixin(base):  # type: ignore[misc]
-        """Hands calls to an applier, where there is one; without, it changes nothing. Its copies work."""
+        """Passes calls to its applier; without one it changes nothing. It can be copied and pickled."""
 
         fastloop: Applier | None = None
         fastloop_made_by: tuple[Callable[[Any], type], Any]
-        """What makes this class again, and of what."""
+        """The function that makes this class again, and its argument."""
 
         def setup(self, trainer: Any) -> None:
             if self.fastloop is not None:
@@ -65,7 +65,7 @@ def mixin(space: str) -> type:
         def __reduce_ex__(self, protocol: Any) -> Any:
             # These classes are made at run time, so pickle cannot find them by name; it rebuilds them from their base.
             _, _, state, *items = super().__reduce_ex__(2)
-            # An applier holds the objects of one run, which a copy does not have part in.
+            # An applier holds the objects of one run, to which a copy does not belong.
             own = {name: value for name, value in state.items() if name != "fastloop"}
             return (_unpickle, self.fastloop_made_by, own, *items)
 
@@ -74,7 +74,7 @@ def mixin(space: str) -> type:
 
 @functools.cache
 def mixed(strategy: type) -> type:
-    """The class of a strategy with the mixin in front. The name keeps the original's, so that logs stay readable."""
+    """A strategy's class with the mixin in front. Its name contains the original's, so that logs stay readable."""
     bases = (mixin(namespaces.of(strategy)), strategy)
     names = {"__module__": __name__, "fastloop_made_by": (mixed, strategy)}
     return type(f"FastLoop_{strategy.__name__}", bases, names)
@@ -95,10 +95,10 @@ def _make_single(space: str) -> type:
     base: Any = mixed(namespaces.load(space, "strategies.SingleDeviceStrategy"))
 
     class FastLoopStrategy(base):  # type: ignore[misc]
-        """``strategy="fastloop"``: one device, the one the accelerator offers.
+        """``strategy="fastloop"``: one device, the one that the accelerator offers.
 
-        A strategy asked for by name is made without a device. Lightning offers the accelerator's devices to any
-        strategy that has ``parallel_devices``; without that, this one would silently train on the CPU.
+        A strategy selected by name is made without a device. Lightning offers the accelerator's devices to any
+        strategy that has ``parallel_devices``; without it, this one would silently train on the CPU.
         """
 
         strategy_name = "fastloop"
@@ -135,11 +135,11 @@ def _refuse_several(argument: str, count: int, why: str) -> None:
 
 
 def register() -> None:
-    """Make the names `fastloop`, `fastloop_ddp` and `fastloop_fsdp` known in every Lightning namespace. Idempotent."""
+    """Register the names `fastloop`, `fastloop_ddp` and `fastloop_fsdp` in every Lightning namespace. Idempotent."""
     for space, registry in namespaces.found("strategies.StrategyRegistry"):
         if "fastloop" not in registry:
             ddp, fsdp = (namespaces.load(space, f"strategies.{name}") for name in ("DDPStrategy", "FSDPStrategy"))
             registry.register("fastloop", _make_single(space), description="one device, rungs switched by FastLoop")
             registry.register("fastloop_ddp", mixed(ddp), description="DDP, rungs switched by FastLoop")
             registry.register("fastloop_fsdp", mixed(fsdp), description="FSDP, rungs switched by FastLoop")
-            fsdp.get_registered_strategies().append("fastloop_fsdp")  # so that Lightning refuses it on a CPU, too
+            fsdp.get_registered_strategies().append("fastloop_fsdp")  # so that Lightning refuses it on a CPU too

@@ -1,4 +1,4 @@
-"""What Lightning's Trainer takes, read from its source: mistakes below ``trainer`` are told without importing torch."""
+"""Reads the Trainer's arguments from Lightning's source, to find mistakes in ``trainer`` without importing torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fastloop.config.schema import fault, first_origin, typed
 from fastloop.config.suggestions import find_nearest
 
 SOURCE = "pytorch/trainer/trainer.py"
-"""Below the folder of the package ``lightning``."""
+"""Path inside the package folder of ``lightning``."""
 _PLAIN: Mapping[str, Any] = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list": list}
 
 
 def check_trainer_arguments(config: Config) -> None:
-    """Refuse keys below ``trainer`` that the Trainer lacks, and values that none of its types holds.
+    """Refuse keys below ``trainer`` that the Trainer lacks, and values that match none of the argument's types.
 
-    A type that YAML cannot write, such as ``Profiler``, holds none. What Lightning names by an alias are words and
-    numbers; which of them is left to Lightning.
+    No value matches a type that YAML cannot write, such as ``Profiler``. An argument whose type is one of Lightning's
+    aliases may be any word or number; Lightning itself checks which.
 
     Raises:
-        ConfigError: with file, line, full key, and the nearest argument or what may be written.
+        ConfigError: with file, line, full key, and the nearest argument or the allowed values.
     """
     known = read_arguments() if config.trainer else None
     if known is None:
@@ -46,12 +46,12 @@ def check_trainer_arguments(config: Config) -> None:
 
 
 def read_arguments() -> dict[str, tuple[Any, ...] | None] | None:
-    """The Trainer's arguments with the types of plain values that each one takes; None: they cannot be told.
+    """The Trainer's arguments with the types of plain values that each one accepts; None for an unclear annotation.
 
     Returns:
-        None where the source of the installed Lightning does not show them.
+        None if the source of the installed Lightning does not show the arguments.
     """
-    package = importlib.util.find_spec("lightning")  # imports nothing, as long as the name has no dot
+    package = importlib.util.find_spec("lightning")  # imports nothing, because the name has no dot
     if package is None or package.origin is None:
         return None
     try:
@@ -67,7 +67,7 @@ def read_arguments() -> dict[str, tuple[Any, ...] | None] | None:
 
 
 def _read_kinds(node: ast.expr | None) -> tuple[Any, ...] | None:
-    """The plain types in an annotation; None where it has a part that its text does not explain."""
+    """The plain types in an annotation; None if it has a part that its text does not explain."""
     if isinstance(node, ast.Constant) and node.value is None:
         return (type(None),)
     if isinstance(node, ast.Name):
@@ -82,7 +82,7 @@ def _read_kinds(node: ast.expr | None) -> tuple[Any, ...] | None:
             return _join(inner)
         if node.value.id == "Optional":
             return _join([*inner, ast.Constant(None)])
-        held = _join(inner)  # what a list or a mapping is of
+        held = _join(inner)  # the element types of a list or a mapping
         return _read_kinds(node.value) if held else held
     return None
 
@@ -93,5 +93,5 @@ def _join(nodes: list[ast.expr]) -> tuple[Any, ...] | None:
         return None
     kinds = dict.fromkeys(kind for part in parts if part is not None for kind in part)
     if float in kinds:
-        kinds.pop(int, None)  # where a number may stand, so may an integer
+        kinds.pop(int, None)  # a float argument also accepts an integer
     return tuple(kinds)

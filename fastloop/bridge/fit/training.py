@@ -1,4 +1,4 @@
-"""From a configuration to a Trainer, and one training in this process."""
+"""Builds a Trainer from a configuration, and runs one training in this process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _HINTS = (
     "pytorch_lightning.utilities.rank_zero",
     "lightning_fabric.utilities.rank_zero",
 )
-"""Loggers of Lightning's notices. All its namespaces speak through whichever of them was imported last."""
+"""Loggers of Lightning's notices. All its namespaces use the one that was imported last."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -51,14 +51,14 @@ def _write_line(line: str) -> None:
 
 
 class ProgressLines(Callback):
-    """A line every few seconds, later every minute, for logs and pipes, where a progress bar would be control codes."""
+    """A line every few seconds, later every minute, for logs and pipes, where a bar would print control codes."""
 
     EVERY_S, AT_MOST_S = 5.0, 60.0
 
     def __init__(self) -> None:
         self._began_s = 0.0
         self._lines: deque[tuple[float, int]] = deque(maxlen=6)
-        """Time and optimizer steps at the last lines; the first batch begins them: what it compiled is left out."""
+        """Time and optimizer steps at the last lines, starting after the first batch to leave out its compile time."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         now, done = time.monotonic(), trainer.global_step
@@ -76,7 +76,7 @@ class ProgressLines(Callback):
 
 
 class RunLogger(CSVLogger):
-    """Logged values and hyperparameters as files of the run directory, secrets masked."""
+    """Writes logged values and hyperparameters to files in the run directory, with secrets masked."""
 
     def __init__(self, out: Path, hide: Scrubber) -> None:
         super().__init__(out, name="", version="")
@@ -88,15 +88,15 @@ class RunLogger(CSVLogger):
 
 
 def _as_mapping(value: Any) -> Any:
-    """A recipe's settings as a mapping, so that the secrets in them are found by their keys."""
+    """A recipe's settings as a mapping, so that secrets in them are found by their keys."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
 def make_trainer(config: Config, loop: FastLoop | None, out: Path | None) -> pl.Trainer:
-    """The Trainer a configuration describes, with `loop` in it and its files below `out`.
+    """The Trainer that a configuration describes, with `loop` as a callback and its files below `out`.
 
     Raises:
-        ConfigError: a key or value under ``trainer`` or ``run`` that Lightning refuses, or more devices than there are.
+        ConfigError: Lightning refuses a key or value under ``trainer`` or ``run``, or there are too few devices.
     """
     check_trainer_arguments(config)
     _check_devices(config)
@@ -128,7 +128,7 @@ def make_trainer(config: Config, loop: FastLoop | None, out: Path | None) -> pl.
 
 
 def _is_terminal() -> bool:
-    """Whether somebody watches who can make use of a bar. Lightning draws it on stdout."""
+    """Whether the output is a terminal that can show a progress bar. Lightning draws it on stdout."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and stream.isatty()]
     return len(streams) == 2 and os.environ.get("TERM") != "dumb"
 
@@ -146,7 +146,7 @@ def _check_devices(config: Config) -> None:
 
 
 def _explain_refusal(config: Config, error: Exception) -> ConfigError:
-    """What Lightning says of its arguments, at the key it speaks of."""
+    """Report Lightning's complaint about its arguments at the key that it names."""
     message = " ".join(str(error).split())
     keys = [*(f"trainer.{name}" for name in config.trainer), "run.accelerator", "run.devices"]
     key = next((key for key in keys if re.search(rf"\b{key.partition('.')[2]}\b", message, re.IGNORECASE)), None)
@@ -173,13 +173,13 @@ def train(
     """Train a recipe in this process; the callback then holds plan, measurement, verdicts and findings.
 
     Args:
-        out: the run directory, None to write nothing. What an earlier run left in it is deleted before the first step.
+        out: the run directory, None to write nothing. Files of an earlier run in it are deleted before the first step.
         trust_checkpoint: load ``run.resume`` even if it holds more than tensors and plain values, which runs code.
-        prepare: called right before the fit, in every rank: what a trial changes (`ceilings.py`).
+        prepare: called right before the fit, in every rank, to make a trial's changes (`ceilings.py`).
 
     Raises:
         ConfigError: the configuration cannot be trained.
-        FastLoopError: not one optimizer step was made.
+        FastLoopError: the training made no optimizer step.
         KeyboardInterrupt: the user stopped it.
         SystemExit: 143, it was terminated.
     """
@@ -192,7 +192,7 @@ def train(
         trainer = make_trainer(config, loop, out)
         resume: dict[str, Any] = {} if config.run.resume is None else {"ckpt_path": config.run.resume}
         if resume and "weights_only" in inspect.signature(trainer.fit).parameters:
-            # Lightning 2.6 can be told. Before, it always loaded everything, and the file was checked above.
+            # Lightning 2.6 has this argument. Before, it always loaded everything, and the file was checked above.
             resume["weights_only"] = not trust_checkpoint
         if out is not None:
             rank_zero_only(store.clear)(out)
@@ -206,7 +206,7 @@ def train(
 
 
 def nothing_to_train(got: str) -> FastLoopError:
-    """The error for a loader without batches, which Lightning takes for a training that has ended well."""
+    """The error for a loader without batches, which Lightning treats as a successful training."""
     return FastLoopError(
         got=got,
         why="there is nothing to train on",
@@ -217,7 +217,7 @@ def nothing_to_train(got: str) -> FastLoopError:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep Lightning's notices, and its warnings of what we report ourselves, out of what has to be read."""
+    """Hide Lightning's notices, and its warnings about things that we report ourselves."""
     loggers = [logging.getLogger(name) for name in _HINTS]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -242,7 +242,7 @@ def _check_checkpoint(config: Config, trusted: bool) -> None:
     try:
         torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # torch says which class it refused at the end of an essay with colours in it.
+        # torch names the class that it refused at the end of a long, colored message.
         refused = re.search(r"Unsupported (?:global|class|operand)[^\n]*?(?:\.\s|\n|$)", str(error))
         why = refused[0].strip() if refused else f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""Where a run stands in its data, in Lightning's checkpoints."""
+"""Keeps a run's position in its data in Lightning's checkpoints."""

@@ -1,7 +1,7 @@
-"""The place of a run in its data: written into each checkpoint, and taken up again by the run that resumes it.
+"""A run's position in its data: written into each checkpoint, and restored by the run that resumes it.
 
-Nothing here waits for another rank: Lightning's own counters say how far the training is, and the sampler's attributes
-and generators which order it goes through. What workers and feeds have fetched ahead does not count.
+Nothing here waits for another rank: Lightning's own counters give the progress, and the sampler's attributes and
+generators the order. Batches that workers and feeds have fetched ahead do not count.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from fastloop.feeds.place.kept_order import KeptOrder, Place
 
 
 class PlaceKeeper:
-    """Keeps the place of one run.
+    """Keeps the position of one run in its data.
 
     Args:
-        warn: takes one line for the user that must not be missed.
-        say: takes one line on what is going on.
+        warn: receives a line that the user must not miss.
+        say: receives a line about progress.
     """
 
     def __init__(self, *, warn: Callable[[str], None], say: Callable[[str], None]) -> None:
         self.warn, self.say = warn, say
         self.saved: Place | None = None
-        """Of the checkpoint that is resumed."""
+        """The position in the checkpoint that the run resumes."""
         self._is_taken = False
         self._trainer: Any = None
         self._kept: KeptOrder | None = None
         self._several = False
 
     def keep(self, trainer: Any, loader: Any, bounded: Bounded | None) -> Any:
-        """A copy of a train loader whose order is kept; the loader itself where it keeps its own place, or several
-        count as one.
+        """A copy of a train loader that keeps its order; the loader itself if it saves its own state, or if Lightning
+        counts several loaders as one.
 
         Args:
-            bounded: stands in for its sampler, where one is needed.
+            bounded: stands in for the loader's sampler, if it needs one.
         """
         if self._several or hasattr(loader, "state_dict"):
             return loader
@@ -47,18 +47,18 @@ class PlaceKeeper:
         return clone(loader, {name: self._kept})
 
     def give_up(self) -> None:
-        """There are several train loaders, and Lightning counts the batches of all as one."""
+        """Give up because there are several train loaders, whose batches Lightning counts as one."""
         self._several = True
         if self._kept is not None:
             self._kept = self.saved = None
             self.warn("with several train loaders, a run resumed in mid-epoch starts that epoch over")
 
     def let_go(self) -> None:
-        """The fit is over: hold nothing of it, for workers that are kept hold the sampler, and it us."""
+        """Drop all references to the fit, which is over: persistent workers hold the sampler, and it holds us."""
         self._trainer = self._kept = None
 
     def _take(self) -> Place | None:
-        """For the first epoch that is drawn: before `train_start` where Lightning looks ahead itself."""
+        """The saved position, for the first epoch drawn; before `train_start` if Lightning prefetches."""
         saved = None if self._is_taken else self.saved
         self._is_taken = True
         return saved
@@ -66,19 +66,19 @@ class PlaceKeeper:
     # -- into a checkpoint --------------------------------------------------------------------------------------------
 
     def read(self, count_batches: Callable[[int], int]) -> Place | None:
-        """Where the training stands; None where nothing was drawn yet, or the place cannot be kept.
+        """The training's position; None if nothing was drawn yet, or the position cannot be kept.
 
         Args:
-            count_batches: what Lightning counted, in batches of the user's loader.
+            count_batches: converts Lightning's count to batches of the user's loader.
         """
         if self._kept is None or self._kept.order is None:
             return None
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        # A batch counts once it is processed: ready and started do so while it is on its way.
+        # A batch counts once it is processed; ready and started already count it while it runs.
         done = progress.current.processed
         if _is_over(progress):
             return {"over": True, "batches": 0, "digest": 0, "order": self._kept.draws.read(between_epochs=True)}
-        # The gradients of an accumulation window that is not stepped yet are in no checkpoint.
+        # A checkpoint does not contain the gradients of an unfinished accumulation window.
         batches = count_batches(done - done % self._trainer.accumulate_grad_batches)
         if (digest := self._kept.digest(batches)) is None:
             return None
@@ -87,18 +87,18 @@ class PlaceKeeper:
     # -- out of a checkpoint ------------------------------------------------------------------------------------------
 
     def train_start(self, window: int) -> int | None:
-        """Lightning's counters are restored, and count batches of the user's loader. Returns how many of them the run
-        goes on behind; None where it begins an epoch, or does not know.
+        """Lightning's counters are restored, and count batches of the user's loader. Returns how many of them the epoch
+        has already done; None if the run begins an epoch, or does not know.
 
         Args:
-            window: batches that are going to be one of Lightning's.
+            window: number of user batches that will be one of Lightning's.
         """
         if self._kept is None:
             return None
         loop = self._trainer.fit_loop
         progress = loop.epoch_loop.batch_progress
         if not loop.restarting:
-            if self.saved is not None and not self.saved["over"]:  # stopped early: Lightning takes that epoch for done
+            if self.saved is not None and not self.saved["over"]:  # stopped early: Lightning considers that epoch done
                 self.saved = None
             return None
         if self.saved is None:
@@ -128,18 +128,18 @@ class PlaceKeeper:
 
 
 def _is_over(progress: Any) -> bool:
-    """All batches of the epoch are done."""
+    """Whether all batches of the epoch are done."""
     return bool(progress.is_last_batch) and progress.current.processed == progress.current.ready
 
 
 def _find_resumed_at(loop: Any) -> int:
-    """Batches that Lightning will take for done once it has looked at what it restored."""
+    """Batches that Lightning will consider done after it has processed its restored counters."""
     return int(loop.batch_progress.current.completed) + getattr(loop, "restarted_on_train_batch_end", False)
 
 
 def _leave_epoch(loop: Any) -> None:
-    """Let Lightning begin the next epoch, where it does not by itself. Under ``max_steps`` it goes on in the one that
-    is over, trains one batch of a new iterator, and leaves the rest of it out (seen with 2.6.6)."""
+    """Make Lightning begin the next epoch if it would not by itself. Under ``max_steps`` it continues in the finished
+    one, trains one batch of a new iterator, and leaves out the rest of it (observed with 2.6.6)."""
     current = loop.epoch_progress.current
     if current.processed < current.ready or getattr(loop.epoch_loop, "restarted_on_train_batch_end", False):
         return

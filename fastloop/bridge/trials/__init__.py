@@ -1,1 +1,1 @@
-"""What only disposable processes run: ceilings, ledgers, gradient probes. Nothing here is undone."""
+"""Code that only disposable processes run: ceilings, ledgers, gradient probes. Nothing here is undone."""

@@ -1,12 +1,12 @@
 """Trainings with one cost removed, to see how fast the rest is. For disposable processes only: nothing is undone.
 
-``replayed``     a few batches that were loaded before the first step, from host memory, again and again
+``replayed``     repeats a few batches from host memory that were loaded before the first step
 ``resident``     the same on the device: no loader and no copy
-``no_exchange``  as ``replayed``, without the gradient exchange. Compare it with ``replayed``: against the plain run it
-                 would also save the wait for ranks whose data comes later
+``no_exchange``  as ``replayed``, without the gradient exchange. Compare it with ``replayed``: compared with the plain
+                 run it would also save the wait for ranks whose data comes later
 
-Loops, rungs, batch sizes and steps are those of the configuration; what is learned is worthless. Batches come from the
-loader as the rungs changed it, so they are pinned, merged and prefetched as in the real training.
+Loops, rungs, batch sizes and steps are those of the configuration; the trained model is worthless. Batches come from
+the loader as the rungs changed it, so they are pinned, merged and prefetched as in the real training.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from fastloop.feeds.lazy_loader import LazyLoader, StandIn
 Ceiling = Literal["replayed", "resident", "no_exchange"]
 
 FEWEST, MOST = 2, 8
-"""Batches to replay. One alone would stay in the processor's caches."""
+"""Batches to replay. A single one would stay in the processor's caches."""
 LOAD_S = 20.0
-"""After this time no more are loaded than the fewest."""
+"""After this time no more batches are loaded than `FEWEST`."""
 MEMORY_SHARE = 1 / 32
-"""Share of the host's, and of the device's free memory that they may take, over the ranks of a machine."""
+"""Share of the host's memory, and of the device's free memory, that they may take, over the ranks of a machine."""
 
 
 def train(
@@ -57,21 +57,21 @@ def train(
     further_steps: int = 0,
     unsaved: Path | None = None,
 ) -> FastLoop:
-    """One training as configured, or with one cost taken away. Checkpoint files outside of `out` are left alone.
+    """Run one training as configured, or with one cost removed. Checkpoint files outside of `out` are left alone.
 
     Args:
         variation: a Ceiling, or ``as_it_is``.
         beat: the file that gets the step, see `heartbeat.py`.
-        ledger: write down which samples each optimizer step saw, see `sample_ledger.py`.
-        further_steps: that many more than configured; what is written down is the configuration.
-        unsaved: the file that says by being there that checkpoint files were left alone, see `no_checkpoints.py`.
+        ledger: record which samples each optimizer step used, see `sample_ledger.py`.
+        further_steps: steps beyond the configured number; the files still contain the original configuration.
+        unsaved: a file created as a sign that checkpoint files were left alone, see `no_checkpoints.py`.
 
     Raises:
-        FastLoopError: as `training.train`, and where this training has no such cost or it cannot be taken away.
+        FastLoopError: as in `training.train`, and if this training has no such cost or it cannot be removed.
     """
 
     def prepare(trainer: Any, loop: FastLoop) -> None:
-        # Of the trial's own files, which are in the directory before the logger's.
+        # The warning is about the trial's own files, which are in the directory before the logger's.
         warnings.filterwarnings("ignore", message=".*Experiment logs directory")
         loop.hunt_syncs, loop.in_trial = hunt_syncs, True
         trainer.fit_loop.epoch_loop.max_steps += further_steps
@@ -103,19 +103,20 @@ def replay(
     """Let a Trainer's next fit train on replayed batches.
 
     Args:
-        change: what becomes of the batches before they are replayed.
-        count: how many, asked when the loader is there; None: a few, as memory and time allow.
+        change: changes the batches before they are replayed.
+        count: returns their number, called when the loader exists; None: a few, as memory and time allow.
     """
     trainer.strategy.process_dataloader = _Substitution(trainer, on_device, change, count)
 
 
 class Replay(StandIn):
-    """Stands in for a loader: as many batches an epoch as it has, but always the same few.
+    """Replaces a loader: yields as many batches per epoch, but always the same few.
 
     Args:
-        inner: the loader that the batches came from; it answers for all other attributes.
-        given: what the Trainer was given, for a reload.
-        each: called with the number of the batch before it is handed out.
+        inner: the loader that the batches came from; it provides all other attributes.
+        given: the loader that the Trainer was given, for a reload.
+        begin: called at the start of each epoch.
+        each: called with a batch's number before it is yielded.
     """
 
     num_workers = 0
@@ -141,7 +142,7 @@ class Replay(StandIn):
 
 
 class NoExchange(Callback):
-    """DDP that never synchronises: what ``no_sync()`` sets, for every backward. Buffers are then not broadcast either.
+    """Makes DDP never synchronize, as with ``no_sync()`` for every backward. Buffers are then not broadcast either.
 
     Source: torch/nn/parallel/distributed.py, ``require_backward_grad_sync``.
     """
@@ -162,7 +163,7 @@ class NoExchange(Callback):
 
 @dataclasses.dataclass
 class _Substitution:
-    """What the strategy answers when Lightning asks about a loader."""
+    """Replaces the strategy's ``process_dataloader``."""
 
     trainer: Any
     on_device: bool
@@ -171,14 +172,14 @@ class _Substitution:
 
     def __post_init__(self) -> None:
         self._kept: dict[int, tuple[list[Any], list[Any]]] = {}
-        """Batches and windows by the number of the loader: a reload loads nothing again."""
+        """Batches and windows by the number of the loader, so that a reload loads nothing again."""
         self._epoch, self._leaf = -1, -1
         self._staging = Staging(self.trainer, self.trainer.strategy)
 
     def __call__(self, dataloader: Any) -> Any:
         strategy = self.trainer.strategy
         given = dataloader.given if isinstance(dataloader, Replay) else dataloader
-        # By the class as it is now: FastLoop gives the strategy another one in its setup.
+        # Look up the class now: FastLoop gives the strategy another one in its setup.
         loader = type(strategy).process_dataloader(strategy, given)
         if self.trainer.state.stage != "train":
             return loader
@@ -203,9 +204,9 @@ class _Substitution:
             self._kept[self._leaf] = batches, sizes
         batches, sizes = self._kept[self._leaf]
         if not batches:
-            return loader  # the training will say so
+            return loader  # the training will report it
         hooks: dict[str, Any] = {}
-        if sampler is not None:  # the micro-batches ask how the samples of each merged batch were drawn
+        if sampler is not None:  # micro-batches need the sizes from which each merged batch was made
             hooks = {"begin": sampler.sizes.clear, "each": lambda number: sampler.sizes.append(sizes[number])}
         stands_in = Replay(source, batches, given=given, **hooks)
         if feed is None or self.on_device:
@@ -214,7 +215,7 @@ class _Substitution:
         return feed
 
     def _most(self, batch: Any) -> int:
-        """How many batches like this one may be kept."""
+        """The number of batches like this one that may be kept."""
         room = (machine.memory_bytes() or 2**32) * MEMORY_SHARE / max(1, self.trainer.num_devices)
         size = sum(tensor.nbytes for tensor in walk_storage(batch))
         return max(FEWEST, min(MOST, int(room // max(1, size))))
@@ -222,7 +223,7 @@ class _Substitution:
     # -- on the device --------------------------------------------------------------------------------------------
 
     def _staged(self, batch: Any, feed: DeviceFeed | None) -> Any:
-        """A batch as it is after its transfer; the user's hook after that runs at every step, as it does."""
+        """A batch after its transfer; the user's hook after the transfer still runs at every step."""
         trainer = self.trainer
         if feed is not None:
             return feed.stage(batch)
@@ -238,13 +239,13 @@ class _Substitution:
 
 
 def _windows(strategy: Any) -> Any:
-    """The sampler that merges accumulation windows, if the batch rung is at work."""
+    """The sampler that merges accumulation windows, if the batch rung is active."""
     loaders = getattr(getattr(strategy, "fastloop", None), "loaders", None)
     return None if loaders is None else loaders.windows
 
 
 def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
-    """The first few batches of a loader, without an epoch's short last one; its workers are gone afterwards."""
+    """The first few batches of a loader, without an epoch's short last one; its workers are ended afterwards."""
     iterator, until, kept = iter(source), time.monotonic() + LOAD_S, list[Any]()
     for batch in iterator:
         kept.append(batch)
@@ -260,7 +261,7 @@ def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
 
 
 def _first(source: Any, count: int) -> list[Any]:
-    """So many batches of a loader, or all of an epoch."""
+    """The first `count` batches of a loader, or all of an epoch if it has fewer."""
     iterator = iter(source)
     kept = list(itertools.islice(iterator, count))
     _end_workers(source, iterator)
@@ -278,5 +279,5 @@ def _fresh(batch: Any) -> Any:
     """The same tensors in new containers: a step may take members out of the batch it gets."""
     try:
         return map_tensors(batch, lambda tensor: tensor)
-    except Exception:  # a container that cannot be built from its members is handed out as it is
+    except Exception:  # a container that cannot be rebuilt from its members is returned as it is
         return batch

@@ -1,6 +1,6 @@
-"""A training step that repeats bit for bit: no dropout, deterministic kernels, the same random numbers.
+"""Makes a training step repeat bit for bit: no dropout, deterministic kernels, the same random numbers.
 
-For disposable processes, where nothing else trains meanwhile; all of it ends with the context, but for random streams.
+For disposable processes, where nothing else trains meanwhile; the context restores everything except random streams.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from fastloop.evidence.model.dropout import without_functional_dropout
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""What has to be set before CUDA starts, for cuBLAS to repeat itself.
+"""Environment variables that must be set before CUDA starts, to make cuBLAS reproducible.
 Source: https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility"""
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set what CUDA reads when it starts."""
+    """Set the environment variables that CUDA reads when it starts."""
     for name, value in ENVIRONMENT.items():
         environ.setdefault(name, value)
 
 
 @contextlib.contextmanager
 def make_repeatable() -> Iterator[None]:
-    """Dropout off wherever torch does it, and deterministic kernels where there are any; the others warn."""
+    """Switch off torch's dropout, and use deterministic kernels if they exist; the others warn."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -45,20 +45,20 @@ def make_repeatable() -> Iterator[None]:
 
 
 def make_deterministic() -> None:
-    """The modes alone. A Trainer sets them when it is made, and a module may set them when it is set up."""
+    """Set only the modes. A Trainer sets them when it is created, and a module may set them in its setup."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
 def seed_everything(number: int) -> None:
-    """Begin all random streams of this process at a number."""
+    """Seed all random streams of this process."""
     torch.manual_seed(number)
     random.seed(number)
     numpy.random.seed(number)
 
 
 def shift_seeds(offset: int) -> None:
-    """Go on with other random numbers, which follow from the streams as they stand."""
+    """Change all random streams by an offset from their current states."""
     torch.manual_seed((torch.initial_seed() + offset) % 2**64)  # a seed of -1 is the largest
     random.seed(random.getrandbits(32) + offset)
     numpy.random.seed((int(numpy.random.randint(2**31)) + offset) % 2**32)

@@ -1,7 +1,7 @@
-"""Which samples a train loader hands out, batch by batch: the ids its sampler drew, or a mark of what the batches hold.
+"""Records the samples that a train loader yields, batch by batch: its sampler's ids, or a fingerprint of the content.
 
-Both are noted in the order of use and in bytes that do not depend on how samples are cut into batches. Nothing here
-draws a random number or changes an order. For disposable processes: loaders are not put back.
+Both are recorded in the order of use, as bytes that do not depend on how samples are cut into batches. This code draws
+no random numbers and changes no order. For disposable processes: loaders are not restored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fastloop.feeds.window_batches import WindowSampler
 
 Source = Literal["sampler", "content"]
 _MARKS = 32
-"""Numbers noted of each sample of a tensor."""
+"""Numbers recorded from each sample of a tensor."""
 _ON_THEIR_OWN = (SequentialSampler, DistributedSampler)
 _SHUFFLES = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -40,34 +40,34 @@ class Batch(NamedTuple):
     """One batch of a loader."""
 
     streams: tuple[bytes, ...]
-    """Bytes that name its samples one after the other: their ids, or one stream per tensor."""
+    """Bytes that identify its samples in order: their ids, or one stream per tensor."""
     samples: int | None
     window: tuple[int, ...] | None
-    """Samples of each loader batch that was merged into it."""
+    """Samples of each loader batch that was merged into it; None if none were."""
 
 
 class Drawn:
-    """What one loader has handed out, or will, and nobody has taken in yet.
+    """Queue of batches that one loader has yielded, or will yield, and that the ledger has not taken yet.
 
     Args:
-        source: by what its samples are known.
-        own_order: no other random numbers have a say in the order of its samples. None = unknown.
-        dataset: samples of its dataset; None = unknown.
+        source: how its samples are identified.
+        own_order: whether the sample order is independent of other random draws; None if unknown.
+        dataset: number of samples in its dataset; None if unknown.
     """
 
     def __init__(self, source: Source, *, own_order: bool | None = None, dataset: int | None = None) -> None:
         self.source, self.own_order, self.dataset = source, own_order, dataset
         self.why: str | None = None
-        """Why its samples are not known."""
+        """Why its samples are unknown."""
         self._ended = False
         self._length: int | None = None
         self._batches: deque[Batch] = deque()
         self._ids: list[bytes] = []
-        """Of the present epoch, eight bytes each."""
+        """Ids of the current epoch, eight bytes each."""
         self._taken = 0
 
     def begin(self, length: int | None = None) -> None:
-        """An epoch of so many batches begins. What is left of one that was cut short is never used."""
+        """An epoch of `length` batches begins. Batches left over from an epoch that was cut short are dropped."""
         self._batches.clear()
         self._length, self._ended = length, False
 
@@ -75,7 +75,7 @@ class Drawn:
         self._batches.append(batch)
 
     def take(self) -> Batch | None:
-        """The next batch in the order of use; None where the loader had no more."""
+        """The next batch in the order of use; None if the loader had no more."""
         if not self._batches:
             return None
         batch = self._batches.popleft()
@@ -85,22 +85,22 @@ class Drawn:
         return batch
 
     def end(self) -> None:
-        """The loader has no more for this epoch."""
+        """The loader has no more batches in this epoch."""
         self._ended = True
 
     def epoch(self) -> Epoch:
-        """An epoch is over: all that was taken since the last one."""
+        """An epoch is over: summarize the batches taken in it."""
         complete = not self._batches and self._taken > 0 and (self._ended or self._taken == self._length)
         ids, self._ids, self._taken = self._ids, [], 0
         return Epoch(complete, *(_summary(ids, self.dataset) if self.source == "sampler" else ()))
 
 
 def listen(loader: Any, given: Any) -> tuple[Any, Drawn]:
-    """Note what a train loader hands out from now on.
+    """Record what a train loader yields from now on.
 
     Args:
-        loader: what the Trainer is going to iterate.
-        given: what it was made of. The user's own object stays as it is: it is copied where its sampler is noted.
+        loader: the loader that the Trainer is going to iterate.
+        given: the loader it was made from. The user's own object does not change: to record its sampler it is copied.
 
     Returns the loader to use in its place.
     """
@@ -111,7 +111,7 @@ def listen(loader: Any, given: Any) -> tuple[Any, Drawn]:
         return loader, _note_content(inner)
     name = "sampler" if inner.batch_sampler is None else "batch_sampler"
     known = getattr(inner, name)
-    if isinstance(known, _Sampler):  # a loader that comes again
+    if isinstance(known, _Sampler):  # a loader that was passed before
         known.drawn.begin()
         return loader, known.drawn
     drawn = Drawn("sampler", own_order=_own_order(known), dataset=_length(inner.dataset))
@@ -142,7 +142,7 @@ def _draws_ids(loader: Any) -> bool:
 
 
 def _own_order(sampler: Any) -> bool | None:
-    """Whether nothing that draws random numbers elsewhere, like an augmentation, can change the order."""
+    """Whether the sample order is independent of other random draws, such as augmentations; None if unknown."""
     while isinstance(sampler, (WindowSampler, Bounded)):
         sampler = sampler.inner
     if type(sampler) is BatchSampler:
@@ -153,7 +153,7 @@ def _own_order(sampler: Any) -> bool | None:
 
 
 def _length(of: Any) -> int | None:
-    """Its length, or that without the limit of a Trainer; None where it has none."""
+    """The object's length, for a WindowSampler without the Trainer's limit; None if it has none."""
     try:
         if isinstance(of, WindowSampler):
             return -(-len(of.inner) // of.window)
@@ -166,7 +166,7 @@ def _length(of: Any) -> int | None:
 
 
 class _Sampler(StandIn):
-    """Stands in for a (batch) sampler and notes what it draws."""
+    """Replaces a (batch) sampler and records what it draws."""
 
     def __init__(self, inner: Any, drawn: Drawn, *, batched: bool) -> None:
         self.inner, self.drawn, self.batched = inner, drawn, batched
@@ -180,18 +180,18 @@ class _Sampler(StandIn):
 
     def _note(self, drawn: Any) -> None:
         ids = drawn if isinstance(drawn, (list, tuple)) else _listed(drawn)
-        # Of a sampler that draws samples one by one where the dataset hands out whole batches, the size is not known.
+        # If a sampler draws single indices and the dataset returns whole batches, the batch size is unknown.
         count = len(ids) if self.batched else None
         window = self.inner.sizes[-1] if self._windows else None
         self.drawn.add(Batch((_bytes(ids),), count, window))
 
     def _end(self) -> None:
-        if not self._windows:  # those may end at a limit
+        if not self._windows:  # windows may end at a limit
             self.drawn.end()
 
 
 class _Iterator(PassesOn):
-    """Passes on what it is asked, and notes what comes out and that no more comes."""
+    """Forwards to an iterator, and reports each item and the end."""
 
     def __init__(self, inner: Iterator[Any], note: Callable[[Any], None], end: Callable[[], None]) -> None:
         self.inner, self._note, self._end = inner, note, end
@@ -210,7 +210,7 @@ class _Iterator(PassesOn):
 
 
 class _StatefulIterator(_Iterator):
-    """One that can say where it stands: torchdata asks the class, not the object."""
+    """An iterator that can save its state: torchdata looks for these methods on the class, not the object."""
 
     def state_dict(self) -> Any:
         return self.inner.state_dict()
@@ -220,13 +220,13 @@ class _StatefulIterator(_Iterator):
 
 
 def _listed(drawn: Any) -> Any:
-    """One id, or a tensor or array of several."""
+    """A list of ids from one id, or from a tensor or array of several."""
     ids = drawn.tolist() if hasattr(drawn, "tolist") else drawn
     return ids if isinstance(ids, list) else [ids]
 
 
 def _bytes(ids: Any) -> bytes:
-    """Eight each: the same whether the ids come in one list or in several."""
+    """Packs each id into eight bytes, so that the digest does not depend on how ids are grouped."""
     try:
         return array("q", ids).tobytes()
     except (TypeError, OverflowError):
@@ -237,7 +237,7 @@ def _bytes(ids: Any) -> bytes:
 
 
 def _note_content(loader: Any) -> Drawn:
-    """Note what the batches of a loader hold, as it hands them out; at its class, for an object has no say in iter."""
+    """Record the content of a loader's batches, through its class, because iter() ignores methods of an instance."""
     kind: Any = type(loader)
     if (known := vars(kind).get("fastloop_drawn")) is not None:
         known.begin()
@@ -254,15 +254,15 @@ def _note_content(loader: Any) -> Drawn:
     names = {"__iter__": __iter__, "__module__": kind.__module__, "fastloop_drawn": drawn}
     try:
         loader.__class__ = type(kind.__name__, (kind,), names)
-    except Exception as error:  # a list, or a class of a layout of its own
+    except Exception as error:  # a list, or a class with a different layout
         drawn.why = f"a {kind.__name__} does not let its batches be looked at: {error}"
     return drawn
 
 
 def _content(batch: Any, drawn: Drawn) -> Batch:
-    """A mark of each sample: a few numbers of its ids and labels, or of all of it where it has none.
+    """A fingerprint of each sample: a few numbers from its ids and labels, or from all its tensors if it has none.
 
-    Those are no floating point and no bytes of an image, so they stay what they are when an image is augmented.
+    Ids and labels are neither floating point nor bytes of an image, so augmentation does not change them.
     """
     leaves = [leaf for leaf in tensors(batch) if leaf.device.type == "cpu" and leaf.layout == torch.strided]
     if not leaves:
@@ -273,7 +273,7 @@ def _content(batch: Any, drawn: Drawn) -> Batch:
 
 
 def _mark(leaf: torch.Tensor) -> bytes:
-    """A few numbers of each row of a tensor [n, ...]."""
+    """A few numbers from each row of a tensor [n, ...]."""
     few = round(_MARKS ** (1 / max(1, leaf.dim() - 1)))
     part = leaf.detach()[
         tuple(slice(None, None, max(1, -(-size // few)) if axis else None) for axis, size in enumerate(leaf.shape))
@@ -285,20 +285,20 @@ def _mark(leaf: torch.Tensor) -> bytes:
 
 
 class Epoch(NamedTuple):
-    """What one loader gave to an epoch, in whatever order."""
+    """The samples of one epoch of a loader, regardless of order."""
 
     complete: bool
-    """All batches that the loader had."""
+    """Whether the epoch used all batches of the loader."""
     digest: str | None = None
-    """The same for the same ids in another order; None where only the content is known."""
+    """Digest of the ids, independent of their order; None if only the content is known."""
     again: int | None = None
-    """Samples that had been drawn before in this epoch; None = unknown."""
+    """Samples that had already been drawn in this epoch; None if unknown."""
 
 
 def _summary(ids: Sequence[bytes], dataset: int | None) -> tuple[str, int | None]:
-    """Digest of an epoch's ids, eight bytes each, and how many had been drawn before.
+    """Digest of an epoch's ids, eight bytes each, and how many had already been drawn.
 
-    The latter is None where ids do not count the `dataset` samples of a dataset.
+    The latter is None if the ids are not indices of the `dataset` samples of a dataset.
     """
     drawn = numpy.sort(numpy.frombuffer(b"".join(ids), dtype=numpy.int64))
     counts = dataset is not None and (len(drawn) == 0 or (drawn[0] >= 0 and drawn[-1] < dataset))
@@ -307,7 +307,7 @@ def _summary(ids: Sequence[bytes], dataset: int | None) -> tuple[str, int | None
 
 
 def join_epochs(epochs: Sequence[Epoch]) -> Epoch:
-    """An epoch of several loaders, whose samples are told apart."""
+    """Combine the epochs of several loaders, keeping their samples distinct."""
     if len(epochs) == 1:
         return epochs[0]
     digests = [epoch.digest for epoch in epochs if epoch.digest is not None]

@@ -1,16 +1,16 @@
 """The gradient of one optimizer step at the initial weights, compared with another arm's. For disposable processes.
 
-The base keeps what it needs in ``gradients.pt``: the weights it began with, the samples of its first optimizer step and
-their gradient. An arm trains one step from the same weights on the same samples, cut into batches as it cuts them, and
-says how far its gradient is from the base's. Dropout is off, kernels are deterministic where they can be, and each
-makes its step again, to tell a difference from one between any two times. The base makes it several times more: with
-other random numbers, for a step that draws some of its own; and from weights that are off by as much as a precision
-rounds, for what rounding alone does to this gradient. Behind ReLUs and BatchNorms that is 1e-2 for float32 and 0.3 for
-bfloat16, in a transformer 1e-6 and 1e-2, so one limit for all would be wrong. Where it is too much for a limit that
-means anything, all arms make the step from other weights as well, where it is not: see `gradient_state.raise_biases`.
+The base saves in ``gradients.pt`` its initial weights, the samples of its first optimizer step and their gradient. An
+arm trains one step from the same weights on the same samples, cut into its own batches, and reports how far its
+gradient is from the base's. Dropout is off, kernels are deterministic if possible, and both repeat their step, to
+separate a real difference from run-to-run noise. The base repeats it several more times: with other random numbers, for
+a step that draws some itself; and from weights with an error as large as a precision's rounding, to measure the effect
+of rounding alone on this gradient. Behind ReLUs and BatchNorms that is 1e-2 for float32 and 0.3 for bfloat16, in a
+transformer 1e-6 and 1e-2, so one limit for all would be wrong. If the effect is too large for a meaningful limit, all
+arms also make the step from other weights, where it is smaller: see `gradient_state.raise_biases`.
 
-The gradient is the one before clipping, averaged over ranks and accumulated batches; where either arm clips, what the
-optimizer gets is looked at as well.
+The gradient is the one before clipping, averaged over ranks and accumulated batches; if either arm clips, the gradient
+that the optimizer gets is compared too.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from fastloop.judge.parity import is_sharp
 from fastloop.records import store
 
 MOST_STEPS = 40
-"""A loss scaler may take many steps to find a scale that float16 bears."""
+"""A loss scaler may take many steps to find a scale that float16 can represent."""
 
 
 def measure(config: Config, out: Path, beat: Path | None, reference: Path | None) -> Mapping[str, Any]:
     """The gradient of one optimizer step of a configuration, with all its rungs.
 
     Args:
-        out: where the base keeps what arms are compared with.
-        beat: the file that gets the pulse, see `heartbeat.py`.
-        reference: the base's directory; None: be the base.
+        out: the directory in which the base saves the data for the comparison.
+        beat: the file that gets the heartbeat, see `heartbeat.py`.
+        reference: the base's directory; None if this is the base.
 
     Returns:
-        What `GradientProbe.answer` holds, and ``rungs``: whether each enabled one took.
+        The content of `GradientProbe.answer`, and ``rungs``: whether each enabled one took effect.
 
     Raises:
-        FastLoopError: as `training.train`.
+        FastLoopError: as in `training.train`.
     """
     determinism.prepare()
     made: list[Any] = []
@@ -75,19 +75,19 @@ class GradientProbe(Callback):
 
     Args:
         out: the directory for ``gradients.pt``.
-        reference: the directory of the base's; None: be the base.
+        reference: the base's directory; None if this is the base.
     """
 
     def __init__(self, out: Path, reference: Path | None = None) -> None:
         self.out, self.reference = out, reference
         self.leave: type[Exception] | None = None
-        """Ends the fit by this exception; without, by ``trainer.should_stop``, as a user's script expects it."""
+        """The exception that ends the fit; if None, ``trainer.should_stop`` ends it, as a user's script expects."""
         self.answer: dict[str, Any] = {}
         """On the first rank, after the fit: ``loss``, ``precision`` and ``batches`` of the step, ``finite``,
-        ``rounds``; ``self_deviation`` from one time to the next; ``clips``, how gradients are clipped. Of the base also
+        ``rounds``; ``self_deviation`` between two repetitions; ``clips``, how gradients are clipped. For the base also
         ``random_deviation`` with other random numbers, ``rounding`` by precision, and ``steady_rounding``, the same
-        with raised biases, where those were needed. Of an arm what `gradient_distance.measure_deviation` says,
-        ``steady``, the same with the base's raised biases, ``weights_missing`` and ``weights_extra``. ``why`` where
+        with raised biases, if those were needed. For an arm the result of `gradient_distance.measure_deviation`,
+        ``steady``, the same with the base's raised biases, ``weights_missing`` and ``weights_extra``. ``why`` if
         there is nothing to compare."""
         self.why: str | None = None
         self._undo = contextlib.ExitStack()
@@ -105,7 +105,7 @@ class GradientProbe(Callback):
 
     @classmethod
     def into(cls, trainer: Any, out: Path, reference: Path | None = None) -> GradientProbe:
-        """Let a Trainer's next fit be one optimizer step. Before the fit, or in a callback's ``setup``."""
+        """Make a Trainer's next fit one optimizer step. Call before the fit, or in a callback's ``setup``."""
         probe = cls(out, reference)
         trainer.callbacks.append(probe)
         trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
@@ -115,7 +115,7 @@ class GradientProbe(Callback):
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if stage != "fit":  # a script may test what it has trained
+        if stage != "fit":  # a script may test its trained model
             return
         self._undo.enter_context(determinism.make_repeatable())
         gradient_state.find_path(self.out, trainer.global_rank).unlink(missing_ok=True)
@@ -129,12 +129,12 @@ class GradientProbe(Callback):
                 self.why = f"the base has {self._known['world_size']} ranks, and this arm {trainer.world_size}"
 
     def feed(self, batches: list[Any]) -> list[Any]:
-        """The batches of a train loader to train on: its own, or the base's samples in its sizes."""
+        """The batches of a train loader to train on: its own, or the base's samples in batches of its sizes."""
         number = len(self._kept)
         if self.reference is not None and self.why is None:
             try:
                 theirs = regroup(batches, self._known["batches"][number])
-                batches = [*theirs, *batches[len(theirs) :]]  # what comes after them is not used
+                batches = [*theirs, *batches[len(theirs) :]]  # those after them are not used
             except (CannotRegroup, IndexError) as error:
                 self.why = f"the base's samples do not fit this arm's batches: {error}"
         self._kept.append((batches, [copy_tensors(batch) for batch in batches]))
@@ -160,7 +160,7 @@ class GradientProbe(Callback):
         if pl_module.automatic_optimization:
             clip = functools.partial(self._clip, trainer, pl_module, pl_module.configure_gradient_clipping)
             self._undo.enter_context(attribute(pl_module, "configure_gradient_clipping", clip))
-        # However few steps or epochs were asked for, there are as many as it takes. Schedules are made by now.
+        # Ignore the configured numbers of steps and epochs: the probe takes what it needs. Schedules are already made.
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
         self._step = trainer.global_step
         self._again(pl_module)
@@ -202,23 +202,23 @@ class GradientProbe(Callback):
     # -- a round --------------------------------------------------------------------------------------------------
 
     def _again(self, module: Any) -> None:
-        """Back to the beginning: weights, buffers, random numbers."""
+        """Return to the start: weights, buffers, random numbers."""
         start = self._starts[min(len(self._rounds), len(self._starts) - 1)]
         self._round = Round(start)
         start.set(module, {**self._weights, **self._raised} if start.raised else self._weights)
 
     def _is_scattered(self) -> bool:
-        """Whether what rounding does to this gradient is more than a limit may be."""
+        """Whether rounding changes this gradient more than any useful limit allows."""
         return any(not is_sharp(each) for each in self._apart(ROUNDING))
 
     def _apart(self, starts: Iterable[str], reference: str = "first") -> list[float | None]:
-        """How far the gradients of these rounds are from another's; None for those that were not made."""
+        """Deviations of these rounds' gradients from the reference round's; None for rounds that were not made."""
         made = {each.start.name: each for each in self._rounds}
         known = vars(made[reference]) if reference in made else {}
         return [_compare(known, made[name])["deviation"] if name in made else None for name in starts]
 
     def _refresh(self) -> None:
-        """On the CPU a step works on the very tensors that are replayed, and may have changed them."""
+        """Restore the replayed batches: on the CPU a step works on the same tensors, and may have changed them."""
         with torch.no_grad():
             for batches, copies in self._kept:
                 for batch, leaves in zip(batches, copies, strict=True):
@@ -227,14 +227,14 @@ class GradientProbe(Callback):
                             tensor.copy_(kept)
 
     def _clip(self, trainer: Any, module: Any, original: Any, optimizer: Any, *args: Any, **named: Any) -> None:
-        """After every hook that may change a gradient, and around the clipping."""
+        """Copy the gradient before and after clipping; this runs after every hook that may change a gradient."""
         self._round.gradient = gradient_state.copy_gradient(trainer, module, optimizer)
         original(optimizer, *args, **named)
         if self._clips:
             self._round.clipped = gradient_state.copy_gradient(trainer, module, optimizer)
 
     def _counts(self, trainer: Any, done: Round) -> bool:
-        """Whether this step was made of the first batches, and of as many as the first such step."""
+        """Whether this step used the first batches, and as many of them as the first such step."""
         if self._kept and done.begins % len(self._kept[0][0]):
             return False
         if self._rounds and done.batches != self._rounds[0].batches:
@@ -281,7 +281,7 @@ class GradientProbe(Callback):
                 self.answer["steady"] = _compare(self._known["raised"], steady)
 
     def _save(self, trainer: Any, first: Round, steady: Round | None) -> None:
-        """Keep what arms are compared with."""
+        """Save the data with which arms are compared."""
         batches = [[copies[n % len(copies)] for n in range(first.batches)] for _, copies in self._kept if copies]
         content: dict[str, Any] = {"schema": store.SCHEMA, "world_size": trainer.world_size, "batches": batches}
         if trainer.is_global_zero:
@@ -293,10 +293,10 @@ class GradientProbe(Callback):
 
 
 def _compare(known: Mapping[str, Any], done: Round) -> dict[str, Any]:
-    """A gradient against the base's: before clipping, or as the optimizer gets it where that is further off. With
-    raised biases the last layer has nearly all of the norm, so the deviation is also that of the layers alike."""
+    """Compare a gradient with the base's: before clipping, or as the optimizer gets it, whichever deviates more. With
+    raised biases the last layer has nearly all of the norm, so the deviation with equal weight per layer counts too."""
     pairs = [(known["gradient"], done.gradient)]
-    if known["clipped"] or done.clipped:  # an optimizer like AdamW hides from the loss what clipping scales
+    if known["clipped"] or done.clipped:  # with an optimizer like AdamW, the loss does not show how clipping scales
         pairs.append((known["clipped"] or known["gradient"], done.clipped or done.gradient))
     found = max((measure_deviation(*pair) for pair in pairs), key=lambda each: each["deviation"])
     alike = found["layers"] if done.start.raised else None
@@ -304,7 +304,7 @@ def _compare(known: Mapping[str, Any], done: Round) -> dict[str, Any]:
 
 
 def _clips(trainer: Any, module: Any) -> str | None:
-    """How gradients are clipped; None: not at all."""
+    """How gradients are clipped; None if they are not."""
     if read_facts.overrides(module, "configure_gradient_clipping"):
         return "in configure_gradient_clipping"
     limit, how = trainer.gradient_clip_val, trainer.gradient_clip_algorithm

@@ -1,4 +1,4 @@
-"""Rounds of one optimizer step from slightly different starts, and the file that holds their gradients."""
+"""Rounds of one optimizer step from slightly different starts, and the file with their gradients."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 from fastloop.bridge.trials import determinism
 
 ROUNDING = {"fp32": 2.0**-20, "tf32": 2.0**-11, "bf16": 2.0**-8}
-"""Relative errors of weights that stand for a precision's. A float32 sum of some hundred products is off by more than
-one rounding; the others add up in float32."""
+"""Relative errors of weights that represent a precision's rounding. A float32 sum of some hundred products is off by
+more than one rounding; the other precisions accumulate in float32."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a round begins."""
+    """The starting point of a round."""
 
     name: str
     seed: int = 0
     error: float = 0.0
-    """Relative, of every parameter."""
+    """Relative error of every parameter."""
     raised: bool = False
-    """From weights with raised biases, see `raise_biases`."""
+    """Whether it starts from weights with raised biases, see `raise_biases`."""
 
     def set(self, module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-        """Bring parameters, buffers and random streams there."""
+        """Set parameters, buffers and random streams to this start."""
         determinism.seed_everything(self.seed)
         parameters = {strip_name(name) for name, _ in module.named_parameters()}
         with torch.no_grad():
@@ -46,13 +46,13 @@ TWICE = (Start("first"), Start("again"))
 STARTS = (*TWICE, Start("random", seed=1), *(Start(name, error=error) for name, error in ROUNDING.items()))
 RAISED = tuple(Start(f"raised {name}", error=error, raised=True) for name, error in {"first": 0.0, **ROUNDING}.items())
 ABOVE = 3.0
-"""Standard deviations that a raised bias lifts the output of its normalization above 0."""
+"""Standard deviations by which a raised bias lifts the output of its normalization above 0."""
 _NORMALIZATIONS = (torch.nn.modules.batchnorm._NormBase, torch.nn.GroupNorm, torch.nn.LayerNorm)
 
 
 @dataclass
 class Round:
-    """What came of one."""
+    """The results of one round."""
 
     start: Start = TWICE[0]
     batches: int = 0
@@ -63,7 +63,7 @@ class Round:
     clipped: dict[str, Any] = field(default_factory=dict)
 
 
-# Weights and gradients of a module by name, on the host, and the file in which a trial leaves them for another.
+# Weights and gradients of a module by name, on the host, and the file in which one trial leaves them for another.
 
 FILE = "gradients.pt"
 
@@ -74,7 +74,7 @@ def find_path(folder: Path, rank: int) -> Path:
 
 
 def save(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
-    """Write tensors and plain values, whole or not at all."""
+    """Write tensors and plain values atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     whole = find_path(folder, rank)
     partial = whole.with_name(f".{whole.name}.{os.getpid()}.tmp")
@@ -82,11 +82,11 @@ def save(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
         torch.save(dict(content), partial)
         partial.replace(whole)
     finally:
-        partial.unlink(missing_ok=True)  # there only where the disk is full
+        partial.unlink(missing_ok=True)  # left over only if the disk is full
 
 
 def read(folder: Path, rank: int) -> dict[str, Any]:
-    """What the first rank of another trial kept, with this rank's batches. Loading runs no code.
+    """The content that the first rank of another trial saved, with this rank's batches. Loading runs no code.
 
     Raises:
         OSError, pickle.UnpicklingError: there is no such file, or it holds something else.
@@ -98,23 +98,23 @@ def read(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def iterate_named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, but for those that do not know their shape yet."""
+    """Parameters and buffers, except lazy ones without a shape."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not torch.nn.parameter.is_lazy(tensor):
             yield strip_name(name), tensor.detach()
 
 
 def strip_name(name: str) -> str:
-    """A name without what torch.compile puts into it."""
+    """A name without the parts that torch.compile inserts."""
     return name.replace("_orig_mod.", "")
 
 
 def raise_biases(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Biases of the normalizations by name, so large that a ReLU behind one lets nearly everything through.
+    """Biases of the normalizations by name, so large that a ReLU after one passes nearly everything.
 
     At random weights a ReLU cuts its input in the middle, where rounding decides which side a number is on; fifty of
     them scatter a gradient until nothing of it is left (bfloat16 in a ResNet-50: 1.2 of its norm, with these biases
-    0.01). With other biases the network is another one, but the same one for all arms, and each of its layers counts.
+    0.01). Changed biases give a different network, but the same one for all arms, and each of its layers counts.
     """
     return {
         strip_name(f"{name}.bias".lstrip(".")): ABOVE * part.weight.detach().abs().cpu()

@@ -14,21 +14,22 @@ from fastloop.bridge.fit.training import ProgressLines
 from fastloop.bridge.watch.session import count_planned_steps
 
 WIDTH = 48
-"""Characters of a beat, which is written over the one before it."""
+"""Characters of a beat, which overwrites the previous one."""
 
 
 def drop_other_hooks(callback: Callback, *hooks: str) -> None:
     """Keep the Trainer from calling a callback's other batch hooks: even an empty one costs microseconds."""
     for name in BATCH_HOOKS:
         if name not in hooks:
-            setattr(callback, name, None)  # Lightning skips what is not callable
+            setattr(callback, name, None)  # Lightning skips hooks that are not callable
 
 
 class Beats(Callback):
-    """Writes ``step steps process`` into a file of each rank: ``beat`` of the first, ``beat.1`` of the next.
+    """Writes ``step steps process`` into one file per rank: ``beat`` for the first, ``beat.1`` for the next.
 
-    At every batch, so that the exact step is known when a training stops; the file stays open, and a write takes
-    microseconds. Validation batches and the start and end of training count too: a slow training is not a hung one.
+    It writes at every batch, so that the exact step is known when a training stops; the file stays open, and a write
+    takes microseconds. Validation batches and the start and end of training count too: a slow training is not a hung
+    one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +40,7 @@ class Beats(Callback):
 
     @classmethod
     def into(cls, trainer: Any, path: Path) -> None:
-        """Add it to a Trainer, in place of the progress lines, which nobody would read."""
+        """Add it to a Trainer, replacing the progress lines, which would not be read."""
         trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, ProgressLines)] + [cls(path)]
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -58,7 +59,7 @@ class Beats(Callback):
     def on_train_start(self, trainer: Any, *_: Any, **__: Any) -> None:
         planned = count_planned_steps(trainer)  # epochs may end before max_steps
         self._ends_at = None if planned is None else trainer.global_step + planned
-        do_without_metrics(trainer)  # each fit that beats is a trial
+        do_without_metrics(trainer)  # each fit with a heartbeat is a trial
         self._beat(trainer)
 
     def on_exception(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -82,8 +83,8 @@ class Beats(Callback):
 
 
 def do_without_metrics(trainer: Any) -> None:
-    """Let a Trainer go on where a metric to go by is missing: a trial may end before its first validation, and
-    EarlyStopping and ReduceLROnPlateau would raise then. In ``on_train_start``: the schedulers are made by then.
+    """Let a Trainer continue if a monitored metric is missing: a trial may end before its first validation, and then
+    EarlyStopping and ReduceLROnPlateau would raise. Call in ``on_train_start``, when the schedulers exist.
 
     Source: ``strict`` of callbacks/early_stopping.py and of ``LRSchedulerConfig`` in utilities/types.py.
     """

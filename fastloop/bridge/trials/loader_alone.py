@@ -1,11 +1,11 @@
-"""How fast a train loader is without a training. For disposable processes only.
+"""Measures how fast a train loader is without a training. For disposable processes only.
 
-The Trainer is set up as for a fit, with its rungs and ranks, and stopped right before the first step. There batch
-after batch is taken from its loader and dropped; a device feed still copies them. The loader has all CPUs to itself, so
-a training can only be slower.
+The Trainer is set up as for a fit, with its rungs and ranks, and stopped right before the first step. There batches are
+taken from its loader and dropped; a device feed still copies them. The loader has all CPUs to itself, so a training can
+only be slower.
 
-Several worker counts are measured in one process, each with its own Trainer: starting Python, torch and the device is
-what takes the time of a trial.
+Several worker counts are measured in one process, each with its own Trainer, because most of a trial's time goes into
+starting Python, torch and the device.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.ladder import cards
 
 LEAST_S = 3.0
-"""A window lasts at least this long, …"""
+"""A window lasts at least this long."""
 MOST_S = 20.0
-"""… and at most this long; so does what has to pass before it."""
+"""A window, and the batches skipped before it, last at most this long each."""
 FEWEST = 3
-"""Batches of a window; with queues, twice what they hold at least."""
+"""Fewest batches in a window; with queues, at least twice what they hold."""
 FASTER = 0.9
-"""Of the time with the count before: one that needs more than this share of it is no faster."""
+"""Share of the time with the previous count: a count that needs more than this is not faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What was handed out in a while, on one rank."""
+    """The batches that a loader yielded in a time window, on one rank."""
 
     batches: int
     seconds: float
     made: float
-    """Batches made in that time; those that were ready before it do not count."""
+    """Batches made in that time, without those that were ready before it."""
     drained: bool
-    """The queues were emptied first, and how many batches were ready at both ends is known."""
+    """Whether the queues were emptied first, and the number of ready batches at both ends is known."""
 
 
 def measure(
     config: Config, beat: Path | None, counts: Sequence[int] = (), enough_ms: float | None = None
 ) -> Mapping[str, Any]:
-    """How fast the train loader of a configuration is where nobody computes. Trains nothing and writes no files.
+    """Measure the speed of a configuration's train loader without any computing. Trains nothing and writes no files.
 
     Args:
-        beat: the file that gets the pulse, see `heartbeat.py`.
-        counts: numbers of workers, ascending, to measure one after the other; empty: the loader as it is.
-        enough_ms: no further count is tried after one with which the slowest rank takes less for a step; nor after one
-            that is no faster than the one before.
+        beat: the file that gets the heartbeat, see `heartbeat.py`.
+        counts: numbers of workers, ascending, to measure in this order; empty: the loader as it is.
+        enough_ms: stop after a count with which the slowest rank takes less than this for a step. The measurement also
+            stops after a count that is no faster than the previous one.
 
     Returns:
-        With `counts`, ``counts``: an answer for each that was measured, with its ``count``; and the ``inactive`` of the
-        first. Else the answer:
-        of this rank ``ms_per_step`` (all batches of an optimizer step), while all ranks load, ``batches`` and
-        ``workers``; ``queue_drained``: no batch that was made before is counted; ``inactive``: the rungs that do not
+        With `counts`, ``counts``: a result for each count that was measured, with its ``count``; and the ``inactive``
+        of the first. Else the result:
+        ``ms_per_step`` of this rank (all batches of an optimizer step) while all ranks load, ``batches`` and
+        ``workers``; ``queue_drained``: whether batches made before are excluded; ``inactive``: the rungs that do not
         apply, and why.
 
     Raises:
-        FastLoopError: as `training.train`; or this Lightning does not show its train loader.
+        FastLoopError: as in `training.train`; or this Lightning does not expose its train loader.
     """
     if not counts:
         return _alone(config, beat, goes_on=False).found
@@ -91,12 +91,12 @@ def measure(
         if ms < (enough_ms or 0.0) or ms > FASTER * last_ms or name in alone.found["inactive"]:
             break
         del alone
-        gc.collect()  # the Trainer before, its model and its batches
+        gc.collect()  # the previous Trainer, its model and its batches
     return {"counts": found, "inactive": found[0]["inactive"]}
 
 
 def _alone(config: Config, beat: Path | None, *, goes_on: bool) -> _Alone:
-    """The loader of one configuration; `goes_on`: another may follow in this process."""
+    """Measure the loader of one configuration; `goes_on`: another may follow in this process."""
     alone = _Alone(goes_on=goes_on)
 
     def prepare(trainer: Any, loop: FastLoop) -> None:
@@ -108,13 +108,13 @@ def _alone(config: Config, beat: Path | None, *, goes_on: bool) -> _Alone:
 
 
 class _Alone(Callback):
-    """Takes batches from the loader that is ready for the first step."""
+    """Takes batches from the loader when it is ready for the first step."""
 
     def __init__(self, *, goes_on: bool = False) -> None:
         self.goes_on = goes_on
         self.found: dict[str, Any] = {}
         self.slowest_ms = math.inf
-        """For the batches of an optimizer step, on the rank that takes longest: all ranks have to decide alike."""
+        """Time for the batches of an optimizer step on the slowest rank, so that all ranks decide alike."""
         self.loop: FastLoop | None = None
         drop_other_hooks(self)
 
@@ -137,7 +137,9 @@ class _Alone(Callback):
         own = torch.tensor(self.found["ms_per_step"] or math.inf, device=trainer.strategy.root_device)
         self.slowest_ms = float(trainer.strategy.reduce(own, reduce_op="max"))
         trainer.strategy.barrier("fastloop has loaded")
-        if self.goes_on:  # a fit that raises ends the ranks it started, see `shutdown.py`; these begin the next one too
+        if (
+            self.goes_on
+        ):  # a fit that raises ends the ranks it started, see `shutdown.py`; these are needed for the next one
             getattr(trainer.strategy.launcher, "procs", []).clear()
         raise Measured
 
@@ -156,11 +158,11 @@ class _Alone(Callback):
 
 
 def window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = lambda: None) -> Window:
-    """Take batches until what the queues held at first is out, and then for the time to be measured.
+    """Take batches until the initial content of the queues is used up, and then for the time to be measured.
 
     Args:
-        take: gives the next batch.
-        pulse: called with every batch, as a sign of life.
+        take: returns the next batch.
+        pulse: called after every batch, as a sign of life.
     """
     held = loader_state.count_queued_batches(trainer)
     passed = _pass(take, max(1, held), pulse)
@@ -189,7 +191,7 @@ def window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = la
 
 
 def _pass(take: Callable[[], Any], wanted: int, pulse: Callable[[], None]) -> int:
-    """Take batches without counting them, as many as wanted or as time allows; how many it were."""
+    """Take batches without counting them, as many as wanted or as time allows; returns their number."""
     end = time.perf_counter() + MOST_S
     for number in range(wanted):
         if number and time.perf_counter() > end:
@@ -200,7 +202,7 @@ def _pass(take: Callable[[], Any], wanted: int, pulse: Callable[[], None]) -> in
 
 
 def _batches(combined: Any) -> Callable[[], Any]:
-    """Gives batch after batch, epoch after epoch, from the iterator that Lightning made for its loop."""
+    """A function that returns the next batch, across epochs, from the iterator that Lightning made for its loop."""
 
     def take() -> Any:
         for _ in range(2):
@@ -214,9 +216,9 @@ def _batches(combined: Any) -> Callable[[], Any]:
 
 
 def ready(trainer: Any) -> int | None:
-    """Batches that workers have made and nobody has taken yet; None where that cannot be read.
+    """Batches that workers have made and that were not taken yet; None if that cannot be read.
 
-    Not the queue's length less `loader_queue.batches_owed`: near the end of an epoch fewer are asked for than it holds.
+    Not the queue's length minus `loader_queue.batches_owed`: near the end of an epoch fewer are requested than fit.
     """
     if not loader_state.count_queued_batches(trainer):
         return 0
@@ -229,7 +231,7 @@ def ready(trainer: Any) -> int | None:
 
 
 def _settle(trainer: Any) -> None:
-    """Let the copies that were begun end."""
+    """Wait for copies in progress."""
     device = trainer.strategy.root_device
     if device.type == "cuda" and any(isinstance(loader, DeviceFeed) for loader in loader_state.find_loaders(trainer)):
         torch.cuda.synchronize(device)

@@ -1,11 +1,11 @@
-"""Checkpoints of a run that is one of many: not written, so that those of the user's real run stay as they are.
+"""Keeps an experiment's runs from writing checkpoints, so that those of the user's real run stay as they are.
 
 A script saves where it always does. In an experiment it would overwrite its real checkpoints, delete old ones to make
-room for worthless ones, and begin its next run from what the last one left. So whatever Lightning does to checkpoint
-files leaves them alone, for every caller: ModelCheckpoint, other callbacks, ``trainer.save_checkpoint`` in a hook or
-after the fit. What goes into a checkpoint is still gathered, with all hooks; only the time of writing is missing.
+room for worthless ones, and start its next run from the files of the last one. So Lightning's operations on checkpoint
+files do nothing, for every caller: ModelCheckpoint, other callbacks, ``trainer.save_checkpoint`` in a hook or after the
+fit. The content of a checkpoint is still gathered, with all hooks; only the time of writing is missing.
 
-A configuration's trial has a directory of its own, in which a checkpoint is in nobody's way: there it is written.
+The trial of a configuration has its own directory, and there checkpoints are written.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fastloop.config.loading import Config, WatchSettings
 from fastloop.errors import FastLoopError
 
 SCRATCH = (".lr_find_", ".scale_batch_size_")
-"""Files that Lightning's Tuner makes for itself, reads back and deletes. Source: tuner/lr_finder.py, ``_lr_find``, and
-tuner/batch_size_scaling.py, ``_scale_batch_size``."""
+"""Prefixes of files that Lightning's Tuner makes for itself, reads back and deletes. Source: tuner/lr_finder.py,
+``_lr_find``, and tuner/batch_size_scaling.py, ``_scale_batch_size``."""
 
 
 class LeavesAlone:
-    """Stands in for a method that changes checkpoint files, and does so for scratch files only.
+    """Replaces a method that changes checkpoint files, and calls it for scratch files only.
 
     Args:
-        held_back: called in place of the method.
-        inside: a directory below which files are changed as ever.
+        held_back: called instead of the method.
+        inside: a directory below which files are changed as usual.
     """
 
     def __init__(self, original: Callable[..., Any], held_back: Callable[[], None], inside: Path | None = None) -> None:
@@ -55,11 +55,11 @@ class LeavesAlone:
 
 
 class OnlyInside(Callback):
-    """Lets a trial leave checkpoint files alone, but for those below a directory.
+    """Keeps a trial from changing checkpoint files, except those below a directory.
 
     Args:
-        inside: None: for all of them.
-        marker: the file that says by being there that some were left alone.
+        inside: that directory; None: no exceptions.
+        marker: a file created as a sign that some files were left alone.
     """
 
     def __init__(self, inside: Path | None, marker: Path | None = None) -> None:
@@ -68,7 +68,7 @@ class OnlyInside(Callback):
 
     @classmethod
     def into(cls, trainer: Any, inside: Path | None, marker: Path | None = None) -> None:
-        """Before the fit. It is the first whose ``setup`` is called; by then the model's own callbacks are there."""
+        """Call before the fit. The ``setup`` of this callback is called first; by then the model's callbacks exist."""
         trainer.callbacks.insert(0, cls(inside, marker))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -81,14 +81,14 @@ class OnlyInside(Callback):
 
 
 def keep_back(trainer: Any, held_back: Callable[[], None], inside: Path | None = None) -> None:
-    """Let a Trainer leave checkpoint files alone from now on. In a callback's ``setup``; again, it changes nothing.
+    """Keep a Trainer from changing checkpoint files from now on. Call in a callback's ``setup``; idempotent.
 
     Args:
-        held_back: called whenever something would have been written or deleted.
+        held_back: called whenever a file would have been written or deleted.
         inside: a directory whose files it may write and delete.
 
     Raises:
-        FastLoopError: it cannot be kept from it. Rather no run than one that overwrites.
+        FastLoopError: that is impossible. No run is better than one that overwrites.
     """
     links = [(each, "_link_checkpoint") for each in trainer.callbacks]  # save_last="link" deletes what it replaces
     for owner, name in [(trainer.strategy, "save_checkpoint"), (trainer.strategy, "remove_checkpoint"), *links]:
@@ -106,19 +106,19 @@ def keep_back(trainer: Any, held_back: Callable[[], None], inside: Path | None =
 
 
 class Measured(Exception):
-    """Ends a fit that has measured what it is for, without what follows a regular end: checkpoints, schedulers that
-    miss a metric, epoch hooks. Not by ``should_stop``, which ``min_steps`` overrules."""
+    """Ends a fit after its measurement, without the steps of a regular end: checkpoints, schedulers that miss a metric,
+    epoch hooks. ``should_stop`` would not do, because ``min_steps`` overrides it."""
 
 
 def train_until_measured(config: Config, beat: Path | None, prepare: Callable[[Any, FastLoop], None]) -> None:
-    """Train until something raises `Measured`. Nothing is resumed, rehearsed, watched, logged or written.
+    """Train until a callback raises `Measured`. Nothing is resumed, rehearsed, watched, logged or written.
 
     Args:
-        beat: the file that gets the pulse, see `heartbeat.py`.
+        beat: the file that gets the heartbeat, see `heartbeat.py`.
         prepare: called right before the fit, in every rank.
 
     Raises:
-        FastLoopError: as `training.train`.
+        FastLoopError: as in `training.train`.
     """
 
     def prepare_trial(trainer: Any, loop: FastLoop) -> None:

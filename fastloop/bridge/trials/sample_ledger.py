@@ -1,21 +1,21 @@
-"""Which samples each optimizer step saw, with how many backwards and at which learning rates.
+"""Records the samples of each optimizer step, its number of backwards and its learning rates.
 
 For trial processes: its changes are not undone. It draws no random numbers, changes no order and costs every arm the
-same few microseconds a batch. It writes ``ledger.json`` (``ledger-1.json`` and so on for the other
+same few microseconds per batch. It writes ``ledger.json`` (``ledger-1.json`` and so on for the other
 ranks) when the training ends::
 
     schema, rank
-    ids        sampler: the ids that the loader's sampler drew; content: marks of what the batches hold; null: unknown
-    why        the reason, where they are unknown
+    ids        sampler: the ids that the loader's sampler drew; content: fingerprints of the batches; null: unknown
+    why        the reason, if they are unknown
     steps      one [hash of the samples in order, samples, backwards done, [learning rates]] per optimizer step, at most
                10,000. The hash does not depend on how samples are cut into batches
-    planned    backwards each of these steps was to have, as the micro-batches were planned
-    epochs     one [optimizer step at its end, samples, complete, digest of its samples in whatever order, samples that
-               had been drawn before in it] per epoch, at most 10,000; complete: all batches that the loaders had
-    dataset    samples of the dataset
-    own_order  true: no other random numbers than the sampler's own have a say in the order of the samples
+    planned    backwards that each of these steps should have, according to the planned micro-batches
+    epochs     one [optimizer step at its end, samples, complete, digest of its samples independent of order, samples
+               already drawn before in it] per epoch, at most 10,000; complete: all batches of the loaders were used
+    dataset    number of samples in the dataset
+    own_order  true: the sample order is independent of other random draws than the sampler's own
     optimizer_steps
-    partial    true: this rank's fit was ended by an exception, of the class `ended_by`
+    partial    true: an exception of the class `ended_by` ended this rank's fit
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_STEPS = 10_000
 
 
 class Ledger(Callback):
-    """Writes down what each optimizer step was made of."""
+    """Records the samples, backwards and learning rates of each optimizer step."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -56,7 +56,7 @@ class Ledger(Callback):
 
     @classmethod
     def into(cls, trainer: Any, out: Path) -> Ledger:
-        """Let a Trainer's next fit keep a ledger in this directory. Before the fit, or in a callback's ``setup``."""
+        """Make a Trainer's next fit write a ledger to this directory. Call before it, or in a callback's ``setup``."""
         ledger = cls(out)
         trainer.callbacks.append(ledger)
         before = vars(trainer.strategy).get("process_dataloader")
@@ -64,7 +64,7 @@ class Ledger(Callback):
         return ledger
 
     def listen(self, trainer: Any, loader: Any, given: Any) -> Any:
-        """A train loader is about to be used; Lightning asks one by one, and for all again when it reloads them."""
+        """Record a train loader before its use. Lightning passes each one, and all again when it reloads them."""
         if trainer.current_epoch != self._listed_epoch:
             self._listed_epoch, self._drawn = trainer.current_epoch, []
         try:
@@ -87,16 +87,16 @@ class Ledger(Callback):
                 path.unlink(missing_ok=True)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        # Not before: rung `batch` refuses a model that carries such hooks, and has made its plan by now.
+        # Not earlier: rung `batch` refuses a model with such hooks, and has made its plan by now.
         self._begin(trainer.global_step)
         for drawn in self._drawn:
-            drawn.epoch()  # of an earlier fit
+            drawn.epoch()  # drops ids of an earlier fit
         self._backwards = Backwards(pl_module)
         if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
             self.why = "training_step takes its batches itself"
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        # By optimizer: one that evaluates its closure several times comes here several times.
+        # By optimizer, because one that evaluates its closure several times calls this several times.
         self._rates[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -116,7 +116,7 @@ class Ledger(Callback):
         self._write(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if trainer.state.fn == "fit":  # a test after it may look for a checkpoint, which no trial writes
+        if trainer.state.fn == "fit":  # a test after the fit may miss a checkpoint, because trials write none
             self._write(trainer, type(exception).__name__)
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Ledger(Callback):
         self._plan = 0
 
     def _batch(self, trainer: Any, batch: Any) -> None:
-        """One batch of the Trainer's, which every loader had a part in."""
+        """Record one batch of the Trainer, to which every loader contributed."""
         first = None
         for number, drawn in enumerate(self._drawn):
             if (part := drawn.take()) is not None:
@@ -154,7 +154,7 @@ class Ledger(Callback):
         self._plan += self._pieces(trainer.strategy, first, batch)
 
     def _pieces(self, strategy: Any, part: Batch | None, batch: Any) -> int:
-        """Backwards this batch was to have."""
+        """Number of backwards planned for this batch."""
         micro: MicroBatches | None = getattr(getattr(strategy, "fastloop", None), "micro", None)
         if micro is None or (rows := samples(batch)) is None:
             return 1
@@ -178,7 +178,7 @@ class Ledger(Callback):
         self._next_step()
 
     def _hash(self) -> str:
-        """Of the samples of this step, loader by loader and tensor by tensor."""
+        """Hash the samples of this step, by loader and tensor."""
         found = [hashlib.blake2b(b"".join(parts), digest_size=8) for _, parts in sorted(self._streams.items())]
         if len(found) > 1:
             found = [hashlib.blake2b(b"".join(each.digest() for each in found), digest_size=8)]
@@ -212,11 +212,11 @@ class Ledger(Callback):
                 "ended_by": ended_by,
             }
             store.write(self.out, {name: json.dumps(content, allow_nan=False) + "\n"})
-        except Exception as error:  # a full disk, say; the training has ended well
+        except Exception as error:  # such as a full disk; the training itself is over
             self.why = f"{type(error).__name__}: {error}"
 
     def _knowledge(self, seen: bool) -> dict[str, Any]:
-        """What is known of the samples and the steps."""
+        """The part of the ledger about samples and steps; unknown values are None."""
         whys = [self.why, *(drawn.why for drawn in self._drawn), None if self._drawn else "no loader was seen"]
         why = next((each for each in whys if each is not None), None)
         sources = {drawn.source for drawn in self._drawn}
@@ -236,14 +236,14 @@ class Ledger(Callback):
 
 
 class _Listening:
-    """What the strategy answers when Lightning asks about a loader: as before, and the ledger listens to it."""
+    """Replaces the strategy's ``process_dataloader``: does the same, and lets the ledger record train loaders."""
 
     def __init__(self, trainer: Any, ledger: Ledger, before: Callable[[Any], Any] | None) -> None:
         self.trainer, self.ledger, self.before = trainer, ledger, before
 
     def __call__(self, given: Any) -> Any:
         strategy = self.trainer.strategy
-        # By the class as it is now: FastLoop gives the strategy another one in its setup.
+        # Look up the class now: FastLoop gives the strategy another one in its setup.
         ask = self.before or functools.partial(type(strategy).process_dataloader, strategy)
         loader = ask(given)
         return self.ledger.listen(self.trainer, loader, given) if self.trainer.state.stage == "train" else loader
@@ -251,7 +251,7 @@ class _Listening:
 
 @functools.lru_cache(maxsize=256)
 def _pieces(rows: int, micro: int, window: tuple[int, ...] | None, full: int) -> int:
-    """Pieces that a batch of so many samples is cut into."""
+    """Number of pieces into which a batch of `rows` samples is cut."""
     try:
         return len(cut(torch.empty(rows), micro, None if window is None else (window, full)))
     except CannotSplit:
@@ -259,7 +259,7 @@ def _pieces(rows: int, micro: int, window: tuple[int, ...] | None, full: int) ->
 
 
 def _kept(rate: Any) -> Any:
-    """A learning rate as it is now, without waiting for the device it may be on."""
+    """The current learning rate, copied without waiting for the device it may be on."""
     return rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
 
 
@@ -275,10 +275,10 @@ _SPREAD = 64
 
 
 class Backwards:
-    """Counts the backwards that reached the parameters: those that were done, not those that were requested.
+    """Counts the backwards that reached the parameters, not those that were requested.
 
-    In the first step many parameters are watched, for some may be frozen or take no part; a few of those with the most
-    gradients are kept.
+    The first step watches many parameters, because some may be frozen or unused; later steps watch only a few of those
+    with the most gradients.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -288,7 +288,7 @@ class Backwards:
         self._hooks = {key: each.register_post_accumulate_grad_hook(self._add) for key, each in watched.items()}
         self._counts: Counter[int] = Counter()
         self.seen = False
-        """Some backward was seen at all: under a strategy with gradients of its own none is."""
+        """Whether any backward was counted: none is if the strategy keeps gradients outside the parameters."""
 
     def take(self) -> int:
         """Backwards since the last call."""
@@ -303,7 +303,7 @@ class Backwards:
         return count
 
     def remove(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks.values():
             hook.remove()
 

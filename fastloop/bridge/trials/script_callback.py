@@ -1,8 +1,9 @@
 """The callback that ``fastloop exec`` and ``ab --script`` put into the Trainers of one command, and into no others.
 
-Lightning asks entry points for callbacks whenever it makes a Trainer; ``commands/execute.py`` declares one on the path
-of that command alone. What comes of it is no FastLoop but its keeper. The first fit that trains gets a FastLoop, unless
-the script has one. All other fits are only counted, and what never fits is left alone.
+Lightning gets callbacks from entry points whenever it creates a Trainer; ``commands/execute.py`` declares one on the
+path of that command only. That entry point returns an `Injected`, which manages a FastLoop. The first fit that trains
+gets a FastLoop, unless the script has one. All other fits are only counted, and a Trainer that never fits is left
+alone.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ else:
     Callback = namespaces.callback_class()
 
 ORDERS = "FASTLOOP_EXEC"
-"""The variable that names the file of the orders. It exists for one command only."""
+"""The environment variable with the path of the orders file. It exists for one command only."""
 CONNECTOR = "trainer.connectors.logger_connector.logger_connector._LoggerConnector"
 ANSWER, GRADIENTS = "answer.json", "gradients"
 EVENTS, CLAIM, TRAINED = "events.jsonl", "claim", "trained"
-"""Beside the orders: what happened, whose fit is the measured one, and that it has trained a step or is about to."""
+"""Files beside the orders: the events, the process whose fit is measured, and a mark that its training has begun."""
 
 
 def callbacks() -> list[Any]:
-    """What Lightning adds to a Trainer of this process: nothing without orders."""
+    """The callbacks that Lightning adds to a Trainer of this process; none without orders."""
     path = Path(os.environ.get(ORDERS) or os.devnull)
     if disabled() or not path.is_file():
         return []
@@ -66,7 +67,7 @@ def callbacks() -> list[Any]:
 
 
 def fabric() -> list[Any]:
-    """What Lightning adds to a Fabric: nothing. It has no loop to watch, and that can then be said."""
+    """The callbacks that Lightning adds to a Fabric: none, because it has no loop to watch. Reports its use."""
     path = Path(os.environ.get(ORDERS) or os.devnull)
     if path.is_file() and not getattr(rank_zero_only, "rank", 0):
         _note(path.parent, "fabric")
@@ -74,19 +75,19 @@ def fabric() -> list[Any]:
 
 
 def _stacks_on_request() -> None:
-    """Let SIGUSR2 write where each thread stands, if the script has no use of its own for that signal."""
+    """Make SIGUSR2 print the stack of each thread, unless the script handles that signal itself."""
     with contextlib.suppress(ValueError, OSError, RuntimeError):
         if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
             faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
 
 
 def _keep_logs_in(folder: str) -> None:
-    """Let the loggers that Lightning makes by itself write into this folder, and not into the user's; those of the
-    script, and every other use of ``default_root_dir``, stay as they are. For the process's rest.
+    """Make Lightning's default loggers write into this folder, and not into the user's. The script's own loggers, and
+    every other use of ``default_root_dir``, do not change. This lasts until the process ends.
 
-    A Trainer makes its logger right after it has asked for these callbacks. Source: ``configure_logger`` in
-    trainer/connectors/logger_connector/logger_connector.py. Where a Lightning has no such method, logs stay where they
-    were.
+    A Trainer makes its logger right after it gets these callbacks. Source: ``configure_logger`` in
+    trainer/connectors/logger_connector/logger_connector.py. If a version of Lightning has no such method, logs stay
+    where they were.
     """
     for _, connector in namespaces.found(CONNECTOR):
         original = getattr(connector, "configure_logger", None)
@@ -128,7 +129,7 @@ class Injected(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self.orders.disposable:
             no_checkpoints.keep_back(trainer, partial(self._held_back, trainer))
-        if stage != "fit":  # what was applied for the fit counts for its evaluation, as with a FastLoop of the script's
+        if stage != "fit":  # the fit's rungs also apply to its evaluation, as with a FastLoop in the script
             return
         self._evict(trainer)
         self._began = False
@@ -143,9 +144,9 @@ class Injected(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._began = True
         if (most := self.orders.max_steps) is not None:
-            # Not before: optimizers and schedules are made by now, for the steps of the real training, and a checkpoint
-            # has set the steps done. max_steps ends a fit whatever min_steps and min_epochs say, and without the
-            # further validation that should_stop brings.
+            # Not earlier: by now optimizers and schedules are made for the steps of the real training, and a checkpoint
+            # has set the steps done. max_steps ends a fit regardless of min_steps and min_epochs, and without the
+            # extra validation that should_stop causes.
             loop, last = trainer.fit_loop.epoch_loop, trainer.global_step + most
             loop.max_steps = last if loop.max_steps in (None, -1) else min(loop.max_steps, last)
         if trainer.is_global_zero:
@@ -160,7 +161,7 @@ class Injected(Callback):
         if self._began:
             files = _list_imports(self.orders.not_from)
             self.note("fit_ended", measured=bool(self._guests), step=trainer.global_step, files=files)
-        elif self._guests:  # a search for a learning rate, say: the fit comes later, maybe in another process
+        elif self._guests:  # such as a learning rate search: the fit comes later, maybe in another process
             (self.place / CLAIM).unlink(missing_ok=True)
 
     @fail_open
@@ -178,11 +179,11 @@ class Injected(Callback):
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def note(self, event: str, **more: Any) -> None:
-        """Tell the command that gave the orders."""
+        """Report an event to the command that gave the orders."""
         _note(self.place, event, **more)
 
     def stop_watching(self, why: str) -> None:
-        """An error of ours is no end of somebody's training."""
+        """Step aside after an error of ours, so that it does not end the user's training."""
         self.note("gave_up", why=why)
         rank_zero_warn(f"fastloop stays out of this run: {why}")
 
@@ -192,10 +193,10 @@ class Injected(Callback):
             self.note("unsaved")
 
     def _is_the_one(self, trainer: Any) -> bool:
-        """Whether this fit is the first that trains, in whichever process of the command.
+        """Whether this fit is the first that trains, in any process of the command.
 
-        All ranks of a fit find the same: the first of them says that it trains when the others have asked, for there is
-        a barrier after the setup. Source: trainer/call.py, ``_call_setup_hook``.
+        All ranks of a fit get the same answer: rank 0 marks that it trains only after the others have checked, because
+        there is a barrier after the setup. Source: trainer/call.py, ``_call_setup_hook``.
         """
         if (self.place / TRAINED).exists():
             return False
@@ -204,15 +205,15 @@ class Injected(Callback):
         mine, claim = self.place / f"{CLAIM}-{os.getpid()}", self.place / CLAIM
         mine.write_text(alone if trainer.world_size == 1 else " ".join(group))
         with contextlib.suppress(FileExistsError):
-            os.link(mine, claim)  # whole or not at all
+            os.link(mine, claim)  # atomic
         return claim.read_text() == mine.read_text()
 
     def _invite(self, trainer: Any) -> None:
-        """Put in what this fit is to have. Lightning sets up what stands behind this callback right after it."""
+        """Add the callbacks for this fit. Lightning sets up those behind this callback right after it."""
         before, out, beat = list(trainer.callbacks), Path(self.orders.out), self.orders.beat
         config, _ = from_callback(self.orders.config)
         config = dataclasses.replace(config, by_ladder=frozenset(self.orders.by_ladder))
-        if self.orders.variation == GRADIENTS:  # taken of the first step, with all rungs on
+        if self.orders.variation == GRADIENTS:  # the gradient is taken from the first step, with all rungs on
             config = dataclasses.replace(config, rehearsal="off")
         loop = FastLoop.of(config, out=out, quiet=True)
         loop.in_trial = self.orders.disposable
@@ -232,13 +233,13 @@ class Injected(Callback):
             self._guests = [each for each in trainer.callbacks if not any(each is other for other in before)]
 
     def _evict(self, trainer: Any) -> None:
-        """The guests were for one fit; a further one of the same Trainer is none of ours."""
+        """Remove the callbacks added for one fit; a later fit of the same Trainer does not get them."""
         trainer.callbacks[:] = [each for each in trainer.callbacks if not any(each is guest for guest in self._guests)]
         self._guests = []
 
 
 class _Answers(Callback):
-    """Writes down what the gradients came to, once they have."""
+    """Writes the result of the gradient comparison, once it exists."""
 
     def __init__(self, probe: GradientProbe, loop: FastLoop, out: Path) -> None:
         self.probe, self.loop, self.out = probe, loop, out
@@ -252,7 +253,7 @@ class _Answers(Callback):
 
 
 def _list_imports(folder: str | None) -> tuple[str, ...]:
-    """Files below a folder that this process has imported, but for those of its Python's own packages."""
+    """Files below a folder that this process has imported, except packages of its Python installation."""
     if folder is None:
         return ()
     files = {os.path.realpath(file) for each in list(sys.modules.values()) if (file := getattr(each, "__file__", None))}

@@ -1,4 +1,4 @@
-"""The work of one sample, counted on the model as the user wrote it: eager, no rungs, two samples. For disposable
+"""Counts the work of one sample on the model as the user wrote it: eager, no rungs, two samples. For disposable
 processes: see `ceilings.py`."""
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from fastloop.feeds.batch_tree import count_samples
 from fastloop.feeds.splitting import CannotSplit, cut
 
 FEW = 2
-"""Samples to count on. Not one: a BatchNorm after pooling needs more."""
+"""Samples to count on; more than one because a BatchNorm after pooling needs more."""
 
 
 def count_flops(config: Config, beat: Path | None = None) -> Mapping[str, Any]:
-    """One step of the bare model on a few samples; the work as ``Measurement.flops`` has it.
+    """Run one step of the bare model on a few samples; returns its work in the form of ``Measurement.flops``.
 
     Args:
-        config: one step of it, see `Job.counted`; its rungs are left out.
+        config: a configuration of one step, see `Job.counted`; its rungs are left out.
 
     Raises:
-        FastLoopError: not one step was made.
+        FastLoopError: no step was made.
     """
     counting = _Counting()
 
@@ -47,14 +47,14 @@ def count_flops(config: Config, beat: Path | None = None) -> Mapping[str, Any]:
         trainer.callbacks.append(counting)
 
     bare = dataclasses.replace(config, ladder=type(config.ladder)(), watch=WatchSettings(enabled=False), strict=False)
-    # Whatever the user compiles runs as written: under a dispatch mode torch.compile would give up anyway.
+    # Code that the user compiles runs eagerly: under a dispatch mode torch.compile would give up anyway.
     with torch.compiler.set_stance("force_eager"):
         training.train(bare, None, prepare=prepare)
     return counting.count.per(counting.samples or 0, f"a trial, eager, {counting.samples} samples")
 
 
 def measure_rates() -> Mapping[str, Any]:
-    """What this machine's first GPU does, measured here and now."""
+    """The rates of this machine's first GPU, measured now."""
     if not torch.cuda.is_available():
         raise FastLoopError(got="no CUDA device", why="there is no rate to measure", do="measure on a GPU")
     return dataclasses.asdict(measured.measure(torch.device("cuda", torch.cuda.current_device())))
@@ -79,7 +79,7 @@ class _Counting(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
         self._end()
-        trainer.should_stop = True  # and not max_steps: schedules are made for as many steps as there are
+        trainer.should_stop = True  # not by max_steps, because schedules are made for that number of steps
 
     def on_exception(self, *_: Any) -> None:
         self._end()
@@ -91,7 +91,7 @@ class _Counting(Callback):
 
 
 def _few(batch: Any) -> Any:
-    """The first samples of a batch, or all of them where it cannot be cut."""
+    """The first samples of a batch, or all of them if it cannot be cut."""
     try:
         return cut(batch, FEW)[0].batch
     except CannotSplit:

@@ -1,1 +1,1 @@
-"""Watches a fit: phases of the step, the timed window, probes, and the measurement that comes of it."""
+"""Watches a fit: phases of the step, the timed window, probes, and the resulting measurement."""

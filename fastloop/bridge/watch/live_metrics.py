@@ -1,7 +1,7 @@
-"""Live figures where people look during a training: in the Trainer's own loggers and on its progress bar.
+"""Live figures during a training, in the Trainer's own loggers and on its progress bar.
 
-Not through ``self.log``, which costs a synchronisation and some 250 us a step: the loggers get numbers that are on the
-host already, every few seconds, and the bar shows a short one when it draws itself anyway.
+Not through ``self.log``, which costs a synchronization and some 250 us per step: the loggers get numbers that are
+already on the host, every few seconds, and the bar shows a short one whenever it draws itself.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ now = time.monotonic
 
 
 class LiveMetrics:
-    """Writes the figures of a running fit. Does nothing on other ranks than global rank 0.
+    """Writes the figures of a running fit. Does nothing on ranks other than global rank 0.
 
     Args:
-        trainer: whose rank decides; it is not kept.
-        read: gives the figures by name, without the prefix and from memory, without a synchronisation; called when
-            they are due. Only finite numbers are written: None is unknown, and a tensor would have to be fetched.
+        trainer: used only to read the rank; not kept.
+        read: returns the figures by name, without the prefix, from host memory without a synchronization; called when
+            they are due. Only finite numbers are written: None means unknown, and a tensor would have to be fetched.
         every_s: seconds between two writes.
     """
 
@@ -38,10 +38,10 @@ class LiveMetrics:
         self._due = now() + every_s if self._on else math.inf
         self._dropped: list[Any] = []
         self.shown: Mapping[str, str] = {}
-        """What the progress bar adds to its own figures."""
+        """Figures that the progress bar shows in addition to its own."""
 
     def tick(self, trainer: Any) -> None:
-        """Call at the end of every optimizer step, while Lightning still counts it as the current one."""
+        """Write figures if due. Call at the end of every optimizer step, while Lightning still counts it as current."""
         if now() < self._due:
             return
         self._due = now() + self._every_s
@@ -50,13 +50,13 @@ class LiveMetrics:
         self._write(trainer, figures)
 
     def end(self, trainer: Any, figures: Mapping[str, Any]) -> None:
-        """Write the figures of the whole fit, once; to be called before the loggers are closed, in ``on_train_end``."""
+        """Write the figures of the whole fit, once. Call in ``on_train_end``, before the loggers are closed."""
         if self._on:
             self._on, self._due = False, math.inf
             self._write(trainer, figures)
 
     def show_on_bar(self, trainer: Any) -> Callable[[], None]:
-        """Add the short figures to what the Trainer's progress bar shows; returns what undoes it, harmless twice."""
+        """Add the short figures to the Trainer's progress bar; returns an undo that may be called twice."""
         bar = getattr(trainer, "progress_bar_callback", None)
         if not self._on or not callable(getattr(bar, "get_metrics", None)):
             return lambda: None
@@ -74,7 +74,7 @@ class LiveMetrics:
                 continue
             try:
                 logger.log_metrics(dict(numbers), step=step)
-                logger.save()  # as Lightning does after each of its own; a file logger would hold all back otherwise
+                logger.save()  # as Lightning does after each write; otherwise a file logger would buffer everything
             except Exception as error:
                 let_through(error)
                 self._dropped.append(logger)
@@ -85,13 +85,13 @@ class LiveMetrics:
 
 
 def shorten(figures: Mapping[str, Any]) -> dict[str, str]:
-    """The one figure a progress bar has room for: the share of the step in which the device did not wait for data."""
+    """The one figure that fits on a progress bar: the share of the step in which the device did not wait for data."""
     wait = figures.get("data_wait_pct")
     return {"fed": f"{min(100.0, max(0.0, 100 - wait)):.0f}%"} if _is_number(wait) else {}
 
 
 def find_logged_step(trainer: Any) -> int:
-    """The step Lightning writes its own metrics with, so that loggers which want rising steps see them rise.
+    """The step with which Lightning writes its own metrics, so that steps rise for loggers that require it.
 
     Lightning has no public name for it (`_LoggerConnector.log_metrics`); it equals ``global_step`` for one optimizer.
     """
@@ -104,7 +104,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 class _BarMetrics:
-    """Stands in for the ``get_metrics`` of one progress bar."""
+    """Replaces the ``get_metrics`` of one progress bar."""
 
     def __init__(self, bar: Any, live: LiveMetrics) -> None:
         self._bar, self._live = bar, live
@@ -118,11 +118,11 @@ class _BarMetrics:
         return {**items, **{name: text for name, text in self._live.shown.items() if name not in items}}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Nobody watches a copy of the Trainer: copies and pickles hold the bar's own method.
+        # A copy of the Trainer is not watched, so copies and pickles hold the bar's own method.
         return (return_itself, (self._original,))
 
     def undo(self) -> None:
-        """Put the bar's own method back; where somebody has wrapped this one since, show nothing from here on."""
+        """Put the bar's own method back; if other code has wrapped this one since, show nothing from here on."""
         self._live.shown = {}
         if vars(self._bar).get("get_metrics") is self:
             if self._was_own:

@@ -1,4 +1,4 @@
-"""The train loaders as they are right now: their iterators, queues and workers. Read-only."""
+"""Reads the current state of the train loaders: their iterators, queues and workers. Changes nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fastloop.feeds.lazy_loader import Bounded, LazyLoader
 
 
 def measure_decode_ms(trainer: Any) -> float | None:
-    """What decoding one of the train loader's image files takes; reads a few of them, after the training. None where
-    its samples are no image files."""
+    """Time to decode one of the train loader's image files; reads a few of them, after the training. None if its
+    samples are not image files."""
     for loader in find_loaders(trainer):
         dataset = find_user_dataset(getattr(loader, "dataset", None))
         if (found := decode_time.measure_decode_ms(dataset)) is not None:
@@ -25,13 +25,13 @@ def measure_decode_ms(trainer: Any) -> float | None:
 
 
 def find_loaders(trainer: Any) -> list[Any]:
-    """The train loaders the Trainer iterates, flat; empty before it has them."""
-    # Lightning has no public way to them: `trainer.train_dataloader` gives the user's own nesting back.
+    """The train loaders that the Trainer iterates, as a flat list; empty before it has them."""
+    # Lightning has no public access to them: `trainer.train_dataloader` returns the user's own nesting.
     return list(getattr(getattr(trainer.fit_loop, "_combined_loader", None), "flattened", []))
 
 
 def find_iterators(trainer: Any) -> Iterator[Any]:
-    """Their living iterators, as far as Lightning shows them."""
+    """The live iterators of the train loaders that Lightning exposes."""
     combined = getattr(trainer.fit_loop, "_combined_loader", None)
     yield from getattr(getattr(combined, "_iterator", None), "iterators", [])
     for loader in find_loaders(trainer):
@@ -40,14 +40,14 @@ def find_iterators(trainer: Any) -> Iterator[Any]:
 
 
 def find_workers(trainer: Any) -> list[Any] | None:
-    """The worker processes of the living iterators, empty where there are none; None where that cannot be told."""
+    """The worker processes of the live iterators, empty if there are none; None if unknown."""
     iterators = [each for each in find_iterators(trainer) if loader_queue.live_workers(each) is not None]
     return [worker for each in iterators for worker in getattr(each, "_workers", ())] if iterators else None
 
 
 def read_batch_sizes(trainer: Any) -> tuple[int, ...]:
-    """Samples that the one train loader draws for a batch, then for an epoch's last one where that is known; empty
-    where torch's own batch sampler does not make them, or several loaders do."""
+    """Samples that the train loader draws for a batch, then for an epoch's last batch if known; empty with several
+    loaders, or without torch's own batch sampler."""
     found = find_loaders(trainer)
     sampler = getattr(found[0], "batch_sampler", None) if len(found) == 1 else None
     sampler = sampler.inner if isinstance(sampler, Bounded) else sampler
@@ -65,7 +65,7 @@ def count_queued_batches(trainer: Any) -> int:
 
 
 def _find_engine(loader: Any) -> Any:
-    """What loads in a loader's place; None where it loads itself."""
+    """The engine that loads in a loader's place; None if it loads itself."""
     return loader.engine if isinstance(loader, LazyLoader) else None
 
 
@@ -77,7 +77,7 @@ def _held(loader: Any) -> int:
 
 
 def count_batches_owed(trainer: Any) -> int | None:
-    """Batches that workers were asked for and have not finished, all loaders; None where that cannot be read."""
+    """Batches requested from workers and not finished, over all loaders; None if that cannot be read."""
     counts = [
         loader_queue.batches_owed(iterator)
         for iterator in find_iterators(trainer)
@@ -89,7 +89,7 @@ def count_batches_owed(trainer: Any) -> int | None:
 
 
 def gather_evidence(trainer: Any) -> dict[str, Any]:
-    """How the data is loaded: the few facts a finding needs."""
+    """How the data is loaded: the few facts that a finding needs."""
     found = find_loaders(trainer)
     if not found:
         return {}

@@ -1,4 +1,4 @@
-"""From what a watch has seen to a Measurement. Every number that could not be measured is None."""
+"""Builds a Measurement from a watch. Every number that could not be measured is None."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from fastloop.evidence.gpu import efficiency
 from fastloop.records.measurement import GPU_READINGS, PARTS, Measurement
 
 SAMPLED = ("h2d", *COMPUTE)
-"""Parts that only steps marked in detail tell."""
+"""Parts that are known only from steps marked in detail."""
 MOST_HOOKS = 5
 GARBAGE = "garbage_collection"
-"""Among the evidence: what passes of Python's collector cost a step, as a part of ``host_other``, and how many."""
+"""Key in the evidence: the cost per step of passes of Python's garbage collector, part of ``host_other``, and their
+number."""
 COMPILATION = "compilation"
-"""Likewise: how often this fit compiled; ``ms_per_step`` where that went on through the window, and so is a part of
+"""Likewise: how often this fit compiled; ``ms_per_step`` if compiles continued through the window, and so are part of
 ``host_other``."""
 FEW_STEPS = 3
-"""Steps of a window with costs that come once. Where more have them, they come again, and stay in the figures."""
+"""Most steps of a window with one-time costs. If more steps have them, the costs recur, and stay in the figures."""
 PAUSES = "pauses"
-"""Likewise: single long steps, how many, and what they add to the mean one, whatever part of it they came in."""
+"""Likewise: single long steps, their number, and what they add to the mean step, in whatever part of it."""
 IN_THE_BODY = ("on_train_batch_start", "on_before_", "on_after_", SELF_LOG)
 
 
@@ -42,7 +43,7 @@ def build_measurement(watch: Watch, about: Mapping[str, Any], evidence: Mapping[
     """The measurement of a watch that is closed.
 
     Args:
-        about: ``world_size``, ``precision``, ``device_name``, and what the probes found: ``flops``, ``syncs``,
+        about: ``world_size``, ``precision``, ``device_name``, and the probes' results: ``flops``, ``syncs``,
             ``kernels``, ``rates``.
     """
     on_cuda, window = watch.device.type == "cuda", watch.window
@@ -50,7 +51,7 @@ def build_measurement(watch: Watch, about: Mapping[str, Any], evidence: Mapping[
         "loss": watch.losses.values(),
         "loss_every": watch.losses.every,
         "evidence": evidence,
-        # Read before anything of ours allocates for the last figures.
+        # Read before our own code allocates memory for the last figures.
         "peak_gib": torch.cuda.max_memory_allocated(watch.device) / 2**30 if on_cuda else None,
         "total_steps": watch.clock.total_steps,
         "warmup_steps": watch.settings.warmup_steps,
@@ -87,7 +88,7 @@ def _times(window: Window, comm_exposed_ms: float | None) -> dict[str, Any]:
         for part in PARTS
     }
     if comm_exposed_ms is not None and (backward := parts["backward"]) is not None:
-        # Events cannot tell the exchange from the backward that waits for it; the trace, of later steps, can.
+        # Events cannot separate the exchange from the backward that waits for it; the trace of later steps can.
         parts["comm_exposed"] = exposed = min(comm_exposed_ms, backward)
         parts["backward"] = backward - exposed
     known = [value for value in parts.values() if value is not None]
@@ -110,7 +111,7 @@ def _times(window: Window, comm_exposed_ms: float | None) -> dict[str, Any]:
 
 
 def _missing(part: str, window: Window) -> float | None:
-    """A part that never occurred took no time; one that nobody could see is unknown."""
+    """0.0 for a part that never occurred; None for one that could not be measured."""
     if part in ("comm_exposed", "unexplained") or (part in SAMPLED and not window.detailed_steps):
         return None
     return 0.0
@@ -120,12 +121,12 @@ def _rates(watch: Watch, window: Window, world_size: int) -> dict[str, Any]:
     rate, drained = window.samples / window.wall_s, False
     at_start, at_end = watch.owed
     if at_start is not None and at_end is not None and window.batches:
-        # Batches that were made before the window and used in it are not the pipeline's work. The other way round,
-        # a queue that filled up, the loader outran the training, whose rate is what it used.
+        # Batches made before the window and used in it are not the pipeline's work in the window. If instead the queue
+        # filled up, the loader was faster than the training, whose rate counts.
         rate *= 1 - max(0, at_end - at_start) / window.batches
         drained = True
     queued = watch.clock.queued_batches
-    # Workers fill their queues while the loop compiles: as many batches more that were not made in the time counted.
+    # Workers fill their queues while the loop compiles: each time that many batches are made outside the counted time.
     enough = window.batches >= 10 * queued * (1 + window.steps_with_once) or (drained and not queued)
     tokens, real = watch.tokens.per_sample()
     usd_per_hour = watch.settings.usd_per_gpu_hour if watch.device.type == "cuda" else None
@@ -156,13 +157,13 @@ def _hooks(watch: Watch, window: Window) -> dict[str, float]:
 
 
 def _short(action: str) -> str:
-    """``[Callback]ModelCheckpoint{'monitor': None}.on_train_batch_end`` as a person would say it."""
+    """Shorten ``[Callback]ModelCheckpoint{'monitor': None}.on_train_batch_end`` for people."""
     owner, _, hook = re.sub(r"^\[\w+\]|\{.*\}", "", action).rpartition(".")
     return f"{owner}.{hook}" if owner else hook
 
 
 def _board(watch: Watch, samples_per_s: float | None, world_size: int) -> dict[str, Any]:
-    """What the GPU's own counters said; energy is the board's, and each board has its share of the samples."""
+    """Readings of the GPU's own counters; energy is that of one GPU board, for its share of the samples."""
     flags = {}
     if watch.device.type == "cuda":
         products, convolutions = read_tf32()
@@ -194,7 +195,7 @@ def read_tf32() -> tuple[bool, bool]:
         return products, getattr(convolutions, "fp32_precision", "tf32") == "tf32"
 
 
-# What watching costs a step: our marks against the calls of Lightning's own that they stand in for, in turns.
+# What watching costs per step: our marks compared with the calls of Lightning that they replace, alternating.
 
 TURNS, NEVER = 10, 10**9
 ACTIONS = (
@@ -218,12 +219,12 @@ ACTIONS = (
 
 
 def measure_cost_us(device: torch.device, steps: int = 60) -> float | None:
-    """Microseconds that watching adds to a step of one batch; under zero where it saves more calls than it makes.
+    """Microseconds that watching adds to a step of one batch; negative if it saves more calls than it makes.
 
-    Lightning opens some fifteen profiler actions a step, each a generator's context; while we watch, most of them cost
-    less. Measured with the calls of a step and none of its work: ours in detail, ours as most steps are, and the
-    Trainer's own, in turns. The quickest turn of each counts, for what else the machine does only makes one longer.
-    None while a profiler or a debugger hears every call of Python's, whose cost it would be.
+    Lightning opens some fifteen profiler actions per step, each a generator's context; while we watch, most of them
+    cost less. Measured with the calls of a step but none of its work: ours in detail, ours as in most steps, and the
+    Trainer's own, alternating. The fastest turn of each counts, because other load can only make a turn longer. None
+    while a profiler or a debugger traces every Python call, because that would be measured instead.
     """
     if sys.getprofile() is not None or sys.gettrace() is not None:
         return None
@@ -271,10 +272,10 @@ def _step(profiler: Any, batch_end: Callable[[], None]) -> Callable[[], None]:
 
 
 def _spent(step: Callable[[], None], steps: int, settle: Callable[[], Any] = lambda: None) -> float:
-    step()  # still of the kind that the last case made
+    step()  # this one still runs in the mode that the last case set
     settle()
     begun = time.perf_counter()
     for _ in range(steps):
         step()
-    settle()  # which is otherwise done for many steps at once
+    settle()  # the clock would otherwise settle many steps at once
     return time.perf_counter() - begun

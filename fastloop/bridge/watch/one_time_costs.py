@@ -1,4 +1,4 @@
-"""What a fit pays once, seen from outside: compiles as Dynamo records them, and the start of loaders' workers."""
+"""One-time costs of a fit, read from outside: compiles as Dynamo records them, and the start of loader workers."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _TUNING = ("compile_time_autotune_time_us", "runtime_triton_autotune_time_us")
 
 
 class Compilations:
-    """Every compile of this process from now on, whoever asked for it, with its place on the clock of the steps.
+    """Every compile of this process from now on, ours or the user's, with its time on the clock of the steps.
 
-    Reads the list of Dynamo's records, which keeps the latest 64, so it is to be asked often. Where nothing has
-    imported Dynamo nothing was compiled, and it is not imported here. torch 2.6 to 2.11 note a compile's start and end.
+    Reads the list of Dynamo's records, which keeps only the latest 64, so call `note` often. If no code has imported
+    Dynamo, nothing was compiled, and it is not imported here. torch 2.6 to 2.11 record a compile's start and end.
 
     Args:
-        count_steps: optimizer steps that are done.
+        count_steps: returns the number of optimizer steps done.
     """
 
     def __init__(self, ledger: OneTime, count_steps: Callable[[], int]) -> None:
         self.count, self.reasons = 0, dict[str, None]()
-        """Graphs compiled, and why those that were compiled anew had to be."""
+        """Number of graphs compiled, and the reasons for recompiles."""
         self.steps: set[int] = set()
-        """Numbers of the optimizer steps that had a compile, validation and what else follows them included."""
+        """Numbers of the optimizer steps with a compile in them or after them, as in validation."""
         self.is_known, self.at_least = True, False
-        """Whether this torch tells; and whether some records were lost."""
+        """Whether this torch records compile times, and whether some records were lost."""
         self._ledger, self._count_steps = ledger, count_steps
         self._latest = (read_records() or [None])[-1]
 
     def note(self, cause: str) -> None:
-        """Take in what was compiled since the last call, as `cause`."""
+        """Record the compiles since the last call under `cause`."""
         records = read_records()
-        if not records or records[-1] is self._latest:  # nearly always
+        if not records or records[-1] is self._latest:  # the usual case
             self.is_known = self.is_known and records is not None
             return
         new = list_new(records, self._latest)
@@ -51,7 +51,7 @@ class Compilations:
             self._add(record, cause)
 
     def sum_s(self) -> dict[str, float | None]:
-        """Seconds by cause; None where this torch does not tell."""
+        """Seconds by cause; None if this torch does not record them."""
         found = self._ledger.sum_by_cause()
         return {cause: found.get(cause, 0.0) if self.is_known else None for cause in (COMPILE, VALIDATION_COMPILE)} | {
             AUTOTUNE: found.get(AUTOTUNE, 0.0) if self.is_known and self._tells_tuning() else None
@@ -64,7 +64,7 @@ class Compilations:
             return
         ended = one_time.now() - (time.time() - ended_us / 1e6)
         tuned_s = sum(getattr(record, field, None) or 0 for field in _TUNING) / 1e6
-        if getattr(record, "is_runtime", False):  # not one stretch: what a compiled function did when it ran first
+        if getattr(record, "is_runtime", False):  # not one interval: work of a compiled function in its first run
             graphs_s = (getattr(record, "runtime_cudagraphify_time_us", None) or 0) / 1e6
             self._ledger.add_span(cause, ended - tuned_s - graphs_s, ended)
         else:
@@ -81,16 +81,16 @@ class Compilations:
 
 
 class WorkerStarts:
-    """How long the train loader's workers took from their start to the first batch, each time they were started."""
+    """Time of the train loader's workers from their start to the first batch, each time they were started."""
 
     def __init__(self) -> None:
         self.took_s: list[float] = []
         self.is_known = True
-        """Whether their start can be read here."""
+        """Whether their start times can be read."""
         self._pids: set[int] = set()
 
     def note(self, trainer: Any) -> None:
-        """The first batch of an epoch is there."""
+        """The first batch of an epoch has arrived."""
         workers = find_workers(trainer)
         if workers is None:
             self.is_known = False
@@ -104,14 +104,14 @@ class WorkerStarts:
 
     @property
     def first_s(self) -> float | None:
-        """Seconds of the fit's first start; 0 where there are no workers, None where that cannot be told."""
+        """Seconds of the fit's first start; 0 without workers, None if unknown."""
         if self.took_s:
             return self.took_s[0]
         return 0.0 if self.is_known else None
 
 
 def _read_age_s(pid: int) -> float | None:
-    """Seconds since a process was started; None where it is gone."""
+    """Seconds since a process was started; None if it is gone."""
     try:
         return max(0.0, time.time() - psutil.Process(pid).create_time())
     except psutil.Error:
@@ -119,5 +119,5 @@ def _read_age_s(pid: int) -> float | None:
 
 
 def sum_one_time_s(ledger: OneTime, compilations: Compilations, workers: WorkerStarts) -> Mapping[str, float | None]:
-    """Seconds by cause, as ``Measurement.one_time_s`` has them."""
+    """Seconds by cause, in the form of ``Measurement.one_time_s``."""
     return {REHEARSAL: 0.0, **ledger.sum_by_cause(), **compilations.sum_s(), WORKERS: workers.first_s}

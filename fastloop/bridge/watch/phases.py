@@ -1,7 +1,7 @@
-"""Which of the Trainer's profiler actions begins which phase of the step.
+"""Maps the Trainer's profiler actions to phases of the step.
 
-Lightning 2.5 and 2.6 open a profiler action around the loader call, each hook and each call of the strategy. Their
-names are ours to read: a name that is not known leaves the time with the phase around it.
+Lightning 2.5 and 2.6 open a profiler action around the loader call, each hook and each call of the strategy. The time
+of an action with an unknown name counts toward the phase around it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fastloop.evidence.clock.step_clock import RARE, Clock
 NEXT = "[_TrainingEpochLoop].train_dataloader_next"
 BODY = "run_training_batch"
 PIECE = "[fastloop]"
-"""Before the phases that fastloop's own code runs inside a call of Lightning's."""
+"""Prefix of the phases that fastloop's own code runs inside one of Lightning's calls."""
 OUR_CALLBACKS = ("FastLoop", "Beats", "NoExchange", "ProgressLines", "_Signals")
-"""Callbacks that fastloop itself brings: no doing of the user's."""
+"""Callbacks of fastloop itself, as opposed to the user's."""
 _STRATEGY = {"batch_to_device": "h2d", "training_step": "forward", "backward": "backward"}
 _WHOLE = {"optimizer_step": "optimizer", "save_checkpoint": "checkpoint"}
 _LONGER = {
@@ -30,13 +30,13 @@ _LONGER = {
     "on_train_epoch_end": "begin:epoch_gap",
 }
 _HOOKS = ("on_", "lr_scheduler_step")
-"""Beginnings of the names of what the user's own code does between the parts of a step."""
+"""Prefixes of hooks that run the user's own code between the parts of a step."""
 
 
 def find_phase(name: str) -> str | None:
-    """The phase an action is, None for one that is a part of whatever is around it.
+    """The phase of an action; None if it belongs to the phase around it.
 
-    ``begin:`` and ``end:`` stand before phases that outlast the action.
+    The prefixes ``begin:`` and ``end:`` mark phases that outlast the action.
     """
     if name in _WHOLE:
         return _WHOLE[name]
@@ -57,7 +57,7 @@ def find_phase(name: str) -> str | None:
 
 
 NOTHING = contextlib.nullcontext()
-"""Made once: the Trainer opens some twenty contexts a step."""
+"""Created once, because the Trainer opens some twenty contexts per step."""
 
 
 class _Phase:
@@ -68,7 +68,7 @@ class _Phase:
         self.is_hook, self.is_forward = phase == "callbacks_logging", phase == "forward"
         self.is_work = phase in ("forward", "backward")
         self.saves = self.is_hook and "Checkpoint" in name
-        """A hook whose business is saving: what it does after a save (deleting the last one, say) is part of that."""
+        """Whether the hook saves checkpoints: its work after a save, such as deleting the last one, is part of it."""
         self.saved = False
         self._since = 0.0
         self._back: Callable[[], None] | None = None
@@ -142,18 +142,18 @@ class _Body:
 
 
 class Marks:
-    """Turns actions into marks on a clock. Names are looked up once; what need not be marked costs a look-up.
+    """Turns actions into marks on a clock. Names are mapped once; an action that is not marked costs one look-up.
 
     Attributes:
-        hooks_s: host seconds by action, of hooks outside the batch's work in every step, of others in steps in detail.
-        ranges: where a trace is being recorded, the same phases by name go there too.
-        whole: the present step is one of the window's; the one in which it opens is not.
-        in_work: a batch's work is going on.
-        saver: the hook that is running now, where its business is saving checkpoints.
-        around_work: a context that is entered for every forward and backward; one that can be entered again.
-        counts: that context is entered now.
-        unheard: actions of hooks that nobody has overridden, which Lightning opens all the same.
-        around_forward: called before a marked ``training_step``; what it returns is called after it.
+        hooks_s: host seconds by action: in every step for hooks outside the batch's work, for others in detailed steps.
+        ranges: a trace that is being recorded, which gets the same phases by name.
+        whole: whether the current step is entirely inside the window, unlike the one in which it opens.
+        in_work: whether a batch's work is running.
+        saver: the hook that is running now, if it saves checkpoints.
+        around_work: a reusable context that is entered for every forward and backward.
+        counts: whether that context is entered now.
+        unheard: actions of hooks that are not overridden, which Lightning opens all the same.
+        around_forward: called before a marked ``training_step``; returns a function that is called after it.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -175,7 +175,7 @@ class Marks:
             return self._body
         clock = self.clock
         if clock.in_body and not clock.detailed and self.ranges is None and self.around_work is None:
-            return NOTHING  # nearly all of them
+            return NOTHING  # the case for nearly all actions
         if not self.listens():
             return NOTHING
         try:
@@ -197,11 +197,11 @@ class Marks:
         return timed or self.ranges is not None or self.around_work is not None
 
     def in_detail(self) -> bool:
-        """Whether every hook has marks of its own."""
+        """Whether every hook is marked separately."""
         return self.clock.detailed or self.ranges is not None
 
     def hook_took(self, name: str, seconds: float) -> None:
-        """A hook without marks of its own has ended."""
+        """A hook that is not marked separately has ended."""
         self.lasted(name, seconds)
         self.clock.hooks_s += seconds
 

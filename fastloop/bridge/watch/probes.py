@@ -1,4 +1,4 @@
-"""The checks of single steps: work and synchronisations during warm-up, the hunt and the trace after the window."""
+"""Checks of single steps: work and synchronizations during warm-up, the hunt and the trace after the window."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MOST_LEAD_IN = 50
 
 
 class CountWork:
-    """Counts the work of one optimizer step while it runs, where nothing is compiled; of the next one it is begun for,
-    where that had none. Of compiled modules the calls are noted while it runs, and counted after it.
+    """Counts the work of one optimizer step while it runs, if nothing is compiled; if that finds nothing, of a later
+    one. The calls of compiled modules are recorded while the step runs, and counted after it.
 
     Args:
-        untouched: surrounds what runs a module once more, so that it keeps what it kept; None: nothing is run again.
+        untouched: context that restores a module's state after running it once more; None: modules are not run again.
     """
 
     def __init__(self, untouched: Callable[..., contextlib.AbstractContextManager[None]] | None = None) -> None:
@@ -47,7 +47,7 @@ class CountWork:
         self._module, self._marks = module, marks
 
     def begin(self) -> None:
-        """Count in the step that begins, unless an earlier one told all there is to know."""
+        """Count in the step that begins, unless the result is already known."""
         if self._marks is None or self._done:
             return
         self._samples = 0
@@ -85,7 +85,7 @@ class CountWork:
 
 
 class FindSyncs:
-    """The lines of a step that synchronise the device, without what they cost: harmless in a user's own run."""
+    """Finds the lines of a step that synchronize the device, without their cost: harmless in a user's own run."""
 
     def __init__(self) -> None:
         self.found: tuple[Mapping[str, Any], ...] = ()
@@ -107,14 +107,14 @@ class FindSyncs:
 
 
 class HuntSyncs:
-    """The same with what each costs, for a process whose steps may be slow."""
+    """Finds these lines with their cost, for a process whose steps may be slow."""
 
     steps = HUNTED_STEPS
 
     def __init__(self, device: torch.device) -> None:
         self.found: tuple[Mapping[str, Any], ...] = ()
         self.hunted_steps = 0
-        """Steps that ``found`` is of; 0 where it came to no end."""
+        """Number of steps that ``found`` covers; 0 if the hunt did not finish."""
         self._device, self._module = device, None
         self._hunt: SyncHunt | None = None
         self._sites: LogSites | None = None
@@ -125,7 +125,7 @@ class HuntSyncs:
         self._module = module
 
     def begin(self) -> None:
-        if "torch._dynamo" in sys.modules:  # compiled code cannot be looked into, and a mode would compile it again
+        if "torch._dynamo" in sys.modules:  # compiled code hides its lines, and a dispatch mode would recompile it
             self._open.enter_context(torch.compiler.set_stance("force_eager"))
         self._sites = self._open.enter_context(LogSites(self._module))
         self._hunt = self._open.enter_context(SyncHunt(self._device))
@@ -150,7 +150,7 @@ class Trace:
 
     Args:
         steps: optimizer steps to trace.
-        place: the run's directory, None for none; asked when the trace begins.
+        place: returns the run's directory or None; called when the trace begins.
     """
 
     def __init__(self, trainer: Any, device: torch.device, steps: int, place: Callable[[], Path | None]) -> None:
@@ -166,7 +166,7 @@ class Trace:
         return self._window.total_steps
 
     def attach(self, marks: Marks, queued_steps: int) -> None:
-        """Let as many steps pass first as the loader's queues hold: filling them is none of an ordinary step."""
+        """First skip as many steps as the loader's queues hold: filling them is not part of a usual step."""
         self._marks = marks
         self._window.lead_in = max(self._window.lead_in, min(queued_steps, MOST_LEAD_IN))
 
@@ -191,20 +191,20 @@ class Trace:
         self._window.end()
 
 
-# -- A check of the step now and then, long after the timed window: has the training got slower? -----------------------
+# -- An occasional check of the step, long after the timed window: has the training become slower? ---------------------
 
 now = time.monotonic
 
 
 class Later:
-    """Opens a short window of its own when a check is due, on a clock of its own.
+    """Opens a short window on a separate clock when a check is due.
 
     Args:
-        read_board: ``sm_clock_mhz`` and ``foreign_processes`` as the GPU says; None where it says nothing.
-        warn: takes the one warning.
-        switch: makes the loop's marks go to another clock.
-        one_time: the ledger of costs that are none of a step's.
-        name_holder: what to add to a warning that memory creeps.
+        read_board: ``sm_clock_mhz`` and ``foreign_processes`` from the GPU; None if it does not report them.
+        warn: receives the one warning.
+        switch: sends the loop's marks to another clock.
+        one_time: collects one-time costs, which belong to no step.
+        name_holder: returns text to add to a warning that memory creeps.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Later:
         self.device, self.drift, self._one_time, self._name_holder = device, Drift(), one_time, name_holder
         self._read_board, self._warn, self._switch = read_board, warn, switch
         self.clock: Clock | None = None
-        """The clock of the check that is going on."""
+        """The clock of the check in progress, if any."""
 
     def reference(self, window: Window | None, step: int) -> None:
         """The timed window is over: later checks are compared with it."""
@@ -228,7 +228,7 @@ class Later:
             self._compare(window, step, self._read_board())
 
     def between_steps(self, step: int) -> None:
-        """Begin or end a check where it is time."""
+        """Begin or end a check if it is time."""
         if self.clock is not None:
             if self.clock.total_steps > CHECK_STEPS:
                 self.end(step)
@@ -237,16 +237,18 @@ class Later:
             self._switch(self.clock)
 
     def end(self, step: int) -> None:
-        """End the check that is going on; one that the training's end cut short tells nothing."""
+        """End the check in progress; one that the training's end cut short is dropped."""
         if self.clock is not None:
-            board = self._read_board()  # before the check's last synchronisation, while the GPU is at work
+            board = self._read_board()  # before the check's last synchronization, while the GPU is at work
             window, self.clock = self.clock.close(), None
             if window is not None and window.steps >= CHECK_STEPS // 2:
                 self._compare(window, step, board)
 
     def _compare(self, window: Window, step: int, board: Mapping[str, Any] | None) -> None:
         rare_s = sum(window.parts_s.get(part, 0.0) for part in RARE)
-        usual = sorted(window.step_s)[: max(2, len(window.step_s) * 95 // 100)]  # steps with a validation in them
+        usual = sorted(window.step_s)[
+            : max(2, len(window.step_s) * 95 // 100)
+        ]  # leaves out steps with a validation in them
         spread = 1e3 * statistics.stdev(usual) if len(usual) > 1 else None
         check = StepCheck(
             step=step,

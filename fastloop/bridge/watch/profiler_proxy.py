@@ -1,4 +1,4 @@
-"""Stands before the Trainer's own profiler: notes the actions that are phases of the step, and hands everything on."""
+"""Wraps the Trainer's own profiler: marks the actions that are phases of the step, and forwards every call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fastloop.bridge.watch.phases import NEXT, NOTHING, Marks
 
 
 class WatchingProfiler:
-    """The user's profiler as far as anybody can see.
+    """Looks like the user's profiler from outside.
 
     Args:
         profiler: the Trainer's profiler; Lightning's pass-through one is not called, which saves its cost.
-        asks: called when the loop asks for a batch; must not raise.
+        asks: called when the loop requests a batch; must not raise.
         gets: called when the loop has its batch; must not raise.
-        profile: gives our context for an action, NOTHING for one that is no phase; must not raise.
+        profile: returns our context for an action, NOTHING for one that is not a phase; must not raise.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class WatchingProfiler:
         setattr(self.__dict__["profiler"], name, value)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # isinstance shall see the user's profiler
+    def __class__(self) -> Any:  # so that isinstance sees the user's profiler
         return type(self.__dict__["profiler"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Nobody watches a copy of the Trainer: copies and pickles hold the user's profiler.
+        # A copy of the Trainer is not watched, so copies and pickles hold the user's profiler.
         return (return_itself, (self.__dict__["profiler"],))
 
     def start(self, action_name: str) -> None:
@@ -90,24 +90,24 @@ class _Both:
             self.ours.__exit__(*raised)
 
 
-# Phases in a call of Lightning's, ``self.log`` and ``manual_backward``; and the loggers' turn after every batch.
+# Phases inside other Lightning calls (``self.log`` and ``manual_backward``), and the loggers' call after every batch.
 
 LOGGERS, SELF_LOG = "loggers", "self.log"
 _TURN = "update_train_step_metrics"
 
 
 class LogMarks:
-    """Marks logging as ``callbacks_logging``, and a manual optimisation's backward as ``backward``.
+    """Marks logging as ``callbacks_logging``, and the backward of manual optimization as ``backward``.
 
     The module's methods are replaced only while a marked ``training_step`` runs, so that no copy or pickle of the
-    module ever holds ours; and not at all where the step is compiled, which would then be compiled again.
+    module ever holds ours; and not at all if the step is compiled, because it would recompile.
     """
 
     def __init__(self, trainer: Any, module: Any, marks: Marks) -> None:
         self.module, self.marks = module, marks
         self.batch_size: int | None = None
-        """The first that the module gave with ``log`` since somebody set this to None."""
-        # Private in Lightning, and without it the loggers' turn is `host_other`.
+        """The first batch_size that the module passed to ``log`` since this was last reset to None."""
+        # Private in Lightning; without it the loggers' time counts as `host_other`.
         self._connector = getattr(trainer, "_logger_connector", None)
         self._marked: Any = None
         if callable(getattr(self._connector, _TURN, None)) and _TURN not in vars(self._connector):
@@ -121,7 +121,7 @@ class LogMarks:
                 self._noted = vars(self._results)["log"] = _Noted(self, own_log)
 
     def undo(self) -> None:
-        """Put everything back; harmless when called twice."""
+        """Restore everything. Idempotent."""
         if self._marked is not None and vars(self._connector).get(_TURN) is self._marked:
             del vars(self._connector)[_TURN]
         if self._noted is not None and vars(self._results).get("log") is self._noted:
@@ -129,10 +129,10 @@ class LogMarks:
         self.marks.around_forward = None
 
     def _swapped(self) -> Callable[[], None]:
-        """Let the module's ``log`` be marked until what is returned is called."""
+        """Time calls of the module's ``log``; calling the returned function stops that."""
         own = vars(self.module)
         ours = {"log": self._timed(self.module.log, SELF_LOG)}
-        if not self.module.automatic_optimization:  # whose backward is part of the forward's action
+        if not self.module.automatic_optimization:  # its backward runs inside the forward's action
             ours["manual_backward"] = self._timed(self.module.manual_backward, None, "backward")
         before = {name: own[name] for name in ours if name in own}
         own.update(ours)
@@ -150,7 +150,7 @@ class LogMarks:
 
 
 class _Noted:
-    """A call of which the ``batch_size`` is noted. Copies and pickles hold the call itself."""
+    """A call whose ``batch_size`` argument is recorded. Copies and pickles hold the original call."""
 
     def __init__(self, notes: LogMarks, call: Callable[..., Any]) -> None:
         self.notes, self.call = notes, call
@@ -166,7 +166,7 @@ class _Noted:
 
 
 class _Timed:
-    """A call that is marked as a phase. Copies and pickles hold the call itself: nobody watches a copy."""
+    """A call that is marked as a phase. Copies and pickles hold the original call, because copies are not watched."""
 
     def __init__(self, marks: Marks, call: Callable[..., Any], name: str | None, phase: str) -> None:
         self.marks, self.call, self.name, self.phase = marks, call, name, phase
@@ -194,7 +194,7 @@ class _Timed:
 
 
 def return_itself(kept: Any) -> Any:
-    """What a copy or a pickle of a stand-in holds."""
+    """Used by pickle and copy: a wrapper's copy is the wrapped object itself."""
     return kept
 
 

@@ -1,7 +1,7 @@
-"""Every rank's figures on rank 0, by way of the process group's store instead of a collective.
+"""Collects every rank's figures on rank 0, through the process group's store instead of a collective.
 
-A collective at the end of a fit hangs all ranks where one is dead or stuck. Here each rank leaves a record in the
-store, which none of them waits for; only rank 0 looks for the others' records, and gives up when its time is up.
+A collective at the end of a fit hangs all ranks if one is dead or stuck. Here each rank leaves a record in the store
+without waiting; only rank 0 waits for the others' records, and gives up after a time limit.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any, cast
 import torch.distributed
 
 LIMIT_S = 20.0
-"""How long rank 0 waits for the others after a fit."""
+"""Time that rank 0 waits for the others after a fit."""
 PARTIAL_LIMIT_S = 3.0
 """The same after an exception or an interrupt, when some ranks may never come."""
 _PAUSE_S = 0.05
 
 
 class Ranks:
-    """The exchange of one fit, to be made on every rank when the fit begins.
+    """The exchange of one fit, to be created on every rank when the fit begins.
 
-    Fits are numbered by each rank in the store itself, so a record that came too late for one fit is not read in the
-    next, and a new process group starts afresh.
+    Each rank numbers its fits in the store itself, so a record that was too late for one fit is not read in the next,
+    and a new process group starts afresh.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.rank, self.world_size = int(trainer.global_rank), int(trainer.world_size)
         self.missing: tuple[int, ...] = ()
-        """Ranks that handed in nothing in time; known on rank 0 only."""
+        """Ranks that sent no record in time; known on rank 0 only."""
         self.why: str | None = None
-        """What kept records away, where that is known."""
+        """Why records are missing, if known."""
         self._store: Any = None
         self._gathered: tuple[Mapping[str, Any], ...] | None = None
         if self.world_size > 1:
@@ -41,19 +41,19 @@ class Ranks:
                 store, distributed = find_default_store(), cast("Any", torch.distributed)
                 fit = store.add(f"fastloop/fits/{self.rank}", 1)
                 self._store = distributed.PrefixStore(f"fastloop/fit/{fit}", store)
-            except Exception as error:  # another torch, or a strategy without a process group of torch's
+            except Exception as error:  # a different torch, or a strategy without a torch process group
                 self.why = f"ranks cannot be compared: {type(error).__name__}: {error}"
 
     def gather(self, record: Mapping[str, Any], limit_s: float = LIMIT_S) -> tuple[Mapping[str, Any], ...]:
-        """Hand in what this rank measured, and on rank 0 take what the others did.
+        """Send this rank's measurements, and on rank 0 collect those of the others.
 
         Args:
             record: plain values; ``rank`` and ``host`` are added.
-            limit_s: the longest time rank 0 waits. No other rank waits at all.
+            limit_s: the longest time that rank 0 waits. No other rank waits at all.
 
         Returns:
-            The records of all ranks that came, rank 0's first. Empty on every other rank, in a world of one, and
-            where there is no store. Asked again, the same.
+            The records that arrived, rank 0's first. Empty on every other rank, in a world of one, and without a store.
+            Later calls return the same.
         """
         if self._gathered is None:
             self._gathered = self._exchange({"rank": self.rank, "host": socket.gethostname(), **record}, limit_s)
@@ -66,7 +66,7 @@ class Ranks:
             return self._collect(own, limit_s)
         try:
             self._store.set(str(self.rank), json.dumps(own, default=_plain))
-        except Exception as error:  # rank 0 and its store are gone: nobody is left to read it
+        except Exception as error:  # rank 0 and its store are gone, so no process can read it
             self.why = f"the record of rank {self.rank} could not be handed in: {type(error).__name__}: {error}"
         return ()
 
@@ -83,7 +83,7 @@ class Ranks:
                 if not waiting or left_s <= 0:
                     break
                 time.sleep(min(_PAUSE_S, left_s))
-        except Exception as error:  # the store's server has died, say with the launcher
+        except Exception as error:  # the store's server has died, perhaps with the launcher
             self.why = f"the ranks' store failed: {type(error).__name__}: {error}"
         self.missing = tuple(rank for rank in range(self.world_size) if rank not in found)
         if self.missing and self.why is None:
@@ -105,7 +105,7 @@ def find_default_store() -> Any:
 
     Raises:
         RuntimeError: there is no such group.
-        AttributeError: this torch has no such function: it is a private one.
+        AttributeError: this torch lacks the function, which is private.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise RuntimeError("torch.distributed has no process group")

@@ -1,4 +1,4 @@
-"""Everything that watches one fit on one rank: put together when it is set up, read when its training ends."""
+"""Combines everything that watches one fit on one rank: created in ``setup``, read when training ends."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from fastloop.feeds.batch_tree import count_samples, samples, walk_storage
 from fastloop.records.measurement import COMPILE, MEMORY, VALIDATION_COMPILE, Measurement
 
 COUNTED_STEPS, SYNC_STEP = (1, 3, 4, 5), 2
-"""Optimizer steps of the warm-up in which work is counted, the later ones where the earlier had none, and in which
-synchronisations are looked for: not the first one, in which much happens for once."""
+"""Optimizer steps of the warm-up in which work is counted (later ones only if the earlier found none), and in which
+synchronizations are searched: not the first step, which has many one-time events."""
 LOADER = "loader"
-"""Among the evidence: how the data was loaded."""
+"""Key in the evidence: how the data was loaded."""
 SYNCS = "syncs"
-"""Among the evidence: in how many steps every synchronisation was hunted."""
+"""Key in the evidence: the number of steps in which every synchronization was hunted."""
 
 _OF_RANK = ("step_ms", "parts_ms", "host_ms", "blocked_ms", "samples_per_s", "lead_ms", "gpu", "steps", "partial")
 CROWDED_PCT = 20
-"""Of the fit, spent waiting for a CPU, from which on the machine's load is named."""
+"""Share of the fit spent waiting for a CPU, above which the report mentions the machine's load."""
 REPLACED = "the Trainer's profiler was replaced during the fit, and nothing was recorded after that"
 
 
@@ -48,11 +48,11 @@ class Session:
 
     Args:
         trainer: at ``setup``, when its strategy knows its device.
-        warn: takes a warning, a line.
-        hunt_syncs: find every synchronisation with its line and its cost, in a few steps after the timed ones.
-        place: the run's directory, asked for when there is something to put into it.
-        one_time: the fit's ledger of one-time costs, to which others write too.
-        untouched: surrounds what runs a module once more to count its work, see `CountWork`.
+        warn: receives a one-line warning.
+        hunt_syncs: find every synchronization with its line and its cost, in a few steps after the timed ones.
+        place: returns the run's directory; called only when there is something to write.
+        one_time: collects the fit's one-time costs; other code writes to it too.
+        untouched: context for running a module once more to count its work, see `CountWork`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Session:
         self._epoch_begins = True
         self._note_epoch: Callable[[], None] = lambda: self._begin_epoch(trainer)
         self._drawn: tuple[int, ...] = ()
-        """Samples of a batch and of an epoch's last one, as the loader's batch sampler has them."""
+        """Samples of a batch and of an epoch's last one, according to the loader's batch sampler."""
         self.device: torch.device = trainer.strategy.root_device
         on_cuda = self.device.type == "cuda"
         self.uuid = nvml.find_uuid(self.device) if on_cuda else None
@@ -108,11 +108,11 @@ class Session:
         self._logs: LogMarks | None = None
         self._step = self._passed_steps = self._passed_samples = 0
         self._last_figures: tuple[Any, tuple[float, ...], tuple[float, ...]] = (None, (), ())
-        """What live figures were last made from: an account, what it said, and what had passed by then."""
+        """The inputs of the last live figures: an account, its values, and the totals at that time."""
         self._profiler: Any = None
 
     def attach(self, trainer: Any, asks: Callable[[], None], gets: Callable[[], None]) -> Callable[[], None]:
-        """Stand before the Trainer's profiler; returns the undo."""
+        """Wrap the Trainer's profiler; returns the undo."""
         before = trainer.profiler
         trainer.profiler = ours = self._profiler = WatchingProfiler(before, asks, gets, self.watch.marks.profile)
 
@@ -123,8 +123,10 @@ class Session:
         return undo
 
     def train_start(self, trainer: Any, module: Any) -> list[Callable[[], None]]:
-        """The loaders and loggers are there; returns undos."""
-        self._ranks = Ranks(trainer)  # first: ranks count their fits, and one that failed before would count one less
+        """Loaders and loggers exist now; returns undos."""
+        self._ranks = Ranks(
+            trainer
+        )  # first: ranks count their fits, and a rank that failed before this line would count one less
         self._step = trainer.global_step
         self.watch.clock.queued_batches = loader_state.count_queued_batches(trainer)
         self.watch.ends_at = count_planned_steps(trainer)
@@ -141,7 +143,7 @@ class Session:
         return [self._live.show_on_bar(trainer), self._logs.undo]
 
     def stop(self) -> None:
-        """Give up, or the fit is over: nothing of ours runs on."""
+        """Stop everything of ours, because we give up or the fit is over."""
         if self._live is not None:
             self._live.shown = {}
         self.watch.stop()
@@ -165,7 +167,7 @@ class Session:
                 self._live.tick(trainer)
 
     def _count(self, trainer: Any, batch: Any) -> int | None:
-        """Samples of a batch. Where the loader and the first dimension agree, nobody else is asked."""
+        """Samples of a batch. If the loader and the first dimension agree, no other source is used."""
         size, told = samples(batch), None
         if self._logs is not None:
             told, self._logs.batch_size = self._logs.batch_size, None
@@ -174,17 +176,17 @@ class Session:
         return count_samples(batch, (told, *(self._drawn[1:] if trainer.is_last_batch else self._drawn[:1])))
 
     def validation_starts(self) -> None:
-        """What was compiled until now belongs to the training."""
+        """Attribute compiles until now to training."""
         self.compilations.note(COMPILE)
 
     def validation_ends(self) -> None:
-        """And what was since, to the validation."""
+        """Attribute compiles since validation began to validation."""
         self.compilations.note(VALIDATION_COMPILE)
 
     def measure(
         self, trainer: Any, evidence: Mapping[str, Mapping[str, Any]], raised: BaseException | None = None
     ) -> Measurement:
-        """Close the window and say what was seen, on rank 0 with what the other ranks saw; `raised` ended the fit."""
+        """Close the window; returns the measurement, on rank 0 with that of the other ranks. `raised` ended the fit."""
         self.compilations.note(COMPILE)
         self.one_time.note()
         self.watch.close()
@@ -218,8 +220,8 @@ class Session:
         return self._with_ranks(seen, raised)
 
     def read_figures(self) -> dict[str, float | None]:
-        """What the loggers and the bar show of the steps since the last call: as a clock saw them while one is
-        open, else as they were counted, which tells of no waits."""
+        """Figures for the loggers and the bar about the steps since the last call: from a clock while one is open, else
+        from counts, which do not include waits."""
         account = self.watch.marks.clock.account
         seen = (account.steps, account.samples, account.wall_s + account.once_s, account.wait_s)
         passed = (self._passed_steps, self._passed_samples, step_clock.now())
@@ -242,13 +244,13 @@ class Session:
             self._note_epoch()
 
     def _begin_epoch(self, trainer: Any) -> None:
-        """An epoch's first batch is there; its loaders may be others than before."""
+        """An epoch's first batch has arrived; its loaders may differ from those before."""
         self.workers.note(trainer)
         self._epochs += 1
         self._drawn = loader_state.read_batch_sizes(trainer)
 
     def _describe_costs(self, evidence: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-        """What a finding needs of the one-time costs, beside their sums."""
+        """Facts about one-time costs that findings need, besides their sums."""
         compiled, later_s = self.compilations, self.workers.took_s[1:]
         found: dict[str, Mapping[str, Any]] = {}
         if compiled.count:
@@ -265,7 +267,7 @@ class Session:
         return found
 
     def _describe_crowd(self) -> str | None:
-        """What to say where this thread waited long for a CPU, in tens of per cent: so runs alike say the same."""
+        """Text if this thread waited long for a CPU, rounded to 10 % so that similar runs report the same."""
         waited_s, before_s = machine.cpu_wait_s(), self._cpu_wait_s
         if waited_s is None or before_s is None:
             return None
@@ -286,7 +288,7 @@ class Session:
         return "" if holder is None else f": {holder.name} keeps {holder.tensors} tensors ({holder.where or 'n/a'})"
 
     def _read_board(self) -> Mapping[str, Any]:
-        """What memory is taken, and a few calls of NVML where there is a GPU."""
+        """Current memory use, and a few NVML readings if there is a GPU."""
         memory = self.memory.read_now()
         with contextlib.suppress(nvml.Unreadable), contextlib.closing(nvml.Gpu.open(self.uuid)) as gpu:
             clock = gpu.numbers().get("sm_clock_mhz")
@@ -295,7 +297,7 @@ class Session:
 
 
 def list_owners(trainer: Any) -> list[object]:
-    """Whose attributes user code keeps tensors in."""
+    """The objects in whose attributes user code may keep tensors."""
     return [trainer.lightning_module, *trainer.callbacks, *trainer.loggers]
 
 
@@ -304,14 +306,14 @@ def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:
 
 
 def describe_death(raised: BaseException | None) -> str | None:
-    """What a fit died of, in a line; None where it was stopped from outside, or did not die."""
+    """The exception that ended a fit, in one line; None if it was stopped from outside, or did not fail."""
     if not isinstance(raised, Exception):
         return None
     return ": ".join([type(raised).__name__, *str(raised).strip().splitlines()[:1]])
 
 
 def record_of_rank(seen: Measurement, raised: BaseException | None = None) -> dict[str, Any]:
-    """What one rank hands in of its measurement; ``ended_by`` names what ended its fit, where that did not end well."""
+    """The part of a rank's measurement that it sends to rank 0; ``ended_by`` names the exception that ended its fit."""
     return {
         **{name: getattr(seen, name) for name in _OF_RANK},
         "garbage_ms": (seen.evidence.get(GARBAGE) or {}).get("ms_per_step"),
@@ -336,7 +338,7 @@ def summarize(seen: Measurement) -> dict[str, float | None]:
 
 
 def find_unheard(trainer: Any, module: Any) -> set[str]:
-    """The actions of hooks that nobody has overridden: Lightning opens them all the same."""
+    """The actions of hooks that are not overridden, which Lightning opens all the same."""
     space = namespaces.of(trainer)
     owners = [(f"[LightningModule]{type(module).__name__}", module, namespaces.load(space, "core.LightningModule"))]
     base = namespaces.load(space, "callbacks.Callback")
@@ -351,13 +353,13 @@ def find_unheard(trainer: Any, module: Any) -> set[str]:
 
 
 def count_planned_steps(trainer: Any) -> int | None:
-    """Optimizer steps this fit will make as far as the Trainer knows; None where it does not."""
+    """Optimizer steps that this fit will make according to the Trainer; None if it does not know."""
     limits: list[float] = []
     if trainer.max_steps is not None and trainer.max_steps >= 0:
         limits.append(trainer.max_steps - trainer.global_step)
     batches, epochs = trainer.num_training_batches, trainer.max_epochs
     if epochs is not None and epochs >= 0 and isinstance(batches, int):
-        done = (trainer.fit_loop.batch_idx + 1) % max(1, batches)  # where it resumes in the midst of an epoch
+        done = (trainer.fit_loop.batch_idx + 1) % max(1, batches)  # batches already done if it resumes in mid-epoch
         an_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
         limits.append(an_epoch * (epochs - trainer.current_epoch) - done // trainer.accumulate_grad_batches)
     return int(min(limits)) if limits else None

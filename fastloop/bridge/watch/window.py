@@ -1,6 +1,6 @@
-"""Watch a fit: warm-up with its probes, the timed window, and after it what would disturb the timing.
+"""Watches a fit: warm-up with its probes, the timed window, and then checks that would disturb the timing.
 
-``warm-up (FLOPs, synchronisations) -> window -> extras (hunt, trace) -> a look now and then (drift)``
+``warm-up (FLOPs, synchronizations) -> window -> extras (hunt, trace) -> an occasional check (drift)``
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fastloop.evidence.clock.step_clock import Clock, Window
 from fastloop.feeds.batch_tree import tensors
 
 ENOUGH_STEPS = 200
-"""A window that something comes after ends with so many steps, if its queues have passed ten times."""
+"""If extras follow, the window ends after this many steps, once ten times the queued batches have passed."""
 FEWEST_STEPS = 10
-"""With fewer steps in the window, what would come after it is skipped."""
+"""With fewer steps in the window, the extras after it are skipped."""
 LONGEST_S = 900.0
-"""A window that is long enough ends after this time; later steps are only checked now and then."""
+"""A window with enough batches ends after this time; later steps are only checked occasionally."""
 
 
 class Probe(Protocol):
-    """Something that looks at one step of the warm-up, from its first batch's work to its last one's."""
+    """Observes one step of the warm-up, from its first batch's work to its last one's."""
 
     def begin(self) -> None: ...
 
@@ -40,7 +40,7 @@ class Probe(Protocol):
 
 
 class Extra(Probe, Protocol):
-    """Something that looks at a few whole steps, outside the timed ones."""
+    """Observes a few whole steps outside the timed ones."""
 
     @property
     def steps(self) -> int: ...
@@ -52,12 +52,12 @@ class Watch:
     """Collects the marks of one fit on one rank. Issues no collective.
 
     Args:
-        owed: batches asked of the loader's workers and not finished, or None where that cannot be read.
+        owed: returns the number of batches requested from the loader's workers and not finished; None if unreadable.
         board: reads the GPU's counters over the window: ``start()``, ``stop()``.
-        probes: what runs once during warm-up, by the optimizer step it takes.
-        extras: what runs after the window, in order.
-        one_time: the ledger of costs that are none of a step's.
-        note_costs: brings that ledger up to date; called whenever the loop has a batch.
+        probes: probes that each run once during warm-up, by the optimizer step that they observe.
+        extras: run after the window, in order.
+        one_time: collects one-time costs, which belong to no step.
+        note_costs: brings `one_time` up to date; called whenever the loop has a batch.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Watch:
         self.marks, self.garbage = Marks(self.clock), Garbage(self.clock)
         self.losses, self.tokens = LossLog(), Tokens()
         self.ends_at: int | None = None
-        """Optimizer steps this fit will have made, where the Trainer knows."""
+        """Optimizer steps that this fit will make; None if the Trainer does not know."""
         self.window: Window | None = None
         self.board_seen: Any = None
         self.owed: tuple[int | None, int | None] = (None, None)
@@ -89,14 +89,14 @@ class Watch:
         self._extra_steps = 0
         self._boundary, self._opened_at = True, 0.0
         self._fetched_inside = False
-        """training_step fetches its batches itself: no call of the loop's comes between two steps."""
+        """Whether training_step fetches its batches itself, so that the loop requests none between two steps."""
         self.later: Any = None
-        """Looks at the step now and then once the window is over, see `probes.Later`."""
+        """Checks the step occasionally after the window, see `probes.Later`."""
 
     # -- the loop's calls -----------------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """The loop asks for a batch."""
+        """The loop requests a batch."""
         self._fetched_inside = self.marks.in_work
         if self._boundary and not self.marks.in_work:
             self._turn()
@@ -121,7 +121,7 @@ class Watch:
     def batch_end(
         self, loss: torch.Tensor | None, batch: Any, size: int | None, step_ends: bool, batches_per_step: int
     ) -> None:
-        """A batch of `size` samples is done; `loss` as Lightning divides it by the batches of a step."""
+        """A batch of `size` samples is done. `loss` is already divided by the batches per step, as in Lightning."""
         self.losses.add(loss, step_ends, batches_per_step)
         if self.clock.detailed or self._probe is not None:
             self.tokens.add(batch)
@@ -138,7 +138,7 @@ class Watch:
                 self._begin_probe()
 
     def close(self) -> None:
-        """Nothing more will come: end whatever is still going on."""
+        """The fit is over: end whatever is still running."""
         self._end_probe()
         if self._extra is not None:
             self._extra.end()
@@ -148,13 +148,13 @@ class Watch:
         self._close_window()
 
     def stop(self) -> None:
-        """Give up: nothing of ours goes on, and nothing more is measured. Harmless after ``close``."""
+        """Give up: stop everything of ours, and measure no more. Harmless after ``close``."""
         running = [probe for probe in (self._probe, self._extra) if probe is not None]
         self._probe = self._extra = None
         self._probes.clear()
         self._extras.clear()
         for probe in running:
-            with suppress(Exception):  # what fails may be the very reason for giving up
+            with suppress(Exception):  # a failing probe may be the reason for giving up
                 probe.give_up()
         self.marks.around_work = self.marks.around_forward = self.marks.ranges = None
         self.garbage.stop()
@@ -163,10 +163,10 @@ class Watch:
         if self.board is not None:
             self.board.stop()
 
-    # -- its stages -----------------------------------------------------------------------------------------------
+    # -- stages ---------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Between two steps: go on to the next stage where it is time."""
+        """Between two steps: move on to the next stage if it is time."""
         self._end_probe()
         if self.clock.open and self._is_over():
             self._close_window()
@@ -203,7 +203,7 @@ class Watch:
     def _is_over(self) -> bool:
         long = time.monotonic() - self._opened_at > LONGEST_S
         if not long and not self._extras:
-            return False  # at every step of most fits
+            return False  # the common case, at every step of most fits
         done, passed = self.clock.total_steps, self.clock.account
         long_enough = passed.batches >= 10 * self.clock.queued_batches
         if long and long_enough:
@@ -226,14 +226,14 @@ class Watch:
             self.later.reference(self.window, self.clock.total_steps)
 
 
-# Tokens per sample of a language model's batches: all of them, and those that are no padding.
+# Tokens per sample of a language model's batches: all of them, and those that are not padding.
 
 MOST = 256
-"""Batches looked at: a ring of sums that stay on their device until the end."""
+"""Most batches that are counted; their sums stay on the device until the end."""
 
 
 class Tokens:
-    """Looks at batches of integer tensors [samples, length]. Adds no synchronisation."""
+    """Counts the tokens in batches of integer tensors [samples, length]. Adds no synchronization."""
 
     def __init__(self) -> None:
         self._rows = self._all = 0
@@ -241,7 +241,7 @@ class Tokens:
         self._masked = 0
 
     def add(self, batch: Any) -> None:
-        """One batch; nothing where it holds no integer tensor [samples, length]."""
+        """Count a batch; does nothing if it holds no integer tensor [samples, length]."""
         ids = _ids(batch)
         if ids is None or (self._rows and len(self._real) >= MOST):
             return
@@ -253,7 +253,7 @@ class Tokens:
             self._masked += ids.numel()
 
     def per_sample(self) -> tuple[float | None, float | None]:
-        """Tokens per sample, and those that an attention mask does not hide (one synchronisation); None = not known."""
+        """Tokens per sample, and those that an attention mask does not hide (one synchronization); None if unknown."""
         if not self._rows:
             return None, None
         every = self._all / self._rows

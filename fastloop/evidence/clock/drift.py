@@ -1,9 +1,9 @@
-"""Whether a long training got slower: short checks of the step, long after the first window. Pure arithmetic.
+"""Detects whether a long training got slower, by short checks of the step long after the first window. Pure arithmetic.
 
-A check alone proves nothing: of fifty uneven steps the mean wanders by more than ten per cent now and then. A step has
-got slower when two checks in a row, the second soon after the first, are both slower than the reference by at least
-10 % and by more than three standard errors of the difference, where the spread of the steps is known. Step times are
-without validation, checkpoints and the gap between epochs, which fall into one check and not into the next.
+One check proves nothing: the mean of fifty uneven steps sometimes varies by more than ten percent. The step counts as
+slower if two checks in a row, the second soon after the first, are both slower than the reference by at least 10 % and
+by more than three standard errors of the difference, if the spread of the steps is known. Step times exclude
+validation, checkpoints and the gap between epochs, which occur in one check and not in the next.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 EVERY_S = 15 * 60.0
 RECHECK_S = 60.0
-"""After a slow check: soon, since a warning in half an hour helps less, and not at once, since a hiccup lasts."""
+"""Delay after a slow check: soon, so that a warning still helps, but not at once, since a hiccup takes time."""
 CHECK_STEPS = 50
 SLOWER_PCT = 10.0
 STANDARD_ERRORS = 3.0
 MOST_CHECKS = 400
 STEADY, OUT_WITHIN_S = 0.4, 24 * 3600.0
-"""Memory creeps where it grew at a similar pace (the slower of two as a share of the faster) since the first window and
-since the last check; it is warned of where it would be gone within a day."""
+"""Memory creeps if it grew at a similar pace (the slower of two as a share of the faster) since the first window and
+since the last check; a warning follows if it would run out within a day."""
 _CLOCK_PCT = 3.0
 _SHARE_OF_SLOWDOWN = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCheck:
-    """The mean step of one window. Unknown is None."""
+    """The mean step of one window. None = unknown."""
 
     step: int
     """Optimizer steps of the fit when the window ended."""
@@ -43,11 +43,11 @@ class StepCheck:
     memory_bytes: int | None = None
     memory_free_bytes: int | None = None
     foreign_processes: Collection[object] | None = None
-    """Other processes on the GPU, by ids or names that stay the same from check to check."""
+    """Other processes on the GPU, by ids or names that are stable from check to check."""
 
 
 class Drift:
-    """Compares later checks with the first window. Time is any clock in seconds that only goes on."""
+    """Compares later checks with the first window. Times are seconds on any monotonic clock."""
 
     def __init__(self, every_s: float = EVERY_S, recheck_s: float = RECHECK_S) -> None:
         self.every_s, self.recheck_s = every_s, recheck_s
@@ -57,19 +57,19 @@ class Drift:
         self._entries: list[dict[str, Any]] = []
         self._warned_of: dict[str, Any] | None = None
         self._memory: list[tuple[float, StepCheck]] = []
-        """The first check that knows it, and the last two."""
+        """The first check with a memory reading, and the last two."""
         self._memory_warned = False
 
     def due(self, now_s: float) -> bool:
-        """Whether the next check shall begin; never before there is a reference."""
+        """Whether the next check is due; never before there is a reference."""
         pause = self.recheck_s if self._recheck else self.every_s
         return self._reference is not None and now_s - self._last_s >= pause
 
     def add(self, now_s: float, seen: StepCheck) -> str | None:
-        """Take in a window that has just ended: the first is the reference.
+        """Add a window that has just ended: the first is the reference.
 
         Returns:
-            The one warning of a fit, at the check that confirms that the step got slower; else None.
+            The only warning of a fit, at the check that confirms a slower step; else None.
         """
         if not (math.isfinite(seen.step_ms) and seen.step_ms > 0):
             return None
@@ -80,7 +80,7 @@ class Drift:
         return self._compare(now_s, self._reference, seen)
 
     def check_memory(self, now_s: float, seen: StepCheck) -> str | None:
-        """The one warning of a fit that memory creeps, at the check that confirms it; else None."""
+        """The only warning of a fit that memory creeps, at the check that confirms it; else None."""
         if seen.memory_bytes is None or self._memory_warned:
             return None
         self._memory = [*self._memory[:1], *self._memory[1:][-1:], (now_s, seen)]
@@ -102,8 +102,8 @@ class Drift:
 
     @property
     def entries(self) -> tuple[Mapping[str, Any], ...]:
-        """The checks as ``Measurement.drift`` wants them, ``at_s`` since the first window ended; above 400 every
-        second one goes, but for the one that was warned of. ``why`` is None where a check proves no slower step."""
+        """The checks for ``Measurement.drift``, ``at_s`` since the first window ended; above 400, every second one is
+        dropped, except the one that caused the warning. ``why`` is None unless a check proves a slower step."""
         return tuple(self._entries)
 
     def _compare(self, now_s: float, before: StepCheck, seen: StepCheck) -> str | None:
@@ -134,7 +134,7 @@ class Drift:
 
 
 def is_slower(before: StepCheck, seen: StepCheck) -> bool:
-    """Whether one check alone says so; the spread counts where both windows know theirs."""
+    """Whether a single check is slower; uses the spread if both windows have one."""
     gained_ms = seen.step_ms - before.step_ms
     if gained_ms < before.step_ms * SLOWER_PCT / 100:
         return False
@@ -145,7 +145,7 @@ def is_slower(before: StepCheck, seen: StepCheck) -> bool:
 
 
 def explain_change(before: StepCheck, seen: StepCheck) -> str:
-    """Everything that is to be seen beside the slower step; several causes are all named."""
+    """All changes observed together with the slower step; lists every possible cause."""
     found = []
     if before.sm_clock_mhz and seen.sm_clock_mhz is not None:
         down_pct = 100 * (1 - seen.sm_clock_mhz / before.sm_clock_mhz)

@@ -1,7 +1,7 @@
-"""Passes of Python's garbage collector: how long they held the host up, added to a clock as they end.
+"""Passes of Python's garbage collector: adds the time each one held up the host to a clock.
 
-A pass over all objects takes a tenth of a second and more where there are millions of them. It comes whenever
-something is allocated, wherever the loop happens to be then, and is no doing of that place's.
+A pass over all objects takes a tenth of a second or more if there are millions of them. An allocation anywhere in the
+loop can trigger it, so the place where it happens is not its cause.
 Source: https://docs.python.org/3/library/gc.html#gc.callbacks
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 from fastloop.evidence.clock import step_clock
 
 WHOLE = 2
-"""The generation of a pass over everything, which is what ``gc.collect()`` asks for."""
+"""The generation of a full pass, as requested by ``gc.collect()``."""
 
 
 class Garbage:
     """Adds the host time of passes to a clock's `collected_s`, from ``start`` to ``stop``.
 
-    A pass that somebody's code asks for by ``gc.collect()`` stays with the hook or phase that asked.
+    An explicit ``gc.collect()`` is charged to the hook or phase that calls it.
     """
 
     def __init__(self, clock: step_clock.Clock) -> None:
@@ -48,5 +48,5 @@ class Garbage:
 
 
 def _was_requested(frame: FrameType | None) -> bool:
-    """Whether the code that runs, if it is Python's, calls something that is named collect."""
+    """Whether the running Python code calls something whose name contains ``collect``."""
     return frame is not None and "collect" in frame.f_code.co_names

@@ -1,4 +1,4 @@
-"""The loss of every optimizer step, kept without a synchronisation and in bounded memory."""
+"""The loss of every optimizer step, kept without synchronization and in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ _CHUNK = 64
 
 
 class LossLog:
-    """Collects 0-d loss tensors on their device, 64 at a time, and brings them to the host once, at the end."""
+    """Collects 0-d loss tensors on their device, 64 at a time, and copies them to the host once, at the end."""
 
     def __init__(self) -> None:
         self.every = 1
-        """Optimizer steps between two kept points; doubles whenever there are more than 10,000."""
+        """Optimizer steps between two kept points; doubles each time there are more than 10,000 points."""
         self._loose: list[torch.Tensor] = []
         self._chunks: list[torch.Tensor] = []
         self._step: list[torch.Tensor] = []
         self._steps = 0
 
     def add(self, loss: torch.Tensor | None, step_ends: bool, batches_per_step: int) -> None:
-        """Take the loss of one batch, as Lightning divides it (by batches_per_step)."""
+        """Add the loss of one batch, already divided by batches_per_step as Lightning does."""
         if loss is not None:
             self._step.append(loss)
         if not step_ends:
             return
         if self._step and self._steps % self.every == 0:
-            # One batch is the common case and must cost nothing; a short last window is scaled to its own mean.
+            # One batch is the common case and must cost nothing; a short last accumulation window is scaled to its own
+            # mean.
             if len(self._step) == 1 == batches_per_step:
                 self._loose.append(self._step[0])
             else:
@@ -45,6 +46,6 @@ class LossLog:
             self.every *= 2
 
     def values(self) -> tuple[float, ...]:
-        """All kept points on the host (one synchronisation)."""
+        """All kept points, on the host (one synchronization)."""
         self._flush()
         return tuple(torch.cat(self._chunks).tolist()) if self._chunks else ()

@@ -1,4 +1,4 @@
-"""Time a thread spends off the processor of its own accord: asleep, reading, waiting for a lock."""
+"""Time a thread spends off the CPU voluntarily: asleep, reading, waiting for a lock."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _own = threading.local()
 
 
 def read_off_cpu_s() -> float | None:
-    """Seconds since some moment in which this thread neither ran nor stood in line for a processor; differences count.
+    """Seconds in which this thread neither ran nor was queued for a CPU; only differences are meaningful.
 
-    Linux' scheduler statistics tell waiting from having been pushed aside; None where there are none. They lag by up to
-    a scheduler tick, so means over many stretches count, and a single one may even be negative.
+    Linux' scheduler statistics distinguish waiting from preemption; None if unavailable. They lag by up to a scheduler
+    tick, so only means over many intervals are reliable, and a single difference may even be negative.
     """
     if getattr(_own, "process", None) != os.getpid():
         _open_statistics()
@@ -38,11 +38,11 @@ def _open_statistics() -> None:
         _own.file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
 
 
-# The current CUDA stream, without the object that torch makes of it at every call.
+# The current CUDA stream, without the object that torch creates on every call.
 
 
 def find_current_stream(device: torch.device) -> Any:
-    """``torch.cuda.current_stream``, which takes 4 us on an H200's host: longer than all else of a mark together."""
+    """A faster ``torch.cuda.current_stream``, which takes 4 us on an H200's host, more than the rest of a mark."""
     ask = getattr(torch._C, "_cuda_getCurrentStream", None)  # private
     if ask is None or device.index is None:
         return torch.cuda.current_stream(device)

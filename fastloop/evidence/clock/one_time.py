@@ -1,7 +1,7 @@
-"""Costs that come once in a fit: compiles, the start of workers, rehearsals. By cause, and as spans of the host's time.
+"""Costs that occur once per fit: compiles, worker start-up, rehearsals. By cause, and as spans of host time.
 
-Whoever causes or sees such a cost writes it here: the watch, the applier, a rung's action. A `Clock` that is given the
-ledger takes the spans out of its steps, so that no part of a step pays for what no later step pays again.
+The code that causes or observes such a cost records it here: the watch, the applier, a rung's action. A `Clock` that
+receives the ledger removes the spans from its steps, so that no step is charged for a cost that does not recur.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ now = time.perf_counter
 
 
 class Span(NamedTuple):
-    """From when to when, in seconds on the clock of the steps, `now`."""
+    """Begin and end, in seconds on the clock of the steps, `now`."""
 
     cause: str
     began: float
@@ -28,24 +28,24 @@ class OneTime:
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        """In the order in which they became known; they may lie inside each other."""
+        """In the order in which they became known; they may be nested."""
         self._unplaced: defaultdict[str, float] = defaultdict(float)
         self._followed: list[tuple[str, Callable[[], tuple[float, float]], tuple[float, float]]] = []
 
     def add(self, cause: str, seconds: float) -> None:
-        """Seconds of a cost that lies in no step, or whose place is not known."""
+        """Seconds of a cost outside all steps, or with an unknown place."""
         self._unplaced[cause] += seconds
 
     def add_span(self, cause: str, began: float, ended: float) -> None:
-        """A cost with its place, which may be past."""
+        """A cost with its place in time, which may be in the past."""
         self.spans.append(Span(cause, began, max(began, ended)))
 
     def follow(self, cause: str, read_s: Callable[[], tuple[float, float]]) -> None:
-        """A cost that counts its own seconds so far: those that the loop waited for, and those beside it."""
+        """Follow a cost that counts its own seconds: those that the loop waited for, and those in parallel."""
         self._followed.append((cause, read_s, read_s()))
 
     def note(self) -> None:
-        """The loop has its batch: what was counted since the last call lies right before now, or in no step."""
+        """The loop has its batch: seconds counted since the last call lie right before now, or in no step."""
         for place, (cause, read_s, before) in enumerate(self._followed):
             waited_s, beside_s = found = read_s()
             if waited_s > before[0]:
@@ -55,7 +55,7 @@ class OneTime:
 
     @contextlib.contextmanager
     def span(self, cause: str) -> Iterator[None]:
-        """What runs inside ``with`` is such a cost, also where it raises."""
+        """Record the body of ``with`` as such a cost, even if it raises."""
         began = now()
         try:
             yield
@@ -63,7 +63,7 @@ class OneTime:
             self.add_span(cause, began, now())
 
     def sum_by_cause(self) -> dict[str, float]:
-        """Seconds by cause. What lies inside something else, as a compile in a rehearsal, counts as itself only."""
+        """Seconds by cause. A nested cost, such as a compile in a rehearsal, counts only under its own cause."""
         found = defaultdict(float, self._unplaced)
         around: list[Span] = []
         for span in sorted(self.spans, key=lambda each: (each.began, -each.ended)):
@@ -77,7 +77,7 @@ class OneTime:
 
 
 class Reader:
-    """Hands the spans of a ledger to one clock, which goes through them once and in its own order of time."""
+    """Passes the spans of a ledger to one clock, which goes through them once, in order of time."""
 
     def __init__(self, ledger: OneTime) -> None:
         self._spans = ledger.spans
@@ -85,12 +85,12 @@ class Reader:
         self._pending: list[tuple[float, float]] = []
 
     def skip(self) -> None:
-        """Leave out what is known by now."""
+        """Ignore all spans recorded so far."""
         self._taken = len(self._spans)
         self._pending = []
 
     def take(self, began: float, ended: float) -> float:
-        """Seconds of this stretch that spans cover; stretches come in order, each once."""
+        """Seconds of this interval that spans cover; intervals must come in order, each once."""
         if self._taken == len(self._spans) and not self._pending:
             return 0.0  # nearly always
         self._pending += [(span.began, span.ended) for span in self._spans[self._taken :]]

@@ -1,9 +1,9 @@
-"""The work of all steps, of which only some tell their phases apart.
+"""Splits the work of all steps into phases, although only some steps record their phases.
 
-Steps marked in detail are drawn at random, and their split is applied to the sum of all: the ratio estimator of
-sampling. It holds for steps like those that were seen. Steps of more than `FAR` times the usual one are kept apart: a
-marked one is known, and what others took beyond the usual is split only where marked steps showed the like. The rest
-belongs to no phase; it is what a report calls unexplained.
+Steps marked in detail are drawn at random, and their split is applied to the sum of all: the ratio estimator of survey
+sampling. It is valid for steps similar to those marked. Steps longer than `FAR` times the usual one are handled
+separately: the split of a marked one is known; the excess time of the others is split only if enough such steps were
+marked. The rest belongs to no phase; a report calls it unexplained.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 FAR = 3.0
-"""Times the median of the steps in detail, from which on a step is no usual one."""
+"""A step longer than this many times the median of the steps in detail is not a usual one."""
 LATELY = 64
-"""Steps in detail that this median is taken of."""
+"""Number of latest steps in detail that this median covers."""
 FIRST = 6
-"""Steps that wait for each other, so that the first of them is held against a median too."""
+"""The first steps are buffered until there are this many, so that they too can be compared with a median."""
 ALIKE = 2
-"""Far steps in detail that are enough to speak for those that were not marked."""
+"""Number of far steps in detail needed to represent those that were not marked."""
 
 Phases = defaultdict[str, float]
 
 
 class Sampled:
-    """Seconds, by phase where known. Fixed memory."""
+    """Seconds, by phase if known. Fixed memory."""
 
     def __init__(self) -> None:
         self._detail, self._far, self._between = Phases(float), Phases(float), Phases(float)
         self._usual_s = self._unseen_s = 0.0
-        """Of usual steps; and what far ones that were not in detail took beyond a usual one."""
+        """``_usual_s``: time of usual steps; ``_unseen_s``: excess over a usual step of far steps not in detail."""
         self._marked = self._far_marked = 0
         self._step_s, self._step = 0.0, Phases(float)
         self._lately: deque[float] = deque(maxlen=LATELY)
@@ -39,18 +39,18 @@ class Sampled:
         self._first: list[tuple[float, Phases, bool]] | None = []
 
     def add(self, phase: str, seconds: float, detailed: bool) -> None:
-        """A stretch of the present step's work."""
+        """An interval of the current step's work."""
         self._step_s += seconds
         if detailed:
             self._step[phase] += seconds
 
     def between(self, phase: str, seconds: float) -> None:
-        """Work between two steps, of which the first was in detail."""
+        """Work between two steps, the first of which was in detail."""
         self._usual_s += seconds
         self._between[phase] += seconds
 
     def step_ends(self, detailed: bool) -> None:
-        """The present step is whole."""
+        """The current step is complete."""
         step_s, phases, self._step_s = self._step_s, self._step, 0.0
         if not (detailed or phases) and self._first is None and step_s <= FAR * self._typical_s:  # nearly all
             self._usual_s += step_s
@@ -67,10 +67,10 @@ class Sampled:
             self._take_first()
 
     def means(self, steps: int, steps_between: int) -> dict[str, float]:
-        """Seconds per step by phase, as far as phases are known.
+        """Seconds per step by phase, for time with a known phase.
 
         Args:
-            steps: all of them; `steps_between`: those whose predecessor was in detail.
+            steps: number of all steps; `steps_between`: of those whose predecessor was in detail.
         """
         self._take_first()
         split = Phases(float, {phase: seconds / self._marked for phase, seconds in self._detail.items()})
@@ -86,21 +86,21 @@ class Sampled:
 
     @property
     def detailed_s(self) -> float:
-        """All steps in detail."""
+        """Time of all steps in detail."""
         return sum(self._detail.values()) + sum(self._far.values())
 
     @property
     def known_s(self) -> float:
-        """All steps, less what belongs to no phase."""
+        """Time of all steps, without time that belongs to no phase."""
         return self._usual_s + self.far_s
 
     @property
     def far_s(self) -> float:
-        """Of far steps, as far as phases are known."""
+        """Time of far steps with known phases."""
         return sum(self._far.values()) + (self._unseen_s if self._far_marked >= ALIKE else 0.0)
 
     def of_detailed(self, steps: int) -> float:
-        """A usual step's work as a share of one's in detail; 1 where none was."""
+        """Work of a usual step relative to one in detail; 1 if no step was in detail."""
         detail_s = sum(self._detail.values())
         return self._usual_s / steps / (detail_s / self._marked) if detail_s > 0 else 1.0
 
@@ -124,23 +124,23 @@ class Sampled:
             self._usual_s += step_s
 
 
-# The few steps that are far longer than all others: a pause that came once says nothing of what a step costs.
+# The few steps that are far longer than all others: a pause that happened once is not part of a step's cost.
 
 MOST_PAUSES = 3
-"""Steps; what makes more of them long comes again, and its mean is what it costs."""
+"""Limit on the number of such steps; if there are more, the cause recurs, and its mean is its cost."""
 PAUSE = 4.0
-"""Times the longest of all other steps."""
+"""Ratio to the longest of all other steps."""
 
 
 class Pauses(NamedTuple):
-    """How many steps, and what they add to the mean step beyond the median one, in seconds."""
+    """The number of pauses, and the seconds they add to the mean step beyond the median one."""
 
     steps: int
     s_per_step: float
 
 
 def find_pauses(step_s: Sequence[float]) -> Pauses | None:
-    """The single long steps among these; None where there are none."""
+    """The few isolated long steps; None if there are none."""
     ordered = sorted(step_s, reverse=True)
     if len(ordered) <= 2 * MOST_PAUSES:
         return None

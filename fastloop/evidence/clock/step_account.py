@@ -1,8 +1,8 @@
-"""The account of a window: which phase every stretch of the device's time line belongs to.
+"""The account of a window: assigns every interval of the device's timeline to a phase.
 
-A stretch lies between two marks. Outside the loop's own batch work (`body`) the host has launched nothing, so a stretch
-there is time in which the device starved: the host says how long, without an event. Inside, every step gives the sum of
-its phases and only steps marked in detail tell them apart, see `Sampled`.
+An interval lies between two marks. Outside the loop's batch work (`body`) the host has launched nothing, so the device
+starves during an interval there; host times give its length, without an event. Inside, every step gives the sum of its
+phases, and only steps marked in detail separate them, see `Sampled`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from fastloop.evidence.clock.sampling import Sampled
 
 KEPT_STEPS = 10_000
-"""Step times kept for the quantiles: the latest ones."""
+"""Number of latest step times kept for the quantiles."""
 RARE = ("validation", "checkpoint", "epoch_gap")
-"""Phases that do not come every step: always marked with events, and never sampled."""
+"""Phases that do not occur in every step: always marked with events, and never sampled."""
 COMPUTE = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What the clock measured between the first and the last boundary, in seconds."""
+    """The clock's measurements between the first and the last boundary, in seconds."""
 
     steps: int
     detailed_steps: int
@@ -30,24 +30,24 @@ class Window:
     samples: int
     wall_s: float
     parts_s: dict[str, float]
-    """Per step, by phase, on the device's time line; phases that only steps in detail tell are missing without any."""
+    """Per step, by phase, on the device's timeline; phases that need steps in detail are missing without any."""
     host_s: dict[str, float]
-    """Per step, by phase, on the host's."""
+    """Per step, by phase, on the host's timeline."""
     blocked_s: float | None
-    """Per step: host time of forward, backward and optimizer off the processor."""
+    """Per step: host time of forward, backward and optimizer off the CPU."""
     step_s: tuple[float, ...]
     step_samples: tuple[int, ...]
     batch_samples: tuple[int, ...]
     lead_s: float | None
     trail_s: float | None
     of_detailed: float = 1.0
-    """Host time of an average step's work as a share of one's in detail, whose marks cost something."""
+    """Host time of an average step's work relative to a step in detail, whose marks add some cost."""
     garbage_s: float = 0.0
-    """Per step: what passes of the garbage collector cost the device, wherever they came; a part of ``host_other``."""
+    """Per step: device time lost to garbage collector passes, in any phase; a part of ``host_other``."""
     once_s: tuple[float, ...] = ()
-    """Seconds of one-time costs that are taken out of each step of ``step_s``, and out of all other figures."""
+    """Seconds of one-time costs that were removed from each step of ``step_s``, and from all other figures."""
     once_total_s: float = 0.0
-    """The same of all steps."""
+    """The sum over all steps."""
 
     @property
     def steps_with_once(self) -> int:
@@ -55,7 +55,7 @@ class Window:
         return sum(seconds > 0 for seconds in self.once_s)
 
     def put_back(self) -> Window:
-        """The window with these seconds in its steps, as work of the host: for costs that come again and again."""
+        """The window with these seconds put back into its steps, as host work: for costs that recur."""
         each_s = self.once_total_s / self.steps
         return replace(
             self,
@@ -69,23 +69,23 @@ class Window:
 
 
 class Mark:
-    """One call of the loop. No dataclass: most marks need five of the fields, and setting all takes a microsecond."""
+    """One call of the loop. Not a dataclass: most marks need five of the fields; setting all takes a microsecond."""
 
     off_cpu: float | None = None
     kind = ""
-    """got: the loop has its batch. issued: a batch's work is."""
+    """got: the loop has its batch. issued: a batch's work has been issued."""
     ended: tuple[int, int, bool] | None = None
-    """Batches, samples, and whether in detail, of the step that ends here."""
+    """For the step that ends here: batches, samples, and whether it was in detail."""
     samples: int | None = None
     asked = 0.0
-    """Of a `got`: when the loop asked for the batch, where that has no mark of its own. Of others: when hooks without
-    marks of their own were over."""
+    """For a `got`: when the loop requested the batch, if that has no separate mark. For others: when hooks without
+    their own marks were over."""
     seen_at = 0.0
-    """When the host saw that the device had passed it."""
+    """When the host observed that the device had passed it."""
     hooks_s = 0.0
-    """Of a `got`: host time in hooks since the last mark."""
+    """For a `got`: host time in hooks since the last mark."""
     collected_s = collected_before = 0.0
-    """Host time of the garbage collector's since the last mark, and what of it passed before the loop `asked`."""
+    """Host time of the garbage collector since the last mark, and the part of it before `asked`."""
 
     def __init__(self, at: float, event: Any, phase: str, body: bool, detailed: bool) -> None:
         self.at, self.event, self.body, self.detailed = at, event, body, detailed
@@ -94,7 +94,7 @@ class Mark:
 
 
 class Account:
-    """Takes the stretches of whole steps, in order, once the first boundary is known."""
+    """Accumulates the intervals of whole steps, in order, once the first boundary is known."""
 
     def __init__(self) -> None:
         self.steps = self.detailed = self.after_detailed = self.batches = self.samples = 0
@@ -103,23 +103,23 @@ class Account:
         self.boundary = 0.0
         """Device time of the latest step's end."""
         self._every, self._host_every = defaultdict[str, float](float), defaultdict[str, float](float)
-        """Seconds by phase outside the loop's batch work, of every step: on the device's time line; on the host's."""
+        """Seconds by phase outside the loop's batch work, of every step: on the device's and on the host's timeline."""
         self._work, self._host_work = Sampled(), Sampled()
-        """Inside it."""
+        """Seconds inside it."""
         self._blocked_s: float | None = None
         self._garbage = self._once_in_step = self.once_s = 0.0
         self._step_s, self._step_once, self._leads, self._trails = (deque[float](maxlen=KEPT_STEPS) for _ in range(4))
         self._of_step, self._of_batch = (deque[int](maxlen=KEPT_STEPS) for _ in range(2))
 
     def stretch(self, phase: str, body: bool, detailed: bool, span: float, starved: float, host: float) -> None:
-        """`span` seconds of the device's time line, `starved` of them because the host was elsewhere."""
+        """`span` seconds of the device's timeline, `starved` of them because the host was busy elsewhere."""
         if phase in RARE:
             self._every[phase] += span
             self._host_every[phase] += host
         elif not body:
             self._every[phase] += starved
             self._host_every[phase] += host
-            if detailed and span > starved:  # the rest waited for work of the device: copies, a callback's kernels
+            if detailed and span > starved:  # the rest waited for device work: copies, a callback's kernels
                 if phase == "data_wait":
                     self._work.add("h2d", span - starved, detailed)
                 else:
@@ -129,7 +129,7 @@ class Account:
             self._host_work.add(phase, host, detailed)
 
     def between(self, host: float, starved: float, hooks_share: float) -> None:
-        """A stretch between two batches' work in which hooks had no marks: they took a share of it."""
+        """An interval between two batches' work in which hooks had no marks: they took `hooks_share` of it."""
         every, host_every = self._every, self._host_every
         if hooks_share:
             every["callbacks_logging"] += hooks_share * starved
@@ -138,7 +138,7 @@ class Account:
         host_every["host_other"] += (1 - hooks_share) * host
 
     def garbage(self, host: float, lead: float) -> float:
-        """The garbage collector held the host up while the device had `lead` seconds of work; what the device lost."""
+        """Charge a garbage collection while the device had `lead` seconds of work; returns the time it lost."""
         lost = max(0.0, host - max(0.0, lead))
         self._garbage += lost
         self._every["host_other"] += lost
@@ -146,17 +146,17 @@ class Account:
         return lost
 
     def once(self, host: float, lead: float) -> float:
-        """A one-time cost held the host up, likewise; what the device lost is no part of the step or the window."""
+        """Likewise for a one-time cost; the time the device lost belongs to neither step nor window."""
         lost = max(0.0, host - max(0.0, lead))
         self._once_in_step += lost
         return lost
 
     def blocked(self, seconds: float) -> None:
-        """Seconds off the processor; may be negative, for readings lag."""
+        """Add seconds off the CPU; may be negative, because readings lag."""
         self._blocked_s = (self._blocked_s or 0.0) + seconds
 
     def lead(self, seconds: float) -> None:
-        """Work the device had left when the host got a batch."""
+        """Work left on the device when the host got a batch."""
         self._leads.append(seconds)
 
     def issued(self, trail: float, samples: int) -> None:
@@ -167,7 +167,7 @@ class Account:
     def step_ends(self, at: float, batches: int, samples: int, detailed: bool) -> None:
         """The device has reached the end of a step."""
         once_s, self._once_in_step = self._once_in_step, 0.0
-        if self.start is None:  # the step the window opened in is not a whole one
+        if self.start is None:  # the step in which the window opened is incomplete
             self.start = at
         else:
             self.steps += 1
@@ -185,16 +185,16 @@ class Account:
 
     @property
     def wall_s(self) -> float:
-        """Of all whole steps, without one-time costs."""
+        """Time of all whole steps, without one-time costs."""
         return 0.0 if self.start is None else self.boundary - self.start - self.once_s
 
     @property
     def wait_s(self) -> float:
-        """Seconds starved of data so far."""
+        """Seconds that the device has starved for data so far."""
         return self._every.get("data_wait", 0.0)
 
     def window(self, on_device: bool) -> Window | None:
-        """What there is so far; None without a whole step."""
+        """The measurements so far; None without a whole step."""
         if not self.steps:
             return None
         parts, host = self._means(self._every, self._work), self._means(self._host_every, self._host_work)
@@ -222,7 +222,7 @@ class Account:
         )
 
     def _means(self, every: dict[str, float], work: Sampled) -> dict[str, float]:
-        """Per step: what is known of every step as it is, the rest as the steps in detail split it."""
+        """Per step: recorded times of every step unchanged, the rest split as in the steps in detail."""
         means = {phase: seconds / self.steps for phase, seconds in every.items()}
         for phase, seconds in work.means(self.steps, self.after_detailed).items():
             means[phase] = means.get(phase, 0.0) + seconds

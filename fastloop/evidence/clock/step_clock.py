@@ -1,13 +1,15 @@
-"""The step on one clock: host marks and a chain of device events, without a synchronisation inside the window.
+"""The step on one clock: host marks and a chain of device events, without synchronization inside the window.
 
-At each mark `p` the host notes `h_p`; the device reaches it at `d_p`. A step runs from the moment its predecessor's
-work was issued to the moment its own is, `T = (d_N - d_0) / N`. A stretch in which the host launches nothing, from `a`
-to `b`, starves the device for `max(0, h_b - d_a)`; a phase that launches takes `d_b - d_a`. Device times are brought to
-the host's clock by one synchronisation before the window. After it two truths keep the clocks together: the device
-reaches no mark before the host made it, nor after the host has seen it reached. On the CPU both clocks are one.
+At each mark `p` the host records `h_p`; the device reaches it at `d_p`. A step lasts from the moment its predecessor's
+work was issued to the moment its own is, `T = (d_N - d_0) / N`. An interval from `a` to `b` in which the host launches
+nothing starves the device for `max(0, h_b - d_a)`; a phase that launches takes `d_b - d_a`. One synchronization before
+the window maps device times to the host's clock. After it, two constraints keep the clocks aligned: the device reaches
+no mark before the host made it, nor after the host has observed that it was reached. On the CPU both clocks are the
+same.
 
-One event a batch is always recorded, where its work is issued; the phases between only in some steps, drawn by a
-generator of our own, because an event costs microseconds. In the others the host's time in hooks is summed up.
+One event per batch is always recorded, when its work is issued; events for the phases between only in some steps, drawn
+with a private random generator, because an event costs microseconds. In the other steps the host time in hooks is
+summed.
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ __all__ = ["COMPUTE", "KEPT_STEPS", "RARE", "Clock", "Window"]
 now = time.perf_counter
 IDLE = "host_other"
 FIRST_IN_DETAIL = 8
-"""Steps of the window's beginning that are all marked in detail, so that a short window has some."""
+"""The first steps of the window are all marked in detail, so that a short window has some."""
 EVERY = {"cuda": 32, "cpu": 8}
-"""After those, one step in so many on average."""
+"""After those, one step in this many on average."""
 LOT = 64
-"""Marks that are settled together where no device is to be asked: the code is then in the processor's caches."""
+"""Number of marks that are settled together if there is no device to query: the code is then in the CPU caches."""
 
 
 class Clock:
     """Marks the loop's calls, device or not. Not thread-safe; one per fit and rank.
 
     Args:
-        device: where the steps run.
+        device: the device that runs the steps.
         warmup_steps: optimizer steps before the window.
-        queued_batches: batches that loader and device queues can hold; as many pass before the window too.
-        one_time: costs that are none of a step's, by who sees them; known before the next batch is there.
+        queued_batches: batches that loader and device queues can hold; the window opens only after that many batches.
+        one_time: ledger of one-time costs, which belong to no step; entries must arrive before the next batch does.
     """
 
     def __init__(
@@ -56,51 +58,51 @@ class Clock:
         self.on_device = device.type == "cuda"
         self.total_steps = 0
         self.open = self.closed = False
-        """Whether the window has begun, and whether it is over."""
+        """Whether the window has begun (``open``), and whether it is over (``closed``)."""
         self.detailed = True
-        """Whether the phases of the present step are marked."""
+        """Whether the phases of the current step are marked."""
         self.phase = self._base = IDLE
         self.in_body = self._working = False
-        """The loop has a batch and its work is not issued yet; and that work has begun."""
+        """``in_body``: the loop has a batch and its work is not issued yet; ``_working``: that work has begun."""
         self.hooks_s = 0.0
-        """Host time in hooks that have no marks of their own, to be added to by who runs them."""
+        """Host time in hooks without their own marks; the code that runs them adds to it."""
         self.collected_s = self._collected_before = 0.0
-        """The same of the garbage collector's passes, wherever they come; and those before the loop asked."""
+        """The same for garbage collector passes, in any phase; and the part before the loop requested its batch."""
         self._account, self._one_time = Account(), Reader(one_time or OneTime())
         self._batches_seen = self._step_batches = self._step_samples = 0
         self._asked = 0.0
         self._stack: list[str] = []
         self._draw, self.until_detail, self.opened_at = random.Random(0), 0, 0
-        """The last two: steps until one is in detail, and steps that were done when the window began."""
+        """``until_detail``: steps until one is in detail; ``opened_at``: steps done when the window began."""
         self._waiting: deque[Mark] = deque()
-        """Marks the device has not been seen to pass."""
+        """Marks that the device is not known to have passed."""
         self._marks: deque[Mark] = deque()
         """Marks it has passed, of a step whose end is not among them yet."""
         self._issued: Mark | None = None
         self._ends = 0
-        """Step ends among the latter; what comes after the last one belongs to a step that may never be whole."""
+        """Step ends among ``_marks``; marks after the last end belong to a step that may never complete."""
         self._spare: list[Any] = []
-        # What the settled marks say, in seconds on the host's clock.
+        # The state after the settled marks, in seconds on the host's clock.
         self._last = Mark(0.0, None, IDLE, False, True)
         self._position = self._event_at = 0.0
         self._last_event: Any = None
         self._computes_from: float | None = None
-        """Time off the processor when the work of `COMPUTE` began that goes on; None too where a one-time cost fell
-        into it, which sleeps and waits as it pleases."""
+        """Off-CPU time when the current work of `COMPUTE` began; also None if a one-time cost fell into it, because
+        such a cost sleeps and waits on its own."""
 
     # -- the host's side ------------------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """The loop asks for a batch."""
+        """The loop requests a batch."""
         if not self.open:
             if self.closed or not self._warm():
                 return
             self._begin()
         if self.in_body and not self._working:
-            self.in_body = False  # it fetches one more ahead
+            self.in_body = False  # the loop prefetches one more batch
         self._asked, self._collected_before = now(), self.collected_s
         if (not self.detailed or self.hooks_s) and self.phase == IDLE and not self.in_body and not self._stack:
-            return  # one mark will do, and hooks without marks are told apart there
+            return  # one mark is enough, and it separates hooks without marks
         self.enter("epoch_gap" if self._base == "epoch_gap" else "data_wait")
         self._asked = -1.0
 
@@ -109,7 +111,7 @@ class Clock:
         asked, self._asked = self._asked, 0.0
         if not asked:
             return
-        if self._stack and self._stack[-1] != self._base:  # training_step fetches for itself
+        if self._stack and self._stack[-1] != self._base:  # training_step fetches its own batch
             self.leave()
         else:
             self._stack.clear()
@@ -124,16 +126,16 @@ class Clock:
             self._harvest()
 
     def enter(self, phase: str) -> None:
-        """A phase begins inside the present one."""
+        """A phase begins inside the current one."""
         self._stack.append(self.phase)
         self._switch(phase)
 
     def leave(self) -> None:
-        """It ends."""
+        """The current phase ends."""
         self._switch(self._stack.pop() if self._stack else self._base)
 
     def rest(self, phase: str) -> None:
-        """What is not marked otherwise is `phase`, until the next batch is there."""
+        """Unmarked time counts as `phase` until the next batch arrives."""
         self._base = phase
         self._stack.clear()
         self._switch(phase)
@@ -146,7 +148,7 @@ class Clock:
             self._base = self.phase = IDLE
         elif not self.in_body:
             self._stack.clear()
-            self._base, self.in_body = IDLE, True  # no batch was fetched before it: an epoch's gap ends here
+            self._base, self.in_body = IDLE, True  # no batch was fetched before it: the gap between epochs ends here
             self._switch(IDLE)
 
     def issued(self) -> None:
@@ -159,7 +161,7 @@ class Clock:
             self._issued = self._waiting[-1]
 
     def batch_done(self, samples: int | None, step_ends: bool) -> None:
-        """The loop is done with a batch, and with an optimizer step if `step_ends`."""
+        """The loop has finished a batch, and an optimizer step if `step_ends`."""
         self._batches_seen += 1
         self._step_batches += 1
         self._step_samples += samples or 0
@@ -174,7 +176,7 @@ class Clock:
         self._step_batches = self._step_samples = 0
 
     def close(self) -> Window | None:
-        """End the window (one synchronisation) and say what was measured; None where no step was."""
+        """End the window (one synchronization) and return the measurements; None if there was no step."""
         if not self.open:
             return None
         if self.on_device:
@@ -184,7 +186,7 @@ class Clock:
         return self._account.window(self.on_device)
 
     def stop(self) -> None:
-        """Mark nothing more."""
+        """Stop marking."""
         self.open, self.closed, self._issued = False, True, None
         self._marks.clear()
         self._waiting.clear()
@@ -238,12 +240,12 @@ class Clock:
 
     @property
     def account(self) -> Account:
-        """What the marks say that the device has been seen to pass by now."""
+        """The account of all marks that the device is known to have passed."""
         self._harvest()
         return self._account
 
     def _harvest(self) -> None:
-        """Settle the marks the device has passed, and no others: that would wait for it."""
+        """Settle only the marks that the device has passed; the others would require waiting for it."""
         waiting, seen_at = self._waiting, now()
         while waiting and ((event := waiting[0].event) is None or event.query()):
             mark = waiting.popleft()
@@ -265,7 +267,7 @@ class Clock:
             if self.on_device and mark.kind == "got":
                 account.lead(max(0.0, was_at - at))
             host, lost = at - before.at, 0.0
-            if once := self._one_time.take(before.at, at):  # passes of the garbage collector in it are its own
+            if once := self._one_time.take(before.at, at):  # garbage collector passes inside it are part of it
                 host, lost, self._computes_from = host - once, account.once(once, was_at - before.at), None
             elif mark.collected_s and before.phase not in RARE:
                 collected = mark.collected_s - mark.collected_before
@@ -291,13 +293,13 @@ class Clock:
         return self._event_at
 
     def _settle_off_cpu(self, off_cpu_s: float, begins: bool) -> None:
-        """Forward, backward and optimizer begin, or end: what lies between them needs no reading."""
+        """Forward, backward and optimizer begin, or end: no reading is needed between them."""
         if not begins and self._computes_from is not None and self._account.start is not None:
             self._account.blocked(off_cpu_s - self._computes_from)
         self._computes_from = off_cpu_s if begins else None
 
     def _settle_unmarked(self, mark: Mark) -> None:
-        """The stretch that ends with hooks without marks of their own: split as the host's time was."""
+        """Split the interval that ends with hooks without their own marks in the same proportion as the host's time."""
         account, before, asked, was_at = self._account, self._last, mark.asked, self._position
         if account.start is not None:
             host, lost, starved = asked - before.at, 0.0, max(0.0, asked - was_at)

@@ -1,1 +1,1 @@
-"""The GPU as NVML and its datasheet know it: readings, counters, peaks, and what a sample costs."""
+"""The GPU according to NVML and its datasheet: readings, counters, peaks, and the cost of a sample."""

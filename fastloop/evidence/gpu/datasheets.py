@@ -1,8 +1,8 @@
-"""What a GPU can do at most, from its maker's datasheet, and the peak of the arithmetic that a run really uses.
+"""The peak rates of GPUs from their datasheets, and the peak for the arithmetic that a run really uses.
 
 Products per second are dense (datasheets of Ampere and later print twice that, "with sparsity") and count a fused
-multiply-add as two operations. 16-bit figures are those with 32-bit accumulation, which is what PyTorch asks for; on
-GeForce cards that is half the printed figure. A chip that is not listed has no peak: a wrong one is worse than none.
+multiply-add as two operations. 16-bit figures are those with 32-bit accumulation, which PyTorch uses; on GeForce cards
+that is half the printed figure. An unlisted chip has no peak: a wrong one is worse than none.
 
 Source, where the maker prints them (here per GPU):
   H200, H100, GH200  https://www.nvidia.com/en-us/data-center/h200/ · /h100/ · /grace-hopper-superchip/ (halved)
@@ -15,9 +15,9 @@ Source, where the maker prints them (here per GPU):
   RTX 3090, A6000    NVIDIA Ampere GA102 GPU architecture, whitepaper, appendices A and B
   RTX 4090, 6000 Ada NVIDIA Ada GPU architecture, whitepaper, appendices A and B
   RTX 5090           NVIDIA RTX Blackwell GPU architecture, whitepaper, appendix A
-All but RTX 6000 Ada were held against a second table too (Lightning's `fabric/utilities/throughput.py`, copies of the
-datasheets). Where they differ, the other one prints sparse figures, a pair of GPUs (H100 NVL) or the 16-bit rate
-without tensor cores.
+All but RTX 6000 Ada were compared with a second table too (Lightning's `fabric/utilities/throughput.py`, copies of the
+datasheets). If they differ, the other one prints sparse figures, a pair of GPUs (H100 NVL) or the 16-bit rate without
+tensor cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Peak:
-    """Dense TFLOP/s by dtype, and TB/s of the memory. ``None``: the chip has no units for it."""
+    """Dense TFLOP/s by dtype, and TB/s of the memory. ``None``: the chip has no units for the dtype."""
 
     bf16: float | None
     fp16: float | None
@@ -37,7 +37,7 @@ class Peak:
     dram_tb_per_s: float
 
     def of(self, dtype: str) -> float | None:
-        """TFLOP/s of one dtype. TF32 on a chip without it runs as fp32, whatever the flags say."""
+        """TFLOP/s of one dtype. On a chip without TF32, TF32 runs as fp32, whatever the flags say."""
         if dtype == "tf32" and self.tf32 is None:
             return self.fp32
         return {"bf16": self.bf16, "fp16": self.fp16, "tf32": self.tf32, "fp32": self.fp32}.get(dtype)
@@ -74,14 +74,14 @@ PEAKS: Mapping[str, Peak] = {
     "RTX 4090": Peak(165.2, 165.2, 82.6, 82.6, 1.008),
     "RTX 5090": Peak(209.5, 209.5, 104.8, 104.8, 1.792),
 }
-"""By the name CUDA reports, without the maker's words before it."""
+"""By the name that CUDA reports, without the brand names before it."""
 
 _MAKERS_WORDS = ("NVIDIA ", "Tesla ", "GeForce ")
 
 
 def find_peak(device_name: str | None) -> Peak | None:
-    """The datasheet of a GPU by the name CUDA gives it; None for an unknown one, for a MIG slice and for a relative
-    of a known one ("RTX 4090 Laptop GPU"): only whole names match."""
+    """The datasheet of a GPU, by its CUDA name; None if it is unknown, a MIG slice, or a variant of a known GPU ("RTX
+    4090 Laptop GPU"): only whole names match."""
     name = device_name or ""
     for words in _MAKERS_WORDS:
         name = name.removeprefix(words)
@@ -90,10 +90,10 @@ def find_peak(device_name: str | None) -> Peak | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """In which dtype a run multiplies."""
+    """The dtype in which a run multiplies."""
 
     dtype: str
-    """``bf16``, ``fp16``, ``tf32``, ``fp32``, ``fp64``, or the two that share the work: ``fp32 + tf32``."""
+    """``bf16``, ``fp16``, ``tf32``, ``fp32``, ``fp64``, or two that share the work: ``fp32 + tf32``."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """Share of the FLOPs by dtype; they add up to 1."""
 
@@ -110,12 +110,12 @@ def find_dtype_in_use(
 ) -> Arithmetic | None:
     """The arithmetic behind one of Lightning's precisions.
 
-    An fp32 model is not all fp32: by default cuDNN may use TF32 for convolutions and cuBLAS may not for matrix
-    products (https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices),
-    so the FLOPs of both kinds decide. Attention belongs to ``matmul_flops``.
+    An fp32 model does not use only fp32: by default cuDNN may use TF32 for convolutions and cuBLAS may not for matrix
+    products (https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices), so
+    the result depends on the FLOPs of both kinds. Attention belongs to ``matmul_flops``.
 
-    Returns None where it cannot be told: a precision that is not Lightning's own or that mixes dtypes by itself
-    (``transformer-engine``), or two dtypes and no FLOPs to weigh them by.
+    Returns None if unknown: a precision that is not Lightning's own or that mixes dtypes by itself
+    (``transformer-engine``), or two dtypes without FLOPs to weight them.
     """
     if precision != "32-true":
         dtype = _BY_PRECISION.get(precision or "")
@@ -133,7 +133,7 @@ def find_dtype_in_use(
 def compute_effective_peak(chip: Peak | None, arithmetic: Arithmetic | None) -> float | None:
     """TFLOP/s at which ``chip`` would do this mix of work if each part ran at its own peak: a harmonic mean.
 
-    None for an unknown chip or arithmetic, and for a dtype that the table has no figure for (fp64, bf16 on Volta).
+    None for an unknown chip or arithmetic, and for a dtype without a figure in the table (fp64, bf16 on Volta).
     """
     if chip is None or arithmetic is None:
         return None

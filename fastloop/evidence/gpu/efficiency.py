@@ -1,7 +1,7 @@
 """Work, energy and money per sample, from counted FLOPs and measured rates. Arithmetic only; ``None`` in, ``None`` out.
 
-Definitions: FLOPs per sample are counted once, eager, on the unmodified model, so that every arm of an experiment
-divides the same number: recomputing activations raises the load on the chip and not the MFU.
+FLOPs per sample are counted once, eager, on the unmodified model, so that every arm of an experiment uses the same
+number: recomputing activations raises the load on the chip but not the MFU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.trial import DeviceRates
 
 MFU_DOUBT = 1.0
-"""Above it an MFU is no utilisation but a wrong peak, a wrong dtype or a wrong count."""
+"""An MFU above this means a wrong peak, dtype or count."""
 
 
 def write_mfu_notes(shares: dict[str, float | None]) -> tuple[str, ...]:
@@ -37,17 +37,17 @@ def write_mfu_notes(shares: dict[str, float | None]) -> tuple[str, ...]:
 def compute_joule_per_sample(joule: float | None, seconds: float | None, samples_per_s: float | None) -> float | None:
     """Energy of one sample: the board's mean power over its own window, divided by the rate.
 
-    The two windows need not be the same to the millisecond, which is why rates are divided and not totals.
+    The function divides rates, not totals, because the two windows may differ by milliseconds.
 
     Args:
-        joule, seconds: of one board; for several, the sum of their joules over the same seconds.
-        samples_per_s: of the devices whose joules these are.
+        joule, seconds: for one board; for several, the sum of their joules over the same seconds.
+        samples_per_s: of the same devices.
     """
     return _ratio(_ratio(joule, seconds), samples_per_s)
 
 
 def compute_usd_per_million_samples(usd_per_gpu_hour: float | None, samples_per_s: float | None) -> float | None:
-    """Price of a million samples; ``samples_per_s`` is that of one device."""
+    """Price of a million samples; ``samples_per_s`` is the rate of one device."""
     return _ratio(None if usd_per_gpu_hour is None else usd_per_gpu_hour * 1e6 / 3600, samples_per_s)
 
 
@@ -57,7 +57,7 @@ def _ratio(number: float | None, by: float | None) -> float | None:
     return number / by
 
 
-# The work in a measurement: FLOPs per second, and which share of the GPU's peaks that is.
+# The work in a measurement: FLOPs per second, and their share of the GPU's peaks.
 
 
 def add_work(
@@ -66,11 +66,11 @@ def add_work(
     flops: Mapping[str, Any] | None = None,
     rates: DeviceRates | None = None,
 ) -> Measurement:
-    """The same measurement with TFLOP/s and MFU in it.
+    """The measurement with TFLOP/s and MFU added.
 
     Args:
-        flops: work per sample as ``Measurement.flops`` holds it; None keeps what the measurement has.
-        rates: what this very device does, as far as that was measured; None keeps what the measurement has.
+        flops: work per sample in the form of ``Measurement.flops``; None keeps the measurement's own.
+        rates: measured rates of this device; None keeps the measurement's own.
     """
     counted = dict(seen.flops if flops is None else flops)
     on_gpu = seen.device == "cuda"

@@ -1,6 +1,6 @@
-"""The counters of Hopper and later GPUs through NVML's GPM: how busy the units were, not whether any kernel ran.
+"""The counters of Hopper and later GPUs through NVML's GPM: how busy the units were, not just that a kernel ran.
 
-They need no root, no profiler session and no CUDA call, and each reading is the exact mean since the one before it.
+They need no root, no profiler session and no CUDA call, and each reading is the exact mean since the previous one.
 Source: https://docs.nvidia.com/deploy/nvml-api/group__nvmlGpmEnums.html (metrics 20 and 21 are in MiB/s).
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 _GB_PER_MIB = 2**20 / 1e9
 _MOST_PCT = 101.0
-"""Above 100 by rounding; a glitch of the counters is far above."""
+"""Rounding can exceed 100 slightly; a glitch of the counters is far above."""
 
 METRICS: dict[int, tuple[str, float, float]] = {
     1: ("gr_active_pct", 1.0, _MOST_PCT),
@@ -22,11 +22,11 @@ METRICS: dict[int, tuple[str, float, float]] = {
     20: ("pcie_tx_gb_per_s", _GB_PER_MIB, math.inf),
     21: ("pcie_rx_gb_per_s", _GB_PER_MIB, math.inf),
 }
-"""NVML's number of a metric: our key, the factor to our unit, and the most that can be true (in NVML's unit)."""
+"""NVML's number of a metric: our key, the factor to our unit, and the largest plausible value (in NVML's unit)."""
 
 
 class Gpm:
-    """Two sample buffers of one GPU, used in turn. Not thread-safe."""
+    """Two sample buffers of one GPU, used alternately. Not thread-safe."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
@@ -35,7 +35,7 @@ class Gpm:
 
     @classmethod
     def open(cls, nvml: Any, handle: Any) -> Gpm | None:
-        """None where GPU, driver, permissions or this release of nvidia-ml-py do not allow it."""
+        """None if GPU, driver, permissions or this release of nvidia-ml-py do not allow it."""
         gpm = cls(nvml, handle)
         try:
             if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
@@ -43,18 +43,18 @@ class Gpm:
             gpm._buffers = [nvml.nvmlGpmSampleAlloc()]
             gpm._buffers.append(nvml.nvmlGpmSampleAlloc())
             nvml.nvmlGpmSampleGet(handle, gpm._buffers[0])
-        except Exception:  # NVML's own, or a function that is not there
+        except Exception:  # an NVML error, or a missing function
             gpm.close()
             return None
         gpm._primed = True
         return gpm
 
     def read(self) -> dict[str, float | None]:
-        """Means since the last call (or since ``open``), None each where there are none. Calls closer than 0.1 s
-        together are too close for the counters."""
+        """Means since the last call (or since ``open``), each None if unavailable. Calls less than 0.1 s apart are too
+        close for the counters."""
         nothing: dict[str, float | None] = {key: None for key, _, _ in METRICS.values()}
         before, after = self._buffers
-        # After a failed reading the next one would stand for a longer time than the caller takes it for.
+        # After a failed reading the next one would cover a longer time than the caller assumes.
         primed, self._primed = self._primed, False
         try:
             self._nvml.nvmlGpmSampleGet(self._handle, after)

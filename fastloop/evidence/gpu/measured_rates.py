@@ -1,7 +1,7 @@
-"""What this very device does: a large bf16 product and a copy inside its memory, timed once and kept.
+"""The measured rates of this device: a large bf16 product and a copy inside its memory, timed once and cached.
 
 ``measure`` needs over a gigabyte of the device and up to two seconds, so it is for disposable trial processes: in a
-user's run it would move the peak memory. There only ``cached`` is called, which reads a small file.
+user's run it would move the peak memory. There, only ``read_cached`` is called, which reads a small file.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from fastloop.records.trial import DeviceRates
 
 SCHEMA = 1
 PRODUCT_SIZES = (8192, 4096, 2048)
-"""Of square matrices, three of them: 384 MiB, 96, 24."""
+"""Sizes of square matrices; three of them take 384 MiB, 96, 24."""
 COPY_BYTES = (512 << 20, 128 << 20)
-"""Each far larger than a level-2 cache; two buffers."""
+"""Each far larger than a level-2 cache; a copy uses two buffers."""
 WARM_UPS = 5
 MOST_TIMED = 300
-"""Enough to get past the first milliseconds, in which an idle chip runs at clocks it cannot hold."""
+"""Enough repeats to get past the first milliseconds, in which an idle chip runs at clocks it cannot sustain."""
 LIMIT_MS = 500.0
-"""For the timed repeats of each of the two."""
+"""Time limit for the timed repeats of the product, and of the copy."""
 
 
 def read_cached(uuid: str | None, name: str | None) -> DeviceRates | None:
-    """What an earlier ``measure`` on this device found, with this torch and this driver; None if there was none.
+    """The result of an earlier ``measure`` on this device, with this torch and this driver; None if there is none.
 
-    Touches neither CUDA nor device memory. A file that is broken, foreign or unreadable counts as none.
+    Touches neither CUDA nor device memory. A broken, foreign or unreadable file counts as missing.
     """
     try:
         path, key = _place(uuid, name)
@@ -52,10 +52,10 @@ def read_cached(uuid: str | None, name: str | None) -> DeviceRates | None:
 
 
 def measure(device: torch.device) -> DeviceRates:
-    """Measure and keep it for ``cached``. Never in the user's process.
+    """Measure the rates and cache them for ``read_cached``. Never call it in the user's process.
 
-    At most about 1 GiB of device memory at a time, smaller where less is free, and under 2 s after CUDA's start. Fields
-    are None where the device cannot do it (no CUDA, no native bf16, too little memory).
+    Uses at most about 1 GiB of device memory at a time, less if less is free, and takes under 2 s after CUDA's start.
+    Fields are None if the device cannot do it (no CUDA, no native bf16, too little memory).
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return DeviceRates()
@@ -68,7 +68,7 @@ def measure(device: torch.device) -> DeviceRates:
         copy_tb_per_s=2 * copy[0] / copy[1] / 1e9 if copy else None,
         gemm_size=product[0] if product else None,
     )
-    if rates.copy_tb_per_s and rates.gemm_size in (None, PRODUCT_SIZES[0]):  # else memory was short, this time
+    if rates.copy_tb_per_s and rates.gemm_size in (None, PRODUCT_SIZES[0]):  # otherwise memory was short
         _keep(rates, find_uuid(device), torch.cuda.get_device_name(device))
     return rates
 
@@ -76,7 +76,7 @@ def measure(device: torch.device) -> DeviceRates:
 def _first_that_fits(
     sizes: tuple[int, ...], bytes_of: Callable[[int], int], run: Callable[[int], float | None], device: torch.device
 ) -> tuple[int, float] | None:
-    """The largest size that half of the free memory holds, and its milliseconds."""
+    """The largest size that fits into half of the free memory, and its milliseconds."""
     for size in sizes:
         try:
             if bytes_of(size) > torch.cuda.mem_get_info(device)[0] / 2:
@@ -91,10 +91,10 @@ def _first_that_fits(
 
 
 def _product_ms(n: int, device: torch.device) -> float | None:
-    # Emulated bf16 is what an older chip falls back on; that is no peak of anything.
+    # An older chip emulates bf16, and an emulated rate is not a peak.
     if torch.cuda.get_device_capability(device) < (8, 0):
         return None
-    # Random numbers, because zeros draw less power and so run at higher clocks; from an own stream of them.
+    # Random numbers, because zeros draw less power and so run at higher clocks; from a private generator.
     numbers = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16, generator=numbers) for _ in range(2))
     out = torch.empty_like(left)
@@ -115,7 +115,7 @@ def _median_ms(run: Callable[[], Any]) -> float:
 
 
 def _timed_ms(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Device time of each repeat, all of them queued before the first wait."""
+    """Device time of each repeat; all are queued before the first wait."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
     for mark in marks[1:]:
@@ -126,7 +126,7 @@ def _timed_ms(run: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def _place(uuid: str | None, name: str | None) -> tuple[Path | None, dict[str, Any]]:
-    """Where the rates of a device are kept, and what they hold for."""
+    """The cache file for a device's rates, and the key they are valid for."""
     key = {"uuid": uuid, "name": name, "torch": torch.__version__, "driver": read_driver()}
     if uuid is None or name is None:
         return None, key
@@ -135,7 +135,7 @@ def _place(uuid: str | None, name: str | None) -> tuple[Path | None, dict[str, A
 
 
 def _keep(rates: DeviceRates, uuid: str | None, name: str | None) -> None:
-    """Written whole or not at all; a place that cannot be written to is no error."""
+    """Written atomically; a place that is not writable is not an error."""
     with contextlib.suppress(OSError):
         path, key = _place(uuid, name)
         if path is not None:

@@ -1,6 +1,7 @@
-"""One GPU through NVML, found by the uuid CUDA knows it by, so that ``CUDA_VISIBLE_DEVICES`` plays no part.
+"""One GPU through NVML, found by its CUDA uuid, so that ``CUDA_VISIBLE_DEVICES`` does not matter.
 
-Nothing here makes a CUDA call. What the driver refuses is None. One thread opens, reads and closes a ``Gpu``.
+Nothing here makes a CUDA call. Values that the driver refuses are None. The same thread must open, read and close a
+``Gpu``.
 Source: https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
 """
 
@@ -20,18 +21,18 @@ from fastloop.evidence.machine import ask_driver, is_ours, start_nvml
 from fastloop.evidence.machine import ask_nvml as _ask
 
 LIMITS = {0x04: "sw_power_cap", 0x08: "hw_slowdown", 0x20: "sw_thermal", 0x40: "hw_thermal", 0x80: "hw_power_brake"}
-"""Reasons for lower clocks that are a limit. An idle GPU and clocks that somebody set are none (nvml.h)."""
+"""Reasons for lower clocks that count as a limit. An idle GPU and user-set clocks do not count (nvml.h)."""
 _SM_CLOCK = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbours:
-    """Who else is on a GPU."""
+    """The other processes on a GPU."""
 
     processes: int | None = None
-    """Processes of others that compute there; None where they cannot be counted."""
+    """Number of processes not of this run that compute there; None if they cannot be counted."""
     pids: tuple[int, ...] = ()
-    """Their numbers; empty where one of those listed is this very process and which one cannot be told."""
+    """Their process ids; empty if this process is one of those listed and cannot be identified."""
     held_bytes: int | None = None
     """Memory they hold."""
     memory_free_bytes: int | None = None
@@ -39,9 +40,9 @@ class Neighbours:
 
 
 def find_uuid(device: torch.device) -> str | None:
-    """The uuid of a CUDA device, ``GPU-...``; None on another device or where torch does not say.
+    """The uuid of a CUDA device, ``GPU-...``; None for other devices or if torch does not report it.
 
-    Under MIG CUDA gives the slice's uuid, and the prefix is then wrong: ``Gpu.open`` tries both.
+    Under MIG, CUDA reports the slice's uuid, and the prefix is then wrong: ``Gpu.open`` tries both.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -71,7 +72,7 @@ class Gpu:
 
     @classmethod
     def open(cls, uuid: str | None) -> Gpu:
-        """Open the GPU with this uuid, or with this NVML index where the text is a number.
+        """Open the GPU with this uuid, or with this NVML index if the text is a number.
 
         Raises:
             Unreadable: no uuid, no nvidia-ml-py, no driver, no such GPU.
@@ -88,15 +89,15 @@ class Gpu:
     def close(self) -> None:
         if self._gpm is not None:
             self._gpm.close()
-        _ask(lambda: self._nvml.nvmlShutdown())  # NVML counts its users: whoever else has it open keeps it
+        _ask(lambda: self._nvml.nvmlShutdown())  # NVML counts its users: others that have it open keep it
 
     def open_counters(self) -> bool:
-        """Begin the GPM counters' first interval; False where there are none."""
+        """Begin the GPM counters' first interval; False if there are none."""
         self._gpm = None if self.mig else Gpm.open(self._nvml, self._handle)
         return self._gpm is not None
 
     def numbers(self) -> dict[str, float | None]:
-        """Utilisation, power and clock now, and the counters' means since the last call."""
+        """Current utilization, power and clock, and the counters' means since the last call."""
         nvml, handle = self._nvml, self._handle
         milliwatts = _ask(lambda: float(nvml.nvmlDeviceGetPowerUsage(handle)))
         return {
@@ -110,10 +111,10 @@ class Gpu:
         return _ask(lambda: float(self._nvml.nvmlDeviceGetMaxClockInfo(self._handle, _SM_CLOCK)))
 
     def throttle(self) -> tuple[str, ...] | None:
-        """What holds the clocks back at this moment."""
+        """The reasons that currently limit the clocks."""
         nvml, handle = self._nvml, self._handle
         bits = _ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
-        if bits is None:  # its name before driver 535
+        if bits is None:  # the function's name before driver 535
             bits = _ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))
         return None if bits is None else tuple(name for bit, name in LIMITS.items() if bits & bit)
 
@@ -140,15 +141,16 @@ class Gpu:
 def count_foreign(
     listed: Sequence[tuple[int, int | None]] | None, own: int, on_gpu: bool
 ) -> tuple[int | None, tuple[int, ...], int | None]:
-    """How many of a GPU's processes are of others, which, and the memory they hold.
+    """The number of a GPU's processes that are not ours, their ids, and the memory they hold.
 
-    A process that computes on the GPU and does not find its own number sees the numbers of the host, as in a container:
-    one of those listed is itself. Where nothing is listed although it is there, the list is withheld.
+    If a process computes on the GPU but does not find its own id, the list has the host's ids, as in a container: one
+    of those listed is the process itself. If the list is empty although this process is on the GPU, the driver
+    withholds it.
 
     Args:
-        listed: number and bytes of each process, as NVML gives them.
-        own: this process.
-        on_gpu: it has a CUDA context.
+        listed: id and bytes of each process, as reported by NVML.
+        own: the id of this process.
+        on_gpu: this process has a CUDA context.
     """
     if listed is None or (on_gpu and not listed):
         return None, (), None

@@ -1,53 +1,54 @@
-"""The GPU's board over a window: how busy its units were, what it drew, what held it back, who else was there.
+"""Samples the GPU's board over a window: utilization of its units, power, throttling, other processes.
 
-A daemon thread reads NVML once a second and makes no CUDA call: the training is not synchronised, gets no context and
-no memory, and is never waited for. Nothing here raises into it. Energy and counters are the whole board's, so a MIG
-slice gets none, and energy is None where others compute on the same GPU.
+A daemon thread reads NVML once a second and makes no CUDA call: it does not synchronize the training, creates no
+context, takes no device memory, and never waits for the training. No exception reaches the training. Energy and
+counters belong to the whole board, so a MIG slice gets none, and energy is None if other processes compute on the same
+GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastloop.evidence.gpu.forks import no_fork
 from fastloop.evidence.gpu.nvml import Gpu, Neighbours, Unreadable
 from fastloop.evidence.gpu.series import EnergyCounter, Timeline
 from fastloop.records.measurement import GPU_READINGS
 
 PERIOD_S = 1.0
 STOP_LIMIT_S = 2.0
-"""``stop`` takes milliseconds, and never longer than this: a thread that NVML holds on to is left behind."""
+"""``stop`` takes milliseconds, and never longer than this: it abandons a thread that is stuck in NVML."""
 SHORTEST_ROW_S = 0.1
-"""The GPM counters say nothing over less."""
+"""The GPM counters give no values for a shorter time."""
 POLL_S = 0.01
-"""Within the first second the energy counter is looked at this often, to learn how often it is renewed."""
+"""Interval for polling the energy counter in the first second, to learn its update period."""
 NEIGHBOURS_EVERY = 10
 PARTITIONED = "this GPU is partitioned (MIG): utilisation, power and energy are the whole board's and are left out"
 _AVERAGED = ("nvml_busy_pct", "watts")
-"""What NVML itself averages over up to a second: in a shorter window it would tell of the time before."""
+"""Readings that NVML averages over up to a second: in a shorter window they would include time before it."""
 
 now = time.perf_counter
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoardSeen:
-    """What the board did between ``start`` and ``stop``."""
+    """The board's readings between ``start`` and ``stop``."""
 
     means: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(GPU_READINGS))
     """The keys of ``measurement.GPU_READINGS``; each mean is weighted by time."""
     timeline: tuple[Mapping[str, Any], ...] = ()
     """At most 600 rows: ``t_s`` at the row's end, and the means of its time."""
     joule: float | None = None
-    """Of the whole board over ``seconds``."""
+    """Energy of the whole board over ``seconds``."""
     joule_error_pct: float | None = None
-    """From the counter's period alone; the sensor's own error comes on top."""
+    """Error from the counter's update period alone; the sensor's own error comes in addition."""
     state: tuple[str, ...] = ()
-    """What makes these figures depend on the hour, in sentences."""
+    """Conditions that make these figures vary over time, in sentences."""
     seconds: float = 0.0
 
 
@@ -55,17 +56,17 @@ class Board:
     """Watches one GPU between ``start`` and ``stop``; may be started again. A forked child does not inherit the window.
 
     Args:
-        uuid: the GPU's, as ``nvml.find_uuid`` gives it, or an NVML index in digits; None: there is no GPU.
+        uuid: of the GPU, as returned by ``nvml.find_uuid``, or an NVML index in digits; None: there is no GPU.
     """
 
     def __init__(self, uuid: str | None) -> None:
         self.uuid = uuid
         self.why: str | None = None
-        """Why the last ``stop`` had nothing to give."""
+        """Why the last ``stop`` returned nothing."""
         self._sampler: _Sampler | None = None
 
     def start(self) -> None:
-        """Begin a window. Returns at once: even NVML's own start is the thread's business."""
+        """Begin a window. Returns at once: even NVML's initialization happens in the thread."""
         if self._sampler is not None and self._sampler.in_this_process():
             return
         self._sampler, self.why = None, None
@@ -81,7 +82,7 @@ class Board:
         self._sampler = sampler
 
     def stop(self) -> BoardSeen | None:
-        """End the window, within two seconds; None where nothing could be read, and ``why`` says the reason."""
+        """End the window, within two seconds; None if nothing could be read, and ``why`` gives the reason."""
         sampler, self._sampler = self._sampler, None
         if sampler is None or not sampler.in_this_process():
             self.why = self.why or "it was not started"
@@ -153,7 +154,7 @@ class _Sampler(threading.Thread):
                 self._energy.add(now(), gpu.energy_mj())
 
     def _read(self, gpu: Gpu, start: float, before: float) -> float:
-        """One row; returns the moment it was read at."""
+        """Read one row; returns the time of the reading."""
         at = now()
         self._energy.add(at, gpu.energy_mj())
         if at - before < SHORTEST_ROW_S:
@@ -222,47 +223,3 @@ def _describe_neighbours(crowd: Neighbours, energy_in_doubt: bool) -> list[str]:
     if energy_in_doubt:
         return ["other processes on this GPU cannot be listed here; the energy is taken to be this run's alone"]
     return []
-
-
-# Keeps a fork from catching another thread inside a C library.
-#
-# A forked child (a loader's worker) has only the thread that forked. If another thread was inside NVML at that moment,
-# the library's locks stay locked in the child for ever, and a child that asks NVML anything (torch counts devices that
-# way) hangs. So a fork waits until the call in progress is over, some milliseconds, and never longer than ``LIMIT_S``.
-
-LIMIT_S = 1.0
-"""A fork waits no longer than this, even if the library never comes back."""
-
-_gate = threading.Lock()
-_forking = threading.local()
-_registered = False
-
-
-@contextlib.contextmanager
-def no_fork() -> Iterator[None]:
-    """Inside it no other thread of this process forks. Keep it short, and do not fork inside it."""
-    _register()
-    gate = _gate
-    with gate:
-        yield
-
-
-def _register() -> None:
-    global _registered  # Python keeps such hooks for the life of the process: once is enough
-    if not _registered and hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
-    _registered = True
-
-
-def _before() -> None:
-    _forking.waited_for = _gate if _gate.acquire(timeout=LIMIT_S) else None
-
-
-def _in_parent() -> None:
-    if _forking.waited_for is not None:
-        _forking.waited_for.release()
-
-
-def _in_child() -> None:
-    global _gate  # whoever may have held the old one does not exist here
-    _gate = threading.Lock()

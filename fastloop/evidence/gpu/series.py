@@ -1,4 +1,4 @@
-"""Readings over time in fixed memory: rows that merge two by two when there are too many, and the mean of them all."""
+"""Readings over time in fixed memory: rows that merge in pairs if there are too many, and the mean of all readings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOST_ROWS = 600
 
 
 class Mean:
-    """Means weighted by the time each reading stands for. A reading that is None has no weight."""
+    """Means weighted by the time that each reading covers. A None reading has no weight."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
@@ -34,18 +34,18 @@ class Mean:
 
 
 class Timeline:
-    """At most 600 rows, evenly spaced: at the 600th every two become one, and later rows cover twice the time."""
+    """At most 600 rows, evenly spaced: at the 600th, neighbors merge in pairs, and later rows cover twice the time."""
 
     def __init__(self) -> None:
         self.mean = Mean()
-        """Of everything that was added."""
+        """The mean of all readings."""
         self.readings_per_row = 1
         self._rows: list[tuple[float, Mean]] = []
         self._open = Mean()
         self._in_open = 0
 
     def add(self, t_s: float, seconds: float, values: Mapping[str, float | None]) -> None:
-        """Add what was read at ``t_s``, standing for the ``seconds`` before it."""
+        """Add a reading at ``t_s`` that covers the ``seconds`` before it."""
         self.mean.add(values, seconds)
         self._open.add(values, seconds)
         self._in_open += 1
@@ -70,15 +70,15 @@ class Timeline:
         self.readings_per_row *= 2
 
 
-# Joules from a counter that steps: the difference of two readings, and how far off that may be.
+# Joules from a counter that advances in steps: the difference of two readings, and its error.
 
 LEAST_S = 10.0
-"""Over a shorter window the counter's steps are too coarse a ruler."""
+"""In a shorter window the counter's steps are too coarse."""
 ENOUGH_STEPS = 5
 
 
 class EnergyCounter:
-    """Readings of a total in millijoules. It is renewed every so often, so each reading is old by up to one period."""
+    """Readings of a total in millijoules, which is updated periodically, so each may be one period old."""
 
     def __init__(self) -> None:
         self._first: tuple[float, int] | None = None
@@ -86,17 +86,17 @@ class EnergyCounter:
         self._step_at: float | None = None
         self._gaps: list[float] = []
         self.readable = True
-        """False once a reading was missing or ran backwards."""
+        """False once a reading was missing or decreased."""
 
     def add(self, at_s: float, millijoule: int | None) -> None:
-        """Take a reading; None where the driver gave none, and then there is no sum."""
+        """Add a reading; None if the driver gave none, which makes the sum unavailable."""
         if millijoule is None:
             self.readable = False
             return
         if self._first is None or self._last is None:
             self._first = self._last = (at_s, millijoule)
             return
-        if millijoule < self._last[1]:  # a reloaded driver begins at 0 again
+        if millijoule < self._last[1]:  # a reloaded driver starts at 0 again
             self.readable = False
         if millijoule != self._last[1]:
             if self._step_at is not None and not self.period_known:
@@ -106,26 +106,26 @@ class EnergyCounter:
 
     @property
     def period_known(self) -> bool:
-        """Enough steps were seen to say how often the counter is renewed."""
+        """Whether enough steps were observed to determine the counter's update period."""
         return len(self._gaps) >= ENOUGH_STEPS
 
     @property
     def seconds(self) -> float:
-        """From the first reading to the last."""
+        """Time from the first reading to the last."""
         return 0.0 if self._first is None or self._last is None else self._last[0] - self._first[0]
 
     def joule(self) -> float | None:
-        """Energy between the first and the last reading; None under ten seconds, and where the counter stood still,
-        ran backwards or could not be read."""
+        """Energy between the first and the last reading; None under ten seconds, and if the counter did not change,
+        decreased or could not be read."""
         if not self.readable or self._first is None or self._last is None or self.seconds < LEAST_S:
             return None
         used = self._last[1] - self._first[1]
         return used / 1e3 if used > 0 else None
 
     def error_pct(self) -> float | None:
-        """Error of ``joule`` from the counter's period alone, in percent: one period in the whole window.
+        """Error of ``joule`` from the counter's period alone, in percent: one period over the whole window.
 
-        The sensor's own accuracy comes on top. None where no two steps were seen.
+        The sensor's own error comes in addition. None unless two steps were observed.
         """
         if not self._gaps or not self.seconds:
             return None

@@ -1,1 +1,1 @@
-"""What the model and the dataset are: floating-point operations, captured graphs, hazards, distance of gradients."""
+"""Properties of model and dataset: floating-point operations, captured graphs, hazards, distance of gradients."""

@@ -1,6 +1,6 @@
-"""What may read or change a sampler or a dataset during training: callbacks, the module, or their own methods.
+"""Code that may read or change a sampler or dataset during training: callbacks, the module, or their own methods.
 
-A loader that reads ahead asks its sampler earlier; a worker that is kept sees its dataset as it was when it started.
+A loader that reads ahead draws from its sampler earlier; a persistent worker keeps the dataset as it was at start-up.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from fastloop.evidence.model.dataset import DRAWS, draws_random, function_draws,
 _SETS_EPOCH = ("set_epoch", "state_dict")
 _TRAINING = ("Module", "Trainer", "Optimizer", "Callback")
 _BY_DATA = re.compile(r"(\w*_)?(dataset|dataloader|datamodule|sampler)s?\w*")
-"""Names by which a hook gets hold of the data."""
+"""Names through which a hook accesses the data."""
 _COUNTERS = {"global_step", "batch_idx", "total_batch_idx", "batch_progress"}
-"""What moves on with each batch, of a Trainer or its loops."""
+"""Counters of a Trainer or its loops that change with each batch."""
 _GIVES_DATA = re.compile(r"(\w+_)?dataloader|setup|prepare_data|teardown|configure_\w+|__\w+__")
-"""Methods that make the data, or run before there is any."""
+"""Methods that create the data, or run before it exists."""
 
 _OUTSIDE = tuple(f"on_{when}_{end}" for when in ("fit", "train", "train_epoch") for end in ("start", "end"))
-"""Hooks that run before an epoch's first batch is asked for, or after its last one."""
+"""Hooks that run before an epoch's first batch is requested, or after its last one."""
 
 
 def sampler_hazards(sampler: Any, dataset: Any, others: Iterable[Any] = ()) -> tuple[str, ...]:
-    """Why asking this sampler early would give other samples, each with the place it was seen.
+    """Why drawing from this sampler early would give other samples, each with its location.
 
     Args:
         sampler: the loader's batch sampler, or its sampler.
-        dataset: the loader's, which a sampler may hold and does not look at.
-        others: callbacks and the module: what they share with a sampler of the user's they may change.
+        dataset: the loader's, which a sampler may hold without reading it.
+        others: callbacks and the module, which may change objects that they share with the user's sampler.
     """
     held = dict(_list_held(others))
     found: dict[str, None] = {}
@@ -91,7 +91,7 @@ def depends_on_time(owner: Any, method: str) -> bool:
 
 
 def list_changers(dataset: Any, others: Iterable[Any]) -> tuple[str, ...]:
-    """What may change the dataset between epochs, as far as code and attributes show; empty: nothing does."""
+    """What may change the dataset between epochs, as found in code and attributes; empty if nothing does."""
     others = tuple(others)
     found = dict.fromkeys(list_holders(dataset, others))
     for path, item in walk(dataset):
@@ -101,10 +101,10 @@ def list_changers(dataset: Any, others: Iterable[Any]) -> tuple[str, ...]:
 
 
 def list_holders(dataset: Any, others: Iterable[Any], *, between: bool = False) -> tuple[str, ...]:
-    """The callbacks and modules that get hold of the dataset.
+    """The callbacks and modules that can access the dataset.
 
     Args:
-        between: only while batches are loaded, not in hooks that run when none are.
+        between: only consider access while batches are loaded, not in hooks that run at other times.
     """
     found: dict[str, None] = {}
     others = tuple(others)
@@ -120,7 +120,7 @@ def list_holders(dataset: Any, others: Iterable[Any], *, between: bool = False) 
 
 
 def _list_held(others: Iterable[Any], between: bool = False) -> Iterator[tuple[int, str]]:
-    """Objects that methods of callbacks and modules get hold of, as attributes or from their own module."""
+    """Objects that methods of callbacks and modules can access, as attributes or through their own module."""
     for other in others:
         for _, function in _list_running(other, between):
             own = {name: vars(other)[name] for name in sample_code.list_names(function.__code__) if name in vars(other)}
@@ -130,7 +130,7 @@ def _list_held(others: Iterable[Any], between: bool = False) -> Iterator[tuple[i
 
 
 def _is_changeable(item: Any) -> bool:
-    """Containers, tensors, arrays, and objects of the user's classes."""
+    """Whether it is a container, tensor, array, or object of a user's class."""
     if inspect.isroutine(item) or inspect.ismodule(item) or isinstance(item, type):
         return False
     return hasattr(type(item), "__setitem__") or isinstance(item, set) or not sample_code.is_installed(type(item))

@@ -1,4 +1,4 @@
-"""Whether what runs exchanges something between ranks."""
+"""Detects communication between ranks in the code that runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastloop.errors import NotApplicable
 
 
 class RefuseCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside ``with``, an operator that all ranks must call raises NotApplicable in place of being called."""
+    """Inside ``with``, an operator that all ranks must call raises NotApplicable instead of running."""
 
     supports_higher_order_operators = True
 

@@ -1,8 +1,9 @@
-"""The work of modules that are compiled: their calls are noted while a step runs, and counted afterwards without data.
+"""The work of compiled modules: records their calls while a step runs, and counts it afterwards without data.
 
-What is fused nobody sees, and a compiled step must stay as it is. So a call's arguments are kept as shapes, and once
-the step is over the module's own code runs forward and backward on tensors without data (torch's fake tensors), under
-the same count as any eager step. Nothing is computed, allocated on the device, drawn or compiled.
+Fused operators are invisible, and a compiled step must not change. So the shapes of a call's arguments are kept, and
+after the step the module's uncompiled code runs forward and backward on tensors without data (torch's fake tensors),
+under the same count as an eager step. This computes nothing, allocates nothing on the device, draws no random numbers
+and compiles nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from fastloop.evidence.model.flops import FlopCount
 
 SOURCE = "the compiled modules' calls of one step, run again without data"
 MOST_CALLS = 256
-"""Of one step: more are not worth the time."""
+"""Limit per step: more are not worth the time."""
 
 
 @dataclass(frozen=True)
 class _Call:
     module: torch.nn.Module
-    """What was compiled, as its user wrote it."""
+    """The compiled module, as its user wrote it."""
     fake: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -42,10 +43,10 @@ def find_compiled(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class CompiledWork:
-    """Notes the calls of compiled modules between ``open`` and ``close``, and counts their work in ``count``.
+    """Records the calls of compiled modules between ``open`` and ``close``, and counts their work in ``count``.
 
     Args:
-        untouched: surrounds what runs a module once more; what the module keeps is afterwards what it was.
+        untouched: a context manager for running a module again; it restores the module's state afterwards.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class CompiledWork:
             self._undos.append(lambda own=own, name=name, ours=ours: _put_back(own, name, ours))  # type: ignore[misc]
 
     def close(self) -> None:
-        """The modules are as they were. Harmless when called twice."""
+        """Restore the modules. Safe to call twice."""
         while self._undos:
             self._undos.pop()()
 
     def count(self, samples: int) -> Mapping[str, Any]:
-        """The work of what was noted, as ``Measurement.flops`` holds it. Call it between two steps."""
+        """The work of the recorded calls, in the form of ``Measurement.flops``. Call it between two steps."""
         if not self._calls and self.why is None:
             self.why = "the compiled modules were not called in the counted step"
         count = FlopCount()
@@ -84,7 +85,7 @@ class CompiledWork:
         return dataclasses.replace(work, at_least=work.at_least or self._has_rest()).per(samples, SOURCE)
 
     def note(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep the shapes of a call."""
+        """Record the shapes of a call."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         if self.why is not None:
@@ -109,19 +110,19 @@ class CompiledWork:
                 torch.set_grad_enabled(call.grad),
             ):
                 _run(call, count)
-        except Exception as error:  # whatever the user's code raises where there are no data
+        except Exception as error:  # whatever the user's code raises without data
             let_through(error)
             what = " ".join(f"{type(error).__name__}: {error}".split())[:160]
             self.why = f"{type(call.module).__name__} is compiled, and cannot run without data: {what}"
 
     def _has_rest(self) -> bool:
-        """Whether parameters lie outside of what is compiled: they have work that was not seen."""
+        """Whether some trainable parameters are outside the compiled modules: their work was not counted."""
         inside = {id(each) for module in find_compiled(self._root) for each in module.parameters()}
         return any(each.requires_grad and id(each) not in inside for each in self._root.parameters())
 
 
 class _Noting:
-    """Stands before a compiled call, outside of what is compiled. Copies and pickles hold the call itself."""
+    """Wraps a compiled call, outside the compiled code. Copies and pickles contain the call itself."""
 
     def __init__(self, notes: CompiledWork, module: torch.nn.Module, call: Callable[..., Any]) -> None:
         self.notes, self.module, self.call = notes, module, call
@@ -130,7 +131,7 @@ class _Noting:
         if not torch.compiler.is_compiling():
             try:
                 self.notes.note(self.module, args, kwargs)
-            except Exception as error:  # noting must never break the step
+            except Exception as error:  # recording must never break the step
                 let_through(error)
                 self.notes.why = f"the shapes of a call cannot be kept: {type(error).__name__}"
         return self.call(*args, **kwargs)
@@ -154,7 +155,7 @@ def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _make_fake(fake: Any, value: Any) -> Any:
-    """The same arguments without data; those that want a gradient are leaves that want one."""
+    """The same arguments without data; tensors that require a gradient become leaves that require one."""
 
     def change(each: Any) -> Any:
         if not isinstance(each, torch.Tensor):
@@ -166,7 +167,7 @@ def _make_fake(fake: Any, value: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_compiled_calls(module: torch.nn.Module) -> Iterator[None]:
-    """The modules' own code: a compiled call of fastloop's is no function that a stance makes eager."""
+    """Uses the modules' uncompiled code: `force_eager` does not affect fastloop's compiled calls."""
     kept = [vars(each) for each in module.modules() if vars(each).get("_compiled_call_impl") is not None]
     calls = [own.pop("_compiled_call_impl") for own in kept]
     try:
@@ -184,13 +185,13 @@ def _run(call: _Call, count: FlopCount) -> None:
     }
     given = [each for each in torch.utils._pytree.tree_leaves((call.args, call.kwargs)) if _wants_gradient(each)]
     with call.fake, count:
-        # A leaf that wants a gradient must not be changed in place, as a first layer may.
+        # A leaf that requires a gradient must not be changed in place, which a first layer may do.
         args, kwargs = torch.utils._pytree.tree_map(
             lambda each: each.clone() if _wants_gradient(each) else each, (call.args, dict(call.kwargs))
         )
         output = torch.func.functional_call(call.module, values, args, kwargs)
         live = [each for each in torch.utils._pytree.tree_leaves(output) if _wants_gradient(each)]
-        live = [each for each in live if not each.dim()] or live  # a loss, where the module computes it
+        live = [each for each in live if not each.dim()] or live  # a loss, if the module computes one
         wanted = [*given, *filter(_wants_gradient, values.values())]
         if live and wanted:
             ones = [torch.ones_like(each) for each in live]

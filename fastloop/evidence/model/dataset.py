@@ -1,4 +1,4 @@
-"""What a dataset's objects and code say about moving it to worker processes. No sample is taken."""
+"""Reads from a dataset's objects and code whether it can move to worker processes. Takes no sample."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _FOREIGN: Mapping[str, tuple[str, ...]] = {
         "pytorch_lightning.callbacks.callback.Callback",
     ),
 }
-"""What is found in a dataset's objects, and where its classes live."""
+"""Reasons against copying an object, and the classes they apply to."""
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
     SHARED: tuple(
         f"{name}."
@@ -79,7 +79,7 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
         )
     )
 }
-"""Packages whose objects, where a dataset holds one, are connections or lead to one."""
+"""Packages whose objects are connections or lead to one."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 _EPOCH_NAMES = ("epoch", "_epoch", "current_epoch")
 DRAWS = re.compile(
@@ -90,7 +90,7 @@ _RANDOM_TRANSFORMS = re.compile(
     r"Random|ColorJitter|(Auto|Rand)Augment|TrivialAugment|AugMix|MixUp|CutMix|ElasticTransform|Gaussian(Blur|Noise)|JPEG"
 )
 _BEFORE_SAMPLES = ("__init__", "__new__", "__len__", "__setstate__", "setup", "prepare_data")
-"""Methods that run before a sample is asked for: what they draw is drawn in the main process either way."""
+"""Methods that run before the first sample is requested: their random draws happen in the main process either way."""
 _LIBRARIES = ("torch.", "torchvision.", "numpy.", "builtins.", "PIL.", "collections.", "functools.", "pathlib.")
 
 
@@ -108,7 +108,7 @@ def walk(root: Any, name: str = "dataset") -> Iterator[tuple[str, Any]]:
 
 
 def _members(item: Any) -> Iterator[tuple[str, Any]]:
-    """Direct members with the step that leads to them. Mappings other than dict may load what they are asked for."""
+    """Direct members with the step that leads to them. Only dicts: other mappings may load items on access."""
     if isinstance(item, dict):
         yield from ((f"[{key!r}]", value) for key, value in islice(item.items(), _MOST_MEMBERS))
     elif isinstance(item, (list, tuple, set, frozenset)):
@@ -130,7 +130,7 @@ def _attributes(item: Any) -> dict[str, Any]:
 
 
 def worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
-    """Why worker processes would break or change what this dataset gives, each with the place it was seen."""
+    """Why worker processes would break or change this dataset's samples, each with its location."""
     found: dict[str, None] = {}
     for root, name in ((dataset, "dataset"), (collate, "collate_fn")):
         for path, item in walk(root, name):
@@ -153,7 +153,7 @@ def _find_hazard(item: Any) -> str | None:
 
 
 def _find_foreign(item: Any) -> str | None:
-    """What cannot be copied into a worker as if nothing were, whatever it is used for."""
+    """Why an object cannot be copied into a worker safely, regardless of its use."""
     if isinstance(item, _PLAIN) or inspect.isroutine(item):
         return None
     if isinstance(item, torch.Tensor):
@@ -175,14 +175,14 @@ def find_reason(kind: type) -> str | None:
 
 
 def find_handle(item: Any) -> str | None:
-    """Whose open handle it is: "file", "h5py"; None where it is none."""
+    """The kind of open handle: "file", "h5py"; None if it is not a handle."""
     kind = type(item)
     package = (kind.__module__ or "").split(".")[0]
     if package in _HANDLE_MODULES:
         return package
     if isinstance(item, io.IOBase) and not isinstance(item, (io.BytesIO, io.StringIO)):
         return "file"  # forked workers would share its position
-    # lmdb's C types say they live in builtins.
+    # lmdb's C types report builtins as their module.
     return "lmdb" if kind.__module__ == "builtins" and kind.__name__ in ("Environment", "Transaction") else None
 
 
@@ -195,7 +195,7 @@ def _epoch_state(item: Any) -> str | None:
 
 
 def draws_random(*roots: Any) -> tuple[str, ...]:
-    """Names of transforms and functions reachable from the dataset that draw random numbers, as their code shows."""
+    """Names of transforms and functions reachable from the dataset whose code draws random numbers."""
     found: dict[str, None] = {}
     for root in roots:
         for _, item in walk(root):
@@ -205,7 +205,7 @@ def draws_random(*roots: Any) -> tuple[str, ...]:
 
 
 def find_draw(item: Any) -> str | None:
-    """The name of a transform or function that draws random numbers; None where it is none."""
+    """The name of a transform or function that draws random numbers; None if it draws none."""
     kind = type(item)
     if inspect.isfunction(item):
         return item.__qualname__.split(".")[-1] if function_draws(item) else None
@@ -220,7 +220,7 @@ def find_draw(item: Any) -> str | None:
 
 
 def function_draws(function: Any, depth: int = 3) -> bool:
-    """Whether a function names a way to draw random numbers, itself or in functions of the user's that it names."""
+    """Whether a function names a way to draw random numbers, itself or in the user's functions that it names."""
     names = set(sample_code.list_names(function.__code__))
     if any(DRAWS.fullmatch(name) for name in names):
         return True
@@ -231,19 +231,19 @@ def function_draws(function: Any, depth: int = 3) -> bool:
 
 
 def _of_library(thing: Any) -> bool:
-    """Whether a class or function is torch's, NumPy's or Python's own."""
+    """Whether a class or function belongs to one of ``_LIBRARIES``, such as torch, NumPy or Python."""
     return f"{thing.__module__}.".startswith(_LIBRARIES)
 
 
 def sample_bytes(dataset: Any) -> int | None:
-    """Bytes of one sample where it can be told without taking one: of tensors that are there already."""
+    """Bytes of one sample, if known without taking one: from tensors that already exist."""
     if type(dataset) is not TensorDataset or not len(dataset):
         return None
     return sum(tensor.nbytes for tensor in dataset.tensors) // len(dataset)
 
 
 def list_long(dataset: Any) -> tuple[str, ...]:
-    """Its containers of very many Python objects: forked workers copy each one that they look at, and grow by it."""
+    """Containers with very many Python objects: forked workers copy each object they touch, so their memory grows."""
     found = []
     for path, item in walk(dataset):
         if isinstance(item, (list, tuple, dict)) and len(item) >= _MANY_OBJECTS:
@@ -252,7 +252,7 @@ def list_long(dataset: Any) -> tuple[str, ...]:
 
 
 def unpicklable(root: Any, name: str = "dataset") -> str | None:
-    """Attribute path of the innermost thing that cannot be pickled, or None where all can."""
+    """Attribute path of the innermost object that cannot be pickled; None if everything can."""
     if _pickles(root):
         return None
     path, item = name, root
@@ -266,7 +266,7 @@ def unpicklable(root: Any, name: str = "dataset") -> str | None:
 
 def _pickles(item: Any) -> bool:
     try:
-        with Path(os.devnull).open("wb") as nowhere:  # so that trying costs no memory
+        with Path(os.devnull).open("wb") as nowhere:  # so that the attempt costs no memory
             ForkingPickler(nowhere).dump(item)
     except Exception:  # whatever a __reduce__ raises means: no
         return False

@@ -1,4 +1,4 @@
-"""Dropout switched off for a while, without any other change between training and evaluation."""
+"""Temporarily switches dropout off, without any other change between training and evaluation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 _ATTENTION = "scaled_dot_product_attention"
 _CHANCES = {torch.nn.modules.dropout._DropoutNd: "p", torch.nn.RNNBase: "dropout"}
 _DROP_PATHS = {"StochasticDepth": "p", "DropPath": "drop_prob"}
-"""Of torchvision and timm: layers that leave out whole samples."""
+"""Layers of torchvision and timm that drop whole samples."""
 
 
 def switch_off_dropout(module: torch.nn.Module) -> Callable[[], None]:
-    """Switch the dropout of a module's layers off, also of those that call no function for it; returns the undo."""
+    """Switch off the dropout of a module's layers, including those that call no function for it; returns the undo."""
     undo: list[tuple[Any, str, Any]] = []
     for part in module.modules():
         known = (name for kind, name in _CHANCES.items() if isinstance(part, kind))
@@ -35,7 +35,7 @@ def switch_off_dropout(module: torch.nn.Module) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def without_functional_dropout() -> Iterator[None]:
-    """Off wherever a function of torch's is called for it."""
+    """Switch off dropout in all calls of torch's functions."""
     functional: Any = torch.nn.functional
     changed = {name: getattr(functional, name) for name in (*_DROPOUTS, _ATTENTION)}
     for name, original in changed.items():
@@ -57,7 +57,7 @@ def _dropout(original: Any) -> Any:
 
 def _attention(original: Any) -> Any:
     def none_dropped(*args: Any, dropout_p: float = 0.0, **named: Any) -> Any:  # noqa: ARG001
-        # The chance is the fifth.
+        # The dropout probability is the fifth argument.
         return original(*args[:4], *(0.0 for _ in args[4:5]), *args[5:], **named)
 
     return none_dropped

@@ -1,4 +1,4 @@
-"""What Dynamo captured: graphs, recompiles and breaks since a given moment."""
+"""What Dynamo captured since a given moment: graphs, recompiles and graph breaks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Count:
     graphs: int
     breaks: Mapping[str, int]
     latest: Any
-    """The last entry of Dynamo's list of compilations, which keeps the latest ones only; None where it is empty."""
+    """The last entry of Dynamo's list of compilations, which keeps only the latest; None if it is empty."""
 
 
 def count_captured() -> int:
@@ -51,7 +51,7 @@ def count_since(before: Count) -> dict[str, Any]:
 
 
 def read_records() -> list[Any] | None:
-    """Dynamo's records of its latest 64 compilations; None where this torch has none. Does not import Dynamo."""
+    """Dynamo's records of its latest 64 compilations; None if this torch has none. Does not import Dynamo."""
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:
         return []
@@ -60,7 +60,7 @@ def read_records() -> list[Any] | None:
 
 
 def list_new(records: Sequence[Any], latest: Any) -> list[Any]:
-    """The records behind `latest`; all where it is not among them any more."""
+    """The records after `latest`; all of them if it is no longer in the list."""
     return list(takewhile(lambda record: record is not latest, reversed(records)))[::-1]
 
 
@@ -69,6 +69,6 @@ def _is_limit(fail_reason: str) -> bool:
 
 
 def shorten_reason(reason: str) -> str:
-    """The guard that failed, without Dynamo's numbers of frame and compilation before it."""
+    """The guard that failed, without Dynamo's frame and compilation numbers."""
     lines = [line.strip(" -") for line in reason.strip().splitlines() if line.strip(" -")]
     return re.sub(r"^\d+/\d+: ", "", lines[-1] if lines else reason)[:160]

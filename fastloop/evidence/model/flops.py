@@ -1,11 +1,11 @@
-"""How much arithmetic a step is: floating-point operations by kind, counted while the step runs.
+"""Counts the floating-point operations of a step by kind, while the step runs.
 
-A light dispatch mode of our own. ``torch.utils.flop_counter.FlopCounterMode`` installs module hooks and decomposes
-operators it does not know, so that the step it counts is not the step the user runs; this one runs every operator as it
-is, looks at shapes and takes torch's public formulas where they are right.
+Uses a light dispatch mode. ``torch.utils.flop_counter.FlopCounterMode`` installs module hooks and decomposes unknown
+operators, so it counts a different step from the one the user runs; this one runs every operator unchanged, looks at
+shapes and uses torch's public formulas where they are correct.
 
-What recomputation costs (activation checkpointing, and the scores that a fused attention computes again in its
-backward) is kept apart: the same model counts the same eager, compiled, checkpointed or with fused attention.
+Recomputation (activation checkpointing, and the scores that a fused attention recomputes in its backward) is counted
+separately, so a model has the same count eager, compiled, checkpointed or with fused attention.
 Source: ``facts/measuring.md`` section 3; https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
 """
 
@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 MOST_NAMES = 5
 STEP = "one eager step of this run"
-"""Where work is counted unless somebody says otherwise."""
+"""Default source of a count."""
 _CHECKPOINT, _ENGINE = checkpoint.__file__, torch.autograd.graph.__file__
 _PLAIN_NAMESPACES = re.compile(r"aten|prims?|inductor_prims|profiler|c10d|_?c10d_functional|_dtensor|fsdp|symm_mem")
 _HEAVY = re.compile(
@@ -36,21 +36,21 @@ _HEAVY = re.compile(
     r"|matrix_exp|_?(cdist|euclidean_dist|trilinear)|mkldnn_|mkl_|miopen_|fbgemm_|.*attention|_transformer_encoder_layer"
     r"|(linear|bilinear|matmul|einsum|tensordot|conv([123]d|_transpose[123]d?))$)"
 )
-"""Operators of torch's own that do heavy work: without a formula they turn the count into "at least". The last line's
-come here whole only from tensor subclasses (jagged ones, for instance)."""
+"""torch's operators that do heavy work: if they have no formula, the count becomes "at least". Those in the last line
+arrive undecomposed only from tensor subclasses (jagged ones, for instance)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Floating-point operations of what was counted; a multiplication and an addition are two."""
+    """Counted floating-point operations; a multiplication and an addition are two."""
 
     matmul: int = 0
     convolution: int = 0
     attention: int = 0
     recomputed: int = 0
-    """Forward work done a second time for the backward's sake; in none of the others."""
+    """Forward work repeated for the backward; not included in the other fields."""
     at_least: bool = False
-    """Something heavy ran that has no formula."""
+    """A heavy operator without a formula ran."""
     uncounted: tuple[str, ...] = ()
     """Names of such operators, at most five."""
 
@@ -60,7 +60,7 @@ class Work:
         return self.matmul + self.convolution + self.attention
 
     def per(self, samples: int, source: str = STEP) -> Mapping[str, Any]:
-        """This work as ``Measurement.flops`` holds it, per sample; ``source`` says where it was counted."""
+        """This work per sample, in the form of ``Measurement.flops``; ``source`` says where it was counted."""
         if samples <= 0 or not self.total:
             had = "nothing with a formula" if self.uncounted else "no product, convolution or attention"
             why = f"the counted step had {had}" if samples > 0 else "the samples of the counted step are not known"
@@ -76,13 +76,13 @@ class Work:
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts what runs inside ``with``; may be entered again and again, and then goes on counting.
+    """Counts the operators that run inside ``with``; may be entered repeatedly, and counts cumulatively.
 
-    It sees the backward too, wherever the autograd engine runs it. It changes no operator, installs no hooks and holds
-    no tensors. Where torch.compile is in use it must not be: see ``may_count``.
+    It also sees the backward, in whichever thread the autograd engine runs it. It changes no operator, installs no
+    hooks and holds no tensors. Do not use it together with torch.compile: see ``may_count``.
     """
 
-    supports_higher_order_operators = True  # else flex_attention raises under any mode that does not know it
+    supports_higher_order_operators = True  # else flex_attention raises under a mode that does not support it
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,7 +90,7 @@ class FlopCount(TorchDispatchMode):
         self.backward: Counter[str] = Counter()
         self.recomputed = 0
         self.ambiguous = False
-        """A graph of the backward was built (``create_graph``) in a way that hides what is recomputation."""
+        """A graph of the backward was built (``create_graph``) in a way that hides which work is recomputation."""
         self._creates_graph = False
         self._uncounted: dict[str, None] = {}
         self._known: dict[Any, Callable[..., tuple[str, int, int]] | None] = {}
@@ -98,18 +98,18 @@ class FlopCount(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Compiled code keeps its graphs, then; else one step under a mode switches torch.compile off for good.
+        # This keeps compiled code; otherwise one step under a mode disables torch.compile for the rest of the process.
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # True imports torch._dynamo at the first operator, which costs seconds. Torch that does not know the method
-        # above needs it: Dynamo would trace this class where code is compiled under the mode, as flex_attention is.
+        # True imports torch._dynamo at the first operator, which costs seconds. torch versions without the method above
+        # need it: otherwise Dynamo would trace this class if code is compiled under the mode, as flex_attention is.
         return not hasattr(TorchDispatchMode, "ignore_compile_internals")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Inference mode has no autograd layer to take `linear` apart on the way here.
+        # Inference mode has no autograd layer that would decompose `linear` before this point.
         if torch.is_inference_mode_enabled() and not types and func._can_decompose():
             with self:
                 return func.decompose(*args, **kwargs)
@@ -124,7 +124,7 @@ class FlopCount(TorchDispatchMode):
 
     @property
     def work(self) -> Work:
-        """What has been counted so far."""
+        """The work counted so far."""
         both = self.forward + self.backward
         names = tuple(self._uncounted)[:MOST_NAMES]
         return Work(
@@ -137,14 +137,14 @@ class FlopCount(TorchDispatchMode):
         )
 
     def per(self, samples: int, source: str = STEP) -> Mapping[str, Any]:
-        """What has been counted as ``Measurement.flops`` holds it; a step without a backward is none to go by, as
-        where ``training_step`` returned None."""
+        """The work counted so far, in the form of ``Measurement.flops``; a step without a backward gives no count, for
+        instance if ``training_step`` returned None."""
         if self.work.total and not self.backward.total():
             return {"per_sample": None, "source": source, "why": "the counted step had no backward"}
         return self.work.per(samples, source)
 
     def _formula(self, func: Any) -> Callable[..., tuple[str, int, int]] | None:
-        """What counts this operator; None for one that is cheap or has to go uncounted."""
+        """The function that counts this operator; None for one that is cheap or cannot be counted."""
         packet = getattr(func, "_overloadpacket", None)
         name = func.__name__ if packet is None else packet.__name__
         namespace = getattr(func, "namespace", "higher_order")
@@ -172,18 +172,18 @@ class FlopCount(TorchDispatchMode):
                 phase[kind] += flops
 
     def _phase(self) -> Counter[str] | None:
-        """Where the operator of now belongs; None for recomputation. Looks at the stack down to the engine's call."""
+        """The counter for the current operator; None for recomputation. Reads the stack down to the engine's call."""
         if torch._C._current_graph_task_id() == -1:
             return self.forward
-        # What called __torch_dispatch__: nothing, where a thread of the engine's did.
+        # The caller of __torch_dispatch__; None if an engine thread called it.
         frame, depth = sys._getframe(2).f_back, 0
         while frame is not None and not (frame.f_code.co_filename == _ENGINE and "engine" in frame.f_code.co_name):
             if frame.f_code.co_filename == _CHECKPOINT:
                 return None
             frame, depth = frame.f_back, depth + 1
         if depth and torch.is_grad_enabled():
-            # Python that the engine called, building a graph: somebody's own checkpointing. Where the whole backward
-            # builds one (create_graph) it may as well be the backward of a custom Function.
+            # Python code that the engine called and that builds a graph: custom checkpointing. If the whole backward
+            # builds one (create_graph), it may also be the backward of a custom Function.
             self.ambiguous = self.ambiguous or self._creates_graph
             return None
         self._creates_graph = self._creates_graph or torch.is_grad_enabled()
@@ -191,14 +191,14 @@ class FlopCount(TorchDispatchMode):
 
 
 def may_count(module: torch.nn.Module) -> str | None:
-    """Why counting must not happen in the user's own live step; None where it may.
+    """Why the user's live step must not be counted; None if it may.
 
-    What a compiler fused nobody sees, and in older torch one step under a dispatch mode switches torch.compile off for
-    the rest of the process. Ask after at least one whole step, for a function under ``torch.compile`` shows only once
-    it has run. A process that may be thrown away counts under ``torch.compiler.set_stance("force_eager")`` instead.
-    In the user's own that is no way out for later fits either: nothing tells beforehand whether a function that was
-    compiled earlier takes part in the step, and if one does, the step would be computed by other code, with other
-    rounding and the memory of eager mode.
+    Fused operators are invisible, and in older torch one step under a dispatch mode disables torch.compile for the rest
+    of the process. Call this after at least one whole step, because a function under ``torch.compile`` is visible only
+    after it has run. A disposable process counts under ``torch.compiler.set_stance("force_eager")`` instead. In the
+    user's process that does not work for later fits either: there is no way to know in advance whether a function
+    compiled earlier takes part in the step, and if one does, other code would compute the step, with other rounding and
+    the memory use of eager mode.
     """
     for name, part in module.named_modules():
         where = f"`{name}`" if name else "the module"
@@ -220,7 +220,7 @@ def _public(name: str, formula: Callable[..., int]) -> Callable[..., tuple[str, 
 
     def count(*args: Any, **kwargs: Any) -> tuple[str, int, int]:
         flops = formula(*args, **kwargs)
-        # Of the five products of such a backward one is the scores again.
+        # One of the five products of such a backward recomputes the scores.
         again = flops // 5 if kind == "attention" and name.endswith("backward") else 0
         return kind, flops - again, again
 
@@ -228,7 +228,7 @@ def _public(name: str, formula: Callable[..., int]) -> Callable[..., tuple[str, 
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[str, int, int]:
-    """Queries [B, H, S, D], keys [B, h, T, D], values [B, h, T, V]; torch's formula refuses h < H (grouped queries)."""
+    """Queries [B, H, S, D], keys [B, h, T, D], values [B, h, T, V]; torch's formula rejects h < H (grouped queries)."""
     scores = 2 * prod(query.shape[:-1]) * key.shape[-2]
     return "attention", scores * (query.shape[-1] + value.shape[-1]), 0
 
@@ -239,7 +239,7 @@ def _attention_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, *
 
 
 def _convolution_backward(grad: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> tuple[str, int, int]:
-    """Each gradient costs what the forward did; torch's formula multiplies that of grouped weights by the groups."""
+    """Each gradient costs as much as the forward; torch's formula multiplies grouped ones by the groups."""
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, output_mask = rest
     forward = 2 * x.shape[0] * prod((x if transposed else grad).shape[2:]) * prod(weight.shape)
     return "convolution", forward * (bool(output_mask[0]) + bool(output_mask[1])), 0
@@ -272,4 +272,4 @@ _OWN: dict[str, Callable[..., tuple[str, int, int]]] = {
     "addbmm": _added,
     "_addmm_activation": _added,
 }
-"""Formulas that torch has not, or has wrong for some shapes."""
+"""Formulas that torch lacks, or has wrong for some shapes."""

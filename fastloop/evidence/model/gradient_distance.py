@@ -1,4 +1,4 @@
-"""How far two gradients are apart, tensor by tensor and as a whole. In float64, on the host."""
+"""The distance between two gradients, tensor by tensor and as a whole. In float64, on the host."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 import torch
 
 Gradient = Mapping[str, torch.Tensor]
-"""Gradients by the names of their parameters."""
+"""Gradients by parameter name."""
 
 LISTED = 5
 LOST_SHARE = 1e-4
-"""A tensor whose numbers are this small beside the mean one may well be zero in truth: the bias before a BatchNorm."""
+"""A tensor whose elements are this small beside the mean one may truly be zero: the bias before a BatchNorm."""
 NOTABLE, OFF = 1e-2, 0.5
-"""A tensor with this share of the norm keeps at least this part of itself, whatever rounding does to the rest."""
+"""A tensor with this share of the norm must keep at least this part of itself, whatever rounding does to the rest."""
 
 
 def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
-    """What lies between a gradient and the base's.
+    """Measure how far a gradient is from the base's.
 
     Returns:
-        ``deviation``   ``||arm - base|| / ||base||``, a tensor that is missing counting as zeros
-        ``layers``      the root of the mean square of the deviations of single matrices (and filters), each over its
-                        own norm: every layer counts alike, however small its share of the whole
-        ``kept``        how much of the base's gradient is in the arm's, ``<arm, base> / ||base||^2``: rounding leaves
-                        it near 1 however far it scatters the rest, a lost factor does not
-        ``worst``       the tensors with the largest part in that: ``name``, ``deviation`` of its own norm, ``share``
-        ``lost``        of the base's, those that are missing or all zeros in the arm and were not as good as zero
-        ``astray``      those with a notable share of the norm of which less than half is kept, or twice as much
-        ``finite``      all numbers of the arm's are
+        ``deviation``   ``||arm - base|| / ||base||``; a missing tensor counts as zeros
+        ``layers``      the root mean square of the deviations of single matrices (and filters), each over its own
+                        norm: every layer has the same weight, however small its share of the whole
+        ``kept``        how much of the base's gradient the arm's contains, ``<arm, base> / ||base||^2``: it stays near
+                        1 however far rounding scatters the rest, but not if a factor is lost
+        ``worst``       the tensors that differ most: ``name``, ``deviation`` over its own norm, ``share`` of the norm
+        ``lost``        tensors of the base that are not practically zero there, but missing or all zeros in the arm
+        ``astray``      tensors with a notable share of the norm that keep less than half, or more than twice as much
+        ``finite``      whether all elements of the arm's gradient are finite
     """
     rows = {name: _row(base.get(name), arm.get(name)) for name in {**base, **arm}}
     norm = math.sqrt(math.fsum(row["base"] ** 2 for row in rows.values()))
@@ -64,12 +64,12 @@ def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
 
 
 def is_finite(gradient: Gradient) -> bool:
-    """Whether it holds numbers only."""
+    """Whether all elements are finite."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in gradient.values())
 
 
 def _row(base: torch.Tensor | None, arm: torch.Tensor | None) -> dict[str, float]:
-    """Norms of one tensor in both and of what lies between, and the product of both."""
+    """Norms of one tensor in both gradients and of their difference, and the inner product."""
     left, right = (None if tensor is None else tensor.detach().to(torch.float64) for tensor in (base, arm))
     norms = [0.0 if side is None else float(side.norm()) for side in (left, right)]
     if left is None or right is None or left.shape != right.shape:

@@ -1,15 +1,15 @@
 """Memory that grows with every step: how fast, and which attribute keeps the tensors, with the line that adds to it.
 
-Read at the end of steps, at most every 20 ms and less often in a long fit: what tensors take on the GPU (without the
-batch, whose shape may grow), what this process has from malloc on the host. Nothing is synchronised. What an allocator
-holds back for later is not counted: resident memory stands still while it is used up.
+Reads at the end of steps, at most every 20 ms and less often in a long fit: the memory of tensors on the GPU (without
+the batch, whose shape may grow), and this process's malloc memory on the host. Nothing is synchronized. Memory that an
+allocator keeps in reserve does not count: resident memory stays constant while the reserve is used up.
 
-Only steady growth counts: each quarter of the readings above the one before, at a similar pace. That is no proof yet: a
-cache that fills does the same. So the tensors are looked for once, at the end of the fit, where user code keeps them:
-in attributes of the LightningModule, callbacks and loggers, and in global variables of their files. Datasets are not
-looked at: what they keep is a cache. A list that the code clears elsewhere counts once it has grown beyond an epoch.
-What keeps a graph for each step counts without growth, too: backward has freed the large tensors of most graphs, and
-what is left (nodes, on the host) may be less than can be seen in a short fit.
+Only steady growth counts: each quarter of the readings above the one before, at a similar pace. That is not proof yet:
+a filling cache looks the same. So the tensors are searched for once, at the end of the fit, where user code keeps them:
+in attributes of the LightningModule, callbacks and loggers, and in global variables of their files. Datasets are
+skipped: what they keep is a cache. A list that the code clears elsewhere counts only if it has grown beyond an epoch. A
+container that keeps a graph for each step counts even without growth: backward has freed the large tensors of most
+graphs, and the rest (nodes, on the host) may be too small to notice in a short fit.
 """
 
 from __future__ import annotations
@@ -35,47 +35,47 @@ import torch
 from fastloop.evidence import machine
 
 SHORTEST_S, SHARE, TIMES_COST = 0.02, 1 / 200, 500
-"""Between two readings, whichever is longest: seconds, a share of the time since the first, and what one takes, so many
-times: some 20 us, but malloc's own count visits every free block."""
+"""Time between two readings, whichever is longest: seconds; a share of the time since the first; a multiple of a
+reading's own cost, usually some 20 us, but malloc's count visits every free block."""
 FEWEST = 16
-"""Readings below which nothing is said."""
+"""Fewest readings for a result."""
 LEAST_MIB = 2.0
-"""Growth over all readings below which nothing is said."""
+"""Smallest growth over all readings for a result."""
 GPU, HOST = "GPU", "host"
 STEADY = 0.4
-"""The slowest of the paces between quarters, as a share of the fastest: a start-up or a filled cache slows down."""
+"""The slowest pace between quarters must be this share of the fastest: a start-up or a filled cache slows down."""
 PER_STEP = 0.5
-"""Tensors that a container must keep for each optimizer step of the fit to be the one that grows."""
+"""Tensors per optimizer step of the fit that a container must keep to count as the one that grows."""
 MOST_OBJECTS, MOST_ITEMS = 100_000, 256
-"""Objects that the search visits, and items of one container that it looks at."""
+"""Objects that the search visits, and items that it examines in one container."""
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
     *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "fastloop")
 }
-"""Whose objects are not looked into: what they keep is not the user's to change, and torchmetrics resets its lists."""
+"""Packages whose objects are not searched: the user cannot change what they keep, and torchmetrics resets its lists."""
 _CONTAINERS = {list, dict, set, deque, defaultdict, OrderedDict}
-"""Not their subclasses, which may run the user's code when they are looked at."""
+"""Exact types only: subclasses may run the user's code when inspected."""
 _ADDS = {"append", "appendleft", "extend", "add", "insert", "update", "setdefault"}
 _CLEARS = {"clear", "pop", "popleft", "popitem"}
 _STARTS = {"__init__", "setup", "on_fit_start", "on_train_start"}
-"""Functions in which an assignment makes the container, and does not clear it."""
+"""Functions in which an assignment creates the container and does not clear it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who keeps tensors of past steps."""
+    """The attribute or variable that keeps tensors of past steps."""
 
     name: str
     """``Net.losses``."""
     tensors: int
     holds_graphs: bool
     where: str | None = None
-    """``train.py:42``: the line that adds to it; None where no source tells."""
+    """``train.py:42``: the line that adds to it; None if not found in the source."""
     cleared: bool = False
-    """Some function empties it, or puts something else in its place."""
+    """Some function empties it, or replaces it."""
 
 
 class MemoryLog:
-    """Readings of the memory at the end of optimizer steps: of the GPU, if there is one, and of the host."""
+    """Readings of memory at the end of optimizer steps: on the GPU, if there is one, and on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,12 +85,12 @@ class MemoryLog:
         self.readings: dict[str, list[tuple[int, int]]] = {memory: [] for memory in self._read}
         """Optimizer steps and bytes."""
         self._before: Mapping[int, int] = {}
-        """Items of containers, by their ids, when training started."""
+        """Number of items in each container when training started, by id."""
         self._began_s = self._next_s = 0.0
         self._cost_s = math.inf
 
     def begin(self, roots: Sequence[object]) -> None:
-        """Training starts: what containers hold by now is none of its steps'."""
+        """Training starts: items that containers already hold do not count."""
         self._before = {id(value): len(value) for *_, value in _walk(roots) if not isinstance(value, torch.Tensor)}
 
     def tick(self, step: int, batch_bytes: Callable[[], int]) -> None:
@@ -100,24 +100,24 @@ class MemoryLog:
         self._began_s = self._began_s or now_s
         for memory, read in self._read.items():
             self.readings[memory].append((step, read() - (batch_bytes() if memory == GPU else 0)))
-        before_s, self._cost_s = self._cost_s, time.monotonic() - now_s  # one may have been held up
+        before_s, self._cost_s = self._cost_s, time.monotonic() - now_s  # one of the two may have been delayed
         pause_s = TIMES_COST * min(before_s, self._cost_s)
         self._next_s = now_s + max(SHORTEST_S, SHARE * (now_s - self._began_s), pause_s)
 
     def read_now(self) -> dict[str, int | None]:
-        """What is taken now of the memory that a training fills first, and what can still be taken, for `StepCheck`."""
+        """Used and still available bytes of the memory that a training fills first, for `StepCheck`."""
         memory, read = next(iter(self._read.items()))
         return {"memory_bytes": read(), "memory_free_bytes": self._read_free_bytes(memory)}
 
     def _read_free_bytes(self, memory: str) -> int | None:
-        """What can still be taken; on the GPU with what the caching allocator holds back."""
+        """Memory still available; on the GPU including the reserve of the caching allocator."""
         if memory == HOST:
             return machine.memory_free_bytes()
         held_back = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0]) + held_back
 
     def find_holder(self, roots: Sequence[object], steps: int) -> Holder | None:
-        """What keeps tensors of at least every second of so many steps: those with graphs first, then the most."""
+        """What keeps a tensor for at least every second step: those with graphs first, then the largest."""
         found: list[tuple[bool, int, type | None, str, str]] = []
         for owner, prefix, name, value in _walk(roots):
             if isinstance(value, torch.Tensor):
@@ -135,12 +135,12 @@ class MemoryLog:
         return Holder(name=name, tensors=held, holds_graphs=graphs, where=where, cleared=cleared)
 
     def find_creep(self, after_step: int, roots: Sequence[object], several_epochs: bool) -> dict[str, Any]:
-        """The growth and who keeps the tensors; empty where nothing creeps, or it is unknown.
+        """The growth and the container that keeps the tensors; empty if memory does not creep, or that is unknown.
 
         Args:
             after_step: readings up to this step are warm-up.
             roots: the module, callbacks and loggers.
-            several_epochs: the readings span the end of an epoch, at which lists are cleared.
+            several_epochs: the readings span the end of an epoch, when code clears lists.
         """
         kept = {memory: [each for each in read if each[0] > after_step] for memory, read in self.readings.items()}
         paces = {memory: pace for memory, read in kept.items() if (pace := find_pace(read, LEAST_MIB * 2**20))}
@@ -165,13 +165,13 @@ class MemoryLog:
 
 
 class _MallInfo(ctypes.Structure):
-    """Source: mallinfo(3). ``hblkhd`` bytes are in maps of their own, ``uordblks`` in use in the heaps."""
+    """Source: mallinfo(3). ``hblkhd`` bytes are in separate maps, ``uordblks`` in use in the heaps."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in (*"abcd", "hblkhd", *"ef", "uordblks", *"gh")]
 
 
 def _find_heap_reader() -> Callable[[], int]:
-    """What reads the bytes that malloc has given out; where it does not tell, the resident memory."""
+    """A function that returns the bytes allocated by malloc; if malloc does not report them, the resident memory."""
     read = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if read is None:
         process = psutil.Process()
@@ -186,11 +186,11 @@ def _find_heap_reader() -> Callable[[], int]:
 
 
 def find_pace(readings: Sequence[tuple[int, int]], least_bytes: float) -> float | None:
-    """Bytes per step where they grow steadily, else None.
+    """Bytes per step if they grow steadily, else None.
 
     Args:
-        readings: steps and bytes, in their order.
-        least_bytes: growth from the first quarter to the last below which there is none.
+        readings: steps and bytes, in order.
+        least_bytes: smaller growth from the first quarter to the last does not count.
     """
     if len(readings) < FEWEST:
         return None
@@ -203,11 +203,11 @@ def find_pace(readings: Sequence[tuple[int, int]], least_bytes: float) -> float 
     return (sizes[-1] - sizes[0]) / max(1, steps[-1] - steps[0])
 
 
-# -- who keeps the tensors --------------------------------------------------------------------------------------------
+# -- what keeps the tensors -------------------------------------------------------------------------------------------
 
 
 def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, Any]]:
-    """Containers and tensors below these objects, by class, name and attribute of the object that has them."""
+    """Containers and tensors below these objects, with class, name and attribute of the object that holds them."""
     waiting: deque[tuple[type | None, str, str, Any]] = deque()
     for module in {type(root).__module__ for root in roots if _is_users(type(root))}:
         items = [*vars(sys.modules[module]).items()] if module in sys.modules else []
@@ -235,21 +235,21 @@ def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, Any]
 
 
 def _is_users(kind: type) -> bool:
-    """Whether a class is the user's, and may keep what it likes; what a dataset or loader keeps is a cache."""
+    """Whether a class is the user's and may keep tensors; what a dataset or loader keeps is a cache."""
     if issubclass(kind, (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler, type)):
         return False
     return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def _items(value: Any) -> Iterator[object]:
-    """Some items of a container, all of a small one, from all over it."""
+    """All items of a small container, or an even selection from a large one."""
     every = -(-len(value) // MOST_ITEMS) or 1
     with suppress(RuntimeError):  # another thread adds to it
         yield from list(value.values() if isinstance(value, dict) else value)[::every]
 
 
 def _count_tensors(value: Any) -> tuple[int, bool]:
-    """Items that are tensors or hold some directly, and whether most of them keep a graph."""
+    """Number of items that are tensors or directly contain some, and whether most of them keep a graph."""
     held = graphs = looked = 0
     for each in _items(value):
         looked += 1
@@ -260,14 +260,14 @@ def _count_tensors(value: Any) -> tuple[int, bool]:
 
 
 def _members(item: Any) -> Iterable[object]:
-    """What is in an item of a container: of one step's results several, as ``{"loss": ..., "logits": ...}``."""
+    """The contents of a container's item: several for a step's results, ``{"loss": ..., "logits": ...}``."""
     if type(item) is dict:
         return item.values()
     return item if type(item) in (list, tuple) and len(item) <= 16 else (item,)
 
 
 def _chain_length(value: torch.Tensor) -> int:
-    """How often in a row the operation that made a tensor took its own last result, as ``total = total + loss``."""
+    """How many times in a row an operation took its own previous result, as in ``total = total + loss``."""
     length, node = 0, value.grad_fn
     while node is not None:
         length += 1
@@ -281,8 +281,8 @@ def _chain_length(value: torch.Tensor) -> int:
 
 
 def _find_line(owner: type | None, roots: Sequence[type], name: str) -> tuple[str | None, bool]:
-    """The line that adds to an attribute of this name, or without an owner to a global variable, and whether some
-    function empties it. An attribute's are looked for in the classes of its owner and of the roots."""
+    """The line that adds to an attribute of this name (without an owner: to a global variable), and whether some
+    function empties it. Attributes are searched for in the classes of the owner and the roots."""
     where, cleared = None, False
     kinds = [base for kind in (*([owner] if owner else []), *roots) for base in kind.__mro__ if _is_users(base)]
     places = [(file, kind.__name__ if owner else None) for kind in kinds if (file := _find_file(kind))]
@@ -339,7 +339,7 @@ def _adds(node: ast.AST, name: str) -> bool:
 
 
 def _clears(node: ast.AST, name: str) -> bool:
-    """Asked of what does not add."""
+    """Call only for nodes that do not add."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return node.func.attr in _CLEARS and _names(node.func.value, name)
     targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else ()

@@ -1,9 +1,9 @@
-"""Whether the gradient of several batches taken together is the weighted sum of the gradients of each.
+"""Whether the gradient of several merged batches is the weighted sum of their gradients.
 
-It is where the loss is a mean over samples. Two numbers tell a loss that is none from rounding. What a loss weighs
-otherwise (tokens, classes) moves the gradient *along* the gradients of the batches; rounding scatters it into all its
-thousands of directions, and hardly any of that lies along those few. So the first number may be held to a small limit
-in any precision, and only the second, the whole *distance*, must leave room for the precision.
+It is if the loss is a mean over samples. Two numbers distinguish other losses from rounding. A loss with other weights
+(tokens, classes) moves the gradient *along* the gradients of the batches; rounding scatters it into all its thousands
+of directions, hardly any of them along those few. So the first number can have a small limit in any precision, and only
+the second, the whole *distance*, must leave room for the precision.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import NamedTuple
 import torch
 
 SAMPLED = 2**16
-"""Elements of a gradient that are looked at, spread evenly over all parameters."""
+"""Elements of a gradient that are compared, spread evenly over all parameters."""
 MOST_ALONG = 5e-3
-"""Of the gradient's norm. Rounding leaves 1e-3 there, even in bfloat16; token means over sentences of 28 to 32
+"""Share of the gradient's norm. Rounding leaves 1e-3 there, even in bfloat16; token means over sentences of 28 to 32
 tokens are off by 8e-3, of 16 to 32 by 1e-1."""
 MOST_APART = {"fp64": 1e-3, "fp32": 1e-3, "tf32": 3e-2, "bf16": 0.1, "fp16": 0.1}
-"""Of the gradient's norm, by the coarsest arithmetic in use. Sums in another order are off by 1e-6 in float32, and flip
-ReLUs near zero; from 0.1 on nothing would be tested."""
+"""Share of the gradient's norm, by the coarsest arithmetic in use. Sums in another order are off by 1e-6 in float32,
+and flip ReLUs near zero; a limit above 0.1 would test nothing."""
 
 
 class Difference(NamedTuple):
-    """Of a merged gradient from the sum it should be, relative to that sum."""
+    """Difference between a merged gradient and the expected sum, relative to that sum."""
 
     apart: float
     along: float
-    """The part of it that the batches' own gradients make up."""
+    """The part of it that lies in the span of the batches' gradients."""
 
 
 def sample_gradient(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -49,9 +49,9 @@ def sample_gradient(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> t
 def measure_difference(
     own: Sequence[torch.Tensor], weights: Sequence[float], merged: torch.Tensor
 ) -> Difference | None:
-    """How far a merged gradient [n] is from the weighted sum of `own` gradients [n]; None where they hold no numbers.
+    """How far a merged gradient [n] is from the weighted sum of `own` gradients [n]; None if they are not finite.
 
-    Infinite where that sum is zero and the merged gradient is not.
+    Infinite if that sum is zero and the merged gradient is not.
     """
     basis = torch.stack(list(own))
     target = basis.T @ torch.tensor(weights, dtype=basis.dtype)
@@ -61,6 +61,6 @@ def measure_difference(
     if norm == 0:
         apart = float("inf") if float(merged.norm()) else 0.0
         return Difference(apart, apart)
-    # gelsd: batches that are alike have gradients that are, too.
+    # gelsd: similar batches have similar gradients.
     mix = torch.linalg.lstsq(basis.T, difference[:, None], driver="gelsd").solution
     return Difference(float(difference.norm()) / norm, float((basis.T @ mix).norm()) / norm)

@@ -1,4 +1,4 @@
-"""Code that asks for the usual order of a picture's numbers, which ``view`` does: read from functions' names only."""
+"""Finds code that needs the default memory layout of images, as ``view`` does; reads only the names in functions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import torch
 from fastloop.evidence.model import sample_code
 
 _MOST_ITEMS = 32
-"""Of a list that are looked at."""
+"""Limit on the items examined in a list."""
 _CALLS = {"view", "view_as"}
 _LIBRARIES = ("torch.", "torchvision.", "torchmetrics.", "fastloop.", "lightning.", "pytorch_lightning.", "builtins.")
 
 
 def list_views(starts: Iterable[Any]) -> Iterator[str]:
-    """Functions that call ``view``, by name: among these functions and objects, and what of the user's they name.
+    """Names of functions that call ``view``, among these functions and objects and the user's code that they name.
 
-    Functions that an installed package offers are looked at, and not followed. What is compiled to C has no names.
+    Functions of installed packages are examined but not followed. Code compiled to C has no names.
     """
     queue, seen = deque(starts), set[int]()
     while queue:
@@ -51,13 +51,13 @@ def list_views(starts: Iterable[Any]) -> Iterator[str]:
 
 
 def list_names(item: Any) -> Iterator[str]:
-    """What a function's code names; nothing of what is none."""
+    """The names in a function's code; empty if it is not a function."""
     if inspect.isfunction(code := _find_code(item)):
         yield from sample_code.list_names(code.__code__)
 
 
 def _find_code(item: Any) -> Any:
-    """A function or class: what is called where this object is."""
+    """The function or class that runs when this object is called."""
     while isinstance(item, functools.partial):
         item = item.func
     if isinstance(item, (types.MethodType, staticmethod, classmethod)):

@@ -1,4 +1,4 @@
-"""What the user's own functions that run for each sample change: read from their source, never called."""
+"""What the user's per-sample functions change: read from their source, never called."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _MOVES = (
     *("setdefault", "discard", "sort", "reverse", "fill", "write", "put", "seed", "manual_seed"),
     *("seek", "read", "readline", "readinto"),
 )
-"""Methods that leave an object other than it was, or somewhere else, of which each process has its own."""
+"""Methods that change an object or its position, of which each process has its own copy."""
 _BEFORE = ("__init__", "__new__", "__setstate__", "__setattr__", "__len__", "setup", "prepare_data", "load_state_dict")
-"""Methods that change an object before its samples are asked for."""
+"""Methods that change an object before its samples are requested."""
 _STDLIB = sysconfig.get_path("stdlib")
 
 
 def is_installed(thing: Any) -> bool:
-    """Whether a class or function is no code of the user's: Python's own, ours, or that of an installed package."""
+    """Whether a class or function is not the user's code but belongs to Python, fastloop or an installed package."""
     module = sys.modules.get(getattr(thing, "__module__", None) or "")
     if module is None or module.__name__ == "__main__":
         return False
@@ -49,17 +49,17 @@ def _holds_packages(folder: Path) -> bool:
 
 
 def find_changed_state(item: Any) -> str | None:
-    """What a sample changes that the next one may read: ``.count``, or `` (the outer COUNT)``; None where nothing."""
+    """State that one sample changes and the next may read: ``.count``, or `` (the outer COUNT)``; or None."""
     return next(list_changed_state(item), None)
 
 
 def list_changed_state(item: Any) -> Iterator[str]:
-    """All of it."""
+    """All such state."""
     return (state for function in list_sample_functions(item) for state in _list_changes(function))
 
 
 def list_sample_functions(item: Any) -> tuple[Any, ...]:
-    """The user's functions that run when `item` is called or asked for a sample, as far as they call each other by
+    """The user's functions that run when `item` is called or returns a sample, including those they call by
     ``self.name()`` or by their own names."""
     return tuple(_follow([item], type(item))) if inspect.isfunction(item) else _list_of_kind(type(item))  # type: ignore[arg-type]
 
@@ -86,7 +86,7 @@ def _follow(starts: list[Any], kind: type, modules: bool = False) -> Iterator[An
 
 
 def list_globals(function: Any) -> Iterator[tuple[str, Any]]:
-    """Objects that a function reads from its module, with their names."""
+    """Objects that a function reads from its module's globals, with their names."""
     for name in dict.fromkeys(_read_global_names(function.__code__)):
         if name in function.__globals__:
             yield name, function.__globals__[name]
@@ -100,7 +100,7 @@ def list_closure(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def list_names(code: Any) -> Iterator[str]:
-    """Names of globals and attributes in a function's code, functions inside it included."""
+    """Names of globals and attributes in a function's code, including nested functions."""
     yield from code.co_names
     for const in code.co_consts:
         if inspect.iscode(const):
@@ -137,7 +137,7 @@ def _find_method(kind: type, name: str) -> Any:
 
 
 def _parse(function: Any) -> tuple[ast.AST, str | None] | None:
-    """Its tree, and what it calls its own object; None where there is no source to read."""
+    """Its syntax tree, and its name for its own object (``self``); None if there is no source to read."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
@@ -147,8 +147,8 @@ def _parse(function: Any) -> tuple[ast.AST, str | None] | None:
 
 
 def _list_changes(function: Any) -> Iterator[str]:
-    """State that one call leaves for the next: counted up, collected, or moved on. What is only set, like a file that
-    is opened late or a sample that is kept, is the same in every worker."""
+    """State that one call leaves for the next: incremented, collected, or advanced. State that is only set, such as a
+    lazily opened file or a cached sample, is the same in every worker."""
     if (parsed := _parse(function)) is None:
         return
     tree, me = parsed
@@ -193,9 +193,8 @@ def _yields(node: ast.AST) -> bool:
 
 
 def follow(items: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """The user's functions that may run for a sample, each with the place of its object among `items`: those that
-    `list_sample_functions` finds, and whatever they may call by its name on any of the objects or in modules of the
-    user's."""
+    """The user's functions that may run for a sample, each with the index of its object in `items`: those from
+    `list_sample_functions`, and whatever they may call by name on any of the objects or in the user's modules."""
     known, seen, names = list(enumerate(items)), set[tuple[int, int]](), set(_ENTRIES)
     grows = True
     while grows:
@@ -211,14 +210,14 @@ def follow(items: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def find_write(function: Any) -> str | None:
-    """What a function writes beyond its own variables, where another thread may read or write: ``.cache``, or
-    `` (the outer CACHE)``; None where nothing."""
+    """What a function writes outside its local variables, where another thread may access it: ``.cache``, or
+    `` (the outer CACHE)``; None if it writes nothing."""
     parsed = _parse(function)
     return _find_stores(function.__code__) if parsed is None else next(_list_writes(function, *parsed), None)
 
 
 def _find_stores(code: Any) -> str | None:
-    """The same where there is no source, and so no telling what belongs to whom."""
+    """The same without source, when it is unknown which object a write goes to."""
     stores = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_SLICE", "DELETE_ATTR", "DELETE_SUBSCR")
     changes = {name for name in code.co_names if _is_change(name)}
     if changes or any(step.opname in stores for step in dis.get_instructions(code)):
@@ -257,7 +256,7 @@ def _find_root(node: ast.AST) -> str:
 
 
 def _list_targets(node: ast.AST) -> Iterator[ast.AST]:
-    """What a statement or a call writes to."""
+    """The targets that a statement or call writes to."""
     if isinstance(node, (ast.Assign, ast.Delete)):
         queue: list[ast.AST] = list(node.targets)
     elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.NamedExpr)):
@@ -281,12 +280,12 @@ def _list_targets(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_change(method: str) -> bool:
-    """torch's methods that change their tensor end with one underscore."""
+    """Whether a method changes its object; torch's in-place methods end with one underscore."""
     return method in _CHANGES or method in _MOVES or (method.endswith("_") and not method.endswith("__"))
 
 
 def _list_outer(function: Any) -> tuple[set[str], set[str]]:
-    """Names of the objects and of the classes that a function shares with what is around it."""
+    """Names of the objects and of the classes that a function shares with its surroundings."""
     outer = {**dict(list_globals(function)), **dict(list_closure(function))}
     own = {*function.__code__.co_varnames, *function.__code__.co_cellvars}
     found = {name: value for name, value in outer.items() if name not in own and not inspect.ismodule(value)}
@@ -295,7 +294,7 @@ def _list_outer(function: Any) -> tuple[set[str], set[str]]:
 
 
 def _name_state(node: ast.AST, me: str | None, outer: set[str]) -> str | None:
-    """``.x`` for ``self.x`` and what is below it, a name of `outer` for what is below that; None for a local."""
+    """``.x`` for ``self.x`` and anything below it, the name in `outer` for anything below that; None for a local."""
     while isinstance(node, (ast.Subscript, ast.Attribute)):
         if isinstance(node, ast.Attribute) and _is_own(node.value, me):
             return f".{node.attr}"
@@ -304,7 +303,7 @@ def _name_state(node: ast.AST, me: str | None, outer: set[str]) -> str | None:
 
 
 def _is_own(node: ast.AST, me: str | None) -> bool:
-    """self, type(self) or self.__class__."""
+    """Whether it is self, type(self) or self.__class__."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type" and node.args:
         return _is_own(node.args[0], me)
     if isinstance(node, ast.Attribute) and node.attr == "__class__":

@@ -1,7 +1,7 @@
-"""What a dataset's objects and code say about several threads taking samples from it at once. No sample is taken.
+"""Reads from a dataset's objects and code whether several threads can take samples from it at once. Takes no sample.
 
-Worker processes have copies; threads share the one dataset. So more stands against them: whatever a sample leaves
-behind, be it a file opened late or a sample that is kept, another thread may see half done.
+Worker processes have copies; threads share one dataset. So threads have more hazards: anything a sample leaves behind,
+such as a lazily opened file or a cached sample, may be visible to another thread half done.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ _REASONS: Mapping[str, str] = {
     datasets.ITERATOR: "is an iterator, and which thread gets which of its items would be chance",
 }
 _CHANGES_ITSELF = ("tokenizers.", "_io.BytesIO", "_io.StringIO", "io.BytesIO", "io.StringIO")
-"""Kinds that keep a place or settings that a call changes."""
+"""Classes with a position or settings that each call changes."""
 _BY_TORCH = frozenset(
     {"AutoAugment", "ColorJitter", "ElasticTransform", "GaussianBlur", "RandAugment", "RandomAdjustSharpness"}
     | {"RandomAffine", "RandomApply", "RandomAutocontrast", "RandomCrop", "RandomEqualize", "RandomErasing"}
     | {"RandomGrayscale", "RandomHorizontalFlip", "RandomInvert", "RandomPerspective", "RandomPosterize"}
     | {"RandomResizedCrop", "RandomRotation", "RandomSolarize", "RandomVerticalFlip", "TrivialAugmentWide"}
 )
-"""Of torchvision's transforms, those that draw by functions of torch's that can be given a generator, and no other
-way."""
+"""torchvision transforms that draw random numbers only through torch functions that accept a generator."""
 _WRITTEN = "is written while a sample is made, and threads would write it at once"
 _DRAWN = "draws random numbers, and which thread draws which would be chance"
 _NOT_FOR_THREADS = frozenset({"netCDF4", "tables", "osgeo", "pyhdf", "matplotlib"})
-"""Packages over libraries that may be called by one thread at a time, and do not see to it."""
+"""Packages over libraries that only one thread may call at a time, without a lock of their own."""
 
 
 def thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
-    """Why threads that share this dataset might give other samples than one thread, each with the place it was seen."""
+    """Why threads that share this dataset might get different samples than one thread, each with its location."""
     found: dict[str, None] = {}
     held = [*datasets.walk(dataset), *datasets.walk(collate, "collate_fn")]
     for path, item in held:
@@ -56,7 +55,7 @@ def thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
 
 
 def list_shared_draws(*roots: Any) -> tuple[str, ...]:
-    """Of what `draws_random` finds: what cannot be given a generator for each thread."""
+    """The results of `draws_random` that cannot get one generator per thread."""
     items = [item for root in roots for _, item in datasets.walk(root) if not _draws_by_torch(type(item))]
     return tuple(dict.fromkeys(name for item in items if (name := datasets.find_draw(item)) is not None))
 
@@ -66,7 +65,7 @@ def _draws_by_torch(kind: type) -> bool:
 
 
 def _list_hazards(function: Any, kind: type) -> Iterator[str]:
-    """Of one of the user's functions, on an object of this kind."""
+    """Hazards of one of the user's functions, on an object of this kind."""
     names = function.__code__.co_names
     if (written := sample_code.find_write(function)) is not None:
         yield f"{written} {_WRITTEN}"
@@ -80,7 +79,7 @@ def _list_hazards(function: Any, kind: type) -> Iterator[str]:
 
 
 def _find_installed(item: Any) -> str | None:
-    """Of a dataset of an installed package: what its own method says, and no further."""
+    """The hazard of a dataset class from an installed package: reads only its ``__getitem__``."""
     function = inspect.getattr_static(type(item), "__getitem__", None)
     if not inspect.isfunction(function) or not sample_code.is_installed(function):
         return None
@@ -91,7 +90,7 @@ def _find_installed(item: Any) -> str | None:
 
 
 def _find_foreign(item: Any) -> str | None:
-    """What several threads cannot use at once, whatever it is used for."""
+    """Why several threads cannot use an object at once, regardless of its use."""
     if inspect.isroutine(item) or inspect.ismodule(item) or isinstance(item, type):
         return None
     kind = type(item)

@@ -1,1 +1,1 @@
-"""The calls that make the host wait for the device, by the user's own line."""
+"""The calls that make the host wait for the device, attributed to the user's line."""

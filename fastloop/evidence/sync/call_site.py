@@ -1,4 +1,4 @@
-"""Whose line is it? From a point deep inside torch or Lightning back to the line of the user's that led there."""
+"""Finds the user's line that led to a point deep inside torch or Lightning."""
 
 from __future__ import annotations
 
@@ -21,50 +21,49 @@ _LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 _TORCH = {"torch", "torchgen", "functorch", "triton"}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 _TRANSPARENT = {f"fastloop.evidence.sync.{name}" for name in ("hunt", "cuda_warnings")}
-"""The hunters themselves, who sit between the user's line and what it called."""
+"""The modules that hunt synchronizations; their frames lie between the user's line and its call."""
 _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
-"""What runs compiled code."""
+"""Modules that run compiled code."""
 _ENTRIES = {"fit", "validate", "test", "predict", "_call_and_handle_interrupt", "launch"}
-"""Where Lightning begins: what called these is the user's script as a whole, and not the line to blame."""
+"""Lightning's entry points: the lines that call these belong to the user's script as a whole and are not to blame."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """What of the framework's made it happen."""
+    """The part of the framework that caused it."""
 
     kind: str
     """prog_bar, logger, sync_dist, number, sigterm, scaler, checks, callback, transfer."""
     name: str | None = None
-    """Of the metric; or of the callback, with how often its user wants it: ``ModelCheckpoint(every_n_train_steps=50)``.
-    """
+    """Of the metric; or of the callback, with its frequency: ``ModelCheckpoint(every_n_train_steps=50)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where something was called."""
+    """The place of a call."""
 
     where: str
-    """``train.py:42``, relative to the working directory, or to the folder a package lies in."""
+    """``train.py:42``, relative to the working directory, or to the folder that contains a package."""
     users: bool
-    """A line of the user's own; else the innermost of Lightning's or of a package's."""
+    """True for a line of the user's own code; False for the innermost line of Lightning or of a package."""
     ours: bool = False
-    """fastloop itself did it: `inside` says for which rung, as far as that can be told, or `where` if no line of the
-    user's led there. A file of ours is never named."""
+    """fastloop itself made the call: `inside` names the rung, if known, or `where` does if no user line led there.
+    Never names a file of fastloop."""
     text: str = ""
-    """What stands there: the very expression from Python 3.11 on, else the line."""
+    """The source: the exact expression from Python 3.11 on, else the line."""
     inside: str | None = None
-    """The line of the package that the user's line called, where it is one that did it, or what of ours did."""
+    """The package line that the user's line called, if a package made the call, or fastloop's part."""
     through: tuple[str, ...] = ()
-    """Functions of torch's between that line and the event, outermost first."""
+    """torch functions between that line and the event, outermost first."""
     cause: Cause | None = None
     of_optimizer: bool = False
-    """torch.optim did it, not the user."""
+    """The call comes from torch.optim, not from the user."""
     of_loading: bool = False
-    """A data loader of this process was at work."""
+    """A data loader of this process was running."""
 
 
 def find_site(start: FrameType | None) -> Site:
-    """The place to blame for what happens in the frame `start`, by walking outwards; holds no frame afterwards."""
+    """The place to blame for the event in the frame `start`, found by walking outwards; keeps no frame afterwards."""
     frame, between, cause, optimizer = start, list[str](), None, False
     ours, compiled, did_it, places = list[str](), False, False, dict[Owner, FrameType]()
     while frame is not None:
@@ -79,8 +78,8 @@ def find_site(start: FrameType | None) -> Site:
         compiled = compiled or (not places and module.startswith(_COMPILED))
         if owner == "fastloop" and not places:
             ours.append(module)
-            did_it = did_it or not compiled  # else it only called what was compiled of the user's code
-        if did_it:  # then only a line of the user's is looked for
+            did_it = did_it or not compiled  # else it only called the user's compiled code
+        if did_it:  # from here on, look only for a user line
             frame = frame.f_back
             continue
         if owner == "torch" and not places:
@@ -111,7 +110,7 @@ def find_site(start: FrameType | None) -> Site:
 
 
 def name_ours(module: str) -> str:
-    """Words for fastloop's own code: its rung, also for that rung's package of ``feeds``; never a file."""
+    """A name for fastloop's own code: its rung, also for that rung's package in ``feeds``; never a file."""
     _, room, name, *_ = f"{module}..".split(".")
     is_rung = room in ("rungs", "feeds") and Path(_OURS, "rungs", f"{name}.py").is_file()
     return f"fastloop's own rung {name}" if is_rung else "fastloop itself"
@@ -156,7 +155,7 @@ def _where(frame: FrameType | None) -> str:
 
 
 def _find_folder(filename: str) -> str | None:
-    """The folder of sys.path that packages were installed to, by whatever name (``pip install --target``)."""
+    """The folder of sys.path that contains installed packages, under any name (``pip install --target``)."""
     inside = [path for path in sys.path if path and filename.startswith(path.rstrip("/\\") + os.sep)]
     return next((path for path in inside if _has_packages(path)), None)
 
@@ -168,7 +167,7 @@ def _has_packages(path: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _short(filename: str) -> str:
-    """A path short enough for a table, without the folders of this machine."""
+    """A path short enough for a table, without machine-specific folders."""
     inside = re.split(r"[\\/](?:site|dist)-packages[\\/]|[\\/]_shipped[\\/]", filename)
     if len(inside) > 1:
         return inside[-1].replace("\\", "/")
@@ -193,7 +192,7 @@ def _text(frame: FrameType | None) -> str:
 
 
 def _cause(owner: Owner, module: str, function: str, frame: FrameType) -> Cause | None:
-    """Lightning's and torch's own reasons, as far as a frame and its local variables tell."""
+    """The cause inside Lightning or torch, if a frame and its local variables show it."""
     if owner == "torch":
         return Cause(kind="scaler") if module == "torch.amp.grad_scaler" else None
     if owner != "lightning":
@@ -222,14 +221,14 @@ def _cause(owner: Owner, module: str, function: str, frame: FrameType) -> Cause 
 
 
 def _as_configured(callback: Any) -> str:
-    """A callback as its user wrote it, as far as that says how often it comes."""
+    """A callback as its user wrote it, reduced to the settings of its frequency."""
     every = ((name, getattr(callback, f"_{name}", None)) for name in ("every_n_train_steps", "every_n_epochs"))
     given = ", ".join(f"{name}={number}" for name, number in every if isinstance(number, int) and number > 0)
     return type(callback).__name__ + (f"({given})" if given else "")
 
 
 def find_logged_name(frame: FrameType | None, tensor: Any) -> str | None:
-    """Under which name Lightning is about to log this tensor."""
+    """The name under which Lightning is about to log this tensor."""
     while frame is not None:
         if frame.f_code.co_name == "log_metrics" and isinstance(metrics := frame.f_locals.get("metrics"), dict):
             return next((str(name) for name, value in metrics.items() if value is tensor), None)

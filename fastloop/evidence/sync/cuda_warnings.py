@@ -1,4 +1,4 @@
-"""The lines of a live CUDA process that make the host wait, by CUDA's own sync debug mode: no times, hardly a cost."""
+"""The lines of a live CUDA process that make the host wait, by CUDA's sync debug mode: no times, almost no cost."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PROTOTYPE = "Synchronization debug mode is a prototype"
 
 
 class SyncWarnings:
-    """Calls `heard` with the frame of every synchronisation that CUDA's debug mode warns of, inside ``with``.
+    """Inside ``with``, calls `heard` with the frame of every synchronization that CUDA's debug mode warns about.
 
-    All other warnings go where they went before, from whichever thread. What threads of Python's other than the one
-    that entered do is dropped: it does not hold up the step. (The autograd engine's threads are none of Python's.)
+    All other warnings go where they went before, from any thread. Synchronizations in Python threads other than the
+    entering one are dropped: they do not hold up the step. (The autograd engine's threads are not Python threads.)
     """
 
     def __init__(self, heard: Callable[[FrameType], None]) -> None:
@@ -39,7 +39,7 @@ class SyncWarnings:
     def __enter__(self: Entered) -> Entered:
         self._thread = threading.get_ident()
         self._shown, warnings.showwarning = warnings.showwarning, self._show
-        # Not by `filterwarnings`: it makes Python forget what it has shown already, and warn of that again.
+        # Not with `filterwarnings`: it makes Python forget which warnings it has shown, and show them again.
         _filters().insert(0, self._filter)
         try:
             self._mode = torch.cuda.get_sync_debug_mode()
@@ -53,7 +53,7 @@ class SyncWarnings:
         if self._mode is not None:
             torch.cuda.set_sync_debug_mode(self._mode)
             self._mode = None
-        # Where somebody else has hooked in since, ours stays below theirs and hands everything on.
+        # If other code has replaced the hook since, ours stays below it and passes everything on.
         if warnings.showwarning == self._show:
             warnings.showwarning = self._shown
         with contextlib.suppress(ValueError):
@@ -65,7 +65,7 @@ class SyncWarnings:
             self._shown(message, *rest, **named)
             return
         if text.startswith(_WARNING) and not self._elsewhere():
-            with contextlib.suppress(Exception):  # watching must never break the step
+            with contextlib.suppress(Exception):  # observing must never break the step
                 self._heard(sys._getframe(1))
 
     def _elsewhere(self) -> bool:
@@ -81,11 +81,11 @@ def _filters() -> list[Any]:
 
 
 class SyncMarks(SyncWarnings):
-    """Finds the lines that synchronise, inside ``with``: for a warm-up step of a user's own CUDA run.
+    """Finds the lines that synchronize inside ``with``: for a warm-up step of a user's real CUDA run.
 
-    It changes nothing that torch.compile guards on. The debug mode does not cover ``torch.cuda.synchronize()`` and
-    ``torch.distributed`` (https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html).
-    Where torch does not have the mode (a build without CUDA), nothing is found.
+    It changes no state that torch.compile guards on. The debug mode does not cover ``torch.cuda.synchronize()`` and
+    ``torch.distributed`` (https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html). If torch
+    lacks the mode (a build without CUDA), it finds nothing.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class SyncMarks(SyncWarnings):
         return self
 
     def result(self, steps: int = 1) -> tuple[Mapping[str, Any], ...]:
-        """As ``Measurement.syncs`` holds them, without times, of so many optimizer steps."""
+        """The lines, in the form of ``Measurement.syncs`` but without times, for this many optimizer steps."""
         return self._tally.rows(steps)
 
     def _note(self, frame: FrameType) -> None:

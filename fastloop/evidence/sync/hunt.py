@@ -1,8 +1,7 @@
-"""The hunt for hidden synchronisations: every call that makes the host wait for the device, by the user's own line.
+"""Finds hidden synchronizations: every call that makes the host wait for the device, attributed to the user's line.
 
-For a process that may be thrown away: each torch function goes through Python here, which costs microseconds. In a
-user's live run `SyncMarks` finds the lines without times. On the CPU nothing waits; the lines that would on a GPU are
-named all the same.
+For a disposable process: every torch function goes through Python here, which costs microseconds. In a user's live run,
+`SyncMarks` finds the lines without times. On the CPU nothing waits; lines that would wait on a GPU are still reported.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from fastloop.evidence.sync.table import Tally
 
 _COPIES = (".cpu()", ".to('cpu')")
 _ENGINE_CALLS = ("backward", "grad")
-"""No calls to time: what waits inside them is seen by itself."""
+"""These calls are not timed: waits inside them are detected separately."""
 
 
 class SyncHunt:
-    """Counts and, on CUDA, times what synchronises inside ``with``, in this thread and in the backward's.
+    """Counts and, on CUDA, times synchronizations inside ``with``, in this thread and in the backward's.
 
     Compiled code is opaque: run the steps under ``torch.compiler.set_stance("force_eager")``.
 
     Args:
-        device: where the steps run. On CUDA only what touches a CUDA tensor counts; None: the CPU.
+        device: the device that runs the steps; None: the CPU. On CUDA only calls that involve a CUDA tensor count.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -53,7 +52,7 @@ class SyncHunt:
             if self.on_cuda:
                 opening.enter_context(SyncWarnings(self._warned))
             calls = opening.enter_context(_Calls(self))
-            # Torch runs ``backward`` without the mode that saw the call; hooks and custom functions in there want it.
+            # Torch runs ``backward`` without this mode; hooks and custom functions in it need the mode.
             opening.enter_context(_replaced(torch.autograd, "_engine_run_backward", calls.enclose))
             self._open = opening.pop_all()
         return self
@@ -62,11 +61,11 @@ class SyncHunt:
         self._open.close()
 
     def rows(self, steps: int, sites: LogSites) -> tuple[Mapping[str, Any], ...]:
-        """What was found in so many steps, as ``Measurement.syncs`` holds it: dearest first, one row per line."""
+        """The results in the form of ``Measurement.syncs``: most expensive first, one row per line."""
         return self.tally.rows(steps, sites.sites)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a torch function, and note it where it made the host wait."""
+        """Run a torch function, and record it if it made the host wait."""
         name = getattr(function, "__name__", "")
         watched = table.is_known(name)
         if name in _ENGINE_CALLS or not (watched or self.on_cuda):
@@ -88,7 +87,7 @@ class SyncHunt:
     def _note(self, frame: FrameType | None, what: str, took: float, tensor: Any, out: Any) -> None:
         found = find_site(frame)
         if not self.on_cuda:
-            # Counters of torch's optimizers and samples of a loader live on the host wherever the model does.
+            # Step counters of torch's optimizers and a loader's samples are on the host, whatever the model's device.
             if found.of_optimizer or found.of_loading:
                 return
             if what in _COPIES:
@@ -99,11 +98,11 @@ class SyncHunt:
         self.tally.add(found, what, took if self.on_cuda else None, name)
 
     def _follows_copy(self, tensor: Any, where: str) -> bool:
-        """`x.cpu().numpy()` waits once: the tensor is on the host already, though on the CPU every tensor is."""
+        """`x.cpu().numpy()` waits once, for the copy; on the CPU the tensor itself does not show that."""
         return self._copied is not None and self._copied[0]() is tensor is not None and self._copied[1] == where
 
     def _warned(self, frame: FrameType) -> None:
-        """CUDA says that it synchronised: in a call of ours, or in one that torch functions do not tell us of."""
+        """CUDA reports a synchronization: inside a timed call, or in one that torch functions do not show."""
         if getattr(self._here, "inside", False):
             self._here.warned = True
         else:
@@ -111,7 +110,7 @@ class SyncHunt:
             self.tally.add(found, table.guess(found.text, found.through), None)
 
     def _timed(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Times a function whose calls are synchronisations written out."""
+        """Times a function that synchronizes explicitly."""
 
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -128,7 +127,7 @@ class SyncHunt:
 
 
 class _Calls(TorchFunctionMode):
-    """Hands every torch function of this thread, and of the engine's for its backward, to the hunt."""
+    """Passes every torch function of this thread, and of the engine's thread during its backward, to the hunt."""
 
     def __init__(self, hunt: SyncHunt) -> None:
         super().__init__()
@@ -138,7 +137,7 @@ class _Calls(TorchFunctionMode):
         return self._hunt.call(func, args, kwargs or {})
 
     def enclose(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs inside this mode."""
+        """A version of the function that runs inside this mode."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self:
@@ -149,7 +148,7 @@ class _Calls(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
-    """Another ``owner.name``, where it has one; put back afterwards, unless somebody else has replaced it since."""
+    """Replaces ``owner.name``, if it exists; restores it afterwards, unless other code has replaced it since."""
     original = getattr(owner, name, None)
     if not callable(original):
         yield
@@ -168,18 +167,18 @@ def _explicit() -> list[tuple[Any, str]]:
     return [(owner, "synchronize") for owner in owners if owner is not None] + [(torch.distributed, "barrier")]
 
 
-# Which line logs which metric: Lightning synchronises for it much later, when that line is no longer on the stack.
+# Which line logs which metric: Lightning synchronizes for it much later, when that line is no longer on the stack.
 
 
 class LogSites:
-    """Notes, inside ``with``, the lines that call ``log`` and ``log_dict`` of an object that has such methods.
+    """Records, inside ``with``, the lines that call the ``log`` and ``log_dict`` methods of an object.
 
-    The object gets attributes of its own in front of its class's; they are gone afterwards.
+    Instance attributes temporarily override the class's methods; they are removed afterwards.
     """
 
     def __init__(self, module: Any) -> None:
         self.sites: dict[str, str] = {}
-        """By the name of the metric."""
+        """Lines by metric name."""
         self._module, self._inside = module, False
         self._open = contextlib.ExitStack()
 

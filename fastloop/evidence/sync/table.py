@@ -1,4 +1,4 @@
-"""Which calls make the host wait for the device, what to call them, and what to write instead."""
+"""Which calls make the host wait for the device, their labels, and what to write instead."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ _LOG_CAUSES = {
 
 
 def name_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, on_cuda: bool) -> str | None:
-    """What a torch function that has just run did to the host; None where it did not have to wait.
+    """The label of a torch call that made the host wait; None if it did not wait.
 
-    On the CPU nothing ever waits: what would on a GPU is named there.
+    On the CPU nothing ever waits: there, calls that would wait on a GPU get a label.
     """
     name = getattr(function, "__name__", "")
     test = _TESTS.get(name)
@@ -127,12 +127,12 @@ def name_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
 
 
 def is_known(name: str) -> bool:
-    """Whether a function of this name can be one that waits."""
+    """Whether a function of this name may wait."""
     return name in _CALLS or name in _TESTS
 
 
 def guess(text: str, through: tuple[str, ...]) -> str:
-    """What it was, from what stands in the line and from torch's functions below it, where nothing else is known."""
+    """A guess at the label from the line's source and the torch functions below it, if nothing else is known."""
     for function in through:
         if function in _CALLS:
             return _CALLS[function]
@@ -140,7 +140,7 @@ def guess(text: str, through: tuple[str, ...]) -> str:
 
 
 def name_cause(kind: str, name: str | None) -> str:
-    """What to call a synchronisation of the framework's own; see `callsite.Cause`."""
+    """The label of a synchronization by the framework; see `call_site.Cause`."""
     if kind == "prog_bar" and name is None:
         return "progress bar"
     return _LOG_CAUSES[kind]
@@ -168,7 +168,7 @@ def _set(args: tuple[Any, ...], *_: Any) -> str | None:
     what = _get(args)
     if what != "boolean mask":
         return what
-    # A Python number is filled in by the mask; see canDispatchToMaskedFill in torch's TensorAdvancedIndexingUtils.h
+    # A Python number becomes a masked fill; see canDispatchToMaskedFill in torch's TensorAdvancedIndexingUtils.h
     return "assignment by boolean mask" if isinstance(args[2], torch.Tensor) else None
 
 
@@ -176,12 +176,12 @@ def _moved(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, on_cuda: 
     if kwargs.get("non_blocking"):
         return None
     if on_cuda:
-        # Of `a.copy_(b)` the source is b; of all others it is the tensor they are called on.
+        # In `a.copy_(b)` the source is b; in all others it is the tensor they are called on.
         source = next((value for value in reversed(args[:2]) if isinstance(value, torch.Tensor)), None)
         if source is None or not isinstance(out, torch.Tensor) or source.is_cuda == out.is_cuda:
             return None
         return ".to('cpu')" if source.is_cuda else "copy to the device"
-    # `x.to(self.device)` is no copy on a GPU, and a torch.device is mostly that.
+    # `x.to(self.device)` is usually no copy on a GPU, and a torch.device argument is mostly this case.
     targets = [value for value in (*args[1:], kwargs.get("device")) if isinstance(value, str)]
     return ".to('cpu')" if any(target.startswith("cpu") for target in targets) else None
 
@@ -229,30 +229,30 @@ _TESTS: dict[str, Callable[[tuple[Any, ...], Mapping[str, Any], Any, bool], str 
 }
 
 
-# Adds up synchronisations per line and lays them out as ``Measurement.syncs`` holds them.
+# Sums synchronizations per line and arranges them in the form of ``Measurement.syncs``.
 
 MOST_KINDS = 3
-"""Kinds named for one line."""
+"""Limit on the kinds listed for one line."""
 
 
 @dataclass
 class _Line:
     kinds: dict[str, float] = field(default_factory=dict)
-    """Calls by kind."""
+    """Number of calls by kind."""
     seconds: float | None = None
     advice: tuple[float, str] = (-1.0, OTHER_ADVICE)
-    """Of the kind that costs most."""
+    """The cost and the advice of the most expensive kind."""
 
 
 class Tally:
-    """Synchronisations by place and kind. Any thread may add."""
+    """Synchronizations by place and kind. Any thread may add."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[Site, str, str | None], tuple[int, float | None]] = {}
         self._lock = threading.Lock()
 
     def add(self, site: Site, what: str, seconds: float | None, name: str | None = None) -> None:
-        """One synchronisation; `seconds` the host was blocked, where that is known; `name` of the logged metric."""
+        """Add one synchronization; `seconds`: how long the host was blocked, if known; `name`: the logged metric."""
         with self._lock:
             count, total = self._seen.get((site, what, name), (0, None))
             if seconds is not None:
@@ -260,11 +260,11 @@ class Tally:
             self._seen[site, what, name] = (count + 1, total)
 
     def rows(self, steps: int, logs: Mapping[str, str] | None = None) -> tuple[Mapping[str, Any], ...]:
-        """Dearest first, one row per line; what Lightning does for a ``self.log`` counts for the line that calls it.
+        """Most expensive first, one row per line; Lightning's synchronizations for ``self.log`` count for its line.
 
         Args:
-            steps: optimizer steps that were watched.
-            logs: lines that log, by the name of the metric.
+            steps: number of observed optimizer steps.
+            logs: lines that log, by metric name.
         """
         lines: dict[str, _Line] = {}
         for (site, what, name), (count, seconds) in self._seen.items():
@@ -292,7 +292,7 @@ def _row(where: str, line: _Line, steps: int) -> dict[str, Any]:
 
 
 def _blamed(site: Site, what: str, name: str | None, logs: Mapping[str, str]) -> tuple[str, str, str]:
-    """Line, label and advice of one kind of synchronisation."""
+    """Line, label and advice of one kind of synchronization."""
     where, label = site.where, what
     if site.ours:
         return where, label if site.inside is None else f"{label} in {site.inside}", OUR_ADVICE
@@ -302,7 +302,7 @@ def _blamed(site: Site, what: str, name: str | None, logs: Mapping[str, str]) ->
         if logged_at is not None and not site.users:
             where = logged_at
         elif site.cause.kind == "callback" and site.cause.name and not site.users:
-            where = site.cause.name  # a line of Lightning's own tells its user nothing
+            where = site.cause.name  # a line inside Lightning would not help the user
         elif (name or site.cause.name) and not site.users:
             label = f"{what} of {name or site.cause.name}"
     elif site.inside is not None:

@@ -1,1 +1,1 @@
-"""A few traced steps: recording them, and an account of their kernels and their idle time."""
+"""A few traced steps: their recording, and an account of their kernels and idle time."""

@@ -1,12 +1,12 @@
-"""Read a Chrome trace as torch.profiler writes it, in one pass, keeping only what a step's account needs.
+"""Read a Chrome trace from torch.profiler in one pass, keeping only what the account of a step needs.
 
-Kineto writes one object with `traceEvents`; times are microseconds with three decimals; `pid` is the device of a
-device event; a kernel names the call that launched it by `args.correlation`, and its operator by
-`args["External id"]`. What was launched before the recording began has no such call. Flows, instants, metadata,
-`gpu_user_annotation` (a range drawn again over its kernels) and `cuda_sync` (a wait drawn on a stream) are no work and
-are dropped while reading, so that a file of hundreds of megabytes never stands in memory as a whole.
-`profiler.events()` would spare the file, but builds an object for each event and lacks the streams and calls that the
-account needs: of 50 steps with 46,600 events it took 9.2 s and 122 MiB, reading the export back 1.4 s and 18 MiB.
+Kineto writes one object with `traceEvents`; times are microseconds with three decimals; `pid` is the device of a device
+event; a kernel refers to the call that launched it by `args.correlation`, and to its operator by `args["External id"]`.
+Work launched before the recording began has no such call. Flows, instants, metadata, `gpu_user_annotation` (a range
+repeated over its kernels) and `cuda_sync` (a wait shown on a stream) are not work and are dropped while reading, so
+that a file of hundreds of megabytes is never in memory as a whole. `profiler.events()` would avoid the file, but builds
+an object for each event and lacks the streams and calls that the account needs: for 50 steps with 46,600 events it took
+9.2 s and 122 MiB; reading the export back took 1.4 s and 18 MiB.
 Source: https://github.com/pytorch/kineto/blob/main/libkineto/src/output_json.cpp
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Source = Mapping[str, Any] | Path
-"""A parsed trace, or the path of one (plain, or gzip'd if it ends in ``.gz``)."""
+"""A parsed trace, or the path of one (plain, or gzipped if it ends in ``.gz``)."""
 
 STEP = "ProfilerStep#"
 RANGE = "fastloop/"
@@ -44,12 +44,12 @@ _SYNCS = (
     "hipMemcpy",
     "hipMemcpyWithStream",
 )
-"""Calls that return when the device is done. Copies called asynchronous count where they did the same."""
+"""Calls that return when the device is done. Copies that are called asynchronous count if they behaved this way."""
 _READS = ("aten::item", "aten::_local_scalar_dense")
 
 
 class Work(NamedTuple):
-    """One stretch of work on a device stream."""
+    """One interval of work on a device stream."""
 
     begin: float
     end: float
@@ -57,11 +57,11 @@ class Work(NamedTuple):
     stream: Any
     copy: bool
     launched: float | None
-    """When the host called for it; None where that is not in the trace."""
+    """Time of the host's launch; None if that is not in the trace."""
 
 
 class Host(NamedTuple):
-    """One stretch of the host's time: an operator, a range or a call."""
+    """One interval of host time: an operator, a range or a call."""
 
     begin: float
     end: float
@@ -71,7 +71,7 @@ class Host(NamedTuple):
 
 @dataclass
 class Trace:
-    """What one trace holds, in microseconds; lists sorted by begin."""
+    """The contents of one trace, in microseconds; lists sorted by begin."""
 
     work: list[Work] = field(default_factory=list)
     steps: list[Host] = field(default_factory=list)
@@ -81,13 +81,13 @@ class Trace:
     syncs: list[Host] = field(default_factory=list)
     """Calls in which the host waited for the device."""
     launches: list[float] = field(default_factory=list)
-    """When the host called for work, once per call."""
+    """Times at which the host launched work, once per call."""
     operators: list[Host] = field(default_factory=list)
-    """Only in a trace without device work."""
+    """Only filled if the trace has no device work."""
 
 
 class _Reader:
-    """Sorts events into a Trace; calls and operators wait here for the work they launched."""
+    """Sorts events into a Trace; keeps calls and operators until it knows the work they launched."""
 
     def __init__(self) -> None:
         self.trace = Trace()
@@ -156,7 +156,7 @@ def load(source: Source) -> Trace:
     """Read a trace.
 
     Raises:
-        ValueError: the file is cut off, or no trace.
+        ValueError: the file is truncated, or is not a trace.
     """
     reader = _Reader()
     for event in source["traceEvents"] if isinstance(source, Mapping) else _from_file(source):
@@ -171,7 +171,7 @@ def _from_file(path: Path) -> Iterator[Any]:
 
 
 def _decoded(stream: io.TextIOBase) -> Iterator[Any]:
-    """The events of one JSON text, one at a time. ValueError where it does not end as it should."""
+    """The events of one JSON text, one at a time. Raises ValueError if the text is truncated."""
     decoder, text = json.JSONDecoder(), _to_first_event(stream)
     place = 0
     while True:
@@ -191,7 +191,7 @@ def _decoded(stream: io.TextIOBase) -> Iterator[Any]:
 
 
 def _to_first_event(stream: io.TextIOBase) -> str:
-    """The text behind the bracket that opens the list of events."""
+    """The text after the bracket that opens the list of events."""
     text = stream.read(_CHUNK)
     while (key := text.find('"traceEvents"')) < 0 or (bracket := text.find("[", key)) < 0:
         more = stream.read(_CHUNK)

@@ -1,8 +1,8 @@
-"""Which family of work a kernel or an operator belongs to, by its name.
+"""Assigns a kernel or an operator to a family of work, by its name.
 
-The order of the rules is what makes them right: a fused attention kernel of cuDNN is called `cudnn_..._sdpa_..._wgmma`,
-a batch normalisation of cuDNN `cudnn::bn_fw_...`, a convolution `..._implicit_gemm_...`, so the narrower family is
-asked first. Names of cuBLAS' newer products (`nvjet_...`) say nothing of what they are.
+The order of the rules matters: cuDNN calls a fused attention kernel `cudnn_..._sdpa_..._wgmma`, a batch normalization
+`cudnn::bn_fw_...`, a convolution `..._implicit_gemm_...`, so the narrower family is tested first. Names of cuBLAS'
+newer matrix products (`nvjet_...`) do not describe them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _TRITON = (
     ("normalisation", r"(batch|layer|group|instance|rms)_?norm"),
     ("copy", r"^(triton_[a-z]+|cpp)_fused_+(to_copy|clone|copy|cat|view|permute|transpose|t|_)+_*\d*$"),
 )
-"""A pointwise kernel of Inductor is named after every operator it touches: `triton_poi_fused_convolution_relu` adds the
-bias. Only its templates (`tem`) multiply or convolve."""
+"""An Inductor pointwise kernel is named after every operator it contains: `triton_poi_fused_convolution_relu` adds the
+bias. Only Inductor's templates (`tem`) multiply or convolve."""
 
 _OPERATORS = (
     ("nccl", r"^(c10d::|nccl:|gloo:|_c10d_functional::)"),
@@ -88,7 +88,7 @@ def of_kernel(name: str) -> str:
 
 @lru_cache(maxsize=65536)
 def of_operator(name: str) -> str:
-    """Family of an operator that ran on the CPU, for its own time without that of the operators it called."""
+    """Family of an operator that ran on the CPU, for its self time, excluding the operators it called."""
     if name.startswith("cpp_fused"):
         return _first(_TRITON_RULES, name, "elementwise")
     return _first(_OPERATOR_RULES, name, "other")
@@ -96,12 +96,12 @@ def of_operator(name: str) -> str:
 
 _SOFTMAX = re.compile(r"(?<!log)(?<!log_)softmax", re.IGNORECASE)
 _OF_LOSS = re.compile(r"log_?softmax|softmax_warp_\w+<[^>]*?, \d+, true", re.IGNORECASE)
-"""torch has its warp kernel for both: the first flag says that it is the logarithm's."""
+"""torch uses its warp kernel for both: the first flag marks log_softmax."""
 
 
 @lru_cache(maxsize=65536)
 def is_softmax(name: str) -> bool:
-    """Whether a device kernel is a softmax as attention has one, and not that of a loss."""
+    """Whether a device kernel is a softmax as in attention, and not that of a loss."""
     return bool(_SOFTMAX.search(name)) and not _OF_LOSS.search(name) and of_kernel(name) != "attention"
 
 

@@ -1,4 +1,4 @@
-"""Nested stretches of the host's time, operators or ranges: what each spent itself, without those inside it."""
+"""Self time of nested host intervals (operators or ranges), excluding the intervals inside them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastloop.evidence.trace.chrome import Host
 
 
 def own_time(nested: Sequence[Host]) -> Iterator[tuple[str, float, float]]:
-    """Name, begin and end of every stretch in which one was the innermost of its thread."""
+    """Name, begin and end of every interval in which an entry was the innermost of its thread."""
     threads = defaultdict[Any, list[Host]](list)
     for row in nested:
         threads[row.thread].append(row)

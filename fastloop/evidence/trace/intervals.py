@@ -1,4 +1,4 @@
-"""Arithmetic on stretches of time: unions, intersections and what is left over. Plain floats, any one unit."""
+"""Arithmetic on time intervals: unions, intersections and differences. Plain floats, any one unit."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 Span = tuple[float, float]
-"""Begin and end. The functions below take and give *sorted, disjoint* spans unless they say otherwise."""
+"""Begin and end. The functions below take and return *sorted, disjoint* spans unless stated otherwise."""
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Any spans, in any order, as sorted disjoint ones; empty and backward ones are dropped."""
+    """Sorted disjoint spans from any spans in any order; drops empty and backward ones."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if end <= begin:
@@ -27,7 +27,7 @@ def total(spans: Iterable[Span]) -> float:
 
 
 def intersect(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
-    """What lies in both."""
+    """The time covered by both."""
     found, i, j = list[Span](), 0, 0
     while i < len(first) and j < len(second):
         begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
@@ -41,7 +41,7 @@ def intersect(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
 
 
 def subtract(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
-    """What lies in the first and not in the second."""
+    """The time covered by the first and not by the second."""
     left, j = list[Span](), 0
     for begin, end in spans:
         while j < len(taken) and taken[j][1] <= begin:
@@ -58,7 +58,7 @@ def subtract(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
 
 
 class Cover:
-    """Sorted disjoint spans that are asked many times how much of a stretch they cover."""
+    """Sorted disjoint spans, for many queries of how much of an interval they cover."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = spans
@@ -72,7 +72,7 @@ class Cover:
         return self._until(end) - self._until(begin) if end > begin else 0.0
 
     def holds(self, at: float) -> bool:
-        """Whether a moment is covered."""
+        """Whether a point in time is covered."""
         place = bisect_right(self._begins, at) - 1
         return place >= 0 and at < self._spans[place][1]
 

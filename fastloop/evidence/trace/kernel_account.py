@@ -1,13 +1,12 @@
-"""What the device did in the traced steps, and what the host did while the device had nothing to do.
+"""What the device did in the traced steps, and what the host did while the device was idle.
 
-The window runs from the device's first step boundary to its last. The device reaches a mark of the host's when it has
-done the work the host called for before it, so a boundary lies at ``max(host, end of that work)``: what a CUDA event
-recorded there would read. Work of the steps before that is still running then is not counted, and what the host did
-ahead of the device costs nothing.
+The window runs from the device's first step boundary to its last. The device reaches a host mark when it has done the
+work launched before it, so a boundary lies at ``max(host, end of that work)``: the time of a CUDA event recorded there.
+Work of earlier steps that is still running then does not count, and host work ahead of the device costs nothing.
 
-A gap belongs to what the host was doing, up to the moment it called for the work that ended the gap, and from then on
-to what it was doing at that moment. Where that work had been called for long before the gap began, nobody on the host
-is to blame: that is the device between two kernels of its queue.
+A gap is attributed to what the host was doing until it launched the work that ended the gap, and from then on to what
+it was doing at that moment. If that work was launched long before the gap began, the host is not the cause: the device
+was between two kernels in its queue.
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ from fastloop.records.measurement import FAMILIES
 IDLE = ("data", "launch", "sync", "other")
 LAUNCHING = ("forward", "backward", "optimizer")
 RESTART_US = 200.0
-"""After a wait for the device the host needs a moment to call for work again: up to this long is the wait's doing."""
+"""After a wait for the device the host needs a moment to launch again: up to this long counts as the wait."""
 LATENCY_US = 20.0
-"""A call reaches an idle device within this time; work called for earlier was queued."""
+"""A launch reaches an idle device within this time; work launched earlier was queued."""
 TOP = 10
 NEAR, OF_BLOCK, FEWEST = 12, 0.1, 3
-"""Attention written by hand is a softmax with the products before and after it, this many kernels away at most, where
-the softmax takes this share of them all, this often a step: else it is a loss or a gate."""
+"""Attention written by hand is a softmax between two matrix products, each at most this many kernels away; the softmax
+takes at least this share of their total time, and occurs at least this often per step: otherwise it is a loss or a
+gate."""
 _LONGEST_NAME = 160
 
 
@@ -44,19 +44,19 @@ def read(source: Source, steps: int | None = None) -> dict[str, Any]:
     Args:
         source: a Chrome trace of torch.profiler's, parsed or as a path; steps marked by ``ProfilerStep#<n>``, phases by
             ``fastloop/<phase>``.
-        steps: use that many steps, from the first one on; all where None.
+        steps: use this many steps, from the first one on; None: all.
 
     Returns:
         Per step, in milliseconds: ``step_ms``, ``busy_ms`` (any work on the device), ``families_ms`` (unions over the
         streams), ``idle_ms`` {data, launch, sync, other} (adds up with ``busy_ms`` to ``step_ms``),
-        ``nccl_overlapped_ms``, ``comm_exposed_ms``, ``comm_tail_ms``; ``attention_by_hand_ms``, of a softmax and the
-        products on both sides of it, a lower bound; ``launches`` calls for work, ``top`` the ten
-        names with most time [{name, ms, count}]; and ``steps``. Without device work the families are the operators'
-        own time on the CPU, ``busy_ms`` their union, and the rest is None.
+        ``nccl_overlapped_ms``, ``comm_exposed_ms``, ``comm_tail_ms``; ``attention_by_hand_ms``, for a softmax and the
+        products on both sides of it, a lower bound; the number of ``launches``; ``top``, the ten names with the most
+        time [{name, ms, count}]; and ``steps``. Without device work the families are the operators' self time on the
+        CPU, ``busy_ms`` is their union, and the rest is None.
 
     Raises:
-        FastLoopError: the trace marks no steps.
-        ValueError: the file is cut off, or no trace.
+        FastLoopError: the trace has no step marks.
+        ValueError: the file is truncated, or is not a trace.
     """
     trace = load(source)
     marks = list_marks(trace, steps)
@@ -89,7 +89,7 @@ def _on_device(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str
         (work.begin, work.end) for work, kind in zip(trace.work, kinds, strict=True) if kind != "nccl" and not work.copy
     )
     overlapped, per_step = total(intersect(nccl, compute)), 1e3 * steps
-    # Families are those of the work that these steps called for: copies on a side stream run a lead ahead of them.
+    # Families count the work launched in these steps: copies on a side stream run ahead of them.
     inside = [work for work in trace.work if _is_inside(work, marks, window[0])]
     spans = _by_family(inside, [_family(work, phases) for work in inside])
     spent = [(work.name, work.end - work.begin) for work in inside]
@@ -115,7 +115,7 @@ def _is_inside(work: Work, marks: Sequence[float], window: Span) -> bool:
 
 
 def _on_cpu(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str, Any]:
-    """Operators' own time; those that made the data are the loader's business."""
+    """Operators' self time; those that made the data belong to the loader."""
     steps, window = len(marks) - 1, [(marks[0], marks[-1])]
     window = subtract(window, union(phases.spans("data_wait")))
     spans, names = defaultdict[str, list[Span]](list), list[tuple[str, float]]()
@@ -161,7 +161,7 @@ def _by_family(rows: Sequence[Work], kinds: Sequence[str]) -> dict[str, list[Spa
 
 
 def _idle(trace: Trace, phases: Phases, gaps: Sequence[Span]) -> dict[str, float]:
-    """Microseconds of the gaps by what the host was doing."""
+    """Microseconds of the gaps, by what the host was doing."""
     causes = _causes(trace, phases)
     begins = [work.begin for work in trace.work]
     found = dict.fromkeys(IDLE, 0.0)
@@ -182,7 +182,7 @@ def _idle(trace: Trace, phases: Phases, gaps: Sequence[Span]) -> dict[str, float
 
 
 def _causes(trace: Trace, phases: Phases) -> dict[str, Cover]:
-    """When the host waited for data, waited for the device, or was launching: disjoint."""
+    """When the host was waiting for data, waiting for the device, or launching: disjoint."""
     data = union(phases.spans("data_wait"))
     sync = subtract(_waits(trace, phases), data)
     launch = subtract(union(span for name in LAUNCHING for span in phases.spans(name)), union([*data, *sync]))
@@ -190,11 +190,11 @@ def _causes(trace: Trace, phases: Phases) -> dict[str, Cover]:
 
 
 def _waits(trace: Trace, phases: Phases) -> list[Span]:
-    """The host's waits for the device, each with the restart behind it."""
+    """The host's waits for the device, each with the restart after it."""
     found = []
     for call in trace.syncs:
         if call.thread != phases.thread and phases.at(call.begin) != "backward":
-            continue  # a loader's or a watchdog's thread, on which no step waits
+            continue  # the thread of a loader or watchdog, which no step waits for
         place = bisect_right(trace.launches, call.end)
         again = trace.launches[place] if place < len(trace.launches) else call.end
         found.append((call.begin, max(call.end, min(again, call.end + RESTART_US, phases.end_at(call.end)))))
@@ -208,7 +208,7 @@ def _launches(trace: Trace, marks: Sequence[float]) -> int:
 
 def _find_attention_by_hand(rows: Sequence[Work], steps: int) -> float:
     """Microseconds of kernels from the product before a softmax to the one after it. A backward has two more products
-    outside of these, so that this is a lower bound."""
+    outside this range, so this is a lower bound."""
     streams, spent, found = defaultdict[Any, list[Work]](list), 0.0, 0
     for work in sorted(rows, key=lambda each: each.begin):
         streams[work.stream].append(work)
@@ -231,7 +231,7 @@ def _find_attention_by_hand(rows: Sequence[Work], steps: int) -> float:
 
 
 def _tail_ms(rows: Sequence[Work], kinds: Sequence[str], phases: Phases, marks: Sequence[float]) -> float | None:
-    """From the end of the last backward kernel to the end of the last exchange the backward called for."""
+    """Time from the end of the last backward kernel to the end of the last communication launched by the backward."""
     ends = defaultdict[tuple[int, bool], float](float)
     for work, kind in zip(rows, kinds, strict=True):
         if work.launched is None or work.copy or phases.at(work.launched) != "backward":

@@ -1,4 +1,4 @@
-"""Whether somebody else profiles this process: two users of torch.profiler or of CUPTI get in each other's way."""
+"""Detects other profilers of this process: two users of torch.profiler or of CUPTI interfere with each other."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ENVIRONMENT = (
     ("NVTX_INJECTION64_PATH", "a tool that takes NVTX ranges"),
     ("CUDA_INJECTION64_PATH", "a tool injected into CUDA"),
 )
-"""Variables, or how they begin, that NVIDIA's tools set for what they launch. None of them is documented for this."""
+"""Variables, or their prefixes, that NVIDIA's tools set for what they launch. None is documented for this."""
 _LIBRARIES = ("libToolsInjection64", "libcuda-injection", "TreeLauncherTargetInjection")
-"""What those tools load into it."""
+"""Libraries that those tools load into the process."""
 
 
 def in_use(*, cuda: bool) -> str | None:
-    """Who else profiles this process, as a reason not to trace; None where nobody is found.
+    """Another profiler of this process, as a reason not to trace; None if none is found.
 
     Args:
         cuda: also look for tools that watch the GPU.
@@ -36,7 +36,7 @@ def _torch_profiler() -> str | None:
     running = getattr(torch.autograd, "_profiler_enabled", None)
     if running is not None and running():
         return "a torch profiler is already running"
-    # One that waits for its turn by a schedule is not enabled yet, and would fail when it finds ours.
+    # A profiler that waits in its schedule is not enabled yet, and would fail if ours is running.
     if not _alive():
         return None
     gc.collect()  # it may be garbage
@@ -44,7 +44,7 @@ def _torch_profiler() -> str | None:
 
 
 def _alive() -> bool:
-    """Whether there is a torch.profiler object. Types are compared, for asking an object its class may run its code."""
+    """Whether there is a torch.profiler object. Compares types, because asking for a class may run its code."""
     return any(issubclass(type(found), torch.profiler.profile) for found in gc.get_objects())
 
 

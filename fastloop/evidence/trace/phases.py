@@ -1,4 +1,4 @@
-"""The phases of a traced step: where the host was, and when the device got there."""
+"""The phases of a traced step on the host, and when the device reached them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fastloop.evidence.trace.host_ranges import own_time
 from fastloop.evidence.trace.intervals import Span
 
 Segment = tuple[float, float, str]
-"""Begin, end and phase: disjoint, the innermost phase owns a moment."""
+"""Begin, end and phase: disjoint; each moment belongs to its innermost phase."""
 
 
 def phases_of(trace: Trace, thread: Any) -> Phases:
-    """The phases that ran in a thread. Names with a further slash are no phases but ranges inside them."""
+    """The phases that ran in a thread. Names with a further slash are ranges inside phases."""
     return Phases([row for row in trace.ranges if row.thread == thread and "/" not in row.name], thread)
 
 
@@ -31,12 +31,12 @@ class Phases:
         self._begins = [begin for begin, _, _ in self._segments]
 
     def at(self, moment: float) -> str | None:
-        """The phase a moment lies in."""
+        """The phase at a moment."""
         segment = self._find(moment)
         return segment[2] if segment else None
 
     def end_at(self, moment: float) -> float:
-        """The end of the phase a moment lies in; the next phase's begin outside."""
+        """The end of the phase at a moment; outside of phases, the begin of the next one."""
         if segment := self._find(moment):
             return segment[1]
         place = bisect_right(self._begins, moment)
@@ -46,7 +46,7 @@ class Phases:
         return [(begin, end) for begin, end, phase in self._segments if phase == name]
 
     def between(self, begin: float, end: float) -> Iterator[Segment]:
-        """The phases inside a stretch, cut to it."""
+        """The phases within an interval, clipped to it."""
         for first, last, name in self._segments:
             if first < end and last > begin:
                 yield max(first, begin), min(last, end), name
@@ -57,10 +57,10 @@ class Phases:
 
 
 class Reached:
-    """When the device reaches a mark of the host's: an event's time, had one been recorded there.
+    """When the device reaches a host mark: the time of a CUDA event, had one been recorded there.
 
-    Counted is the work of the busiest stream and the exchanges, for which the backward makes that stream wait. Copies
-    and kernels beside it hold an event up only where something waits for them, which a trace does not tell.
+    Counts the work of the busiest stream and the communication, which the backward makes that stream wait for. Copies
+    and kernels on other streams delay an event only if something waits for them, which a trace does not show.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -70,7 +70,7 @@ class Reached:
                 spent[work.stream] += work.end - work.begin
         main = max(spent, key=lambda stream: spent[stream], default=None)
         ordered = [work for work in trace.work if work.stream == main or main is None or _exchanges(work)]
-        # What was launched before the recording began has no launch in it; it comes first on its stream.
+        # Work launched before the recording began has no launch in the trace; it comes first on its stream.
         known = {work.stream: work.begin for work in reversed(ordered) if work.launched is not None}
         rows = sorted((_called(work, known.get(work.stream)), work.end) for work in ordered)
         self._called = [called for called, _ in rows]

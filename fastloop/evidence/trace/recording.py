@@ -1,8 +1,8 @@
-"""A few traced steps outside the timed ones, through torch.profiler and for Nsight alike.
+"""Traces a few steps outside the timed ones, with torch.profiler and for Nsight.
 
-``begin -> a few steps that only let things settle -> one recorded to be thrown away -> the traced steps -> end``
+``begin -> a few steps to settle -> one step recorded and discarded -> the traced steps -> end``
 
-Preparing a profiler takes long enough for a loader to fill its queues, and starting it empties the device's: a trace
+Preparing a profiler takes long enough for a loader to fill its queues, and starting it drains the device queue: a trace
 that began there would show neither the waits nor the lead of an ordinary step.
 """
 
@@ -26,23 +26,23 @@ from fastloop.evidence.trace.chrome import RANGE, STEP
 NAME = "trace.json.gz"
 LEAD_IN = 2
 _LEVEL = 5
-"""Of gzip: 9 takes several times as long for a file that is hardly smaller."""
+"""gzip level: 9 takes several times as long for a file that is hardly smaller."""
 
 now = time.perf_counter
 
 
 class TraceWindow:
-    """Records whole steps, and says what they show. Never raises; not thread-safe.
+    """Records whole steps and summarizes them. Never raises; not thread-safe.
 
-    All calls come from the training's thread, ``begin`` and ``step`` between two steps. ``push`` and ``pop`` may be
-    called at any time and do nothing while nothing is recorded.
+    Make all calls from the training thread, ``begin`` and ``step`` between two steps. ``push`` and ``pop`` may be
+    called at any time and do nothing outside a recording.
 
     Args:
-        device: where the steps run.
-        directory: where ``trace.json.gz`` goes; None keeps no file.
+        device: the device that runs the steps.
+        directory: for ``trace.json.gz``; None keeps no file.
         steps: optimizer steps to trace.
-        lead_in: steps to let pass first; at least as many as use up the batches that loader and device queues hold.
-        taken: why torch.profiler must not be used, where the caller knows (a profiler in the Trainer).
+        lead_in: steps to skip first; at least enough to use up the batches in the loader and device queues.
+        taken: why torch.profiler must not be used, if the caller knows a reason (a profiler in the Trainer).
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class TraceWindow:
         self.skipped = taken
         """Why there is no trace."""
         self.step_s: float | None = None
-        """Seconds of a step without a trace, for the cost; the lead-in's where nobody says."""
+        """Seconds of an untraced step, to compute the cost of tracing; None: use the lead-in's."""
         self.recording = False
         self.done = False
-        """Nothing more is recorded."""
+        """No further steps are recorded."""
         self._cuda = device.type == "cuda"
         self._profiler: Any = None
         self._begun = self._runs = False
@@ -71,11 +71,11 @@ class TraceWindow:
 
     @property
     def total_steps(self) -> int:
-        """Steps from ``begin`` until there is nothing more to record."""
+        """Steps from ``begin`` until the recording is complete."""
         return self.lead_in + 1 + self.steps
 
     def begin(self) -> None:
-        """Get ready. Between two steps."""
+        """Prepare the profiler. Call between two steps."""
         if self._begun:
             return
         self._begun, self._began_at = True, now()
@@ -95,12 +95,12 @@ class TraceWindow:
             self._try(self._turn)
 
     def push(self, name: str) -> None:
-        """A phase (``forward``), or something inside one (``rung/prefetch``), begins."""
+        """A phase (``forward``), or a range inside one (``rung/prefetch``), begins."""
         if self.recording:
             self._try(lambda: self._enter(RANGE + name, RANGE + name))
 
     def pop(self) -> None:
-        """What was pushed last ends."""
+        """The range pushed last ends."""
         if self.recording and len(self._open) > 1:
             self._try(self._leave)
 
@@ -108,8 +108,8 @@ class TraceWindow:
         """Stop if still recording, write the trace and read it.
 
         Returns:
-            What ``Measurement.kernels`` holds: ``kernels.read``, of how many steps it was to be, and ``cost_s``; or
-            ``skipped``: why there is none.
+            The content of ``Measurement.kernels``: the result of ``kernel_account.read``, ``asked_steps`` and
+            ``cost_s``; or ``skipped``: why there is no trace.
         """
         if self._begun and not self.done:
             self._stop()
@@ -135,7 +135,7 @@ class TraceWindow:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
         profiler = profile(activities=activities, record_shapes=False, with_stack=False)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a later cycle would forget this one's events
+            warnings.simplefilter("ignore")  # that a later cycle would discard this one's events
             profiler.prepare_trace()
         self._profiler = profiler
 
@@ -153,7 +153,7 @@ class TraceWindow:
         self._runs = True
 
     def _turn(self) -> None:
-        """From one step to the next; what spans both is cut in two."""
+        """Go from one step to the next; a range that spans both is split in two."""
         names = [name for name, _ in self._open[1:]]
         while self._open:
             self._leave()
@@ -166,7 +166,7 @@ class TraceWindow:
         started, self.recording, self.done = self.recording, False, True
         self._try(self._leave_all)
         if self._profiler is not None:
-            if not self._runs:  # a profiler left prepared makes every later one fail, and this is the only way back
+            if not self._runs:  # a profiler left prepared makes every later one fail; only running it undoes that
                 self._try(self._run)
             self._try(self._profiler.stop_trace)
         if self._cuda and started:
@@ -195,7 +195,7 @@ class TraceWindow:
             self._leave()
 
     def _try(self, act: Callable[[], Any]) -> None:
-        """A fault of ours ends the trace, never the training."""
+        """An error in this class ends the trace, never the training."""
         try:
             act()
         except Exception as error:

@@ -1,1 +1,1 @@
-"""An A/B: arms trained in turns, parity gates, and what came of it."""
+"""An A/B: arms that train in alternation, the parity gates, and the results."""

@@ -1,4 +1,4 @@
-"""The arms of an experiment: what is trained again and again, told apart by a name."""
+"""The arms of an experiment: trainings that run several times, each with a name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Ask(Task):
-    """What is asked of one training of an arm."""
+    """How to run one training of an arm."""
 
     seed: int = 0
     """Added to the arm's own ``run.seed``."""
     steps: int | None = None
-    """Optimizer steps; None: as many as the arm has."""
+    """Optimizer steps; None for the arm's own number."""
     warmup: int | None = None
-    """Of them, before the window; None: as the arm has it."""
+    """How many of these steps come before the window; None for the arm's own number."""
 
 
 class Arm(Protocol):
@@ -36,13 +36,13 @@ class Arm(Protocol):
 
     @property
     def plans_alone(self) -> bool:
-        """Whether it can be planned without being trained."""
+        """Whether the arm can be planned without training it."""
 
     def change(self, name: str, *overrides: str, more: Sequence[str] = ()) -> Arm:
-        """The same training under another name, with further patches and ``key=value``."""
+        """Return the same training under another name, with further patches and ``key=value`` overrides."""
 
     def config(self) -> Config:
-        """Its checked configuration; of a script, that of the callback that is put into it. Raises ConfigError."""
+        """Return its checked configuration; for a script, that of the injected callback. Raises ConfigError."""
 
     def run(
         self, label: str, folder: Path, ask: Ask, *, limits: Limits | None = None, progress: Progress | None = None
@@ -51,7 +51,7 @@ class Arm(Protocol):
 
 
 def label_of(arm: str, folder: Path) -> str:
-    """What a training of an arm is called, in progress, errors and reports: as its directory, ``amp, run-0``."""
+    """Name a training of an arm, for progress, errors and reports, after its directory: ``amp, run-0``."""
     return f"{arm}, {folder.name}"
 
 
@@ -67,7 +67,7 @@ class ConfigArm:
         return True
 
     def change(self, name: str, *overrides: str, more: Sequence[str] = ()) -> ConfigArm:
-        """The same with further patches and ``key=value``."""
+        """Return the same arm with further patches and ``key=value`` overrides."""
         job = dataclasses.replace(self.job, more=(*self.job.more, *more))
         return ConfigArm(name=name, job=job.override(*overrides))
 

@@ -1,10 +1,10 @@
-"""The two arms of ``ab --vs-commit``: a script at a commit, and as it is in the working tree.
+"""The two arms of ``ab --vs-commit``: a script at a commit, and the same script in the working tree.
 
-The commit is checked out into a git worktree of its own, in a private temporary directory that is gone afterwards.
-There the script runs from the folder that corresponds to the user's. What git does not track, such as data, is linked
-in, so relative paths find it; untracked Python files are not, for they are no part of the commit. Entries of PYTHONPATH
-and of an editable install's path that lie in the working tree are replaced by those of the commit's tree. A module of
-the base that was imported from the working tree all the same ends the experiment: both arms would run the same code.
+The commit is checked out into a separate git worktree, in a private temporary directory that is deleted afterwards.
+The script runs there from the folder that corresponds to the user's. Untracked files, such as data, are linked in, so
+that relative paths find them; untracked Python files are not, because they are not part of the commit. Entries of
+PYTHONPATH and of an editable install's path that point into the working tree are replaced by those of the commit's
+tree. If the base still imports a module from the working tree, the experiment ends: both arms would run the same code.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fastloop.experiments.ab.script_arms import Place, ScriptArm
 from fastloop.experiments.trials.script_injection import private_directory
 
 _OF_ANOTHER_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
-"""Variables that git sets for hooks, and that would send our calls to the hook's index."""
+"""Variables that git sets for hooks, and that would direct our calls to the hook's index."""
 HOME = Path(__file__).resolve().parents[3]
-"""Where fastloop itself lies: both arms are measured by this one."""
+"""The folder of fastloop itself: this copy measures both arms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Versus:
-    """What is compared: both sides, and fingerprints of what they are made from, for ``--resume``."""
+    """Both sides of the comparison, and fingerprints of their sources for ``--resume``."""
 
     sides: list[Side]
     sources: Mapping[str, str]
@@ -43,7 +43,7 @@ class Versus:
 
 @contextlib.contextmanager
 def compare_with(ref: str, arm: ScriptArm, *, aa: bool, say: Progress) -> Iterator[Versus]:
-    """Both sides of the comparison, with the commit's files in place until the context ends.
+    """Yield both sides of the comparison; the commit's files are in place until the context ends.
 
     Args:
         arm: the script as the user would run it.
@@ -99,7 +99,7 @@ def _count(files: Sequence[str], kind: str = "") -> str:
 
 
 def _move_folder(folder: Path, top: Path, other: Path) -> Path | None:
-    """The equal folder in another tree, made where it is not there; None for one outside of the working tree."""
+    """Return the corresponding folder in the other tree, created if missing; None if outside the working tree."""
     folder = folder.resolve()
     if not folder.is_relative_to(top):
         return None
@@ -110,13 +110,13 @@ def _move_folder(folder: Path, top: Path, other: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class _WorkingTree:
-    """The user's repository, as git sees it. Nothing of it is changed but for the list of its worktrees."""
+    """The user's repository, as git sees it. Nothing in it is changed except the list of its worktrees."""
 
     top: Path
 
     @classmethod
     def find(cls, folder: Path) -> _WorkingTree:
-        """The tree that a folder is in; raises ConfigError where it is in none."""
+        """Return the working tree that contains a folder; raises ConfigError if there is none."""
         try:
             return cls(Path(_git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve())
         except (subprocess.CalledProcessError, FileNotFoundError) as error:
@@ -128,7 +128,7 @@ class _WorkingTree:
             ) from None
 
     def resolve(self, ref: str) -> str:
-        """The full hash behind a branch, tag or hash; raises ConfigError where there is no such commit."""
+        """Return the full hash of a branch, tag or short hash; raises ConfigError if there is no such commit."""
         try:
             return _git(self.top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}").strip()
         except subprocess.CalledProcessError:
@@ -139,13 +139,13 @@ class _WorkingTree:
             ) from None
 
     def list_changed(self, commit: str) -> list[str]:
-        """Tracked files that differ from a commit, and new Python files: other new files may be a training's output."""
+        """List tracked files that differ from a commit, and new Python files; a training may write other new files."""
         tracked = _names(_git(self.top, "diff", "--name-only", "--no-renames", "-z", commit))
         new = _names(_git(self.top, "ls-files", "-z", "--others", "--exclude-standard"))
         return sorted({*tracked, *(name for name in new if name.endswith(".py"))})
 
     def fingerprint(self, commit: str) -> str:
-        """Of the source files that differ from a commit; what a training writes does not count."""
+        """Hash the source files that differ from a commit; files that a training writes do not count."""
         digest = hashlib.sha256()
         for name in self.list_changed(commit):
             if name.endswith(READ):
@@ -154,24 +154,24 @@ class _WorkingTree:
         return digest.hexdigest()
 
     def find_edit(self, commit: str, before: str) -> str | None:
-        """What to say where the working tree is no longer the one that is compared."""
+        """Return a message if the working tree has changed since the comparison began, otherwise None."""
         if self.fingerprint(commit) == before:
             return None
         return "source files in the working tree were edited during the comparison, so its runs are of several versions"
 
     @contextlib.contextmanager
     def checked_out(self, commit: str, place: Path) -> Iterator[Path]:
-        """A worktree of the commit, gone afterwards; what git does not track is linked in."""
+        """Create a worktree of the commit with the untracked files linked in; it is removed afterwards."""
         try:
             self._add_worktree(commit, place)
             self._link_untracked(place)
             yield place
         finally:
-            with contextlib.suppress(subprocess.CalledProcessError):  # it was not made
+            with contextlib.suppress(subprocess.CalledProcessError):  # it was not created
                 _git(self.top, "worktree", "remove", "--force", "--force", str(place))
 
     def _add_worktree(self, commit: str, place: Path) -> None:
-        try:  # without the user's hooks, which would run in a place that they do not expect
+        try:  # without the user's hooks, which do not expect to run in this folder
             _git(self.top, "-c", "core.hooksPath=/dev/null", "worktree", "add", "--detach", str(place), commit)
         except subprocess.CalledProcessError as error:
             raise ConfigError(
@@ -192,7 +192,7 @@ class _WorkingTree:
                 link.symlink_to(self.top / path)
 
     def describe_gaps(self, commit: str) -> list[str]:
-        """What a worktree of the commit may lack, a line each."""
+        """List what a worktree of the commit may lack, one line each."""
         entries = _names(_git(self.top, "ls-tree", "-r", "-z", commit))
         modules = [entry.partition("\t")[2] for entry in entries if entry.startswith("160000 ")]
         said = [f"submodules are empty in the base's tree: {', '.join(modules)}"] if modules else []
@@ -202,7 +202,7 @@ class _WorkingTree:
         return said
 
     def move_command(self, command: Sequence[str], other: Path, commit: str) -> tuple[str, ...]:
-        """The command with what it names of the working tree by its place in the other one.
+        """Return the command with paths in the working tree replaced by those in the other tree.
 
         Raises:
             ConfigError: the commit has no such script.
@@ -219,7 +219,7 @@ class _WorkingTree:
         return moved
 
     def _move_word(self, word: str, other: Path) -> str:
-        """Relative paths stand: they start at the folder in which the script runs, unless that is outside."""
+        """Keep relative paths, which start at the folder in which the script runs, unless that folder is outside."""
         key, equals, value = word.partition("=") if "=" in word else ("", "", word)
         path = Path(value)
         inside = Path.cwd().resolve().is_relative_to(self.top)
@@ -230,8 +230,8 @@ class _WorkingTree:
         return f"{key}{equals}{moved}" if moved.exists() else word
 
     def move_search_path(self, other: Path) -> str:
-        """PYTHONPATH for the base: the user's, and before what is installed the other tree's in place of entries that
-        an editable install has put there."""
+        """Return PYTHONPATH for the base: the user's entries, and the other tree's in place of those that an editable
+        install has added, so that they take precedence over installed packages."""
         given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
         seen = [entry for entry in sys.path if entry and not Path(entry).resolve().is_relative_to(sys.prefix)]
         moved = []
@@ -245,7 +245,7 @@ class _WorkingTree:
         return os.pathsep.join(moved)
 
     def find_wrong_imports(self, other: Path, imported: Sequence[str]) -> str | None:
-        """What to say where the base has imported the working tree's code; files that git ignores are in both arms."""
+        """Return a message if the base has imported the working tree's code; both arms share the files git ignores."""
         found = [path for each in imported if not (path := Path(each)).is_relative_to(other.resolve())]
         found = [path for path in found if not path.is_relative_to(HOME / "fastloop")]
         ignored = self._list_ignored(found)
@@ -261,7 +261,7 @@ class _WorkingTree:
         try:
             names = "\0".join(map(str, paths))
             return set(map(Path, _names(_git(self.top, "check-ignore", "-z", "--stdin", given=names))))
-        except subprocess.CalledProcessError:  # none is
+        except subprocess.CalledProcessError:  # none is ignored
             return set()
 
 
@@ -273,7 +273,7 @@ def _git(folder: Path, *command: str, given: str | None = None) -> str:
         stdin=subprocess.DEVNULL if given is None else None,
         capture_output=True,
         encoding="utf-8",
-        errors="surrogateescape",  # names of files are bytes
+        errors="surrogateescape",  # file names are bytes
         check=True,
         env=environ,
     )

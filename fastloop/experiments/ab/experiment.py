@@ -1,7 +1,7 @@
-"""Arms that are trained in turns, and what comes of it: the running of an A/B.
+"""Running an A/B: trains the arms in alternation and compares them.
 
-Everything that is decided follows from files of finished runs, so an experiment that was stopped goes on where it
-stood, and repeats nothing that finished.
+All decisions follow from the files of finished runs, so an experiment that was stopped continues where it was and
+repeats no finished run.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from fastloop.records.plan import Parity
 from fastloop.records.trial import Trial
 
 WINDOW_S, FEWEST_STEPS, PILOT_STEPS = 10.0, 50, 30
-"""What ``steps: auto`` asks of a window: seconds and optimizer steps; and the length of the run it asks that of."""
+"""For ``steps: auto``: the shortest window in seconds and in optimizer steps, and the steps of the pilot run."""
 PARITY = "parity"
-"""The folder of the base's gradient, below the experiment's."""
+"""The folder of the base's gradient, inside the experiment's."""
 SOURCE = "source"
-"""Among the changed keys: the arm's code is another."""
+"""One of the changed keys: the arm's code differs."""
 QUEUES = 10
-"""Times that the queued batches must have passed, see `Measurement.window_too_short`."""
+"""How many times the window must drain the queued batches, see `Measurement.window_too_short`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How an experiment is done."""
+    """The settings of an experiment."""
 
     runs: statistics.Runs = 5
-    """Runs of each arm; ``auto`` = as many as it takes, looked at 3, 5, 7 and 10 runs."""
+    """Runs of each arm; ``auto`` = as many as needed, with interim looks after 3, 5, 7 and 10 runs."""
     steps: int | None = None
-    """Optimizer steps of each run; None: as many as the window needs."""
+    """Optimizer steps of each run; None for as many as the window needs."""
     warmup: int = 20
     band_pct: float = 3.0
     """Differences within plus or minus this count as "no difference"."""
     seed: int = 0
-    """Of the order."""
+    """Random seed of the order of runs."""
     limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(kw_only=True)
 class Side:
-    """One arm as far as it has come."""
+    """One arm, with its results so far."""
 
     arm: Arm
     folder: Path
     changed_rungs: tuple[str, ...] = ()
     changed_keys: tuple[str, ...] = ()
-    """What differs from the base besides rungs."""
+    """Configuration keys that differ from the base, other than rungs."""
     promise: Parity | None = None
-    """The class where not only the plan of its rungs decides it."""
+    """The parity class if the arm changes more than rungs; None if the plan of its rungs decides it."""
     steps: int = 0
     runs: dict[int, Trial] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Side:
         return [self.runs[index] for index in sorted(self.runs)]
 
     def sample(self) -> Sample:
-        """The finished runs that have a rate."""
+        """Return the finished runs that have a throughput."""
         kept = [index for index in sorted(self.runs) if self.runs[index].samples_per_s is not None]
         active, inactive = parity_gates.took([self.runs[index] for index in kept])
         return Sample(
@@ -95,7 +95,7 @@ class Side:
 
 
 class Unplanned(Exception):
-    """An arm that cannot be planned; the trial that tried says why."""
+    """An arm cannot be planned; the failed trial has the cause."""
 
     def __init__(self, trial: Trial) -> None:
         super().__init__(trial.cause)
@@ -103,11 +103,11 @@ class Unplanned(Exception):
 
 
 class Experiment:
-    """Trains the arms in turns until there is a verdict on each, or until nothing more can be had.
+    """Trains the arms in alternation until each has a verdict, or until more runs cannot give one.
 
     Args:
         sides: the base first.
-        say: takes lines of progress.
+        say: receives progress lines.
     """
 
     def __init__(self, sides: Sequence[Side], place: Path, settings: Settings, say: Progress) -> None:
@@ -115,11 +115,11 @@ class Experiment:
         self.base = self.sides[0]
         self.pilots: dict[str, Trial] = {}
         self.order: list[tuple[str, int]] = []
-        """Arm and number of each run, in the order they were done."""
+        """Arm and number of each run, in the order in which they ran."""
         self.alpha = statistics.error_rate(settings.runs, len(sides) - 1)
         self._spent: list[float] = []
         self._first: Trial | None = None
-        """The first that says at which step it began."""
+        """The first trial that reports the step at which it began."""
         self._begun = time.monotonic()
 
     @property
@@ -129,7 +129,12 @@ class Experiment:
     # -- running ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """All of it. Raises what a signal raises, and Unplanned before anything is trained."""
+        """Run the whole experiment.
+
+        Raises:
+            Unplanned: an arm cannot be planned; nothing has been trained.
+            KeyboardInterrupt, SystemExit: a signal stopped it.
+        """
         self._plan()
         self._prepare()
         if self.base.out:
@@ -153,7 +158,7 @@ class Experiment:
                     return
 
     def _plan(self) -> None:
-        """Try out the plans: an arm that cannot be planned is the end before the first training."""
+        """Plan the arms first: one that cannot be planned ends the experiment before any training."""
         for side in self.sides[1:]:
             if not side.changed_rungs or not side.arm.plans_alone:
                 continue
@@ -162,8 +167,8 @@ class Experiment:
                 raise Unplanned(trial)
 
     def _prepare(self) -> None:
-        """A run of the base that does not count: it fills the page cache, for all arms alike, and says how long a run
-        must be. Arms that change the batch say how many of their steps see as many samples."""
+        """Run the base once without counting it: this fills the page cache for all arms and shows how long a run must
+        be. For arms that change the batch, such a run shows how many of their steps see as many samples."""
         auto = self.settings.steps is None
         pilot_steps = self.settings.warmup + PILOT_STEPS if auto else self.settings.steps
         wanted = [side for side in self.sides if side is self.base or auto or side.changed_keys]
@@ -213,7 +218,7 @@ class Experiment:
         )
 
     def _trial(self, side: Side, folder: Path, ask: Ask, *, note: str = "") -> Trial:
-        """A run, or the one of an earlier day. One that did not begin where the others did is none to compare."""
+        """Run a training, or load it if already finished. It fails if it began at a different step from the others."""
         trial = finished(folder, ask.variation)
         if trial is None:
             label = label_of(side.name, folder)
@@ -233,13 +238,13 @@ class Experiment:
     # -- judging ------------------------------------------------------------------------------------------------------
 
     def parity_class(self, side: Side) -> Parity:
-        """What the arm promises, and the base's own plan with it where the two differ in rungs."""
+        """Return the parity class that the arm promises; with different rungs, the base's plan counts too."""
         if side.promise is not None:
             return side.promise
         return parity_gates.class_of([*side.trials(), *self.base.trials()]) if side.changed_rungs else "exact"
 
     def _gradient(self, side: Side) -> None:
-        """Once an arm has run, so that its plan is known; a training that claims no parity is not asked."""
+        """Check the gradient once the arm has run, so that its plan is known; skip arms that claim no parity."""
         if (
             side.gradient is not None
             or side.out
@@ -261,20 +266,20 @@ class Experiment:
         )
 
     def outcome(self, side: Side) -> Outcome:
-        """Whether this arm is the same training as the base, from what there is."""
+        """Judge whether this arm is the same training as the base, from the runs so far."""
         pairs = [
             (self.base.runs[number], side.runs[number]) for number in sorted(side.runs) if number in self.base.runs
         ]
         return parity_gates.outcome(pairs, side.gradient, self.parity_class(side))
 
     def _hopeless(self, side: Side) -> bool:
-        """Another training than the base's, or the same in all but name: no further run of it is worth its time."""
+        """Whether more runs of an arm are useless: parity has failed, or none of its changes took effect."""
         if side is self.base or not side.runs:
             return False
         return self.outcome(side).passed is False or bool(nothing_took(self.base.sample(), side.sample()))
 
     def comparisons(self) -> list[Comparison]:
-        """Each arm against the base, from the runs there are."""
+        """Compare each arm with the base, from the runs so far."""
         base = self.base.sample()
         return [
             compare(base, side.sample(), self.outcome(side), band_pct=self.settings.band_pct, alpha=self.alpha)
@@ -283,7 +288,7 @@ class Experiment:
 
 
 def enough_steps(trial: Trial) -> int:
-    """Optimizer steps that make a window: long enough in seconds, in steps and for the queues of this arm."""
+    """Return the optimizer steps of a window that is long enough in seconds, in steps and for this arm's queues."""
     seen = trial.measurement or Measurement()
     step_ms = seen.step_ms.get("median") or 1e3 * WINDOW_S / FEWEST_STEPS
     queued = readings.loader(seen).get("queued_batches") or 0
@@ -296,7 +301,7 @@ def _global_batch(trial: Trial | None) -> int | None:
 
 
 def promised(keys: Sequence[str], *, same_batch: bool) -> Parity:
-    """The class of an arm that changes more than rungs: other Trainer settings and other code are held to be the same
-    training as long as the gates say so; another recipe, seed, or global batch is another training."""
+    """Return the parity class of an arm that changes more than rungs: different Trainer settings or code count as the
+    same training if the gates confirm it; a different recipe, seed, or global batch is another training."""
     same = same_batch and all(key == SOURCE or key.startswith("trainer.") for key in keys)
     return "approximate" if same else "changes-training"

@@ -1,4 +1,4 @@
-"""The parity gates of an experiment, from the files of its runs and from trials of their own."""
+"""The parity gates of an experiment, from the files of its runs and from separate gradient trials."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fastloop.records.trial import GradientAnswer, Ledger, Trial
 
 _LEDGER = re.compile(r"ledger(-\d+)?\.json")
 KEPT = "gradients.pt"
-"""What the base's gradient trial leaves for those of its arms, see `bridge/trials/gradient_probe.py`."""
+"""The file that the base's gradient trial leaves for its arms' trials, see `bridge/trials/gradient_probe.py`."""
 
 
 def class_of(trials: Sequence[Trial]) -> Parity:
-    """The weakest class that any plan of these trials promises."""
+    """Return the weakest parity class that any plan of these trials promises."""
     return max((load_parity_class(trial.run_dir) for trial in trials), key=PARITY_ORDER.index, default="exact")
 
 
 def took(trials: Sequence[Trial]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The enabled rungs that took in every run, and those that did not, with the reason."""
+    """Return the enabled rungs that took effect in every run, and those that did not, with the reason."""
     inactive: dict[str, str] = {}
     verdicts = [verdict for trial in trials for verdict in load_verdicts(trial.run_dir)]
     for verdict in verdicts:
@@ -39,18 +39,18 @@ def took(trials: Sequence[Trial]) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def regroups(trial: Trial) -> bool:
-    """Whether its optimizer steps run in other micro-batches than the loader's."""
+    """Whether its optimizer steps run in micro-batches other than the loader's batches."""
     return ladder.regroups([step.rung for step in load_plan(trial.run_dir).planned])
 
 
 def augments_by(trial: Trial) -> str | None:
-    """The rung that decides where random augmentations are made, as far as that may change another's random numbers."""
+    """Return the rung that decides where random augmentations run, if that may change the random numbers they draw."""
     loose = [step.rung for step in load_plan(trial.run_dir).planned if step.change.parity == "approximate"]
     return next((rung for rung, card in ladder.cards().items() if card.loads_elsewhere and rung in loose), None)
 
 
 def ledger(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
-    """Whether two arms saw the same samples in the same steps, run by run and rank by rank."""
+    """Check that two arms saw the same samples in the same steps, run by run and rank by rank."""
     found = []
     for base, arm in pairs:
         names = {
@@ -60,7 +60,7 @@ def ledger(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
             if _LEDGER.fullmatch(path.name)
         }
         ranks = max((trial.measurement or Measurement()).world_size for trial in (base, arm))
-        names |= {f"ledger-{rank}.json" for rank in range(1, ranks)}  # a rank that was killed has left none
+        names |= {f"ledger-{rank}.json" for rank in range(1, ranks)}  # a killed rank leaves no ledger
         for name in sorted(names):
             left, right = load(base.run_dir / name, Ledger), load(arm.run_dir / name, Ledger)
             if left is None or right is None:
@@ -86,8 +86,8 @@ def gradient(
     limits: Limits | None = None,
     progress: Progress | None = None,
 ) -> Gate:
-    """The gradient of one step of both arms, at the same weights and on the same samples; two trials, or those of an
-    earlier day. The base's serves all its arms."""
+    """Compare the gradients of one step of both arms, at the same weights and on the same samples. Runs two trials
+    unless they finished earlier; the base's trial serves all its arms."""
     second, first = finished(folder, "gradients"), finished(base_folder, "gradients")
     if first is None or (second is None and not (base_folder / KEPT).is_file()):
         label = label_of(base.name, base_folder)
@@ -104,13 +104,13 @@ def gradient(
 
 
 def sweep(folder: Path) -> None:
-    """Delete the weights and gradients that a base keeps for its arms: they are as large as the model, twice."""
+    """Delete the weights and gradients that a base keeps for its arms: together they take twice the model's size."""
     for kept in folder.rglob(KEPT):
         kept.unlink(missing_ok=True)
 
 
 def loss(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
-    """Whether the losses of two arms agree, run by run."""
+    """Check that the losses of two arms agree, run by run."""
     seen = [[trial.measurement or Measurement() for trial in pair] for pair in pairs]
     repeats = all(each.device == "cpu" for pair in seen for each in pair)
     losses, others = ([pair[side].loss for pair in seen] for side in (0, 1))
@@ -119,7 +119,8 @@ def loss(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
 
 
 def outcome(pairs: Sequence[tuple[Trial, Trial]], gradient: Gate | None, parity_class: Parity) -> Outcome:
-    """All that these pairs of runs and the gradient say. A training that claims no parity has to stay finite."""
+    """Combine the gates of these pairs of runs with the gradient's. If no parity is claimed, only a non-finite loss
+    fails."""
     if not pairs:
         return parity.outcome(parity_class, ())
     losses = loss(pairs, parity_class)

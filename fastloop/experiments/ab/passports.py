@@ -1,7 +1,7 @@
-"""The numerics passports of the rungs: what the gates of past experiments on this machine said, newest first.
+"""The numerics passports of the rungs: the gates' results in past experiments on this machine, newest first.
 
-Kept below ``$XDG_CACHE_HOME/fastloop/passports`` (``~/.cache`` without it), one file per rung. A passport is a note,
-never a condition: a cache that cannot be written or read is as good as none.
+They are in ``$XDG_CACHE_HOME/fastloop/passports`` (``~/.cache`` without it), one file per rung. A passport is a note,
+never a condition: a cache that cannot be written or read counts as empty.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHOWN = 3
 
 
 def folder() -> Path:
-    """Where they are kept."""
+    """Return the folder of the passports."""
     return machine.find_cache_home() / "fastloop" / "passports"
 
 
@@ -35,7 +35,7 @@ def keep(
     name: str = "",
     run_dir: Path | None = None,
 ) -> None:
-    """Write down what came of a rung in an experiment of its own; what the same directory said before is replaced."""
+    """Save the result of an experiment with only this rung, replacing an earlier result from the same directory."""
     if not outcome.gates:
         return
     entry = dataclasses.replace(
@@ -52,12 +52,12 @@ def keep(
 
 
 def load(rung: str) -> tuple[Passport, ...]:
-    """Those of a rung, newest first."""
+    """Return the passports of a rung, newest first."""
     return (store.load(folder() / f"{rung}.json", PassportsFile) or PassportsFile()).passports
 
 
 def describe(rung: str) -> list[str]:
-    """The newest, for its manual page."""
+    """Describe the newest passports of a rung, for its manual page."""
     found = load(rung)
     if not found:
         return [f"Numerics: no experiment on this machine yet; fastloop ab CONF --vs {rung} writes a passport."]
@@ -72,7 +72,7 @@ def describe(rung: str) -> list[str]:
 
 
 def _describe_figures(one: Passport) -> str:
-    """What was seen, what could have been, and by which versions."""
+    """Describe the measured deviation, the smallest that would have been visible, and the software versions."""
     sizes = [(gate.name, size(gate, "deviation"), size(gate, "visible")) for gate in one.gates]
     seen = [f"{name} {deviation} ({visible})" for name, deviation, visible in sizes if {deviation, visible} != {"n/a"}]
     versions = vars(one.environment)

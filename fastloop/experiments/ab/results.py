@@ -1,4 +1,4 @@
-"""What an experiment found, as its files and as the answer for people."""
+"""The results of an experiment: its files and its reports."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fastloop.report.experiments import ab_report
 
 COMPARISON = "comparison.json"
 DEVICES = {"device_name": "device", "devices": "number of devices"}
-"""What arms may differ in by intention, and what people call it."""
+"""Hardware properties that may differ between arms on purpose, and their names in messages."""
 _TOLD_TO_END = re.compile(r"SIGTERM|terminated with code (-15|143)\b")
 
 
 def write(experiment: Experiment, name: str, *, partial: bool) -> ExperimentResult:
-    """Judge the runs there are and write ``comparison.json`` and the reports; gives the former's content."""
+    """Judge the runs so far and write ``comparison.json`` and the reports; returns the content of the former."""
     result = summarize(experiment, name, partial=partial)
-    store.save(experiment.place, {COMPARISON: result})  # first: to draw the reports takes seconds
+    store.save(experiment.place, {COMPARISON: result})  # first: drawing the reports takes seconds
     store.write(experiment.place, ab_report.reports(result))
     on_already = experiment.base.arm.config().ladder.enabled()
     for side in experiment.sides[1:] if not partial else ():
@@ -47,7 +47,7 @@ def write(experiment: Experiment, name: str, *, partial: bool) -> ExperimentResu
 
 
 def summarize(experiment: Experiment, name: str, *, partial: bool) -> ExperimentResult:
-    """The content of ``comparison.json``."""
+    """Return the content of ``comparison.json``."""
     sides, base = experiment.sides, experiment.base.arm.config()
     return ExperimentResult(
         run_dir=str(experiment.place),
@@ -68,7 +68,7 @@ def summarize(experiment: Experiment, name: str, *, partial: bool) -> Experiment
 
 
 def summarize_arm(side: Side) -> ArmResult:
-    """An arm: its runs, what of it took, and what it needs."""
+    """Summarize an arm: its runs, the rungs that took effect, and the resources it needs."""
     sample, trials = side.sample(), side.trials()
     kept = [trial.measurement for trial in trials if trial.measurement and trial.samples_per_s is not None]
 
@@ -97,7 +97,7 @@ _SHARE = re.compile(r"about (\d+) %")
 
 
 def describe_failure(arm: str, trial: Trial) -> FailedRun:
-    """Why an arm has no more runs."""
+    """Describe why an arm has no more runs."""
     return FailedRun(
         arm=arm,
         run=trial.run_dir.name,
@@ -109,10 +109,10 @@ def describe_failure(arm: str, trial: Trial) -> FailedRun:
 
 
 def rank_in(tail: str) -> int | None:
-    """The rank that a stderr blames, where that is exactly one.
+    """Return the rank that caused a failure, according to stderr; None if that is not exactly one.
 
-    torchrun lists those that failed, and as the last of them the root cause. Otherwise it is the one with a traceback,
-    or the only one that says anything. Ranks that were told to end, because another had failed, are not meant.
+    torchrun lists the failed ranks, with the root cause last. Otherwise it is the rank with a traceback, or the only
+    rank with output. Ranks that were terminated because another had failed do not count.
     """
     if listed := re.findall(r"^\s*rank\s*: (\d+) \(local_rank", tail, re.MULTILINE):
         return int(listed[-1])
@@ -126,7 +126,7 @@ def rank_in(tail: str) -> int | None:
 
 
 def flags(sides: Sequence[Side]) -> list[str]:
-    """What makes the figures depend on the hour, or on too short a window, or on where a run was made or began."""
+    """List reasons to doubt the figures: the machine's state, short windows, mixed environments, checkpoints."""
     found = [*mixed(sides), *_of_checkpoints([trial for side in sides for trial in side.trials()])]
     said: dict[str, dict[str, list[int]]] = {}
     shares: dict[str, list[int]] = {}
@@ -135,7 +135,7 @@ def flags(sides: Sequence[Side]) -> list[str]:
             seen = side.runs[number].measurement or Measurement(window_too_short=False)
             short = ["the window is too short for its queues"] if seen.window_too_short else []
             for each in (*seen.state, *short):
-                alike = _SHARE.sub("about {} %", each)  # one sentence for all runs, whatever its share is in each
+                alike = _SHARE.sub("about {} %", each)  # one sentence for all runs, although the share differs
                 shares.setdefault(alike, []).extend(map(int, _SHARE.findall(each)))
                 said.setdefault(alike, {}).setdefault(side.name, []).append(number)
     for alike, runs in said.items():
@@ -147,7 +147,7 @@ def flags(sides: Sequence[Side]) -> list[str]:
 
 
 def _of_checkpoints(trials: Sequence[Trial]) -> list[str]:
-    """What checkpoints have to do with these runs."""
+    """Describe how checkpoints affect these runs."""
     began = max((trial.began or 0 for trial in trials), default=0)
     loaded = [f"all runs began at step {began}, from a checkpoint that the script loads"] if began else []
     left = [f"{UNWRITTEN}, in all arms alike"] if any(trial.unsaved for trial in trials) else []
@@ -155,7 +155,7 @@ def _of_checkpoints(trials: Sequence[Trial]) -> list[str]:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Runs by their ascending numbers, in few letters: run-0 to run-2, run-4."""
+    """Abbreviate ascending run numbers: run-0 to run-2, run-4."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][-1] + 1:
@@ -166,7 +166,7 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def mixed(sides: Sequence[Side]) -> list[str]:
-    """That runs that are compared come from several environments, and what differs."""
+    """Say whether the compared runs come from several environments, and what differs."""
     found: dict[tuple[str, str], dict[Any, None]] = {}
     for side in sides:
         own = side.name if any(key.startswith(("run.", "trainer.num_nodes")) for key in side.changed_keys) else ""
@@ -183,7 +183,7 @@ def mixed(sides: Sequence[Side]) -> list[str]:
 
 
 def hardware(trials: Sequence[Trial]) -> Hardware:
-    """What the runs ran on, from the first of them."""
+    """Return the hardware and versions of the first run."""
     if not trials:
         return Hardware()
     seen, environment = trials[0].measurement or Measurement(), load_environment(trials[0].run_dir)
@@ -196,5 +196,5 @@ def hardware(trials: Sequence[Trial]) -> Hardware:
 
 
 def exit_code(experiment: Experiment) -> int:
-    """1 a run failed, 3 parity failed, 4 inconclusive, 0 otherwise."""
+    """Return 1 if a run failed, 3 if parity failed, 4 if inconclusive, otherwise 0."""
     return code_of(experiment.comparisons(), any(side.failed is not None for side in experiment.sides))

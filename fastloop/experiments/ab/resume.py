@@ -1,6 +1,6 @@
-"""Whether an experiment that goes on is where it began: rates of two machines, or of two versions, do not compare.
+"""Checks that a resumed experiment is the one that began here: rates of two machines or versions do not compare.
 
-What is not known (``None``, as a driver where there is no GPU) differs from nothing.
+An unknown value (``None``, such as the driver on a machine without a GPU) never counts as different.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ VERSIONS = ("torch", "lightning", "fastloop", "driver")
 
 
 def list_versions(environment: Environment) -> dict[str, str | None]:
-    """What of an ``env.json`` decides about numbers."""
+    """Return the versions in an ``env.json`` that can change measurements."""
     known = environment.versions or {}
     return {**{name: known.get(name) for name in VERSIONS[:-1]}, "driver": environment.driver}
 
 
 def refuse_others(place: Path, folders: Iterable[Path]) -> None:
-    """What finished has to be from this machine, with the versions that are here.
+    """Check that the finished runs come from this machine and the installed versions.
 
     Args:
-        folders: of the arms, with a folder for each run.
+        folders: the arms' folders, each with a folder for each run.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: they do not.
     """
     now = decode(machine.environment((), {}), Environment) or Environment()
     for folder in folders:
@@ -68,7 +68,7 @@ def _differing(before: Environment, now: Environment, *, on_gpu: bool) -> list[s
 
 
 def _gpus(environment: Environment) -> str | None:
-    """The kinds there are; how many of each a machine has beside those that are trained on does not matter."""
+    """Return the kinds of GPU; how many the machine has of each does not matter."""
     known = environment.hardware or Machine()
     return ", ".join(sorted({str(gpu.name) for gpu in known.gpus})) or None
 
@@ -77,30 +77,31 @@ def _cpu(environment: Environment) -> str | None:
     return (environment.hardware or Machine()).cpu_model
 
 
-# What the runs in a directory are runs of: written before the first of them, so that no other experiment's are taken
-# for them. Another patch, script, recipe or number of runs is another experiment, whatever the command line says.
+# The experiment that a directory belongs to is written before its first run, so that runs of another experiment are
+# never mistaken for its own. Another patch, script, recipe or number of runs makes another experiment, no matter what
+# the command line says.
 #
-# Of a script the files that the command names are known, not the modules that they import.
+# For a script, only the files that the command names are checked, not the modules that they import.
 
 NAME = "experiment.json"
 BASE = "base"
 RESULTS = ("comparison.json", "report.md", "report.html")
 READ = (".py", ".sh", ".yaml", ".yml", ".toml")
-"""Ends of what a script's command line may name and a training may follow from; other files may be its output."""
+"""Suffixes of files on a script's command line that count as its sources; other files may be its output."""
 
 
 def folder_of(number: int, name: str) -> Path:
-    """Where the runs of an arm go, by its place among the arms."""
+    """Return the folder for an arm's runs, from the arm's position."""
     return Path(f"{number}-{safe_name(name)[:60]}" if number else BASE)
 
 
 def fingerprint(config: Config) -> str:
-    """Of everything that is configured, secrets included, none of which can be read from it."""
+    """Hash the whole configuration, including secrets, which cannot be read from the hash."""
     return _sha256(json.dumps(config.values, sort_keys=True, default=str).encode())
 
 
 def source_fingerprint(config: Config, command: Sequence[str]) -> str | None:
-    """Of the recipe's Python file, without what it imports; or of the files that a script's command line names."""
+    """Hash the recipe's Python file, without its imports, or the files that a script's command line names."""
     if not command:
         path = config.recipe_file
         return _sha256(path.read_bytes()) if path is not None and is_file(path) else None
@@ -115,12 +116,12 @@ def _list_named(command: Sequence[str]) -> list[tuple[str, Path]]:
 def describe(
     sides: Sequence[Side], command: Sequence[str], options: Iterable[str | Sequence[str]], shown: Manifest
 ) -> Manifest:
-    """What an experiment is.
+    """Return the manifest that identifies an experiment.
 
     Args:
-        command: of a script; empty where the arms are configurations.
-        options: of the command line, that may hold secrets.
-        shown: those that hold none.
+        command: the script's; empty if the arms are configurations.
+        options: command-line options that may contain secrets.
+        shown: options that contain none.
     """
     configs = [side.arm.config() for side in sides]
     recipes = {each.recipe_file.name: each.recipe_file for each in configs if each.recipe_file is not None}
@@ -138,10 +139,10 @@ def describe(
 
 
 def refuse_another(where: Path, now: Manifest) -> None:
-    """The experiment in a directory has to be this one.
+    """Check that a directory holds this experiment.
 
     Raises:
-        ConfigError: it is another; what differs is named.
+        ConfigError: it is another; the message names the difference.
     """
     before = load(where / NAME, Manifest) or Manifest()
     for key, value in vars(now).items():
@@ -175,17 +176,17 @@ def _list_changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 
 def sweep(where: Path, folders: Iterable[Path] = ()) -> None:
-    """Take away the experiment that is in a directory, if there is one, and nothing that is not its own.
+    """Delete the experiment in a directory, if there is one, and no other files.
 
     Args:
-        folders: of arms besides, in which only trials are taken away.
+        folders: further arms' folders, in which only trials are deleted.
     """
     before = load(where / NAME, Manifest)
     arms = [folder_of(number, name) for number, name in enumerate(before.arms if before else ())]
     for folder in {*(where / each for each in arms), *folders}:
         for trial in folder.iterdir() if folder.is_dir() else ():
             _forget(trial)
-        with contextlib.suppress(OSError):  # something else is in it, or it is not there
+        with contextlib.suppress(OSError):  # it is missing or holds other files
             folder.rmdir()
     _forget(where / PARITY)
     for name in (*RESULTS, NAME) if before else ():

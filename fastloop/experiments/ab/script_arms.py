@@ -1,10 +1,10 @@
-"""An arm that is a Lightning script of the user's, unmodified, with a FastLoop put into it for each run.
+"""An arm that is the user's Lightning script, unmodified, with a FastLoop injected into each run.
 
-The script runs as it would in a shell: its own data and schedules. It is told of a run's seed by ``PL_GLOBAL_SEED``,
-which ``seed_everything()`` without a number takes, and with which a script that seeds nothing begins. A seed written in
-the script stands until it trains; then the number of the run is added, or all runs would be one and the same.
-Lightning's checkpoints are not written, see `bridge/trials/no_checkpoints.py`, and the logs of a logger that Lightning
-makes by itself go into the folder of the run; whatever else it writes it writes in each run, as it would in a shell.
+The script runs as it would in a shell, with its own data and schedules. It receives a run's seed in ``PL_GLOBAL_SEED``,
+which ``seed_everything()`` without a number reads, and which also seeds a script that seeds nothing. A seed written in
+the script applies until it trains; then the run's number is added, because otherwise all runs would be identical.
+Lightning writes no checkpoints, see `bridge/trials/no_checkpoints.py`, and Lightning's default logger writes into the
+run's folder; everything else that the script writes, it writes in each run, as it would in a shell.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from fastloop.records.store import is_file
 from fastloop.records.trial import ScriptEvent, ScriptOrders, Trial
 
 VARIATIONS = ("as_it_is", "replayed", "resident", "no_exchange", "gradients")
-"""What can be asked of a script: what its own Trainer can show."""
+"""The trial variations that a script supports: those that its own Trainer can show."""
 _OURS = ("PYTHONPATH", "PYTHONSAFEPATH")
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
 def command_of(script: str, args: str = "") -> tuple[str, ...]:
-    """The command behind ``--script`` and ``--args``: a Python file by this Python, anything else as in a shell.
+    """Return the command for ``--script`` and ``--args``: this Python runs a Python file, all else is as in a shell.
 
     Raises:
         ConfigError: there is no such script or command.
@@ -80,46 +80,46 @@ def command_of(script: str, args: str = "") -> tuple[str, ...]:
 
 
 def under_this_python(command: Sequence[str]) -> bool:
-    """Whether a command surely runs with this Python's packages and on this machine; srun, uv or bash may not."""
+    """Whether a command certainly runs with this Python's packages on this machine; srun, uv or bash may not."""
     found = Path(shutil.which(command[0]) or "")
     return found.name.startswith(("python", "torchrun")) and found.parent == Path(sys.executable).parent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a script runs, where that is not as in the user's shell, and what would be wrong there."""
+    """Where a script runs if not as in the user's shell, and how to check that it ran correctly there."""
 
     cwd: Path | None = None
     search_path: str | None = None
-    """In place of the user's PYTHONPATH."""
+    """Replaces the user's PYTHONPATH."""
     not_from: Path | None = None
-    """A folder to report imports from."""
+    """Report imports from this folder."""
     find_fault: Callable[[Sequence[str]], str | None] = lambda _: None
-    """Gets the files that were imported from that folder; says why the run does not count, or None."""
+    """Receives the files imported from that folder; returns why the run does not count, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptArm:
-    """A script with patches: of its configuration only ``rungs``, ``watch`` and ``strict``, the rest is its own."""
+    """A script with patches, which may set only ``rungs``, ``watch`` and ``strict``; the script sets the rest."""
 
     name: str
     command: tuple[str, ...]
     more: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     seed: int = 0
-    """Of the first run."""
+    """The seed of the first run."""
     place: Place = field(default_factory=Place)
 
     @property
     def plans_alone(self) -> bool:
-        return False  # what there is to plan is known once the script has built it
+        return False  # the script builds what is to be planned
 
     def change(self, name: str, *overrides: str, more: Sequence[str] = ()) -> ScriptArm:
-        """The same with further patches and ``key=value``."""
+        """Return the same arm with further patches and ``key=value`` overrides."""
         return dataclasses.replace(self, name=name, more=(*self.more, *more), overrides=(*self.overrides, *overrides))
 
     def config(self) -> Config:
-        """The configuration of the callback that is put into it.
+        """Return the configuration of the injected callback.
 
         Raises:
             ConfigError: it cannot be used, or has a section that describes a run.
@@ -143,7 +143,7 @@ class ScriptArm:
     ) -> Trial:
         """Run the script in a fresh process, to its end or to a limit.
 
-        Only its first fit that trains is measured. With ``ask.steps`` every fit of it ends after so many steps, and
+        Only its first fit that trains is measured. With ``ask.steps``, each of its fits ends after that many steps, and
         schedules stay those of the whole training.
 
         Raises:
@@ -202,11 +202,11 @@ class ScriptArm:
         )
         if ask.variation != "gradients":
             return orders
-        silent = {**orders.config, "watch": {"enabled": False}}  # it ends by itself, and times nothing
+        silent = {**orders.config, "watch": {"enabled": False}}  # ends by itself and times nothing
         return dataclasses.replace(orders, config=silent, max_steps=None)
 
     def _wrapped(self, variables: Mapping[str, str]) -> list[str]:
-        """The command with the variables of the user's shell and ours, and not with those its supervisor needs."""
+        """Return the command with the variables of the user's shell and ours, without those for its supervisor."""
         base = environment(os.environ)
         wanted = {
             name: value
@@ -252,7 +252,7 @@ class ScriptArm:
 
 
 def _describe_end(trial: Trial, ended: Ended) -> list[str]:
-    """How a script failed after the fit that was measured."""
+    """Describe how a script failed after the measured fit."""
     if not trial.ok or not ended.cause:
         return []
     if trial.unsaved and "checkpoint" in ended.cause.lower():
@@ -263,8 +263,8 @@ def _describe_end(trial: Trial, ended: Ended) -> list[str]:
 def _cause(
     name: str, measurement: Measurement | None, warmup: int, ended: Ended, events: Sequence[ScriptEvent]
 ) -> str | None:
-    """Why there is no rate, in one line. A fit that came to its end on all ranks was measured, whatever the script did
-    after it."""
+    """Return why there is no rate, in one line. A fit that finished on all ranks was measured, no matter what the
+    script did afterwards."""
     if measurement is None:
         return ended.cause or unmeasured(name, events, ended.code)
     steps = measurement.total_steps

@@ -1,4 +1,4 @@
-"""The sides of an A/B: each arm with what it changes of the base."""
+"""The sides of an A/B: each arm with its differences from the base."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SHARED = {
     "run.max_steps": "all arms see the same number of samples; write --steps",
     "run.resume": "all arms start alike; write it for all: as KEY=VALUE",
 }
-"""Keys that an arm cannot have for itself."""
+"""Keys that a single arm cannot change, with the reason."""
 
 
 def sides_of(arms: Sequence[Arm], *, aa: bool) -> list[Side]:
-    """The arms with what each changes; their folders are relative yet.
+    """Return the arms with what each changes; their folders are still relative.
 
     Raises:
-        ConfigError: an arm that cannot be read, that changes nothing, or what all arms share.
+        ConfigError: an arm cannot be read, changes nothing, or changes a key that all arms share.
     """
     base = arms[0].config()
     sides = [Side(arm=arms[0], folder=folder_of(0, BASE))]
@@ -55,7 +55,7 @@ def sides_of(arms: Sequence[Arm], *, aa: bool) -> list[Side]:
 
 
 def changes(a: Config, b: Config) -> list[str]:
-    """Keys that make two trainings differ: not those of how it is watched, nor the settings of a rung that is off."""
+    """List keys that make two trainings differ, except how they are watched and settings of rungs that are off."""
     off = [{name for name, rung in config.ladder.rungs() if not rung.enabled} for config in (a, b)]
     idle = off[0] & off[1]
     return [

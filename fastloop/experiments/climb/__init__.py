@@ -1,1 +1,1 @@
-"""The climb: which rung next, what it is predicted to save, and whether it is kept."""
+"""The climb: choose the next rung, predict what it saves, and decide whether to keep it."""

@@ -1,5 +1,7 @@
-"""One attempt of a climb: predict what a rung saves, tune its numbers, screen it with two pairs of runs, check that the
-training is still the same, and keep it or record why not.
+"""One attempt of a climb.
+
+It predicts what a rung saves, tunes its numbers, screens it with two pairs of runs, checks that the training is still
+the same, and keeps the rung or records why not.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from fastloop.records.experiment import Outcome
 TURNS = ((0, "base"), (0, "arm"), (1, "arm"), (1, "base"))
 """Seed and side of a screen's runs: two pairs, the second in the opposite order."""
 APART = 1.25
-"""Where the ratios of two pairs differ by this factor, and are not both this far on the same side of 1, something else
+"""If the ratios of two pairs differ by this factor, and are not both this far on the same side of 1, something else
 ran on the machine during one of them."""
 
 
@@ -38,11 +40,11 @@ class BaseFailed(Exception):
 
 
 def make_attempt(context: Context, candidate: Candidate, at: str) -> Attempt:
-    """Make it; everything that is run goes below the folder `at`.
+    """Make the attempt, with all its runs in the folder `at`.
 
     Raises:
-        Spent: the budget ended it; what is finished will be found again.
-        BaseFailed: the stack that it was to be put on does not run any more.
+        Spent: the budget ended it; finished runs will be found again.
+        BaseFailed: the stack under the candidate no longer runs.
     """
     if candidate.refused is not None:
         patch = candidate.patches[0] if candidate.patches else make_patch(candidate.rung)
@@ -62,7 +64,7 @@ def make_attempt(context: Context, candidate: Candidate, at: str) -> Attempt:
 
 @dataclass(frozen=True)
 class _Screen:
-    """Two pairs of runs of a candidate, and what follows from them."""
+    """Two pairs of runs with and without a candidate, and the decision that follows."""
 
     context: Context
     candidate: Candidate
@@ -76,11 +78,11 @@ class _Screen:
 
     @property
     def start_s(self) -> float:
-        """What a run takes besides its steps."""
+        """Seconds that a run takes besides its steps."""
         return self.prediction.start_s or self.context.start_s
 
     def run(self) -> Attempt:
-        """Run the pairs, as long as they can still show something."""
+        """Run the pairs until the result is clear."""
         context, known, runs = self.context, self.context.known, self.runs
         now, then = known.costs, self.prediction.then or known.costs
         after_ms = now.now_ms - (self.prediction.saved_ms or 0.0)
@@ -113,7 +115,7 @@ class _Screen:
         return self._judge()
 
     def _rule_out(self, result: Result) -> tuple[End, str] | None:
-        """Why this one run of the arm is the last."""
+        """Return why this run of the arm rules out the candidate, or None."""
         rungs, base = self.prediction.patch["rungs"], self.runs["base"][0]
         if not _is_measured(result):
             return "crashed", result.cause or "the run was too short to measure a rate"
@@ -128,7 +130,7 @@ class _Screen:
         return None
 
     def _drop_idle(self, row: Attempt) -> Attempt:
-        """A ladder without those of its rungs that have no effect here."""
+        """Remove the rungs of a ladder that have no effect here."""
         idle = self.runs["arm"][-1].inactive if self.candidate.whole else {}
         rungs = {rung: settings for rung, settings in row.patch["rungs"].items() if rung not in idle}
         return dataclasses.replace(row, patch={"rungs": rungs}, rung="+".join(rungs)) if idle else row
@@ -157,7 +159,7 @@ class _Screen:
         return dataclasses.replace(self._drop_idle(row), costs=self._read_costs()) if ended == "kept" else row
 
     def _read_costs(self) -> Costs:
-        """Of the stack with the candidate."""
+        """Return the costs of the stack with the candidate."""
         arms, now_ms = self.runs["arm"], _average_step_ms(self.runs["arm"])
         rests = [result.rest_ms for result in arms if result.rest_ms is not None]
         costs = (self.prediction.then or Costs(now_ms=now_ms)).but(
@@ -170,7 +172,7 @@ class _Screen:
         return drop_absurd(costs.but(replayed_ms=fmean(rests)) if costs.beside and rests else costs)
 
     def end(self, ended: End, why: str, outcome: Outcome | None = None) -> Attempt:
-        """Its row of ``climb.json``. ``try``, ``ended``, ``at`` and ``rates`` are what a later call decides by."""
+        """Return its row of ``climb.json``. Later calls decide by ``try``, ``ended``, ``at`` and ``rates``."""
         candidate, prediction = self.candidate, self.prediction
         base, arm = ([result for result in self.runs[side] if _is_measured(result)] for side in ("base", "arm"))
         both = min(len(base), len(arm))
@@ -203,7 +205,7 @@ class _Screen:
 
 
 def _find_contradiction(pairs: Sequence[tuple[float, float]]) -> str | None:
-    """Why a screen gives no answer: one run that is far off the others is the machine's doing, not the arm's."""
+    """Return why a screen is inconclusive, or None. If one run is far off the others, the machine is the cause."""
     ratios = sorted(arm / base for base, arm in pairs)
     if ratios[-1] <= APART * ratios[0] or ratios[0] >= APART or ratios[-1] <= 1 / APART:
         return None
@@ -212,7 +214,7 @@ def _find_contradiction(pairs: Sequence[tuple[float, float]]) -> str | None:
 
 
 def _judge_parity(outcome: Outcome, effect: Effect | None) -> tuple[End, str]:
-    """What the gates make of an arm that is faster. It stays only where they held, as far as they can tell here."""
+    """Decide by the gates whether a faster arm stays: it does if none of them failed or was left undecided."""
     if outcome.passed is False:
         return "parity", outcome.why
     if outcome.undecided:

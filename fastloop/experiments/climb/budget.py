@@ -1,4 +1,4 @@
-"""The time a command may take. Nothing is begun that cannot end in it."""
+"""The time budget of a command. Nothing is started that cannot finish within it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 GRACE_S = 30.0
-"""An estimate may be wrong by so much: after the end of the budget a training is stopped only then."""
+"""Allowance for wrong estimates: a training is stopped only this long after the end of the budget."""
 
 
 class Spent(Exception):
-    """The budget does not hold what was to come next."""
+    """The next step does not fit into the budget."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -23,11 +23,11 @@ class Budget:
     """Seconds of wall-clock time, counted from now.
 
     Args:
-        before_s: what earlier calls have spent on the same thing.
+        before_s: seconds that earlier calls have spent on the same climb.
 
     Attributes:
-        reserve_s: wanted for what must come last. It is kept where it fits into what is left, and into the second half
-            of all the time there was; else there is nothing to keep it for, and the whole budget is there for the way.
+        reserve_s: seconds that the last step needs. They are kept only if they fit into the time left and into half of
+            the total time; otherwise the last step will not fit, and the whole budget goes to the steps before it.
     """
 
     def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic, *, before_s: float = 0.0) -> None:
@@ -38,54 +38,54 @@ class Budget:
         return self._clock() - self._begun
 
     def left_s(self) -> float:
-        """May be negative: there is a grace."""
+        """Seconds left; negative during the grace period."""
         return self.total_s - self.spent_s()
 
     @property
     def kept_s(self) -> float:
-        """Of what is left, for the end."""
+        """Seconds of the remaining time that are kept for the last step."""
         half_s = (self._before_s + self.total_s) / 2
         return self.reserve_s if self.reserve_s <= min(half_s, self.left_s() + GRACE_S) else 0.0
 
     def check(self, what: str, need_s: float, *, last: bool = False) -> None:
-        """Raises Spent where `what` would not end in time; what comes `last` has the reserve and the grace too."""
+        """Raise Spent if `what` would not end in time; the `last` step may also use the reserve and the grace."""
         left = self.left_s() + GRACE_S if last else self.left_s() - self.kept_s
         if need_s > left or (left <= 0 and not last):
             raise Spent(f"{what} (about {need_s:.0f} s)" if need_s else what)
 
     def over(self) -> bool:
-        """The grace has run out too: whatever still runs is to be stopped."""
+        """Whether the grace has run out too, so that any running training must be stopped."""
         return self.left_s() < -GRACE_S
 
     def describe_left(self) -> str:
-        """What is left, for a line of progress."""
+        """Describe the time left, for a progress line."""
         left = max(0.0, self.left_s())
         return f"{left / 60:.0f} min of the budget left" if left >= 90 else f"{left:.0f} s of the budget left"
 
 
-# -- how long the trainings of a climb are. A naive step can take a second, and a start ten: steps are not free --------
+# -- how long the trainings of a climb are. An unoptimized step can take a second, a start ten: steps are not free -----
 
 FEWEST_STEPS = 10
-"""In a window."""
+"""Fewest steps in a window."""
 WINDOW_S = 4.0
-"""What a window lasts for the faster of two stacks."""
+"""Length of a window in seconds for the faster of two stacks."""
 LONGEST_S = 40.0
-"""And for the slower one at most, unless it takes that for the fewest steps."""
+"""Longest window for the slower stack, unless the fewest steps take longer."""
 SCREEN_S = 12.0
-"""For the slower one of a screen: where two are far apart, a short window tells them apart."""
+"""Longest window for the slower stack of a screen: if two stacks differ a lot, a short window shows it."""
 WARMUP_S = 3.0
-"""After so long a device has its clocks; a compile takes longer, but only steps count."""
+"""After this time a device has reached its clock rates; a compile takes longer, but only steps count."""
 FILL_S = 10.0
-"""Longer than that queues are not waited for to fill, where they can be read."""
+"""Longest wait for queues to fill, if their fill level can be read."""
 LEAST_WARMUP = 3
-"""Steps: shapes, autotuning and compilation show in the first two."""
+"""Fewest warm-up steps: shapes, autotuning and compilation show in the first two."""
 QUEUES = 10
-"""Times that the queued batches must have passed, see `Measurement.window_too_short`."""
+"""How many times the window must drain the queued batches, see `Measurement.window_too_short`."""
 FILLS = 2
-"""And in a screen whose queues can be looked into: a rate leaves out what lay ready in them, so what is left of their
-error is the batches that workers are in the middle of, half of what the queues hold at most."""
+"""The same for a screen if its queues can be read. Its rate leaves out the batches that were ready, so the only error
+left is the batches that workers are still making, at most half of the queues' capacity."""
 GRADIENT_STEPS = 10
-"""As long as a trial of a gradient takes besides its start: it makes its step several times, in slower kernels."""
+"""A gradient trial takes as long as this many steps, besides its start: it repeats its step, with slower kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +97,15 @@ class Length:
 
     @property
     def steps(self) -> int:
-        return self.warmup + self.window + 1  # the step in which a window begins is not one of it
+        return self.warmup + self.window + 1  # the step in which a window begins is not part of it
 
     def seconds(self, step_ms: float, start_s: float) -> float:
-        """What a training of this length takes, start and end included."""
+        """Return how long a training of this length takes, start and end included."""
         return start_s + self.steps * step_ms / 1e3
 
     def up_to(self, ends_at: int | None) -> Length:
-        """The same of a training that ends by itself after so many steps, of which a third at most are warm-up; never
-        fewer than `LEAST_WARMUP` and `FEWEST_STEPS` in a window."""
+        """Shorten this for a training that ends by itself after `ends_at` steps. At most a third of them are warm-up,
+        but never fewer than `LEAST_WARMUP`, and the window keeps at least `FEWEST_STEPS`."""
         if ends_at is None or self.steps <= ends_at:
             return self
         warm = min(self.warmup, max(LEAST_WARMUP, ends_at // 3))
@@ -113,11 +113,11 @@ class Length:
 
 
 PILOT = Length(warmup=5, window=10)
-"""The first training of all, whose steps may take a millisecond or three seconds."""
+"""Length of the very first training, whose steps may take a millisecond or three seconds."""
 
 
 def estimate_gradient_s(step_ms: float, start_s: float) -> float:
-    """What a trial of the gradient of such a step takes."""
+    """Return the seconds that a gradient trial takes with such a step."""
     return start_s + GRADIENT_STEPS * step_ms / 1e3
 
 
@@ -131,14 +131,14 @@ def choose_length(
     screen: bool = False,
     fill_read: bool = False,
 ) -> Length:
-    """Of trainings that are to be compared, all alike: the number of steps can decide over learning rates.
+    """Choose one length for all trainings of a comparison: the number of steps can change the learning rates.
 
     Args:
-        fast_ms: a step of the fastest of them, as far as known; ``slow_ms`` of the slowest.
-        queued: batches that workers and device feeds hold ready, the most of them.
-        warmup: optimizer steps as configured: more is not done, unless the queues need it.
-        screen: it decides what is worth a proof, and is none itself.
-        fill_read: what lies ready in the queues can be read, so it is left out of the rates.
+        fast_ms: the estimated step time of the fastest of them; ``slow_ms`` that of the slowest.
+        queued: the largest number of batches that workers and device feeds keep ready.
+        warmup: the configured optimizer steps, exceeded only if the queues need it.
+        screen: the comparison only decides what is worth a proof.
+        fill_read: the batches ready in the queues can be counted, so they are left out of the rates.
     """
     to_fill = math.ceil(queued / batches_per_step)
     if fill_read:

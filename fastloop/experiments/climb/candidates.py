@@ -1,4 +1,4 @@
-"""Which rung a climb tries next, and why none is left. Pure: the same costs and history give the same answer."""
+"""Chooses the rung that a climb tries next, or says why none is left. Pure: depends only on costs and history."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Parity
 
 CEILING_OF: dict[Family, str] = {"feed": "feed", "compute": "compute", "fill": "compute", "sync": "sync"}
-"""The ceiling that says what a family of rungs can gain at most. Fuller kernels fill the same device that the compute
-rungs make faster."""
+"""The ceiling that limits what a family of rungs can gain. Fuller kernels share the ceiling of the compute rungs, since
+they fill the same device."""
 FIRST: tuple[Family, ...] = ("feed", "compute", "fill", "sync")
-"""Families with one ceiling are tried in this order, and the rungs of a family in the ladder's."""
+"""Families that share a ceiling are tried in this order, and the rungs of a family in the ladder's order."""
 UNMEASURED = 0.5
-"""The ceiling of computing is what no rung can reach; against those that a trial has reached it counts half."""
+"""Weight of the compute ceiling: no rung can reach it, whereas a trial has reached the others."""
 RETRIES = 1
-"""Times that a rung that was not faster is tried again, once the stack has grown: some pay only on top of others."""
+"""How often a rung that was not faster is retried once the stack has grown: some pay only on top of others."""
 AGAIN: tuple[End, ...] = ("small", "not_faster", "undecided")
-"""Ends after which that is worth it; a screen whose pairs contradict each other is made again at once. A crash, a
+"""Results after which a retry is worthwhile; a screen whose pairs contradict each other is repeated at once. A crash, a
 failed gate and a refusal by the plan are final."""
 
 BROKEN: tuple[End, ...] = ("parity", "crashed")
 LADDER, WITHOUT = "ladder-", "without-"
-"""How the keys of shipped ladders begin that are tried as a whole, and of rungs that are taken away again."""
+"""Prefixes of keys: of shipped ladders that are tried as a whole, and of rungs that are removed again."""
 LOST_PCT = -50.0
-"""Of the step: what was predicted to make it so much longer is not tried again, nor with the rest of its ladder."""
+"""Gain in percent of the step: a rung predicted to fall below it is not retried, alone or with its ladder."""
 CHANGES_TRAINING: Parity = "changes-training"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Something to put on the stack."""
+    """A rung or ladder that could be added to the stack."""
 
     rung: str
     key: str
-    """Tells it from other attempts with the same rung; names its folder."""
+    """Distinguishes it from other attempts with the same rung, and names its folder."""
     patches: tuple[Patch, ...]
-    """Ways to set it, the likeliest first."""
+    """Ways to set it, the most promising first."""
     way: Variant = field(default_factory=Variant)
-    """What it changes, and how it is tried; its settings are in the patches."""
+    """The cost that it changes and how it is tried; its settings are in the patches."""
     refused: str | None = None
-    """Why there is no need to try."""
+    """The reason not to try it; None if it should be tried."""
 
     @property
     def whole(self) -> bool:
-        """A shipped ladder: what of it has no effect here is left out, and the rest stays together."""
+        """Whether it is a shipped ladder: rungs without effect here are left out, and the rest stays together."""
         return self.key.startswith(LADDER)
 
     @property
     def tunes(self) -> str | None:
-        """The rung whose number to search for once it is on the stack."""
+        """The rung with a number to tune once it is on the stack; None if there is none."""
         return self.rung if self.way.tune and self.rung in list_tunables() else None
 
     @property
@@ -71,27 +71,27 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What does not change during a climb."""
+    """Facts that do not change during a climb."""
 
     enabled: frozenset[str] = frozenset()
-    """Rungs that the configuration has on already: the user's word stands."""
+    """Rungs that the configuration already enables; the climb leaves them as they are."""
     devices: int = 1
     allow: frozenset[str] = frozenset()
     on_cuda: bool = False
     cpus: int = 1
-    """For each rank."""
+    """CPUs for each rank."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Rungs that the training without them already shows to be refused by their plan, and why."""
+    """Rungs whose plan would refuse them, as the training without them already shows, with the reason."""
     micro_batch: int | None = None
     """Samples of a loader batch on one rank."""
     rank_batch: int | None = None
     """Samples of an optimizer step on one rank."""
     image_files: bool = False
-    """The samples are made of image files."""
+    """The samples come from image files."""
     ladders: Mapping[str, Stack] = field(default_factory=dict)
-    """Shipped ladders by name: rungs that pay together, each tried as a whole before the single rungs."""
+    """Shipped ladders by name: rungs that pay together. Each is tried as a whole before the single rungs."""
     times_loader: bool = True
-    """Trials can measure the loader alone, which a script keeps to itself."""
+    """Trials can measure the loader alone; a script does not give access to it."""
 
     @property
     def batches_per_step(self) -> float:
@@ -100,15 +100,15 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a climb stands."""
+    """The current state of a climb."""
 
     start: Start
     costs: Costs
     stack: Stack
     rows: Sequence[Attempt] = ()
-    """What was tried."""
+    """The attempts so far."""
     ladder_rates: Mapping[str, float] = field(default_factory=dict)
-    """Samples per second of the start with a shipped ladder on top, as one run of each has shown."""
+    """Samples per second of the start with a shipped ladder on top, from one run of each."""
 
     @property
     def height(self) -> int:
@@ -119,14 +119,14 @@ class Position:
 
 
 def choose(known: Position) -> Candidate | str:
-    """What to try next: the fastest shipped ladder; then of the family with the largest ceiling its next open rung; or
-    why there is nothing to try."""
+    """Choose what to try next: first the fastest shipped ladder, then the next open rung of the family with the largest
+    ceiling. Returns the reason if nothing is left."""
     if (ladder := _choose_ladder(known)) is not None:
         return ladder
     ceilings = {name: ms for name, ms in compute_ceilings_ms(known.costs).items() if known.pct(ms) >= WORTH_PCT}
     state = climb_state(known)
     ways = [(rung, card, variant) for rung, card in cards().items() for variant in card.list_variants(state)]
-    # What is predicted by a trial costs less to rule out than what is screened at once.
+    # A prediction by a trial rules out a rung at less cost than an immediate screen.
     ways.sort(key=lambda way: (FIRST.index(way[1].family), way[2].changes == "engine"))
     for ceiling in sorted(ceilings, key=lambda name: -ceilings[name] * (UNMEASURED if name == "compute" else 1)):
         for rung, card, variant in ways:
@@ -140,8 +140,8 @@ def choose(known: Position) -> Candidate | str:
 
 
 def list_ladders(start: Start) -> dict[str, Stack]:
-    """What shipped ladders add to the configuration, as far as it is not known to be refused: each addition once, the
-    largest first, which any shorter one is likely to be a part of."""
+    """List what shipped ladders add to the configuration, without rungs known to be refused. Each addition appears
+    once; the largest is first, since it probably contains the shorter ones."""
     added = {
         name: {
             rung: settings
@@ -158,15 +158,15 @@ def list_ladders(start: Start) -> dict[str, Stack]:
 
 
 def make_ladder(name: str, stack: Stack) -> Candidate:
-    """A shipped ladder as a whole. No trial of one cost predicts it, so it is screened at once."""
+    """Make a candidate of a whole shipped ladder. No trial of a single cost predicts it, so it is screened at once."""
     return Candidate(
         rung="+".join(stack), key=f"{LADDER}{name}", patches=({"rungs": stack},), way=Variant(changes="engine")
     )
 
 
 def _choose_ladder(known: Position) -> Candidate | None:
-    """The fastest that is open, of equally fast ones the shortest, until one is kept: those after it are slower. What
-    broke the training breaks it with more rungs, too."""
+    """Choose the fastest open ladder, or the shortest of several equally fast ones, until one is kept: all others are
+    slower. Rungs that broke the training also break it together with others."""
     if known.height:
         return None
     made = {name: make_ladder(name, stack) for name, stack in list_ladders(known.start).items()}
@@ -180,8 +180,8 @@ def _choose_ladder(known: Position) -> Candidate | None:
 
 
 def _choose_rest(known: Position) -> Candidate | None:
-    """What a ladder has beyond those that were kept, at once: one by one these rungs did not pay, and together they
-    may, now that the stack has grown. Not what made the step much longer."""
+    """Choose all rungs of a ladder that are not on the stack yet, except those that made the step much longer. Singly
+    they did not pay, but together they may, now that the stack has grown."""
     ladders = list_ladders(known.start)
     kept = [row.name.removeprefix(LADDER) for row in known.rows if row.kept and row.name.startswith(LADDER)]
     hopeless = {row.rung for row in known.rows if known.pct(row.measured_saved_ms or 0.0) < LOST_PCT}
@@ -197,14 +197,14 @@ def _choose_rest(known: Position) -> Candidate | None:
 
 
 def _is_broken(candidate: Candidate, known: Position) -> bool:
-    """Whether it holds all of a ladder that broke the training."""
+    """Whether it contains all rungs of a ladder that broke the training."""
     broken = [row.patch["rungs"].keys() for row in known.rows if row.name.startswith(LADDER) and row.ended in BROKEN]
     return any(each <= candidate.patches[0]["rungs"].keys() for each in broken)
 
 
 def list_removable(rows: Sequence[Attempt]) -> list[str]:
-    """Rungs that nobody has seen the stack without: all but one that was the last to be kept, alone. Those of the top
-    of the ladder first."""
+    """List rungs that the stack has not been measured without, from the top of the ladder down. The last one kept has
+    been, if it was added alone."""
     kept = [row for row in rows if row.kept and not row.takes_away]
     stack, last = stack_of(rows), set(kept[-1].patch["rungs"] if kept else ())
     seen = {row.rung for row in rows if row.takes_away} | (last if len(last) == 1 else set())
@@ -220,7 +220,7 @@ def _explain_end(known: Position, ceilings: Mapping[str, float]) -> str:
 
 
 def climb_state(known: Position) -> ClimbState:
-    """What the variants of a rung may depend on, here and now."""
+    """Return the current state that the variants of a rung may depend on."""
     start, costs = known.start, known.costs
     return ClimbState(
         on_cuda=start.on_cuda,
@@ -238,7 +238,7 @@ def climb_state(known: Position) -> ClimbState:
 
 
 def _is_recount_due(known: Position) -> bool:
-    """Whether another number of loader processes is worth a search. The variant for it has the number's name."""
+    """Whether to search for another number of loader workers. The variant for this is named after the number."""
     costs, rung = known.costs, find_loader_rung()
     field, number = list_tunables()[rung].field, name_number(rung)
     if costs.replayed_ms is None or costs.core_ms <= NEAR * costs.replayed_ms:
@@ -256,7 +256,7 @@ def _is_recount_due(known: Position) -> bool:
 
 def _make_candidate(rung: str, variant: Variant, start: Start) -> Candidate:
     if variant.changes == "loader" and not start.times_loader:
-        settings = variant.settings or ({},)  # nothing predicts it then
+        settings = variant.settings or ({},)  # no trial can predict it then
         variant = dataclasses.replace(variant, changes="engine", settings=settings, tune=False)
     return Candidate(
         rung=rung,
@@ -268,7 +268,7 @@ def _make_candidate(rung: str, variant: Variant, start: Start) -> Candidate:
 
 
 def _combine_small(known: Position) -> Candidate | None:
-    """Rungs that are each predicted to gain too little, where all of them may gain enough. One trial predicts them."""
+    """Combine rungs that are predicted to gain too little alone but enough together; one trial predicts them."""
     plain = {rung for rung, card in cards().items() if card.tunes is None or card.tunes.trained != "loader"}
     latest = {row.key: row for row in known.rows if row.key in plain}
     now = [row for row in latest.values() if row.at == known.height and row.ended == "small"]
@@ -282,9 +282,9 @@ def _combine_small(known: Position) -> Candidate | None:
 
 
 def _is_open(candidate: Candidate, known: Position) -> bool:
-    """Whether an attempt was never made, or may be made once more since the stack has grown."""
+    """Whether the candidate was never tried, or may be retried because the stack has grown."""
     if candidate.patches and all(apply_patch(known.stack, patch) == known.stack for patch in candidate.patches):
-        return False  # a ladder has brought it along
+        return False  # already on the stack, from a ladder
     made = [row for row in known.rows if row.key == candidate.key]
     if not made or candidate.way.repeats:
         return True
@@ -294,18 +294,18 @@ def _is_open(candidate: Candidate, known: Position) -> bool:
     return again and len(made) <= RETRIES
 
 
-# -- A stack of rungs: what a climb has put on top of the configuration it began with ----------------------------------
+# -- A stack of rungs: what a climb has added to the configuration it began with ---------------------------------------
 
 
 def apply_patch(stack: Stack, patch: Patch) -> Stack:
-    """A stack with a patch on top, which takes the rungs away that it switches off."""
+    """Return the stack with a patch applied; rungs that the patch switches off are removed."""
     rungs = patch.get("rungs") or {}
     merged = {**stack, **{rung: {**stack.get(rung, {}), **settings} for rung, settings in rungs.items()}}
     return {rung: settings for rung, settings in merged.items() if settings.get("enabled") is not False}
 
 
 def stack_of(rows: Sequence[Attempt]) -> Stack:
-    """What was kept."""
+    """Return the stack of all kept rungs."""
     stack: Stack = {}
     for row in rows:
         stack = apply_patch(stack, row.patch) if row.kept else stack
@@ -313,35 +313,35 @@ def stack_of(rows: Sequence[Attempt]) -> Stack:
 
 
 def make_patch(rung: str, **settings: Setting) -> Patch:
-    """What switches one rung on, with these settings."""
+    """Return a patch that enables one rung with these settings."""
     return {"rungs": {rung: {"enabled": True, **settings}}}
 
 
 def list_overrides(stack: Stack) -> tuple[str, ...]:
-    """The stack as ``key=value`` arguments."""
+    """Return the stack as ``key=value`` arguments."""
     return tuple(
         f"rungs.{rung}.{key}={json.dumps(value)}" for rung, settings in stack.items() for key, value in settings.items()
     )
 
 
 def count_batches_per_step(known: Position, stack: Stack) -> float:
-    """Loader batches of an optimizer step with this stack: one where a rung merges them."""
+    """Return the loader batches of an optimizer step with this stack: one if a rung merges them."""
     return 1.0 if regroups(stack) else known.start.batches_per_step
 
 
 def count_queued(stack: Stack, workers: int) -> int:
-    """Batches that this stack keeps ready: by so many loader processes, and on the device."""
+    """Return how many batches this stack keeps ready, in its loader workers and on the device."""
     return sum(card.batches_ready(stack.get(rung), workers) for rung, card in cards().items())
 
 
-# -- which rungs a training would refuse, and why, as far as one without them shows: no trial has to find that out -----
+# -- rungs that a training would refuse, and why, as one without them already shows, which saves trials ----------------
 
 PLAIN = "32-true"
-"""Lightning's precision where nobody chose one."""
+"""Lightning's default precision."""
 
 
 def find_refusals(result: Measurement) -> dict[str, str]:
-    """The rungs that their own plan would leave out, and its reason."""
+    """Return the rungs whose plan would leave them out, with the reason."""
     facts, known, refused = _assume_facts(result), cards(), {}
     for name, rung in Ladder().rungs():
         if known[name].plan_shows_refusal:
@@ -353,7 +353,7 @@ def find_refusals(result: Measurement) -> dict[str, str]:
 
 
 def _assume_facts(result: Measurement) -> Facts:
-    """What is not known is taken to be no obstacle: a trial with the rung finds out."""
+    """Return facts in which unknown properties are no obstacle, since a trial with the rung would reveal one."""
     loader, model = result.evidence.get("loader") or {}, result.evidence.get("model") or {}
     precision = result.precision or PLAIN
     return Facts(

@@ -1,5 +1,6 @@
-"""All that a climb needs from outside: trainings, searches, gates, and their results. Its decisions depend on nothing
-else, so they can be tested on a simulated machine.
+"""Everything that a climb needs from outside: trainings, searches, gates, and their results.
+
+Its decisions depend on nothing else, so they can be tested on a simulated machine.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from fastloop.records.store import decode
 from fastloop.records.trial import LoaderAnswer
 
 LAUNCH_BOUND = 0.1
-"""Of a step: where the device is done so soon after the host has issued a step, launches are the limit."""
+"""Share of a step: if the device finishes a step this soon after the host has issued it, launches are the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What matters of one training. None = not measured."""
+    """The results of one training that a climb uses. None = not measured."""
 
     ok: bool = True
     cause: str | None = None
     seconds: float = 0.0
     samples_per_s: float | None = None
     step_ms: float | None = None
-    """Of one optimizer step, in the long run: what queues had ready before is taken out."""
+    """Long-run time of one optimizer step, corrected for batches that queues had ready beforehand."""
     outside_ms: float = 0.0
     gap_ms: float = 0.0
     rest_ms: float | None = None
-    """Of a step, what is neither outside nor a wait for data: computing, beside the workers where there are any."""
+    """The part of a step that is neither outside nor a wait for data: computing, while workers run if there are any."""
     steps: int | None = None
-    """Optimizer steps it trained, warm-up included."""
+    """Optimizer steps trained, including warm-up."""
     ended_at: int | None = None
-    """Where its fit came to its end: its steps as the Trainer counts them, one for each of several optimizers."""
+    """The Trainer's step count when its fit ended, which counts one step for each of several optimizers."""
     global_batch: int | None = None
     micro_batch: int | None = None
     world_size: int = 1
@@ -51,34 +52,34 @@ class Result:
     device_name: str | None = None
     workers: int = 0
     queued: int = 0
-    """Batches that workers and device feeds hold ready."""
+    """Batches that workers and device feeds keep ready."""
     mfu: float | None = None
     launch_bound: bool | None = None
     waits_ms: float | None = None
-    """The training thread's, for data: without workers it is the loading, hidden behind the device or not."""
+    """The training thread's wait for data: without workers, the time to load it, hidden behind the device or not."""
     copies_ms: float | None = None
-    """Copies to the device, as the parts of the step show them."""
+    """Copies to the device, from the step's breakdown."""
     loader_ms: float | None = None
-    """Of a ``loader`` trial: to load all batches of an optimizer step."""
+    """In a ``loader`` trial: the time to load all batches of an optimizer step."""
     loaders_ms: Mapping[int, float] = field(default_factory=dict)
-    """The same by number of workers, where several were measured."""
+    """The same by number of workers, if several were measured."""
     fill_read: bool = False
-    """Of a ``loader`` trial: what lies ready in its queues could be read."""
+    """In a ``loader`` trial: whether the batches ready in its queues could be counted."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Rungs that the plan leaves out, and why."""
     inactive: Mapping[str, str] = field(default_factory=dict)
-    """Rungs that had no effect, those included."""
+    """Rungs that had no effect, including the skipped ones."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Rungs that the plan would leave out, as far as this training shows, and why."""
+    """Rungs that the plan would leave out, judging by this training, and why."""
     image_files: bool = False
-    """The samples are made of image files."""
+    """The samples come from image files."""
     classes: Mapping[str, Parity] = field(default_factory=dict)
     """Parity class by rung."""
     trial: Trial | None = None
 
     @property
     def start_s(self) -> float:
-        """What it took besides its steps."""
+        """Seconds that it took besides its steps."""
         return max(1.0, self.seconds - (self.steps or 0) * (self.step_ms or 0.0) / 1e3)
 
     @property
@@ -94,49 +95,49 @@ class Needs:
     base_s: float
     arm_s: float
     gradients_s: float
-    """Of each of the two."""
+    """For each of the two arms."""
 
 
 class Runner(Protocol):
     """Runs trainings in a folder of the climb, or finds those that an earlier call finished.
 
-    Everything raises Spent where the budget does not hold it.
+    Every method raises Spent if its work does not fit into the budget.
     """
 
     def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float) -> Result:
-        """One training of a stack.
+        """Run one training of a stack.
 
         Args:
-            at: folder below that of the climb.
-            what: for the line of progress.
-            need_s: what it is expected to take.
+            at: its folder, inside the climb's.
+            what: the description for the progress line.
+            need_s: the expected seconds.
         """
 
     def compare_ledgers(self, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]]) -> Outcome:
-        """Whether a stack sees the same samples as the one it was put on, as their runs have written down."""
+        """Check from the runs' ledgers whether a stack sees the same samples as the stack below it."""
 
     def check_parity(
         self, at: str, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]], *, what: str, need_s: float
     ) -> Outcome:
-        """Whether a stack is the same training as the one it was put on: ledger and gradient."""
+        """Check by ledger and gradient whether a stack is the same training as the stack below it."""
 
     def tune(
         self, at: str, stack: Stack, key: str, length: Length, given: KnownTimes, *, what: str, need_s: float
     ) -> Tuned:
-        """The fastest number of a rung, by measured step time; `need_s` is for each training."""
+        """Find the fastest number of a rung by measured step time; `need_s` is for each training."""
 
     def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Confirmation:
-        """A fresh A/B of the start against a stack."""
+        """Run a fresh A/B of the start against a stack."""
 
     def estimate_confirmation_s(self, at: str, needs: Needs) -> float:
-        """Seconds that this confirmation still takes: what has finished of it is found again."""
+        """Return the seconds that this confirmation still needs; its finished runs are found again."""
 
     def reserve(self, seconds: float) -> None:
-        """Keep so much of the budget for the end."""
+        """Keep this much of the budget for the last step."""
 
 
 def read_result(trial: Trial) -> Result:
-    """The result in the files of a trial."""
+    """Read the result from the files of a trial."""
     if not trial.ok:
         steps = None if trial.measurement is None else trial.measurement.total_steps
         return Result(
@@ -181,7 +182,7 @@ def read_result(trial: Trial) -> Result:
 
 
 def _read_end(trial: Trial) -> int | None:
-    """Steps of a fit that came to its end, as the Trainer counts them."""
+    """Return the Trainer's step count of a fit that finished; None if it did not."""
     if trial.measurement is None or trial.measurement.partial or trial.last_step is None:
         return None
     return trial.last_step - (trial.began or 0)

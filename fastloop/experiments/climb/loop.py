@@ -1,7 +1,7 @@
-"""The climb: measure, take the family with the largest ceiling, try its next rung, keep it or not, and begin again.
+"""The climb: measure, take the family with the largest ceiling, try its next rung, keep it or not, and repeat.
 
-Every decision follows from what was tried before (the rows of ``climb.json``) and from finished trainings, which are
-found again by their folders. So a climb that was stopped goes on where it stood, and repeats nothing that finished.
+Every decision follows from earlier attempts (the rows of ``climb.json``) and from finished trainings, which are found
+again by their folders. So a climb that was stopped continues where it was and repeats no finished training.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, Confirmation, count_kept
 
 CONFIRM_RUNS = 3
-"""Of each arm: the fewest that a verdict is given on."""
+"""Runs of each arm: the fewest that allow a verdict."""
 CONFIRM_STEPS = 30
-"""In a window at least: the loss gate looks at the last fifth of them."""
+"""Fewest steps in a window: the loss gate looks at the last fifth of them."""
 BESIDE = "from its runs minus their wait for data, with the workers running"
-"""How the top's ceiling without loading came about; noted."""
+"""The note that says how the top's ceiling without loading was computed."""
 
 
 class Climb(Measured):
-    """One climb: what to try next, whether it stays, and the proof at the end."""
+    """One climb: chooses what to try next, decides whether it stays, and proves the result at the end."""
 
     def climb(self) -> str:
-        """Climb until nothing is left to try; the reason why nothing is left.
+        """Climb until nothing is left to try, and return why nothing is left.
 
         Raises:
-            Spent: the budget is gone before that.
-            BaseFailed: the training as it is fails.
+            Spent: the budget ran out first.
+            BaseFailed: the unchanged training fails.
         """
         self.begin()
         while True:
             self.measure_missing()
             self._measure_ladders()
             self.runner.reserve(self._estimate_confirmation_s() if self.stack else 0.0)
-            added = [row for row in self.rows if not row.takes_away]  # what is taken away last is not tried again
+            added = [row for row in self.rows if not row.takes_away]  # rungs removed at the end are not tried again
             chosen = choose(dataclasses.replace(self.known, rows=added, stack=stack_of(added)))
             if isinstance(chosen, str):
                 self._take_away()
@@ -60,11 +60,11 @@ class Climb(Measured):
 
     def _try(self, candidate: Candidate) -> None:
         first = not self.stack and not any(row.name == candidate.key for row in self.rows)
-        number = 0 if candidate.whole and first else len(self.rows) + 1  # it has been run once before it was chosen
+        number = 0 if candidate.whole and first else len(self.rows) + 1  # it ran once before it was chosen
         self._note(make_attempt(self.context, candidate, f"{number:02d}-{candidate.key}"))
 
     def _take_away(self) -> None:
-        """Leave out the rungs without which the top is not slower."""
+        """Remove the rungs without which the top is not slower."""
         top, place = stack_of([row for row in self.rows if not row.takes_away]), f"top-{count_kept(self.rows)}"
         for rung in list_removable(self.rows):
             self.runner.reserve(self._estimate_confirmation_s())
@@ -93,8 +93,8 @@ class Climb(Measured):
         self.save()
 
     def _measure_ladders(self) -> None:
-        """One run of the start with each shipped ladder, which is a part of its screen: the fastest is tried first.
-        Where the budget does not hold one of them, the others are run all the same."""
+        """Run the start once with each shipped ladder, to try the fastest first; this run is part of its screen. If one
+        does not fit into the budget, the others still run."""
         spent = None
         for name, stack in ({} if self.stack else list_ladders(self.start)).items():
             if name in self.ladders:
@@ -119,10 +119,10 @@ class Climb(Measured):
             raise spent
 
     def confirm(self) -> Confirmation | None:
-        """The top against the start by a fresh A/B; None where nothing was kept.
+        """Compare the top with the start in a fresh A/B; returns None if nothing was kept.
 
         Raises:
-            Spent: it does not fit into the budget, or did not end in it; names the time that it still takes.
+            Spent: it does not fit into the budget or did not finish in time; the message says how long it still needs.
         """
         if not self.stack:
             return None
@@ -148,7 +148,7 @@ class Climb(Measured):
         return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS)).up_to(self.ends_at)
 
     def _estimate_confirmation_s(self) -> float:
-        """What is left of the confirmation takes."""
+        """Return the seconds that the rest of the confirmation takes."""
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
         took, both = self._choose_confirm_length(), (self.naive.step_ms, self.costs.now_ms)
         base_s, arm_s = (took.seconds(ms, self.start_s) for ms in both)

@@ -1,4 +1,4 @@
-"""What a climb knows of its training, and the trials that measure it: the start, and the costs of the present stack."""
+"""A climb's knowledge of its training, and the trials that measure the start and the costs of the current stack."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from fastloop.records.climb import TOP, Attempt, Costs
 from fastloop.records.measurement import CEILINGS
 
 COPIES_SHOW = 0.01
-"""Of the step without loading: copies that take less are not worth a trial without them."""
+"""Share of the step without loading: if copies take less, a trial without them is not worthwhile."""
 PILOT_ENOUGH = 0.75
-"""Of a window's seconds: a pilot that lasted so long need not be done again."""
+"""Share of a window's seconds: a pilot that lasted this long also serves as the measurement."""
 MEASURES: Mapping[Variation, str] = {
     "replayed": "the step without loading",
     "resident": "the step without loading and copies",
     "no_exchange": "the step without loading and gradient exchange",
     "loader": "the loader alone",
 }
-"""What a trial with costs taken away measures, for the lines of progress."""
+"""What a trial with some costs removed measures, for progress lines."""
 REPEATED = "00-naive/as_it_is-again"
-"""Where the start was measured again; noted, so that a later call finds it."""
+"""Folder of the start's second measurement; noted, so that a later call finds it."""
 
 
 class Measured:
-    """Where a climb stands.
+    """The measured state of a climb.
 
     Args:
-        start: as far as the configuration shows; the first training shows the rest.
-        rows: what was tried in earlier calls, each with its ``costs`` where it was kept.
-        ceilings: of the start, as an earlier call has measured them; ``notes`` how they came about.
-        ladders: rates of shipped ladders, as an earlier call has measured them.
+        start: the facts that the configuration shows; the first training shows the rest.
+        rows: attempts of earlier calls, with their ``costs`` if they were kept.
+        ceilings: the start's ceilings, measured by an earlier call; ``notes`` says how they came about.
+        ladders: rates of shipped ladders, measured by an earlier call.
         save: called after each decision.
     """
 
@@ -64,20 +64,20 @@ class Measured:
         self.naive: Result | None = None
         self.costs: Costs | None = None
         self.ceilings: dict[str, float | None] = {**dict.fromkeys(CEILINGS), **(ceilings or {})}
-        """Samples per second of the start with costs taken away."""
+        """Samples per second of the start with some costs removed."""
         self.notes: dict[str, str] = dict(notes or {})
-        """How a ceiling came about that no trial has measured, or why the start was measured again."""
+        """How a ceiling was obtained if no trial measured it, or why the start was measured again."""
         self.ladders: dict[str, float | None] = dict(ladders or {})
-        """Samples per second of the start with a shipped ladder; None where it failed."""
+        """Samples per second of the start with a shipped ladder; None if it failed."""
         self.start_s = 0.0
         self.ends_at: int | None = None
-        """Optimizer steps after which a script ends by itself; None where it trained all that it was asked for."""
+        """Optimizer steps after which a script ends by itself; None if it trained all requested steps."""
         self._without: set[str] = set()
         """Folders of trials that failed and are not repeated."""
 
     @property
     def stack(self) -> Stack:
-        """What was kept."""
+        """All kept rungs."""
         return stack_of(self.rows)
 
     @property
@@ -98,7 +98,7 @@ class Measured:
         )
 
     def compute_top_rates(self) -> dict[str, float | None]:
-        """Samples per second of the stack there is, and with each of its costs taken away."""
+        """Return the samples per second of the current stack, unchanged and with each of its costs removed."""
         costs, batch = self.costs, self.naive.global_batch if self.naive is not None else None
         if costs is None:
             return {}
@@ -111,7 +111,7 @@ class Measured:
         return {name: 1e3 * batch / (ms + costs.outside_ms) if batch and ms else None for name, ms in found.items()}
 
     def begin(self) -> None:
-        """The training as it is, and what earlier calls know of the stack they have reached."""
+        """Measure the unchanged training, and restore the costs of the stack that earlier calls have reached."""
         self.naive = naive = self._measure_naive()
         rank_batch = None if naive.global_batch is None else naive.global_batch // naive.world_size
         self.start = dataclasses.replace(
@@ -121,7 +121,7 @@ class Measured:
             image_files=naive.image_files,
             micro_batch=naive.micro_batch,
             rank_batch=rank_batch,
-            devices=max(self.start.devices, naive.world_size),  # a script says it only by what it does
+            devices=max(self.start.devices, naive.world_size),  # a script shows it only by running
         )
         kept = [row.costs for row in self.rows if row.kept and row.costs is not None]
         self.costs = kept[-1] if kept else Costs(**self._read_costs(naive))
@@ -130,8 +130,8 @@ class Measured:
         self.save()
 
     def _read_costs(self, result: Result) -> dict[str, Any]:
-        """The costs that an unchanged training shows."""
-        # Where the training thread loads, what it waits for its loader is all that loading takes.
+        """Return the costs that a training without removed costs shows."""
+        # If the training thread loads the data itself, its wait for the loader is the whole cost of loading.
         on: Stack = {rung: {} for rung in (*self.start.enabled, *self.stack)}
         alone = self.start.on_cuda and result.workers == 0 and not count_queued(on, 0)
         return {
@@ -144,7 +144,7 @@ class Measured:
         }
 
     def _measure_naive(self) -> Result:
-        """As long as needed; a short pilot tells how long that is."""
+        """Measure the start for as long as needed, which a short pilot shows."""
         pilot = self._run_naive("00-naive/pilot", PILOT, "measuring the baseline", 0.0)
         step_ms = pilot.step_ms or 0.0
         self.start_s = pilot.start_s
@@ -161,7 +161,7 @@ class Measured:
         return naive
 
     def _run_naive(self, at: str, took: Length, what: str, need_s: float) -> Result:
-        """Run the training without a rung. A script may end sooner; then no run is longer."""
+        """Run the training without any rung. If a script ends sooner by itself, all later runs are limited to that."""
         result = self.runner.run(at, {}, Ask(steps=took.steps, warmup=took.warmup), what=what, need_s=need_s)
         if result.ended_at and result.ended_at < took.steps:
             self.ends_at, shorter = result.ended_at, took.up_to(result.ended_at)
@@ -175,14 +175,14 @@ class Measured:
         return result
 
     def measure_missing(self) -> None:
-        """The costs of the present stack that no attempt has measured on its way."""
+        """Measure the costs of the current stack that no attempt has measured yet."""
         assert self.costs is not None
         if self.costs.replayed_ms is None and (result := self._measure_without("replayed")) is not None:
             own = self.naive.rest_ms if self.naive is not None and self.costs.beside and not self.stack else None
             self.costs = self.costs.but(
                 replayed_ms=own or result.core_ms, mfu=result.mfu, launch_bound=result.launch_bound
             )
-        # Without a device and without workers nothing overlaps: loading is what the step has beyond the rest.
+        # Without a device and without workers nothing overlaps: the step minus the rest is the loading.
         overlaps = self.start.times_loader and (self.start.on_cuda or self.costs.beside)
         if self.costs.loader_ms is None and overlaps and (result := self._measure_without("loader")) is not None:
             self.costs = self.costs.but(loader_ms=result.loader_ms, fill_read=result.fill_read)
@@ -193,7 +193,7 @@ class Measured:
             self.costs = self.costs.but(alone_ms=result.core_ms)
 
     def _measure_without_copies(self) -> None:
-        """The step without loading and copies; where those hardly take time, it is the one without loading."""
+        """Measure the step without loading and copies; if copies are negligible, reuse the step without loading."""
         assert self.costs is not None
         copies_ms, rest_ms = self.costs.copies_ms, self.costs.replayed_ms
         key = f"resident{TOP}" if self.stack else "resident"
@@ -207,12 +207,12 @@ class Measured:
             self.costs = self.costs.but(resident_ms=result.core_ms)
 
     def _do_copies_matter(self) -> bool:
-        """Whether a rung may still hide copies; of the start they are always measured."""
+        """Whether a rung may still hide copies; for the start, copies are always measured."""
         hiding = {rung for rung, card in cards().items() if "h2d" in card.answers}
         return not self.stack or (self.start.on_cuda and not hiding <= {*self.stack, *self.start.enabled})
 
     def _measure_without(self, variation: Variation) -> Result | None:
-        """A trial of the present stack with costs taken away; None where it cannot be had."""
+        """Run a trial of the current stack with some costs removed; returns None if that fails."""
         result = self._run_trial(variation)
         if result is None or variation == "loader":
             return result
@@ -222,8 +222,8 @@ class Measured:
         return result
 
     def _remeasure(self, variation: Variation, result: Result) -> Result:
-        """A trial that is slower than what it is a part of was disturbed, or that was not: it is made again, after the
-        training as it is. If it stays slower it is taken for as fast, and that is noted."""
+        """Repeat a trial that is slower than the whole it is part of: one of the two was disturbed. If the whole is in
+        doubt, measure that again first. If the trial stays slower, count it as equally fast and note that."""
         key = variation + (TOP if self.stack else "")
         self.notes.pop(key, None)
         if self._compare_with_whole(result, variation) > ABOVE:
@@ -246,13 +246,13 @@ class Measured:
         return dataclasses.replace(result, step_ms=least_ms, samples_per_s=rate * (result.step_ms or 0.0) / least_ms)
 
     def _compare_with_whole(self, result: Result, variation: str) -> float:
-        """How many times as long as what it is a part of it takes."""
+        """Return the trial's time divided by that of the whole it is a part of."""
         costs = self.known.costs
         rest = None if variation == "replayed" else costs.replayed_ms
         return (result.core_ms or 0.0) / min(costs.core_ms or math.inf, rest or math.inf)
 
     def _run_trial(self, variation: Variation, *, again: bool = False) -> Result | None:
-        """A training of the present stack; None where it cannot be had."""
+        """Run a training of the current stack; returns None if it fails."""
         costs = self.known.costs
         last = max((number for number, row in enumerate(self.rows, 1) if row.kept), default=0)
         whole, folder = variation == "as_it_is", f"{last:02d}-{self.rows[last - 1].name if last else 'naive'}"
@@ -279,8 +279,7 @@ class Measured:
 
 
 def pool_spreads(rows: Sequence[Attempt]) -> Pool:
-    """The spread that all screens so far have shown, but for those that something else has disturbed: with them no
-    later one would see anything."""
+    """Pool the spread of all screens so far, without the disturbed ones, which would hide every later difference."""
     found = Pool()
     for row in rows:
         if row.ended != "odd":

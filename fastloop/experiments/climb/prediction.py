@@ -1,4 +1,4 @@
-"""What a rung would save, before it is screened: from a trial of the one cost that it changes, its number tuned."""
+"""Predicts what a rung saves before it is screened, from a trial of the cost that it changes, with its number tuned."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from fastloop.records.climb import Costs, End
 from fastloop.records.plan import PARITY_ORDER, Parity
 
 LADDER_TIMES = 4.0
-"""So many times as fast a ladder may well be; its window is chosen for that."""
+"""Speed-up of a ladder that its window allows for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What an attempt is made with."""
+    """Everything that an attempt needs."""
 
     runner: Runner
     known: Position
     warmup: int
-    """As configured."""
+    """The configured warm-up steps."""
     start_s: float
-    """What a training takes besides its steps."""
+    """Seconds that a training takes besides its steps."""
     pool: Pool
     ends_at: int | None = None
-    """Optimizer steps after which the training ends by itself, where that came before what was asked for."""
+    """Optimizer steps after which the training ends by itself; None if it trained all requested steps."""
 
     def choose_length(
         self,
@@ -57,7 +57,7 @@ class Context:
         screen: bool = True,
         fill_read: bool = False,
     ) -> Length:
-        """Of trainings whose steps take so long, of which the one with the longest queues is this stack."""
+        """Choose the length for trainings with these step times; `stack` is the one with the longest queues."""
         return choose_length(
             fast_ms,
             slow_ms,
@@ -69,20 +69,20 @@ class Context:
         ).up_to(self.ends_at)
 
     def choose_ladder_length(self, stack: Stack) -> Length:
-        """Of trainings of a ladder on the start: it may make a step several times as fast, and bring workers along."""
+        """Choose the length for a ladder on the start, which may be several times as fast and may add workers."""
         now_ms, workers = self.known.costs.now_ms, max(self.known.costs.workers, self.known.start.cpus)
         return self.choose_length(now_ms / LADDER_TIMES, now_ms, stack, workers, fill_read=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one way to set a rung would save, by a trial of the cost that it changes."""
+    """The predicted saving of one way to set a rung, from a trial of the cost that it changes."""
 
     patch: Patch
     then: Costs | None = None
     saved_ms: float | None = None
     ended: End | None = None
-    """What rules it out; None: nothing so far."""
+    """What rules it out; None if nothing has so far."""
     why: str = ""
     tuned: Mapping[str, int] | None = None
     parity_class: Parity = "exact"
@@ -93,7 +93,7 @@ class Prediction:
 
 
 def predict(context: Context, candidate: Candidate, at: str) -> Prediction:
-    """The most promising way to set it."""
+    """Predict the most promising way to set a candidate."""
     predictions = []
     for number, each in enumerate(candidate.patches, 1):
         predictions.append(_predict_one(context, candidate, each, f"{at}/predict-{number}"))
@@ -119,7 +119,7 @@ def _predict_one(context: Context, candidate: Candidate, settings: Patch, at: st
     stack, expected = apply_patch(known.stack, settings), costs.replayed_ms or costs.now_ms
     variation: Variation = candidate.way.changes
     took = context.choose_length(expected, expected, {}, 0)
-    if costs.beside:  # workers with nothing to load would leave the training thread more of the CPUs than it will have
+    if costs.beside:  # idle workers would leave the training thread more CPU than it will have
         variation, expected = "as_it_is", costs.now_ms
         took = context.choose_length(expected, expected, stack, costs.workers, fill_read=True)
     need_s = took.seconds(expected, context.start_s) + first_start_s
@@ -159,7 +159,7 @@ def _predict_one(context: Context, candidate: Candidate, settings: Patch, at: st
 
 
 def tune_number(context: Context, candidate: Candidate, prediction: Prediction, at: str) -> Prediction:
-    """With its number by measured step time, where another one could matter."""
+    """Tune the candidate's number by measured step time, if another value could matter."""
     known, then, rung = context.known, prediction.then, candidate.tunes
     if rung is None or then is None or prediction.ended or not _is_worth_tuning(context, candidate, then):
         return prediction
@@ -189,7 +189,7 @@ def tune_number(context: Context, candidate: Candidate, prediction: Prediction, 
 
 
 def _list_known_times(known: Position, what: str, prediction: Prediction) -> KnownTimes:
-    """What a search need not train: the stack without the rung, and the micro-batch that was predicted."""
+    """Return known times that a search need not train: the stack without the rung, and the predicted micro-batch."""
     costs, start, then, number = known.costs, known.start, prediction.then, list_tunables()[what]
     if number.trained != "replayed":
         return KnownTimes(ms={0: costs.now_ms})
@@ -206,7 +206,7 @@ def _list_known_times(known: Position, what: str, prediction: Prediction) -> Kno
 def _compare_with_largest(
     context: Context, candidate: Candidate, rung: str, prediction: Prediction, at: str
 ) -> Prediction:
-    """With the largest value of its number, where that saves more than the default."""
+    """Take the largest value of the rung's number if that saves more than the default."""
     number = list_tunables()[rung]
     value = max(number.values(SearchSpace()))
     large = _predict_one(context, candidate, make_patch(rung, **{number.field: value}), f"{at}/predict-deeper")
@@ -221,7 +221,7 @@ def _compare_with_largest(
 
 
 def _is_worth_tuning(context: Context, candidate: Candidate, then: Costs) -> bool:
-    """Whether the step would wait for what the number can change: copies, the exchange, or all that the rung saves."""
+    """Whether the cost that the number can change matters: copies, gradient exchange, or the rung's whole saving."""
     rest, costs = then.replayed_ms, context.known.costs
     if candidate.family == "feed":
         if rest is None or costs.resident_ms is None or rest <= NEAR * costs.resident_ms:

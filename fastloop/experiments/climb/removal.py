@@ -1,7 +1,7 @@
-"""Whether a rung is worth its place at the top: the stack is trained without it.
+"""Checks whether a rung at the top is still worthwhile, by training the stack without it.
 
-A rung that came with others may do nothing, and one that paid early may pay no more. The top as it was before anything
-was taken away stays the measure, so that many small losses cannot add up.
+A rung that came with others may do nothing, and one that paid early may no longer pay. All comparisons are with the top
+before any removal, so that many small losses cannot add up.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from fastloop.ladder import cards
 from fastloop.records.climb import Attempt, Rates
 
 CLEAR = 1.1
-"""Where one pair of runs is so far apart, a second one would change nothing."""
+"""If one pair of runs differs by more than this factor, a second pair would change nothing."""
 NOT_SLOWER = 1.01
-"""The mean of two pairs may be so far apart: less is not told apart from noise."""
+"""Largest mean ratio of two pairs that still counts as not slower: less cannot be distinguished from noise."""
 PAIRS = 2
 
 
 def take_away(context: Context, rung: str, at: str, run_top: Callable[[int], Result]) -> Attempt:
-    """Train without a rung, and leave it out where that is not slower.
+    """Train without a rung, and remove it if that is not slower.
 
     Args:
         at: the folder of its runs.
-        run_top: gives the run of the whole top with this number, each of which is made once for all rungs.
+        run_top: returns the run of the whole top with this number; each is made once and serves all rungs.
     """
     known, patch = context.known, {"rungs": {rung: {"enabled": False}}}
     stack, key = apply_patch(known.stack, patch), f"{WITHOUT}{rung}"

@@ -33,7 +33,7 @@ class ProcessRunner:
     Args:
         start: the training that the climb begins with.
         place: the climb's folder.
-        limit_s: for each training.
+        limit_s: the time limit of each training.
     """
 
     def __init__(self, start: Arm, place: Path, budget: Budget, *, limit_s: float, progress: Progress) -> None:
@@ -41,7 +41,7 @@ class ProcessRunner:
         self._device: str | None = None
 
     def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float) -> Result:
-        """One training of a stack, or the one of an earlier day."""
+        """Run one training of a stack, or load it if it finished earlier."""
         known = finished(self.place / at, ask.variation)
         if known is not None:
             self._same_device(known)
@@ -49,7 +49,7 @@ class ProcessRunner:
         arm = self._arm(what, stack)
         try:
             arm.config()
-        except ConfigError as error:  # with these rungs; without them it was checked before the climb began
+        except ConfigError as error:  # caused by these rungs: the climb checked the configuration without them
             return Result(skipped=dict.fromkeys(stack, f"{error.got}: {error.why}"))
         limits = self._begin(what, need_s)
         trial = arm.run(what, self.place / at, ask, limits=limits, progress=self._progress)
@@ -60,7 +60,7 @@ class ProcessRunner:
         return read_result(trial)
 
     def compare_ledgers(self, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]]) -> Outcome:
-        """Whether both stacks saw the same samples; not tested where a training claims no parity."""
+        """Check that both stacks saw the same samples; not tested if a training claims no parity."""
         trials = [(left.trial, right.trial) for left, right in pairs if left.trial and right.trial]
         promise = parity_gates.class_of([trial for pair in trials for trial in pair])
         outcome = parity.outcome(
@@ -73,7 +73,7 @@ class ProcessRunner:
     def check_parity(
         self, at: str, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]], *, what: str, need_s: float
     ) -> Outcome:
-        """Ledger and gradient of a stack against the one it was put on; the latter's gradient is taken once."""
+        """Compare ledger and gradient of a stack with those of the stack below, whose gradient is taken once."""
         outcome = self.compare_ledgers(base, arm, pairs)
         if outcome.passed is False or not outcome.gates:
             return outcome
@@ -97,7 +97,7 @@ class ProcessRunner:
     def tune(
         self, at: str, stack: Stack, key: str, length: Length, given: KnownTimes, *, what: str, need_s: float
     ) -> Tuned:
-        """The fastest number of a rung."""
+        """Find the fastest number of a rung."""
         limits = Limits(total_s=min(self._limit_s, self.budget.left_s() + GRACE_S))
         return search(
             self._arm(what, stack),
@@ -113,7 +113,7 @@ class ProcessRunner:
         )
 
     def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Confirmation:
-        """A fresh A/B of the start against a stack, with all gates."""
+        """Run a fresh A/B of the start against a stack, with all gates."""
         sides = sides_of([self._arm("naive", {}), self._arm("top", stack)], aa=False)
         for side in sides:
             side.folder = self.place / at / side.folder
@@ -141,7 +141,7 @@ class ProcessRunner:
         return Confirmation(**vars(written.comparisons[0]), run_dir=written.run_dir, failures=failures)
 
     def estimate_confirmation_s(self, at: str, needs: Needs) -> float:
-        """Seconds that this confirmation still takes, see `experiments/ab/experiment.py` for what it does where."""
+        """Return the seconds that this confirmation still needs; `experiments/ab/experiment.py` defines its folders."""
         runs = [f"run-{number}" for number in range(CONFIRM_RUNS)]
         parts = {
             "base/warm-up": needs.base_s,
@@ -154,7 +154,7 @@ class ProcessRunner:
         return sum(need_s for part, need_s in parts.items() if finished(self.place / at / part) is None)
 
     def reserve(self, seconds: float) -> None:
-        """Keep so much of the budget for the end."""
+        """Keep this much of the budget for the last step."""
         self.budget.reserve_s = seconds
 
     def _arm(self, name: str, stack: Stack) -> Arm:
@@ -172,7 +172,7 @@ class ProcessRunner:
         self._say(f"{line}; {self.budget.describe_left()}")
 
     def _same_device(self, trial: Trial) -> None:
-        """Rates of two machines do not compare."""
+        """Raise ConfigError if a trial ran on another device: rates of two machines do not compare."""
         found = trial.measurement
         if trial.ok and found is not None:
             device = found.device_name or found.device
@@ -186,7 +186,7 @@ class ProcessRunner:
 
 
 def _note_passport(outcome: Outcome, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]]) -> None:
-    """In the passport of the one rung in which two stacks differ."""
+    """Write the outcome into a rung's passport if the two stacks differ in exactly that rung."""
     if len(new := set(arm) - set(base)) == 1:
         trials = [ran.trial for _, ran in pairs if ran.trial]
         runs = tuple(trial.samples_per_s or 0.0 for trial in trials)
@@ -194,7 +194,7 @@ def _note_passport(outcome: Outcome, base: Stack, arm: Stack, pairs: Sequence[tu
 
 
 def _name_stack(stack: Stack) -> str:
-    """Of a stack, for a folder: its rungs, and what tells it from others of the same rungs."""
+    """Return a folder name for a stack: its rungs, and a digest of their settings."""
     if not stack:
         return "naive"
     digest = hashlib.sha256(json.dumps(stack, sort_keys=True).encode()).hexdigest()[:6]

@@ -1,8 +1,8 @@
-"""How many workers a climb takes: measured by the loader alone, and by trainings only where loading stays the limit.
+"""Chooses the number of workers: by timing the loader alone, and by trainings only if loading stays the limit.
 
 One trial measures the loader with several counts. Its times also predict what the rung saves, so no other trial or
-search is needed. They are kept: where another rung makes the rest of the step so fast that loading would limit it, that
-rung brings a larger count along, since neither would save anything alone.
+search is needed. They are kept: if another rung makes the rest of the step so fast that loading would limit it, that
+rung also raises the worker count, since neither would save anything alone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fastloop.judge.prediction import predict_saved_ms
 from fastloop.records.card import Patch, Stack
 
 FORESIGHT = 4.0
-"""Times that other rungs may make the rest of the step faster: beyond that no further count is measured."""
+"""Speed-up of the rest of the step by other rungs that is allowed for: larger counts are not measured."""
 LOADER_S, LOADER_BATCHES = 4.5, 6
-"""What one count takes besides the start: seconds, and rounds of all its workers."""
+"""Cost of measuring one count, besides the start: seconds, and rounds of all its workers."""
 
 
 def choose_worker_count(context: Context, candidate: Candidate, at: str) -> Prediction:
-    """The workers rung with the number to take, and what it would save."""
+    """Return the workers rung with its chosen number and predicted saving."""
     costs, rung, number = context.known.costs, candidate.rung, name_number(candidate.rung)
     nothing = make_patch(rung)
     if not costs.loaders_ms:
@@ -65,7 +65,7 @@ def choose_worker_count(context: Context, candidate: Candidate, at: str) -> Pred
 
 
 def add_workers(context: Context, prediction: Prediction) -> Prediction:
-    """Another rung, with as many workers as the step that it makes faster needs."""
+    """Add to another rung as many workers as the faster step needs."""
     now, then, rung = context.known.costs, prediction.then, find_loader_rung()
     count, loaders_ms = _read_count(context, rung), dict(now.loaders_ms)
     if prediction.ended or rung in prediction.patch["rungs"] or count is None:
@@ -93,13 +93,13 @@ def _make_patch(rung: str, count: int) -> Patch:
 
 
 def _read_count(context: Context, rung: str) -> int | None:
-    """The number that this climb has chosen; None where the number is not its own."""
+    """Return the number that this climb has chosen; None if it has chosen none."""
     count = context.known.stack.get(rung, {}).get(list_tunables()[rung].field)
     return count if isinstance(count, int) else None
 
 
 def _measure_loaders(context: Context, candidate: Candidate, at: str) -> Result:
-    """The loader alone, with all counts that are worth it."""
+    """Time the loader alone, with every promising count."""
     known, costs = context.known, context.known.costs
     one_ms = None if costs.loader_ms is None else costs.loader_ms * max(1, costs.workers)
     enough_ms = None if costs.replayed_ms is None else HEADROOM * costs.replayed_ms
@@ -118,7 +118,7 @@ def _measure_loaders(context: Context, candidate: Candidate, at: str) -> Result:
 def _choose_count(
     context: Context, candidate: Candidate, loaders_ms: Mapping[int, float], at: str
 ) -> tuple[int | None, str]:
-    """The count to take, or None and why."""
+    """Return the count to use, or None and the reason."""
     counts = pick_promising(loaders_ms, context.known.costs.replayed_ms)
     if len(counts) == 1:
         return counts[0], ""
@@ -130,7 +130,7 @@ def _choose_count(
 
 
 def _train_with(context: Context, candidate: Candidate, count: int, loader_ms: float, at: str) -> Result:
-    """A training with one count."""
+    """Run a training with one count."""
     costs = context.known.costs
     stack: Stack = apply_patch(context.known.stack, _make_patch(candidate.rung, count))
     expected = max(costs.replayed_ms or 0.0, loader_ms) + costs.outside_ms

@@ -1,1 +1,1 @@
-"""One training in one supervised process: starting it, watching it, ending it, its files."""
+"""One training in one supervised process: how it starts, is watched and ends, and its files."""

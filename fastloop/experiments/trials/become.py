@@ -1,8 +1,8 @@
-"""Turn a forked process into a Python program: the program cannot tell it from a fresh interpreter.
+"""Turns a forked process into a Python program that cannot distinguish it from a fresh interpreter.
 
-It gets the arguments, variables, directory, descriptors, path and streams that were asked for, and has one thread. It
-ends as an interpreter ends, except that imported modules are not torn down, which takes longest. Only the standard
-library is imported here.
+It gets the requested arguments, variables, directory, descriptors, path and streams, and has one thread. It ends as an
+interpreter ends, except that imported modules are not torn down, which takes longest. This module imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ READ_WHEN_LOADED = (
     *("PYTHON", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG"),
     *("TORCH", "PYTORCH_", "CUDA_"),
 )
-"""Variables with these prefixes are read as Python and libraries are loaded; all but those of `READ_AGAIN`."""
+"""Prefixes of variables that Python and libraries read as they load, except those in `READ_AGAIN`."""
 READ_AGAIN = (
     *("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
     *("TORCHELASTIC", "TORCHINDUCTOR_CACHE_DIR", "TORCH_NCCL", "PYTORCH_NVML_BASED_CUDA_CHECK"),
@@ -38,7 +38,7 @@ READ_AGAIN = (
 
 
 def is_read_when_loaded(name: str) -> bool:
-    """Whether it is too late for this variable once torch is imported."""
+    """Whether changing this variable has no effect once torch is imported."""
     return name.startswith(READ_WHEN_LOADED) and not name.startswith(READ_AGAIN)
 
 
@@ -53,13 +53,13 @@ def become(
     before: Callable[[], None] = lambda: None,
     after: Callable[[], None] = lambda: None,
 ) -> NoReturn:
-    """Be the program of a command, to its end.
+    """Run the program of a command in this process, and end with it.
 
     Args:
         command: a Python, perhaps ``-u``, and a script, ``-m module`` or ``-c code``, with arguments.
-        descriptors: to be had under `numbers`, 0 to 2 among them; all others are closed.
-        path: where modules are looked for behind the PYTHONPATH.
-        before: called before the program; `after`: when it has ended, before this process does.
+        descriptors: become available under `numbers`, which include 0 to 2; all others are closed.
+        path: the module search path after PYTHONPATH.
+        before: called before the program; `after`: called when it has ended, before this process ends.
     """
     unbuffered = command[1] == "-u"
     command = [command[0], *command[1 + unbuffered :]]
@@ -86,7 +86,7 @@ def become(
 
 
 def _seed(given: str) -> None:
-    """Begin new random streams, at the seed that is given: runs of a script that seeds nothing then compare."""
+    """Start new random streams from the given seed, so that runs of a script that seeds nothing are comparable."""
     seed = int(given) if given.isdecimal() else None
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -96,7 +96,7 @@ def _seed(given: str) -> None:
 
 
 def take_descriptors(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
-    """Have these descriptors under these numbers, and no other."""
+    """Move these descriptors to these numbers and close all others."""
     above = 1 + max(*descriptors, *numbers)
     copies = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in descriptors]
     for copy, number in zip(copies, numbers, strict=True):
@@ -108,10 +108,10 @@ def take_descriptors(descriptors: Sequence[int], numbers: Sequence[int]) -> None
 
 
 def open_streams(*, unbuffered: bool) -> None:
-    """Streams as an interpreter opens them, also for loggers that took the old ones as they were imported."""
+    """Open the standard streams as an interpreter does, also for loggers that kept the old ones when imported."""
     old = {id(sys.stdout): "stdout", id(sys.stderr): "stderr"}
     sys.stdin = open(0, encoding=sys.stdin.encoding, closefd=False)  # noqa: SIM115
-    setattr(sys, "__stdin__", sys.stdin)  # noqa: B010  # to set it is what an interpreter does, and no other program
+    setattr(sys, "__stdin__", sys.stdin)  # noqa: B010  # only an interpreter sets it
     for number, name in ((1, "stdout"), (2, "stderr")):
         before = getattr(sys, name)
         raw = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
@@ -127,7 +127,7 @@ def open_streams(*, unbuffered: bool) -> None:
 
 
 def _run(command: Sequence[str], path: Sequence[str], after: Callable[[], None]) -> int:
-    """Run a program as the interpreter does; its exit code."""
+    """Run a program as the interpreter does, and return its exit code."""
     sys.orig_argv = list(command)
     main = type(sys)("__main__")
     main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
@@ -178,7 +178,7 @@ def _run(command: Sequence[str], path: Sequence[str], after: Callable[[], None])
 
 
 def _show(error: BaseException) -> None:
-    """An error that nobody caught, without the frames of this file."""
+    """Print an uncaught error, without the frames of this file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -187,7 +187,7 @@ def _show(error: BaseException) -> None:
 
 
 def _end(code: int, after: Callable[[], None]) -> NoReturn:
-    """End as an interpreter does, but for taking all that is imported apart."""
+    """End as an interpreter does, but without tearing down imported modules."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

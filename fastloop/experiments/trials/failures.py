@@ -1,4 +1,4 @@
-"""What a command ends with where a training failed, was stopped, or could not be written."""
+"""How a command ends if a training failed, was stopped, or could not write its files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastloop.records.trial import Trial
 
 
 class Failed(Exception):
-    """A training that raised or was stopped: what to print to stderr, and the exit code."""
+    """A training raised or was stopped; has the text for stderr and the exit code."""
 
     def __init__(self, text: str, *, exit_code: int = 1) -> None:
         self.exit_code = exit_code
@@ -25,15 +25,15 @@ class Failed(Exception):
 
 
 def failed(trial: Trial, resume: Path | None = None, *, what: str = "the run failed") -> Failed:
-    """What to end with where the training as it is did not come to its end.
+    """Return the error that ends a command when the unchanged training did not finish.
 
     Args:
-        resume: the directory of a command that can go on from there.
+        resume: the directory from which the command can continue.
     """
     usage = trial.code == 2
     cause = trial.cause or "it was too short to measure a rate"
     last = f"fastloop: {what}: {cause}{_advise(trial, resume)}"
-    own = usage and "fastloop: " in trial.tail  # the child's configuration error, in its own words
+    own = usage and "fastloop: " in trial.tail  # the child's own message about a configuration error
     text = trial.tail if own else f"{trial.tail}\n{last}"
     return Failed(text.lstrip("\n"), exit_code=2 if usage else 1)
 
@@ -43,19 +43,19 @@ _MEMORY = re.compile(r"out of memory|can't allocate memory|\bMemoryError\b|ALLOC
 
 
 def ran_out_of_memory(trial: Trial) -> bool:
-    """Whether a training says that no memory was left; one that the kernel killed for it says nothing."""
+    """Whether a training reports that memory ran out; one that the kernel killed for it reports nothing."""
     return bool(_MEMORY.search(f"{trial.cause}\n{trial.tail}")) and "SIGKILL" not in str(trial.cause)
 
 
 def _advise(trial: Trial, resume: Path | None = None) -> str:
-    """A line that says what to do about a training that failed, where its cause tells or the command can go on."""
+    """Return a line with advice about a failed training; empty if its cause suggests none and it cannot be resumed."""
     steps = [suggest_next(trial), None if resume is None else f"unchanged, it goes on with --resume {resume}"]
     text = "; ".join(step for step in steps if step)
     return f"\n  do  {text}" if text else ""
 
 
 def suggest_next(trial: Trial) -> str | None:
-    """What to do about a training that failed, where its cause tells."""
+    """Suggest what to do about a failed training; None if its cause does not show it."""
     cause = trial.cause or ""
     if ran_out_of_memory(trial):
         return f"train with smaller micro-batches, or {FREE_MEMORY}"
@@ -80,13 +80,13 @@ _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 
 
 def first_rank() -> bool:
-    """Whether this process is the one that speaks: the further ranks are started with this very command."""
+    """Whether this process is rank 0, which prints for all: the other ranks run the same command."""
     return all(os.environ.get(name, "0") in ("0", "") for name in _RANKS)
 
 
 @contextlib.contextmanager
 def explained(config: Config, where: Path) -> Iterator[None]:
-    """End a training that raised or was stopped with what happened and where the part before it is; no secret in it."""
+    """Turn an error or stop inside into a message, without secrets, that says where the partial report is."""
     hide = make_scrubber(config.values).text
     report = where / "report.md"
     before = _written(report)
@@ -102,7 +102,7 @@ def explained(config: Config, where: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         raise Failed(f"fastloop: interrupted{partial()}" if first_rank() else "", exit_code=130) from None
     except SystemExit as error:
-        if error.code != 143:  # the user's own
+        if error.code != 143:  # raised by the user's code
             raise
         raise Failed(f"fastloop: terminated{partial()}" if first_rank() else "", exit_code=143) from None
     except Exception as error:
@@ -115,20 +115,20 @@ def _written(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.is_file() else None
 
 
-# -- A disk without room is the machine's doing: it is said as such, wherever a command was when it happened -----------
+# -- A full disk is the machine's fault: the message says so, no matter what the command was doing ---------------------
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 @contextlib.contextmanager
 def writing(where: Path, begins: str | None = None) -> Iterator[None]:
-    """Writing into a run directory; whatever goes wrong otherwise passes.
+    """Explain disk errors while writing into a run directory; all other errors pass unchanged.
 
     Args:
-        begins: the file whose being there says that what was begun can go on, by ``--resume``.
+        begins: if this file exists, the command can continue with ``--resume``.
 
     Raises:
-        FastLoopError: no room is left, or the disk takes nothing; the run directory holds what was written until then.
+        FastLoopError: the disk is full or cannot be written; the run directory holds what was written before.
     """
     try:
         yield

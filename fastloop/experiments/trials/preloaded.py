@@ -2,10 +2,10 @@
 
 Inside `quick_starts` there is such a process, the server. A trial that it forks runs under a leash (`reaper.py`), and
 sees what a fresh interpreter would see (`become.py`). Forking is safe because the server has one thread, which it
-checks before each fork, no CUDA context, and has computed nothing. What a fork cannot provide starts a new interpreter,
-and the trial's record says why: interpreter options, variables that libraries read as they are loaded, a file beside
-the script that shadows a loaded module. So do the ranks that a trial starts. The server ends with the process that
-started it, even if that is killed.
+checks before each fork, no CUDA context, and has computed nothing. If a fork cannot provide what a trial needs, a new
+interpreter starts, and the trial's record says why: interpreter options, variables that libraries read as they load, a
+file beside the script that shadows a loaded module. Ranks that a trial starts are new interpreters too. The server ends
+with the process that started it, even if that is killed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,33 +31,34 @@ from typing import Any, NoReturn
 from fastloop.experiments.trials import become, reaper
 
 PRELOADED = ("torch", "lightning.pytorch", "pytorch_lightning")
-"""Imported where they are installed; with what they import, nearly all of the seconds of a start."""
+"""Imported if installed; with their imports, they take nearly all of the start-up time."""
 OURS = ("fastloop.bridge.fit.dry_run", "fastloop.bridge.trials.ceilings", "fastloop.bridge.trials.gradient_probe")
-"""Imported besides for trials of configurations, whose program is ours."""
+"""Also imported for trials of configurations, whose program is ours."""
 PATIENCE_S = 120.0
-"""What the server gets to import all that."""
+THREADS_END_S = 1.0
+"""Time limit for the server's imports."""
 FORKED = "forked"
 MOST_DESCRIPTORS = 8
-"""Of one message between this process and the server."""
+"""Largest number of descriptors in one message between this process and the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Greeting:
-    """What a server says of itself, once it has imported what it is to import."""
+    """What a server reports once its imports are done."""
 
     environ: Mapping[str, str] = field(default_factory=dict)
-    """Its variables."""
+    """Its environment variables."""
     roots: Mapping[str, str | None] = field(default_factory=dict)
     """The file of each imported package."""
     path: tuple[str, ...] = ()
-    """Where modules are looked for behind the PYTHONPATH."""
+    """The module search path after PYTHONPATH."""
     why: str | None = None
-    """Why it cannot fork."""
+    """Why it cannot fork; None if it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a server is to do: fork a command, or tell how the process `wait` ended."""
+    """A request to the server: fork a command, or report how the process `wait` ended."""
 
     command: tuple[str, ...] = ()
     cwd: str = ""
@@ -66,7 +68,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """The number of the process that was forked, or why there is none; or how one ended."""
+    """The forked process's id, or why there is none; or how a process ended."""
 
     pid: int | None = None
     code: int | None = None
@@ -74,23 +76,23 @@ class Reply:
 
 
 class Leash:
-    """The process that holds a forked trial: what its supervisor needs of a Popen."""
+    """The process that holds a forked trial, with the part of Popen's interface that its supervisor needs."""
 
     def __init__(self, pid: int, server: Server) -> None:
         self.pid, self.returncode, self._server = pid, 0, server
 
     def wait(self) -> int:
-        """How the trial ended, once it has: its exit code, or the negative number of a signal."""
+        """Wait for the trial's end, and return its exit code or the negative number of a signal."""
         code = self._server.ask(Request(wait=self.pid)).code
         self.returncode = -signal.SIGKILL if code is None else code
         return self.returncode
 
 
 class Server:
-    """A process that forks trials, and the socket it hears requests on.
+    """A process that forks trials, and the socket on which it receives requests.
 
     Args:
-        modules: to be imported besides torch and Lightning.
+        modules: modules to import in addition to torch and Lightning.
     """
 
     def __init__(self, environ: Mapping[str, str], modules: Sequence[str] = ()) -> None:
@@ -113,14 +115,14 @@ class Server:
         return self._process.pid
 
     def ask(self, request: Request, descriptors: Sequence[int] = ()) -> Reply:
-        """The answer to a request."""
+        """Send a request and return the reply."""
         with contextlib.suppress(OSError):
             _send(self._socket, vars(request), descriptors)
             return Reply(**_receive(self._socket)[0])
         return Reply()
 
     def greet(self) -> Greeting:
-        """What it says of itself; it is waited for."""
+        """Wait for the server's greeting and return it."""
         if self._greeting is None:
             self._greeting = Greeting(why="nothing could be imported ahead of it")
             with contextlib.suppress(OSError):
@@ -136,7 +138,7 @@ class Server:
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """As a file without a name: one message of a socket holds about 200 kB, and the variables alone may be more."""
+    """Send a message in an unnamed file: a socket message holds about 200 kB, and the variables alone may need more."""
     memory = getattr(os, "memfd_create", None)  # some builds of Python lack it
     with tempfile.TemporaryFile() if memory is None else os.fdopen(memory("fastloop"), "w+b") as file:
         file.write(json.dumps(message).encode())
@@ -145,7 +147,7 @@ def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Se
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message and its descriptors; an empty one from a process that has gone."""
+    """Receive the next message and its descriptors; an empty message if the other process is gone."""
     said, descriptors, _, _ = socket.recv_fds(connection, 1, MOST_DESCRIPTORS)
     if not said:
         return {}, []
@@ -158,17 +160,17 @@ _server: Server | None = None
 
 @contextlib.contextmanager
 def quick_starts(environ: Mapping[str, str], *, scripts: bool) -> Iterator[None]:
-    """Inside, the trials of this process are forked where they can be.
+    """Inside this context, the trials of this process are forked if possible.
 
     Args:
-        environ: the variables of trials.
-        scripts: the trials are scripts of the user's, which must not find fastloop imported.
+        environ: the trials' environment variables.
+        scripts: the trials are the user's scripts, which must not find fastloop already imported.
     """
     global _server
     if sys.platform != "linux" or _server is not None:
         yield
         return
-    # A script's own folder comes first on its path, and `sys.flags` tells whether it does.
+    # A script's folder comes first on its path, and `sys.flags` shows whether it does.
     shown = {name: value for name, value in environ.items() if not scripts or name != "PYTHONSAFEPATH"}
     _server = Server(shown, () if scripts else OURS)
     try:
@@ -181,8 +183,8 @@ def quick_starts(environ: Mapping[str, str], *, scripts: bool) -> Iterator[None]
 def start(
     command: Sequence[str], *, cwd: Path, environ: Mapping[str, str], stdin: int, stdout: int, stderr: int
 ) -> tuple[tuple[Leash, socket.socket] | None, str | None]:
-    """A forked trial as `reaper.start` gives it, and how it came about; where there is none, why. None and None where
-    there is no server."""
+    """Fork a trial; returns what `reaper.start` returns, and how it started. If it cannot be forked, returns None and
+    the reason; None and None if there is no server."""
     if _server is None:
         return None, None
     command, variables = _apply_env(command, environ)
@@ -205,7 +207,7 @@ def start(
 
 
 def _apply_env(command: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """A command without a leading ``env``, and the variables with the changes that this makes."""
+    """Return a command without its leading ``env``, and the variables with the changes that this makes."""
     variables, rest = dict(environ), list(command)
     if rest[0] != "env":
         return rest, variables
@@ -220,7 +222,7 @@ def _apply_env(command: Sequence[str], environ: Mapping[str, str]) -> tuple[list
 
 
 def find_obstacle(command: Sequence[str], cwd: Path, variables: Mapping[str, str], greeting: Greeting) -> str | None:
-    """Why this command must be executed; None where it can be forked."""
+    """Return why this command needs a new interpreter; None if it can be forked."""
     if greeting.why is not None:
         return greeting.why
     if shutil.which(command[0]) != sys.executable:
@@ -255,7 +257,7 @@ def _list_folders(path: str | None) -> set[str]:
 
 
 def _find_shadow(folders: set[str], roots: Mapping[str, str | None]) -> str | None:
-    """A file that would be imported in the place of what is loaded."""
+    """Return a file that would be imported instead of an already loaded module, or None."""
     for folder in folders:
         with contextlib.suppress(OSError):
             for entry in sorted(Path(folder).iterdir()):
@@ -267,12 +269,12 @@ def _find_shadow(folders: set[str], roots: Mapping[str, str | None]) -> str | No
 
 
 def _find_early_variable(files: set[Path], folders: Sequence[Path], known: Collection[str]) -> str | None:
-    """A variable that a program names, maybe to set it before it imports what reads it.
+    """Return a reason not to fork if a program names a variable that it may set before the import that reads it.
 
     Args:
-        files: with which it begins; what they import is followed.
-        folders: where its own modules lie.
-        known: packages that are not its own.
+        files: its first files; their imports are followed.
+        folders: the folders of its modules.
+        known: packages that are not part of it.
     """
     waiting = list(files)
     while waiting:
@@ -298,7 +300,7 @@ def _find_early_variable(files: set[Path], folders: Sequence[Path], known: Colle
 
 
 def _list_modules(folders: Sequence[Path], name: str, known: Collection[str]) -> set[Path]:
-    """The files of a module, and of the packages it is in, as far as they lie in these folders."""
+    """List the files of a module and of its parent packages that are in these folders."""
     parts = name.split(".")
     if parts[0] in known:
         return set()
@@ -311,14 +313,14 @@ def _list_modules(folders: Sequence[Path], name: str, known: Collection[str]) ->
 
 
 def main() -> None:
-    """Import, then fork what the process that started this one asks for."""
+    """Import the modules, then fork what the parent process requests."""
     reaper.die_with_parent(signal.SIGKILL)
-    if os.getppid() != int(sys.argv[2]):  # it was gone before we asked
+    if os.getppid() != int(sys.argv[2]):  # it ended before the call above
         return
     connection, environ = socket.socket(fileno=int(sys.argv[1])), dict(os.environ)
     if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # the working directory, which is no script's
-    bare = {**environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": ""}  # ours holds the whole path of the command
+        del sys.path[0]  # the working directory, which is not a script's folder
+    bare = {**environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": ""}  # ours contains the command's whole sys.path
     said = subprocess.check_output([sys.executable, "-c", "import json, sys; print(json.dumps(sys.path))"], env=bare)
     path: list[str] = json.loads(said)
     for name in (*PRELOADED, *sys.argv[3:]):
@@ -334,7 +336,7 @@ def main() -> None:
     roots = {name: getattr(sys.modules.get(name), "__file__", None) for name in tops}
     if not (child := os.fork()):
         os._exit(0)
-    os.waitpid(child, 0)  # pools of OpenBLAS end before a fork, and begin again where something is computed
+    os.waitpid(child, 0)  # OpenBLAS ends its thread pools before a fork, and restarts them at the next computation
     gc.collect()
     gc.freeze()
     _send(connection, {"environ": environ, "roots": roots, "path": path})
@@ -342,7 +344,7 @@ def main() -> None:
 
 
 def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, str], *, keeps_ours: bool) -> None:
-    """Fork, and tell how it ended, until whoever asks has gone."""
+    """Fork processes and report how they ended, until the requesting process is gone."""
     while True:
         message, descriptors = _receive(connection)
         if not message:
@@ -350,7 +352,7 @@ def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, s
         request = Request(**message)
         if request.wait is not None:
             answer = Reply(code=os.waitstatus_to_exitcode(os.waitpid(request.wait, 0)[1]))
-        elif (threads := len([*Path("/proc/self/task").iterdir()])) != 1:
+        elif (threads := _count_threads()) != 1:
             answer = Reply(why=f"the process that forks has {threads} threads")
         else:
             pid = os.fork()
@@ -363,8 +365,16 @@ def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, s
         _send(connection, vars(answer))
 
 
+def _count_threads() -> int:
+    """Count this process's threads, once those that are ending have ended: a pool that stops needs a moment."""
+    end_s = time.monotonic() + THREADS_END_S
+    while (count := len([*Path("/proc/self/task").iterdir()])) > 1 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return count
+
+
 def _lead(request: Request, descriptors: Sequence[int], path: Sequence[str], keeps_ours: bool) -> NoReturn:
-    """Be the leash of a trial: as ``python -m fastloop.experiments.trials.reaper``, but for the fork."""
+    """Become the leash of a trial, like ``python -m fastloop.experiments.trials.reaper``, but with a fork."""
     try:
         held, *streams = descriptors
         os.setsid()
@@ -386,7 +396,7 @@ def _lead(request: Request, descriptors: Sequence[int], path: Sequence[str], kee
                 cwd=request.cwd,
                 environ=request.environ,
                 path=path,
-                before=gc.unfreeze,  # a collection goes through all that is imported, as where a program imports it
+                before=gc.unfreeze,  # collections then visit imported objects, as in a normal program
             )
         for each in streams:
             os.close(each)

@@ -1,9 +1,9 @@
-"""Between a command and its supervisor: nothing that the command starts outlives either of the two.
+"""A process between a command and its supervisor, so that nothing the command starts outlives either of them.
 
-A small process, ``python -m fastloop.experiments.trials.reaper SOCKET COMMAND…``, starts the command and waits for it.
-When the command has ended, when the supervisor sends a byte, or when the supervisor is gone (its socket then reads as
-closed), it kills all descendants and ends as the command ended. On Linux it adopts orphans, so it also finds those that
-left the process group, such as torchrun's ranks; and if it is killed itself, the kernel kills the command.
+This small process, ``python -m fastloop.experiments.trials.reaper SOCKET COMMAND…``, starts the command and waits for
+it. When the command has ended, when the supervisor sends a byte, or when the supervisor is gone (its socket then reads
+as closed), it kills all descendants and ends as the command ended. On Linux it adopts orphans, so it also finds those
+that left the process group, such as torchrun's ranks; and if it is killed itself, the kernel kills the command.
 Source: prctl(2), PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG.
 """
 
@@ -27,11 +27,11 @@ import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LIMIT_S = 10.0
-"""A process in an uninterruptible call of the kernel cannot be waited for longer than this."""
+"""Longest wait for a process to die: one in an uninterruptible kernel call may never do so."""
 CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-"""Processes that take away shared memory once all who used it have ended…"""
+"""Processes that free shared memory once all its users have ended…"""
 CLEANERS_S = 2.0
-"""… and get this long for it."""
+"""… and the time they get for it."""
 
 
 def start(
@@ -43,11 +43,11 @@ def start(
     stdout: IO[bytes] | int | None = None,
     stderr: IO[bytes] | int | None = None,
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a command on a leash, in a session of its own.
+    """Start a command on a leash, in a new session.
 
     Returns:
-        The leash, which ends as the command ends, and the socket that holds it: closed, or after one byte, it lets
-        nothing live; it reads as closed once the leash has ended.
+        The leash, which ends as the command ends, and the socket that controls it: closing the socket or sending one
+        byte makes the leash kill everything; it reads as closed once the leash has ended.
     """
     ours, theirs = socket.socketpair()
     try:
@@ -71,9 +71,9 @@ def start(
 
 
 def main() -> int:
-    """The leash itself."""
+    """Run the leash."""
     ignore_signals()
-    held = int(sys.argv[1])  # a bare descriptor: it closes when this process has ended, and no sooner
+    held = int(sys.argv[1])  # a bare descriptor: it closes only when this process ends
     adopt_orphans(True)
     try:
         # preexec_fn is safe here: there is no other thread yet.
@@ -85,17 +85,17 @@ def main() -> int:
 
 
 def ignore_signals() -> None:
-    """Leave signals to the command. Not by SIG_IGN, which the command would inherit."""
+    """Ignore signals meant for the command, without SIG_IGN, which the command would inherit."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
 
 
 def keep(held: int, wait: Callable[[], int]) -> int:
-    """Wait for the command, let nothing of it live, and end as it ended, by a signal even.
+    """Wait for the command, kill all its descendants, and end as it ended, even if by a signal.
 
     Args:
         held: the descriptor of the socket that its supervisor holds.
-        wait: gives the command's exit code, or the negative number of a signal.
+        wait: returns the command's exit code, or the negative number of a signal.
     """
     threading.Thread(target=_until_let_go, args=(held,), daemon=True).start()
     code = wait()
@@ -106,12 +106,12 @@ def keep(held: int, wait: Callable[[], int]) -> int:
 
 
 def adopt_orphans(on: bool) -> None:
-    """Let orphans below this process come to it, and not to init; on Linux only."""
+    """Make this process, instead of init, adopt orphaned descendants; on Linux only."""
     _control(PR_SET_CHILD_SUBREAPER, int(on))
 
 
 def die_with_parent(number: int) -> None:
-    """Let this signal end a child when its parent has ended; on Linux only."""
+    """Send this process the given signal when its parent ends; on Linux only."""
     _control(PR_SET_PDEATHSIG, number)
 
 
@@ -127,16 +127,16 @@ def _until_let_go(held: int) -> None:
 
 
 def list_descendants() -> set[int]:
-    """The numbers of what this process started, and what that started."""
+    """Return the process ids of all descendants of this process."""
     return {process.pid for process, _ in _descendants()}
 
 
 def end_descendants(besides: Collection[int] = (), grace_s: float = 0.0) -> None:
-    """Kill what this process started, and what that started, until nothing is left.
+    """Kill all descendants of this process until none is left.
 
     Args:
-        besides: numbers of processes that are left alone.
-        grace_s: what the others get to end by themselves.
+        besides: process ids that are left alone.
+        grace_s: seconds that the others get to end by themselves.
     """
     begun = time.monotonic()
     while remaining := [each for each in _descendants() if each[0].pid not in besides]:
@@ -151,7 +151,7 @@ def end_descendants(besides: Collection[int] = (), grace_s: float = 0.0) -> None
 
 
 def _descendants() -> list[tuple[psutil.Process, bool]]:
-    """The living ones, and whether each takes away shared memory. A zombie is none."""
+    """Return the living descendants, without zombies, and whether each one frees shared memory."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -164,7 +164,7 @@ def _descendants() -> list[tuple[psutil.Process, bool]]:
 def _end_by(number: int) -> None:
     """End by a signal, without a second core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # SIGKILL cannot be set, and need not be
+    with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 

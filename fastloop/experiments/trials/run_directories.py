@@ -1,4 +1,4 @@
-"""The directory a command writes into: made for it, never somebody else's."""
+"""The directory that a command writes into: created for it, never one in use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LOCK = ".lock"
 
 @dataclass(frozen=True)
 class Place:
-    """A directory to write into, and the directories that were made for it, the innermost first.
+    """A directory to write into, and the directories that were created for it, innermost first.
 
-    As a context it gives the path, and at the end gives back what was not used.
+    As a context manager it yields the path, and at the end deletes what was not used.
     """
 
     path: Path
@@ -34,17 +34,17 @@ class Place:
         self.give_back()
 
     def give_back(self) -> None:
-        """Take away what was made and is still empty: a run that never began leaves nothing behind."""
+        """Delete the created directories that are still empty: a run that never began leaves nothing behind."""
         with contextlib.suppress(OSError):  # not empty, and so in use
             for folder in self.made:
                 folder.rmdir()
 
 
 def claim(name: str, out: str | None, *, force: bool = False) -> Place:
-    """Make the directory of a run: `out`, else ``fastloop-runs/<name>/<utc>``.
+    """Create the directory of a run: `out`, or by default ``fastloop-runs/<name>/<utc>``.
 
     Raises:
-        ConfigError: it is there and not empty (and not `force`), or cannot be written.
+        ConfigError: it exists and is not empty (without `force`), or cannot be written.
     """
     path, place = unclaimed(name, out), Place(Path())
     try:
@@ -65,13 +65,13 @@ def claim(name: str, out: str | None, *, force: bool = False) -> Place:
 
 
 def claim_or_resume(name: str, out: str | None, *, force: bool, resume: str | None, holds: str) -> Place:
-    """The directory of something that can go on in a later call: a new one, or that of an earlier call.
+    """Return the directory for a resumable command: a new one, or that of an earlier call.
 
     Args:
-        holds: the file that everything of this kind writes first.
+        holds: the file that such a command writes first.
 
     Raises:
-        ConfigError: as `claim`; nothing of this kind began in `resume`, or `out` is elsewhere.
+        ConfigError: as in `claim`; or `resume` does not contain that file, or `out` is another directory.
     """
     if resume is None:
         return claim(name, out, force=force)
@@ -89,12 +89,12 @@ def claim_or_resume(name: str, out: str | None, *, force: bool, resume: str | No
 
 
 def describe_partial(path: Path) -> str:
-    """What to say where something that can go on was stopped."""
+    """Return the message after a resumable command was stopped."""
     return f"fastloop: partial results are in {path}; continue with --resume {path}"
 
 
 def unclaimed(name: str, out: str | None) -> Path:
-    """Where a run goes as far as its command line tells: the ranks that write nothing need no more."""
+    """Return the run directory from the command line alone; ranks that write nothing need no more."""
     return Path(out).expanduser() if out is not None else ROOT / safe_name(name) / _utc()
 
 
@@ -105,7 +105,7 @@ def _make(path: Path) -> Place:
 
 
 def _make_fresh(path: Path) -> Place:
-    """The path, or one beside it: two runs may start in the same second."""
+    """Create the path, or a numbered one beside it: two runs may start in the same second."""
     parents = _make(path.parent).made
     for count in itertools.count(1):
         fresh = path if count == 1 else path.with_name(f"{path.name}-{count}")
@@ -129,12 +129,12 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
 
 @contextlib.contextmanager
 def hold(path: Path) -> Iterator[None]:
-    """Keep other commands of this kind out of a directory, for as long as this process lives at most.
+    """Lock a directory against other commands of this kind; the lock never outlives this process.
 
     Raises:
-        ConfigError: another one is at work there, or it cannot be written.
+        ConfigError: another command is using it, or it cannot be written.
     """
-    import fcntl  # here: who only asks for help needs none, wherever it is
+    import fcntl  # here, because --help must also work on platforms without it
 
     lock = path / LOCK
     try:
@@ -150,7 +150,7 @@ def hold(path: Path) -> Iterator[None]:
                 why="another fastloop is using it",
                 do="wait for it, or choose another --out",
             ) from None
-        except OSError:  # a file system without locks: nobody else has one
+        except OSError:  # a file system without locks
             pass
         try:
             yield

@@ -1,8 +1,8 @@
-"""What goes along with a command of the user's: an entry point for Lightning, orders, a place to tell what happened.
+"""What is injected into a user's command: an entry point for Lightning, orders, and a file that collects events.
 
-A private directory, first on the PYTHONPATH of that command and gone when it has ended; one of a fastloop that was
-killed is taken away by the next. Nothing is installed, and no other Trainer of this machine sees it. The other end is
-``bridge/trials/script_callback.py``.
+They are in a private directory, which is first on that command's PYTHONPATH and deleted when it has ended; if a
+fastloop was killed, the next one deletes its directory. Nothing is installed, and no other Trainer on this machine sees
+it. The other end is ``bridge/trials/script_callback.py``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fastloop.records.store import decode
 from fastloop.records.trial import ScriptEvent, ScriptOrders
 
 ORDERS, EVENTS = "FASTLOOP_EXEC", "events.jsonl"
-"""As in ``bridge/trials/script_callback.py``."""
+"""The same values as in ``bridge/trials/script_callback.py``."""
 GROUPS = {
     "lightning.pytorch": "callbacks",
     "pytorch_lightning": "callbacks",
     "lightning.fabric": "fabric",
     "lightning_fabric": "fabric",
 }
-"""Who asks for callbacks, and which function of ours answers. Source: lightning/fabric/utilities/registry.py."""
+"""Packages that look for callbacks, and our function for each. Source: lightning/fabric/utilities/registry.py."""
 DOOR = '''"""Of one fastloop command; gone when that has ended."""
 
 import contextlib
@@ -71,14 +71,14 @@ def callbacks():
 def fabric():
     return _ours("fabric")
 '''
-"""What the entry points lead to: fastloop, or where the command's Python cannot import it, nothing and the reason."""
+"""The entry points' target: it loads fastloop, or if the command's Python cannot import it, records the reason."""
 PREFIX, HELD = "fastloop-exec-", "held"
-"""Names of the directory, and of the file in it that is locked as long as its process lives."""
+"""Prefix of the directory's name, and the file in it that is locked while its process lives."""
 
 
 @contextlib.contextmanager
 def carried(orders: ScriptOrders, environ: Mapping[str, str]) -> Iterator[tuple[dict[str, str], Path]]:
-    """The variables that carry orders into a command, and the private directory, which is gone afterwards."""
+    """Yield the variables that pass orders to a command, and the private directory, which is deleted afterwards."""
     with private_directory() as private:
         package = private / "fastloop_exec-0.dist-info"
         package.mkdir()
@@ -97,20 +97,20 @@ def carried(orders: ScriptOrders, environ: Mapping[str, str]) -> Iterator[tuple[
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """A temporary directory of this process, gone afterwards, and taken away by the next if this process is killed."""
-    import fcntl  # here: who only asks for help needs none, wherever it is
+    """Yield a temporary directory, deleted afterwards, or by the next fastloop if this process is killed."""
+    import fcntl  # here, because --help must also work on platforms without it
 
     _sweep()
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
         private = Path(folder).resolve()
         with (private / f".{HELD}").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            Path(file.name).rename(private / HELD)  # not before: another process may sweep just now
+            Path(file.name).rename(private / HELD)  # only once locked: another process may be sweeping
             yield private
 
 
 def _sweep() -> None:
-    """Take away the directories of this user's whose process was killed: the kernel has then freed their lock."""
+    """Delete this user's directories left by killed processes: the kernel has released their locks."""
     import fcntl
 
     for held in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{HELD}"):
@@ -120,27 +120,27 @@ def _sweep() -> None:
                 continue
             with held.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for tree in (each.parent for each in folder.glob("*/.git")):  # its repository has it on a list
+                for tree in (each.parent for each in folder.glob("*/.git")):  # its repository lists it as a worktree
                     remove = ["git", "-C", str(tree), "worktree", "remove", "--force", "--force", str(tree)]
                     subprocess.run(remove, capture_output=True)
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def happened(private: Path) -> list[ScriptEvent]:
-    """What the callbacks in a command have told."""
+    """Return the events that the callbacks in a command have recorded."""
     try:
         lines = (private / EVENTS).read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     told = []
     for line in lines:
-        with contextlib.suppress(ValueError):  # cut short, where a rank was killed
+        with contextlib.suppress(ValueError):  # truncated, because a rank was killed
             told.append(decode(json.loads(line), ScriptEvent))
     return [event for event in told if event is not None]
 
 
 def make_orders(config: Config, out: Path) -> ScriptOrders:
-    """To train as it is with what of a configuration differs from the defaults; only what a callback heeds."""
+    """Make orders for an unchanged training: the non-default values of the keys that a callback uses."""
     written = {
         path: Leaf(value, DEFAULT)
         for path, value in flatten(config.values)
@@ -152,7 +152,7 @@ def make_orders(config: Config, out: Path) -> ScriptOrders:
 
 
 def check(command: Sequence[str]) -> None:
-    """Raises ConfigError where there is no such command."""
+    """Raise ConfigError if there is no such command."""
     if not command:
         raise ConfigError(
             got="no command",
@@ -167,25 +167,25 @@ def check(command: Sequence[str]) -> None:
 
 
 def name_of(command: Sequence[str]) -> str:
-    """What people call it: the script's name, or that of the module or program."""
+    """Return a readable name: the script's, or that of the module or program."""
     script = next((Path(part).stem for part in command if part.endswith(".py")), None)
     if script is None and "-m" in command[:-1]:
         script = command[command.index("-m") + 1].rpartition(".")[2]
     return script or Path(command[0]).stem
 
 
-# -- what became of it ------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 def notes(events: Sequence[ScriptEvent]) -> list[str]:
-    """What to know beside a measurement."""
+    """Return remarks to show with a measurement."""
     trained = sum(event.event == "fit_began" for event in events)
     said = [f"fit was called {trained} times: the first that trained was measured"] if trained > 1 else []
     return said + [f"fastloop stayed out of a fit: {event.why}" for event in events if event.event == "gave_up"]
 
 
 def unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> str:
-    """Why a command has left no measurement, in one line."""
+    """Return why a command has left no measurement, in one line."""
     last = {event.event: event for event in events}
     after = f" with exit code {code}" if code else ""
     if "broken" in last:
@@ -212,11 +212,11 @@ def unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> str:
 
 
 def began_at(events: Sequence[ScriptEvent]) -> int | None:
-    """The step at which the measured fit began, where that was told; more than 0 where a checkpoint was loaded."""
+    """Return the step at which the measured fit began, above 0 if it loaded a checkpoint; None if unknown."""
     return next((event.step for event in events if event.event == "fit_began" and event.measured), None)
 
 
 def step_of(events: Sequence[ScriptEvent]) -> int | None:
-    """The step at which the measured fit ended, where that was told."""
+    """Return the step at which the measured fit ended; None if unknown."""
     ends = [event for event in events if event.event in ("fit_ended", "exception") and event.measured]
     return next((event.step for event in ends), None)

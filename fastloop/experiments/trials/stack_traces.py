@@ -1,7 +1,7 @@
-"""Where a silent command stands: its processes are asked by SIGUSR2, and those that listen write their threads' stacks.
+"""Shows where a silent command hangs: on SIGUSR2, its processes with a handler write their threads' stacks.
 
-faulthandler writes up to 100 frames of every thread, the innermost first: told apart here from what else was written,
-and cut down to what tells where it hangs. Source: https://docs.python.org/3/library/faulthandler.html
+faulthandler writes up to 100 frames of every thread, innermost first. This module separates them from other output and
+shortens them to the frames that show where it hangs. Source: https://docs.python.org/3/library/faulthandler.html
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 import psutil
 
 FRAMES, STACKS = 8, 3
-"""Frames shown of a stack, and different stacks shown at most: a training process, its workers, a worker that hangs."""
+"""Most frames shown of a stack, and most different stacks: a training process, its workers, a worker that hangs."""
 MOST_ASKED, EACH_S = 40, 0.05
-"""Processes asked, and the time each gets to write before the next is asked, lest their lines mix."""
+"""Most processes to signal, and the time each gets to write before the next, so that their lines do not mix."""
 _THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.* \(most recent call first\):")
 _FRAME = re.compile(r"  (File .*, line \S+ in .+|<.*>|\.\.\.|Garbage-collecting)")
 
 
 def ask(leash: int) -> None:
-    """Ask what a leash holds, parents before their children. Who has no handler for SIGUSR2 would end of it: not asked.
+    """Signal the processes below a leash, parents before children, except those that SIGUSR2 would end.
 
     Args:
         leash: its process id.
@@ -41,7 +41,7 @@ def ask(leash: int) -> None:
 
 
 def _listens(pid: int) -> bool:
-    if sys.platform != "linux":  # elsewhere it cannot be told
+    if sys.platform != "linux":  # elsewhere it is unknown
         return True
     with contextlib.suppress(OSError):
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
@@ -50,9 +50,9 @@ def _listens(pid: int) -> bool:
 
 
 def split(lines: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The stacks that lines hold, cut down, and the lines that are no part of a stack.
+    """Split lines into shortened stacks and all other lines.
 
-    Of each process the thread that took the signal, which is the main one, or that crashed; equal stacks once.
+    For each process, keep only the thread that received the signal (the main one) or crashed; equal stacks appear once.
     """
     stacks: list[tuple[str, list[str]]] = []
     rest, inside = [], False
@@ -70,7 +70,7 @@ def split(lines: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _told(stacks: Sequence[Sequence[str]]) -> list[str]:
-    """Lines for them, in the order in which they were written."""
+    """Format the stacks as lines, in the order in which they were written."""
     shown = [(*stack[:FRAMES], *(["  ..."] if len(stack) > FRAMES else [])) for stack in stacks]
     count = Counter(shown)
     lines = []

@@ -1,8 +1,9 @@
-"""Run one command in its own process and wait for its end, which comes in time whatever the command does.
+"""Runs one command in a separate process and waits for its end, which time limits guarantee.
 
 Slow is not hung: output, a new step in ``beat`` and CPU use of any of its processes are signs of life, and a command
-that shows them may run up to its total limit. So does one that spins while it waits, as NCCL and CUDA do (NCCL's own
-limit is 10 minutes). Work that others do for it (srun, docker) is not seen. Nothing that it started is left.
+that shows them may run up to its total limit. So may one that spins while it waits, as NCCL and CUDA do (NCCL's own
+limit is 10 minutes). Work that other processes do for it (srun, docker) does not count. No process that it started is
+left behind.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from fastloop.experiments.trials.stack_traces import ask, split
 
 STDOUT, STDERR, BEAT = "stdout.txt", "stderr.txt", "beat"
 LOOK_S = 0.5
-"""Between two looks at a command."""
+"""Interval between two checks of a command."""
 WORK_S, BUSY = 5.0, 0.05
-"""Between two looks at the processors, each of which reads the list of all processes; and from which share of one on a
-process computes. What idles in the background, such as a watchdog, needs less."""
+"""Interval between two checks of CPU use, each of which lists all processes; and the share of one CPU above which a
+process counts as computing. An idle background process, such as a watchdog, stays below it."""
 SAY_S = 5.0
-"""Between two lines of progress."""
+"""Interval between two progress lines."""
 MOST_OUTPUT = 2**30
 """Bytes. A command that writes more than this is ended before it fills the disk."""
 MOST_READ = 2**20
-"""Bytes of the end of stderr that are looked at: the stacks of many processes are long."""
+"""How many of the last bytes of stderr are read: the stacks of many processes are long."""
 TAIL_LINES, BESIDE_STACKS = 12, 4
-"""Lines that are kept of it; the second beside the stacks of threads."""
+"""How many of the last lines of stderr are kept; the second number applies when there are thread stacks too."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\n\t\x20-\x7e\u00a0-\U0010ffff]")
 
 
@@ -48,7 +49,7 @@ class Limits:
 
     total_s: float = 3600.0
     silent_s: float = 600.0
-    """Without a sign of life: neither output nor another step, nor work of a processor."""
+    """Longest time without a sign of life: no output, no new step, no CPU use."""
     grace_s: float = 12.0
     """Between SIGTERM and SIGKILL; a training writes its partial report in that time (`bridge/fit/shutdown`: 8 s)."""
 
@@ -60,14 +61,14 @@ class Ended:
     code: int
     """Exit code; the negative number of the signal that ended it."""
     cause: str | None
-    """What went wrong, in one line; None where it ended by itself with 0."""
+    """What went wrong, in one line; None if it ended by itself with exit code 0."""
     seconds: float
     last_step: int | None
-    """As far as its ``beat`` says."""
+    """The last step in its ``beat``; None if there is none."""
     started: str | None = None
-    """How it came about: forked, or why it is a new interpreter; None where nothing is forked at this time."""
+    """How it started: forked, or why it is a new interpreter; None if trials are not being forked."""
     tail: str
-    """The last lines of its stderr, without control sequences; of stacks that it wrote, the innermost frames."""
+    """The last lines of its stderr, without control sequences, and the innermost frames of any stacks."""
 
 
 def supervise(
@@ -85,8 +86,8 @@ def supervise(
 
     Args:
         stdin: a descriptor it reads from.
-        stacks: before it is ended for being silent, it is asked by SIGUSR2 to write where it stands.
-        progress: takes a line every few seconds.
+        stacks: before ending it early, send it SIGUSR2 so that it writes its stacks.
+        progress: receives a line every few seconds.
 
     Raises:
         OSError: `folder` cannot be written.
@@ -128,7 +129,7 @@ Process = subprocess.Popen[bytes] | Leash
 
 @contextlib.contextmanager
 def _held(started: tuple[Process, socket.socket], grace_s: float) -> Iterator[tuple[Process, socket.socket]]:
-    """Whatever happens inside: afterwards the command has ended, with all it started."""
+    """Guarantee that the command and everything it started have ended when the context ends."""
     process, hold = started
     try:
         try:
@@ -137,24 +138,24 @@ def _held(started: tuple[Process, socket.socket], grace_s: float) -> Iterator[tu
             if not _gone(hold, 0):
                 _signal(process, signal.SIGTERM)
                 _gone(hold, grace_s)
-    finally:  # also where the grace was cut short
+    finally:  # also if the grace period was interrupted
         with contextlib.suppress(OSError):
             hold.send(b".")
         _gone(hold, reaper.LIMIT_S + 1)
-        _signal(process, signal.SIGKILL)  # the leash is not reaped yet, so the group's number is still its own
+        _signal(process, signal.SIGKILL)  # the leash is not reaped yet, so the group id is still valid
         process.wait()
         hold.close()
 
 
 class _Work:
-    """What the processes below one compute, each by itself: the little that many idle ones need adds up."""
+    """CPU use of each process below a given one, not summed, since many idle processes would add up."""
 
     def __init__(self, pid: int, every_s: float) -> None:
         self._pid, self._every_s = pid, every_s
         self._at, self._before = time.monotonic(), dict[psutil.Process, float]()
 
     def done(self, now: float) -> bool:
-        """Whether one of them has computed since the last look, if it is time for one."""
+        """Whether one of them has computed since the last check; False if the next check is not due yet."""
         if now - self._at < self._every_s:
             return False
         spent = self._spent()
@@ -164,7 +165,7 @@ class _Work:
         return busy
 
     def _spent(self) -> dict[psutil.Process, float]:
-        """Seconds of each, with those of its children that have ended."""
+        """Return the CPU seconds of each process, including its children that have ended."""
         found = {}
         with contextlib.suppress(psutil.Error):
             for each in psutil.Process(self._pid).children(recursive=True):
@@ -176,7 +177,7 @@ class _Work:
 def _wait(
     hold: socket.socket, folder: Path, limits: Limits, progress: Callable[[str], None] | None, work: _Work
 ) -> str | None:
-    """Wait for the end; why it is to be ended, None where it has ended by itself."""
+    """Wait for the end; returns why the command must be ended, or None if it ended by itself."""
     begun = alive = said = time.monotonic()
     before = _signs(folder)
     while not _gone(hold, min(LOOK_S, limits.total_s, limits.silent_s)):
@@ -198,7 +199,7 @@ def _wait(
 
 
 def _signs(folder: Path) -> tuple[tuple[int, int], ...]:
-    """What changes while a command lives: times and sizes of the files it writes."""
+    """Return the times and sizes of the files that a living command writes."""
     return tuple(_stamp(folder / name) for name in (STDOUT, STDERR, BEAT))
 
 
@@ -211,23 +212,23 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _gone(hold: socket.socket, patience_s: float) -> bool:
-    """Whether the leash has ended, or does within this time."""
+    """Whether the leash has ended or ends within this time."""
     return bool(select.select([hold], [], [], patience_s)[0])
 
 
 def _signal(process: Process, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses once all of the group have ended
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses once the whole group has ended
         os.killpg(process.pid, number)
 
 
 def steps_done(folder: Path) -> tuple[int | None, int | None]:
-    """Optimizer steps done and to be done, as the command's ``beat`` says; None where it says nothing."""
+    """Return the optimizer steps done and their total, from the command's ``beat``; None if unknown."""
     step, steps, _ = _read_beat(folder / BEAT)
     return step, steps if steps is not None and steps > 0 else None
 
 
 def _read_beat(path: Path) -> tuple[int | None, int | None, int | None]:
-    """Steps done, steps to be done and process, as one rank says; see `bridge/trials/heartbeat.py`."""
+    """Return steps done, total steps and process id from one rank's beat; see `bridge/trials/heartbeat.py`."""
     try:
         step, steps, *process = (int(number) for number in path.read_text().split())
         return step, steps, process[0] if process else None
@@ -236,7 +237,7 @@ def _read_beat(path: Path) -> tuple[int | None, int | None, int | None]:
 
 
 def _describe_ranks(folder: Path) -> str:
-    """Of a command that is still there: which of its ranks is stopped, gone or behind; empty where none is."""
+    """Describe which ranks of a running command are stopped, gone or behind; empty if none is."""
     beats = {int(path.suffix[1:] or 0): _read_beat(path) for path in folder.glob(f"{BEAT}*")}
     furthest = max((step for step, _, _ in beats.values() if step is not None), default=None)
     states = {rank: _describe_process(process) for rank, (_, _, process) in beats.items()}
@@ -250,7 +251,7 @@ def _describe_ranks(folder: Path) -> str:
 
 
 def _describe_process(process: int | None) -> str | None:
-    """What keeps a process from going on; None where it may."""
+    """Return why a process cannot continue; None if it can."""
     try:
         state = psutil.Process(process).status() if process else None
     except psutil.Error:
@@ -261,7 +262,7 @@ def _describe_process(process: int | None) -> str | None:
 
 
 def last_lines(path: Path) -> str:
-    """The end of a text file, without control sequences; empty where there is none."""
+    """Return the end of a text file, without control sequences; empty if there is no file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - MOST_READ))

@@ -1,8 +1,8 @@
-"""One arm of an experiment: one training of a configuration, in one fresh and supervised process.
+"""One training of a configuration, in one fresh and supervised process.
 
-The child is ``python -m fastloop.experiments.trials.trial_process``. It reads what to do from its standard input, an
-unlinked file that every rank can read, so that a secret on the command line reaches neither the disk nor the
-list of processes.
+The child is ``python -m fastloop.experiments.trials.trial_process``. It reads its request from its standard input, an
+unlinked file that every rank can read, so that secrets on the command line reach neither a named file nor the list of
+processes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from fastloop.records.trial import Variation as Variation
 CHILD = "fastloop.experiments.trials.trial_process"
 TRIAL, ANSWER, UNSAVED = "trial.json", "answer.json", "unsaved"
 NAMES = (TRIAL, ANSWER, UNSAVED, supervise.STDOUT, supervise.STDERR, supervise.BEAT)
-"""What a trial writes into its directory beside the files of a run."""
+"""Files that a trial writes into its directory in addition to those of a run."""
 UNWRITTEN = "checkpoints outside of the run directories were not written, so the time for that is missing"
 LOGS = "lightning_logs"
-"""What Lightning's own logger makes in the directory of a script's trial, see `bridge/trials/script_callback.py`."""
+"""Folder of Lightning's default logger in a script's trial directory, see `bridge/trials/script_callback.py`."""
 PER_RANK = ("ledger*.json", "gradients*.pt", f"{supervise.BEAT}.*")
 
 _NOT_FOR_CHILDREN = (
@@ -51,7 +51,7 @@ _NOT_FOR_CHILDREN = (
     "TORCHELASTIC_",
     "PL_",
 )
-"""Variables that would make the child a rank of something else, or take its port, or switch it off."""
+"""Variables that would make the child a rank of another run, occupy its port, or disable fastloop."""
 
 
 ONE_PLAIN_STEP = (
@@ -69,17 +69,17 @@ ONE_PLAIN_STEP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a trial does besides training."""
+    """The kind of trial, and what it does besides training."""
 
     variation: Variation = "as_it_is"
     ledger: bool = False
-    """Write down which samples each optimizer step saw, see `bridge/trials/sample_ledger.py`."""
+    """Record which samples each optimizer step saw, see `bridge/trials/sample_ledger.py`."""
     reference: Path | None = None
-    """Of ``gradients``: the directory of the trial to compare with; None: be that trial."""
+    """For ``gradients``: the directory of the trial to compare with; None if this is that trial."""
     counts: tuple[int, ...] = ()
-    """Of ``loader``: numbers of workers to measure one after the other; empty: the loader as it is."""
+    """For ``loader``: the worker counts to measure in sequence; empty for the unchanged loader."""
     enough_ms: float | None = None
-    """Of ``loader``: with a number of workers that takes less for a step, it ends."""
+    """For ``loader``: stop after the first worker count that takes less than this per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,20 +90,20 @@ class Job(Task):
     more: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     hunt_syncs: bool = False
-    """Name the lines of the user's code at which the device is waited for."""
+    """Name the lines of the user's code that wait for the device."""
     further_steps: int = 0
-    """Optimizer steps after those of the configuration, for what is not timed."""
+    """Additional optimizer steps after the configured ones, for work that is not timed."""
 
     def config(self) -> Config:
-        """The checked configuration; raises ConfigError."""
+        """Return the checked configuration; raises ConfigError."""
         return load(self.conf, more=self.more, overrides=self.overrides)
 
     def override(self, *overrides: str) -> Job:
-        """The same with further overrides."""
+        """Return the same job with further overrides."""
         return dataclasses.replace(self, overrides=(*self.overrides, *overrides))
 
     def counted(self) -> Job:
-        """The trial that counts the work of one sample of this training."""
+        """Return the job that counts the FLOPs of one sample of this training."""
         return dataclasses.replace(self.override(*ONE_PLAIN_STEP), variation="flops", hunt_syncs=False)
 
 
@@ -113,8 +113,8 @@ def run_trial(
     """Train in a fresh process, to its end or to a limit.
 
     Args:
-        run_dir: for the files of the run and of the trial; what an earlier one left in it is deleted.
-        progress: takes a line every few seconds.
+        run_dir: for the files of the run and of the trial; files of an earlier one are deleted.
+        progress: receives a line every few seconds.
 
     Raises:
         ConfigError: the configuration cannot be used, or FASTLOOP_DISABLE or a launcher's variables are set.
@@ -165,29 +165,29 @@ def run_trial(
 
 
 def quick_starts(*, scripts: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Inside, trials are forked from a process that has imported torch, where they can be."""
+    """Inside this context, trials are forked if possible, from a process that has imported torch."""
     return preloaded.quick_starts(environment(os.environ), scripts=scripts)
 
 
 def hide_in(path: Path, hide: Scrubber) -> None:
-    """Take the known secrets out of what a command has written."""
+    """Remove the known secrets from a command's output."""
     said = path.read_text(encoding="utf-8", errors="surrogateescape")
     if (clean := hide.text(said)) != said:
         path.write_text(clean, encoding="utf-8", errors="surrogateescape")
 
 
 def load_results(run_dir: Path, variation: Variation) -> tuple[Measurement | None, TrialAnswer | None]:
-    """What a trial has left in its directory: the measurement of its run, and the answer where it has one."""
+    """Load a trial's results: the measurement of its run, and its answer if it has one."""
     kind = ANSWERS.get(variation)
     answer = None if kind is None else store.load(run_dir / ANSWER, kind)
     return store.load(run_dir / MEASUREMENT, Measurement), answer
 
 
 def describe_dead_rank(run_dir: Path, measurement: Measurement | None) -> str | None:
-    """Which rank's fit did not come to its end although rank 0's did, and by what; None where all did.
+    """Describe which rank's fit did not finish although rank 0's did, and why; None if all finished.
 
-    Each rank leaves a record with rank 0 and, where one is kept, a ledger in the directory. One that left neither was
-    killed: at the latest when rank 0, which waits for the records, had gone.
+    Each rank sends a record to rank 0 and may write a ledger into the directory. A rank that left neither was killed,
+    at the latest after rank 0, which waits for the records, had gone.
     """
     seen = measurement or Measurement()
     ends = {each.get("rank"): each.get("ended_by") for each in seen.ranks}
@@ -203,14 +203,14 @@ def describe_dead_rank(run_dir: Path, measurement: Measurement | None) -> str | 
 
 
 def forget(run_dir: Path) -> None:
-    """Take away what a trial wrote that could not begin, and its directory if that is then empty."""
+    """Delete the files of a trial without result, and its directory if that is then empty."""
     clear(run_dir)
     with contextlib.suppress(OSError):
         run_dir.rmdir()
 
 
 def clear(run_dir: Path) -> None:
-    """Delete what a run and a trial write into a directory."""
+    """Delete the files that a run and a trial write into a directory."""
     store.clear(run_dir)
     for name in NAMES:
         (run_dir / name).unlink(missing_ok=True)
@@ -220,7 +220,7 @@ def clear(run_dir: Path) -> None:
 
 
 def finished(run_dir: Path, variation: Variation = "as_it_is") -> Trial | None:
-    """A trial of an earlier day, if it came to its end there and was ok."""
+    """Return the earlier trial in a directory if it finished and was ok; otherwise None."""
     trial = store.load(run_dir / TRIAL, Trial)
     if trial is None or not trial.ok:
         return None
@@ -229,14 +229,14 @@ def finished(run_dir: Path, variation: Variation = "as_it_is") -> Trial | None:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a child: it finds what this process finds, and is no part of another run."""
+    """Return a child's variables: it finds the modules of this process, and is not a rank of another run."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_NOT_FOR_CHILDREN)}
     search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     return {**kept, "PYTHONPATH": search_path, "PYTHONSAFEPATH": "1"}
 
 
 def _in_its_words(cause: str, tail: str) -> str:
-    """The cause, or what the child's own error said of it: got X: why; said once that it failed."""
+    """Return the cause in the words of the child's configuration error, if there is one, without repeated prefixes."""
     cause = cause.replace("fastloop: the run failed: ", "", 1)
     said = tail.rpartition("fastloop: got ")[2].splitlines()
     if not cause.startswith("exit code") or len(said) < 2 or not said[1].startswith("  why "):
@@ -245,10 +245,10 @@ def _in_its_words(cause: str, tail: str) -> str:
 
 
 def refuse(environ: Mapping[str, str], *, why: str, do: str) -> None:
-    """Raise ConfigError where nothing would be measured, or where this process is one rank of several.
+    """Raise ConfigError if nothing would be measured, or if this process is one rank of several.
 
     Args:
-        why: this command is no rank's; ``do``: what to write instead.
+        why: why ranks must not run this command; ``do``: what to write instead.
     """
     if environ.get("FASTLOOP_DISABLE", "") not in ("", "0"):
         raise ConfigError(got="FASTLOOP_DISABLE", why="nothing would be measured", do="unset it for this command")
@@ -258,7 +258,7 @@ def refuse(environ: Mapping[str, str], *, why: str, do: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a child reads on its standard input."""
+    """The request that a child reads from its standard input."""
 
     job: Job
     out: str
@@ -267,7 +267,7 @@ class Request:
 
 @contextlib.contextmanager
 def _request(job: Job, run_dir: Path) -> Iterator[int]:
-    """A descriptor that reads as the child's orders."""
+    """Yield a descriptor from which the child reads its request."""
     with tempfile.TemporaryFile() as file:
         file.write(store.dump(Request(job=job, out=str(run_dir.absolute())), ascii_only=True).encode())
         file.flush()

@@ -1,9 +1,9 @@
-"""The process of one trial: also run by the ranks that Lightning starts.
+"""The process of one trial, also run by the ranks that Lightning starts.
 
 ``python -m fastloop.experiments.trials.trial_process``.
 
-It is told what to do on its standard input, writes the step it is at into ``beat``, and answers by the files of its
-directory and its exit code. SIGUSR2 makes it write where each of its threads stands.
+It reads its request from standard input, writes its current step into ``beat``, and answers with the files in its
+directory and its exit code. On SIGUSR2 it writes the stacks of all its threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastloop.records.secrets import make_scrubber
 
 
 def main() -> int:
-    """Do what is asked on stdin; the exit code."""
+    """Carry out the request on stdin and return the exit code."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     request = read_request()
@@ -47,9 +47,9 @@ def main() -> int:
 
 
 def read_request() -> Request:
-    """The request on stdin. Read by position: the ranks share the file with the first of them."""
+    """Read the request on stdin, with pread, because all ranks share the file and its offset."""
     content = json.loads(os.pread(0, os.fstat(0).st_size, 0))
-    os.lseek(0, 0, os.SEEK_END)  # for the user's code, stdin is empty
+    os.lseek(0, 0, os.SEEK_END)  # the user's code must find stdin empty
     request = store.decode(content, Request)
     assert request is not None, content
     return request

@@ -1,1 +1,1 @@
-"""One number of one rung, searched by training."""
+"""The search for one number of one rung, by training."""

@@ -1,4 +1,4 @@
-"""Which values of a rung's one number are tried, and which of them is chosen: decisions without a training."""
+"""Decides which values of a rung's number to try, and which to choose; nothing is trained here."""
 
 from __future__ import annotations
 
@@ -12,61 +12,60 @@ from fastloop.records.tuning import Point
 from fastloop.report.numbers import short
 
 WORSE = 0.03
-"""Two values in a row that are slower by more end a search."""
+"""Two consecutive values that are slower than the best by more than this share end a search."""
 FEW = 3
-"""As many worker counts are trained with one by one: asking the loader alone first would take longer."""
+"""Up to this many worker counts, train with each: timing the loader alone first would take longer."""
 AMPLE = 0.8
-"""A loader that needs less than this share of what the rest of the step takes is not the limit."""
+"""A loader that needs less than this share of the rest of the step is not the limit."""
 HEADROOM = 0.7
-"""Nor will it be beside a training that wants CPUs too: a climb takes the first count below this without training."""
+"""Below this share, it is not the limit even beside a training that also needs CPUs: a climb takes the first such count
+without training."""
 FASTER = 0.9
-"""Of the time with fewer: more workers whose loader needs more than this share of it are no faster."""
+"""More workers count as faster only if their loader takes less than this share of the time with fewer."""
 OUT_OF_MEMORY = "out of memory"
-"""Why a value could not be measured that needs more than there is."""
+"""The reason if a value could not be measured because it needs too much memory."""
 HOPE = 1.5
-"""Workers share the work no better than evenly, by more than this share of what would be enough."""
+"""Workers split the work evenly at best; a count that would still take more than this multiple of the time that is
+enough is not measured."""
 
 
 def list_tunables() -> dict[str, Tunable]:
-    """The number of each rung that can be searched for, by rung, in the ladder's order."""
+    """Return the tunable number of each rung that has one, in the ladder's order."""
     return {rung: card.tunes for rung, card in cards().items() if card.tunes is not None}
 
 
 def name_number(rung: str) -> str:
-    """The full name of a rung's number: ``rungs.workers.count``."""
+    """Return the full name of a rung's number: ``rungs.workers.count``."""
     return f"rungs.{rung}.{list_tunables()[rung].field}"
 
 
 def find_loader_rung() -> str:
-    """The rung whose number a loader trial varies."""
+    """Return the rung with the number that a loader trial varies."""
     return next(rung for rung, number in list_tunables().items() if number.trained == "loader")
 
 
 def choose(ms: Mapping[int, float], tolerance: float) -> int | None:
-    """The smallest value that is slower than the fastest by no more than this share; None where there is none."""
+    """Return the smallest value that is slower than the fastest by at most this share; None if there are no values."""
     return min((value for value in ms if ms[value] <= min(ms.values()) * (1 + tolerance)), default=None)
 
 
 def list_values(
     what: str, *, cpus: int = 1, micro: int = 1, window: int = 1, yours: int | None = None
 ) -> tuple[int, ...]:
-    """The values to try, ascending.
+    """Return the values to try, in ascending order.
 
     Args:
-        cpus: for each rank.
+        cpus: CPUs for each rank.
         micro: samples of a loader batch.
         window: loader batches of an optimizer step on one rank.
-        yours: what the user wrote, which is tried too.
+        yours: the user's value, which is tried too.
     """
     space = SearchSpace(cpus=cpus, micro_batch=micro, batches_per_step=window)
     return tuple(sorted({*list_tunables()[what].values(space), *(() if yours is None else (yours,))}))
 
 
 def is_hopeless(ms: Sequence[float | None]) -> bool:
-    """Whether the last two of these tries, in the order in which they were made, are slower than the best, or failed.
-
-    None: it failed.
-    """
+    """Whether the last two of these tries, in chronological order, failed (None) or are slower than the best."""
     best = min((each for each in ms if each is not None), default=math.inf)
     return len(ms) > 2 and all(each is None or each > best * (1 + WORSE) for each in ms[-2:])
 
@@ -78,14 +77,14 @@ def next_value(
     values: Sequence[int],
     tolerance: float,
 ) -> int | None:
-    """The value to train with next, where it is known what each can give at most; None: enough is known.
+    """Return the value to train with next, given a bound for each; None if enough is known.
 
-    First the one that promises most, then its neighbours, as long as they could still change the choice.
+    First the most promising value, then its neighbors as long as they could still change the choice.
 
     Args:
-        tried: step time by value; None: it failed.
-        bounds: by value, the time that its loader and the rest of the step leave possible.
-        rest_ms: the step without its loader: what is possible where a loader was not measured.
+        tried: step time by value; None if it failed.
+        bounds: by value, the shortest step time that its loader and the rest of the step allow.
+        rest_ms: the step without its loader: the bound if a loader was not measured.
     """
     known = {value: ms for value, ms in tried.items() if ms is not None}
     if not known:
@@ -104,10 +103,10 @@ def next_value(
 
 
 def pick_worth_measuring(counts: Sequence[int], one_ms: float | None, enough_ms: float | None) -> tuple[int, ...]:
-    """The counts whose loader is worth a measurement: those that can be enough, and the one below them; two at least.
+    """Return the worker counts worth measuring: those that may be enough, and the one below them; at least two.
 
     Args:
-        one_ms: what a single process takes for a step, about.
+        one_ms: the approximate time that a single worker process takes for a step.
     """
     if one_ms is None or enough_ms is None:
         return tuple(counts)
@@ -116,7 +115,7 @@ def pick_worth_measuring(counts: Sequence[int], one_ms: float | None, enough_ms:
 
 
 def pick_promising(loader_ms: Mapping[int, float], rest_ms: float | None) -> tuple[int, ...]:
-    """The smallest count with headroom; where loading stays the limit, the two whose loaders are the fastest."""
+    """Return the smallest count with headroom; if loading stays the limit, the two counts with the fastest loaders."""
     enough = [count for count, ms in loader_ms.items() if rest_ms is not None and ms <= HEADROOM * rest_ms]
     if enough:
         return (min(enough),)
@@ -132,14 +131,14 @@ def explain(
     loader_ms: Mapping[int, float],
     rest_ms: float | None,
 ) -> str:
-    """What a search found, in a sentence or two.
+    """Explain the result of a search, in a sentence or two.
 
     Args:
-        points: what was tried.
-        base: the value that stands for the training without the rung.
-        best: what was chosen.
-        loader_ms: what the loader alone takes for a step, by value, where it was measured.
-        rest_ms: what the step takes without its loader.
+        points: the values that were tried.
+        base: the value that represents the training without the rung.
+        best: the chosen value.
+        loader_ms: the time that the loader alone takes for a step, by value, if measured.
+        rest_ms: the step time without its loader.
     """
     ms = {each.value: each.step_ms for each in points if each.step_ms is not None}
     others, first = {value: each for value, each in ms.items() if value != base}, {each.value: each for each in points}

@@ -1,6 +1,6 @@
-"""One number of one rung, found by training with each of a few values, every training in a fresh process.
+"""Finds one number of one rung by training with a few values, each in a fresh process.
 
-A search is no proof: each value is trained once, and the best of several seems better than it is.
+A search is no proof: each value is trained once, and the best of several looks better than it is.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from fastloop.records.trial import LoaderAnswer
 from fastloop.records.tuning import LoaderTime, Point, TuningFile
 
 FIRST = "as-it-is"
-"""The training without the rung, which every search begins with."""
+"""The training without the rung, with which every search begins."""
 LEAST_STEPS = 30
-"""Of a window; more where its queues ask for more (`bridge/watch/measurement.py`: ten times what they hold)."""
+"""Fewest steps of a window; its queues may need more (`bridge/watch/measurement.py`: ten times what they hold)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownTimes:
-    """What is known of the training without the rung, which is then not trained again."""
+    """Known times of the training without the rung, which is then not trained again."""
 
     ms: Mapping[int, float]
-    """Of a step, by value, the training without the rung included: 0, or for a micro-batch that of the loader."""
+    """Step time by value, including the training without the rung: value 0, or the loader's micro-batch size."""
     micro: int = 1
     """Samples of a loader batch."""
     window: int = 1
@@ -59,18 +59,18 @@ class KnownTimes:
     queued: int = 0
     """Batches that the loader keeps ready."""
     beside: bool = False
-    """Workers load beside, as they do in what is given; else what a micro-batch gains is tried on replayed batches."""
+    """Whether workers load at the same time, as in the given times; if not, micro-batches train on replayed batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned(TuningFile):
-    """What a search found."""
+    """The result of a search."""
 
     key: str = ""
     as_it_is: int = 0
     best: int | None = None
     failed: Trial | None = field(default=None, metadata={"json": None})
-    """A training that failed, where no value could be measured."""
+    """A failed training, if no value could be measured."""
 
 
 def search(
@@ -90,15 +90,15 @@ def search(
     """Find the best value of the one number of a rung.
 
     Args:
-        arm: the training; the rung need not be switched on in it.
-        what: a rung with a number to search for, one of `tunables`.
-        place: gets one directory for each training.
-        steps: optimizer steps of each; None: as many as its window takes, at most ``run.max_steps``.
-        warmup: of them, before the window; None: as the arm has it.
-        resume: take trainings that ended in `place` on an earlier day as they are; they must be of the same search.
-        given: what need not be trained; None: nothing is known.
-        begins: called with the name of each training before it begins; what it raises ends the search.
-        stopped: called with what was found until then, nothing of it chosen, and with what is raised before the end.
+        arm: the training; the rung need not be enabled in it.
+        what: a rung with a tunable number, one of `list_tunables`.
+        place: receives one directory for each training.
+        steps: optimizer steps of each training; None for as many as its window needs, at most ``run.max_steps``.
+        warmup: how many of them come before the window; None for the arm's own number.
+        resume: reuse the finished trainings in `place`, which must belong to the same search.
+        given: known times that need not be trained; None if nothing is known.
+        begins: called with the name of each training before it begins; an exception ends the search.
+        stopped: called if the search is interrupted, with its results so far (nothing chosen) and the exception.
 
     Raises:
         ConfigError: the arm's configuration cannot be used.
@@ -117,7 +117,7 @@ def search(
 
 @dataclass(kw_only=True)
 class _Search:
-    """The trainings of one search, and what they gave. Its fields are the arguments of `search`."""
+    """The trainings of one search and their results. Its fields are the arguments of `search`."""
 
     arm: Arm
     what: str
@@ -139,7 +139,7 @@ class _Search:
         self.failed: Trial | None = None
 
     def search(self, given: KnownTimes | None) -> Tuned:
-        """Train without the rung, unless that is known, and with the values that it is worth to try."""
+        """Train without the rung, unless its time is known, and with the promising values."""
         replays = self._number.trained == "replayed" and not (given is not None and given.beside)
         variation: Variation = "replayed" if replays else "as_it_is"
         given = given or self._train_first(variation)
@@ -157,7 +157,7 @@ class _Search:
         return self.summarize()
 
     def _train_first(self, variation: Variation) -> KnownTimes | None:
-        """The training without the rung; None where it gave no step time."""
+        """Train without the rung; returns None if this gave no step time."""
         first = self._train(FIRST, "enabled=false", variation=variation, left="the number of others is not known")
         found = first.measurement or Measurement()
         micro = found.micro_batch or 1
@@ -174,7 +174,7 @@ class _Search:
         )
 
     def _train_each(self, values: Sequence[int], variation: Variation) -> None:
-        """Train with one value after the other, until they only get worse or the rung does nothing."""
+        """Train with each value in sequence, until they only get worse or the rung has no effect."""
         for number, value in enumerate(values):
             trial = self._measure(value, f"at most {len(values) - number - 1} left after it", variation)
             one_for_all = self._number.trained != "replayed"  # a micro-batch may be refused for its size
@@ -183,7 +183,7 @@ class _Search:
                 return
 
     def _loader_first(self, values: Sequence[int]) -> bool:
-        """Measure the loader alone, then train with the counts that can be the best; False: it cannot be measured."""
+        """Time the loader alone, then train with the counts that may be best; returns False if it cannot be timed."""
         rest = self._train("replayed", "enabled=false", variation="replayed", left="at most 5 left after it")
         self.rest_ms = rest_ms = make_point(0, rest, None).step_ms
         if rest_ms is None or not self._measure_loaders(values, rest_ms):
@@ -197,7 +197,7 @@ class _Search:
             self._measure(value, "one or two may follow", "as_it_is")
 
     def _measure_loaders(self, values: Sequence[int], rest_ms: float) -> bool:
-        """What the loader alone takes, until that is ample or gets no better; False: it could not be timed."""
+        """Time the loader alone until it is fast enough or gets no better; returns False if it cannot be timed."""
         trial = self._train(
             "loaders",
             "enabled=true",
@@ -241,7 +241,7 @@ class _Search:
         return arm.run(label, folder, ask, limits=self.limits, progress=self.progress)
 
     def summarize(self) -> Tuned:
-        """From the trainings there are."""
+        """Return the result of the trainings so far."""
         ms = {value: each.step_ms for value, each in self.points.items() if each.step_ms is not None}
         chosen, measured = choose(ms, self._number.tolerance), [value for value in ms if value != self._base]
         best = None if chosen == self._base else chosen
@@ -269,7 +269,7 @@ class _Search:
 
 
 def choose_steps(config: Config, queued: int) -> int:
-    """Optimizer steps of a training whose window is long enough for its queues, and no more than it has."""
+    """Return optimizer steps whose window is long enough for the queues, at most the configured number."""
     accumulate = config.trainer.get("accumulate_grad_batches")
     regrouped = regroups(config.ladder.enabled())
     each = accumulate if isinstance(accumulate, int) and accumulate > 0 and not regrouped else 1
@@ -278,17 +278,17 @@ def choose_steps(config: Config, queued: int) -> int:
 
 
 def read_own_value(config: Config, what: str) -> int | None:
-    """The number as the user wrote it; None where it is the default or left to us."""
+    """Return the number that the user wrote; None if it is the default or left to fastloop."""
     rung, key = getattr(config.ladder, what), list_tunables()[what].field
     value = getattr(rung, key)
     return value if isinstance(value, int) and value != getattr(type(rung)(), key) else None
 
 
 def make_point(value: int, trial: Trial, rung: str | None) -> Point:
-    """What one training gave with a value.
+    """Return the result of training with a value.
 
     Args:
-        rung: what has to have been active in it.
+        rung: the rung that must have been active.
     """
     if not trial.ok:
         return Point(value=value, ok=False, why=OUT_OF_MEMORY if ran_out_of_memory(trial) else trial.cause)
@@ -302,14 +302,14 @@ def make_point(value: int, trial: Trial, rung: str | None) -> Point:
 
 
 def compute_step_ms(found: Measurement) -> float | None:
-    """Of an optimizer step, from the rate where there is one: that leaves out the batches that a queue held before."""
+    """Return the time of an optimizer step, from the rate if known: it leaves out batches that queues held before."""
     if found.samples_per_s and found.global_batch:
         return 1e3 * found.global_batch / found.samples_per_s
     return found.step_ms.get("mean") or None
 
 
 def explain_inactive(run_dir: Path, rung: str) -> str | None:
-    """Why a rung did nothing in a run, by its files; None where it took, or where that is not known."""
+    """Return why a rung had no effect in a run, from its files; None if it took effect or if this is unknown."""
     idle = [(step.rung, step.reason) for step in load_plan(run_dir).steps if step.status == "skipped"]
     idle += [(verdict.rung, verdict.why) for verdict in load_verdicts(run_dir) if verdict.took is False]
     return next((str(why) for name, why in idle if name == rung), None)

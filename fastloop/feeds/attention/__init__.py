@@ -1,1 +1,1 @@
-"""Attention that is written out by hand: where it is, how it reads, and one call in its place."""
+"""Finds hand-written attention, matches its parts, and replaces it by a single call."""

@@ -1,4 +1,4 @@
-"""Modules whose own code may hold attention written out by hand: it takes a softmax and makes matrix products."""
+"""Finds modules that may implement attention by hand: their own code has a softmax and matrix products."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ import torch
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "__matmul__"})
 SDPA = "scaled_dot_product_attention"
 DEPTH = 4
-"""How far calls of a module's own methods, and of functions beside it, are followed."""
+"""Depth to which calls of the module's methods, and of global functions, are followed."""
 
 
 def list_candidates(model: torch.nn.Module) -> list[str]:
-    """Names of inner modules that take a softmax and make matrix products themselves, not in modules inside them."""
+    """List inner modules with a softmax and matrix products in their own code, not only in their submodules."""
     return [name for name, module in model.named_modules() if name and _attends(module)]
 
 
 def list_sdpa(model: torch.nn.Module) -> list[str]:
-    """Names of modules that call ``scaled_dot_product_attention`` themselves, or are torch's own that do."""
+    """List modules that call ``scaled_dot_product_attention`` in their own code, and torch's MultiheadAttention."""
     own = (torch.nn.MultiheadAttention,)
     return [name for name, module in model.named_modules() if isinstance(module, own) or SDPA in _read_names(module)]
 
 
 def list_switchable(model: torch.nn.Module) -> list[str]:
-    """Names of Hugging Face models that run attention by hand and have a switch for it; the outermost ones."""
+    """List the outermost Hugging Face models that run eager attention and can switch to another one."""
     found: list[str] = []
     inside: set[int] = set()
     for name, module in model.named_modules():
         if id(module) not in inside and callable(getattr(module, "set_attn_implementation", None)):
             inside |= {id(each) for each in module.modules()}
             config = getattr(module, "config", None)
-            returns_weights = getattr(config, "output_attentions", False)  # which no other attention gives
+            returns_weights = getattr(config, "output_attentions", False)  # only eager attention returns weights
             if getattr(config, "_attn_implementation", None) == "eager" and not returns_weights:
                 found.append(name)
     return found
 
 
 def switch_models(model: torch.nn.Module) -> list[Any]:
-    """Let them run ``sdpa``, by their own switch; those that do it now."""
+    """Switch these models to ``sdpa`` with their own method; return those that were switched."""
     found: list[Any] = []
     for module in (cast(Any, model.get_submodule(name)) for name in list_switchable(model)):
-        with contextlib.suppress(ValueError):  # this model has no other attention
+        with contextlib.suppress(ValueError):  # this model has only eager attention
             module.set_attn_implementation("sdpa")
             found.append(module)
     return found
 
 
 def switch_back_for_weights(model: Any) -> Callable[[], None]:
-    """Let a switched model run by hand again from the first call that asks for attention weights; returns the undo."""
+    """Switch a model back to eager attention at the first call that requests attention weights; return the undo."""
 
     def look(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs.get("output_attentions") and model.config._attn_implementation == "sdpa":
             model.set_attn_implementation("eager")
 
     undo = contextlib.ExitStack()
-    for module in model.modules():  # people call the inner model, too
+    for module in model.modules():  # users may call the inner model directly
         if hasattr(module, "set_attn_implementation"):
             undo.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
     return undo.close
@@ -72,7 +72,7 @@ def _attends(module: torch.nn.Module) -> bool:
 
 
 def _read_names(module: torch.nn.Module) -> frozenset[str]:
-    """Names that a module's forward uses; a product by ``@`` as ``__matmul__``."""
+    """Return the names that a module's forward uses; ``@`` counts as ``__matmul__``."""
     forward = getattr(type(module), "forward", None)
     if not isinstance(forward, types.FunctionType) or type(module).__module__.startswith("torch.nn."):
         return frozenset()
@@ -97,7 +97,7 @@ def _follow(function: types.FunctionType, kind: type, depth: int, seen: set[type
 
 
 def _open(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code, and that of functions and comprehensions written in it."""
+    """Yield a function's code, and that of functions and comprehensions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""What changes tensors in place in a captured graph, also by a statement of its own: ``mask[:, :4] = 1``."""
+"""Finds in-place changes of tensors in a captured graph, including statements such as ``mask[:, :4] = 1``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.fx import Graph, Node
 IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "iand", "ior", "ixor", "ipow", "setitem"})
 
 OPERATORS = ("and_", "or_", "not_")
-"""Of Python's module `operator`, whose names end so because they are keywords."""
+"""Functions of Python's module `operator` whose names end in an underscore only because they are keywords."""
 
 
 def name_of(node: Node) -> str | None:
-    """What a node calls, whether as a method or as a function of torch's or Python's: matmul, truediv, softmax."""
+    """Return the name of the method or function that a node calls: matmul, truediv, softmax."""
     if node.op == "call_method":
         return str(node.target)
     return getattr(node.target, "__name__", None) if node.op == "call_function" else None
@@ -29,7 +29,7 @@ def changes_in_place(name: str) -> bool:
 
 
 def list_changes(graph: Graph) -> list[tuple[Node, int]]:
-    """Nodes that change a tensor in place, and its storage: views share it."""
+    """List nodes that change a tensor in place, with the tensor's storage, which its views share."""
     changes = list[tuple[Node, int]]()
     for node in graph.nodes:
         changed = node.kwargs.get("out")
@@ -41,13 +41,13 @@ def list_changes(graph: Graph) -> list[tuple[Node, int]]:
 
 
 def find_storage(node: Any) -> int | None:
-    """Where a node's value would be in memory; None where it is no tensor."""
+    """Return an id of the storage of a node's value; None if it is not a tensor."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def is_changed_between(nodes: Sequence[Node], last: Node) -> bool:
-    """Whether a tensor that these nodes take is changed after they took it, and before the last of them is there."""
+    """Whether an input of one of these nodes is changed in place after that node ran and before `last` runs."""
     order = {node: place for place, node in enumerate(last.graph.nodes)}
     changes = [(order[node], storage) for node, storage in list_changes(last.graph) if order[node] < order[last]]
     for node in nodes:

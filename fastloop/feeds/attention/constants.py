@@ -1,4 +1,4 @@
-"""Values in a captured graph that no batch has a part in: masks made of buffers and sizes, scales, fill values."""
+"""Evaluates values in a captured graph that depend on no batch: masks from buffers and sizes, scales, fill values."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Constants:
     """Evaluates nodes of one graph.
 
     Args:
-        graph: as Dynamo captured it; its inputs know the tensors that they stand for.
-        kept: ids of tensors that may be taken for constants: buffers.
+        graph: as Dynamo captured it; its inputs refer to the actual tensors.
+        kept: ids of the tensors (buffers) that may be treated as constants.
 
     Attributes:
-        held: those whose numbers somebody relies on, by id.
+        held: the tensors whose numbers the rewritten graph relies on, by id.
     """
 
     def __init__(self, graph: torch.fx.GraphModule, kept: Collection[int]) -> None:
@@ -34,20 +34,20 @@ class Constants:
         self._changed = {storage for _, storage in list_changes(graph.graph)}
 
     def evaluate(self, node: Any, sizes: Mapping[int, int] | None = None) -> Any:
-        """The value of a node, or of what is none.
+        """Return the value of a node; anything else is returned unchanged.
 
         Args:
-            sizes: what sizes that vary are to be, in place of those in the batch that was captured.
+            sizes: replacements for dynamic sizes, keyed by the size in the captured batch.
 
         Raises:
-            Unknown: the value is no constant.
+            Unknown: the value is not constant.
         """
         known: dict[Node, Any] = {}
         with torch.no_grad():
             return map_arg(node, lambda each: self._evaluate(each, sizes or {}, known))
 
     def list_buffers(self, node: Node) -> list[torch.Tensor]:
-        """The kept tensors that a node's value is made of."""
+        """List the kept tensors that a node's value is computed from."""
         found, queue, seen = list[torch.Tensor](), [node], set[Node]()
         while queue:
             if (each := queue.pop()) not in seen:
@@ -59,7 +59,7 @@ class Constants:
         return found
 
     def hold(self, node: Any) -> None:
-        """Somebody relies on what `evaluate` said of this node, or of what is none."""
+        """Record that the rewritten graph relies on the value of this node; does nothing for other values."""
         if isinstance(node, Node):
             self.held |= {id(buffer): buffer for buffer in self.list_buffers(node)}
 
@@ -86,7 +86,7 @@ class Constants:
         name = name_of(node)
         if name is None or changes_in_place(name) or any(word in name for word in RANDOM):
             raise Unknown
-        if find_storage(node) in self._changed:  # by a statement of its own, as in mask[:, :4] = 1
+        if find_storage(node) in self._changed:  # by a separate statement, as in mask[:, :4] = 1
             raise Unknown
 
         def look(each: Node) -> Any:
@@ -95,7 +95,7 @@ class Constants:
             except Unknown:
                 example = each.meta.get("example_value")
                 if isinstance(example, torch.Tensor) and (name.endswith("_like") or name.startswith("new_")):
-                    shape = [read_size(size) for size in example.shape]  # only its size and type are asked for
+                    shape = [read_size(size) for size in example.shape]  # only its shape and dtype are used
                     return torch.empty(shape, dtype=example.dtype, device=example.device)
                 raise
 
@@ -109,7 +109,7 @@ class Constants:
 
 
 def read_size(size: Any) -> int:
-    """A size as a number, without a promise that it stays that."""
+    """Return a size as a number, without a guard that would fix it."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 
@@ -131,11 +131,11 @@ def swaps(node: Node) -> bool:
 
 
 def _is_size(node: Node) -> bool:
-    """Whether a number among a graph's inputs is the size of a tensor, as far as Dynamo says."""
+    """Whether Dynamo records that this number among a graph's inputs is the size of a tensor."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     return type(source).__name__ == "TensorPropertySource"
 
 
 def _find_input(node: Node) -> Any:
-    """What an input of the graph stands for; None where Dynamo does not say."""
+    """Return the actual value of a graph input; None if Dynamo does not record it."""
     return getattr(node.meta.get("grapharg"), "example", None)

@@ -1,7 +1,7 @@
-"""Attention written out by hand, found in a captured graph: what is multiplied, scaled, masked and dropped.
+"""Matches hand-written attention in a captured graph: its products, scaling, masks and dropout.
 
-Read from a softmax outwards: back to the product of queries and keys, on to the product with the values. What lies
-between is named by what it does, so that it does not matter how it was written (``@``, einsum, baddbmm, in place).
+The search starts at a softmax, goes back to the product of queries and keys, and forward to the product with the
+values. It reads each step in between by its effect, however it is written (``@``, einsum, baddbmm, in place).
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ from fastloop.feeds.attention.constants import Constants, Unknown, read_size, sw
 PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum", "baddbmm")
 CASTS = ("to", "float", "type_as", "bfloat16", "half", "double", "type", "contiguous")
 NEVER = -1e4
-"""What is added to a score, or put in its place, so that its weight is 0; GPT-2's own code has this number."""
+"""This number or a lower one, added to a score or replacing it, makes its weight 0; GPT-2's own code uses this one."""
 
 
 class NoMatch(Exception):
-    """This is no attention that one call can take the place of; the text says why."""
+    """This is no attention that a single call can replace; the message says why."""
 
 
 @dataclass
 class Found:
-    """One attention. Tensors as nodes: query [.., Q, D], key [.., K, D], value [.., K, E], result [.., Q, E]."""
+    """One attention. Nodes for its tensors: query [.., Q, D], key [.., K, D], value [.., K, E], result [.., Q, E]."""
 
     query: Node
     key: Node
     value: Node
     result: Node
     order: tuple[int, ...] | None = None
-    """How the result's dimensions are then permuted."""
+    """Permutation to apply to the result's dimensions; None if it needs none."""
     scale: float = 1.0
     scale_by: list[tuple[Node, bool]] = field(default_factory=list)
-    """Tensors that the query is multiplied by, or divided (True)."""
+    """Tensors to multiply the query by, or to divide it by (True)."""
     causal: bool = False
     stale: list[Node] = field(default_factory=list)
-    """Masks that said no more than `causal` does."""
+    """Masks that `causal` makes redundant."""
     masks: list[tuple[str, Node]] = field(default_factory=list)
-    """By what they mean: ``allowed`` and ``barred`` are boolean, True where a score counts or does not; what is
-    ``added`` to the scores, or ``taken`` off them."""
+    """Masks with their meanings: ``allowed`` and ``barred`` are boolean, True where a score counts or does not;
+    ``added`` ones are added to the scores, ``taken`` ones subtracted."""
     evens: bool = False
-    """Whether a row without a score that counts has equal weights: one finite number stands in their place."""
+    """Whether a fully masked row has equal weights, because the same finite number replaces all its scores."""
     dropout: float | Node = 0.0
-    """Its rate: a node where Dynamo has seen several rates and made it an input."""
+    """Dropout rate; a node if Dynamo saw several rates and made it an input."""
     between: list[Node] = field(default_factory=list)
-    """What falls away, from the result back."""
+    """Nodes to remove, from the result back."""
 
     @property
     def adds(self) -> bool:
-        """Whether a mask is numbers, and not only what counts."""
+        """Whether a mask holds numbers instead of booleans."""
         return any(means in ("added", "taken") for means, _ in self.masks)
 
 
 def find_attention(softmax: Node, constants: Constants) -> Found:
-    """Read the attention around a softmax. New nodes that only reorder dimensions are put into its graph.
+    """Match the attention around a softmax. Adds nodes to the graph that only reorder dimensions.
 
     Raises:
-        NoMatch: there is none, or none that one call computes.
+        NoMatch: there is no attention, or a single call cannot compute it.
     """
     _check_dim(softmax)
     result, weights, dropout, after = _follow_weights(softmax)
@@ -78,7 +78,7 @@ def find_attention(softmax: Node, constants: Constants) -> Found:
     return found
 
 
-# -- from the softmax on ------------------------------------------------------------------------------------------
+# -- forward from the softmax -------------------------------------------------------------------------------------
 
 
 def _check_dim(softmax: Node) -> None:
@@ -91,7 +91,7 @@ def _check_dim(softmax: Node) -> None:
 
 
 def _follow_weights(softmax: Node) -> tuple[Node, Node, Any, list[Node]]:
-    """The product with the values, the weights as they go into it, their dropout, and all nodes from there back."""
+    """Return the product with the values, its weights argument, their dropout, and all nodes on the way."""
     weights, dropout, passed = softmax, cast(Any, 0.0), list[Node]()
     while True:
         users = list(weights.users)
@@ -115,10 +115,10 @@ def _follow_weights(softmax: Node) -> tuple[Node, Node, Any, list[Node]]:
 
 
 def _trace_back(node: Any) -> tuple[list[tuple[str, Any]], list[Node]]:
-    """What is done to the scores, first things first, as (what, by); and the nodes, back to the product.
+    """Return the operations on the scores in order, as (what, by), and the nodes back to the product.
 
     Raises:
-        NoMatch: nothing leads to a product, or a value on the way is used elsewhere.
+        NoMatch: no path leads to a product, or a value on the way is used elsewhere.
     """
     if not isinstance(node, Node) or not isinstance(node.meta.get("example_value"), torch.Tensor):
         raise NoMatch("its softmax input is not a product of queries and keys")
@@ -141,7 +141,7 @@ def _trace_back(node: Any) -> tuple[list[tuple[str, Any]], list[Node]]:
 
 
 def _read_step(name: str, node: Node) -> list[tuple[str, Any, Any]]:
-    """How a node may be read: what it does to the scores, which argument these are, and by what it does it."""
+    """List possible readings of a node: its operation on the scores, the argument with the scores, other operands."""
     first, second = _argument(node, 0, "input"), _argument(node, 1, "other")
     plain = name.strip("_").removeprefix("i") if name.strip("_").startswith("i") else name.strip("_")
     if _casts(node):
@@ -166,7 +166,7 @@ def _read_step(name: str, node: Node) -> list[tuple[str, Any, Any]]:
 
 
 def _read_steps(steps: list[tuple[str, Any]], found: Found, constants: Constants) -> None:
-    """Put what is done to the scores, in its order, into the terms of one call."""
+    """Translate the operations on the scores, in order, into arguments of one call."""
     fills = list[float]()
     for what, by in steps:
         number = _read_number(by, constants)
@@ -224,7 +224,7 @@ def _read_number(value: Any, constants: Constants) -> float | None:
 
 
 def _find_causal(found: Found, product: Node, constants: Constants) -> None:
-    """Leave masks out where all that they say is that a query sees itself and what came before: the call knows that."""
+    """Drop the masks if they only let a query see itself and earlier keys: the call's ``is_causal`` does that."""
     scores = _example(product)
     size = read_size(scores.shape[-1])
     if read_size(scores.shape[-2]) != size:
@@ -364,7 +364,7 @@ def _permute(node: Node, letters: str, wanted: list[str]) -> Node:
 
 
 def _check_types(product: Node, found: Found) -> None:
-    """One call computes in one type; autocast sees to that where it is on, as it does for the products."""
+    """A single call computes in one dtype; autocast, if on, ensures that, as it does for the products."""
     scores, out = _example(product).dtype, _example(found.result).dtype
     given = {_example(each).dtype for each in (found.query, found.key, found.value)}
     if given != {out} and scores != out:
@@ -372,7 +372,7 @@ def _check_types(product: Node, found: Found) -> None:
 
 
 def _count_swaps(node: Node) -> int:
-    """How often the weights were transposed between the softmax and here."""
+    """Count the transpositions of the weights between the softmax and this node."""
     count = 0
     while name_of(node) != "softmax":
         count += swaps(node)

@@ -1,4 +1,4 @@
-"""A pass over captured graphs that puts one call of scaled_dot_product_attention in place of attention by hand."""
+"""A pass over captured graphs that replaces hand-written attention by a call of scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fastloop.feeds.compiled_calls import COMPILES, MAY_TAKE, TAKEN
 
 ATTEND = torch.nn.functional.scaled_dot_product_attention
 UNSQUEEZES: dict[int, list[int]] = {4: [], 3: [1], 2: [0, 0]}
-"""Where dimensions of size 1 go, by how many there are: the first of three is that of samples and heads together."""
+"""Where to insert dimensions of size 1, by number of dimensions; of three, the first joins samples and heads."""
 
 
 class ReplaceAttention:
     """The pass.
 
     Args:
-        model: whose buffers are taken for constants, where what calls the pass heeds their changes.
+        model: its buffers count as constants if the caller of the pass watches them for changes.
 
     Attributes:
-        replaced: attentions replaced so far; causal: how many of them need no mask for that.
-        missed: why others were not, one reason each.
+        replaced: attentions replaced so far; causal: how many of them use ``is_causal`` instead of a mask.
+        missed: for each attention not replaced, the reason.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -41,7 +41,7 @@ class ReplaceAttention:
             constants, before = Constants(graph, kept), set(graph.graph.nodes)
             try:
                 if graph.meta.get(COMPILES) and node.meta["example_value"].dtype == torch.float64:
-                    # Inductor takes what the kernel on a CPU saves for its backward for float32 (seen in torch 2.11).
+                    # Inductor assumes that what the CPU kernel saves for its backward is float32 (seen in torch 2.11).
                     raise NoMatch("it computes in float64, for which a compiled graph has no fused kernel")
                 found = find_attention(node, constants)
             except NoMatch as reason:
@@ -74,7 +74,7 @@ def _replace(graph: Graph, found: Found) -> None:
         if found.order is not None:
             made = graph.call_method("permute", (made, *found.order))
         if any(name_of(user) in ("view", "as_strided") for user in result.users):
-            made = graph.call_method("contiguous", (made,))  # as the result of a product is
+            made = graph.call_method("contiguous", (made,))  # like the result of a product
     made.meta["example_value"] = result.meta["example_value"]
     result.replace_all_uses_with(made)
     _erase(graph, found.between[::-1])
@@ -86,7 +86,7 @@ def _replace(graph: Graph, found: Found) -> None:
 
 
 def _reorder_back(found: Found) -> torch.Tensor:
-    """What the one call gives, from the result by hand: to compute it anew would fix sizes that may vary."""
+    """Derive the call's example value from the old result's: computing it would fix sizes that may vary."""
     value: torch.Tensor = found.result.meta["example_value"]
     dims = value.dim()
     if found.order is not None:
@@ -105,7 +105,7 @@ def _scale(graph: Graph, found: Found) -> Node:
 
 
 def _make_mask(graph: Graph, found: Found) -> Node | None:
-    """One mask of all: boolean where none is added to the scores, else in the type of the result."""
+    """Join all masks into one: boolean if none is added to the scores, else in the result's dtype."""
     inverse = {"barred": torch.logical_not, "taken": torch.neg}
 
     def join(plain: str, turned: str, by: Any) -> Node | None:
@@ -123,17 +123,17 @@ def _make_mask(graph: Graph, found: Found) -> Node | None:
 
 
 def _even_out(graph: Graph, query: Node, mask: Node) -> tuple[Node, Node]:
-    """For rows that a mask bars entirely: all scores 0, and all of them count. The call itself would give 0 there."""
+    """Give fully masked rows equal weights: set their scores to 0 and let all count. The call alone would return 0."""
     some = graph.call_method("any", (mask, -1, True))
     query = graph.call_function(torch.mul, (query, some))
     return query, graph.call_function(torch.logical_or, (mask, graph.call_function(torch.logical_not, (some,))))
 
 
 def _spread(graph: Graph, node: Node, own: int, dims: int) -> Node:
-    """As [samples, heads, .., ..], the one form that every kernel takes.
+    """Reshape to [samples, heads, .., ..], the only form that every kernel takes.
 
     Args:
-        own: dimensions of the node; dims: those of the scores.
+        own: number of dimensions of the node; dims: that of the scores.
     """
     for place in [*[0] * (dims - own), *UNSQUEEZES[dims]]:
         node = graph.call_method("unsqueeze", (node, place))
@@ -141,12 +141,12 @@ def _spread(graph: Graph, node: Node, own: int, dims: int) -> Node:
 
 
 def _count_dims(found: Found) -> int:
-    """Of all masks together."""
+    """Count the dimensions of all masks together."""
     return max(int(mask.meta["example_value"].dim()) for _, mask in found.masks)
 
 
 def _erase(graph: Graph, nodes: list[Node]) -> None:
-    """Take nodes out, the last first, that nobody uses."""
+    """Remove unused nodes, last first."""
     for node in reversed(nodes):
         if not node.users:
             graph.erase_node(node)

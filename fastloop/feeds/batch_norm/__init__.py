@@ -1,1 +1,1 @@
-"""Batch normalization where several of the user's batches run as one."""
+"""Batch normalization when several of the user's batches run as one."""

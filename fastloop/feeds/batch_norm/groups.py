@@ -1,8 +1,9 @@
-"""BatchNorm over each of the user's batches, where several of them run as one.
+"""BatchNorm over each of the user's batches when several of them run as one.
 
-The rows of a call are then `count` groups, one batch after the other. Each group is normalized by its own statistics,
-and the running ones are moved as by one call a group: the training is that of the batches one by one. Not compiled,
-the user's own forward does that, group by group. Compiled, all groups are normalized at once (`normalize_groups`).
+The rows of a call then form `count` consecutive groups, one per batch. Each group is normalized with its own
+statistics, and the running statistics are updated as if by one call per group, so the training equals that of separate
+batches. In eager mode the user's forward runs once per group; compiled code normalizes all groups at once
+(`normalize_groups`).
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from fastloop.records.plan import Undo
 
 KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 MOST_MIXED = 0.3
-"""Of the spread of a layer's means over the batches: by so much may they differ, apart and together. Rounding leaves
-1e-2 in bfloat16; rows in any other order differ by about 1."""
+"""Largest difference between a layer's means of separate and of merged batches, relative to their spread over the
+batches. Rounding leaves 1e-2 in bfloat16; rows in another order differ by about 1."""
 ROUNDING = 1e-3
-"""Of a layer's mean magnitude: what is smaller is rounding, however alike the batches are."""
+"""Relative to a layer's mean magnitude: smaller differences are rounding, even if the batches are nearly alike."""
 
 
 class BatchGroups:
-    """How many of the user's batches the calls of now hold, and the layers that heed it."""
+    """The number of user batches in the current calls, and the layers that use it."""
 
     def __init__(self) -> None:
         self.count = 1
         self.most = 1
-        """That any call held."""
+        """Largest count so far."""
         self.norms: dict[str, Any] = {}
 
     def begin(self, count: int) -> None:
-        """The calls that follow hold `count` batches; 1 ends it."""
+        """Set the number of batches in the following calls; 1 turns grouping off."""
         self.count, self.most = count, max(count, self.most)
 
     @contextlib.contextmanager
     def of(self, count: int) -> Iterator[None]:
-        """So it is for a while, which counts for nothing."""
+        """Set the count inside the context, without changing `most`."""
         before, self.count = self.count, count
         try:
             yield
@@ -49,8 +50,8 @@ class BatchGroups:
 
 
 def group_forwards(model: torch.nn.Module, groups: BatchGroups) -> Undo:
-    """Give all BatchNorm layers of a model a forward that heeds `groups`. No module is replaced, so names, classes and
-    checkpoints stay. SyncBatchNorm is left as it is."""
+    """Give all BatchNorm layers of a model a forward that follows `groups`. No module is replaced, so names, classes
+    and checkpoints stay the same. SyncBatchNorm stays unchanged."""
     before: list[tuple[Any, Any]] = []
     for name, part in model.named_modules():
         if isinstance(part, KINDS):
@@ -74,7 +75,7 @@ class GroupedForward:
     """The forward of one BatchNorm layer.
 
     Args:
-        plain: the one that the layer had.
+        plain: the layer's previous forward.
     """
 
     def __init__(self, module: Any, plain: Any, groups: BatchGroups) -> None:
@@ -85,13 +86,13 @@ class GroupedForward:
         """Normalize `input` [rows, channels, ...].
 
         Raises:
-            ValueError: the rows are no multiple of the groups.
+            ValueError: the rows are not a multiple of the groups.
         """
         count, module = self.groups.count, self.module
         if count == 1 or not uses_batch(module):
             return self.plain(input, *args, **kwargs)
         if input.shape[0] % count:
-            # None of our own errors: Dynamo cannot trace how they are made.
+            # Not one of our own errors: Dynamo cannot trace their constructors.
             raise ValueError(
                 f"got a {type(module).__name__} that gets {input.shape[0]} rows of {count} batches\n"
                 "  why each of the batches is to keep its own statistics, and these cannot be divided among them\n"
@@ -106,7 +107,7 @@ class GroupedForward:
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupedForward:
-        """A copied model that trains beside its original has the same batches."""
+        """A copy of the model that trains alongside gets the same batches, so it shares `groups`."""
         return GroupedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.plain, memo), self.groups)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -114,26 +115,26 @@ class GroupedForward:
 
 
 def uses_batch(module: Any) -> bool:
-    """Whether a layer normalizes by the statistics of what it gets, as torch decides it."""
+    """Whether a layer normalizes with the statistics of its input, by torch's rule."""
     return bool(module.training or (module.running_mean is None and module.running_var is None))
 
 
 def normalize_groups(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, groups: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Batch normalization of each of `groups` equal stretches of rows by itself. Inductor fuses it.
+    """Apply batch normalization separately to each of `groups` equal runs of rows. Inductor fuses it.
 
     A reduction over merged dimensions, [groups, rows * height * width, channels], took Inductor minutes to compile.
 
     Args:
         x: [rows, channels, ...], in any memory format; the output has the same.
-        weight: [channels], or None; and so `bias`.
+        weight: [channels], or None; likewise `bias`.
 
     Returns:
-        The output, in the type of `x`; means and biased variances [groups, channels], in float32 or finer.
+        The output, in the dtype of `x`; means and biased variances [groups, channels], in float32 or wider.
 
     Raises:
-        ValueError: a group has one value per channel.
+        ValueError: a group has only one value per channel.
     """
     parts = _part(x, groups)
     over = [dim for dim in range(parts.dim()) if dim not in (0, 2)]
@@ -151,17 +152,17 @@ def normalize_groups(
 
 
 def _part(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """[groups, rows, channels, ...] of [groups * rows, channels, ...], in the same memory."""
+    """View [groups * rows, channels, ...] as [groups, rows, channels, ...]."""
     return x.view(groups, x.shape[0] // groups, *x.shape[1:])
 
 
 @torch.no_grad()
 def move_running(module: Any, means: torch.Tensor, variances: torch.Tensor, values: int) -> None:
-    """Move the running statistics of a layer as by one call for each group, in closed form.
+    """Update a layer's running statistics as if by one call per group, in closed form.
 
     Args:
-        means: [groups, channels]; and so `variances`, the biased ones.
-        values: per channel and group.
+        means: [groups, channels]; likewise `variances`, which are biased.
+        values: number of values per channel and group.
     """
     groups, tracked = len(means), module.num_batches_tracked
     kept: Any = 1.0
@@ -170,7 +171,7 @@ def move_running(module: Any, means: torch.Tensor, variances: torch.Tensor, valu
         kept = (1 - module.momentum) ** groups
         calls_after = torch.arange(groups - 1, -1, -1, device=means.device, dtype=means.dtype)
         shares = module.momentum * (1 - module.momentum) ** calls_after
-    elif tracked is not None:  # the mean of all calls there ever were
+    elif tracked is not None:  # the mean over all calls so far
         seen = tracked.to(means.dtype)
         kept, shares = seen / (seen + groups), (1 / (seen + groups)).expand(groups)
     if tracked is not None:
@@ -185,8 +186,9 @@ def move_running(module: Any, means: torch.Tensor, variances: torch.Tensor, valu
 
 
 class MeansOfGroups:
-    """What the layers get of each batch, seen batch by batch and then together: so it shows whether the rows of a call
-    are the batches one after the other. A layer that gets others, two views in turn say, cannot keep them apart."""
+    """Compares the layers' inputs for separate batches with those for merged ones, to check that a call's rows are the
+    batches one after the other. If a layer gets rows in another order, such as alternating views, the batches cannot be
+    kept apart."""
 
     def __init__(self, groups: BatchGroups) -> None:
         self.groups = groups
@@ -195,14 +197,14 @@ class MeansOfGroups:
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Look at the calls of now. To be entered last: who puts back what the model's hooks keep would undo it."""
+        """Record calls inside the context. Enter it last: code that restores the model's hooks would remove ours."""
         with contextlib.ExitStack() as hooks:
             for name, part in self._norms.items():
                 hooks.callback(part.register_forward_pre_hook(self._make_hook(name), with_kwargs=True).remove)
             yield
 
     def begin(self) -> None:
-        """The calls that follow are of another piece."""
+        """Start recording the next piece."""
         self._seen.append({})
 
     def _make_hook(self, name: str) -> Any:
@@ -218,10 +220,10 @@ class MeansOfGroups:
         return look
 
     def explain_mixed(self, apart: int) -> str | None:
-        """Why the batches are not kept apart; None where they are.
+        """Return why the batches are not kept apart; None if they are.
 
         Args:
-            apart: how many of the pieces were single batches. The others held the same batches.
+            apart: how many of the pieces were single batches. The others held the same batches, merged.
         """
         for name in dict.fromkeys(name for piece in self._seen for name in piece):
             calls = [piece.get(name, []) for piece in self._seen]
@@ -234,7 +236,7 @@ class MeansOfGroups:
 
 
 def _are_mixed(apart: torch.Tensor, together: torch.Tensor) -> bool:
-    """Means and mean magnitudes [2, batches, channels] of the same batches. False where they are no numbers."""
+    """Compare means and mean magnitudes [2, batches, channels] of the same batches. False if they are NaN."""
     if apart.shape != together.shape:
         return True
     spread = (apart[0] - apart[0].mean(0)).norm()

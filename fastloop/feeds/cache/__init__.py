@@ -1,1 +1,1 @@
-"""Samples kept after the part of their work that is the same each time: what is kept, where, and for which dataset."""
+"""Caches samples after the part of their work that is the same each time: what is stored, where, for which dataset."""

@@ -1,4 +1,4 @@
-"""Datasets whose samples are kept: of image files, and with a method marked by ``cached_prefix``."""
+"""Caches samples of image-file datasets, and results of methods marked with ``cached_prefix``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def list_leaves(dataset: Any) -> list[Any]:
-    """The datasets below Subset and ConcatDataset, each once."""
+    """List the datasets inside Subset and ConcatDataset, each once."""
     parts = _list_parts(dataset)
     leaves = [leaf for part in parts for leaf in list_leaves(part)] if parts else [dataset]
     return list({id(leaf): leaf for leaf in leaves}.values())
 
 
 def _list_parts(dataset: Any) -> list[Any]:
-    """The datasets that a Subset or ConcatDataset is made of."""
+    """List the datasets directly inside a Subset or ConcatDataset."""
     if type(dataset) is Subset:
         return [dataset.dataset]
     return list(dataset.datasets) if type(dataset) is ConcatDataset else []
@@ -37,15 +37,14 @@ def _list_parts(dataset: Any) -> list[Any]:
 
 
 class CachedImages(StandInDataset):
-    """Stands in for a dataset of image files; pictures come from a store, the user's transforms go on from there.
+    """Stands in for a dataset of image files: takes pictures from a store, then applies the remaining transforms.
 
-    Where the user's dataset is changed during training, such as by another transform, its samples are made as it makes
-    them.
+    If the user changes the dataset during training, for example its transform, the dataset itself makes the samples.
 
     Args:
         inner: the user's dataset.
-        sample_cache: hands out pictures.
-        fingerprint: of the transforms that are kept with the picture.
+        sample_cache: looks pictures up in the store, or makes them.
+        fingerprint: identifies the transforms that were applied to the stored pictures.
     """
 
     _OWN = ("inner", "sample_cache", "fingerprint")
@@ -61,7 +60,7 @@ class CachedImages(StandInDataset):
         path, label = reading.source.locate(index)
         try:
             key = digest_texts(self.fingerprint.hex(), identify_files(path))
-        except OSError:  # opening it says what is wrong
+        except OSError:  # opening the file will raise a clear error
             key = None
         sample = self.sample_cache.fetch(key, lambda: reading.make(path))
         for call in reading.rest:
@@ -70,7 +69,7 @@ class CachedImages(StandInDataset):
 
 
 class _Reading:
-    """What a dataset of images was found to be, and whether it still is that."""
+    """The parts and transforms of an image dataset as first read, and whether they have changed since."""
 
     def __init__(self, dataset: Any) -> None:
         self.source: ImageSource = read_source(dataset)
@@ -81,7 +80,7 @@ class _Reading:
         self.rest = self._calls[len(self._prefix) :]
 
     def holds(self) -> bool:
-        """Whether the dataset's parts and transforms are the ones that were read."""
+        """Whether the dataset's parts and transforms are still the ones first read."""
         calls = list(list_calls(getattr(self._leaf, "transform", None)))
         return (
             all(getattr(item, name, None) is value for item, name, value in self._seen)
@@ -91,17 +90,17 @@ class _Reading:
         )
 
     def make(self, path: str) -> Any:
-        """The picture, decoded, after the transforms that are kept with it."""
+        """Decode the picture and apply the transforms that belong to the stored part."""
         picture = _open_picture(path)
         for each in self._prefix:
             picture = each.call(picture)
         if self.source.unknown is None:
-            picture.info = {}  # what no transform that follows looks at
+            picture.info = {}  # none of the remaining transforms reads it
         return picture
 
 
 def _list_settings(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
-    """What decides on samples, and may be set to something else: owner, attribute and value."""
+    """Yield the attributes that decide what samples are, and that the user may set: owner, name and value."""
     names = {Subset: ("indices", "dataset"), ConcatDataset: ("datasets",)}
     for name in names.get(type(dataset), ("transform", "target_transform", "loader")):
         yield dataset, name, getattr(dataset, name, None)
@@ -110,7 +109,7 @@ def _list_settings(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _open_picture(path: str) -> Any:
-    """As torchvision opens it, where it is used."""
+    """Open a picture, with torchvision's loader if torchvision is imported."""
     folder = sys.modules.get("torchvision.datasets.folder")
     if folder is not None:
         return folder.default_loader(path)
@@ -121,7 +120,7 @@ def _open_picture(path: str) -> Any:
 
 
 def fingerprint_images(source: ImageSource) -> bytes:
-    """The fingerprint of what is kept of a dataset of images."""
+    """Fingerprint the stored part of an image dataset's work."""
     return digest_texts("pictures", str(source.unknown is None), *map(repr, source.facts.prefix))
 
 
@@ -133,8 +132,8 @@ class KeptMethod:
 
     Args:
         owner: the dataset.
-        name: the method's.
-        cache: hands out what it returns.
+        name: the method's name.
+        cache: looks its results up in the store, or makes them.
     """
 
     def __init__(self, owner: Any, name: str, cache: SampleCache) -> None:
@@ -153,7 +152,7 @@ class KeptMethod:
             number = index if isinstance(index, str) else operator.index(index)
             file = getattr(function, MARK)
             files = "" if file is True else identify_files(file(self.owner, index))
-        except (OSError, TypeError):  # the method says what is wrong
+        except (OSError, TypeError):  # the method will raise a clear error
             return None
         return digest_texts(self.fingerprint.hex(), repr(number), files)
 
@@ -163,7 +162,7 @@ def _is_same(value: Any, before: Any) -> bool:
 
 
 def list_marked(dataset: Any) -> Iterator[tuple[Any, str]]:
-    """The marked methods of a dataset: their owners, below Subset and ConcatDataset, and names."""
+    """Yield the marked methods of a dataset, also inside Subset and ConcatDataset: owner and method name."""
     for leaf in list_leaves(dataset):
         for name in dir(type(leaf)):
             if hasattr(getattr(type(leaf), name, None), MARK):
@@ -171,9 +170,9 @@ def list_marked(dataset: Any) -> Iterator[tuple[Any, str]]:
 
 
 def read_marked(dataset: Any) -> tuple[bytes, bool, str | None]:
-    """What marked methods say: their common fingerprint, whether all name their files, and why they cannot be kept.
+    """Read marked methods: their joint fingerprint, whether all name their files, and why results cannot be stored.
 
-    Where none is marked, the reason is empty.
+    The reason is None if they can be stored, and empty if no method is marked.
     """
     found, names_files = [], True
     for owner, name in list_marked(dataset):
@@ -189,7 +188,7 @@ def read_marked(dataset: Any) -> tuple[bytes, bool, str | None]:
 
 
 def put_in(dataset: Any, cache: SampleCache) -> list[tuple[Any, str]]:
-    """Let marked methods keep what they return; the owners and names, for `take_out`."""
+    """Cache the results of marked methods; return owners and method names for `take_out`."""
     done = []
     for owner, name in list(list_marked(dataset)):
         if name not in vars(owner):
@@ -199,7 +198,7 @@ def put_in(dataset: Any, cache: SampleCache) -> list[tuple[Any, str]]:
 
 
 def take_out(done: list[tuple[Any, str]]) -> None:
-    """The datasets as they were."""
+    """Restore the datasets."""
     for owner, name in done:
         vars(owner).pop(name, None)
     done.clear()

@@ -1,6 +1,6 @@
-"""A fingerprint of the user's code and of the values that it reads: it changes when either changes.
+"""Fingerprints the user's code and the values that it reads: the fingerprint changes when either changes.
 
-What cannot be compared safely has none, and the reason is given: a kept sample must never be returned for another one.
+What cannot be compared safely has no fingerprint, and the error says why: a stored sample must never stand for another.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MOST_DEPTH, _LONG = 12, 100
 
 
 class NoFingerprint(Exception):
-    """What cannot be fingerprinted, and why."""
+    """Something cannot be fingerprinted; the message says what, and why."""
 
 
 def digest_texts(*texts: str) -> bytes:
-    """16 bytes that stand for these texts in this order."""
+    """Return a 16-byte digest of these texts in this order."""
     made = hashlib.blake2b(digest_size=16)
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
@@ -38,16 +38,16 @@ def digest_texts(*texts: str) -> bytes:
 
 
 def read_method(owner: Any, function: Any) -> tuple[bytes, tuple[str, ...]]:
-    """The fingerprint of a method as it would work on `owner`, and the attributes of `owner` that it reads.
+    """Return the fingerprint of a method called on `owner`, and the attributes of `owner` that it reads.
 
     Raises:
-        NoFingerprint: it, or something that it reads, has none.
+        NoFingerprint: the method, or something that it reads, has none.
     """
     return _Reader(owner).read(function)
 
 
 class _Reader:
-    """Follows one method through what it calls and reads."""
+    """Follows one method through its calls and the values it reads."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -59,7 +59,7 @@ class _Reader:
     def read(self, function: Any) -> tuple[bytes, tuple[str, ...]]:
         self._read_function(function, 0)
         for name in self.attributes:
-            if name not in self._written:  # what it sets itself, such as a file opened late, it finds unset
+            if name not in self._written:  # the method sets these itself, such as a file that it opens late
                 self.words.append(f"self.{name}")
                 self._read_value(getattr(self.owner, name), f"self.{name}", 0)
         return digest_texts(*self.words), tuple(name for name in self.attributes if name not in self._written)
@@ -101,16 +101,16 @@ class _Reader:
                 self.words.append(repr(sorted(map(repr, const)) if isinstance(const, frozenset) else const))
 
     def _read_own_module(self, code: CodeType, module: ModuleType, depth: int) -> None:
-        """What a function may take out of one of the user's own modules, by the names that it uses."""
+        """Read what a function may use from one of the user's modules, judging by the names in its code."""
         for name in code.co_names:
             if name in vars(module):
                 self.words.append(f"{module.__name__}.{name}")
                 self._read_value(vars(module)[name], f"{module.__name__}.{name}", depth + 1)
 
     def _read_self(self, function: Any, name: str, depth: int) -> None:
-        """Attributes of the owner that the method reads, and methods that it calls."""
+        """Read the owner's attributes that the method uses, and the methods that it calls."""
         try:
-            # Of the code: the source of a decorated function would be that of the function inside.
+            # Ask for the code object's source: for a decorated function, getsource would return the inner function's.
             tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
         except (OSError, TypeError, SyntaxError):
             raise NoFingerprint(f"there is no source of {name} to read") from None
@@ -134,7 +134,7 @@ class _Reader:
                 self.attributes[node.attr] = None
 
     def _read_value(self, value: Any, name: str, depth: int) -> None:
-        """The words of a value, by its kind."""
+        """Add a value's words to the fingerprint, depending on its type."""
         if depth > _MOST_DEPTH:
             raise NoFingerprint(f"{name} is nested too deeply to follow")
         kind = type(value)
@@ -180,13 +180,13 @@ class _Reader:
         self.words += [type(value).__name__, *sorted(parts)]
 
     def _read_package(self, module: ModuleType) -> None:
-        """An installed package by its name and version; of the user's own modules only functions are followed."""
+        """Add an installed package's name and version; in the user's own modules, only functions are followed."""
         top = module.__name__.partition(".")[0]
         self.words.append(f"{module.__name__} {getattr(sys.modules.get(top), '__version__', None)}")
 
 
 def _is_where_it_says(value: Any) -> bool:
-    """Whether a function or class can be found under its own name, which then stands for it."""
+    """Whether a function or class can be found under its own name, so that the name identifies it."""
     found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
     for name in str(getattr(value, "__qualname__", "?")).split("."):
         found = getattr(found, name, None)
@@ -194,7 +194,7 @@ def _is_where_it_says(value: Any) -> bool:
 
 
 def _describe_array(value: Any) -> str | None:
-    """Arrays, tensors, and numbers and types of both by their content."""
+    """Describe arrays and tensors, and their scalars, dtypes and devices, by content; None for anything else."""
     numpy: Any = sys.modules.get("numpy")
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(value, (torch.dtype, torch.device)):
@@ -209,17 +209,17 @@ def _describe_array(value: Any) -> str | None:
 
 
 def _list_settings(transform: Any) -> dict[str, Any]:
-    """Settings of one of torchvision's transforms: its attributes that are not torch's own."""
+    """Return the settings of a torchvision transform: its attributes without those of every torch module."""
     torch: Any = sys.modules["torch"]
     own = vars(torch.nn.Module())
     return {name: value for name, value in vars(transform).items() if name not in own}
 
 
 def identify_files(paths: Any) -> str:
-    """What tells files from what they were: path, size, time of the last change and inode of each.
+    """Identify a version of files by each one's path, size, modification time and inode.
 
     Raises:
-        OSError: one is not there.
+        OSError: a file does not exist.
     """
     several: Iterable[Any] = (paths,) if isinstance(paths, (str, bytes, os.PathLike)) else paths
     words = []

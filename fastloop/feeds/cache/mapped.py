@@ -1,9 +1,9 @@
-"""A store in files that all processes of a node map into their memory: in shared memory, or on disk.
+"""A store in files that all processes of a node map into memory; the files are in shared memory or on disk.
 
-``samples.bin`` is a sparse file of the store's full size. Records are appended to it and stay: nothing is evicted, so
-an epoch that is larger than the store finds the same samples in it each time. ``index.bin`` is a hash table of their
-places. Writers take turns by a lock on ``lock``, which the kernel frees when its holder dies; readers take none, for a
-record says itself whether it is whole and whose it is.
+``samples.bin`` is a sparse file of the store's full size. Records are appended and never evicted, so an epoch that is
+larger than the store finds the same samples in it each time. ``index.bin`` is a hash table of their offsets. Writers
+take turns with a lock on ``lock``, which the kernel frees when its holder dies. Readers need no lock: each record
+contains its key and a checksum.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from fastloop.feeds.cache import places
 from fastloop.feeds.cache.places import DATA, INFO, Place
 
 _HEAD = struct.Struct("<8sQQQQQ")
-"""Magic, slots, capacity, bytes used, records, and 1 once the store took no more."""
+"""Magic, slots, capacity, bytes used, records, and 1 once the store is full."""
 _MAGIC = b"FLindex1"
 _SLOT = struct.Struct("<16sQQ")
 """Key, 1 + the record's offset, its length."""
 _SLOTS, _CAPACITY, _USED, _RECORDS, _FULL = 8, 16, 24, 32, 40
 _ALIGN, _LEAST_SLOTS, _MOST_LOAD = 64, 1024, 0.7
 _PATIENCE_S = 0.25
-"""A writer waits no longer for its turn: whoever holds the lock may be stopped, and a sample need not be kept."""
+"""Longest wait of a writer: the lock's holder may be suspended, and a sample need not be stored."""
 
 
 class StoreFull(Exception):
-    """The store takes nothing more, from now on; said once in all processes."""
+    """The store accepts no more records; raised once among all processes."""
 
 
 class MappedStore:
     """Records by key in the files of one directory. Fork, spawn and threads may use one object at once.
 
     Args:
-        place: the directory, held.
+        place: the directory, marked as in use.
         remove: delete it when its last user leaves.
     """
 
@@ -60,21 +60,21 @@ class MappedStore:
         self.__dict__.update(state, _place=None, _files=None, _pid=-1)
 
     def get(self, key: bytes) -> memoryview | None:
-        """The record under a key, where there is one; whether it is whole is for the reader to check."""
+        """Return the record under a key, None if there is none; the caller checks whether it is intact."""
         files = self._open()
         return None if files is None else files.get(key)
 
     def put(self, key: bytes, record: bytes) -> bool:
-        """Keep a record, in the place of an earlier one under this key; False where that did not come about.
+        """Store a record, replacing an earlier one under this key; return False if that did not work.
 
         Raises:
-            StoreFull: for the first record that did not fit.
+            StoreFull: for the first record that does not fit.
         """
         files = self._open()
         return files is not None and files.put(key, record)
 
     def count(self) -> Mapping[str, int]:
-        """Bytes and records that are kept now."""
+        """Count the bytes and records in the store."""
         files = self._open()
         return {} if files is None else {"kept_bytes": files.read(_USED), "kept_samples": files.read(_RECORDS)}
 
@@ -85,11 +85,11 @@ class MappedStore:
             self._place.leave(remove=self._remove)
 
     def _open(self) -> _Files | None:
-        """The files, opened anew in each process: a lock is shared by all who inherited the same opening."""
+        """Return the files, opened anew in each process: processes that inherit an open file share its lock."""
         if self._pid != os.getpid():
             try:
                 self._files = _Files(self.path)
-            except (OSError, ValueError):  # cleared meanwhile
+            except (OSError, ValueError):  # removed meanwhile
                 self._files = None
             self._pid = os.getpid()
         return self._files
@@ -98,7 +98,7 @@ class MappedStore:
 def open_store(
     root: Path, name: str, *, capacity: int, samples: int, info: Mapping[str, Any], remove: bool
 ) -> MappedStore:
-    """The store `name` below a root, made where there is none yet, widened where it is smaller than `capacity` bytes.
+    """Open the store `name` below a root; create it if missing, enlarge it if smaller than `capacity` bytes.
 
     Raises:
         NotApplicable: the root is not private, or has no room.
@@ -109,7 +109,7 @@ def open_store(
         place = places.enter(root, name, lambda draft: _make(draft, capacity, samples, info))
         try:
             _Files(place.path).widen(capacity)
-        except ValueError:  # damaged: begin again
+        except ValueError:  # damaged: create a new one
             place.leave(remove=True)
             place = places.enter(root, name, lambda draft: _make(draft, capacity, samples, info))
     except OSError as error:
@@ -122,7 +122,7 @@ def _make(draft: Path, capacity: int, samples: int, info: Mapping[str, Any]) -> 
     while slots < 2 * samples:
         slots *= 2
     with (draft / "index.bin").open("wb") as index:
-        os.posix_fallocate(index.fileno(), 0, _HEAD.size + slots * _SLOT.size)  # a page that is missing later kills
+        os.posix_fallocate(index.fileno(), 0, _HEAD.size + slots * _SLOT.size)  # no SIGBUS if the disk fills up later
         index.write(_HEAD.pack(_MAGIC, slots, capacity, 0, 0, 0))
     with (draft / DATA).open("wb") as data:
         data.truncate(capacity)
@@ -160,14 +160,15 @@ class _Files:
             return None
         _, place, length = _SLOT.unpack_from(self._index, slot)
         start, end = place - 1, place - 1 + length
-        if start < 0 or os.fstat(self._data.number).st_size < end:  # cut short: touching the map there would kill
+        if start < 0 or os.fstat(self._data.number).st_size < end:  # truncated: reading the map there is a SIGBUS
             return None
         if self._map is None or len(self._map) < end:
             self._map = self._map_data()
         return None if self._map is None else memoryview(self._map)[start:end]
 
     def _find(self, key: bytes) -> tuple[int | None, bool]:
-        """Where a key's slot is, or the free one for it; whether it is there. None: the table has no free one."""
+        """Return the position of a key's slot, or of the free slot for it, and whether the key is there. The position
+        is None if the table has no free slot."""
         number = int.from_bytes(key[:8], "little")
         for step in range(self._slots):
             slot = _HEAD.size + (number + step) % self._slots * _SLOT.size
@@ -189,7 +190,7 @@ class _Files:
                 return False
             try:
                 _write_all(self._data.number, record, offset)
-            except OSError as error:  # full, over a quota, or broken: not tried again
+            except OSError as error:  # disk full, over quota, or broken: do not try again
                 self._write(_FULL, 1)
                 raise StoreFull(error.strerror or str(error)) from None
             if not found:
@@ -198,7 +199,7 @@ class _Files:
             return True
 
     def _find_room(self, length: int) -> int | None:
-        """Where a record goes: behind the last one."""
+        """Reserve space for a record after the last one and return its offset; None if the store is full."""
         slots, capacity, used = (self.read(place) for place in (_SLOTS, _CAPACITY, _USED))
         if self.read(_FULL):
             return None
@@ -209,7 +210,7 @@ class _Files:
         return used
 
     def widen(self, capacity: int) -> None:
-        """Make room for more records; a store never gets smaller."""
+        """Enlarge the store to `capacity` bytes; it never shrinks."""
         with self._turn() as mine:
             if mine and capacity > self.read(_CAPACITY):
                 os.ftruncate(self._data.number, max(capacity, os.fstat(self._data.number).st_size))
@@ -219,7 +220,7 @@ class _Files:
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:
-        """Hold the lock; False where it did not come free in time."""
+        """Hold the lock; yields False if it did not become free in time."""
         end = time.monotonic() + _PATIENCE_S
         if not self._mutex.acquire(timeout=_PATIENCE_S):
             yield False
@@ -242,7 +243,7 @@ class _Files:
 
 
 class _Descriptor:
-    """An open file that is closed with its owner."""
+    """An open file, closed when this object is deleted."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

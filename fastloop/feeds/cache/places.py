@@ -1,8 +1,8 @@
-"""Directories that hold kept samples: private, shared by all processes of a node, gone with their last user if asked.
+"""Directories of sample caches: private, shared by all processes of a node, and removed with their last user if wanted.
 
-Every cache is one directory below a root. Whoever uses it holds a shared lock on the file `alive` in it. The kernel
-gives such locks back when their holder dies, in whatever way, so a directory that can be locked alone has no user left:
-no process numbers are compared, which differ between containers and are given out again.
+Every cache is one directory below a root. Each process that uses it holds a shared lock on the file `alive` in it. The
+kernel releases such locks however their holder dies, so a directory that can be locked exclusively has no user left.
+Process ids would not work: they differ between containers and are reused.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from fastloop.evidence import machine
 INFO, ALIVE, DATA = "info.json", "alive", "samples.bin"
 _DRAFT = ".draft-"
 _YOUNG_S = 60.0
-"""Drafts younger than this are being made: their lock may not be there yet."""
+"""Younger drafts may still be under construction, without their lock."""
 
 
 def find_shm_root() -> Path:
-    """Where caches in shared memory lie; every user has a directory of his own."""
+    """Return the root of caches in shared memory; each user has a separate one."""
     return Path(f"/dev/shm/fastloop-cache-{os.geteuid()}")
 
 
 def find_disk_root(path: str | None = None) -> Path:
-    """Where caches on disk lie: in `path`, else in the user's cache directory (XDG_CACHE_HOME)."""
+    """Return the root of caches on disk: in `path`, else in the user's cache directory (XDG_CACHE_HOME)."""
     home = Path(os.path.expanduser(path)) if path else machine.find_cache_home() / "fastloop"  # noqa: PTH111 (cannot fail)
     return home.absolute() / "samples"
 
 
 def make_private(root: Path) -> None:
-    """Make a root, or check that it and what holds it are nobody else's to change.
+    """Create a root, or check that no other user can change it.
 
     Raises:
-        NotApplicable: others own it or may write to it, or it cannot be made.
+        NotApplicable: another user owns it or may write to it, or it cannot be created.
     """
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
@@ -63,32 +63,32 @@ def make_private(root: Path) -> None:
 
 
 class Place:
-    """One cache's directory, held as long as this process uses it."""
+    """One cache's directory, locked as long as this process uses it."""
 
     def __init__(self, path: Path, alive: int) -> None:
         self.path, self._alive, self._pid = path, alive, os.getpid()
 
     def leave(self, *, remove: bool) -> None:
-        """Use it no more; the last user removes it where asked. Nothing happens in a forked child."""
+        """Stop using the directory; with `remove`, the last user deletes it. Does nothing in a forked child."""
         if self._pid != os.getpid() or self._alive < 0:
             return
         alive, self._alive = self._alive, -1
         if remove and _lock_alone(alive):
             _remove(self.path)
-            with contextlib.suppress(OSError):  # others are there
+            with contextlib.suppress(OSError):  # other caches are there
                 self.path.parent.rmdir()
         os.close(alive)
 
 
 def enter(root: Path, name: str, fill: Callable[[Path], None]) -> Place:
-    """Use the cache `name`; where there is none, `fill` a directory that becomes it, whole or not at all.
+    """Use the cache `name`; if there is none, let `fill` build it in a draft directory that is renamed when complete.
 
     Raises:
         NotApplicable: the root is not private.
         OSError: there is no room for it.
     """
     path = root / name
-    for _ in range(100):  # others make and remove it meanwhile
+    for _ in range(100):  # other processes may create and remove it meanwhile
         make_private(root)
         if (place := _join(path)) is not None:
             return place
@@ -113,11 +113,11 @@ def enter(root: Path, name: str, fill: Callable[[Path], None]) -> Place:
 
 
 def _join(path: Path) -> Place | None:
-    """The directory as it is; None where there is none, or its last user is removing it."""
+    """Join an existing directory; None if there is none, or its last user is removing it."""
     try:
         alive = os.open(path / ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        if path.is_dir() and not (path / ALIVE).exists():  # somebody deleted single files
+        if path.is_dir() and not (path / ALIVE).exists():  # someone deleted individual files
             _remove(path)
         return None
     try:
@@ -139,31 +139,31 @@ def _lock_alone(alive: int) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Out of the way first, so that nobody finds half of it."""
+    """Rename the directory before deleting it, so that no process finds half of it."""
     gone = path.with_name(f"{_DRAFT}gone-{os.getpid()}-{time.monotonic_ns()}")
     with contextlib.suppress(OSError):
         path.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
 
-# -- looking around and cleaning up -----------------------------------------------------------------------------------
+# -- listing and cleaning up ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A cache that is there."""
+    """An existing cache."""
 
     path: Path
     kept_bytes: int
     age_s: float
-    """Since something was last added."""
+    """Time since something was last added."""
     in_use: bool
     info: Mapping[str, Any]
-    """What its maker wrote of it; empty where that cannot be read."""
+    """Description that its creator wrote; empty if it cannot be read."""
 
 
 def list_caches(root: Path) -> Iterator[Found]:
-    """The caches below a root, drafts of killed processes included."""
+    """List the caches below a root, including drafts of killed processes."""
     try:
         paths = sorted(each for each in root.iterdir() if each.is_dir() and not each.is_symlink())
     except OSError:
@@ -185,8 +185,7 @@ def list_caches(root: Path) -> Iterator[Found]:
 
 @contextlib.contextmanager
 def _hold_alone(path: Path) -> Iterator[bool | None]:
-    """Keep everybody else out of a cache's directory; False where somebody uses it, None where it is not ours to
-    lock."""
+    """Lock a cache's directory exclusively; yields False if a process uses it, None if we may not lock it."""
     try:
         alive = os.open(path / ALIVE, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -207,7 +206,7 @@ def _read_info(path: Path) -> Mapping[str, Any]:
 
 
 def clear(found: Found) -> bool:
-    """Remove a cache; False where somebody uses it, or it is not ours to remove."""
+    """Remove a cache; return False if a process uses it, or if we may not remove it."""
     with _hold_alone(found.path) as alone:
         if alone:
             _remove(found.path)
@@ -215,7 +214,7 @@ def clear(found: Found) -> bool:
 
 
 def sweep(root: Path, *, drafts_only: bool = False) -> None:
-    """Remove what crashed processes left: caches without a user, or only what was never finished."""
+    """Remove what crashed processes left: caches without a user, or with `drafts_only` just unfinished ones."""
     for found in list_caches(root):
         is_draft = found.path.name.startswith(_DRAFT)
         if not (is_draft and found.age_s < _YOUNG_S) and (is_draft or not drafts_only):

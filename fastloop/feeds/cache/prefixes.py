@@ -1,4 +1,4 @@
-"""Which part of a dataset's samples could be kept, from its code and a few file headers. Takes no sample."""
+"""Finds the part of a dataset's work that could be cached, from its code and a few file headers. Loads no sample."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fastloop.records.facts import PrefixFacts
 from fastloop.records.images import CenterCrop, Resize
 
 _LOOKED_AT = 64
-"""Files whose headers say how large a decoded image is."""
+"""Files whose headers are read to estimate the size of a decoded image."""
 
 
 def read_prefix(dataset: Any) -> PrefixFacts | str:
-    """The part of its work that is the same each time; or why there is none that could be kept."""
+    """Return the part of a dataset's work that is the same each time, or why no part can be cached."""
     try:
         return _read(dataset)
-    except Exception as error:  # the user's code, of which we asked something unusual
+    except Exception as error:  # the user's code may not expect such calls
         let_through(error)
         return f"{type(dataset).__name__} could not be inspected: {type(error).__name__}: {error}"
 
@@ -58,7 +58,7 @@ def _find_root(leaf: Any) -> str | None:
 
 
 def _measure_images(source: ImageSource) -> int | None:
-    """Mean bytes of an image as it is kept."""
+    """Estimate the mean bytes of a stored image."""
     from PIL import Image
 
     sizes = []
@@ -66,7 +66,7 @@ def _measure_images(source: ImageSource) -> int | None:
         try:
             with Image.open(source.locate(index)[0]) as picture:
                 width, height = picture.size
-        except (OSError, ValueError):  # no image: the training will say so
+        except (OSError, ValueError):  # not an image: the training will report it
             continue
         for step in source.facts.prefix:
             width, height = _apply(step, width, height)
@@ -75,7 +75,7 @@ def _measure_images(source: ImageSource) -> int | None:
 
 
 def _apply(step: Any, width: int, height: int) -> tuple[int, int]:
-    """Width and height after a step."""
+    """Return width and height after a step."""
     if isinstance(step, CenterCrop) or (isinstance(step, Resize) and isinstance(step.size, tuple)):
         return step.size[1], step.size[0]  # type: ignore[index]
     shorter = min(width, height)

@@ -1,7 +1,7 @@
-"""What a kept sample looks like in a store: one record of plain bytes, checked at every reading; never a pickle.
+"""Format of stored samples: one record of plain bytes, verified at each read; never a pickle.
 
-A record is a head (magic, CRC-32 of what follows, its length, the sample's key), then JSON for the sample's structure,
-then the bytes of its arrays and pictures, each at a multiple of 16.
+A record has a header (magic, CRC-32 and length of the rest, the sample's key), then JSON for the sample's structure,
+then the bytes of its arrays and pictures, each aligned to 16.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from typing import Any
 from fastloop.evidence.machine import versions
 
 FORMAT = 1
-"""Raised with every change of what stores hold: what an older version kept is then never read."""
+"""Incremented with every change of the format, so that records of older versions are never read."""
 _HEAD = struct.Struct("<4sIQ16sI")
 RECORD_HEAD = _HEAD.size
-"""Bytes by which a record is known."""
+"""Bytes that identify a record."""
 _MAGIC = b"FLs1"
 _ALIGN = 16
 _PICTURES = ("1", "L", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I", "F", "I;16")
-"""Modes of PIL whose pictures are their pixels and nothing else; P has a palette beside them."""
+"""PIL modes whose pictures consist only of their pixels; P also has a palette."""
 
 
 def describe_versions() -> str:
-    """Python's version and those of the packages that make samples. Imports none of them."""
+    """Describe the versions of Python and of the packages that make samples. Imports none of them."""
     found = versions(("numpy", "pillow", "torch", "torchvision"))
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
 class CannotKeep(Exception):
-    """A sample that would not come back as it was; the message says what in it."""
+    """A sample could not be restored unchanged; the message names the part."""
 
 
 def pack(key: bytes, sample: Any) -> bytes:
-    """The record of a sample: None, booleans, numbers, texts, bytes, NumPy arrays, CPU tensors and PIL pictures, in
-    tuples, lists and dictionaries with texts or whole numbers for keys.
+    """Make the record of a sample: None, booleans, numbers, strings, bytes, NumPy arrays, CPU tensors and PIL pictures,
+    in tuples, lists, and dictionaries with strings or integers for keys.
 
     Args:
-        key: 16 bytes that say which sample it is.
+        key: 16 bytes that identify the sample.
 
     Raises:
-        CannotKeep: anything else is in it.
+        CannotKeep: it contains anything else.
     """
     buffers: list[bytes] = []
     meta = json.dumps(_describe(sample, buffers), separators=(",", ":")).encode("ascii")
@@ -59,7 +59,7 @@ def pack(key: bytes, sample: Any) -> bytes:
 
 
 def unpack(key: bytes, record: memoryview) -> tuple[Any] | None:
-    """The sample in a record, made of copies, as the only member; None where the record is damaged or another's."""
+    """Restore the sample of a record from copies, in a 1-tuple; None if the record is damaged or has another key."""
     if not is_ours(record):
         return None
     _, crc, length, written_for, meta = _HEAD.unpack_from(record)
@@ -78,12 +78,12 @@ def unpack(key: bytes, record: memoryview) -> tuple[Any] | None:
 
 
 def is_ours(record: bytes | memoryview) -> bool:
-    """Whether these bytes begin as a record does."""
+    """Whether these bytes begin like a record."""
     return len(record) >= _HEAD.size and bytes(record[:4]) == _MAGIC
 
 
 def _describe(value: Any, buffers: list[bytes]) -> Any:
-    """A value as JSON holds it, its bytes put aside. Exact types only: a subclass would come back as what it is not."""
+    """Describe a value for JSON, with its bytes in `buffers`. Exact types only: a subclass would lose its type."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -117,7 +117,7 @@ def _restore(told: Any, take: Callable[[int], memoryview]) -> Any:
     return _RESTORE[kind](*what, take)
 
 
-# -- arrays, tensors and pictures: by libraries that are there if such a value is -------------------------------------
+# -- arrays, tensors and pictures: if a value has such a type, its library is already imported ------------------------
 
 
 def _describe_array(value: Any, buffers: list[bytes]) -> Any:

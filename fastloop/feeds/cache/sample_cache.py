@@ -1,4 +1,4 @@
-"""Looks samples up in a store, or makes and keeps them; counts hits and misses in every process."""
+"""Looks samples up in a store, or makes and stores them; counts hits and misses over all processes."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from fastloop.feeds.cache.records import CannotKeep, pack, unpack
 from fastloop.feeds.cache.server import ServerAway
 
 _PROCESSES = 512
-"""Rows of the table that all processes count in: row 0 for those that are no loader's workers."""
+"""Rows of the table of counts that all processes share; row 0 is for processes that are not loader workers."""
 _COUNTS = ("hits", "misses", "not_kept", "damaged", "fill_us")
 
 
 class Store(Protocol):
-    """Where records are kept by their keys of 16 bytes. Survives fork, pickling and threads."""
+    """Holds records under keys of 16 bytes. Safe with fork, pickling and threads."""
 
     def get(self, key: bytes) -> memoryview | None:
-        """The record under a key; None where there is none. May raise ServerAway."""
+        """Return the record under a key; None if there is none. May raise ServerAway."""
 
     def put(self, key: bytes, record: bytes) -> bool:
-        """Keep a record; False where that did not come about. May raise StoreFull and ServerAway, each once."""
+        """Store a record; return False if that did not work. May raise StoreFull and ServerAway, each once."""
 
     def count(self) -> Mapping[str, int]:
-        """What is in it, as far as that is counted: kept_bytes, kept_samples."""
+        """Return the contents as kept_bytes and kept_samples; empty if the store does not count them."""
 
     def close(self) -> None:
-        """Use it no more."""
+        """Stop using the store."""
 
 
 class SampleCache:
-    """Hands out samples, from a store where they are there.
+    """Returns samples from a store, or makes them if they are not there.
 
     Args:
-        store: where they are kept.
-        share: of all samples that may be kept, 0 to 1; always the same ones, by their keys.
+        store: holds the samples.
+        share: share of all samples that may be stored, 0 to 1; the keys decide which, so they are always the same.
     """
 
     def __init__(self, store: Store, share: float) -> None:
         self.store, self.share = store, share
-        # torch's own way to share memory goes to workers by fork and by spawn.
+        # torch's shared memory reaches workers both with fork and with spawn.
         counts: Any = torch.zeros(_PROCESSES, len(_COUNTS), dtype=torch.int64)
         self._counts = counts.share_memory_()
         self._lock = threading.Lock()
@@ -59,10 +59,10 @@ class SampleCache:
         self.__dict__.update(state, _lock=threading.Lock(), _warned=set())
 
     def fetch(self, key: bytes | None, make: Callable[[], Any]) -> Any:
-        """The sample under a key, a copy for the caller alone; made by `make` where it is not kept.
+        """Return the sample under a key, as a copy; if it is not stored, `make` makes it.
 
         Args:
-            key: 16 bytes; None: it is not to be kept.
+            key: 16 bytes; None for a sample that must not be stored.
         """
         if key is None or int.from_bytes(key[-4:], "little") >= self.share * 2**32:
             self._add(misses=1, not_kept=1)
@@ -81,7 +81,7 @@ class SampleCache:
         return sample
 
     def _try(self, ask: Callable[[], Any]) -> Any:
-        """The store's answer; None, and a line for the user, where it cannot do what it is for."""
+        """Return the result of a store operation; if it fails, warn the user and return None."""
         try:
             return ask()
         except CannotKeep as reason:
@@ -102,14 +102,14 @@ class SampleCache:
         worker = torch.utils.data.get_worker_info()
         row = 0 if worker is None else 1 + worker.id % (_PROCESSES - 1)
         table = self._counts.numpy()
-        mine = self._lock.acquire(timeout=0.1)  # in a forked process its holder may not exist
+        mine = self._lock.acquire(timeout=0.1)  # in a forked process, the lock's holder may not exist
         for name, count in counts.items():
             table[row, _COUNTS.index(name)] += count
         if mine:
             self._lock.release()
 
     def evidence(self) -> dict[str, Any]:
-        """Counts of all processes since the run began: samples asked for are hits and misses."""
+        """Return the counts of all processes since the run began; each requested sample is a hit or a miss."""
         totals = dict(zip(_COUNTS, self._counts.sum(dim=0).tolist(), strict=True))
         fill_s = totals.pop("fill_us") / 1e6
         with contextlib.suppress(ServerAway):
@@ -117,7 +117,7 @@ class SampleCache:
         return {**totals, "fill_s": round(fill_s, 3)}
 
     def read_fill_s(self) -> tuple[float, float]:
-        """Seconds spent on putting samples into the store: in this process, and in the worker that spent most."""
+        """Return the seconds spent on storing samples, in this process and in the slowest worker."""
         spent_us = self._counts.numpy()[:, _COUNTS.index("fill_us")]
         return float(spent_us[0]) / 1e6, float(spent_us[1:].max()) / 1e6
 

@@ -1,7 +1,7 @@
-"""A store in a server that speaks the Redis protocol, for the processes of one node or of many.
+"""A store in a server that speaks the Redis protocol, for processes on one or more nodes.
 
-All keys begin with our prefix, and only those that this module wrote are ever read, replaced or deleted. A server that
-goes away costs one warning and the time to decode; it is asked again every few seconds.
+All keys begin with our prefix, and only values that this module wrote are ever read, replaced or deleted. If the server
+goes away, the user gets one warning, samples are decoded again, and the connection is retried every few seconds.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from fastloop.feeds.cache.records import FORMAT, RECORD_HEAD, is_ours
 
 PREFIX = f"fastloop-samples:{FORMAT}:"
 PASSWORD = "FASTLOOP_REDIS_PASSWORD"
-"""The variable that holds the server's password, if it has one: configurations are written into run directories."""
+"""Environment variable for the server's password; not in the configuration, which is saved in run directories."""
 _TIMEOUT_S, _RETRY_S = 2.0, 5.0
 
 
 class ServerAway(Exception):
-    """The server does not answer; said once in a process for each time that it goes away."""
+    """The server does not answer; raised in a process once each time it goes away."""
 
 
 def connect(url: str) -> Any:
-    """A client of the server, or of its cluster.
+    """Connect to the server, or to its cluster.
 
     Raises:
-        NotApplicable: there is no client library, or no server.
+        NotApplicable: the client library is not installed, or no server answers.
     """
     try:
         redis: Any = importlib.import_module("redis")
@@ -56,7 +56,7 @@ class ServerStore:
 
     Args:
         url: ``redis://host:port/0``, ``rediss://…`` or ``unix://…``.
-        name: of the cache; its keys begin with it.
+        name: the cache's name, which its keys contain.
     """
 
     def __init__(self, url: str, name: str) -> None:
@@ -72,10 +72,10 @@ class ServerStore:
         self.__init__(**state)  # type: ignore[misc]
 
     def get(self, key: bytes) -> memoryview | None:
-        """The record under a key, where there is one of ours.
+        """Return the record under a key; None if there is none, or it is not ours.
 
         Raises:
-            ServerAway: when it has gone.
+            ServerAway: when the server has gone away.
         """
         with self._ask() as client:
             if client is not None and (found := self._read(client, key)) is not None and is_ours(found):
@@ -83,11 +83,11 @@ class ServerStore:
         return None
 
     def put(self, key: bytes, record: bytes) -> bool:
-        """Keep a record; False where the server has no room, is away, or holds somebody else's value there.
+        """Store a record; return False if the server is full or away, or the key holds a value that is not ours.
 
         Raises:
-            StoreFull: for the first record that did not fit.
-            ServerAway: when it has gone.
+            StoreFull: for the first record that does not fit.
+            ServerAway: when the server has gone away.
         """
         if self._full:
             return False
@@ -99,16 +99,16 @@ class ServerStore:
                 held = self._read(client, key)
                 if held is None or not is_ours(held):
                     return False
-                client.set(name, record)  # a damaged one of ours
+                client.set(name, record)  # replaces a damaged record of ours
             return True
         return False
 
     def count(self) -> Mapping[str, int]:
-        """Nothing is counted in a server that others use too."""
+        """Return nothing: other programs may use the server too, so nothing is counted."""
         return {}
 
     def close(self) -> None:
-        """Close this process's connections; what is kept stays."""
+        """Close this process's connections; the records stay."""
         client, self._client = self._client, None
         if client is not None and self._pid == os.getpid():
             client.close()
@@ -124,12 +124,12 @@ class ServerStore:
         except redis.ResponseError as error:
             if "WRONGTYPE" not in str(error):
                 raise
-            return b""  # a list or a set of somebody else's
+            return b""  # another program's list or set
         return found
 
     @contextlib.contextmanager
     def _ask(self) -> Iterator[Any]:
-        """The client, connected in this process; None while the server is away."""
+        """Yield the client, connected in this process; None while the server is away."""
         if self._pid != os.getpid():
             self._client, self._pid, self._away_until, self._full = None, os.getpid(), 0.0, False
         if time.monotonic() < self._away_until:
@@ -152,22 +152,22 @@ class ServerStore:
 
 
 def open_server(url: str, name: str, info: Mapping[str, Any]) -> ServerStore:
-    """The store `name` in a server that answers.
+    """Open the store `name` on a server.
 
     Raises:
-        NotApplicable: there is none.
+        NotApplicable: no server answers.
     """
-    # Read-only or full: found out again with the first sample.
+    # Ignore errors such as read-only or full here: the first sample will show them.
     with contextlib.closing(connect(url)) as client, contextlib.suppress(Exception):
         client.set(f"{PREFIX}{name}:info", json.dumps(dict(info)), nx=True)
     return ServerStore(url, name)
 
 
 def read_room(url: str) -> int | None:
-    """Bytes that the server may still take; None where it has no limit that it tells.
+    """Return the bytes that the server can still take; None if it reports no limit.
 
     Raises:
-        NotApplicable: there is none.
+        NotApplicable: no server answers.
     """
     with contextlib.closing(connect(url)) as client:
         nodes = client.info("memory")
@@ -178,10 +178,10 @@ def read_room(url: str) -> int | None:
 
 
 def list_server(url: str) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
-    """Name, bytes and info of each cache in a server. Goes through its keys.
+    """Yield name, bytes and info of each cache on a server. Scans its keys.
 
     Raises:
-        NotApplicable: there is none.
+        NotApplicable: no server answers.
     """
     sizes: dict[str, int] = {}
     infos: dict[str, Mapping[str, Any]] = {}
@@ -196,15 +196,15 @@ def list_server(url: str) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
 
 
 def clear_server(url: str, name: str) -> bool:
-    """Delete one cache's keys from a server, and no other. True.
+    """Delete one cache's keys from a server, and no others. Returns True.
 
     Raises:
-        NotApplicable: there is none.
+        NotApplicable: no server answers.
     """
     redis: Any = importlib.import_module("redis")
     with contextlib.closing(connect(url)) as client:
         for key in list(client.scan_iter(match=f"fastloop-samples:{name}:*", count=1000)):
-            with contextlib.suppress(redis.ResponseError):  # no text, and so not ours
+            with contextlib.suppress(redis.ResponseError):  # not a string value, so not ours
                 if key.endswith(b":info") or is_ours(client.getrange(key, 0, RECORD_HEAD - 1)):
                     client.unlink(key)
     return True

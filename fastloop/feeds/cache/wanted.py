@@ -1,4 +1,4 @@
-"""The want that keeps a dataset's samples: which store, how much of it, for what. Imports torch only when it acts."""
+"""The want that caches a dataset's samples: which store, its size, and what it holds. Imports torch only when used."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
     from fastloop.feeds.cache.sample_cache import Store
 
 _SHARE_OF_FREE = 0.9
-"""Of what is free when a store is opened; somebody else will want the rest."""
+"""Share of the free space when a store is opened; the rest is for others."""
 _SHARE_OF_SERVER = 0.8
 _MARGIN = 0.97
-"""Of a store's size, so that samples a little larger than those looked at still fit."""
+"""Share of a store's size to plan with, so that samples slightly larger than the measured ones still fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptSamples:
-    """What the loader's dataset is to keep, and where."""
+    """Which samples of the loader's dataset to cache, and where."""
 
     store: Literal["shm", "disk", "redis"]
     budget_bytes: int | None
-    """At most; None: what a server says it has room for."""
+    """Upper limit; None for as much as the server reports free."""
     prefix: PrefixFacts
     path: str | None = None
     url: str | None = None
     live: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
-    """What `wrap` began and `close` ends: caches, each with the methods that it was put in."""
+    """Caches that `wrap` opened and `close` closes, each with the methods that use it."""
 
     def wrap(self, dataset: Any) -> Any:
-        """The dataset, its samples kept.
+        """Return the dataset with its samples cached.
 
         Raises:
-            NotApplicable: the store cannot be had.
+            NotApplicable: the store cannot be opened.
         """
         from fastloop.feeds.cache import datasets
         from fastloop.feeds.cache.sample_cache import SampleCache
@@ -50,12 +50,12 @@ class KeptSamples:
         cache = SampleCache(store, share_of(self.prefix, room))
         self.live.append((cache, datasets.put_in(dataset, cache)))
         atexit.register(self.close)  # for a program that ends without its Trainer's teardown
-        if any(datasets.list_marked(dataset)):  # they keep what they return, for this loader or another one
+        if any(datasets.list_marked(dataset)):  # these methods cache their results, for any loader
             return dataset
         return datasets.CachedImages(dataset, cache, bytes.fromhex(self.prefix.fingerprint))
 
     def _open(self) -> tuple[Store, int | None]:
-        """The store, and the bytes that it has room for."""
+        """Open the store; also return its room in bytes."""
         from fastloop.feeds.cache import fingerprint, mapped, records, server
 
         versions = records.describe_versions()
@@ -86,15 +86,15 @@ class KeptSamples:
         return mapped.open_store(root, name, capacity=room, samples=fitting, info=info, remove=in_shm), room
 
     def evidence(self) -> Mapping[str, Any]:
-        """Hits and misses of all processes, and what is in the store."""
+        """Return hits and misses of all processes, and the contents of the store."""
         return {"store": self.store, **self.live[-1][0].evidence()} if self.live else {}
 
     def read_fill_s(self) -> tuple[float, float]:
-        """Seconds that putting samples into the store has taken: the training process, and one of its workers."""
+        """Return the seconds spent on storing samples, in the training process and in its slowest worker."""
         return self.live[-1][0].read_fill_s() if self.live else (0.0, 0.0)
 
     def close(self) -> None:
-        """The dataset is what it was, and the store is left."""
+        """Restore the dataset and leave the store."""
         from fastloop.feeds.cache import datasets
 
         atexit.unregister(self.close)
@@ -105,7 +105,7 @@ class KeptSamples:
 
 
 def share_of(prefix: PrefixFacts, room: int | None) -> float:
-    """Of the samples, how many a store has room for, 0 to 1."""
+    """Return the share of the samples that a store has room for, 0 to 1."""
     if room is None or prefix.sample_bytes is None:
         return 1.0
     return min(1.0, _MARGIN * room / max(1, prefix.samples * prefix.sample_bytes))

@@ -1,1 +1,1 @@
-"""NVIDIA DALI as the engine that loads pictures."""
+"""Loading pictures with NVIDIA DALI."""

@@ -1,4 +1,4 @@
-"""Loads the batches of an image loader with DALI: the indices are the loader's own, only the pictures are made here."""
+"""Loads an image loader's batches with DALI: the loader's sampler gives the indices, DALI only makes the pictures."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from fastloop.feeds.window_batches import WindowDataset
 from fastloop.records.images import ImageStep
 
 MOST_FAILURES = 3
-"""Batches in a row that DALI may fail on before it is left alone."""
+"""Consecutive batches on which DALI may fail before it is turned off."""
 _MAY_BE_DEEP = (".png", ".tif", ".tiff", ".pgm")
-"""Files that may hold 16 bits of gray: PIL cuts them off at 255, DALI scales them."""
+"""Files that may hold 16-bit gray: PIL clips values at 255, DALI scales them."""
 _READS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".pbm", ".bmp", ".tif", ".tiff", ".webp", ".jp2")
 
 
 class _Asked(NamedTuple):
-    """A batch that was asked for."""
+    """A requested batch."""
 
     indices: Sequence[Any]
     paths: tuple[str, ...]
     labels: Any
-    """As the loader collates them, on the device."""
+    """Collated as in the loader, on the device."""
     deep: str | None
-    """Of the files, one with more than 8 bits."""
+    """One of its files that has more than 8 bits; None if there is none."""
 
 
 def try_pixels(loader: Any, steps: Sequence[ImageStep], machine: Machine) -> Deviation:
@@ -55,7 +55,7 @@ def try_pixels(loader: Any, steps: Sequence[ImageStep], machine: Machine) -> Dev
 
 
 def name_cure() -> str:
-    """How to get the DALI that goes with this torch."""
+    """Return the command that installs the DALI build for this torch."""
     cuda = (torch.version.cuda or "13").split(".")[0]
     return f'pip install "lightning-fastloop[dali-cuda{cuda}]"'
 
@@ -65,15 +65,15 @@ def describe(error: Exception) -> str:
 
 
 class DaliLoader:
-    """Makes the batches that a loader's batch sampler asks for, with DALI.
+    """Makes the batches of a loader's batch sampler with DALI.
 
-    It keeps nothing between epochs but its threads: each epoch asks the batch sampler anew, in the caller's thread, in
-    order and once; labels never leave Python. A batch that DALI cannot make is made as the loader makes it.
+    Keeps only its threads between epochs: each epoch iterates the batch sampler once, in order, in the caller's thread.
+    Labels never leave Python. A batch that DALI cannot make comes from the dataset.
 
     Args:
         loader: a DataLoader over image files, or over accumulation windows of them.
-        batch_size: the most samples that the user's batch sampler puts into a batch.
-        keeps: DALI's threads stay between epochs.
+        batch_size: most samples in a batch of the user's batch sampler.
+        keeps: whether DALI's threads stay alive between epochs.
     """
 
     def __init__(
@@ -87,35 +87,35 @@ class DaliLoader:
     ) -> None:
         self._loader, self._steps, self._machine, self._keeps = loader, steps, machine, keeps
         self.ahead = machine.ahead
-        """Batches that can lie ready."""
+        """Most batches that can be ready in advance."""
         self._dataset, self._parts, self._batch_size = loader.dataset, False, batch_size
-        while type(self._dataset).__module__.startswith("fastloop.feeds."):  # ours stand in for the user's
+        while type(self._dataset).__module__.startswith("fastloop.feeds."):  # our stand-ins for the user's dataset
             if type(self._dataset) is WindowDataset:
                 self._parts, self._batch_size = not self._dataset.concatenates, batch_size * loader.batch_sampler.window
             self._dataset = self._dataset.inner
         self._source = read_source(self._dataset)
         self._device = torch.device("cpu") if machine.device_id is None else torch.device("cuda", machine.device_id)
         self._depths = bytearray(self._source.count)
-        """By sample: 0 not looked at, 1 bytes, 2 more than that."""
+        """For each sample: 0 if not yet checked, 1 if it has 8 bits, 2 if it has more."""
         self._pipeline: Any = None
         self._indices: Iterator[Any] = iter(())
         self._ready: deque[_Asked] = deque()
-        """Batches that DALI is about to get."""
+        """Batches to be passed to DALI next."""
         self._under_way: deque[_Asked] = deque()
-        """Batches that DALI is making, in their order."""
+        """Batches that DALI is making, in order."""
         self._again: deque[_Asked] = deque()
-        """Batches that it was making when it failed on another."""
+        """Batches that it was making when it failed on another one."""
         self._broken: Exception | None = None
         self._failed: Exception | None = None
-        """What the user's sampler or labels raised; the batches before it are used first."""
+        """Error of the user's sampler or labels; raised after the batches before it."""
         self._starts = 0
         self.wants_channels_last: Callable[[], bool] = lambda: False
-        """Whether the model takes its pictures in channels-last order now."""
+        """Whether the model currently takes pictures in channels-last order."""
         self.images = self.plain_batches = 0
         self._why_plain: str | None = None
 
     def evidence(self) -> Mapping[str, Any]:
-        """What was loaded so far, and by whom."""
+        """Return what was loaded so far, with DALI and without."""
         return {
             "images": self.images,
             "plain_batches": self.plain_batches,
@@ -131,12 +131,12 @@ class DaliLoader:
     # -- an epoch -------------------------------------------------------------------------------------------------
 
     def load(self, seed: int) -> Iterator[Any]:
-        """One epoch's batches, as the loader would collate them: pictures [N, 3, H, W] and labels [N].
+        """Yield one epoch's batches, collated as in the loader: pictures [N, 3, H, W] and labels [N].
 
         Args:
-            seed: for the random steps, where DALI is started in this epoch.
+            seed: for the random steps; only used if DALI is started in this epoch.
         Raises:
-            FastLoopError: a file cannot be read, with its name.
+            FastLoopError: a file cannot be read; names it.
         """
         self._indices, self._failed, failures = iter(self._loader.batch_sampler), None, 0
         try:
@@ -157,7 +157,7 @@ class DaliLoader:
                     continue
                 if asked is not None:
                     yield self._make_plainly(asked, why)
-            while (asked := self._ask()) is not None:  # only where DALI failed time and again
+            while (asked := self._ask()) is not None:  # only after DALI failed MOST_FAILURES times in a row
                 yield self._make_plainly(asked, f"{MOST_FAILURES} batches in a row")
             if self._failed is not None:
                 raise self._failed
@@ -165,7 +165,7 @@ class DaliLoader:
             self._settle()
 
     def _take(self, seed: int) -> tuple[torch.Tensor | None, str | None]:
-        """The pictures of the batch that is due, None where there is none; and why DALI could not make them."""
+        """Return the next batch's pictures, None at the end; and why DALI could not make them, None if it could."""
         try:
             if self._broken is not None:
                 raise self._broken
@@ -183,16 +183,16 @@ class DaliLoader:
             return None, describe(error)
         try:
             self._schedule(1)
-        except Exception as error:  # about a batch that is still to come
+        except Exception as error:  # concerns a later batch
             let_through(error)
             self._broken = error
         return pictures, None
 
     def _schedule(self, batches: int) -> None:
-        """Let DALI make the next batches. They are asked for here: what the user's code raises goes by DALI."""
+        """Let DALI make the next batches. Draws them here, so that errors in user code do not pass through DALI."""
         while len(self._ready) < batches and (asked := self._ask()) is not None:
             self._ready.append(asked)
-        self._pipeline.schedule_run()  # the first of an epoch takes as many as are made ahead
+        self._pipeline.schedule_run()  # an epoch's first call takes all batches to be made ahead
 
     def _start(self, seed: int) -> Any:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -203,7 +203,7 @@ class DaliLoader:
         )
 
     def _feed(self) -> list[Any]:
-        """DALI asks for the paths of the next batch."""
+        """Return the paths of the next batch; DALI calls this."""
         if not self._ready:
             raise StopIteration
         asked = self._ready.popleft()
@@ -211,7 +211,7 @@ class DaliLoader:
         return [encode(path) for path in asked.paths]
 
     def _ask(self) -> _Asked | None:
-        """The next batch that the sampler draws; None at the end, or where the user's code raised."""
+        """Draw the next batch from the sampler; None at the end, or if the user's code raised an error."""
         if self._again:
             return self._again.popleft()
         if self._failed is not None:
@@ -233,7 +233,7 @@ class DaliLoader:
         return _Asked(indices, paths, labels, deep)
 
     def _is_deep(self, index: int, path: str) -> bool:
-        """Whether PIL reads more than 8 bits of gray; looked up once a file."""
+        """Whether PIL reads more than 8 bits of gray; checked once per file."""
         if not path.lower().endswith(_MAY_BE_DEEP):
             return False
         if not self._depths[index]:
@@ -242,12 +242,12 @@ class DaliLoader:
             try:
                 with Image.open(path) as picture:
                     self._depths[index] = 1 + picture.mode.startswith(("I", "F"))
-            except (OSError, ValueError):  # for DALI, or the dataset, to say
+            except (OSError, ValueError):  # DALI or the dataset will report it
                 self._depths[index] = 1
         return self._depths[index] == 2
 
     def _settle(self) -> None:
-        """An epoch is over, or was left early: let DALI finish what it was asked for, and forget it."""
+        """Clean up after an epoch that ended or was left early: let DALI finish its scheduled batches, drop them."""
         pipeline, self._pipeline, self._broken = self._pipeline, None, None
         for queue in (self._ready, self._again):
             queue.clear()
@@ -255,10 +255,10 @@ class DaliLoader:
             try:
                 while not pipeline.empty():
                     pipeline.outputs()
-                pipeline.schedule_run()  # sees that there is no more
+                pipeline.schedule_run()  # lets it see the end of the data
                 pipeline.reset()
                 self._pipeline = pipeline
-            except Exception as error:  # it is started anew
+            except Exception as error:  # the next epoch starts a new pipeline
                 let_through(error)
         self._under_way.clear()
 
@@ -276,7 +276,7 @@ class DaliLoader:
         return [pictures, asked.labels]
 
     def _give_up_batch(self) -> _Asked | None:
-        """The batch that DALI failed on; those behind it are asked for again, of another pipeline."""
+        """Return the batch on which DALI failed; queue the later ones again for a new pipeline."""
         self._pipeline = self._broken = None
         self._again = deque([*self._under_way, *self._ready, *self._again])
         self._under_way.clear()
@@ -284,10 +284,10 @@ class DaliLoader:
         return self._ask()
 
     def _make_plainly(self, asked: _Asked, why: str) -> Any:
-        """A batch from the dataset itself, as without DALI.
+        """Make a batch with the dataset itself, as without DALI.
 
         Raises:
-            FastLoopError: that cannot read a file either.
+            FastLoopError: the dataset cannot read a file either.
         """
         samples = []
         for index, path in zip(asked.indices, asked.paths, strict=True):

@@ -1,4 +1,4 @@
-"""A DALI pipeline from the steps of torchvision's transforms: paths in, batches of pictures out."""
+"""Builds a DALI pipeline from the steps of torchvision's transforms: paths in, batches of pictures out."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fastloop.records.images import (
 )
 
 Pins = Sequence[Mapping[str, Any]]
-"""What the random steps of one picture drew, in their order, by the names that `Graph` gives them."""
+"""Draws of one picture's random steps, in order, by the names in `_DRAWN`."""
 _DRAWN: dict[type, dict[str, tuple[str, int]]] = {
     RandomResizedCrop: {"start": ("INT32", 1), "shape": ("INT32", 1)},
     RandomCrop: {"start": ("INT32", 1)},
     RandomHorizontalFlip: {"flip": ("INT32", 0)},
     ColorJitter: dict.fromkeys(("brightness", "contrast", "saturation", "hue"), ("FLOAT", 0)),
 }
-"""What a random step draws, each with its type and dimensions."""
+"""Quantities that a random step draws, each with its type and number of dimensions."""
 _GEOMETRY = (Resize, CenterCrop, RandomResizedCrop, RandomCrop)
 _INTERPOLATIONS = {
     "nearest": "INTERP_NN",
@@ -40,30 +40,30 @@ _INTERPOLATIONS = {
     "lanczos": "INTERP_LANCZOS3",
 }
 HARDWARE_SHARE = 0.65
-"""Of the JPEGs, to the GPU's own decoder: 24,278 images/s on an H200, 12,663 without it, 21,808 with all."""
+"""Share of JPEGs for the GPU's hardware decoder: 24,278 images/s on an H200; 12,663 with none, 21,808 with all."""
 
 
 def load_dali() -> tuple[Any, Any, Any]:
-    """``nvidia.dali``, its operators and its types; untyped, so that checks do not depend on whether it is there."""
+    """Return ``nvidia.dali``, its operators and its types; untyped, so that type checks do not need it installed."""
     return tuple(importlib.import_module(name) for name in ("nvidia.dali", "nvidia.dali.fn", "nvidia.dali.types"))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a pipeline runs on."""
+    """Resources that a pipeline uses."""
 
     threads: int
     device_id: int | None = None
-    """Of the GPU that the pictures end on; None: they stay in host memory."""
+    """GPU that the pictures end up on; None if they stay in host memory."""
     decode: str = "cpu"
-    """cpu or mixed: the GPU decodes, with the threads' help."""
+    """``cpu``, or ``mixed``: the GPU decodes, helped by the threads."""
     resize: str = "cpu"
-    """cpu or device: where pictures that the CPU decoded are resized."""
+    """``cpu`` or ``device``: where CPU-decoded pictures are resized."""
     ahead: int = AHEAD
 
     @property
     def layout(self) -> str:
-        """Of the pictures that come out. On a GPU another order is a copy of microseconds; on a CPU it is not."""
+        """Layout of the output pictures. Changing it is a copy of microseconds on a GPU, but slower on a CPU."""
         return "CHW" if self.device_id is None else "HWC"
 
 
@@ -76,12 +76,13 @@ def make_pipeline(
     source: Callable[[], list[Any]] | None = None,
     pinned: bool = False,
 ) -> Any:
-    """A built pipeline with one output: pictures in the dtype that the steps end with, [N, 3, H, W] or, on a GPU,
+    """Build a pipeline with one output: pictures in the dtype that the steps end with, [N, 3, H, W] or, on a GPU,
     [N, H, W, 3].
 
     Args:
-        source: gives the encoded paths of the next batch, raises StopIteration at the end; None: they are fed.
-        pinned: what random steps draw is fed too, as `name_pin` names it.
+        source: returns the encoded paths of the next batch, raises StopIteration at the end; None if the caller feeds
+            them.
+        pinned: the caller also feeds the draws of the random steps, under the names from `name_pin`.
     Raises:
         RuntimeError: DALI cannot be started on this machine.
     """
@@ -100,23 +101,23 @@ def make_pipeline(
 
 
 def encode(path: str) -> Any:
-    """A path as DALI's file reader takes it."""
+    """Encode a path for DALI's file reader."""
     return np.frombuffer(path.encode(), dtype=np.uint8)
 
 
 def name_pin(place: int, what: str) -> str:
-    """The name of the input for what the random step at `place` draws."""
+    """Return the name of the input for a quantity that the random step at `place` draws."""
     return f"step{place}_{what}"
 
 
 def list_pins(steps: Sequence[ImageStep]) -> list[tuple[int, str]]:
-    """Place among the random steps, and name, of all that is drawn."""
+    """List all drawn quantities: place among the random steps, and name."""
     drawing = [step for step in steps if isinstance(step, RANDOM)]
     return [(place, what) for place, step in enumerate(drawing) for what in _list_drawn(step)]
 
 
 def _list_drawn(step: ImageStep) -> dict[str, tuple[str, int]]:
-    """Without the parts of a ColorJitter that are not touched."""
+    """List what a step draws, without the parts of a ColorJitter that are off."""
     return {name: kind for name, kind in _DRAWN[type(step)].items() if getattr(step, name, kind) is not None}
 
 
@@ -149,9 +150,9 @@ class _Graph:
     # -- decoding -------------------------------------------------------------------------------------------------
 
     def _decode(self, data: Any, todo: list[ImageStep]) -> Any:
-        """Decode; where the first step is a random crop that is resized, no more than that part of the picture."""
+        """Decode; if the first step is a RandomResizedCrop, decode only that part of the picture."""
         types, decoders = self.types, self.fn.decoders
-        # PIL does not turn pictures by their EXIF orientation either.
+        # PIL does not rotate pictures by their EXIF orientation either.
         settings: dict[str, Any] = {
             "output_type": types.RGB,
             "adjust_orientation": False,
@@ -186,7 +187,7 @@ class _Graph:
         elif isinstance(step, RandomHorizontalFlip):
             flip = self._take_pins(step)["flip"] if self.pinned else self.fn.random.coin_flip(probability=step.p)
             if isinstance(self.mirror, int) and not any(isinstance(other, _GEOMETRY) for other in later):
-                self.mirror = flip  # done with the last operator
+                self.mirror = flip  # the last operator does it
             else:
                 self.image = self.fn.flip(self.image, horizontal=flip)
         elif isinstance(step, ColorJitter):
@@ -211,15 +212,15 @@ class _Graph:
         if not isinstance(step.size, int):
             self._fit(step.size, step.interpolation)
             return
-        # As torchvision rounds: DALI's own rule comes out one pixel larger at times.
+        # Round like torchvision: DALI's rule sometimes gives one pixel more.
         height, width = self._size()
         short = self._math.min(height, width)
         size = self.fn.stack(step.size * height // short, step.size * width // short)
         self._fit(self.fn.cast(size, dtype=self.types.FLOAT), step.interpolation)
 
     def _middle(self, whole: Any, part: int) -> Any:
-        """Where a part begins that lies in the middle: Python's ``round((whole - part) / 2)``, and torchvision's half
-        of the padding where the whole is smaller."""
+        """Return the start of a centered part: Python's ``round((whole - part) / 2)``, or half of the padding, as in
+        torchvision, if the whole is smaller."""
         more, less = self._math.max(whole - part, 0), self._math.max(part - whole, 0)
         half = more // 2
         rounded = half + (more - 2 * half) * (half - 2 * (half // 2))
@@ -261,12 +262,12 @@ class _Graph:
         self._slice(starts, step.size)
 
     def _draw_start(self, last: Any) -> Any:
-        """Evenly one of 0 to `last`."""
+        """Draw an integer uniformly from 0 to `last`."""
         drawn = self._math.floor(self.fn.random.uniform(range=[0.0, 1.0]) * (last + 1))
         return self.fn.cast(drawn, dtype=self.types.INT32)
 
     def _jitter(self, step: ColorJitter) -> None:
-        """Each factor as torchvision applies it; always in this order, where torchvision draws one."""
+        """Apply each factor like torchvision, but always in this order; torchvision draws a random order."""
         pins = self._take_pins(step) if self.pinned else {}
         for what in _list_drawn(step):
             factor = pins[what] if self.pinned else self.fn.random.uniform(range=list(getattr(step, what)))
@@ -280,11 +281,11 @@ class _Graph:
                 gray = self.fn.color_space_conversion(image, image_type=self.types.RGB, output_type=self.types.GRAY)
                 other = self.fn.reductions.mean(gray) if what == "contrast" else gray
                 changed = image * factor + other * (1.0 - factor)
-            whole = self._math.floor(changed)  # PIL and torchvision cut off what is behind the point
+            whole = self._math.floor(changed)  # PIL and torchvision drop the fractional part
             self.image = self.fn.reinterpret(self.fn.cast(whole, dtype=self.types.UINT8), layout="HWC")
 
     def _turn_hue(self, image: Any, turns: Any) -> Any:
-        """There and back through PIL's HSV, whose members are bytes; DALI's own hue turns in YIQ.
+        """Convert to PIL's HSV, which has bytes, and back; DALI's own hue operator rotates in YIQ.
 
         Source: Pillow, src/libImaging/Convert.c, rgb2hsv_row and hsv2rgb_row.
         """
@@ -317,7 +318,7 @@ class _Graph:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _finish(self, steps: Sequence[ImageStep]) -> Any:
-        """Flip, scale and normalize in one operator, which reads bytes."""
+        """Flip, scale and normalize in one operator that reads bytes."""
         self._move()
         if not any(isinstance(step, ToFloat) for step in steps):
             image = self.image if isinstance(self.mirror, int) else self.fn.flip(self.image, horizontal=self.mirror)
@@ -334,7 +335,7 @@ class _Graph:
 
 
 def find_scale(steps: Sequence[ImageStep]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of the output in levels of 0 to 255, by channel: ``(level - mean) / deviation`` comes out."""
+    """Return mean and deviation per channel, in levels of 0 to 255; the output is ``(level - mean) / deviation``."""
     if not any(isinstance(step, ToFloat) for step in steps):
         return (0.0,) * 3, (1.0,) * 3
     mean, std = [0.0] * 3, [255.0] * 3

@@ -1,4 +1,4 @@
-"""Which image datasets DALI can load, and which not, by name. Looks at records only."""
+"""Decides which image datasets DALI can load, and names the obstacle otherwise. Only looks at records."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from fastloop.records.images import (
 )
 
 AHEAD = 3
-"""Batches made ahead: two that are being made, and one that lies ready while files of other sizes take longer."""
+"""Batches made ahead: two in progress, and one ready in reserve for when larger files take longer."""
 Where = Literal["cpu", "mixed"]
-"""Who decodes: the CPU, or the GPU with the CPU's help."""
+"""Where decoding runs: on the CPU, or on the GPU with the CPU's help."""
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 _AFTER_NORMALIZE = (RandomHorizontalFlip, Normalize)
-"""Steps that do the same before and after it, or are folded into it."""
+"""Steps that have the same effect before and after Normalize, or are merged with it."""
 
 
 def is_installed() -> bool:
-    """Whether there is a DALI to import; it may still be one for another CUDA."""
+    """Whether DALI can be imported; it may still be built for another CUDA version."""
     return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
 
 
 def find_obstacle(images: ImageFacts | str) -> str | None:
-    """Why DALI cannot make these samples, with the name of what is in the way; None where it can."""
+    """Return why DALI cannot make these samples, naming the obstacle; None if it can."""
     if isinstance(images, str):
         return f"DALI loads datasets of image files only: {images}"
     if images.unknown is not None:
@@ -67,7 +67,7 @@ def _explain_step(step: ImageStep) -> str | None:
 
 
 def find_size(steps: tuple[ImageStep, ...]) -> Size | None:
-    """Height and width that all pictures end with; None where they differ."""
+    """Return the final height and width of all pictures; None if they differ."""
     size: Size | None = None
     for step in steps:
         if not isinstance(step, (Resize, CenterCrop, RandomResizedCrop, RandomCrop)):

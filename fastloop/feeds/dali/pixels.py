@@ -1,4 +1,4 @@
-"""Do DALI's pictures equal torchvision's? Real samples, made by both with the same random draws, side by side."""
+"""Compares DALI's pictures with torchvision's, on real samples made by both with the same random draws."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from fastloop.records.images import (
 
 SAMPLES = 16
 MEAN_LEVELS: dict[str, float] = {"cpu": 1.0, "mixed": 2.0}
-"""Bound for the mean deviation of a value, of 0 to 255, by who decodes. The CPU comes out at 0.25 or less over all
-known steps (ImageNet photographs); a resize without antialiasing at 1.5. The GPU's decoder rounds otherwise."""
+"""Bound for the mean deviation of a value (0 to 255), by decoder. The CPU's is 0.25 or less over all known steps
+(ImageNet photographs); a resize without antialiasing has 1.5. The GPU's decoder rounds differently."""
 BIAS_LEVELS, GAIN = 1.0, 0.02
-"""Bounds for a color channel as a whole: its mean, and how much stronger or weaker its contrast may be. The CPU comes
-out at 0.06 levels and 0.0004; another order of the colors, or a wrong mean or deviation, at many times the bounds."""
+"""Bounds for a whole color channel: its mean, and the relative change of its contrast. The CPU's are 0.06 levels and
+0.0004; swapped colors, or a wrong mean or deviation, exceed the bounds many times over."""
 _TRIES = 400
-"""Seeds looked at for one that draws ColorJitter's parts in DALI's order, which one of 24 does."""
+"""Seeds to try until one draws ColorJitter's parts in DALI's order; one in 24 does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """Between the same samples of two makers, in levels of 0 to 255."""
+    """Difference between the same samples made in two ways, in levels of 0 to 255."""
 
     samples: int
     mean: float
     largest: float
     bias: tuple[float, ...]
-    """By color channel."""
+    """Mean difference of each color channel."""
     gain: tuple[float, ...]
 
     def find_fault(self, mean_levels: float) -> str | None:
-        """Why this is more than rounding; None where it is not."""
+        """Return why this is more than rounding; None if it is only rounding."""
         names = ("red", "green", "blue")
         for name, bias, gain in zip(names, self.bias, self.gain, strict=True):
             if abs(bias) > BIAS_LEVELS or abs(gain - 1) > GAIN:
@@ -59,7 +59,7 @@ class Deviation:
 
 
 def check_pixels(dataset: Any, source: ImageSource, steps: Sequence[ImageStep], machine: Machine) -> Deviation:
-    """Compare up to 16 real samples with random parts pinned. Leaves random generators as they were.
+    """Compare up to 16 real samples with the random draws pinned. Restores the random generators.
 
     Raises:
         NotApplicable: they differ by more than rounding, or DALI cannot read one of them.
@@ -70,7 +70,7 @@ def check_pixels(dataset: Any, source: ImageSource, steps: Sequence[ImageStep], 
             path, _ = source.locate(index)
             try:
                 sample, drawn = _make_both(dataset, index, path, steps)
-            except Exception as error:  # nobody can read it; the training will say so where it comes to it
+            except Exception as error:  # the dataset cannot read it; the training will report it when it gets there
                 let_through(error)
                 continue
             wanted.append(sample)
@@ -93,7 +93,7 @@ def check_pixels(dataset: Any, source: ImageSource, steps: Sequence[ImageStep], 
 
 
 def compare(wanted: torch.Tensor, made: torch.Tensor) -> Deviation:
-    """Two stacks of pictures [N, 3, H, W] in levels.
+    """Compare two stacks of pictures [N, 3, H, W] in levels.
 
     Raises:
         NotApplicable: their shapes differ.
@@ -117,7 +117,7 @@ def compare(wanted: torch.Tensor, made: torch.Tensor) -> Deviation:
 def run_pinned(
     paths: Sequence[str], pins: Sequence[Pins], steps: Sequence[ImageStep], machine: Machine
 ) -> torch.Tensor:
-    """DALI's pictures [N, 3, H, W] on the CPU, with each one's random steps as `pins` has them."""
+    """Return DALI's pictures [N, 3, H, W] on the CPU, with the random draws of each from `pins`."""
     machine = replace(machine, ahead=1)
     pipeline = make_pipeline(steps, machine, batch_size=len(paths), seed=0, pinned=True)
     pipeline.feed_input("paths", [encode(path) for path in paths])
@@ -130,17 +130,17 @@ def run_pinned(
 
 
 def shorten(error: Exception) -> str:
-    """What a DALI error says, without the pipeline it names."""
+    """Shorten a DALI error to its message, without the pipeline's description."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     after = next((place + 1 for place, line in enumerate(lines) if line.startswith("encountered")), 0)
     return " ".join(lines[after : after + 1])[:200]
 
 
-# -- what torchvision draws -------------------------------------------------------------------------------------------
+# -- torchvision's random draws ---------------------------------------------------------------------------------------
 
 
 def _make_both(dataset: Any, index: int, path: str, steps: Sequence[ImageStep]) -> tuple[torch.Tensor, Pins]:
-    """A sample as the dataset makes it [3, H, W], and what its random steps drew."""
+    """Return a sample [3, H, W] from the dataset, and the draws of its random steps."""
     from PIL import Image
 
     with Image.open(path) as image:
@@ -155,10 +155,10 @@ def _make_both(dataset: Any, index: int, path: str, steps: Sequence[ImageStep]) 
 
 
 def draw(steps: Sequence[ImageStep], size: Size) -> Pins | None:
-    """What torchvision's transforms draw from torch's generator for a picture of this size, step by step; None where
-    they draw another order of a ColorJitter's parts than DALI's.
+    """Draw like torchvision's transforms, from torch's generator, for a picture of this size, step by step; None if
+    they draw another order of ColorJitter's parts than DALI's.
 
-    Source: torchvision/transforms/transforms.py; those of v2 draw the same numbers.
+    Source: torchvision/transforms/transforms.py; the v2 transforms draw the same numbers.
     """
     from torchvision import transforms
 

@@ -1,4 +1,4 @@
-"""What a plan holds of DALI: by this it loads in a loader's place. Torch is imported once that is done."""
+"""The part of a plan that makes DALI load in place of a loader. Imports torch only when used."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fastloop.records.images import ImageStep
 
 @dataclass(frozen=True, kw_only=True)
 class DaliEngine:
-    """Lets DALI load in a loader's place."""
+    """Lets DALI load in place of a loader."""
 
     steps: tuple[ImageStep, ...]
     decode: Where
     threads: int
     resize: Literal["cpu", "device"]
     batch_size: int
-    """The most samples of a batch."""
+    """Most samples in a batch."""
     on_gpu: bool
-    """The batches end on this rank's GPU."""
+    """Whether the batches end up on this rank's GPU."""
     keeps: bool
-    """Its threads stay between epochs."""
+    """Whether DALI's threads stay alive between epochs."""
 
     def _machine(self) -> Any:
         import torch
@@ -34,10 +34,10 @@ class DaliEngine:
         return Machine(threads=self.threads, device_id=device_id, decode=self.decode, resize=self.resize)
 
     def check(self, loader: Any, say: Callable[[str], None]) -> Mapping[str, Any]:
-        """Compare DALI's pictures with the dataset's own samples; gives evidence.
+        """Compare DALI's pictures with the dataset's own samples; return the evidence.
 
         Args:
-            say: takes one line on what came of it.
+            say: receives one line about the result.
         Raises:
             NotApplicable: they differ by more than rounding, or DALI cannot be started.
         """
@@ -51,7 +51,7 @@ class DaliEngine:
         return {"checked_samples": found.samples, "mean_levels": found.mean, "largest_levels": found.largest}
 
     def make(self, loader: Any) -> Any:
-        """What makes the loader's batches."""
+        """Return the engine that makes the loader's batches."""
         from fastloop.feeds.dali.engine import DaliLoader
 
         return DaliLoader(loader, self.steps, self._machine(), batch_size=self.batch_size, keeps=self.keeps)

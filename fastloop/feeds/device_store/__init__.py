@@ -1,1 +1,1 @@
-"""A whole set of pictures on the device, and its batches made there: the very ones the plain loader makes."""
+"""Keeps a whole set of pictures on the device and makes its batches there, identical to the plain loader's."""

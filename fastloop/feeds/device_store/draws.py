@@ -1,7 +1,7 @@
-"""What torchvision's random transforms draw, for a whole batch at once and out of the same stream of numbers.
+"""Draws like torchvision's random transforms, but for a whole batch at once, from the same stream of numbers.
 
-The plain loader draws sample by sample, a call for each number. On the CPU each of these calls takes one word of 32
-bits from the generator, so that a batch's words can be taken in one call and shared out afterwards.
+The plain loader draws sample by sample, one call per number. On the CPU each of these calls takes one 32-bit word from
+the generator, so all words of a batch can be drawn in one call and distributed afterwards.
 Source: ATen/core/TransformationHelper.h (uniform_real, uniform_int_from_to), torchvision/transforms/transforms.py and
 v2/_geometry.py (RandomCrop, RandomHorizontalFlip, RandomResizedCrop).
 """
@@ -24,43 +24,43 @@ _WORD, _MANTISSA = 2**32 - 1, 2**24 - 1
 
 
 def send(numbers: Numbers, device: torch.device) -> torch.Tensor:
-    """To the device, without waiting for it: a copy from memory that is not pinned waits for all work before it."""
+    """Copy to the device without a wait: a copy from unpinned memory would wait for all earlier work."""
     here = torch.from_numpy(numbers)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 def draw_words(count: int) -> Numbers:
-    """The next `count` words of 32 bits from the CPU's default generator, int64 [count]."""
+    """Draw the next `count` 32-bit words from the CPU's default generator, int64 [count]."""
     pairs = torch.empty(count // 2, dtype=torch.int64).random_(-(2**63), None).numpy()
     words = np.stack([pairs >> 32 & _WORD, pairs & _WORD], axis=1).reshape(-1)
     if count % 2:
         state = torch.get_rng_state()
         last = torch.empty(1, dtype=torch.int64).random_(-(2**63), None).numpy()
         torch.set_rng_state(state)
-        torch.rand(1)  # moves on by one word
+        torch.rand(1)  # advances the generator by one word
         words = np.concatenate([words, last >> 32 & _WORD])
     return words
 
 
 def _rewind(state: torch.Tensor, used: int) -> None:
-    """Put the generator where `used` words after `state` leave it."""
+    """Set the generator to `state`, advanced by `used` words."""
     torch.set_rng_state(state)
     draw_words(used)
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A random step, and how the user's transform draws for it."""
+    """A random step, and how the user's transform draws its numbers."""
 
     step: RandomCrop | RandomHorizontalFlip
     by_side: bool
-    """A crop draws for each side that has more than one place (v2); else for both, unless neither has (v1)."""
+    """True: a crop draws for each side with more than one position (v2). False: for both, unless neither has (v1)."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the pixels of a batch are in its stored pictures: row ``top + y`` and column ``left + step * x``. Outside
-    of them is padding. All int64 [B]."""
+    """Position of a batch's pixels in the stored pictures: row ``top + y`` and column ``left + step * x``. Positions
+    outside the picture are padding. All int64 [B]."""
 
     top: Numbers
     left: Numbers
@@ -79,7 +79,7 @@ class Placement:
 
 
 def draw(drawings: Sequence[Drawing], heights: Numbers, widths: Numbers) -> Placement:
-    """Draw for pictures of these sizes [B], in their order, from the default generator."""
+    """Draw for pictures of these sizes [B], in order, from the default generator."""
     needed = [column for each in _list_needs(drawings, heights, widths) for column in each]
     taken = np.stack(needed, axis=1) if needed else np.zeros((len(heights), 0), dtype=bool)
     words = np.zeros(taken.shape, dtype=np.int64)
@@ -100,7 +100,7 @@ def draw(drawings: Sequence[Drawing], heights: Numbers, widths: Numbers) -> Plac
 
 
 def _list_needs(drawings: Sequence[Drawing], heights: Numbers, widths: Numbers) -> list[list[Numbers]]:
-    """For each step, the pictures that take a word for each of its numbers: bool [B]."""
+    """List, for each step and each number it draws, which pictures need a word: bool [B]."""
     needs = []
     for each in drawings:
         if isinstance(each.step, RandomHorizontalFlip):
@@ -113,16 +113,16 @@ def _list_needs(drawings: Sequence[Drawing], heights: Numbers, widths: Numbers) 
     return needs
 
 
-# -- random resized crops: how many numbers a picture takes depends on the numbers ------------------------------------
+# -- random resized crops: the numbers themselves decide how many a picture needs -------------------------------------
 
 TRIES = 10
-"""Of a part that lies within the picture; then the middle is taken."""
+"""Attempts to draw a part that lies within the picture; after that, the center is used."""
 
 
 def draw_parts(
     step: RandomResizedCrop, flips: Sequence[RandomHorizontalFlip], heights: Numbers, widths: Numbers
 ) -> tuple[Numbers, Numbers]:
-    """Top, left, height and width of the part of each picture, int64 [B, 4], and whether it is mirrored, bool [B]."""
+    """Draw each picture's part, as top, left, height and width, int64 [B, 4], and whether it is mirrored, bool [B]."""
     state = torch.get_rng_state()
     words = draw_words(len(heights) * ((2 * TRIES + 2) + len(flips)))  # at most
     areas, ratios = _list_shapes(step, words)
@@ -150,7 +150,7 @@ def draw_parts(
 
 
 def _list_shapes(step: RandomResizedCrop, words: Numbers) -> tuple[list[float], list[float]]:
-    """What each word is as a share of the area, and as width over height: in single precision, as torch has them."""
+    """Convert each word to a share of the area, and to an aspect ratio, in single precision as in torch."""
     uniform = torch.from_numpy((words & _MANTISSA) * np.float32(2**-24)).float()
     log_ratio = torch.log(torch.tensor(step.ratio))
     scale = torch.tensor(step.scale)

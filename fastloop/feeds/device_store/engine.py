@@ -1,4 +1,4 @@
-"""The engine that makes the batches of a loader out of pictures that are on the device."""
+"""The engine that makes a loader's batches from pictures on the device."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from fastloop.feeds.images.reading import ImageSource, Transform, read_source
 from fastloop.records.images import RandomCrop, RandomHorizontalFlip, RandomResizedCrop, ToFloat
 
 COMPARED = 16
-"""Samples that have to be, bit for bit, what the user's dataset makes of them before the engine is used."""
+"""Samples that must equal those of the user's dataset, bit for bit, before the engine is used."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to pictures once, and what for each batch."""
+    """The transforms to apply once per picture, and those to apply in each batch."""
 
     once: tuple[Transform, ...]
     drawings: tuple[Drawing, ...]
-    """In their order; after a `RandomResizedCrop` only what mirrors."""
+    """Random steps in order; after a `RandomResizedCrop` only flips."""
     to_floats: ToFloats
     resized: RandomResizedCrop | None = None
 
     @property
     def crop(self) -> RandomCrop | RandomResizedCrop | None:
-        """The crop that gives batches their size; None: the pictures have it."""
+        """The crop that gives batches their size; None if the pictures already have it."""
         crops = (each.step for each in self.drawings if isinstance(each.step, RandomCrop))
         return self.resized or next(crops, None)
 
 
 def read_recipe(transforms: Sequence[Transform]) -> Recipe:
-    """Part the user's transforms; they are known to be of the kinds that `explain_no_engine` lets through."""
+    """Split the user's transforms, which `explain_no_engine` has accepted."""
     color = [each for each in transforms if is_color(each)]
     kinds = (RandomCrop, RandomHorizontalFlip, RandomResizedCrop)
     random = [each for each in transforms if isinstance(each.steps[0], kinds)]
@@ -56,11 +56,11 @@ def read_recipe(transforms: Sequence[Transform]) -> Recipe:
 
 
 class DeviceEngine:
-    """Hands out the batches that the loader without workers hands out: the same bits, and the same random numbers used.
+    """Returns the same batches as the loader without workers, bit for bit, and uses the same random numbers.
 
     Args:
-        loader: its batch sampler says which samples.
-        pictures: all of them.
+        loader: its batch sampler chooses the samples.
+        pictures: the pictures of all samples.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class DeviceEngine:
         self.loader, self.pictures, self.recipe = loader, pictures, recipe
         self.batches, self._evidence = 0, evidence
         self.wants_channels_last: Callable[[], bool] = lambda: False
-        """Asked before each batch."""
+        """Called before each batch."""
         crop = recipe.crop
         self.size: tuple[int, int] = tuple(pictures.sizes[0].tolist()) if crop is None else crop.size
         self.fill = crop.fill if isinstance(crop, RandomCrop) else 0
 
     def load(self, seed: int) -> Iterator[Any]:
-        """One epoch's batches. Nothing is drawn from the seed: a loader without workers does not use it either."""
+        """Yield one epoch's batches. The seed is unused, as in a loader without workers."""
         for indices in self.loader.batch_sampler:  # type: ignore[union-attr]
             self.batches += 1
             yield self.make(indices)
 
     def make(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """The batch [images, labels] of these samples, as the default collate function has it."""
+        """Make the batch [images, labels] of these samples, in the form of the default collate function."""
         samples = np.asarray(indices, dtype=np.int64)
         samples = np.where(samples < 0, samples + len(self.pictures.slots), samples)
         heights, widths = self.pictures.sizes[self.pictures.slots[samples]].T
@@ -96,7 +96,7 @@ class DeviceEngine:
         return [images, self.pictures.find_labels(samples)]
 
     def evidence(self) -> Mapping[str, Any]:
-        """Batches made, and what they were made of."""
+        """Return the number of batches made, and facts about the stored pictures."""
         return {"device_batches": self.batches, **self._evidence}
 
 
@@ -108,10 +108,10 @@ def make_engine(
     workers: int,
     say: Callable[[str], None] = lambda _line: None,
 ) -> DeviceEngine:
-    """Fill the device's memory and prove the engine on a few samples.
+    """Copy the pictures to the device and verify the engine on a few samples.
 
     Raises:
-        NotApplicable: the pictures do not fit, or a batch is not what the user's dataset makes.
+        NotApplicable: the pictures do not fit, or a batch differs from the user's dataset.
     """
     began = time.monotonic()
     dataset = find_user_dataset(loader.dataset)
@@ -153,7 +153,7 @@ def _check_sizes(pictures: Pictures, recipe: Recipe) -> None:
 
 
 def prove(engine: DeviceEngine, dataset: Any, source: ImageSource) -> None:
-    """Compare a few samples with the user's own, and the random numbers used; no number of the training's is used up.
+    """Compare a few samples, and the random numbers used, with the user's dataset. Restores the training's generator.
 
     Raises:
         NotApplicable: they differ.

@@ -1,4 +1,4 @@
-"""Parts of pictures resized, mirrored and made floats on a CUDA device, bit for bit as Pillow's bilinear resize.
+"""Crops, resizes and mirrors pictures and converts them to floats on a CUDA device, bit for bit like Pillow (bilinear).
 
 Pillow resizes in two passes, along rows and along columns. Each is a weighted sum of a few pixels, rounded to bytes;
 the weights are computed in double precision and then used as integers with 22 fractional bits. Three Triton kernels do
@@ -21,11 +21,11 @@ from fastloop.feeds.device_store.draws import Numbers, send
 
 BITS = 22
 BLOCK = 512
-"""Pixels that one program makes, in all three channels."""
+"""Pixels that one program computes, in all three channels."""
 POSITIONS = 128
-"""Whose weights one program makes."""
+"""Positions for which one program computes the weights."""
 TOLD = tl.constexpr(12)
-"""Numbers that programs are told of each image."""
+"""Numbers that programs receive about each image."""
 HALF, ONE = tl.constexpr(1 << (BITS - 1)), tl.constexpr(float(1 << BITS))
 
 
@@ -40,24 +40,24 @@ def resize_parts(
     table: torch.Tensor,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> torch.Tensor:
-    """Images [B, 3, *size]: ``picture.crop(part).resize(size)``, mirrored where wanted, each byte then looked up.
+    """Return images [B, 3, *size]: ``picture.crop(part).resize(size)``, then mirrored if set, each byte then looked up.
 
     Args:
         pixels: uint8 [all]; pictures are [3, height, width].
-        starts: where each picture begins in it, int64 [B].
+        starts: offset of each picture in `pixels`, int64 [B].
         heights: of the pictures, int64 [B].
         widths: of the pictures, int64 [B].
         parts: top, left, height and width of each part, int64 [B, 4].
-        mirrored: which images, bool [B].
-        table: what becomes of each byte, [3, 256].
+        mirrored: whether to mirror each image, bool [B].
+        table: value for each byte, [3, 256].
         memory_format: of the images.
     """
     top, left, part_heights, part_widths = parts.T
     upright = is_vertical_first(part_heights, part_widths, size)
-    # Between the passes: bytes [3, rows, columns] of each image.
+    # Intermediate result between the passes: bytes [3, rows, columns] of each image.
     between = np.where(upright, size[0] * part_widths, size[1] * part_heights)
     halves = np.cumsum(3 * between)
-    # Of each image and side, int32 [1 + taps, side]: the first pixel that each is made of, and the weights from there.
+    # For each image and side, int32 [1 + taps, side]: each output pixel's first source pixel, and its weights.
     taps = (
         np.stack([2 * np.maximum(part_heights / size[0], 1), 2 * np.maximum(part_widths / size[1], 1)]).astype(int) + 2
     )
@@ -69,7 +69,7 @@ def resize_parts(
     half, weights = pixels.new_empty(int(halves[-1])), sent.new_empty(int(ends[-1, -1]), dtype=torch.int32)
     made = torch.empty(len(parts), 3, *size, dtype=table.dtype, device=table.device, memory_format=memory_format)
     strides = made.stride()[1], made.stride()[3]
-    # A product and a sum that are rounded once, together, would give other weights than Pillow's.
+    # Fused multiply-adds round only once, which would give other weights than Pillow's.
     _weigh[len(parts), 2, triton.cdiv(max(size), POSITIONS)](weights, sent, *size, POSITIONS, enable_fp_fusion=False)
     _pass_first[len(parts), triton.cdiv(int(between.max()), BLOCK)](pixels, half, weights, sent, *size, BLOCK)
     _pass_second[len(parts), triton.cdiv(size[0] * size[1], BLOCK)](
@@ -79,7 +79,7 @@ def resize_parts(
 
 
 def is_vertical_first(heights: Numbers, widths: Numbers, size: tuple[int, int]) -> Numbers:
-    """Whether Pillow begins with the pass along columns, for parts of these sizes: bool [B]."""
+    """Whether Pillow starts with the pass along columns, for parts of these sizes: bool [B]."""
     if not probe_order():
         return np.zeros(len(heights), dtype=bool)
     tall = heights - size[0]
@@ -88,7 +88,7 @@ def is_vertical_first(heights: Numbers, widths: Numbers, size: tuple[int, int]) 
 
 @functools.cache
 def probe_order() -> bool:
-    """Whether this Pillow begins with columns where that is less work; older ones always began with rows."""
+    """Whether this Pillow starts with columns if that is less work; older versions always start with rows."""
     from PIL import Image
 
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 16), dtype=np.uint8))
@@ -99,7 +99,7 @@ def probe_order() -> bool:
 @triton.jit
 def _weigh(weights, told, height, width, POSITIONS: tl.constexpr):
     told += tl.program_id(0) * TOLD
-    side = tl.program_id(1)  # 0: rows are made of rows; 1: columns of columns
+    side = tl.program_id(1)  # 0: output rows from input rows; 1: columns from columns
     length, size = tl.load(told + 3 + side), tl.where(side == 0, height, width)
     weights, taps = weights + tl.load(told + 8 + side), tl.load(told + 10 + side)
     position = tl.program_id(2) * POSITIONS + tl.arange(0, POSITIONS)
@@ -112,7 +112,7 @@ def _weigh(weights, told, height, width, POSITIONS: tl.constexpr):
     tl.store(weights + position, first, mask=inside)
     total = tl.where(inside, 0.0, 1.0).to(tl.float64)
     tap = 0
-    while tap < taps:  # not `for`, which Triton's interpreter cannot do under NumPy 2.4
+    while tap < taps:  # not `for`, which Triton's interpreter does not support with NumPy 2.4
         total += _weigh_tap(tap, first, count, center, support)
         tap += 1
     tap = 0
@@ -124,7 +124,7 @@ def _weigh(weights, told, height, width, POSITIONS: tl.constexpr):
 
 @triton.jit
 def _weigh_tap(tap, first, count, center, support):
-    """Not yet divided by the sum of all."""
+    """Return one weight, not yet normalized."""
     distance = (tap + first).to(tl.float64) - center + 0.5
     return tl.where(tap < count, tl.maximum(1.0 - tl.abs(distance * (1.0 / support)), 0.0), 0.0)
 
@@ -171,7 +171,7 @@ def _pass_second(half, made, channel, step, table, weights, told, height, width,
 
 @triton.jit
 def _sum_taps(source, plane, stride, row, column, inside, weights, told, height, width, vertical):
-    """Bytes of three channels, as int32: sums over pixels of a column where `vertical`, else of a row."""
+    """Return bytes of three channels, as int32: weighted sums over pixels of a column if `vertical`, else of a row."""
     side = tl.where(vertical, 0, 1)
     size, taps = tl.where(vertical, height, width), tl.load(told + 10 + side)
     weights += tl.load(told + 8 + side) + tl.where(vertical, row, column)

@@ -1,4 +1,4 @@
-"""Decoded pictures of whatever sizes in one buffer on the device, and batches cut out of it."""
+"""Decoded pictures of any sizes in one buffer on the device, and batches cut from it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from fastloop.feeds.images.byte_batches import ToFloats
 from fastloop.feeds.images.reading import ImageSource
 
 CHUNK_BYTES = 64 * 2**20
-"""Moved to the device at once."""
+"""Size of one copy to the device."""
 LOOKED_AT = 64
-"""Pictures after which the size of all is told."""
+"""Pictures after which the total size is estimated."""
 TOGETHER = 16
-"""Pictures that are decoded and handed over at a time."""
+"""Pictures that a process decodes and sends at a time."""
 FEW = 512
-"""Pictures that are not worth starting processes for."""
+"""Up to this many pictures, worker processes are not worth starting."""
 QUIET_S = 2.0
-"""A filling that takes longer is talked about."""
+"""If filling takes longer, the user gets a line about it."""
 
 
 class Pictures:
-    """Pictures, bytes [3, height, width] one after the other, and the label of each sample.
+    """Pictures, stored consecutively as bytes [3, height, width], and the label of each sample.
 
     Args:
         pixels: uint8 [all], on the device.
         sizes: height and width of each picture, int64 [pictures, 2].
-        slots: the picture of each sample, int64 [samples].
+        slots: index of each sample's picture, int64 [samples].
         labels: of each sample, [samples, ...], on the device.
     """
 
@@ -43,7 +43,7 @@ class Pictures:
         self._grids: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def find_labels(self, samples: Numbers) -> torch.Tensor:
-        """Labels [B, ...] of these samples [B]."""
+        """Return the labels [B, ...] of these samples [B]."""
         return self.labels[send(samples, self.labels.device)]
 
     def resize(
@@ -55,10 +55,10 @@ class Pictures:
         to_floats: ToFloats,
         memory_format: torch.memory_format,
     ) -> torch.Tensor:
-        """Floats [B, 3, *size] of these parts [B, 4] of samples [B], resized and then mirrored where wanted.
+        """Return floats [B, 3, *size]: these parts [B, 4] of samples [B], resized, then mirrored if set.
 
         Raises:
-            ImportError: there is no Triton.
+            ImportError: Triton is not installed.
         """
         from fastloop.feeds.device_store import kernels
 
@@ -67,7 +67,7 @@ class Pictures:
         return kernels.resize_parts(*told, mirrored, size, to_floats.find_table(self.pixels.device), memory_format)
 
     def cut(self, samples: Numbers, placed: Placement, size: tuple[int, int], fill: int) -> torch.Tensor:
-        """Bytes [B, 3, *size] of these samples [B], `fill` outside of the pictures."""
+        """Return bytes [B, 3, *size] of these samples [B], `fill` outside the pictures."""
         slots = self.slots[samples]
         heights, widths = self.sizes[slots].T
         columns = (self.starts[slots], heights, widths, placed.top, placed.left, placed.step)
@@ -101,15 +101,15 @@ def fill(
     workers: int,
     say: Callable[[str], None],
 ) -> Pictures:
-    """Decode every picture once, on the CPU as the user's dataset does it, and keep it on the device.
+    """Decode every picture once, on the CPU with the user's dataset, and store it on the device.
 
     Args:
-        dataset: hands out ``(uint8 [3, height, width], label)``.
-        source: names the picture of each sample.
-        workers: processes that decode; 0: this one does.
+        dataset: returns ``(uint8 [3, height, width], label)``.
+        source: names the file of each sample's picture.
+        workers: processes that decode; 0 to decode in this process.
 
     Raises:
-        NotApplicable: the pictures take more than `most_bytes`, or samples are none that can be kept.
+        NotApplicable: the pictures take more than `most_bytes`, or samples of this kind cannot be stored.
     """
     order, slots, labels = _list_samples(source)
     chunks, shapes, kept_bytes, moved_bytes, waiting = [], [], 0, 0, []
@@ -136,7 +136,7 @@ def fill(
 
 
 def _list_samples(source: ImageSource) -> tuple[Numbers, Numbers, torch.Tensor]:
-    """A sample of each picture, in the order in which pictures are kept; the picture of each sample; the labels."""
+    """Return one sample per picture, in storage order; the index of each sample's picture; the labels."""
     first: dict[str, int] = {}
     firsts, labels = np.empty(source.count, dtype=np.int64), []
     for sample in range(source.count):
@@ -146,12 +146,12 @@ def _list_samples(source: ImageSource) -> tuple[Numbers, Numbers, torch.Tensor]:
     collated = default_collate(labels)
     if not isinstance(collated, torch.Tensor):
         raise NotApplicable(f"labels that collate to a {type(collated).__name__} cannot be kept on the device")
-    order = np.fromiter(first.values(), dtype=np.int64)  # rises
+    order = np.fromiter(first.values(), dtype=np.int64)  # ascending
     return order, np.searchsorted(order, firsts), collated
 
 
 def _decode(dataset: Any, order: Numbers, workers: int) -> Iterator[tuple[torch.Tensor, list[tuple[int, ...]]]]:
-    """Pictures of samples, in this order, some at a time. No random number of the training's is used up."""
+    """Yield the samples' pictures in this order, a few at a time. Does not touch the training's random generators."""
     yield from DataLoader(
         dataset,
         batch_size=TOGETHER,
@@ -163,6 +163,7 @@ def _decode(dataset: Any, order: Numbers, workers: int) -> Iterator[tuple[torch.
 
 
 def _join_pictures(samples: list[Any]) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
-    """One tensor, for each that comes from a process costs a file descriptor; and the shapes in it."""
+    """Join pictures into one tensor, since each tensor sent between processes costs a file descriptor; also return
+    their shapes."""
     pictures = [picture for picture, _ in samples]
     return torch.cat([picture.reshape(-1) for picture in pictures]), [tuple(picture.shape) for picture in pictures]

@@ -1,4 +1,4 @@
-"""Keeps a set of pictures on the device: the want, and when a rung may ask for it. Imports torch only when it acts."""
+"""The want that keeps pictures on the device, and when a rung may use it. Imports torch only when used."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from fastloop.records.images import (
 from fastloop.records.plan import Change, Parity
 
 ONCE, EACH_TIME = (Resize, CenterCrop), (RandomCrop, RandomHorizontalFlip)
-"""Steps that are done when a picture is decoded, and those that the device does for each batch, in any order. A random
-resized crop comes before all of these."""
+"""Steps applied once when a picture is decoded, and steps that the device applies in each batch, in any order. A random
+resized crop must come before all of these."""
 
 SHARE = 0.25
-"""Of the device's free memory that pictures may take, before there are any activations."""
+"""Share of the device's free memory that pictures may take, measured before there are any activations."""
 LITTLE_SHM_BYTES = 2**30
-"""Pictures that processes decode come through shared memory."""
+"""With less free shared memory, no worker processes decode, since they send pictures through it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PicturesOnDevice:
-    """The want ``loader.engine`` of a store on the device."""
+    """The want ``loader.engine`` for a store on the device."""
 
     device: str
-    """Its type; the process's current one."""
+    """Device type; the process's current device of this type is used."""
     most_bytes: int | None = None
-    """That pictures may take; None: `SHARE` of what is free when they come."""
+    """Most memory for pictures; None for `SHARE` of the memory that is free at that time."""
     workers: int = 0
     """Processes that decode."""
     live: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
-    """The engine that `check` made, for the loader that it was made for."""
+    """The engine that `check` made and `make` has not taken yet."""
 
     def check(self, loader: Any, say: Callable[[str], None] = lambda _line: None) -> Mapping[str, Any]:
-        """Fill the store and try it.
+        """Fill the store and test it.
 
         Raises:
-            NotApplicable: the pictures do not fit, or a batch is not what the user's dataset makes.
+            NotApplicable: the pictures do not fit, or a batch differs from the user's dataset.
         """
         import torch
 
@@ -65,7 +65,7 @@ class PicturesOnDevice:
         return engine.evidence()
 
     def make(self, loader: Any) -> Any:
-        """The engine for this loader, which is the one that was checked, or our copy of it."""
+        """Return the engine for this loader, which is the checked one, or our copy of it."""
         if not self.live:
             self.check(loader)
         engine = self.live.pop()
@@ -74,7 +74,7 @@ class PicturesOnDevice:
 
 
 def _measure_free(device: str) -> int:
-    """Bytes of memory of the current device of this type."""
+    """Return the free memory, in bytes, of the current device of this type."""
     if device == "cuda":
         import torch
 
@@ -83,10 +83,10 @@ def _measure_free(device: str) -> int:
 
 
 def plan_on_device(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None) -> Change:
-    """The change of a rung that keeps the pictures of this loader on the device.
+    """Plan the change of a rung that keeps this loader's pictures on the device.
 
     Raises:
-        NotApplicable: batches made there might differ from those that the loader makes.
+        NotApplicable: batches made there might differ from the loader's.
     """
     if (why := explain_no_engine(facts, loader)) is not None:
         raise NotApplicable(f"pictures cannot be kept on the device: {why}")
@@ -109,7 +109,7 @@ def plan_on_device(facts: Facts, loader: LoaderFacts, most_bytes: int | None = N
 
 
 def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
-    """Why batches cannot be made on the device; None where they can."""
+    """Return why batches cannot be made on the device; None if they can."""
     if facts.device not in ("cuda", "cpu"):
         return f"this run is on {facts.device}"
     if facts.steps_with_iterator:
@@ -140,7 +140,7 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
 
 
 def explain_no_steps(images: ImageFacts) -> str | None:
-    """Why the steps cannot be done on the device with the same bits; None where they can."""
+    """Return why the device cannot do these steps with the same bits; None if it can."""
     if (why := images.explain_no_bytes()) is not None:
         return why
     allowed: tuple[type, ...] = (*ONCE, RandomResizedCrop)

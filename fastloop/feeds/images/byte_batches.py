@@ -1,8 +1,8 @@
-"""Pictures that travel as bytes: the dataset hands out uint8, and the device turns it into floats.
+"""Sends pictures to the device as bytes: the dataset returns uint8, and the device converts it to floats.
 
-What the last transforms (ToTensor or ToDtype, then Normalize) make of a byte depends on the byte and its channel only.
-So the user's own transforms run once on all 256 values, and the device looks the results up: the floats have the same
-bits on every device.
+The last transforms (ToTensor or ToDtype, then Normalize) map each byte by its value and channel only. So the user's own
+transforms run once on all 256 values, and the device looks the results up: the floats have the same bits on every
+device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from fastloop.records.images import Normalize, ToFloat, ToTensor
 
 
 class ByteSample(NamedTuple):
-    """A sample, or a batch of them, whose picture is bytes: torch and Lightning collate, pin and move it as such."""
+    """A sample, or a batch of them, with uint8 pictures. torch and Lightning keep this type when they collate, pin and
+    move it."""
 
     image: Any
     """uint8 [C, H, W] or [N, C, H, W]"""
@@ -34,28 +35,28 @@ class AsBytes:
     """The want ``dataset.uint8``."""
 
     device_takes: tuple[str, ...] = ()
-    """Names of the steps that the dataset no longer takes."""
+    """Names of the steps that the device does instead of the dataset."""
     live: list[ToFloats] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
-    """What takes them."""
+    """The object that does them."""
 
     def wrap(self, dataset: Any) -> ByteDataset:
-        """A copy of the dataset that hands out bytes; the user's objects stay as they are."""
+        """Return a copy of the dataset that returns bytes; the user's objects stay unchanged."""
         transforms = read_source(find_user_dataset(dataset)).transforms
         self.live[:] = [ToFloats([each for each in transforms if is_color(each)])]
         first = next(place for place, each in enumerate(transforms) if ToFloat() in each.steps)
         return ByteDataset(replace_transform(dataset, make_bytes(transforms[:first])))
 
     def finish(self, batch: Any) -> Any:
-        """What has come to the device, with marked batches as the user's own loader would have made them."""
+        """Convert the marked batches in data on the device to what the user's own loader would have returned."""
         return self.live[0].finish(batch)
 
     def evidence(self) -> Mapping[str, int]:
-        """Batches that came as bytes."""
+        """Return the number of batches that arrived as bytes."""
         return {"byte_batches": self.live[0].batches}
 
 
 def make_bytes(transforms: Sequence[Transform]) -> Any:
-    """One transform for all of these, which come before images are floats, that makes uint8 [C, H, W] of them."""
+    """Join these transforms, which come before the conversion to floats, into one that returns uint8 [C, H, W]."""
     from torchvision.transforms import Compose, PILToTensor
 
     calls = [each.call for each in transforms]
@@ -64,12 +65,12 @@ def make_bytes(transforms: Sequence[Transform]) -> Any:
 
 
 def is_color(transform: Transform) -> bool:
-    """Takes a part in making floats of an image, and none in where its pixels are."""
+    """Whether the transform only helps to convert an image to floats, and moves no pixels."""
     return any(isinstance(step, (ToTensor, ToFloat, Normalize)) for step in transform.steps)
 
 
 def replace_transform(dataset: Any, transform: Callable[[Any], Any]) -> Any:
-    """A copy of a dataset that `read_source` reads, or of what stands in for one, with another transform."""
+    """Copy a dataset that `read_source` can read, or a stand-in for one, with another transform."""
     if type(dataset) is not (kind := dataset.__class__):
         make, (inner, *others) = dataset.__reduce__()
         return make(replace_transform(inner, transform), *others)
@@ -84,14 +85,14 @@ def replace_transform(dataset: Any, transform: Callable[[Any], Any]) -> Any:
 
 
 def find_user_dataset(dataset: Any) -> Any:
-    """What a dataset stands in for."""
+    """Return the user's dataset behind our stand-ins."""
     while issubclass(type(dataset), StandInDataset):
         dataset = dataset.inner
     return dataset
 
 
 class ByteDataset(StandInDataset):
-    """Marks the samples of `inner`, ``(uint8 [C, H, W], label)``, so that their batches are known on the device."""
+    """Marks the samples of `inner`, ``(uint8 [C, H, W], label)``, so that the device side recognizes their batches."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -101,10 +102,10 @@ class ByteDataset(StandInDataset):
 
 
 class ToFloats:
-    """Makes floats of bytes, as transforms of the user's do it on the CPU, bit for bit.
+    """Converts bytes to floats with the same bits as the user's transforms on the CPU.
 
     Args:
-        transforms: what makes a float tensor of a PIL image without moving its pixels.
+        transforms: the transforms that turn a PIL image into a float tensor without moving its pixels.
     """
 
     def __init__(self, transforms: Sequence[Transform]) -> None:
@@ -113,20 +114,20 @@ class ToFloats:
         self.batches = 0
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """uint8 [N, 3, H, W] to floats of the same shape."""
+        """Convert uint8 [N, 3, H, W] to floats of the same shape."""
         return self.find_table(images.device).view(-1)[images + self.starts]
 
     def find_table(self, device: torch.device) -> torch.Tensor:
-        """What becomes of each byte, [3, 256], on this device."""
+        """Return the lookup table [3, 256] for bytes, on this device."""
         if self.table.device != device:
             self.table, self.starts = self.table.to(device), self.starts.to(device)
         return self.table
 
     def finish(self, batch: Any) -> Any:
-        """The batch with every `ByteSample` in it, however deep, as the list that the default collate function makes
-        of floats. Several loaders' batches come in lists, tuples and dictionaries."""
+        """Replace every `ByteSample` in the batch, at any depth, by the list that the default collate function makes
+        from float samples. Batches of several loaders come in lists, tuples and dictionaries."""
         if isinstance(batch, ByteSample):
-            if batch.image.dtype != torch.uint8:  # a dataset that keeps its transform to itself
+            if batch.image.dtype != torch.uint8:  # the dataset ignored the replaced transform
                 return list(batch)
             self.batches += 1
             return [self(batch.image), batch.label]
@@ -139,7 +140,7 @@ class ToFloats:
 
 
 def _ask_for_all_bytes(calls: Sequence[Callable[[Any], Any]]) -> torch.Tensor:
-    """What transforms make of every byte, [3, 256]."""
+    """Apply the transforms to every byte, [3, 256]."""
     from PIL import Image
 
     row = np.arange(256, dtype=np.uint8)

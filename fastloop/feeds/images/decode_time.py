@@ -1,4 +1,4 @@
-"""What decoding one of a dataset's image files takes on one core."""
+"""Measures how long one core takes to decode one of a dataset's image files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from fastloop.feeds.images.reading import Unknown, read_source
 
 FILES = 9
 LIMIT_S = 0.3
-"""No file is begun after this time."""
+"""No file is started after this time."""
 
 
 def measure_decode_ms(dataset: Any) -> float | None:
-    """Median time for opening and decoding a file to RGB, of a few from all over the dataset; None where it has none.
+    """Return the median time to open a file and decode it to RGB, over a few spread across the dataset; None if it has
+    no image files.
 
-    The first file is not counted: it pays for what is loaded once.
+    The first file does not count, since it includes one-time costs.
     """
     try:
         source = read_source(dataset)
@@ -25,7 +26,7 @@ def measure_decode_ms(dataset: Any) -> float | None:
         return _time_files([source.locate(index)[0] for index in indices[:FILES]])
     except Unknown:
         return None
-    except Exception as error:  # a file that is gone, or is none: the training had its say about that
+    except Exception as error:  # a file that is missing or broken: the training has already reported it
         let_through(error)
         return None
 

@@ -1,6 +1,6 @@
 """Reads an image dataset: its files and labels, and what its transforms do to each image.
 
-Known are torchvision's ImageFolder (and DatasetFolder with its loader), Subset and ConcatDataset of those, and any
+Supports torchvision's ImageFolder (and DatasetFolder with its loader), Subset and ConcatDataset of those, and any
 dataset with a method ``image_path_and_label(index) -> (path, label)``, a length, and a ``transform`` that its
 ``__getitem__`` applies to the RGB image: ``(transform(image), label)`` is the sample.
 Source: torchvision/datasets/folder.py, torchvision/transforms/transforms.py, torchvision/transforms/v2.
@@ -33,16 +33,16 @@ from fastloop.records.images import (
 )
 
 METHOD = "image_path_and_label"
-"""By this method a dataset says where a sample comes from."""
+"""The method by which a dataset tells where a sample comes from."""
 
 
 class Unknown(Exception):
-    """The dataset is none of image files, or what it does to them is not known; says what, by its name."""
+    """The dataset does not hold image files, or does something unknown to them; the message names it."""
 
 
 @dataclass(frozen=True)
 class Transform:
-    """One of the user's transforms, and the steps that it takes."""
+    """One of the user's transforms, and its steps."""
 
     call: Callable[[Any], Any]
     steps: tuple[ImageStep, ...]
@@ -53,22 +53,22 @@ class ImageSource:
     """A dataset of image files."""
 
     locate: Callable[[int], tuple[str, Any]]
-    """Path and label, as the sample has it, of an index."""
+    """Returns the path of an index, and the label as in the sample."""
     count: int
     transforms: tuple[Transform, ...]
-    """In their order, from the decoded RGB image on; up to the first that is not known."""
+    """The transforms in order, starting from the decoded RGB image, up to the first unknown one."""
     unknown: str | None = None
-    """The name of that one."""
+    """Name of the first unknown transform; None if all are known."""
 
     @property
     def facts(self) -> ImageFacts:
-        """What a rung may plan with."""
+        """The facts that a rung may plan with."""
         steps = tuple(step for each in self.transforms for step in each.steps)
         return ImageFacts(steps=steps, unknown=self.unknown, count=self.count)
 
 
 def read_facts(dataset: Any) -> ImageFacts | str:
-    """What is known of a dataset of image files, or why it is none."""
+    """Return the facts about a dataset of image files, or why it is not one."""
     try:
         return read_source(dataset).facts
     except Unknown as reason:
@@ -76,10 +76,10 @@ def read_facts(dataset: Any) -> ImageFacts | str:
 
 
 def read_source(dataset: Any) -> ImageSource:
-    """The files, labels and transforms of a dataset.
+    """Read the files, labels and transforms of a dataset.
 
     Raises:
-        Unknown: it is none of image files, as far as can be told.
+        Unknown: it is not recognized as a dataset of image files.
     """
     if type(dataset) is Subset:
         inner = read_source(dataset.dataset)
@@ -142,7 +142,7 @@ def _name(call: Any) -> str:
 
 
 def list_calls(transform: Any) -> Iterator[Any]:
-    """The transforms of nested Compose and Sequential objects, in their order."""
+    """Yield the transforms of nested Compose and Sequential objects, in order."""
     if transform is None:
         return
     if (_find_kind(transform) == "Compose" and isinstance(transform.transforms, Iterable)) or (
@@ -155,17 +155,17 @@ def list_calls(transform: Any) -> Iterator[Any]:
 
 
 def _find_kind(transform: Any) -> str | None:
-    """The name of torchvision's own class; None for every other one, subclasses too."""
+    """Return the name of torchvision's own class; None for any other class, also for subclasses."""
     kind = type(transform)
     return kind.__name__ if kind.__module__.startswith("torchvision.transforms.") else None
 
 
 def read_steps(transform: Any) -> tuple[ImageStep, ...] | None:
-    """What one transform of torchvision's does; None where it is another one or does what has no record."""
+    """Return the steps of a torchvision transform; None if it is another transform, or no record describes it."""
     read = _READERS.get(_find_kind(transform) or "")
     try:
         return None if read is None else read(transform)
-    except (AttributeError, KeyError, TypeError, ValueError):  # settings that no record has, or another torchvision's
+    except (AttributeError, KeyError, TypeError, ValueError):  # settings without a record, or another torchvision
         return None
 
 
@@ -197,7 +197,7 @@ def _read_random_crop(it: Any) -> tuple[ImageStep, ...]:
     padding = it.padding or 0
     sides = [padding] if isinstance(padding, int) else list(padding)
     left, top, right, bottom = {1: sides * 4, 2: sides * 2, 4: sides}[len(sides)]
-    if ".v2." in type(it).__module__:  # keeps them as left, right, top, bottom
+    if ".v2." in type(it).__module__:  # stores them as left, right, top, bottom
         top, right = right, top
     return (RandomCrop(size=_read_size(it.size), padding=(left, top, right, bottom), fill=it.fill),)
 

@@ -1,9 +1,9 @@
-"""Cross-entropy over many classes, in two kernels that read and write the logits once each.
+"""Cross-entropy over many classes, in two kernels: one reads the logits once, the other writes their gradient once.
 
-PyTorch's own casts 16-bit logits to float32, keeps their log-softmax for the backward and writes float32 gradients as
-large. Here the forward keeps one number a row, and the backward writes the gradient of the logits.
+PyTorch's version casts 16-bit logits to float32, keeps their log-softmax for the backward and writes float32 gradients
+of the same size. Here the forward keeps one number per row, and the backward writes the gradient of the logits.
 
-Source: https://arxiv.org/abs/2410.10989 (Liger), which computes the same by kernels of its own.
+Source: https://arxiv.org/abs/2410.10989 (Liger), which computes the same with hand-written kernels.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from fastloop.errors import let_through
 
 FEWEST_CLASSES = 8192
 ROW_MULTIPLE = 64
-"""Elements: rows of matrices whose length in memory is no multiple of 16 bytes make products slow."""
+"""In elements: matrix products are slow if the row length in memory is not a multiple of 16 bytes."""
 MOST_ELEMENTS = 2**28
-"""Of the logits, that one call of a kernel takes; without Inductor this bounds what it needs besides."""
+"""Most logits in one kernel call; without Inductor this bounds the temporary memory."""
 NONE, MEAN = 0, 1
-"""Reductions, as torch numbers them."""
+"""Reductions, numbered as in torch."""
 CHECKED_ROWS = 64
 CLOSE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-10}
 """Largest relative deviation of the gradient of the first rows."""
 
 
 def find_large(model: torch.nn.Module) -> int:
-    """Rows of the largest matrix among the parameters, if they can be the classes of such a loss; else 0."""
+    """Return the row count of the largest matrix among the parameters if it could be such a loss's classes; else 0."""
     known = (each for each in model.parameters() if not torch.nn.parameter.is_lazy(each))
     rows = max((each.shape[0] for each in known if each.dim() == 2), default=0)
     return rows if rows >= FEWEST_CLASSES else 0
 
 
 class LargeCrossEntropy:
-    """Takes the place of what ``torch.nn.functional.cross_entropy`` calls, where there are many classes; others pass.
+    """Replaces the function behind ``torch.nn.functional.cross_entropy``; calls with few classes go to the original.
 
-    The first call is checked: loss and gradient of its first rows against PyTorch's own. What deviates, or fails, ends
-    this, and PyTorch's own runs from there.
+    On the first call, loss and gradient of the first rows are checked against PyTorch's. After a deviation or an error,
+    PyTorch's version runs from then on.
 
     Args:
-        compiles: by Inductor; else plain PyTorch, which reads the logits more often.
-        pads: the gradient's rows to a multiple of 64 elements in memory. Its shape stays.
+        compiles: compile with Inductor; else plain PyTorch, which reads the logits more often.
+        pads: pad the gradient's rows to a multiple of 64 elements in memory. Its shape does not change.
 
     Attributes:
-        calls: that ran so; classes: of the last one; row: elements from one row of its gradient to the next.
-        deviation: of the first call's gradient; failure: why it ended; passed: why another large call passed through.
+        calls: calls that ran here; classes: of the last one; row: elements from one row of its gradient to the next.
+        deviation: of the first call; failure: why this was turned off; passed: why a large call went to PyTorch.
     """
 
     def __init__(self, *, compiles: bool, pads: bool) -> None:
@@ -65,14 +65,14 @@ class LargeCrossEntropy:
 
     @contextlib.contextmanager
     def put_in(self) -> Iterator[None]:
-        """While this lasts, every ``cross_entropy`` is this one, whenever it was taken from ``torch.nn.functional``."""
+        """Inside the context, all ``cross_entropy`` calls come here, also through references imported earlier."""
         home: Any = torch._C._nn  # a function in torch.nn.functional could not be pickled while another has its name
         usual = home.cross_entropy_loss
 
         @functools.wraps(usual)
         def cross_entropy_loss(*args: Any, **kwargs: Any) -> Tensor:
             found = None
-            if not is_compiling():  # else in one graph with the rest, where Inductor sees all of it
+            if not is_compiling():  # otherwise it is part of a larger graph, which Inductor optimizes as a whole
                 found = self._compute(usual, *args, **kwargs)
             return usual(*args, **kwargs) if found is None else found
 
@@ -80,7 +80,7 @@ class LargeCrossEntropy:
         try:
             yield
         finally:
-            vars(cross_entropy_loss)["is_over"] = True  # fits beside each other may end in any order
+            vars(cross_entropy_loss)["is_over"] = True  # concurrent fits may end in any order
             while getattr(home.cross_entropy_loss, "is_over", False):
                 home.cross_entropy_loss = home.cross_entropy_loss.__wrapped__
 
@@ -94,10 +94,10 @@ class LargeCrossEntropy:
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
-        """The loss; None where the call is none for this."""
+        """Return the loss; None if the original should handle the call."""
         if self.failure or type(logits) is not Tensor or logits.dim() < 2 or logits.shape[1] < FEWEST_CLASSES:
             return None
-        rows = logits.movedim(1, -1)  # [samples, tokens, classes], where the user turned that around
+        rows = logits.movedim(1, -1)  # back to [samples, tokens, classes], if the user transposed that
         plain = weight is None and label_smoothing == 0.0
         plain &= rows.is_contiguous() and target.dim() == rows.dim() - 1 and not target.is_floating_point()
         if not plain or logits.dtype not in CLOSE:
@@ -120,7 +120,7 @@ class LargeCrossEntropy:
         return losses if torch.is_autocast_enabled(logits.device.type) else losses.to(logits.dtype)
 
     def run_forward(self, usual: Any, logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-        """Losses [rows] and the logarithms of the sums [rows], float32 or wider."""
+        """Return losses [rows] and log-sum-exp [rows], in float32 or wider."""
         made = [self._reduce(*piece, ignore_index) for piece in _cut(logits, target)]
         losses, sums = (torch.cat(parts) for parts in zip(*made, strict=True))
         if self.deviation is None:
@@ -132,7 +132,7 @@ class LargeCrossEntropy:
     def run_backward(
         self, usual: Any, logits: Tensor, target: Tensor, sums: Tensor, scale: Tensor, ignore_index: int
     ) -> Tensor:
-        """The gradient [rows, classes] of the logits; `scale` [rows]: of the losses."""
+        """Return the gradient [rows, classes] of the logits; `scale` [rows] is the gradient of the losses."""
         rows, classes = logits.shape
         width = -(-classes // ROW_MULTIPLE) * ROW_MULTIPLE if self.pads else classes
         gradient = logits.new_empty((rows, width))[:, :classes]
@@ -170,7 +170,7 @@ class LargeCrossEntropy:
 
 
 def _cut(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Pieces of their rows; the first is [rows, classes]. Some kernels count elements in 32 bits."""
+    """Cut the tensors along rows; the first is [rows, classes]. Some kernels count elements in 32 bits."""
     rows = max(1, MOST_ELEMENTS // tensors[0].shape[1])
     for piece in zip(*(torch.split(each, rows) for each in tensors), strict=True):
         for each in piece:
@@ -179,7 +179,7 @@ def _cut(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _find_first(target: Tensor, ignore_index: int) -> Tensor:
-    """Places of the first rows that count."""
+    """Return the indices of the first rows that are not ignored."""
     return (target != ignore_index).nonzero().flatten()[:CHECKED_ROWS]
 
 
@@ -196,7 +196,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> Any:
         logits, target, sums = ctx.saved_tensors
-        if torch.is_grad_enabled():  # somebody differentiates the gradient: by operations that can be
+        if torch.is_grad_enabled():  # second derivatives need differentiable operations
             losses = ctx.usual(logits.to(sums.dtype), target, None, NONE, ctx.ignore_index)
             (gradient,) = torch.autograd.grad(losses, [logits], [scale.to(losses.dtype)], create_graph=True)
         else:
@@ -205,7 +205,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def reduce_rows(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Losses [rows], 0 where the target is ignored, and log-sum-exp [rows], in float32 or wider."""
+    """Return losses [rows], 0 for ignored targets, and log-sum-exp [rows], in float32 or wider."""
     kept = target != ignore_index
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     sums = torch.logsumexp(wide, dim=1)
@@ -216,7 +216,7 @@ def reduce_rows(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tens
 def write_gradient(
     logits: Tensor, target: Tensor, sums: Tensor, scale: Tensor, gradient: Tensor, ignore_index: int
 ) -> None:
-    """softmax - one-hot, times each row's scale, into `gradient`, whose rows may lie apart."""
+    """Write (softmax - one-hot) * scale of the row into `gradient`, whose rows may be padded."""
     places = torch.arange(logits.shape[1], device=logits.device)
     weights = torch.exp(logits.to(sums.dtype) - sums.unsqueeze(1))
     weights = weights - (places == target.unsqueeze(1)).to(sums.dtype)

@@ -1,8 +1,8 @@
 """A pass over captured graphs that pads a large vocabulary to a multiple of 64 between the output layer and its loss.
 
-Rows of 50,257 numbers begin at odd places in memory, which slows the products of the output layer down. The weight is
-padded inside the graph, with a bias of -inf for what is added, so that no parameter changes and no class gets a share.
-Only where the loss alone takes the logits: whoever else looks at them shall see the user's shape.
+Rows of 50,257 numbers are not aligned in memory, which slows the output layer's products. The weight is padded inside
+the graph, with a bias of -inf for the added classes, so that no parameter changes and these classes get no probability.
+Only done if nothing but the loss uses the logits, since other code must see the user's shape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PadVocabulary:
     """The pass.
 
     Attributes:
-        padded: losses so far.
+        padded: losses padded so far.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class PadVocabulary:
 
 
 def _find_path(loss: Node) -> list[Node] | None:
-    """From the output layer to what the loss takes; None where the classes cannot be padded on the way."""
+    """Return the nodes from the output layer to the loss's input; None if the classes cannot be padded on the way."""
     settings: dict[str, Any] = dict(zip(ARGUMENTS, loss.args, strict=False)) | dict(loss.kwargs)
     target = settings.get("target")
     plain = settings.get("weight") is None and not settings.get("label_smoothing")
@@ -65,7 +65,7 @@ def _pad(graph: Graph, loss: Node, path: list[Node]) -> None:
     more = -classes % ROW_MULTIPLE
     x, weight = layer.args[:2]
     bias: Any = layer.args[2] if len(layer.args) > 2 else layer.kwargs.get("bias")
-    with graph.inserting_before(layer):  # where autocast is what it was
+    with graph.inserting_before(layer):  # under the same autocast state
         if bias is None:
             bias = graph.call_method("new_zeros", (weight, (classes,)))
         wide_bias = graph.call_function(F.pad, (bias, (0, more)), {"value": BARRED})
@@ -82,7 +82,7 @@ def _pad(graph: Graph, loss: Node, path: list[Node]) -> None:
 
 
 def _widen(node: Node, classes: int, more: int) -> tuple[Any, ...] | None:
-    """Arguments after the first one with so many more classes; None where the node takes the classes apart."""
+    """Return the arguments after the first one, with `more` classes added; None if the node splits the classes."""
     dims = node.args[0].meta["example_value"].dim()  # type: ignore[union-attr]
     rest = node.args[1:]
     if node.target in CASTS:

@@ -1,1 +1,1 @@
-"""A loader's batches, made by threads of this process."""
+"""Makes a loader's batches in threads of this process."""

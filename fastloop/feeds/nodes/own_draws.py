@@ -1,8 +1,9 @@
-"""A random generator for each batch: torch has one for all threads, and which thread draws which would be chance.
+"""A separate random generator for each batch: threads share torch's default one, so their draws would depend on timing.
 
-Each batch draws from a generator seeded by the loader's seed and the batch's number, as each worker process has one by
-its number. The training's own stream is not touched. Only torch's functions are seen; Python's and NumPy's are not.
-Source: torch/overrides.py, TorchFunctionMode; its stack is the thread's own.
+Each batch draws from a generator seeded with the loader's seed plus the batch's number, just as each worker process has
+one seeded with its number. The training's random stream is not touched. Only torch's functions are intercepted, not
+Python's or NumPy's.
+Source: torch/overrides.py, TorchFunctionMode; its stack is thread-local.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ _DRAWING = frozenset(
     {"rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "poisson"}
     | {"uniform_", "normal_", "random_", "bernoulli_", "exponential_", "log_normal_", "geometric_", "cauchy_"}
 )
-"""torch's functions and methods that draw from the generator that they are given."""
+"""torch's functions and methods that take a generator and draw from it."""
 
 
 class OwnDraws(TorchFunctionMode):
-    """Inside it, what this thread draws on the CPU comes from one generator, unless another one is named."""
+    """Inside the context, this thread's draws on the CPU use one generator, unless a call names another one."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -30,7 +31,7 @@ class OwnDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call `func`, with the generator where it draws."""
+        """Call `func`, with the generator if it draws random numbers."""
         given = dict(kwargs or {})
         if (
             getattr(func, "__name__", "") in _DRAWING
@@ -42,7 +43,7 @@ class OwnDraws(TorchFunctionMode):
 
 
 def _is_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether what is drawn lies on another device, which has a generator of its own."""
+    """Whether the draw happens on another device, which has a separate generator."""
     device = kwargs.get("device")
     return (device is not None and torch.device(device).type != "cpu") or any(
         isinstance(each, torch.Tensor) and each.device.type != "cpu" for each in args
@@ -50,7 +51,7 @@ def _is_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def draw_own(seed: int | None, make: Callable[[], Any]) -> Any:
-    """What `make` gives, drawn from a generator of this seed; None: as it is."""
+    """Call `make` so that its draws use a generator with this seed; None to call it unchanged."""
     if seed is None:
         return make()
     with OwnDraws(seed):

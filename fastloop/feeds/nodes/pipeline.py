@@ -1,7 +1,7 @@
-"""A DataLoader's epochs through a torchdata.nodes pipeline of threads: the same dataset, sampler and collate function.
+"""Runs a DataLoader's epochs in a torchdata.nodes pipeline of threads, with its dataset, sampler and collate function.
 
-The order is deterministic: the loop asks the sampler, a fixed number of batches ahead, and takes the batches in that
-order. Threads only decide when a batch is done.
+The order is deterministic: the loop draws from the sampler, a fixed number of batches ahead, and takes the batches in
+that order. Thread timing only decides when a batch is ready.
 Source: https://docs.pytorch.org/data/0.11/torchdata.nodes.html
 """
 
@@ -28,17 +28,17 @@ from fastloop.feeds.workers import tried_workers
 from fastloop.feeds.workers.whereabouts import find_thread
 
 AHEAD = 2
-"""Batches asked for ahead, for each thread: one that it makes and one that waits, as with worker processes."""
+"""Batches requested ahead for each thread: one in progress and one waiting, as with worker processes."""
 
 
 class ThreadEngine:
-    """Loads in the place of a map-style loader without workers: `threads` threads make its batches.
+    """Loads in place of a map-style loader without workers: `threads` threads make its batches.
 
     Args:
-        loader: its dataset and collate function are called by several threads at once, its sampler by the loop alone.
-        own_draws: the samples are drawn from torch's random numbers, and each batch gets a generator for them.
-        turn_off: the key that does without threads, as it is written.
-        warn: takes one line for the user.
+        loader: several threads call its dataset and collate function at once; only the loop calls its sampler.
+        own_draws: whether samples draw torch's random numbers, so that each batch gets a separate generator.
+        turn_off: the configuration key that turns threads off, as the user writes it.
+        warn: shows the user one line.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class ThreadEngine:
         self._live: weakref.WeakSet[_Epoch] = weakref.WeakSet()
 
     def load(self, seed: int) -> Iterator[Any]:
-        """One epoch's batches; `seed` is that of its random numbers."""
+        """Return one epoch's batches; `seed` seeds its random numbers."""
         epoch = _Epoch(self, seed if self.own_draws else None)
         self._live.add(epoch)
         return epoch
 
     def evidence(self) -> Mapping[str, int]:
-        """The most threads that made batches of one epoch, and the samples in the batches that were handed out."""
+        """Return the most threads that made batches in one epoch, and the samples in all batches returned."""
         return dict(self.seen)
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class ThreadEngine:
 
 
 class _Task:
-    """One batch: what a thread is told, and what it leaves."""
+    """One batch: the input for a thread, and its result."""
 
     def __init__(self, indices: Any, seed: int | None) -> None:
         self.indices = indices
@@ -82,11 +82,11 @@ class _Task:
         self.error: BaseException | None = None
         self.thread: int | None = None
         self.place = "before its first sample"
-        """What the thread is at: "sample 17", or "collating"."""
+        """What the thread is doing: "sample 17", or "collating"."""
 
 
 class _Tasks(BaseNode[_Task]):  # type: ignore[misc]
-    """The pipeline's source: tasks in the order in which the loop put them in."""
+    """The pipeline's source: returns tasks in the order in which the loop added them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,26 +99,26 @@ class _Tasks(BaseNode[_Task]):  # type: ignore[misc]
         return task
 
     def get_state(self) -> dict[str, Any]:
-        """None: the place is kept by who hands the batches out."""
+        """Return no state: `_Epoch` keeps track of the position."""
         return {}
 
 
 class _Load:
-    """Makes one batch, in whatever thread it is called."""
+    """Makes one batch, in the thread that calls it."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.dataset, self.collate = loader.dataset, loader.collate_fn
         self.fetches_one = loader.batch_sampler is None
         self.fetches_all = not self.fetches_one and _fetches_all(loader.dataset)
         self.stopped = False
-        # A thread would pin for the first device, and open it for that.
+        # Without this, a thread would pin for the first device, and create a context on it.
         self.pin_for = torch.cuda.current_device() if loader.pin_memory and torch.cuda.is_available() else None
 
     def __call__(self, task: _Task) -> _Task:
         task.thread = threading.get_ident()
         try:
             task.batch = self._pin(draw_own(task.seed, partial(self._make, task)))
-        except BaseException as error:  # any: the loop raises it, and nobody waits for a thread that has ended
+        except BaseException as error:  # catch all, so that the loop raises it instead of waiting for a dead thread
             task.error = error
         finally:
             task.done.set()
@@ -153,15 +153,15 @@ class _Load:
 
 
 def _fetches_all(dataset: Any) -> bool:
-    """Whether it makes the samples of a batch together. A Subset says so too, and only asks its dataset."""
+    """Whether the dataset makes all samples of a batch in one call. A Subset only forwards that call to its dataset."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
 
 
 class _Epoch(Iterator[Any]):
-    """The batches of one epoch. Its threads start with the first ``next`` and end with the last batch, with an
-    exception, or when nobody holds it any more."""
+    """The batches of one epoch. Its threads start at the first ``next`` and end after the last batch, on an exception,
+    or when this object is deleted."""
 
     def __init__(self, engine: ThreadEngine, seed: int | None) -> None:
         self._engine = engine
@@ -194,11 +194,11 @@ class _Epoch(Iterator[Any]):
         self._fill()
 
     def _fill(self) -> None:
-        """Ask the sampler, here and not in a thread, until enough batches are on their way."""
+        """Draw from the sampler, in this thread, until enough batches are in progress."""
         while self._indices is not None and len(self._waiting) < AHEAD * self._engine.threads:
             try:
-                task = _Task(copy.copy(next(self._indices)), self._seed)  # some fill one list again and again
-            except Exception as error:  # what came before it is handed out first
+                task = _Task(copy.copy(next(self._indices)), self._seed)  # some samplers reuse one list
+            except Exception as error:  # raised after the batches before it
                 self._indices, self._refused = None, error
                 return
             self._seed = None if self._seed is None else self._seed + 1
@@ -210,9 +210,9 @@ class _Epoch(Iterator[Any]):
             raise self._refused or StopIteration
         task = self._waiting[0]
         self._wait_for(task)
-        next(self._node)  # this task: they come in order
+        next(self._node)  # returns this task, since they come in order
         self._waiting.popleft()
-        # Nothing of it stays with the task, which its thread holds until the next one, and which the error holds.
+        # Clear the task's references: its thread holds the task until the next one, and so does the error.
         batch, error, task.batch, task.error = task.batch, task.error, None, None
         if error is not None:
             raise self._name_samples(error, task)
@@ -240,7 +240,7 @@ class _Epoch(Iterator[Any]):
                 self._engine.warn(where)
 
     def _name_samples(self, error: BaseException, task: _Task) -> BaseException:
-        """The exception itself, with the frames it has from its thread, and a line that says which sample it was."""
+        """Return the exception with its thread's traceback, and a note that names the sample."""
         which = f"samples {task.indices}, while collating" if task.place == "collating" else task.place
         line = f"raised by {which}, in one of the threads that load ({self._engine.turn_off} does without them)"
         if hasattr(error, "add_note"):
@@ -256,16 +256,16 @@ class _Epoch(Iterator[Any]):
         seen["samples"] += 1 if self._load.fetches_one else len(indices)
 
     def close(self) -> None:
-        """End the threads: each finishes the sample that it is at."""
+        """End the threads: each finishes its current sample."""
         self._over = True
         if self._node is None:
             return
         self._load.stopped = True
         self._waiting.clear()
         self._tasks.put.put(None)
-        self._node = None  # it joins its threads when nobody holds it
+        self._node = None  # it joins its threads when it is deleted
         if threading.get_ident() == self._owner:
-            # torchdata gives its threads one of torch's each, and torch gives as many to all threads that come later.
+            # torchdata sets torch's number of threads to 1 in each of its threads; later threads would inherit that.
             torch.set_num_threads(self._torch_threads)
 
     def __del__(self) -> None:

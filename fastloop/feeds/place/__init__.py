@@ -1,1 +1,1 @@
-"""Where a run stands in its data: the order of an epoch, drawn once more and entered in its middle."""
+"""A run's position in its data: redraws an epoch's order and continues in the middle of it."""

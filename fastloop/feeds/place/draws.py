@@ -1,6 +1,6 @@
-"""What a sampler draws its order from: read before an epoch, and put back so that the same order is drawn again.
+"""Saves and restores the random state behind a sampler's order, so that it draws the same order again.
 
-Only plain values and tensors, so that a checkpoint that holds them loads without us, with ``weights_only`` too.
+Holds only plain values and tensors, so that a checkpoint with them loads without fastloop, also with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from fastloop.evidence.model.dataset import walk
 from fastloop.feeds.lazy_loader import name_sampler
 
 Order = dict[str, dict[str, Any]]
-"""``own``: generators that the sampler holds; ``values``: its attributes; ``streams``: everybody's random streams.
-Each by the path or name of what it belongs to."""
+"""``own``: the sampler's generators; ``values``: its attributes; ``streams``: the global random streams. Keys are the
+paths or names of what each entry belongs to."""
 _KNOWN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "builtins", "fastloop")
-"""Packages whose samplers draw from torch's generators only, and keep no state but ``seed`` and ``epoch``."""
+"""Packages whose samplers draw only from torch's generators and keep no state except ``seed`` and ``epoch``."""
 _SHUFFLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _SCALARS = (bool, int, float, str, type(None))
 
 
 def explain_lost_place(loader: Any, ranks: int) -> str | None:
-    """Why a run that is resumed in the middle of an epoch cannot go on there; None where it can, or where the loader
-    itself says where it stands.
+    """Return why a run cannot resume in the middle of an epoch; None if it can, or if the loader saves its own state.
 
     Args:
-        ranks: processes that train; only the first one's state comes into a checkpoint.
+        ranks: processes that train; a checkpoint holds only the first one's state.
     """
     if hasattr(loader, "state_dict"):
         return None
@@ -68,20 +67,20 @@ def explain_lost_place(loader: Any, ranks: int) -> str | None:
 
 
 class Draws:
-    """All that decides in which order a loader's sampler draws.
+    """All state that decides the order in which a loader's sampler draws.
 
     Args:
-        ranks: processes that train. Of several, what may be one rank's own is neither read nor put back.
+        ranks: processes that train. With several, state that may differ between ranks is neither read nor restored.
     """
 
     def __init__(self, loader: DataLoader[Any], ranks: int) -> None:
         parts = dict(_list_parts(loader))
         known = all(_is_known(type(item)) for item in parts.values())
         self.draws_at_once = known
-        """All that is drawn from everybody's streams is drawn with an epoch's first batch."""
+        """The sampler draws from the global streams only when it makes an epoch's first batch."""
         shared = ranks == 1 or (known and any(isinstance(item, DistributedSampler) for item in parts.values()))
         self._seeds_workers = None if loader.persistent_workers else loader.generator
-        """Draws a number for each epoch before the sampler does; workers that are kept have their seeds."""
+        """Generator of each epoch's worker seed, drawn before the sampler's order; persistent workers keep theirs."""
         self._own = {path: item for path, item in parts.items() if shared and _is_source(item)}
         self._streams: dict[str, Any] = {"torch": torch.default_generator} if shared else {}
         if shared and not known:
@@ -96,8 +95,8 @@ class Draws:
         }
 
     def read(self, *, between_epochs: bool = False) -> Order:
-        """What the order of the epoch that begins now is drawn from. Between epochs only what the next one takes over
-        from the last: everybody's streams move on, and its number is told to it."""
+        """Return the state that decides the order of the epoch that begins now. Between epochs, return only what the
+        next epoch inherits: the global streams move on, and ``set_epoch`` sets the epoch's number."""
         values = {path: getattr(item, name) for path, (item, name) in self._values.items()}
         own = {path: _read_source(item) for path, item in self._own.items()}
         for path, item in self._own.items():
@@ -114,7 +113,7 @@ class Draws:
         }
 
     def put_back(self, order: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set what belongs to the sampler as it was read; it moves on from there, in the epochs to come too."""
+        """Restore the sampler's own state; this and later epochs continue from there."""
         for path, state in order["own"].items():
             if path in self._own:
                 _write_source(self._own[path], state)
@@ -124,8 +123,8 @@ class Draws:
 
     @contextlib.contextmanager
     def on_streams(self, states: dict[str, Any]) -> Iterator[None]:
-        """Inside, everybody's streams are where `states` say; afterwards these say how far they got, and the streams
-        are back where they were."""
+        """Set the global streams to `states` inside the context; on exit, update `states` with their new positions and
+        restore the streams."""
         outside = self._read_streams()
         self._write_streams(states)
         try:
@@ -144,14 +143,14 @@ class Draws:
 
 
 def _list_parts(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
-    """The sampler and what it is made of, less the dataset."""
+    """Yield the sampler and its parts, except the dataset."""
     inside = {id(item) for _, item in walk(loader.dataset)}
     sampler = getattr(loader, name_sampler(loader))
     yield from ((path, item) for path, item in walk(sampler, "sampler") if id(item) not in inside)
 
 
 def _list_values(item: Any) -> list[str]:
-    """Names of the plain attributes that decide an order: a seed, an epoch, and what iterating changes."""
+    """List the plain attributes that decide an order: a seed, an epoch, and those that iterating changes."""
     names = ("seed", "epoch", *(state.removeprefix(".") for state in sample_code.list_changed_state(item)))
     own = getattr(item, "__dict__", {})
     return [name for name in dict.fromkeys(names) if type(own.get(name)) in (bool, int, float, str)]
@@ -171,7 +170,7 @@ def _is_source(item: Any) -> bool:
 
 
 def _draw_seed(generator: torch.Generator) -> torch.Tensor:
-    """Its state once a loader has drawn the seed of an epoch's workers."""
+    """Return the generator's state after a loader has drawn the seed of an epoch's workers."""
     ahead = torch.Generator().set_state(generator.get_state())
     torch.empty((), dtype=torch.int64).random_(generator=ahead)
     return ahead.get_state()
@@ -198,7 +197,7 @@ def _write_source(source: Any, state: Any) -> None:
 
 
 def _make_plain(state: Any) -> Any:
-    """NumPy's arrays and numbers as lists and numbers."""
+    """Turn NumPy's arrays and numbers into lists and numbers."""
     if isinstance(state, dict):
         return {name: _make_plain(value) for name, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state

@@ -1,4 +1,4 @@
-"""A stand-in for a loader's batch sampler that can draw an epoch's order again and enter it in its middle."""
+"""A stand-in for a loader's batch sampler that can redraw an epoch's order and start in the middle of it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _END = object()
 
 
 class Place(TypedDict):
-    """Where a run stands in its data. Plain values and tensors only."""
+    """A run's position in its data, in plain values and tensors only."""
 
     over: bool
-    """It stands between two epochs."""
+    """Whether the run is between two epochs."""
     batches: int
-    """Of the user's loader, whose samples are in the weights."""
+    """Batches of the user's loader that the weights were trained on in this epoch."""
     digest: int
-    """Of their indices."""
+    """Digest of their indices."""
     order: Order
-    """What the epoch's order is drawn from."""
+    """Random state that the epoch's order is drawn from."""
 
 
 class KeptOrder(Disguised):
-    """Stands in for a loader's batch sampler, or for its sampler where that makes no batches.
+    """Stands in for a loader's batch sampler, or for its sampler if that loader makes no batches.
 
-    Skips by index: no sample is loaded. Nothing is drawn before the first index is asked for. An epoch is to be drawn
-    once, and not before the one before it is done.
+    Skips by index, without loading samples. Draws nothing before the first index is requested. Each epoch may be drawn
+    only once, after the previous one has ended.
 
     Args:
-        inner: the user's.
-        draws: what it draws its order from.
-        take: gives the place to go on from; None from the second time on, and where there is none.
-        warn: takes one line for the user.
+        inner: the user's sampler.
+        draws: the random state that decides its order.
+        take: returns the place to resume from; None if there is none, and from the second call on.
+        warn: shows the user one line.
     """
 
     _OWN = ("inner", "draws", "take", "warn", "order", "_digests")
@@ -48,7 +48,7 @@ class KeptOrder(Disguised):
     ) -> None:
         self.inner, self.draws, self.take, self.warn = inner, draws, take, warn
         self.order: Order | None = None
-        """What the order of the epoch under way was drawn from; None before the first."""
+        """State that the current epoch's order was drawn from; None before the first epoch."""
         self._digests = array("L", [0])
 
     def __iter__(self) -> Iterator[Any]:
@@ -56,7 +56,7 @@ class KeptOrder(Disguised):
         if place is not None:
             self.draws.put_back(place["order"])
             streams = dict(place["order"]["streams"])
-        # A place between two epochs has no streams: the next epoch draws from where they are.
+        # A place between two epochs has no streams: the next epoch draws from their current state.
         self.order = {**self.draws.read(), **({"streams": dict(streams)} if streams else {})}
         self._digests = array("L", [0])
         skipped = 0 if place is None else place["batches"]
@@ -74,7 +74,8 @@ class KeptOrder(Disguised):
                 yield batch
 
     def digest(self, batches: int) -> int | None:
-        """Of the indices of the epoch's first batches; None where fewer were drawn: somebody gave some out twice."""
+        """Return the digest of the indices in the epoch's first `batches`; None if fewer were drawn, which means that
+        other code repeated some."""
         return self._digests[batches] if batches < len(self._digests) else None
 
     def _check(self, place: Any) -> None:
@@ -86,7 +87,7 @@ class KeptOrder(Disguised):
 
 
 def _digest(batch: Any, before: int) -> int:
-    """Of one batch of indices, or one index, behind those `before`. What is no number counts as present only."""
+    """Extend the digest `before` by a batch of indices, or by one index. All that are not integers hash alike."""
     try:
         content = array("q", batch if hasattr(batch, "__iter__") else [batch]).tobytes()
     except (TypeError, OverflowError, ValueError):

@@ -1,1 +1,1 @@
-"""A training step's forward and backward as graphs that are recorded once and replayed."""
+"""Records a training step's forward and backward once as CUDA graphs, and replays them."""

@@ -1,4 +1,4 @@
-"""Record what work launches on a CUDA device, and launch it again in one call.
+"""Records the CUDA work that a function launches, and launches it again in one call.
 
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
@@ -14,11 +14,11 @@ from fastloop.evidence.sync.call_site import find_site
 from fastloop.evidence.sync.cuda_warnings import SyncWarnings
 
 Work = Callable[[], Sequence[torch.Tensor]]
-"""What is to be recorded; returns the tensors that every replay writes anew."""
+"""The work to record; returns the tensors that every replay overwrites."""
 
 
 class CudaRecorder:
-    """CUDA graphs that share memory, on one device. Random streams go on at each replay as they do in eager steps."""
+    """CUDA graphs on one device that share memory. Each replay advances the random streams as an eager step does."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,7 +27,7 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Where work is recorded: on a stream of its own. Afterwards, all that was launched there is done."""
+        """Switch to the separate stream used for recording; on exit, wait until all work on it is done."""
         self.wait()
         try:
             with torch.cuda.stream(self._stream):
@@ -36,7 +36,7 @@ class CudaRecorder:
             self.wait()
 
     def find_syncs(self, work: Callable[[], object]) -> list[str]:
-        """Run `work`; the lines in it that make the host wait for the device, which no recording survives."""
+        """Run `work` and list its lines that make the host wait for the device, which a recording does not allow."""
         found: list[str] = []
 
         def note(frame: object) -> None:
@@ -48,11 +48,11 @@ class CudaRecorder:
         return found
 
     def record(self, work: Work) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
-        """What `work` returned, and what launches it again. Whether it has run once by then is not said."""
+        """Return what `work` returned, and a function that launches it again. `work` may or may not have run once."""
         graph = torch.cuda.CUDAGraph()
         random_state = torch.cuda.get_rng_state(self._device)
         with self.aside():
-            # Other threads load batches meanwhile, and may allocate: what they do is no fault of this one's.
+            # Other threads load batches meanwhile and may allocate; that must not fail this thread's recording.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 tensors = work()
@@ -63,11 +63,11 @@ class CudaRecorder:
         return tensors, graph.replay
 
     def wait(self) -> None:
-        """Until the device has done all that was launched."""
+        """Wait until the device has finished all launched work."""
         torch.cuda.synchronize(self._device)
 
     def _recover(self, graph: torch.cuda.CUDAGraph, random_state: torch.Tensor) -> None:
-        """End a recording that failed. torch then leaves the allocator and the random stream in it (seen in 2.11)."""
+        """End a failed recording. torch leaves the allocator and the random stream in capture mode (seen in 2.11)."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
         with contextlib.suppress(RuntimeError, AttributeError):

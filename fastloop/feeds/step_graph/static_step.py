@@ -1,7 +1,6 @@
-"""One training step on tensors that stay where they are: its forward recorded, and its backward.
+"""One training step on tensors at fixed addresses, with its forward and its backward recorded.
 
-Two recordings and not one, because things happen between them that see and change what is there: gradients are zeroed,
-and hooks are called.
+There are two recordings because other code runs between them: gradients are zeroed, and hooks are called.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ _CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype)
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What one forward made."""
+    """Outputs of one forward."""
 
     loss: torch.Tensor
     made: Sequence[torch.Tensor]
-    """All tensors that leave the step; the same ones in the same order each time."""
+    """All tensors that leave the step, always in the same order."""
 
 
 class StaticStep:
-    """A step that is recorded once and replayed for each batch that is alike.
+    """A step that is recorded once and replayed for each batch with the same key.
 
     Args:
-        run: the forward, on a batch.
-        batch: whose shapes, types and other values all others must have.
-        parameters: whose gradients the backward writes.
+        run: the forward on a batch.
+        batch: an example; all others must have the same shapes, types and plain values.
+        parameters: their gradients are written by the backward.
     """
 
     def __init__(self, run: Callable[[Any], Ran], batch: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self.key = read_key(batch)
         self.made: Sequence[torch.Tensor] = ()
-        """What the step made of the batch that was replayed last."""
+        """Outputs of the last replayed forward."""
         self._run, self._parameters = run, parameters
         self._inputs = map_tensors(batch, lambda tensor: torch.empty_like(tensor).copy_(tensor))
         self._slots = list(tensors(self._inputs))
@@ -50,8 +49,8 @@ class StaticStep:
         self._backward: Callable[[], None] = lambda: None
 
     def play(self, batch: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Run the step as it is, unrecorded: copies of what it made, and of the gradients by name. Gradients of the
-        parameters are afterwards what they were."""
+        """Run the step without recording; return copies of its outputs, and the gradients by name. Restores the
+        parameters' previous gradients."""
         self.fill(batch)
         with gradients_aside(self._parameters.values()):
             made = [tensor.clone() for tensor in self._run_forward()]
@@ -60,20 +59,29 @@ class StaticStep:
         return made, found
 
     def record(self, recorder: CudaRecorder) -> None:
-        """Record forward and backward, on the batch at hand.
+        """Record forward and backward on the batch that `fill` copied last.
 
         Raises:
-            Exception: whatever the device, or the step, raises where it cannot be recorded.
+            Exception: whatever the device or the step raises if it cannot be recorded.
         """
+        slots = {each: torch.empty_like(each) for each in self._parameters.values()}
+
+        def run_backward() -> Sequence[torch.Tensor]:
+            """Copy the gradients out of the recordings' memory: the next forward writes its activations there."""
+            made = self._run_backward()
+            owners = [each for each in slots if each.grad is not None]
+            written = [slots[each] for each in owners]
+            torch._foreach_copy_(written, made)
+            self._gradients = list(zip(owners, written, strict=True))
+            return written
+
         with gradients_aside(self._parameters.values()):
             self.made, self._forward = recorder.record(self._run_forward)
-            written, self._backward = recorder.record(self._run_backward)
-            owners = [each for each in self._parameters.values() if each.grad is not None]
-        self._gradients = list(zip(owners, written, strict=True))
+            _, self._backward = recorder.record(run_backward)
         self._loss = None
 
     def replay(self, batch: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """As `play`, of what was recorded."""
+        """Like `play`, but replay the recordings."""
         self.forward(batch)
         made = [tensor.clone() for tensor in self.made]
         with gradients_aside(self._parameters.values()):
@@ -84,12 +92,12 @@ class StaticStep:
             return made, {name: each.grad.clone() for name, each in named if each.grad is not None}
 
     def forward(self, batch: Any) -> None:
-        """Replay the forward on this batch: `made` is new."""
+        """Replay the forward on this batch, which overwrites `made`."""
         self.fill(batch)
         self._forward()
 
     def backward(self) -> None:
-        """Replay the backward of the last forward, and add its gradients to those that the parameters have."""
+        """Replay the backward of the last forward, and add its gradients to the parameters' gradients."""
         kept = [(each, own, static) for each, static in self._gradients if (own := each.grad) is not None]
         sums = _copy_away([own for _, own, _ in kept], {id(static) for _, _, static in kept})
         self._backward()
@@ -101,13 +109,13 @@ class StaticStep:
                 parameter.grad = gradient
 
     def fill(self, batch: Any) -> None:
-        """Copy a batch to where the step reads it."""
+        """Copy a batch into the step's input tensors."""
         with torch.no_grad():
             for slot, tensor in zip(self._slots, tensors(batch), strict=True):
                 slot.copy_(tensor, non_blocking=True)
 
     def let_go(self) -> None:
-        """Leave the parameters gradients of their own."""
+        """Replace the parameters' gradients by copies that the graphs do not write to."""
         for parameter, gradient in self._gradients:
             if parameter.grad is gradient:
                 parameter.grad = gradient.clone()
@@ -119,8 +127,8 @@ class StaticStep:
         return [tensor.detach() for tensor in ran.made]
 
     def _run_backward(self) -> list[torch.Tensor]:
-        """Of the last forward: the graph of a recorded one is gone afterwards, and with it what its nodes know of the
-        stream they were recorded on."""
+        """Run the backward of the last forward. This frees the autograd graph of a recorded forward, whose nodes hold
+        the stream that they were recorded on."""
         for parameter in self._parameters.values():
             parameter.grad = None
         assert self._loss is not None
@@ -130,7 +138,7 @@ class StaticStep:
 
 
 def _copy_away(gradients: list[torch.Tensor], static: set[int]) -> list[torch.Tensor]:
-    """The same gradients, those that a replay writes to as copies."""
+    """Return the gradients, with copies of those that a replay overwrites."""
     own = [torch.empty_like(each) if id(each) in static else each for each in gradients]
     pairs = [(copy, each) for copy, each in zip(own, gradients, strict=True) if copy is not each]
     if pairs:
@@ -140,7 +148,7 @@ def _copy_away(gradients: list[torch.Tensor], static: set[int]) -> list[torch.Te
 
 @contextlib.contextmanager
 def gradients_aside(parameters: Any) -> Iterator[None]:
-    """Parameters have their own gradients again afterwards."""
+    """Restore the parameters' gradients on exit."""
     before = [(each, each.grad) for each in parameters]
     try:
         yield
@@ -150,8 +158,8 @@ def gradients_aside(parameters: Any) -> Iterator[None]:
 
 
 def read_key(batch: Any) -> Any:
-    """What batches must have in common to be replayed alike: containers, shapes, types, devices, and plain values.
-    That of a batch with objects of other kinds is like no other's."""
+    """Return a key that is equal for batches that can share a recording: same containers, shapes, dtypes, devices and
+    plain values. The key of a batch with other kinds of objects equals no other key."""
     if isinstance(batch, torch.Tensor):
         return batch.shape, batch.dtype, batch.device
     if isinstance(batch, _CONSTANTS):

@@ -1,1 +1,1 @@
-"""Worker processes for a loader that had none: tried first, with a limit, and with room left for the training."""
+"""Worker processes for a loader that had none: on trial, with a time limit, and with CPUs left for the training."""

@@ -1,6 +1,6 @@
-"""Worker processes that leave a CPU to the thread that launches the device's work: it must never wait for one.
+"""Keeps worker processes off a CPU, so that the thread that launches the device's work never waits for one.
 
-Nothing of the training process itself is changed, and what is set here ends with the workers.
+The training process itself does not change, and these settings end with the workers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _NICENESS = 5
 
 @dataclass(frozen=True)
 class LeavesRoom:
-    """A ``worker_init_fn`` that keeps its worker off some CPUs, and then does what the loader's own does.
+    """A ``worker_init_fn`` that keeps its worker off some CPUs, and then calls the loader's own function.
 
     Args:
-        own: the loader's, or None.
-        free_cpus: CPUs that are left to the training processes of this machine. Where there is no affinity to set, the
-            worker gives way by its niceness.
+        own: the loader's ``worker_init_fn``, or None.
+        free_cpus: CPUs reserved for the training processes on this machine. If affinity cannot be set, the worker
+            raises its niceness instead.
     """
 
     own: Callable[[int], None] | None
@@ -38,7 +38,7 @@ class LeavesRoom:
 
 
 def _keep_off(free_cpus: int) -> bool:
-    """Keep this process off the last CPUs of those it may use, the same for all workers; False where that cannot be."""
+    """Keep this process off the last of its allowed CPUs, the same for all workers; return False if impossible."""
     with contextlib.suppress(AttributeError, OSError):  # only Linux has affinity, and a sandbox may forbid it
         usable = sorted(os.sched_getaffinity(0))
         if len(usable) > 2 * free_cpus:
@@ -48,7 +48,7 @@ def _keep_off(free_cpus: int) -> bool:
 
 
 def _limit_opencv() -> None:
-    """One thread of OpenCV's in each worker, as torch does with its own, where it would take all CPUs."""
+    """Limit OpenCV to one thread in each worker, like torch's threads, if it would use all CPUs."""
     cv2: Any = sys.modules.get("cv2")
     if cv2 is not None and cv2.getNumThreads() >= (os.cpu_count() or 1):
         cv2.setNumThreads(1)

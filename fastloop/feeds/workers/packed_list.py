@@ -1,7 +1,7 @@
 """Millions of paths with their labels, as three arrays instead of millions of Python objects.
 
-A forked worker that looks at a Python object writes its count of references, and the page that holds it is copied: by
-and by each worker has the whole list. Arrays are read in place.
+When a forked worker reads a Python object, it changes the reference count, and the memory page is copied: gradually,
+each worker gets a copy of the whole list. Arrays are read in place.
 Source: https://github.com/pytorch/pytorch/issues/13246
 """
 
@@ -17,14 +17,14 @@ from typing import Any, overload
 from torch.utils.data import ConcatDataset, Subset
 
 LONG = 100_000
-"""Samples from which on packing is worth it: their list takes about 20 MB, for each worker."""
+"""Minimum number of samples for packing to pay off: their list takes about 20 MB in each worker."""
 
 
 class PackedList(Sequence[tuple[str, int]]):
-    """A list of ``(path, label)``: equal to it, item by item, and as long. It cannot be changed.
+    """An immutable list of ``(path, label)``, equal to the original, item by item.
 
     Raises:
-        TypeError: there is another item among `samples`.
+        TypeError: `samples` has an item of another form.
         OverflowError: a label does not fit into 64 bits.
     """
 
@@ -47,7 +47,7 @@ class PackedList(Sequence[tuple[str, int]]):
     def __getitem__(self, index: slice) -> list[tuple[str, int]]: ...
 
     def __getitem__(self, index: int | slice) -> Any:
-        """The tuple at `index`, or a list of them for a slice."""
+        """Return the tuple at `index`, or a list of tuples for a slice."""
         if isinstance(index, slice):
             return [self[place] for place in range(len(self))[index]]
         place = range(len(self))[index]
@@ -67,16 +67,16 @@ class Packing:
     """Puts packed lists into a dataset."""
 
     samples: int
-    """That it has."""
+    """Samples in the dataset."""
 
     def wrap(self, dataset: Any) -> Any:
-        """A copy of an image folder, or of the Subset or ConcatDataset around it, that holds its files packed; the
-        user's stays as it is."""
+        """Return a copy of an image folder, or of a Subset or ConcatDataset around it, with its file list packed; the
+        user's object stays unchanged."""
         return _pack(dataset)
 
 
 def count_packable(dataset: Any) -> int:
-    """Samples of the image folders in a dataset whose lists are long; 0 where there is none."""
+    """Count the samples of all image folders with long lists in a dataset; 0 if there are none."""
     if type(dataset) is Subset:
         return count_packable(dataset.dataset)
     if type(dataset) is ConcatDataset:
@@ -95,7 +95,7 @@ def _pack(dataset: Any) -> Any:
     else:
         try:
             twin.samples = PackedList(dataset.samples)
-        except (TypeError, OverflowError):  # a folder of the user's making
+        except (TypeError, OverflowError):  # the user's own kind of list
             return dataset
         if getattr(dataset, "imgs", None) is dataset.samples:
             twin.imgs = twin.samples
@@ -103,6 +103,6 @@ def _pack(dataset: Any) -> Any:
 
 
 def _is_folder(dataset: Any) -> bool:
-    """torchvision's own, whose methods only read the list; a class of the user's may do with it what it likes."""
+    """Whether it is torchvision's own class, which only reads the list; a user's subclass may do anything with it."""
     folder = sys.modules.get("torchvision.datasets.folder")
     return folder is not None and type(dataset) in (folder.DatasetFolder, folder.ImageFolder)

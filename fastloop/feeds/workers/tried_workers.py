@@ -1,9 +1,9 @@
-"""Worker processes for a loader that had none, kept while their batches can be sent and they save time.
+"""Worker processes for a loader that had none, kept as long as their batches can be sent and they save time.
 
-torch pickles a batch in a thread of the worker that only prints what goes wrong; the training then waits forever. Here
-each worker pickles its batch itself and sends the bytes, or says why it cannot. In that case fewer workers, or this
-process as in a run without them, make the batches that were not handed out yet, from the same indices in the same
-order. The same happens if the first batches show that making one takes less time than getting it from a worker.
+torch pickles a batch in a worker's background thread that only prints errors; the training then waits forever. Here
+each worker pickles its batch itself and sends the bytes, or the reason why it cannot. In that case fewer workers, or
+this process as in a run without workers, make the remaining batches, from the same indices in the same order. The same
+happens if the first batches show that making one takes less time than getting it from a worker.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from fastloop.feeds.workers.launch_room import LeavesRoom
 from fastloop.feeds.workers.whereabouts import Whereabouts
 
 _IN_A_WORKER = "in DataLoader worker process"
-"""In the text of what torch raises anew, of the user's dataset."""
+"""Text in the errors of the user's dataset that torch raises again."""
 LOOK_S = 5.0
-"""How often the wait for a batch is interrupted to look at the workers."""
+"""Interval at which the wait for a batch is interrupted to check the workers."""
 SAY_S = 60.0
-"""Once a batch has taken this long, a line says where its worker is…"""
+"""After this long without a batch, a warning says where its worker is."""
 LIMIT_S = 300.0
-"""… and after this time without a batch the training ends with that."""
+"""After this long without a batch, the training ends with an error that says so."""
 
 
 TIMED = 9
-"""Batches that are timed, in the worker and on their way out of it, before the two times are compared."""
+"""Batches whose making and transfer are timed before the two times are compared."""
 
 
 # -- in the worker ----------------------------------------------------------------------------------------------------
@@ -52,11 +52,11 @@ TIMED = 9
 
 @dataclass(frozen=True)
 class Unsent:
-    """Stands for a batch that a worker could not send."""
+    """Sent instead of a batch that a worker could not send."""
 
     why: str
     no_room: bool
-    """Shared memory was full."""
+    """Whether shared memory was full."""
 
 
 class _Parcel:
@@ -72,7 +72,7 @@ class _Parcel:
 def _open(content: bytes) -> Any:
     try:
         return pickle.loads(content)
-    except (OSError, EOFError):  # the worker is gone, and what it shared with it
+    except (OSError, EOFError):  # the worker is gone, and its shared memory too
         raise
     except Exception as error:
         let_through(error)
@@ -80,7 +80,7 @@ def _open(content: bytes) -> Any:
 
 
 class _Order:
-    """The indices of a batch: a worker that unpickles them notes when it begins."""
+    """The indices of a batch. When a worker unpickles them, it records its start time."""
 
     def __init__(self, indices: Any) -> None:
         self.indices = indices
@@ -95,10 +95,10 @@ def _begin_batch(indices: Any) -> Any:
 
 
 class _Send:
-    """A ``collate_fn`` that returns, in a worker, what can certainly be sent.
+    """A ``collate_fn`` that, in a worker, returns only objects that can be sent.
 
     Args:
-        made_ms: shared by all workers; each writes there how long it takes for a batch, its first one left out.
+        made_ms: shared by all workers; each writes its median time per batch there, without its first batch.
     """
 
     began = 0.0
@@ -145,19 +145,19 @@ def _describe(error: Exception) -> str:
 
 
 class _Drawn(StandIn):
-    """Stands in for the loader's (batch) sampler: keeps the indices whose batch was not handed out yet."""
+    """Stands in for the loader's (batch) sampler: keeps the indices of batches that were not yet returned."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.pending: deque[Any] = deque()
         self.resumes = False
-        """The next ``iter`` begins with the pending ones and goes on where the sampler was."""
+        """Whether the next ``iter`` starts with the pending indices and then continues the sampler."""
         self.goes_out = True
-        """To workers."""
+        """Whether the indices go to workers."""
         self._source: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        # Nothing happens before the first index is asked for: with workers torch calls `iter` twice, without them once.
+        # Do nothing before the first index is requested: torch calls `iter` twice with workers, once without.
         self._source = chain(self.pending, self._source) if self.resumes else iter(self.inner)
         self.pending, self.resumes = deque(), False
         for indices in self._source:
@@ -166,25 +166,25 @@ class _Drawn(StandIn):
 
 
 class _Fewer(NamedTuple):
-    """Workers that are left, the batches ahead of each, and why."""
+    """The new number of workers, the batches ahead of each, and why."""
 
     workers: int
     ahead: int
     why: str
     tell: Callable[[int, int, str], None] | None = None
-    """Instead of `step_down`."""
+    """Called instead of `step_down`."""
 
 
 class TriedWorkers:
-    """The epochs of a loader that was given workers.
+    """The epochs of a loader that got workers on trial.
 
     Args:
-        room_bytes: free shared memory for this process's batches; None where it is not known.
-        step_down: takes the number of workers that are left, the batches ahead of each, and the reason.
-        warn: takes one line for the user.
-        turn_off: the key that does without workers, as it is written.
-        free_cpus: CPUs of this machine that the workers leave to the training; 0: none.
-        leave_out: as `step_down`, where workers cost more than they save; None: they stay all the same.
+        room_bytes: free shared memory for this process's batches; None if unknown.
+        step_down: receives the new number of workers, the batches ahead of each, and the reason.
+        warn: shows the user one line.
+        turn_off: the configuration key that turns workers off, as the user writes it.
+        free_cpus: CPUs of this machine that the workers leave to the training; 0 for none.
+        leave_out: called like `step_down` if workers cost more time than they save; None to keep them even then.
     """
 
     def __init__(
@@ -206,12 +206,12 @@ class TriedWorkers:
         self._batch_bytes: int | None = None
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The batches of one epoch; `begin` makes the loader's iterator.
+        """Yield the batches of one epoch; `begin` makes the loader's iterator.
 
         Raises:
             FastLoopError: no batch came for LIMIT_S; says where the worker is.
         """
-        # A caller that knows the epoch's length asks for no batch beyond it, so reset what its last batch may have set.
+        # A caller that knows the epoch's length stops at its last batch, so reset what that batch may have set.
         self._drawn.resumes, self._drawn.pending = False, deque()
         while loader.num_workers:
             source = self._begin(loader, begin)
@@ -229,15 +229,15 @@ class TriedWorkers:
                 else:
                     return
             except Exception:
-                end_workers(source)  # not when the exception is forgotten: it holds all frames, and they the workers
+                end_workers(source)  # now: the exception holds all frames, and with them the workers
                 raise
         yield from self._begin(loader, begin) if self._drawn.resumes else begin()
 
     def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Any:
-        """Start the loader's iterator with our parts in it; the loader itself keeps its own."""
+        """Start the loader's iterator with our parts in place; the loader keeps its own afterwards."""
         name = name_sampler(loader)
         self._drawn.inner, self._drawn.goes_out = getattr(loader, name), loader.num_workers > 0
-        if not len(self._made_ms):  # workers that are kept write into the first
+        if not len(self._made_ms):  # persistent workers keep writing into the first array
             self._made_ms = multiprocessing.RawArray("d", loader.num_workers)
         init = LeavesRoom(loader.worker_init_fn, self._free_cpus) if self._free_cpus else loader.worker_init_fn
         parts = {
@@ -246,7 +246,7 @@ class TriedWorkers:
             "worker_init_fn": self._whereabouts.make_init(init),
         }
         own = {part: getattr(loader, part) for part in parts}
-        _set_timeout(loader._iterator, 0)  # workers that are kept may have to end the last epoch's batches first
+        _set_timeout(loader._iterator, 0)  # persistent workers may first have to finish the last epoch's batches
         loader.__dict__.update(parts)
         try:
             iterator = begin()
@@ -257,7 +257,7 @@ class TriedWorkers:
         return iterator
 
     def _wait_for(self, source: Any) -> Iterator[Any]:
-        """What the iterator gives, with a look at the worker where that takes long."""
+        """Yield the iterator's batches; if one takes long, report where its worker is."""
         begun, said = time.monotonic(), False
         while True:
             is_there, asked = bool(loader_queue.batches_ready(source)), time.perf_counter()
@@ -300,13 +300,13 @@ class TriedWorkers:
     # -- fewer workers ------------------------------------------------------------------------------------------------
 
     def _find_fewer(self, loader: DataLoader[Any], batch: Any) -> _Fewer | None:
-        """Where there have to be fewer; None where there need not."""
+        """Return the new settings if fewer workers are needed; else None."""
         workers, ahead = loader.num_workers, int(loader.prefetch_factor or 1)
         if isinstance(batch, Unsent):
             if not batch.no_room:
                 return _Fewer(0, 0, batch.why)
             fitting = self._fit(workers, ahead)
-            if fitting == (workers, ahead):  # others fill shared memory too, or batches differ
+            if fitting == (workers, ahead):  # other processes use shared memory too, or batches differ in size
                 fitting = (workers // 2, 1) if workers > 1 else (0, 0)
             return _Fewer(*fitting, f"/dev/shm is too small for the batches of {workers} workers: {batch.why}")
         if self._batch_bytes is not None:
@@ -319,7 +319,7 @@ class TriedWorkers:
         return _Fewer(*fitting, f"/dev/shm has room for {room:.0f} MiB, and a batch takes {size:.1f} MiB there")
 
     def _find_loss(self) -> _Fewer | None:
-        """None at all where batches take longer from a worker, lying ready, than to make; told once."""
+        """Return settings without workers if taking a ready batch from a worker is slower than making it; only once."""
         made = [ms for ms in self._made_ms if ms]
         if self._leave_out is None or len(self._took_ms) < TIMED or not made:
             return None
@@ -336,7 +336,7 @@ class TriedWorkers:
         return fit_in_shm(workers, ahead, self._batch_bytes, self._room_bytes) or (0, 0)
 
     def _lighten(self, loader: DataLoader[Any], fewer: _Fewer) -> None:
-        """What the workers were asked for and did not deliver is made by those that come next."""
+        """Change the loader's workers; the new ones make the batches that the old ones did not deliver."""
         workers, ahead = fewer.workers, fewer.ahead
         loader.__dict__["_iterator"] = None
         loader.num_workers, loader.prefetch_factor = workers, ahead or None
@@ -348,12 +348,12 @@ class TriedWorkers:
 
 def end_workers(source: Any) -> None:
     """End an iterator's workers."""
-    with contextlib.suppress(AttributeError):  # another torch: they end once nobody holds the iterator
+    with contextlib.suppress(AttributeError):  # another torch version: they end when the iterator is deleted
         source._shutdown_workers()
 
 
 def _set_timeout(iterator: Any, timeout_s: float) -> None:
-    """Let a multi-process iterator raise where no batch comes for a while. As an argument of the loader it would hold
-    for its start too, when workers that are kept finish what the last epoch left over."""
+    """Let a multi-process iterator raise if no batch comes in time. As a loader argument, the timeout would also apply
+    at the start, when persistent workers finish the last epoch's batches."""
     if hasattr(iterator, "_timeout"):
         iterator._timeout = timeout_s

@@ -1,4 +1,4 @@
-"""Finds where a stuck worker process or thread is. The process reports it itself, even from inside native code."""
+"""Finds the line at which a worker process or thread is stuck. The process reports it, even from native code."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _ASK = getattr(signal, "SIGRTMAX", None)
-"""A signal that nobody else uses; there are none on macOS, and no workers' places."""
+"""A signal that is otherwise unused; macOS has none, so workers' locations are unknown there."""
 _ANSWER_S = 1.0
 _MARK = "started "
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
 class Whereabouts:
-    """Asks worker processes for the line they are at, through a pipe that they inherit."""
+    """Asks worker processes for their current line, through a pipe that they inherit."""
 
     def __init__(self) -> None:
         self._reader, self._writer = multiprocessing.Pipe(duplex=False)
         self._heard = ""
 
     def make_init(self, own: Callable[[int], None] | None) -> Callable[[int], None]:
-        """A ``worker_init_fn`` that lets the worker answer, and then does what the loader's own does."""
+        """Return a ``worker_init_fn`` that enables the worker to answer, and then calls the loader's own function."""
         return _Init(own, self._writer)
 
     def find(self, pid: int) -> str | None:
-        """The place in the user's code where a worker is, with its ``__getitem__``; None where it does not say."""
+        """Return a worker's location in the user's code, with its ``__getitem__``; None if it does not answer."""
         self._heard += self._hear(0.0)
         if _ASK is None or f"{_MARK}{pid}\n" not in self._heard:
-            return None  # it would not survive the question
+            return None  # without our handler, the signal would kill it
         os.kill(pid, _ASK)
         return describe(self._hear(_ANSWER_S))
 
     def _hear(self, patience_s: float) -> str:
-        """All that was written, until nothing more comes."""
+        """Read from the pipe until nothing more comes."""
         parts = []
         while select.select([self._reader], [], [], patience_s)[0]:
             parts.append(os.read(self._reader.fileno(), 65536))
@@ -61,7 +61,7 @@ class _Init:
 
 
 def describe(dump: str) -> str | None:
-    """What a dump of faulthandler says of the thread that loads: its ``__getitem__`` and the innermost line."""
+    """Find the loading thread in a faulthandler dump; return its ``__getitem__`` and innermost line."""
     for thread in re.split(r"\n\s*\n", dump):
         frames = list(_read_frames(thread))
         if any(name == "_worker_loop" for _, name in frames):
@@ -70,7 +70,7 @@ def describe(dump: str) -> str | None:
 
 
 def find_thread(ident: int) -> str | None:
-    """The same for a thread of this process; None where it has ended."""
+    """Return the same for a thread of this process; None if it has ended."""
     frame = sys._current_frames().get(ident)
     frames = reversed(traceback.extract_stack(frame)) if frame is not None else ()
     return _name_place([(f"{each.filename}:{each.lineno}", each.name) for each in frames])
@@ -87,6 +87,6 @@ def _name_place(frames: list[tuple[str, str]]) -> str | None:
 
 
 def _read_frames(thread: str) -> Iterator[tuple[str, str]]:
-    """file:line and function, innermost first."""
+    """Yield file:line and function, innermost first."""
     for found in _FRAME.finditer(thread):
         yield f"{found['file']}:{found['line']}", found["name"]

@@ -1,1 +1,1 @@
-"""Documents, their charts and curves, and how they become Markdown and HTML."""
+"""Documents with charts and curves, and their conversion to Markdown and HTML."""

@@ -1,6 +1,6 @@
-"""Charts of bars as plain numbers; the page's templates draw them in HTML, so that they fit every width.
+"""Bar charts as plain numbers; the page's templates draw them in HTML, so that they fit every width.
 
-Values, places and ends are in the chart's own unit, from ``low`` at the left to ``high`` at the right.
+Values and positions are in the chart's unit, from ``low`` at the left to ``high`` at the right.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import Literal, NamedTuple
 
 INK = "currentColor"
 NUMBER_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
-"""What numbers raise that no picture can be made of."""
+"""Exceptions from numbers that cannot be drawn."""
 Style = Literal["solid", "faint", "hatched", "interval", "whisker", "band"]
 
 
 class Bar(NamedTuple):
-    """One stretch of a row. Hatched is what is not known, or no claim; a whisker is an interval."""
+    """One segment of a row. Hatched means unknown or not claimed; a whisker is an interval."""
 
     start: float
     end: float
     colour: str = INK
     style: Style = "solid"
     label: str = ""
-    """Inside it, where there is room."""
+    """Text inside it, if it fits."""
     share: str = ""
-    """Inside it, where there is less room."""
+    """Shorter text inside it, if the label does not fit."""
 
 
 class Mark(NamedTuple):
-    """A place in a row: a line from top to bottom, dashed or not, a tick or a diamond."""
+    """A mark at one position of a row: a full-height line, dashed or not, a tick or a diamond."""
 
     at: float
     kind: Literal["line", "dashed", "tick", "diamond"]
@@ -48,18 +48,18 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A name, its bars over one another, and what is said at the right."""
+    """A name, its overlaid bars, and the text at the right."""
 
     name: str
     symbol: str = ""
-    """Before the name, in the colour of the last bar's."""
+    """Before the name, in the color of the last bar."""
     colour: str = INK
     bars: tuple[Bar, ...] = ()
     marks: tuple[Mark, ...] = ()
     value: str = ""
     detail: str = ""
     note: str = ""
-    """Below it."""
+    """Text below the row."""
     height: int = 16
     """CSS pixels; 0 for a row without bars."""
     weight: Literal["", "strong", "soft"] = ""
@@ -67,37 +67,37 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Rows of bars over one scale."""
+    """Rows of bars on a common scale."""
 
     alt_text: str
     rows: tuple[Row, ...]
     high: float
     low: float = 0.0
     unit: str = ""
-    """Behind each tick."""
+    """Appended to each tick."""
     ticks: tuple[float, ...] = ()
     legend: tuple[Entry, ...] = ()
     note: str = ""
     is_stacked: bool = False
-    """Names stand above the bars where the picture is narrow."""
+    """Put names above the bars if the picture is narrow."""
 
     @classmethod
     def missing(cls, error: Exception) -> Chart:
-        """What stands in the place of a picture that could not be drawn."""
+        """Return a replacement for a picture that could not be drawn."""
         why = f"This picture could not be drawn: {type(error).__name__}: {error}"
         return cls(alt_text=why, rows=(), high=1.0, note=why)
 
     def place(self, value: float) -> float:
-        """Per cent of the width at which a value stands."""
+        """Return a value's horizontal position in percent of the width."""
         return round(min(100.0, max(0.0, 100 * (value - self.low) / (self.high - self.low))), 3)
 
     def size(self, bar: Bar) -> float:
-        """Per cent of the width that a bar takes."""
+        """Return a bar's length in percent of the width."""
         return round(self.place(bar.end) - self.place(bar.start), 3)
 
 
 def choose_ticks(low: float, high: float, count: int = 4) -> tuple[float, ...]:
-    """About so many round numbers between two values, as multiples of 1, 2 or 5 with zeros."""
+    """Return about `count` round numbers between two values: multiples of 1, 2 or 5 times a power of ten."""
     size = (high - low) / count
     power = 10.0 ** math.floor(math.log10(size))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= size * 0.999)
@@ -105,6 +105,6 @@ def choose_ticks(low: float, high: float, count: int = 4) -> tuple[float, ...]:
 
 
 def choose_ink(colour: str) -> str:
-    """Black or white: what can be read on a colour."""
+    """Return black or white, whichever is readable on a color."""
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"

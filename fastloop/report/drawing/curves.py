@@ -1,6 +1,6 @@
-"""Curves as plain numbers; the page's templates draw them as SVG that grows with its column.
+"""Curves as plain numbers; the page's templates draw them as SVG that scales with its column.
 
-Lengths are in the SVG's own units: CSS pixels in a column of a phone's width.
+Lengths are in SVG units: CSS pixels in a column of a phone's width.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fastloop.report.drawing.bars import INK, choose_ticks
 
 WIDTH, LEFT, RIGHT, LABEL = 380, 44, 8, 18
-"""Of the whole picture, of the margins beside the curves, and of one line of text above or below them."""
+"""Width of the whole picture, the margins beside the curves, and the height of one text line above or below them."""
 LEGEND_COLUMN = 92
 
 
@@ -24,9 +24,9 @@ class Line(NamedTuple):
     """x and y; a y that is NaN is a gap."""
     colour: str = INK
     label: str = ""
-    """In the legend."""
+    """Text in the legend."""
     dashes: str = ""
-    """As SVG's ``stroke-dasharray``."""
+    """SVG's ``stroke-dasharray``."""
     symbol: str = ""
 
 
@@ -42,12 +42,12 @@ class Curve:
     high: float
     """The ends of the y axis."""
     lost: tuple[tuple[float, str], ...] = ()
-    """x and colour of crosses at the bottom: points that have no y."""
+    """x and color of crosses at the bottom: points without a y."""
     inner_height: int = 180
 
     @property
     def alt_text(self) -> str:
-        """The picture in words."""
+        """A description of the picture."""
         return f"{self.title} over {self.x_label}."
 
     @property
@@ -56,7 +56,7 @@ class Curve:
 
     @property
     def top(self) -> int:
-        """Above the curves stand the title and the legend."""
+        """The height above the curves, for the title and the legend."""
         return LABEL * (2 if any(line.label for line in self.lines) else 1)
 
     @property
@@ -65,7 +65,7 @@ class Curve:
 
     @property
     def height(self) -> int:
-        """Below the curves stand the ticks and the label of the x axis."""
+        """The whole height, including ticks and label of the x axis below the curves."""
         return self.bottom + 2 * LABEL
 
     @cached_property
@@ -75,23 +75,23 @@ class Curve:
         return (min(found), max(found)) if min(found) < max(found) else (min(found) - 1, max(found) + 1)
 
     def x(self, value: float) -> float:
-        """Where a value stands, from the left."""
+        """Return a value's distance from the left."""
         first, last = self.x_ends
         return round(LEFT + (WIDTH - LEFT - RIGHT) * (value - first) / (last - first), 1)
 
     def y(self, value: float) -> float:
-        """Where a value stands, from the top."""
+        """Return a value's distance from the top."""
         return round(self.bottom - self.inner_height * (value - self.low) / (self.high - self.low), 1)
 
     def x_ticks(self) -> tuple[float, ...]:
-        """Whole numbers: there is no run or step between two others."""
+        """Return whole numbers only: runs and steps have no fractions."""
         return tuple(tick for tick in choose_ticks(*self.x_ends, 5) if tick == round(tick))
 
     def y_ticks(self) -> tuple[float, ...]:
         return choose_ticks(self.low, self.high, 5)
 
     def path(self, line: Line) -> str:
-        """SVG's path of a line: a point alone between two gaps is a dot."""
+        """Return a line's SVG path; a single point between two gaps becomes a dot."""
         commands, is_open = list[str](), False
         for x, y in line.points:
             if not math.isnan(y):
@@ -100,5 +100,5 @@ class Curve:
         return "".join(commands)
 
     def legend(self) -> list[tuple[int, Line]]:
-        """Each line that has a label, with its place from the left."""
+        """Return each line with a label, and its distance from the left."""
         return [(LEGEND_COLUMN * index, line) for index, line in enumerate(line for line in self.lines if line.label)]

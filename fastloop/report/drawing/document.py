@@ -1,6 +1,6 @@
-"""What a report says, put together once and drawn twice: as Markdown and as a page.
+"""The content of a report, built once and rendered twice: as Markdown and as an HTML page.
 
-Runs, A/Bs, climbs and searches differ in what they say; how it is set, escaped and shown does not.
+Reports of runs, A/Bs, climbs and searches differ only in content; layout, escaping and rendering are shared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\
 
 
 def printable(text: str) -> str:
-    """A text without what XML cannot hold."""
+    """Remove characters that XML cannot represent."""
     return _CONTROL.sub("", text)
 
 
@@ -29,23 +29,23 @@ class Table:
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     numeric: tuple[int, ...] = ()
-    """Columns that hold numbers."""
+    """Indices of columns with numbers."""
     note: str = ""
-    """A sentence below it."""
+    """A sentence below the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """One finding: its title, what it costs, why, and what to do about it."""
+    """One finding: its title, its cost, the reason, and what to do about it."""
 
     name: str
     title: str
     share: str = ""
-    """What it takes, such as 82.0 % of the step."""
+    """Its cost, such as 82.0 % of the step."""
     why: str = ""
     detail: tuple[str, ...] = ()
     bound: str = ""
-    """What would be gained at most if it were gone."""
+    """The most that removing it can gain."""
     patch: str = ""
     """YAML to copy."""
 
@@ -60,7 +60,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """What stands under one heading, in the order of the fields, each where there is one."""
+    """The content under one heading: the fields in this order, without empty ones."""
 
     title: str
     text: tuple[str, ...] = ()
@@ -70,15 +70,15 @@ class Section:
     notes: tuple[str, ...] = ()
     """In small print."""
     listed: tuple[str, ...] = ()
-    """Items of a list; what stands between backticks is code."""
+    """Items of a list; text between backticks is code."""
     code: str = ""
-    """Shown as it is, to be copied."""
+    """Shown verbatim, to be copied."""
     language: str = ""
-    """Of the code."""
+    """The language of the code."""
     is_narrow: bool = False
-    """May stand beside other narrow ones on a wide screen."""
+    """May be placed beside other narrow sections on a wide screen."""
     is_folded: bool = False
-    """Opened by a click."""
+    """Collapsed until the reader clicks it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +86,16 @@ class Document:
     """A whole report."""
 
     kind: str
-    """What it is the report of: report, A/B, climb, tune."""
+    """The kind of report: report, A/B, climb, tune."""
     verdict: str
     tone: str
     """good, bad or unknown."""
     lede: str
     """The first sentence."""
     lines: tuple[str, ...]
-    """What the terminal shows."""
+    """The terminal's output."""
     run: tuple[str, ...] = ()
-    """Which run it is about: short texts above the verdict."""
+    """Short texts above the verdict that identify the run."""
     also: tuple[str, ...] = ()
     """Further sentences under the verdict."""
     flags: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Document:
     picture_title: str = ""
     no_picture: str = "n/a: there is nothing to draw yet."
     tiles: tuple[Tile, ...] = ()
-    """In the page only: the tables have them too."""
+    """Only in the HTML page: the tables contain them too."""
     sections: tuple[Section, ...] = ()
     closing: str = ""
-    """What the figures may be used for."""
+    """How the figures may be used."""

@@ -1,4 +1,4 @@
-"""A document as one page that needs no network and no JavaScript, from the templates beside this folder."""
+"""Renders a document as one HTML page without network or JavaScript, from the templates beside this folder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fastloop.report.drawing.markdown import CODE, to_markdown
 
 
 def draw_reports(document: Document) -> dict[str, str]:
-    """report.md and report.html, by name. Where the page cannot be made, there is none, and report.md says why."""
+    """Return report.md and report.html by name. If the page cannot be made, it is missing, and report.md says why."""
     try:
         return {"report.md": to_markdown(document), "report.html": to_html(document)}
-    except Exception as error:  # jinja2 is missing, say: it must not cost the other file
+    except Exception as error:  # for example, jinja2 is missing; report.md must exist anyway
         return {"report.md": to_markdown(document, f"There is no report.html: {type(error).__name__}: {error}")}
 
 
 def to_html(document: Document) -> str:
-    """The whole document.
+    """Render the whole document.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -43,7 +43,7 @@ def to_html(document: Document) -> str:
     bars, curve = (vars(made.get_template(f"{name}.html.jinja").module)[name] for name in ("bars", "curve"))
 
     def draw(picture: Chart | Curve) -> str:
-        """One picture, or a line that says why it is missing: the page has more to say."""
+        """Draw one picture, or if that fails, a line that says why, so that the rest of the page still appears."""
         try:
             return str(bars(picture) if isinstance(picture, Chart) else curve(picture))
         except NUMBER_ERRORS as error:

@@ -1,4 +1,4 @@
-"""A document as Markdown. Its pictures are in the page only."""
+"""Renders a document as Markdown. Only the HTML page has its pictures."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fastloop.report.drawing.document import Card, Document, Section, Table, pri
 
 CODE = re.compile(r"`([^`]+)`")
 _MARKUP = re.compile(r"[\\`*<|~]|(?<![^\W_])_|_(?![^\W_])")
-"""What Markdown would read as markup. An underscore inside a word is none: ``num_workers`` stays as it is."""
+"""Characters that Markdown would read as markup. An underscore inside a word is not: ``num_workers`` is unchanged."""
 
 
 def to_markdown(document: Document, note: str = "") -> str:
-    """The whole document.
+    """Render the whole document.
 
     Args:
-        note: what the reader should know about the report itself.
+        note: a remark about the report itself.
     """
     parts = [
         f"# fastloop {document.kind}",
@@ -30,18 +30,18 @@ def to_markdown(document: Document, note: str = "") -> str:
 
 
 def fence(text: str, language: str = "") -> str:
-    """A block that is shown as it is, between fences longer than any inside it."""
+    """Return a verbatim block, between fences longer than any inside it."""
     marks = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{marks}{language}\n{text}\n{marks}"
 
 
 def escape(text: str) -> str:
-    """A text on one line, with nothing in it that Markdown would take for markup."""
+    """Put a text on one line and escape everything that Markdown would read as markup."""
     return _mark(" ".join(text.split()))
 
 
 def _draw_section(section: Section) -> str:
-    """A section under its heading; nothing of one that has only pictures."""
+    """Render a section under its heading; empty if it has only pictures."""
     parts = [
         *map(escape, section.text),
         *map(_draw_card, section.cards),
@@ -79,7 +79,7 @@ def _draw_list(items: Sequence[str]) -> str:
 
 
 def _escape_all_but_code(text: str) -> str:
-    """An item with its code left as it is."""
+    """Escape an item except for its code."""
     pieces = CODE.split(" ".join(text.split()))
     return "".join(f"`{piece}`" if index % 2 else _mark(piece) for index, piece in enumerate(pieces))
 

@@ -1,6 +1,6 @@
-"""The picture of an A/B: every run in the order it ran, and each arm's ratio with its interval.
+"""The picture of an A/B: all runs in order, and each arm's ratio with its interval.
 
-The runs show what the machine did meanwhile: drift is a slope that all arms share.
+The runs also show the machine's state over time: drift is a slope that all arms share.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NAME_LETTERS = 60
 
 
 def draw(result: ExperimentResult) -> tuple[Chart | Curve, ...]:
-    """The runs and the ratios beside them; nothing without a finished run."""
+    """Draw the runs and the ratios beside them; empty without a finished run."""
     return (trace_runs(result), chart_ratios(result)) if any(arm.samples_per_s for arm in result.arms) else ()
 
 
 def trace_runs(result: ExperimentResult) -> Curve:
-    """A symbol for each run, a line for each arm's median, a cross at the bottom for each run that failed."""
+    """Draw a symbol for each run, a line for each arm's median, and a cross at the bottom for each failed run."""
     ends, lines, lost = (1.0, float(len(result.order))), list[Line](), list[tuple[float, str]]()
     for index, arm in enumerate(result.arms):
         colour, runs = choose_colour(index), list(zip(arm.places, arm.samples_per_s, strict=False))
@@ -51,17 +51,17 @@ def trace_runs(result: ExperimentResult) -> Curve:
 
 
 def choose_colour(index: int) -> str:
-    """Of the arm with this index; the base, 0, is grey."""
+    """Return the color of the arm with this index; the base, 0, is gray."""
     return COLOURS[index if index < len(COLOURS) else 1 + (index - 1) % (len(COLOURS) - 1)]
 
 
 def choose_symbol(index: int) -> str:
-    """A shape beside the colour, for readers who cannot tell colours apart."""
+    """Return a symbol to use with the color, for readers who cannot distinguish colors."""
     return SYMBOLS[index % len(SYMBOLS)]
 
 
 def chart_ratios(result: ExperimentResult) -> Chart:
-    """A row for each arm: its symbol and verdict, and below them its interval, over one scale for all of them."""
+    """Draw a row for each arm: its symbol and verdict, and below them its interval, on a common scale."""
     comparisons = {one.arm: one for one in result.comparisons}
     band = (1 - result.band_pct / 100, 1 + result.band_pct / 100)
     ends = [*band, *(end for one in result.comparisons for end in one.ci95 or ())]
@@ -82,7 +82,7 @@ def chart_ratios(result: ExperimentResult) -> Chart:
 
 
 def _draw_ratio(arm: ArmResult, one: Comparison | None, index: int, band: tuple[float, float]) -> Row:
-    """An interval with a tick at its ratio; hatched where no ratio is claimed. The base, 0, has none."""
+    """Draw an interval with a tick at its ratio, hatched if no ratio is claimed. The base, 0, has none."""
     colour, bars, marks = choose_colour(index), [Bar(*band, COLOURS[0], "band")], [Mark(1.0, "line")]
     claimed = None if one is None or verdict_words.word(one) == "PARITY FAILED" else one.ratio
     if one is not None and one.ci95 is not None:

@@ -1,4 +1,4 @@
-"""An A/B for people: the verdict with its interval, whether it is still the same training, and every run."""
+"""The report of an A/B: the verdict with its interval, whether it is still the same training, and every run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastloop.report.numbers import number, short
 from fastloop.report.run.tables import cut
 
 Pair = tuple[Comparison, ArmResult]
-"""A comparison and its arm's entry among the arms."""
+"""A comparison and its arm's result."""
 NAME_LETTERS = 44
 MEANING = (
     "The run is the unit: each is a fresh process, and steps before the window (warm-up, compilation, cold caches) do"
@@ -34,7 +34,7 @@ CLOSING = "Only these arms were compared, on this machine and with these version
 
 
 def lines(result: ExperimentResult) -> list[str]:
-    """What the terminal shows, verdict first: at most 14 lines, of comparison.json's content."""
+    """Return the terminal's output from comparison.json's content: at most 14 lines, verdict first."""
     pairs = rank(result)
     best = pairs[0] if pairs else None
     kinds = [
@@ -55,24 +55,24 @@ def lines(result: ExperimentResult) -> list[str]:
 
 
 def reports(result: ExperimentResult) -> dict[str, str]:
-    """report.md and report.html, of comparison.json's content."""
+    """Return report.md and report.html from comparison.json's content."""
     return draw_reports(make_document(result))
 
 
 def rank(result: ExperimentResult) -> list[Pair]:
-    """Each comparison with its arm, the best first."""
+    """Return each comparison with its arm, the best first."""
     arms = {arm.name: arm for arm in result.arms}
     pairs = [(one, arms.get(one.arm, ArmResult(name=one.arm))) for one in result.comparisons]
     return sorted(pairs, key=_order)
 
 
 def _order(pair: Pair) -> tuple[int, bool, float]:
-    """By verdict, then those whose parity is shown, then by ratio."""
+    """Sort key: by verdict, then arms with passed parity first, then by ratio."""
     return WORDS.index(verdict_words.word(*pair)), not pair[0].parity.passed, -(pair[0].ratio or 0.0)
 
 
 def make_document(result: ExperimentResult) -> Document:
-    """The whole report, for Markdown and for the page."""
+    """Build the whole report, for Markdown and the HTML page."""
     pairs = rank(result)
     headline, best = verdict(result), pairs[0] if pairs else None
     setting = (result.name, _against(result, best), *describe_hardware(result.hardware))
@@ -98,7 +98,7 @@ def make_document(result: ExperimentResult) -> Document:
 
 
 def verdict(result: ExperimentResult) -> str:
-    """The headline: of the best arm, or that there is nothing to judge."""
+    """Return the headline: that of the best arm, or that there is nothing to judge."""
     pairs = rank(result)
     if pairs:
         return headline(*pairs[0])
@@ -111,12 +111,12 @@ def _against(result: ExperimentResult, best: Pair | None) -> str:
 
 
 def _shorten(name: str) -> str:
-    """An arm's name where there is little room: of a long one, both ends."""
+    """Shorten an arm's name: of a long one, keep both ends."""
     return cut(name, NAME_LETTERS)
 
 
 def _describe(one: Comparison, arm: ArmResult) -> str:
-    """One of the other arms in a line: verdict, interval, parity where it did not hold."""
+    """Describe one of the other arms in a line: verdict, interval, parity."""
     claim = f"{headline(one, arm)}   {_shorten(one.arm)}"
     if verdict_words.word(one, arm) == "PARITY FAILED":
         return f"{claim}: {verdict_words.line(one.parity)}"
@@ -127,7 +127,7 @@ def _describe(one: Comparison, arm: ArmResult) -> str:
 
 
 def _rate(result: ExperimentResult, best: Pair | None) -> list[str]:
-    """Medians of both arms, and how sure the ratio is."""
+    """Describe the medians of both arms and the interval of the ratio."""
     shown = [*result.arms[:1], *([best[1]] if best else [])]
     rates = [f"{_shorten(arm.name)} {short(middle(arm))}" for arm in shown]
     rates[:1] = [f"{text} samples/s" for text in rates[:1]]
@@ -142,7 +142,7 @@ def _rate(result: ExperimentResult, best: Pair | None) -> list[str]:
 
 
 def _explain_medians(one: Comparison, arms: Sequence[ArmResult]) -> str:
-    """What to add where a ratio is claimed and the medians beside it say the opposite."""
+    """Return a remark if a ratio is claimed and the medians say the opposite; otherwise empty."""
     middles, ratio = [middle(arm) for arm in arms], one.ratio
     if len(middles) < 2 or not middles[0] or not middles[1] or ratio is None:
         return ""
@@ -152,7 +152,7 @@ def _explain_medians(one: Comparison, arms: Sequence[ArmResult]) -> str:
 
 
 def _count(arms: Sequence[ArmResult]) -> str:
-    """How many runs the figures stand on."""
+    """Describe how many runs the figures are based on."""
     counts = [len(arm.samples_per_s) for arm in arms]
     of = "medians of " if max(counts) > 1 else ""
     if len(set(counts)) == 1:
@@ -161,7 +161,7 @@ def _count(arms: Sequence[ArmResult]) -> str:
 
 
 def _why(result: ExperimentResult, best: Pair | None) -> list[str]:
-    """The reason, where the lines above do not say it all."""
+    """Return the reason unless the lines above already give it."""
     if best is None:
         return [_lede(result, best)]
     if verdict_words.word(*best) in ("FASTER", "SLOWER") and best[0].parity.passed:
@@ -177,7 +177,7 @@ def _lede(result: ExperimentResult, best: Pair | None) -> str:
 
 
 def inactive(result: ExperimentResult, *, besides: str = "") -> list[str]:
-    """Enabled rungs without effect, an arm a line: no credit is theirs. Not those that a text has named already."""
+    """List enabled rungs without effect, one line per arm, except those that `besides` names already."""
     found = []
     for arm in result.arms:
         why = arm.inactive_why
@@ -204,7 +204,7 @@ def _make_sections(result: ExperimentResult, pairs: Sequence[Pair]) -> tuple[Sec
 
 
 def _arms(result: ExperimentResult) -> Table:
-    """What each arm reached, and which of its rungs took."""
+    """Tabulate each arm's results, and which of its rungs took effect."""
     rows = [
         (
             arm.name,
@@ -264,16 +264,16 @@ def _comparisons(pairs: Sequence[Pair]) -> Table:
     )
 
 
-# -- the runs behind a comparison: what each reached, which failed and how, and what their arms were set to ------------
+# -- the runs behind a comparison: their results, their failures, and the settings of their arms -----------------------
 
 
 def middle(arm: ArmResult) -> float | None:
-    """The median rate of an arm's runs, samples per second."""
+    """Return the median rate of an arm's runs, in samples per second."""
     return median(arm.samples_per_s) if arm.samples_per_s else None
 
 
 def failures(result: ExperimentResult) -> list[str]:
-    """Each failed run in a line: cause, rank, last step."""
+    """Describe each failed run in a line: cause, rank, last step."""
     found = []
     for failure in result.failures:
         known = (("rank", failure.rank), ("last step", failure.last_step))
@@ -284,7 +284,7 @@ def failures(result: ExperimentResult) -> list[str]:
 
 
 def runs(result: ExperimentResult) -> Table:
-    """A row for each run that began, in the order they ran."""
+    """Tabulate all runs that began, in order."""
     known = {
         place: (str(seed), short(rate))
         for arm in result.arms
@@ -301,7 +301,7 @@ def runs(result: ExperimentResult) -> Table:
 
 
 def changed(result: ExperimentResult) -> Table:
-    """What each arm is set to where the base is set otherwise."""
+    """Tabulate the settings of each arm that differ from the base."""
     rows = [
         (arm, key, _format(base), _format(other))
         for arm, keys in result.config_diff.items()

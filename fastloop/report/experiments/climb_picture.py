@@ -1,6 +1,6 @@
-"""The picture of a climb: from naive to top, a bar for each rung that was tried, and the ceilings over the top.
+"""The picture of a climb: from naive to top, a bar for each attempted rung, and the ceilings over the top.
 
-What a kept rung added is solid, what was there before is faint; an attempt that was rolled back is hatched.
+A kept rung's gain is solid, the rate before it is faint; an attempt that was rolled back is hatched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME_LETTERS = 40
 
 
 def draw(climb: ClimbFile) -> tuple[Chart, ...]:
-    """The picture; nothing where the start's rate is not known."""
+    """Draw the picture; empty if the start's rate is unknown."""
     naive, top = climb_rows.compute_rate(climb, climb.naive), climb_rows.compute_rate(climb, climb.top)
     attempts, ceilings = climb_rows.list_steps(climb), climb_rows.list_ceilings_over_top(climb)
     if naive is None:
@@ -52,7 +52,7 @@ def draw(climb: ClimbFile) -> tuple[Chart, ...]:
 
 
 def describe(naive: float, attempts: Sequence[Step], top: float | None, ceilings: Sequence[tuple[str, float]]) -> str:
-    """The picture in words."""
+    """Describe the picture in words."""
     tried = [f"{step.name} {short(step.rate)}{'' if step.kept else ' (rolled back)'}" for step in attempts]
     ends = [f"top {short(top)}", *(f"{name} {short(rate)}" for name, rate in ceilings)]
     return f"Samples per second: {', '.join([f'naive {short(naive)}', *tried, *ends])}."
@@ -63,7 +63,7 @@ def _draw_end(name: str, rate: float, colour: str, limits: tuple[Mark, ...]) -> 
 
 
 def _draw_attempt(step: Step, before: float, limits: tuple[Mark, ...]) -> Row:
-    """One attempt: what it added to the rate before it, or would have; its interval; what was predicted."""
+    """Draw one attempt: its actual or rolled-back gain over the rate before it, its interval, its prediction."""
     bars = [Bar(0, before, _STEP if step.kept else _NAIVE, "faint")]
     if step.rate is not None:
         low, high = sorted((before, step.rate))

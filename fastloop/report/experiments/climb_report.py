@@ -1,6 +1,6 @@
-"""A climb for people: what is proven of the top, what each rung was predicted to save and what it saved.
+"""The report of a climb: what is proven about the top, and each rung's predicted and measured saving.
 
-The ladder that it leaves is YAML with these figures as comments.
+The resulting ladder is YAML with these figures as comments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLOSING = "Quote only the confirmed ratio: it comes from fresh runs that took no
 
 
 def lines(climb: ClimbFile) -> list[str]:
-    """What the terminal shows, verdict first: at most 14 lines."""
+    """Return the terminal's output: at most 14 lines, verdict first."""
     kept, back = _split(climb)
     notes = climb_rows.list_notes(climb)
     limits = ", ".join(
@@ -54,12 +54,12 @@ def lines(climb: ClimbFile) -> list[str]:
 
 
 def reports(climb: ClimbFile) -> dict[str, str]:
-    """report.md and report.html."""
+    """Return report.md and report.html."""
     return draw_reports(make_document(climb))
 
 
 def verdict(climb: ClimbFile) -> str:
-    """The headline: the confirmed ratio, or what is missing for one."""
+    """Return the headline: the confirmed ratio, or why there is none."""
     kept, back = _split(climb)
     if climb.confirmed:
         headline = verdict_words.headline(climb.confirmed)
@@ -76,7 +76,7 @@ def verdict(climb: ClimbFile) -> str:
 
 
 def make_document(climb: ClimbFile) -> Document:
-    """The whole report, for Markdown and for the page."""
+    """Build the whole report, for Markdown and the HTML page."""
     headline = verdict(climb)
     good = (headline.startswith("CONFIRMED") and "," not in headline) or headline == "NOTHING TO GAIN"
     rates, error_pct = _compare_rates(climb), climb_rows.compute_median_error_pct(climb)
@@ -98,7 +98,7 @@ def make_document(climb: ClimbFile) -> Document:
 
 
 def ladder_yaml(climb: ClimbFile) -> str:
-    """The top as a ladder: its rungs alone, each under what it was predicted to save and saved."""
+    """Return the top as a ladder: only its rungs, each below its predicted and measured saving."""
     stack = climb.stack.get("rungs") or {}
     where = filter(None, [", ".join(describe_hardware(climb.hardware)), climb.date or ""])
     head = [
@@ -133,20 +133,20 @@ def _describe_figures(attempt: Attempt) -> str:
 
 
 def _split(climb: ClimbFile) -> tuple[list[Attempt], list[Attempt]]:
-    """What was kept, and what was rolled back; not the rungs that were to be taken away, and stayed."""
+    """Return the kept and the rolled-back attempts, without attempts to remove a rung."""
     added = [each for each in climb.rungs if not each.takes_away]
     return [each for each in added if each.kept], [each for each in added if not each.kept]
 
 
 def _describe_confirmation(found: Confirmation) -> str:
-    """The confirmation in a sentence."""
+    """Describe the confirmation in a sentence."""
     sure = f"{verdict_words.between(found)}, {verdict_words.level(found)}, {found.runs or 'n/a'} runs of each"
     ratio = "" if verdict_words.word(found) == "PARITY FAILED" else f"{verdict_words.times(found)} ({sure}), "
     return f"Best stack against baseline, fresh runs: {ratio}parity {verdict_words.line(found.parity) or 'n/a'}"
 
 
 def _explain(climb: ClimbFile) -> str:
-    """What the headline stands on, or what keeps it from being a ratio."""
+    """Return the basis of the headline, or why it is not a ratio."""
     if climb.confirmed:
         return _describe_confirmation(climb.confirmed)
     kept, back = _split(climb)
@@ -160,19 +160,19 @@ def _explain(climb: ClimbFile) -> str:
 
 
 def _compare_rates(climb: ClimbFile) -> str:
-    """Both ends of the climb, as its own trials measured them; no ratio, which only fresh runs may give."""
+    """Describe both ends of the climb as its trials measured them, without a ratio, which needs fresh runs."""
     ends = (("naive", climb.naive), ("top", climb.top))
     rates = [(name, climb_rows.compute_rate(climb, end), end.step_ms) for name, end in ends]
     return ", ".join(f"{name} {short(rate)} samples/s ({short(step_ms, 'ms')} a step)" for name, rate, step_ms in rates)
 
 
 def _list_dropped(climb: ClimbFile) -> list[str]:
-    """Rungs that were kept, and taken away again in the end."""
+    """List rungs that were kept at first and removed again at the end."""
     return [each.rung for each in climb.rungs if each.takes_away and each.kept]
 
 
 def _list_ladders(climb: ClimbFile) -> str:
-    """The shipped ladders as the climb has measured them, the fastest first."""
+    """List the shipped ladders with their measured rates, the fastest first."""
     rates = sorted(climb.ladders_samples_per_s.items(), key=lambda each: -(each[1] or 0.0))
     return ", ".join(f"{name} {short(rate)}" for name, rate in rates) + (" samples/s, one run each" if rates else "")
 

@@ -1,4 +1,4 @@
-"""What a climb tried, rung by rung, as rates: what each attempt began with, reached and was predicted to reach."""
+"""A climb's attempts, rung by rung, as rates: before the attempt, reached, and predicted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CEILING = {"replayed": "replayed batches", "resident": "resident batch", "no_exc
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One rung that was tried. Rates in samples per second; None where not known."""
+    """One attempted rung. Rates in samples per second; None if unknown."""
 
     name: str
     kept: bool
@@ -28,7 +28,7 @@ class Step:
 
 
 def list_steps(climb: ClimbFile) -> list[Step]:
-    """Every attempt, in the order of the climb."""
+    """List all attempts, in the order of the climb."""
     per_step = samples_per_step(climb)
     made = []
     for attempt in climb.rungs:
@@ -51,7 +51,7 @@ def list_steps(climb: ClimbFile) -> list[Step]:
 
 
 def samples_per_step(climb: ClimbFile) -> float | None:
-    """Samples of one optimizer step, all ranks: what turns milliseconds into rates."""
+    """Return the samples of one optimizer step on all ranks, which convert milliseconds to rates."""
     for end in (climb.naive, climb.top):
         if end.samples_per_s and end.step_ms:
             return end.samples_per_s * end.step_ms / 1000
@@ -67,24 +67,24 @@ def _less(before: float | None, saved: float | None) -> float | None:
 
 
 def compute_rate(climb: ClimbFile, end: Speed) -> float | None:
-    """Samples per second of the start or of the top."""
+    """Return the samples per second of the start or the top."""
     return end.samples_per_s if end.samples_per_s is not None else _rate(samples_per_step(climb), end.step_ms)
 
 
 def list_ceilings(climb: ClimbFile, *, top: bool = False) -> list[tuple[str, float]]:
-    """Name and rate of each ceiling of the start, or of the top, that was measured, the lowest first."""
+    """List name and rate of each measured ceiling of the start, or of the top, lowest first."""
     rates = climb.ceilings_top_samples_per_s if top else climb.ceilings_samples_per_s
     found = [(name, rate) for key, name in CEILING.items() if (rate := rates.get(key)) is not None]
     return sorted(found, key=lambda entry: entry[1])
 
 
 def list_ceilings_over_top(climb: ClimbFile) -> list[tuple[str, float]]:
-    """The ceilings of the top; where none was measured, of the start, which other arithmetic may surpass."""
+    """List the ceilings of the top, or if none was measured, of the start, which other arithmetic may exceed."""
     return list_ceilings(climb, top=True) or list_ceilings(climb)
 
 
 def list_notes(climb: ClimbFile) -> dict[str, str]:
-    """How the ceilings came about that no trial has measured, by name."""
+    """Return, by name, how the ceilings without a trial were obtained."""
     return {
         f"{name}{' of the top' if end else ''}": climb.ceilings_notes[key + end]
         for end in ("", TOP)
@@ -94,13 +94,13 @@ def list_notes(climb: ClimbFile) -> dict[str, str]:
 
 
 def format_interval(attempt: Attempt) -> str:
-    """The interval of the saved milliseconds; n/a without one."""
+    """Format the interval of the saved milliseconds; n/a without one."""
     ends = attempt.ci95_saved_ms
     return "n/a" if ends is None else f"{short(ends[0])} to {short(ends[1])}"
 
 
 def describe_saving(attempt: Attempt) -> str:
-    """What a rung saved, beside what was predicted, in one phrase."""
+    """Describe a rung's measured and predicted saving in one phrase."""
     ends = "" if attempt.ci95_saved_ms is None else f"95 % interval {format_interval(attempt)}, "
     guess = attempt.predicted_saved_ms
     predicted = "not predicted" if guess is None else f"predicted {short(guess)}"
@@ -108,13 +108,13 @@ def describe_saving(attempt: Attempt) -> str:
 
 
 def compute_median_error_pct(climb: ClimbFile) -> float | None:
-    """The median error of the predictions, in percent of what was saved, sign left out."""
+    """Return the median absolute error of the predictions, in percent of the measured saving."""
     errors = [abs(each.prediction_error_pct) for each in climb.rungs if each.prediction_error_pct is not None]
     return median(errors) if errors else None
 
 
 def make_table(climb: ClimbFile) -> Table:
-    """A row for each attempt."""
+    """Tabulate the attempts, one row each."""
     rows = [
         (
             f"{attempt.name}{f' ({attempt.family})' if attempt.family else ''}",
@@ -155,6 +155,6 @@ def _format_parity(attempt: Attempt) -> str:
 
 
 def _format_change(attempt: Attempt) -> str:
-    """The step before and after; n/a where the rung was not trained."""
+    """Format the step time before and after; n/a if the rung was not trained."""
     before, after = short(attempt.step_ms_before), short(attempt.step_ms_after)
     return "n/a" if before == after == "n/a" else f"{before} to {after}"

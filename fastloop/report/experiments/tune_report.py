@@ -1,4 +1,4 @@
-"""A search for people: every value that was tried, the best of them, and the YAML that sets it."""
+"""The report of a search: every value that was tried, the best one, and the YAML that sets it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OTHER, _BEST = "#2f6fb5", "#2a9d74"
 
 
 def lines(tuning: TuningFile) -> list[str]:
-    """What the terminal shows, verdict first."""
+    """Return the terminal's output, verdict first."""
     tried = [(name_point(tuning, point), point) for point in list_points(tuning)]
     curve = ", ".join(f"{name}: {short(point.step_ms)}" for name, point in tried if _ran(point))
     failed = "; ".join(f"{name}: {point.why or 'n/a'}" for name, point in tried if not _ran(point))
@@ -38,12 +38,12 @@ def lines(tuning: TuningFile) -> list[str]:
 
 
 def reports(tuning: TuningFile) -> dict[str, str]:
-    """report.md and report.html."""
+    """Return report.md and report.html."""
     return draw_reports(make_document(tuning))
 
 
 def verdict(tuning: TuningFile) -> str:
-    """The headline: the key and its best value, or that none is better than going without."""
+    """Return the headline: the key and its best value, or that no value is better than none."""
     return " ".join(_split_headline(tuning))
 
 
@@ -57,7 +57,7 @@ def _split_headline(tuning: TuningFile) -> tuple[str, str]:
 
 
 def make_document(tuning: TuningFile) -> Document:
-    """The whole report, for Markdown and for the page."""
+    """Build the whole report, for Markdown and the HTML page."""
     start, key = _split_headline(tuning)
     patch = tuning.patch
     return Document(
@@ -80,7 +80,7 @@ def make_document(tuning: TuningFile) -> Document:
 
 
 def describe(tuning: TuningFile) -> str:
-    """The picture in words."""
+    """Describe the picture in words."""
     texts = [
         f"{name_point(tuning, point)} {short(point.step_ms, 'ms') if _ran(point) else 'failed'}"
         for point in list_points(tuning)
@@ -89,7 +89,7 @@ def describe(tuning: TuningFile) -> str:
 
 
 def make_table(tuning: TuningFile) -> Table:
-    """A row for each value, in the order of the axis."""
+    """Tabulate the values, in the order of the axis."""
     rows = [
         (
             name_point(tuning, point),
@@ -104,13 +104,13 @@ def make_table(tuning: TuningFile) -> Table:
 
 
 def list_points(tuning: TuningFile) -> list[Point]:
-    """Every value: numbers by size, names in the order they were tried."""
+    """List all values: numbers by size, names in the order in which they were tried."""
     is_numeric = all(isinstance(point.value, (int, float)) for point in tuning.points)
     return sorted(tuning.points, key=lambda point: float(point.value or 0)) if is_numeric else list(tuning.points)
 
 
 def name_point(tuning: TuningFile, point: Point) -> str:
-    """The value, and whether it is the best, or what the training has without the rung."""
+    """Format the value, and mark the best one and that of the training without the rung."""
     note = " (as it is)" if tuning.as_it_is is not None and point.value == tuning.as_it_is else ""
     return f"{_format(point.value)}{' (best)' if _is_best(tuning, point) else note}"
 
@@ -124,7 +124,7 @@ def _ran(point: Point) -> bool:
 
 
 def chart(tuning: TuningFile) -> tuple[Chart, ...]:
-    """A bar for each value, and the causes of those that failed; nothing where none was tried."""
+    """Draw a bar for each value, and the causes of failures; empty if no value was tried."""
     times_ms = [point.step_ms for point in tuning.points if point.ok and point.step_ms is not None]
     high = 1.04 * max(times_ms, default=0.0) or 1.0
     rows = [

@@ -1,6 +1,6 @@
-"""A comparison in a word, and its ratio with as many digits as its interval needs.
+"""Describes a comparison in a word, and its ratio with as many digits as its interval needs.
 
-Where parity failed, no ratio stands in a headline: another training may well be a faster one.
+If parity failed, the headline has no ratio: a different training may well be faster.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from fastloop.report.drawing.document import Table, printable
 from fastloop.report.run.summary import join_lines
 
 WORDS = ("FASTER", "NO DIFFERENCE", "INCONCLUSIVE", "INSUFFICIENT", "SLOWER", "PARITY FAILED", "FAILED")
-"""The best first."""
+"""Verdicts, best first."""
 ALPHA = 0.05
-"""Of an experiment, as in `judge.statistics`."""
+"""Error rate of an experiment, as in `judge.statistics`."""
 VERSIONS = ("torch", "lightning", "fastloop", "driver")
 
 
 def describe_hardware(hardware: Hardware) -> tuple[str, ...]:
-    """Devices and versions, short; n/a where nothing is known of the device."""
+    """Describe devices and versions briefly; n/a if the device is unknown."""
     named = hardware.device_name or "n/a"
     first = named if hardware.devices is None else f"{hardware.devices}x {named}"
     known = [(name, getattr(hardware, name)) for name in VERSIONS]
@@ -31,19 +31,19 @@ MOST_LINES = 14
 
 
 def lay_out(first: str, kinds: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """At most 14 lines: the first, and the texts of each kind under its name; where there are more, some share one."""
+    """Lay out at most 14 lines: the first, and each kind's texts after its name; if there are more, some share one."""
     shown = [(kind, [text for text in texts if text]) for kind, texts in kinds]
     join_lines(shown, MOST_LINES - 1)
     return put_on_one_line([first, *(f"{kind:<8} {text}" if kind else text for kind, texts in shown for text in texts)])
 
 
 def put_on_one_line(lines: Iterable[str]) -> list[str]:
-    """Each text on one line: a reason may be an exception's, which has several."""
+    """Put each text on one line: a reason may be an exception's message with several lines."""
     return [printable(" ".join(line.splitlines())).rstrip() for line in lines]
 
 
 def word(comparison: Comparison, arm: ArmResult | None = None) -> str:
-    """The verdict on one arm, from its comparison and its entry among the arms."""
+    """Return the verdict on one arm, from its comparison and its result."""
     if comparison.parity.passed is False:
         return "PARITY FAILED"
     if comparison.ci95 is None:
@@ -52,7 +52,7 @@ def word(comparison: Comparison, arm: ArmResult | None = None) -> str:
 
 
 def headline(comparison: Comparison, arm: ArmResult | None = None) -> str:
-    """The word, with the ratio where one is claimed, and what is not known of parity where it counts."""
+    """Return the verdict, with the ratio if one is claimed, and a doubt about parity if it matters."""
     verdict, parity = word(comparison, arm), comparison.parity
     if verdict not in ("FASTER", "SLOWER") or comparison.ratio is None:
         return verdict
@@ -62,30 +62,30 @@ def headline(comparison: Comparison, arm: ArmResult | None = None) -> str:
 
 
 def tone(headline: str) -> str:
-    """good, bad or unknown, of a headline."""
+    """Return the tone of a headline: good, bad or unknown."""
     if headline.startswith(("SLOWER", "PARITY FAILED", "FAILED")):
         return "bad"
     return "good" if headline.startswith("FASTER") and "," not in headline else "unknown"
 
 
 def times(comparison: Comparison) -> str:
-    """The ratio: 1.32x."""
+    """Format the ratio: 1.32x."""
     return "n/a" if comparison.ratio is None else f"{comparison.ratio:.{choose_digits(comparison.ci95)}f}x"
 
 
 def between(comparison: Comparison) -> str:
-    """The interval of the ratio: 1.29 to 1.35."""
+    """Format the interval of the ratio: 1.29 to 1.35."""
     ends, digits = comparison.ci95, choose_digits(comparison.ci95)
     return "n/a" if ends is None else f"{ends[0]:.{digits}f} to {ends[1]:.{digits}f}"
 
 
 def level(comparison: Comparison) -> str:
-    """How often the interval covers the truth."""
+    """Format the confidence level of the interval."""
     return f"{100 * (1 - comparison.alpha):.4g} %"
 
 
 def together(comparisons: Sequence[Comparison]) -> str:
-    """That several arms share one error rate; empty of a single one, and of an older file, where each had its own."""
+    """Say that several arms share one error rate; empty for a single arm, and for older files with one rate per arm."""
     if len(comparisons) < 2 or sum(one.alpha for one in comparisons) > ALPHA * (1 + 1e-9):
         return ""
     return (
@@ -94,14 +94,14 @@ def together(comparisons: Sequence[Comparison]) -> str:
     )
 
 
-# -- parity in words and as a table: what each gate saw, what would have failed it, what it could have seen ------------
+# -- parity as text and as a table: each gate's deviation, its limit, and the smallest visible deviation ---------------
 
 _PASSED = {True: "passed", False: "FAILED", None: "could not tell"}
 HEAD = ("gate", "result", "deviation", "limit", "smallest visible", "why")
 
 
 def line(parity: Outcome) -> str:
-    """Class, outcome and gates in one line; empty where nothing is known of parity."""
+    """Describe class, outcome and gates in one line; empty if nothing is known about parity."""
     if parity == Outcome():
         return ""
     claimless = parity.parity_class == "changes-training" and parity.passed is not False
@@ -113,7 +113,7 @@ def line(parity: Outcome) -> str:
 
 
 def _format_gate(gate: Gate) -> str:
-    """One gate in a few words: ``gradient 3.1e-3 (limit 5e-2)``."""
+    """Describe one gate in a few words: ``gradient 3.1e-3 (limit 5e-2)``."""
     seen, limit = size(gate, "deviation"), size(gate, "limit")
     if seen == "n/a":
         return f"{gate.name} {'equal' if gate.passed and gate.name == 'ledger' else _PASSED[gate.passed]}"
@@ -122,7 +122,7 @@ def _format_gate(gate: Gate) -> str:
 
 
 def size(gate: Gate, figure: Literal["deviation", "limit", "visible"]) -> str:
-    """A deviation in the unit of its gate: per cent of the loss, or a share of the gradient's norm."""
+    """Format a deviation in the unit of its gate: percent of the loss, or a share of the gradient's norm."""
     value = getattr(gate, figure)
     if value is None:
         return "n/a"
@@ -132,7 +132,7 @@ def size(gate: Gate, figure: Literal["deviation", "limit", "visible"]) -> str:
 
 
 def share(value: float) -> str:
-    """A number of any size in a few letters: 0.25, 3.1e-3."""
+    """Format a number of any size in a few characters: 0.25, 3.1e-3."""
     if value == 0 or 0.01 <= abs(value) < 1000:
         return f"{value:.2g}"
     digits, _, power = f"{value:.1e}".partition("e")
@@ -140,7 +140,7 @@ def share(value: float) -> str:
 
 
 def table(outcomes: Sequence[tuple[str, Outcome]], whose: str = "arm") -> Table:
-    """The gates of several arms or rungs; one whose gates did not run has a row that says why."""
+    """Tabulate the gates of several arms or rungs; if an arm's gates did not run, a row says why."""
     found = list[tuple[str, ...]]()
     for name, parity in outcomes:
         whose_gates = f"{name} ({parity.parity_class})"

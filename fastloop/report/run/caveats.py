@@ -1,4 +1,4 @@
-"""What makes the figures of a run doubtful, in a sentence each: the machine, the hour, trials that were disturbed."""
+"""Reasons to doubt a run's figures, one sentence each: the state of the machine, long steps, disturbed trials."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from fastloop.records.plan import Finding
 
 DRIFTED_PCT = 10.0
 LONG_STEPS = ("the mean step is", "took so long that")
-"""Words of a finding about a few long steps."""
+"""Phrases in a finding about a few long steps."""
 
 
 def list_caveats(seen: Measurement, findings: Sequence[Finding] = ()) -> list[str]:
-    """What makes the figures doubtful, as one text, without what the findings say; empty where nothing is known."""
+    """Return the reasons to doubt the figures, as one text, without those that findings mention; empty if none."""
     is_named = any(words in finding.why for finding in findings for words in LONG_STEPS)
     caveats = [*seen.state, *_no_trace(seen), *([] if is_named else _uneven(seen)), *_disturbed(seen), *_drifted(seen)]
     return ["; ".join(caveats)] if caveats else []
 
 
 def _no_trace(seen: Measurement) -> list[str]:
-    """A trace that was asked for and is not there, or not all of it."""
+    """Report a requested trace that is missing or incomplete."""
     found = seen.kernels or {}
     if skipped := found.get("skipped"):
         return [f"no trace: {skipped}"]
@@ -31,7 +31,7 @@ def _no_trace(seen: Measurement) -> list[str]:
 
 
 def _uneven(seen: Measurement) -> list[str]:
-    """Some steps are so long that the means are theirs."""
+    """Report that a few long steps dominate the means."""
     known_ms = (seen.evidence.get("compilation") or {}).get("ms_per_step")
     times = uneven(seen, known_ms or 0.0)
     return (
@@ -60,20 +60,20 @@ def _drifted(seen: Measurement) -> list[str]:
     return [f"the step at {last.get('step')} {longer}{f': {why}' if (why := last.get('why')) else ''}"]
 
 
-# -- where the loop waits for its device, in a line: what ``fastloop diagnose --syncs`` was asked for ------------------
+# -- where the loop waits for its device, in one line: the result of ``fastloop diagnose --syncs`` ---------------------
 
 MOST = 3
-"""Places in the line; the report has all."""
+"""Most places in the line; the report has all of them."""
 
 
 def count_hunted_steps(seen: Measurement) -> int | None:
-    """Steps in which every synchronisation was looked for; None where nobody asked for that."""
+    """Return the steps in which every synchronization was searched for; None if that was not requested."""
     found = (seen.evidence.get("syncs") or {}).get("hunted_steps")
     return None if found is None else int(found)
 
 
 def describe_syncs(seen: Measurement) -> list[str]:
-    """The dearest places, or that there are none, where they were looked for; empty where that is not known."""
+    """Describe the most expensive places, or say that none were found; empty if they were not searched for."""
     if not seen.syncs:
         if (hunted := count_hunted_steps(seen)) is None:
             return []

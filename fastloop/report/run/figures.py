@@ -23,14 +23,14 @@ LINES = {
     "tensor_active_pct": ("tensor cores", "#d9480f", "5 3"),
     "dram_active_pct": ("DRAM", "#2a9d74", "7 3 1 3"),
 }
-"""Label, colour and dashes of each reading."""
+"""Label, color and dashes of each reading."""
 SECONDS = "seconds since the window began"
 LOSS_POINTS = 1000
 MOST_RANKS = 16
 
 
 def draw(seen: Measurement) -> dict[str, Chart | Curve]:
-    """Every picture that the measurement has numbers for; in the place of one that cannot be made, why."""
+    """Draw every picture for which the measurement has numbers; if one fails, a text says why."""
     makers: Mapping[str, Callable[[Measurement], Chart | Curve | None]] = {
         "step": chart_step,
         "gpu": trace_gpu,
@@ -54,7 +54,7 @@ def draw(seen: Measurement) -> dict[str, Chart | Curve]:
 
 
 def chart_step(seen: Measurement) -> Chart | None:
-    """The device's time line as one bar, the host's below it, and a legend with every known part; None without any."""
+    """Draw the device's timeline as one bar, the host's below it, and a legend; None if no part is known."""
     mean, parts = real(seen.step_ms.get("mean")), select_known(seen.parts_ms)
     if mean is None or mean <= 0 or not parts:
         return None
@@ -84,7 +84,7 @@ def chart_step(seen: Measurement) -> Chart | None:
 
 
 def _shows(ms: float, mean: float) -> bool:
-    """Whether a part is more than what adding up floating-point numbers leaves: it would not read 0.0 %."""
+    """Whether a part is more than a rounding error, so that it would not read 0.0 %."""
     return abs(ms) >= 0.0005 * mean and ms != 0
 
 
@@ -93,7 +93,7 @@ def _share(ms: float, whole: float) -> str:
 
 
 def _stack(parts: Mapping[str, float], mean: float | None = None) -> tuple[Bar, ...]:
-    """Parts side by side, with their names and their shares of ``mean`` where that is given."""
+    """Put parts side by side, with their names and their shares of ``mean`` if given."""
     made, start = list[Bar](), 0.0
     for part, ms in parts.items():
         if ms > 0:
@@ -104,7 +104,7 @@ def _stack(parts: Mapping[str, float], mean: float | None = None) -> tuple[Bar, 
 
 
 def chart_kernels(seen: Measurement) -> Chart | None:
-    """Kernel families and idle causes of a traced step; None without a trace."""
+    """Draw kernel families and idle causes of a traced step; None without a trace."""
     traced = seen.kernels or {}
     groups = [
         ("the device works on", "#2f6fb5", sort_by_size(traced.get("families_ms"))),
@@ -123,7 +123,7 @@ def chart_kernels(seen: Measurement) -> Chart | None:
 
 
 def chart_ranks(seen: Measurement) -> Chart | None:
-    """A bar for each rank, the slowest first where there are many; None for one rank."""
+    """Draw a bar for each rank, the slowest first if there are many; None for one rank."""
     ranks = read_ranks(seen)
     found = sorted(ranks, key=lambda rank: -(rank.mean_ms or 0.0))
     few = len(found) <= MOST_RANKS
@@ -154,7 +154,7 @@ def chart_ranks(seen: Measurement) -> Chart | None:
 
 
 def trace_gpu(seen: Measurement) -> Curve | None:
-    """Busy shares over time; None without any."""
+    """Draw busy shares over time; None without any."""
     lines = tuple(
         Line(points, colour, label, dashes)
         for name, (label, colour, dashes) in LINES.items()
@@ -164,7 +164,7 @@ def trace_gpu(seen: Measurement) -> Curve | None:
 
 
 def trace_watts(seen: Measurement) -> Curve | None:
-    """The board's power over time; None where it could not be read."""
+    """Draw the board's power over time; None if it could not be read."""
     points = _read_series(seen, "watts")
     if not points:
         return None
@@ -173,21 +173,21 @@ def trace_watts(seen: Measurement) -> Curve | None:
 
 
 def _read_series(seen: Measurement, name: str) -> tuple[tuple[float, float], ...]:
-    """Seconds and values of one reading, NaN where it has a gap; nothing where it was never read."""
+    """Return seconds and values of one reading, NaN for gaps; empty if it was never read."""
     readings = [(real(row.get("t_s")), real(row.get(name))) for row in seen.timeline]
     points = [(seconds, math.nan if value is None else value) for seconds, value in readings if seconds is not None]
     return tuple(points) if any(not math.isnan(value) for _, value in points) else ()
 
 
 def thin_out(values: Sequence[float]) -> list[tuple[int, float]]:
-    """Index and value of at most so many points; NaN where any value that the point stands for was no finite number."""
+    """Return index and value of at most `LOSS_POINTS` points; NaN if any value behind a point is not finite."""
     stride = math.ceil(len(values) / LOSS_POINTS) or 1
     runs = ((start, values[start : start + stride]) for start in range(0, len(values), stride))
     return [(start, run[0] if all(map(math.isfinite, run)) else math.nan) for start, run in runs]
 
 
 def trace_loss(seen: Measurement) -> Curve | None:
-    """The loss over optimizer steps, with a cross where it was no finite number; None for less than two losses."""
+    """Draw the loss over optimizer steps, with crosses where it was not finite; None for fewer than two losses."""
     points = tuple((index * seen.loss_every, value) for index, value in thin_out(seen.loss))
     if len(points) < 2:
         return None

@@ -1,4 +1,4 @@
-"""The files of a run directory, as texts: the records and the report."""
+"""The contents of a run directory's files: the records and the report."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def run_files(
     then: Sequence[str] = (),
     later: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Names and texts of everything a run directory holds.
+    """Return names and texts of all files in a run directory.
 
-    Where the page cannot be made (jinja2 is missing, say), there is no report.html, and report.md says why.
+    If the page cannot be made (for example, jinja2 is missing), there is no report.html, and report.md says why.
 
     Args:
         env_json: the text of env.json.
-        name: of the recipe or configuration; this, ``then`` and ``later`` as ``summary.lines`` takes them.
+        name: the name of the recipe or configuration; for ``then`` and ``later`` see ``summary.lines``.
     """
     document = build_document(
         seen,

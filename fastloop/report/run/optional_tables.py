@@ -1,6 +1,6 @@
-"""Tables of what only some runs have: the GPU's counters, work and energy, a trace, synchronisations, ceilings, ranks.
+"""Tables that only some runs have: GPU counters, work and energy, a trace, synchronizations, ceilings, ranks.
 
-A table is left out where nothing of it was measured; ``missing`` then says why, or what would measure it.
+A table is left out if nothing in it was measured; ``list_missing`` then says why, or what would measure it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GPU = {
     "sm_clock_mhz": ("SM clock", "MHz"),
     "sm_clock_max_mhz": ("SM clock, highest possible", "MHz"),
 }
-"""The readings in words, with their units."""
+"""Labels and units of the readings."""
 CEILING = {
     "replayed": "host batches replayed: no loader",
     "resident": "one batch kept on the device: no loader, no copy",
@@ -39,7 +39,7 @@ RANK_PARTS = ("data_wait", "forward", "backward", "optimizer", "comm_exposed", "
 
 
 def tabulate_all(seen: Measurement) -> list[Table]:
-    """All of them that have something to show."""
+    """Return all tables that are not empty."""
     made = [
         tabulate_gpu(seen),
         tabulate_work(seen),
@@ -54,7 +54,7 @@ def tabulate_all(seen: Measurement) -> list[Table]:
 
 
 def tabulate_gpu(seen: Measurement) -> Table:
-    """Means of the GPU's counters over the window; no rows where none could be read."""
+    """Tabulate the means of the GPU's counters over the window; no rows if none could be read."""
     head = ("reading", "mean over the window")
     if all(seen.gpu.get(name) in (None, [], ()) for name in (*GPU, "throttle")):
         return Table("The GPU", head, ())
@@ -65,7 +65,7 @@ def tabulate_gpu(seen: Measurement) -> Table:
 
 
 def tabulate_work(seen: Measurement) -> Table:
-    """Arithmetic, memory rate, energy, price: no rows where none is known."""
+    """Tabulate arithmetic, memory rate, energy and price; no rows if none is known."""
     least, where = ">= " if seen.flops.get("at_least") else "", " on the CPU" if seen.device == "cpu" else ""
     dtype = seen.peaks.get("dtype") or "the dtype in use"
     known = None not in (seen.joule_error_pct, seen.joule_per_sample)
@@ -112,7 +112,7 @@ def _format_mfu(seen: Measurement, kind: str, peak: str, least: str) -> str:
 
 
 def tabulate_kernels(seen: Measurement) -> list[Table]:
-    """The trace window: families, idle time by its cause, the longest kernels."""
+    """Tabulate the trace window: kernel families, idle time by cause, the longest kernels."""
     traced = seen.kernels or {}
     if traced.get("skipped") or not traced:
         return []
@@ -147,7 +147,7 @@ def tabulate_kernels(seen: Measurement) -> list[Table]:
 
 
 def sort_by_size(sizes: Mapping[str, float | None] | None) -> list[tuple[str, float]]:
-    """Names and milliseconds of what took any time, the longest first."""
+    """Return names and milliseconds of all entries above 0, longest first."""
     found = [(str(name), real(ms)) for name, ms in (sizes or {}).items()]
     return sorted(((name, ms) for name, ms in found if ms), key=lambda entry: -entry[1])
 
@@ -169,7 +169,7 @@ def tabulate_syncs(seen: Measurement) -> Table:
 
 
 def tabulate_ceilings(seen: Measurement) -> Table:
-    """Rates with a cost taken away, as trials measured them, and the rate of this run beside them."""
+    """Tabulate the rates that trials measured with costs removed, and this run's rate for comparison."""
     found = [(CEILING[name], seen.ceilings.get(name)) for name in CEILINGS]
     rows = [(label, number(rate)) for label, rate in found if rate is not None]
     if rows:
@@ -189,7 +189,7 @@ def tabulate_hooks(seen: Measurement) -> Table:
 
 
 def tabulate_ranks(seen: Measurement) -> Table:
-    """One row per rank, with those parts that some rank has; and how each ended, where one did not end well."""
+    """Tabulate the ranks, with all parts that any rank has, and how each ended if any ended abnormally."""
     found = read_ranks(seen)
     shown = [part for part in RANK_PARTS if any(rank.part_ms(part) is not None for rank in found)]
     has_ends = any(rank.end for rank in found)
@@ -222,7 +222,7 @@ def tabulate_drift(seen: Measurement) -> Table:
 
 
 def list_missing(seen: Measurement) -> list[str]:
-    """What was not measured, and why or how it would be."""
+    """List what was not measured, and why, or how to measure it."""
     skipped = (seen.kernels or {}).get("skipped")
     how = {
         "The GPU": "GPU counters: no NVIDIA GPU that could be read",
@@ -236,6 +236,6 @@ def list_missing(seen: Measurement) -> list[str]:
 
 
 def real(value: Any) -> float | None:
-    """A finite number as a float; None for everything else."""
+    """Return a finite number as a float; None for everything else."""
     counts = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if counts else None

@@ -1,4 +1,4 @@
-"""What each rank measured of itself, from ``Measurement.ranks``, in files of this version and of older ones."""
+"""Each rank's own measurements, from ``Measurement.ranks``, in files of this version and older ones."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from fastloop.records.store import decode
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank's own figures; None where it did not measure them."""
+    """One rank's own figures; None if it did not measure them."""
 
     rank: int | None = None
     host: str | None = None
     step_ms: Mapping[str, float | None] | float | None = None
-    """Mean and spread; in older files the mean alone."""
+    """Mean and spread; in older files only the mean."""
     parts_ms: Mapping[str, float | None] | None = field(default_factory=dict)
     partial: bool | None = None
     ended_by: str | None = None
 
     @property
     def mean_ms(self) -> float | None:
-        """The mean step."""
+        """The mean step time in milliseconds."""
         mean = self.step_ms.get("mean") if isinstance(self.step_ms, Mapping) else self.step_ms
         return mean if mean is not None and math.isfinite(mean) else None
 
     @property
     def end(self) -> str:
-        """The exception that ended the fit; empty where it ended well."""
+        """The exception that ended the fit; empty if it ended normally."""
         return self.ended_by or ("an exception" if self.partial else "")
 
     def part_ms(self, part: str) -> float | None:
-        """The mean of one part of the step."""
+        """Return the mean time of one part of the step."""
         found = (self.parts_ms or {}).get(part)
         return found if found is not None and math.isfinite(found) else None
 
 
 def read_ranks(seen: Measurement) -> list[Rank]:
-    """Every rank of a measurement."""
+    """Return all ranks of a measurement."""
     return [decode(rank, Rank) or Rank() for rank in seen.ranks]

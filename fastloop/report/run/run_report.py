@@ -1,4 +1,4 @@
-"""The report of one run: the verdict, the step, what was read beside it, the rungs, what changed, where it ran."""
+"""The report of one run: verdict, step, other readings, rungs, changed configuration, environment."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def build_document(
     then: Sequence[str] = (),
     later: Sequence[str] = (),
 ) -> Document:
-    """The whole report, for Markdown and for the page.
+    """Build the whole report, for Markdown and the HTML page.
 
     Args:
-        left_out: rungs that are off and how to try them, a line each.
-        name: of the recipe or configuration; this, ``then`` and ``later`` as ``summary.lines`` takes them.
+        left_out: disabled rungs and how to try them, one line each.
+        name: the name of the recipe or configuration; for ``then`` and ``later`` see ``summary.lines``.
     """
     pictures, titles = figures.draw(seen), summary.list_titles(findings)
     headline = summary.choose_title(titles)
@@ -95,7 +95,7 @@ def _titled(table: Table, *, is_narrow: bool = False) -> Section:
 
 
 def _narrow(seen: Measurement, pictures: Mapping[str, Chart | Curve]) -> list[Section]:
-    """Pictures and tables that stand beside each other on a screen."""
+    """Return the pictures and tables that are placed side by side on a wide screen."""
     drawn = {key: (picture,) for key, picture in pictures.items()}
     return [
         Section(title="The GPU over time", pictures=drawn.get("gpu", ()) + drawn.get("watts", ()), is_narrow=True),
@@ -109,7 +109,7 @@ def _narrow(seen: Measurement, pictures: Mapping[str, Chart | Curve]) -> list[Se
 
 
 def _to_sentence(title: str, *, start: bool = True) -> str:
-    """A title in capitals as a sentence, or as the end of one."""
+    """Convert a title in capitals to a sentence, or to the end of one."""
     text = title.capitalize() if start else title.lower()
     return re.sub(r"\b([cg]pus?|dram|nccl|ddp)\b", lambda found: found[0].upper(), text, flags=re.IGNORECASE)
 
@@ -119,7 +119,7 @@ def _capitalize(text: str) -> str:
 
 
 def _tiles(seen: Measurement) -> tuple[Tile, ...]:
-    """The few numbers that are looked for first."""
+    """Return the few numbers that readers look for first."""
     fed, usd = summary.compute_fed_pct(seen), seen.usd_per_million_samples
     least = ">= " if seen.flops.get("at_least") else ""
     rate, _, unit = format_flop_rate(seen.tflop_per_s).partition(" ")
@@ -144,7 +144,7 @@ def _tiles(seen: Measurement) -> tuple[Tile, ...]:
 def _findings(
     findings: Sequence[Finding], titles: Sequence[str], seen: Measurement, then: Sequence[str], later: Sequence[str]
 ) -> Section:
-    """A card for each finding that has more to say than its title."""
+    """Make a card for each finding that contains more than its title."""
     has_ceiling = bool(summary.describe_first_ceiling(seen, findings))
     cards = [
         _card(finding, title, seen, is_first=not index, has_ceiling=has_ceiling and not index)
@@ -159,7 +159,7 @@ def _findings(
 
 
 def _card(finding: Finding, title: str, seen: Measurement, *, is_first: bool, has_ceiling: bool) -> Card:
-    """What the head of the report does not say already: the first one's reason and ceiling stand there."""
+    """Make a finding's card, without what the head of the report shows: the first finding's reason and ceiling."""
     return Card(
         name="" if finding.bottleneck == "none" else finding.bottleneck,
         title=_to_sentence(title),

@@ -1,7 +1,7 @@
-"""The few lines a person reads first: the verdict, the step, what took, what to do.
+"""The summary that users read first: the verdict, the step, the rungs that took effect, what to do.
 
-Lines are not wrapped: terminals do that themselves, and a wrapped line can be neither searched nor copied whole. What
-matters most in a line stands in its first 40 columns. There is no colour, so NO_COLOR has nothing to switch off.
+Lines are not wrapped: terminals do that, and a wrapped line cannot be searched or copied as a whole. The most important
+part of a line is in its first 40 columns. There is no color, so NO_COLOR has no effect.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class PartStyle(NamedTuple):
 
     label: str
     short: str
-    """Under the bar of the terminal; its first letter is drawn in it. Capitals: the device does not train."""
+    """Label below the terminal's bar, which shows its first letter. Capitals: the device does not train."""
     colour: str
-    """One for each part, in every picture. Warm: the device is kept waiting."""
+    """The part's color in every picture. Warm colors: the device is kept waiting."""
 
 
 STYLES = {
@@ -58,7 +58,7 @@ STYLES = {
     "host_other": PartStyle("host, other", "Host", "#66717d"),
     "unexplained": PartStyle("unexplained", "?unexplained", "#b9c0c7"),
 }
-"""By the name of the part."""
+"""Styles by the name of the part."""
 MOST_LINES = 12
 WORTH_A_WORD_S = 0.05
 """One-time costs below this are not named."""
@@ -66,7 +66,7 @@ BAR_CELLS = 22
 
 
 def list_titles(findings: Sequence[Finding]) -> list[str]:
-    """The headline of each finding; the bottleneck's name where it has none, as in files of older versions."""
+    """Return the headline of each finding, or the bottleneck's name if it has none, as in files of older versions."""
     return [finding.title or finding.bottleneck.replace("_", " ").upper() for finding in findings]
 
 
@@ -80,13 +80,13 @@ def lines(
     then: Sequence[str] = (),
     later: Sequence[str] = (),
 ) -> list[str]:
-    """At most 12 lines, verdict first. Says nothing about a rung's speed-up: only an A/B can.
+    """Return at most 12 lines, verdict first. They claim no speed-up of a rung: only an A/B can show one.
 
-    Where there are more, some of one kind share a line: a reason is never left out.
+    If there are more, some of one kind share a line; no reason is left out.
 
     Args:
-        report: where the report lies.
-        name: of the recipe or configuration.
+        report: the path of the report.
+        name: the name of the recipe or configuration.
         then: what to try after the fixes.
         later: what to try once the device is the limit.
     """
@@ -114,7 +114,7 @@ def lines(
 
 
 def list_loop_changes(plan: Plan, verdicts: Sequence[Verdict]) -> list[str]:
-    """What else is another now that a rung took that sets the Trainer's own keys or makes other steps of batches."""
+    """List the notes of effective rungs that set Trainer keys or group batches into steps differently."""
     took = {verdict.rung for verdict in verdicts if verdict.took}
     return [
         f"{step.rung}: {'; '.join(step.change.notes)}"
@@ -126,7 +126,7 @@ def list_loop_changes(plan: Plan, verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def list_inactive(verdicts: Sequence[Verdict]) -> list[str]:
-    """Why rungs that are on had no effect, the reason first; rungs whose reasons begin alike share a line."""
+    """List why enabled rungs had no effect, reason first; rungs share a line if their reasons begin alike."""
     shared: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         if verdict.took is False:
@@ -139,7 +139,7 @@ def list_inactive(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def list_fixes(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
-    """The patches, each once; those that are not against the headline say against what."""
+    """List the patches, each once; a patch that does not address the headline says what it addresses."""
     fixes: dict[str, str] = {}
     for finding, title in zip(findings, titles, strict=True):
         if finding.patch:
@@ -148,15 +148,15 @@ def list_fixes(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
 
 
 def join_lines(kinds: list[tuple[str, list[str]]], most: int) -> None:
-    """Join lines, in place, until there are at most so many: first those of one kind, last those of the numbers.
+    """Join lines, in place, until there are at most `most`: lines of one kind first, lines with numbers last.
 
-    Two at a time, neighbors that are the shortest together: so no line gets much longer than it has to.
+    Each time, join the two neighbors that are shortest together, so that no line becomes longer than necessary.
     """
     while sum(len(texts) for _, texts in kinds) > most:
         kind, longest = max(kinds, key=lambda entry: len(entry[1]) if entry[0] else 1.5 * (len(entry[1]) > 1))
         pairs = range(len(longest) - 1) if kind else range(len(longest) - 2, len(longest) - 1)
         first = min(pairs, key=lambda place: len(longest[place]) + len(longest[place + 1]))
-        longest[first : first + 2] = ["   ".join(longest[first : first + 2])]  # reasons have semicolons of their own
+        longest[first : first + 2] = ["   ".join(longest[first : first + 2])]  # reasons contain semicolons
 
 
 def _list_next(then: Sequence[str], later: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -167,12 +167,12 @@ def _list_next(then: Sequence[str], later: Sequence[str]) -> list[tuple[str, lis
 
 
 def _flatten(text: str) -> str:
-    """A reason may be an exception's, which have several lines; leading spaces stay."""
+    """Put a text on one line, keeping leading spaces: a reason may be an exception's multi-line message."""
     return " ".join(text.splitlines())
 
 
 def write_headline(seen: Measurement, titles: Sequence[str], name: str = "", alarms: Sequence[str] = ()) -> str:
-    """The first line: the bottleneck, the run, the measured steps, and what makes them doubtful.
+    """Return the first line: the bottleneck, the run, the measured steps, and reasons to doubt them.
 
     Args:
         alarms: figures that must not be overlooked, see ``Finding.alarm``.
@@ -192,7 +192,7 @@ def choose_title(titles: Sequence[str]) -> str:
 
 
 def describe_setting(seen: Measurement, name: str = "") -> str:
-    """Name, micro-batch x accumulation, precision: what of them is known."""
+    """Describe name, micro-batch x accumulation, and precision, without unknown ones."""
     batch = "" if seen.micro_batch is None else f"{seen.micro_batch}"
     if batch and seen.global_batch and seen.global_batch % (seen.micro_batch or 1) == 0:
         times = seen.global_batch // (seen.micro_batch or 1) // max(1, seen.world_size)
@@ -214,7 +214,7 @@ def describe_window(seen: Measurement) -> str:
 
 
 def list_flags(seen: Measurement) -> list[str]:
-    """What to hold against the figures."""
+    """List reasons to doubt the figures."""
     ends = [f"rank {rank.rank}: {rank.end}" for rank in read_ranks(seen) if rank.end]
     how = f" ({', '.join(ends)})" if ends else ""
     phrases = [f"PARTIAL: the fit did not end normally{how}"] if seen.partial or ends else []
@@ -225,13 +225,13 @@ def list_flags(seen: Measurement) -> list[str]:
 
 
 def list_one_time(seen: Measurement) -> list[tuple[str, float | None]]:
-    """Causes of one-time costs in words, with their seconds."""
+    """List the causes of one-time costs as text, with their seconds."""
     causes = dict.fromkeys((*ONE_TIME, *seen.one_time_s))
     return [(cause.replace("_", " "), seen.one_time_s[cause]) for cause in causes if cause in seen.one_time_s]
 
 
 def describe_one_time(seen: Measurement) -> str:
-    """Seconds that no later step pays again, by cause; empty where none is worth a line."""
+    """Describe one-time costs in seconds, by cause; empty if none is worth a line."""
     return ", ".join(
         f"{cause} {format_s(seconds)}"
         for cause, seconds in list_one_time(seen)
@@ -240,17 +240,17 @@ def describe_one_time(seen: Measurement) -> str:
 
 
 def list_pay_backs(seen: Measurement, verdicts: Sequence[Verdict]) -> list[str]:
-    """For each rung that was rehearsed and costs something once: when it would have paid that back. No verdict."""
+    """Say for each rehearsed rung with a one-time cost when it would have paid that back. Not a verdict."""
     found, before_ms = list[str](), None
     for verdict in verdicts:
         tried, after, took_s = verdict.rehearsed, verdict.pays_back_after_steps, seen.one_time_s.get(verdict.rung)
         if tried is None or tried.eager_ms is None or tried.changed_ms is None:
             continue
         less_ms = (before_ms if tried.of_batch and before_ms is not None else tried.eager_ms) - tried.changed_ms
-        if tried.of_batch and verdict.took is not False:  # it was kept, and later ones were tried with it
+        if tried.of_batch and verdict.took is not False:  # it was kept, and later rungs were tried on top of it
             before_ms = tried.changed_ms
         if after is None and not took_s:
-            continue  # it costs nothing once
+            continue  # it has no one-time cost
         took = f"{verdict.rung} took {format_s(took_s)};" if took_s else f"{verdict.rung}:"
         change = f"{short(abs(less_ms), 'ms')} {'less' if less_ms > 0 else 'more'}" if less_ms else "as fast"
         if after is None:
@@ -263,7 +263,7 @@ def list_pay_backs(seen: Measurement, verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _round(steps: float) -> float:
-    """To two digits: an estimate."""
+    """Round an estimate to two digits."""
     return steps if steps < 10 or not math.isfinite(steps) else round(steps, 1 - math.floor(math.log10(steps)))
 
 
@@ -273,13 +273,13 @@ def _list_reasons(findings: Sequence[Finding], titles: Sequence[str]) -> list[st
 
 
 def select_known(parts: Mapping[str, float | None]) -> dict[str, float]:
-    """The parts that were measured, in the order of a step."""
+    """Return the measured parts, in the order of a step."""
     found = {part: parts.get(part) for part in PARTS}
     return {part: float(ms) for part, ms in found.items() if ms is not None and math.isfinite(ms)}
 
 
 def _draw_bar(seen: Measurement) -> str:
-    """The step as a bar of its parts; the part that nothing is known of is dotted."""
+    """Draw the step as a bar of its parts; the unknown part is dotted."""
     mean = seen.step_ms.get("mean")
     time = f"step {short(mean, 'ms') if mean is not None and 0 < mean < 1 else number(mean, unit='ms')}"
     parts = {part: ms for part, ms in select_known(seen.parts_ms).items() if ms > 0}
@@ -298,7 +298,7 @@ def _draw_bar(seen: Measurement) -> str:
 
 
 def _count_cells(sizes: Sequence[float]) -> list[int]:
-    """Cells of the bar for each size, by largest remainder, so that they fill it."""
+    """Distribute the bar's cells over the sizes by largest remainder, so that they fill it."""
     exact = [BAR_CELLS * size / sum(sizes) for size in sizes]
     cells = [int(share) for share in exact]
     by_rest = sorted(range(len(sizes)), key=lambda index: cells[index] - exact[index])
@@ -308,7 +308,7 @@ def _count_cells(sizes: Sequence[float]) -> list[int]:
 
 
 def compute_fed_pct(seen: Measurement) -> float | None:
-    """Share of the step in which the device was not waiting for data; None on the CPU, which makes its own data."""
+    """Return the share of the step without waiting for data; None on the CPU, which prepares its own data."""
     mean, wait = seen.step_ms.get("mean"), seen.parts_ms.get("data_wait")
     if seen.device == "cpu" or not mean or wait is None:
         return None
@@ -334,7 +334,7 @@ def _describe_rates(seen: Measurement) -> str:
 
 
 def describe_work(seen: Measurement) -> str:
-    """Arithmetic against the peaks; empty where no work was counted."""
+    """Describe the arithmetic rate relative to the peaks; empty if FLOPs were not counted."""
     if seen.tflop_per_s is None:
         return ""
     least = ">= " if seen.flops.get("at_least") else ""
@@ -350,7 +350,7 @@ def describe_work(seen: Measurement) -> str:
 
 
 def describe_ceiling(finding: Finding, seen: Measurement) -> str | None:
-    """Samples per second with this bottleneck gone: a bound, flagged as measured or estimated; None where unknown."""
+    """Bound the samples per second without this bottleneck, flagged as measured or estimated; None if unknown."""
     pct = finding.ceiling_gain_pct
     if pct is None or not math.isfinite(pct) or seen.samples_per_s is None:
         return None
@@ -361,7 +361,7 @@ def describe_ceiling(finding: Finding, seen: Measurement) -> str | None:
 
 
 def describe_first_ceiling(seen: Measurement, findings: Sequence[Finding]) -> str:
-    """The first finding's ceiling and what feeds the loop now; empty where there is none."""
+    """Describe the first finding's ceiling and the loop's current workers; empty if there is no ceiling."""
     bound = describe_ceiling(findings[0], seen) if findings else None
     if bound is None:
         return ""

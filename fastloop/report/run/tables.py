@@ -1,4 +1,4 @@
-"""The report's tables as plain texts, made once and drawn twice: as Markdown and as HTML."""
+"""The report's tables as plain texts, made once and rendered twice: as Markdown and as HTML."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fastloop.report.run import summary
 from fastloop.report.run.summary import STYLES
 
 NAME_LETTERS = 120
-"""A kernel's name is a whole C++ template; measurement.json has it all."""
+"""A kernel's name is a whole C++ template; measurement.json has the full name."""
 
 
 def tabulate_step(seen: Measurement) -> Table:
-    """The step as a whole: time, spread, rate, memory, the cost of watching."""
+    """Tabulate the step as a whole: time, spread, rate, memory, the cost of watching."""
     times = seen.step_ms
     spread = f"{number(times.get('p10'), ',.3f')} to {number(times.get('p90'), ',.3f')}"
     unsure = ", too short to be sure of" if seen.window_too_short else ""
@@ -44,7 +44,7 @@ def tabulate_step(seen: Measurement) -> Table:
 
 
 def tabulate_parts(seen: Measurement) -> Table:
-    """The step split: device time, its share, and the host's durations as a column of their own."""
+    """Tabulate the parts of the step: device time, its share, and the host's durations in a separate column."""
     mean = seen.step_ms.get("mean")
     rows = [
         (
@@ -73,14 +73,14 @@ def _format_ms(value: float | None) -> str:
 
 
 def format_share(part: float | None, whole: float | None) -> str:
-    """A part in per cent of the whole."""
+    """Format a part as a percentage of the whole."""
     if part is None or whole is None or not whole > 0:
         return "n/a"
     return number(100 * part / whole)
 
 
 def tabulate_one_time(seen: Measurement) -> Table:
-    """Seconds of the whole fit that no later step pays again, as far as they are worth a word or unknown."""
+    """Tabulate the one-time costs of the whole fit in seconds, without those too small to name."""
     rows = [
         (cause, format_s(seconds))
         for cause, seconds in summary.list_one_time(seen)
@@ -94,7 +94,7 @@ def tabulate_one_time(seen: Measurement) -> Table:
 
 
 def list_details(found: Sequence[Finding], seen: Measurement) -> list[tuple[str, str]]:
-    """The evidence behind the reasons, with the bottleneck's name; what the state of the machine says stands apart."""
+    """List the evidence behind the findings, with the bottleneck's name, without the machine's state."""
     return [(finding.bottleneck, line) for finding in found for line in finding.detail if line not in seen.state]
 
 
@@ -107,12 +107,12 @@ def tabulate_rungs(verdicts: Sequence[Verdict]) -> Table:
 
 
 def list_rung_notes(plan: Plan) -> list[tuple[str, str]]:
-    """What the planned rungs want the user to know, with the rung's name."""
+    """List the planned rungs' notes for the user, with the rung's name."""
     return [(step.rung, note) for step in plan.planned for note in step.change.notes]
 
 
 def describe_losses(seen: Measurement) -> tuple[str, ...]:
-    """The loss in a sentence, and a warning where some of it is no finite number."""
+    """Describe the loss in a sentence, with a warning if some values are not finite."""
     if not seen.loss:
         return ("n/a",)
     if len(seen.loss) == 1:
@@ -148,5 +148,5 @@ def tabulate_environment(record: Environment) -> Table:
 
 
 def cut(name: str, most: int = NAME_LETTERS) -> str:
-    """A name with its middle left out where it is very long."""
+    """Shorten a very long name by leaving out its middle."""
     return name if len(name) <= most else f"{name[: most // 2]} … {name[-most // 2 + 3 :]}"

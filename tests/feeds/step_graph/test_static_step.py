@@ -56,6 +56,41 @@ def test_gradients_stay_where_they_were_recorded_until_it_lets_go() -> None:
     assert layer.weight.grad is not places[0] and torch.equal(layer.weight.grad, kept)  # type: ignore[arg-type]
 
 
+class OnePool(FakeRecorder):
+    """As CUDA graphs with one memory pool: a forward writes where the backward before it left its gradients."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__(torch.device("cpu"))
+        self.layer, self.left, self.recorded = layer, list[torch.Tensor](), 0
+
+    def record(self, work: Any) -> Any:
+        static, replay = super().record(work)
+        self.recorded += 1
+        if self.recorded == 2:
+            self.left = [each.grad for each in self.layer.parameters() if each.grad is not None]
+            return static, replay
+        return static, lambda: (self._overwrite(), replay())
+
+    def _overwrite(self) -> None:
+        for gradient in self.left:
+            gradient.detach().fill_(torch.nan)
+
+
+def test_gradients_survive_the_next_forward() -> None:
+    """Accumulation: a window's first gradients wait while its second batch runs forward."""
+    layer, step = make()
+    recorder = OnePool(layer)
+    step.record(recorder)
+    layer.zero_grad()
+    for seed in (1, 2):
+        step.forward(batch(seed))
+        step.backward()
+    (_, first), (_, second) = step.play(batch(1)), step.play(batch(2))
+    assert len(recorder.left) == 2 and all(bool(each.isnan().all()) for each in recorder.left)
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, first[name] + second[name])
+
+
 @pytest.mark.parametrize(
     ("other", "same"),
     [

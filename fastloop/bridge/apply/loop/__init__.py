@@ -1,1 +1,1 @@
-"""What stands in for Lightning's own training loop, where the text of that is known."""
+"""Replacements for parts of Lightning's training loop, if its source is a known version."""

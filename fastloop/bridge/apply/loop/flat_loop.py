@@ -1,8 +1,8 @@
-"""A batch of automatic optimization in the order of Lightning's own loop, without the detours on which it spends time.
+"""Runs a batch of automatic optimization in the order of Lightning's own loop, without its time-consuming detours.
 
-`HookCalls` stands for ``lightning.pytorch.trainer.call``; Lightning's own functions run with it. `FlatLoop` stands for
-two functions of the epoch loop and one of the optimization. Both know the text of what they stand for: where that is
-another, or a batch is not a plain one, Lightning's own functions run.
+`HookCalls` replaces ``lightning.pytorch.trainer.call``, and Lightning's own functions run with it. `FlatLoop` replaces
+two functions of the epoch loop and one of the optimization. Both rely on the exact source that they replace: if it
+differs, or a batch is not a plain one, Lightning's own functions run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
 
 
 class HookCalls:
-    """Calls the hooks that Lightning calls, with the same arguments, less what nobody sees.
+    """Calls the hooks that Lightning calls, with the same arguments, but without overhead that has no visible effect.
 
-    Its methods are named as the functions in ``trainer/call.py``, which write each hook's name through
-    ``Module.__setattr__``, 44 times a step, and time each hook for the profiler, empty or not: 90 us a step.
+    Its methods have the names of the functions in ``trainer/call.py``. Those write each hook's name through
+    ``Module.__setattr__``, 44 times a step, and time each hook for the profiler, even empty ones: 90 us a step.
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:
@@ -47,21 +47,21 @@ class HookCalls:
         self._profiler, self._quiet = trainer.profiler, True
 
     def is_heard(self, hook: Any) -> bool:
-        """Whether anything comes of calling it."""
+        """Whether calling the hook has any effect."""
         return getattr(hook, "__func__", None) not in self._empty and callable(hook)
 
     def is_quiet(self, trainer: Any) -> bool:
-        """Whether no profiler of the user hears of hooks that do nothing; one may come in mid-run."""
+        """Whether no profiler of the user records empty hooks; one may be set in mid-run."""
         if trainer.profiler is not self._profiler:
             self._profiler, self._quiet = trainer.profiler, isinstance(trainer.profiler, self._passes)
         return self._quiet
 
     def profile(self, trainer: Any, action: str) -> Any:
-        """The profiler's context, where somebody listens."""
+        """The profiler's context, or an empty one if the profiler records nothing."""
         return NOTHING if trainer.profiler is self._silent else trainer.profiler.profile(action)
 
     def bind_to(self, *owners: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """What to set on Lightning's objects: functions of theirs that call hooks, calling them here."""
+        """Yield what to set on Lightning's objects: copies of their functions that call hooks through this object."""
         theirs = namespaces.load(namespaces.of(owners[0]), "trainer.call")
         for owner in owners:
             for name in set(dir(type(owner))) - set(vars(owner)):
@@ -101,7 +101,7 @@ class HookCalls:
             title = owner.state_key if kind == "[Callback]" else type(owner).__name__
             with trainer.profiler.profile(f"{kind}{title}.{name}"):
                 output = hook(*args, **kwargs)
-        attributes["_current_fx_name"] = before  # as in Lightning, not where the hook raised
+        attributes["_current_fx_name"] = before  # as in Lightning, not if the hook raised
         return output
 
     def _clips_nothing(self, trainer: Any) -> bool:
@@ -120,10 +120,10 @@ def _calls_hooks(code: types.CodeType) -> bool:
 
 
 class FlatLoop:
-    """A batch on one device: what is known is not asked again, and the loss is not divided by 1.
+    """Runs a batch on one device without repeating known checks, and without dividing the loss by 1.
 
-    The division alone, with one more node in the graph, takes 10 us. What stays are the hooks that do something, the
-    counters, the fetcher, the copy of the loss and the optimizer's wrappers, each of which somebody may look at.
+    The division alone, with one more node in the graph, takes 10 us. Non-empty hooks, the counters, the fetcher, the
+    copy of the loss and the optimizer's wrappers stay, since user code may use any of them.
     """
 
     def __init__(self, trainer: Any, module: Any, calls: HookCalls) -> None:
@@ -153,7 +153,7 @@ class FlatLoop:
             for name in contexts
         )
         self.batches = 0
-        """How many went through here."""
+        """Number of batches that ran in this loop."""
         self._whole = {
             "advance": self._loop.advance,
             "on_advance_end": self._loop.on_advance_end,
@@ -162,7 +162,7 @@ class FlatLoop:
         }
 
     def functions(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """What to set on Lightning's objects."""
+        """Yield what to set on Lightning's objects."""
         yield vars(self._loop), "advance", self._advance
         yield vars(self._loop), "on_advance_end", self._end_advance
         yield vars(self._automatic), "run", self._optimize
@@ -232,7 +232,7 @@ class FlatLoop:
             loop._batches_that_stepped += 1
 
     def _optimize(self, optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
-        """``_AutomaticOptimization.run``, where the batch ends with a step."""
+        """``_AutomaticOptimization.run``, for a batch that ends with an optimizer step."""
         trainer, automatic, calls = self._trainer, self._automatic, self._calls
         if automatic._skip_backward or self._strategy.handles_gradient_accumulation or self._accumulates():
             return self._whole["run"](optimizer, batch_idx, kwargs)
@@ -270,7 +270,7 @@ class FlatLoop:
         return self._calls._call_lightning_module_hook(self._trainer, name, batch, *args)
 
     def _move(self, batch: Any) -> Any:
-        """``Strategy.batch_to_device``, in which ours calls the applier."""
+        """``Strategy.batch_to_device``; ours calls the applier."""
         trainer, strategy = self._trainer, self._strategy
         if not self._moves_plainly or "batch_to_device" in vars(strategy) or strategy.fastloop is None:
             return self._calls._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
@@ -305,7 +305,7 @@ class FlatLoop:
             connector.update_train_step_metrics()
 
     def _training_step(self, kwargs: Any) -> Any:
-        """``_AutomaticOptimization._training_step`` where nobody gets the loss before it is used."""
+        """``_AutomaticOptimization._training_step``, if no user code gets the loss before its backward."""
         trainer, kind = self._trainer, self._automatic.output_result_cls
         if trainer.accumulate_grad_batches != 1 or self._shows_loss():
             return self._whole["_training_step"](kwargs)
@@ -316,7 +316,7 @@ class FlatLoop:
         return kind.from_training_step_output(output, 1)
 
     def _shows_loss(self) -> bool:
-        """Whether code of the user runs, now, between the step and the end of its backward."""
+        """Whether user code currently runs between the step and the end of its backward."""
         module, is_heard = self._module, self._calls.is_heard
         if getattr(module.backward, "__func__", None) is not self._backward:
             return True

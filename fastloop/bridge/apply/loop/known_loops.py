@@ -1,4 +1,4 @@
-"""Whether a run's loop is one of Lightning's own whose text is known, so that `flat_loop` may stand for it."""
+"""Checks that a run uses Lightning's own loop with a known source, so that `flat_loop` may replace it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH_HOOKS = (
     "on_after_backward",
     "on_before_optimizer_step",
 )
-"""Of modules and callbacks, and empty where nobody overrides them."""
+"""Hooks of modules and callbacks that are empty unless overridden."""
 KNOWN = {
     "d274099d56f95325": "2.5.0 and 2.5.1",
     "02491551a8407987": "2.5.2 and 2.5.3",
@@ -62,16 +62,16 @@ _STANDS_FOR_LIVE = {
     ),
     "_logger_connector": ("on_batch_start", "on_batch_end", "update_train_step_metrics", "log_metrics"),
 }
-"""Of a Trainer's own objects, on which somebody may have set others."""
+"""Methods of a Trainer's own objects, where a user may have set different ones."""
 _MODULES_OWN = ("_call_batch_hook", "_on_before_batch_transfer", "_apply_batch_transfer_handler")
 _WRAPPED_BY_PYTHON = contextlib.contextmanager(lambda: iter(())).__code__
 
 
 def explain_unknown(trainer: Any, module: Any) -> str | None:
-    """Why Lightning's own way to call hooks must stay; None where nobody would see a difference."""
+    """Why Lightning's own loop must stay; None if the replacement makes no visible difference."""
     space, owner = namespaces.of(trainer), type(module)
     if not isinstance(trainer.profiler, namespaces.load(space, "profilers.PassThroughProfiler")):
-        return f"{trainer.profiler.__class__.__name__} tells of every hook"  # ours stands before the user's
+        return f"{trainer.profiler.__class__.__name__} tells of every hook"  # ours wraps the user's profiler
     if logging.getLogger(f"{space}.trainer.call").isEnabledFor(logging.DEBUG):
         return "Lightning logs each call of a hook"
     if any("__setattr__" in vars(kind) for kind in owner.__mro__[: owner.__mro__.index(torch.nn.Module)]):
@@ -94,7 +94,7 @@ def _list_functions(trainer: Any, space: str) -> Iterator[Any]:
 
 
 def _list_overrides(trainer: Any, module: Any, space: str) -> Iterator[str]:
-    """What Lightning's own loop would call, and ours would not: private methods of the module, changed loops."""
+    """User code that Lightning's loop would call and ours would not: private methods of the module, changed loops."""
     base = namespaces.load(space, "core.LightningModule")
     for name in _MODULES_OWN:
         if getattr(getattr(module, name), "__func__", None) is not getattr(base, name):
@@ -113,7 +113,7 @@ def _digest(functions: tuple[Any, ...]) -> str:
 
 
 def _read_text(function: Any) -> str:
-    """The source; of what somebody wrapped, Python would give that of the function inside."""
+    """The source of a function; raises if it is wrapped, as Python would return the inner function's source."""
     if hasattr(function, "__wrapped__") and getattr(function, "__code__", None) is not _WRAPPED_BY_PYTHON:
         raise TypeError(f"{function.__qualname__} is wrapped")
     return inspect.getsource(function)

@@ -1,18 +1,20 @@
-"""What Lightning does at every batch though nothing comes of it, left out: the same values, hooks and order.
+"""Leaves out work that Lightning does for every batch without effect; values, hooks and their order stay the same.
 
-Measured on Lightning 2.6.6 with a model of two small layers, in CPU time of a busy two-core machine, n = 10 in turns
-(benchmarks/host.py --only own). To a step of 115 us by hand Lightning adds 250 us [238, 287], and with this 91 us
-[81, 104]; with a logged value 530 us [491, 726], and with this 179 us [160, 243]. Where it is saved, about:
+Measured on Lightning 2.6.6 with a model of two small layers, in CPU time of a busy two-core machine, n = 10,
+alternating (benchmarks/host.py --only own). Lightning adds 250 us [238, 287] to a hand-written step of 115 us; with
+this module 91 us [81, 104]. With a logged value it adds 530 us [491, 726]; with this module 179 us [160, 243].
+Approximate savings:
 
     hooks           44 writes of hooks' names through ``torch.nn.Module.__setattr__``, and contexts   -90 us
-    the loop        what is known is asked again; clips nothing; divides the loss by 1: `flat_loop`   -50 us
+    the loop        repeats known checks; clips nothing; divides the loss by 1: `flat_loop`           -50 us
     arguments       the signature of training_step is read anew for each batch                        -20 us
-    logged values   each ``self.log`` moves all that is kept for its name to the device where it is  -230 us a value
+    logged values   each ``self.log`` moves its name's state to the device where it already is       -230 us per value
 
-What is logged with prog_bar=True is read off the device at each batch, bar or no bar, and the host never runs ahead.
-Here it is read when somebody looks; and Lightning's own bars look ten times a second, and at the last batch.
+Lightning reads values logged with prog_bar=True off the device at each batch, even without a bar, so the host never
+runs ahead. Here they are read on access; Lightning's own bars access them ten times a second, and at the last batch.
 
-All of it sits on instances, behind a look at what is there; what a version of Lightning does otherwise stays as it is.
+All changes are made on instances, after a check of what they replace; where a version of Lightning differs, its own
+code stays.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from fastloop.bridge.apply.loop.known_loops import explain_unknown
 from fastloop.records.plan import Applied
 
 REFRESH_S = 0.1
-"""Between two looks of a progress bar."""
+"""Least time between two updates of a progress bar."""
 BARS = ("TQDMProgressBar", "RichProgressBar")
 
 
@@ -54,7 +56,7 @@ class ThinLoop:
         self._refresh_less()
 
     def note_results(self) -> None:
-        """Before a batch: what was logged for the first time has a result by now."""
+        """Before a batch: thin the results of values that were logged for the first time."""
         loops = self._loop, getattr(self._loop, "val_loop", None)
         results = [found for loop in loops if isinstance(found := getattr(loop, "_results", None), dict)]
         if (known := sum(map(len, results))) != self._results:
@@ -65,15 +67,15 @@ class ThinLoop:
                     self._set(result.__dict__, "to", self._moves[-1])
 
     def evidence(self) -> dict[str, Any]:
-        """Batches that took the short way or why there is none, and moves of logged values that were none."""
+        """Counts of batches in the flat loop, or why it is not used, and of skipped moves of logged values."""
         moves = {"moves_left_out": sum(move.left_out for move in self._moves)}
         batches = {"flat_batches": 0 if self._flat is None else self._flat.batches, "direct_hooks": self._direct_hooks}
         return {**moves, **batches, **({} if self._refused is None else {"loop_refused": self._refused})}
 
     def undo(self) -> None:
-        """Lightning does it all again."""
+        """Restore Lightning's own behavior."""
         for attributes, name, ours in self._skipped:
-            if attributes.get(name) is ours:  # what was set since is somebody else's
+            if attributes.get(name) is ours:  # else other code has replaced ours
                 attributes.pop(name, None)
         self._skipped = []
         if isinstance(late := getattr(self._connector, "_progress_bar_metrics", None), LateNumbers):
@@ -88,7 +90,7 @@ class ThinLoop:
         owners = self._loop, self._loop.automatic_optimization, trainer.precision_plugin
         for each in calls.bind_to(*owners):
             self._set(*each)
-        if trainer.world_size > 1:  # which ask each other before every batch whether to stop
+        if trainer.world_size > 1:  # ranks agree before every batch whether to stop
             self._direct_hooks = 1
             return
         self._flat = FlatLoop(trainer, module, calls)
@@ -116,7 +118,7 @@ class ThinLoop:
         self._set(vars(self._loop), "_build_kwargs", build)
 
     def _read_numbers_late(self) -> None:
-        """What a progress bar shows stays on the device until somebody looks."""
+        """Keep the values for the progress bar on the device until they are read."""
         results: Any = getattr(self._loop, "_results", None)
         needs = ("metrics", "valid_items", "_get_cache", "_forked_name")
         if not all(callable(getattr(results, name, None)) for name in needs):
@@ -140,7 +142,7 @@ class ThinLoop:
             for _, each in results.valid_items():
                 if each.meta.prog_bar and isinstance(value := results._get_cache(each, on_step), torch.Tensor):
                     name = results._forked_name(each, on_step)[1]
-                    # Lightning refuses what is no single number.
+                    # Lightning refuses a value that is not a single number.
                     made["pbar"][name] = value if value.numel() == 1 else original(on_step)["pbar"][name]
             return made
 
@@ -152,7 +154,7 @@ class ThinLoop:
         theirs = [getattr(namespaces.load(space, f"callbacks.{kind}"), name) for kind in BARS]
         if (has := getattr(type(bar), name, None)) not in theirs or name in vars(bar):
             return
-        if has is theirs[0] and bar.refresh_rate > 1:  # in batches; a look between them would show nothing
+        if has is theirs[0] and bar.refresh_rate > 1:  # in batches; an update between them would show nothing
             return
         original, latest_s = getattr(bar, name), -math.inf
 
@@ -171,10 +173,10 @@ class ThinLoop:
 
 
 class LateNumbers(dict[str, Any]):
-    """A dictionary of numbers that may be on a device still: they are read off it when somebody looks."""
+    """A dictionary of numbers that may still be on a device; they are read off it on access."""
 
     def settle(self) -> None:
-        """Read what is still on a device."""
+        """Read the numbers that are still on a device."""
         for name, value in dict.items(self):
             if isinstance(value, torch.Tensor):
                 dict.__setitem__(self, name, value.item())
@@ -199,14 +201,14 @@ def _look_first(name: str) -> Callable[..., Any]:
     return look
 
 
-# `__iter__` too: without it, `{**numbers}` and `dict(numbers)` would copy what is there as it is.
+# `__iter__` too: without it, `{**numbers}` and `dict(numbers)` would copy the tensors.
 _READS = "__getitem__ __iter__ __repr__ __eq__ __ne__ __or__ items values get setdefault pop popitem copy"
 for _name in _READS.split():
     setattr(LateNumbers, _name, _look_first(_name))
 
 
 class _Moved:
-    """``to`` of a result: nothing where it was moved to the same device the last time."""
+    """``to`` of a result: does nothing if the last call moved it to the same device."""
 
     def __init__(self, result: Any) -> None:
         self._result, self._move, self._there = result, result.to, None
@@ -221,7 +223,7 @@ class _Moved:
 
 
 def thin(trainer: Any, module: Any, note_each_batch: Callable[[Callable[[], None]], Callable[[], None]]) -> Applied:
-    """Thin a loop until the undo."""
+    """Thin the training loop until the undo."""
     loop = ThinLoop(trainer, module)
     stop = note_each_batch(loop.note_results)
 

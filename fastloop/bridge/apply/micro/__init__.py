@@ -1,1 +1,1 @@
-"""Batches that are cut or merged: the size that suits the device, proven to be the same training."""
+"""Cuts or merges batches to a size that suits the device, after proof that the training stays the same."""

@@ -17,11 +17,11 @@ _PROGRESS = "epoch_loop.batch_progress"
 
 
 class Merge:
-    """Turns accumulation off and windows on, and keeps what counted batches right.
+    """Turns accumulation off and windows on, and keeps batch counters correct.
 
     Args:
         window: the Trainer's accumulate_grad_batches.
-        undo: takes the key of a setting and what puts its change back.
+        undo: receives a setting's key and the function that reverts its change.
     """
 
     def __init__(self, trainer: Any, window: int, *, undo: Callable[[str, Undo], None]) -> None:
@@ -35,7 +35,7 @@ class Merge:
         undo("loader.window", self.give_up)
 
     def make_sampler(self, loader: DataLoader[Any]) -> WindowSampler:
-        """The loader's batch sampler in windows, within the user's limit_train_batches."""
+        """Group the loader's batch sampler into windows, within the user's limit_train_batches."""
         _, limit, interval = self._before
         self._batches = count_used_batches(len(loader), limit)
         self.trainer.limit_train_batches = 1.0
@@ -50,7 +50,7 @@ class Merge:
         """Rescale what exists only now: scheduler frequencies, and the counters of a resumed or earlier fit.
 
         Args:
-            behind: batches of the epoch that a resumed run goes on behind; None: its sampler starts anew.
+            behind: batches of the epoch that a resumed run has already done; None if its sampler starts anew.
         """
         for config in self.trainer.strategy.lr_scheduler_configs:
             if config.interval == "step" and config.frequency > 1:
@@ -69,7 +69,8 @@ class Merge:
         self._counts_windows = True
 
     def write_batch_counts(self, checkpoint: dict[str, Any]) -> None:
-        """Write the loop's counters into a checkpoint as the plain run counts them, so that either run resumes it."""
+        """Write the loop's counters into a checkpoint as a plain run counts them, so that runs with or without us can
+        resume it."""
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get(_PROGRESS)
         if not progress or not self._counts_windows:
             return
@@ -77,7 +78,7 @@ class Merge:
             progress[part] = _recount(progress[part], self._count_batches)
 
     def count_batches(self, counted: int) -> int:
-        """What Lightning counted in this epoch, in batches of the user's loader."""
+        """Convert Lightning's count in this epoch to batches of the user's loader."""
         return self._count_batches(counted) if self._counts_windows else counted
 
     def _count_windows(self, batches: int) -> int:
@@ -95,7 +96,7 @@ class Merge:
             part.__dict__.update(_recount(vars(part), convert))
 
     def give_up(self) -> None:
-        """Count batches again. Idempotent."""
+        """Return to counting batches. Idempotent."""
         trainer = self.trainer
         trainer.accumulate_grad_batches, trainer.limit_train_batches, trainer.val_check_interval = self._before
         if self.windows is not None:
@@ -112,9 +113,9 @@ class Merge:
 
 
 class _InBatches(int):
-    """A scheduler's frequency in batches, asked with a number of windows.
+    """A scheduler's frequency in batches, for which ``windows % frequency`` first converts windows to batches.
 
-    Lightning steps a scheduler where ``batches % frequency == 0``, and the last window of an epoch may be short.
+    Lightning steps a scheduler when ``batches % frequency == 0``, and the last window of an epoch may be short.
     """
 
     batches_of: Callable[[int], int]
@@ -129,8 +130,8 @@ class _InBatches(int):
 
 
 def _recount(counters: dict[str, int], convert: Callable[[int], int]) -> dict[str, int]:
-    """Counters in the other unit. Lightning reads how far each is from the next (completed one behind processed while
-    a batch's last hooks run): that stays.
+    """Counters in the other unit. Differences between them stay, because Lightning relies on them (completed is one
+    behind processed while a batch's last hooks run).
     """
     done = convert(counters["processed"])
     return {name: max(0, done + value - counters["processed"]) for name, value in counters.items()}

@@ -1,9 +1,9 @@
-"""Several forward and backward passes inside one call of training_step, as if they were one.
+"""Runs several forward and backward passes inside one call of training_step, as if they were one.
 
 Lightning calls training_step, then zero_grad, then backward. All pieces but the last run forward and backward inside
-training_step; their gradients are held aside while Lightning zeroes, and come back right before the last backward, so
-that one exchange between ranks covers them all. batch_idx, global_step, schedules, hooks and the loss of the step are
-what they were.
+training_step; their gradients are held aside while Lightning zeroes, and put back right before the last backward, so
+that one exchange between ranks covers them all. batch_idx, global_step, schedules, hooks and the step's loss do not
+change.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fastloop.feeds.splitting import Piece, get_loss, join, sum_losses
 
 
 class MicroBatches:
-    """Runs each train batch in the pieces that `choice` makes of it."""
+    """Runs each train batch in the pieces into which `choice` cuts it."""
 
     def __init__(self, choice: PieceChoice) -> None:
         self.choice, self.windows, self._groups = choice, choice.windows, choice.groups
         self.apart = False
-        """The batch at hand runs as the user's own batches of its window."""
+        """Whether the current batch runs as the user's own batches of its window."""
         self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def show_window(self, batches: Window) -> Any:
-        """What Lightning is to see of a window whose batches came apart; see `MergedWindows`."""
+        """The batch that Lightning gets for a window of separate batches; see `MergedWindows`."""
         return self.windows.show(batches, self.choice.refused)
 
     def run(self, strategy: Any, trainer: Any, step: Callable[..., Any], batch: Any, rest: Sequence[Any]) -> Any:
@@ -46,7 +46,7 @@ class MicroBatches:
                 self.after_backward()
             return output
         module, weighing = strategy.lightning_module, self.choice.weighing
-        parameters = list(module.parameters())  # a step may free some that are frozen before it
+        parameters = list(module.parameters())  # a step may unfreeze parameters
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -80,13 +80,14 @@ class MicroBatches:
         return join([outputs[place] for place in kept], [pieces[place] for place in kept], loss)
 
     def before_backward(self) -> None:
-        """Put the held gradients back, to be added to by the last piece's backward."""
+        """Put the held gradients back, so that the last piece's backward adds to them."""
         for parameter, gradient in self._held:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._held = []
 
     def after_backward(self) -> None:
-        """What is called from now on holds one batch. Until then, a checkpoint may call a module again."""
+        """Calls after the backward contain one batch again; before it, activation checkpointing may still call a
+        module."""
         if self._groups is not None:
             self._groups.begin(1)
 

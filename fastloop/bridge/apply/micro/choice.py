@@ -1,7 +1,7 @@
 """Which pieces a batch runs in: micro-batches of one size, or the user's own batches of its window.
 
-A merged window may turn out not to be one batch: the user's batches cannot be concatenated, or the loss is no mean over
-samples. Its pieces are then the user's own batches, which is the user's own accumulation.
+A merged window may turn out not to be one batch: the user's batches cannot be concatenated, or the loss is not a mean
+over samples. Its pieces are then the user's own batches, as in the user's own accumulation.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ class Chosen(NamedTuple):
 
     pieces: list[Piece]
     apart: bool = False
-    """They are the user's own batches of a window: each has its own batch_idx, and may be skipped by itself."""
+    """The pieces are the user's own batches of a window: each has its own batch_idx and may be skipped separately."""
 
 
 class PieceChoice:
-    """Decides what a run's micro-batches are, on its first batch that shows it, and cuts each batch accordingly.
+    """Decides a run's micro-batches on the first batch that allows it, and cuts each batch accordingly.
 
     Args:
-        micro: samples per piece; or what finds that, on the first window.
-        rung: whose setting that is.
+        micro: samples per piece, or a search that finds the number on the first window.
+        rung: the rung that has this setting.
         strict: a batch that cannot be cut or merged is an error, raised before anything is computed from it.
-        compares: the first window's gradient decides whether windows are merged, or batches cut; False: they are.
-        warn: takes one line for the user.
-        one_time: the ledger of costs that are none of a step's.
-        groups: told how many of the user's batches a piece holds; pieces then hold whole ones. None: nobody asks.
+        compares: the first window's gradient decides whether windows are merged, or batches cut; if False, they always
+            are.
+        warn: receives one line for the user.
+        one_time: collects one-time costs, which belong to no step.
+        groups: receives the number of user batches in each piece, which then contains only whole ones; None if no rung
+            needs it.
     """
 
     def __init__(
@@ -57,14 +59,14 @@ class PieceChoice:
     ) -> None:
         self._search = micro if isinstance(micro, SizeSearch) else None
         self.micro = 0 if isinstance(micro, SizeSearch) else micro
-        """Samples per piece; 0 until it is found."""
+        """Samples per piece; 0 until the search has found it."""
         self._rung, self._strict, self._warn = rung, strict, warn
         self._compares, self._undecided = compares, compares or groups is not None
         self._one_time = one_time or OneTime()
         self.groups = groups
         self.windows = MergedWindows()
         self.whole: tuple[int, int] | None = None
-        """Samples of every batch but an epoch's last one, and of a short last one; None where that is not known."""
+        """Samples in a full batch and in an epoch's last batch; None if unknown."""
         self.refused: str | None = None
         """Why no window is merged, or no batch cut, in this run."""
         self.weighing: Weighing | None = None
@@ -78,8 +80,8 @@ class PieceChoice:
         self._most: tuple[int, ...] = ()
 
     def evidence(self) -> Mapping[str, Any]:
-        """Batches, how many of them ran in other pieces than the loader's own and how many could not be cut, and why;
-        the sizes of the most pieces one of them ran in; the loader batches merged into one."""
+        """Counts of batches, of those that ran in other pieces than the loader's own, and of those that could not be
+        cut, and why; piece sizes of the batch with the most pieces; the number of loader batches merged into one."""
         return {
             "steps": self._steps,
             "changed_steps": self._changed,
@@ -97,15 +99,15 @@ class PieceChoice:
         }
 
     def choose(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> Chosen:
-        """The batch in micro-batches of the size that was asked for, or the user's batches of its window.
+        """Cut the batch into micro-batches of the chosen size, or into the user's batches of its window.
 
         Args:
-            rest: what training_step is given after the batch.
+            rest: the arguments of training_step after the batch.
         """
         window = self.windows.read(trainer.fit_loop.total_batch_idx, batch)
         if self._search is not None and self._found is None:
             if window is not None and len(window.sizes) < window.full:
-                self.micro = window.sizes[0]  # a run that was resumed inside of a window searches in the next
+                self.micro = window.sizes[0]  # a run resumed inside a window searches in the next one
                 return Chosen(self._cut(batch, trainer, window))
             self._find_size(self._search, strategy, batch, window, rest)
         elif self._search is not None and self.refused is None and self.windows.find_apart(batch) is None:
@@ -134,7 +136,7 @@ class PieceChoice:
     def _find_size(
         self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]
     ) -> None:
-        """Let the first window decide what a micro-batch is; the user's own batches stay where that is the answer."""
+        """Find the micro-batch's size on the first window; if it is that of the user's own batches, these stay."""
         own, batches = (samples(batch), 1) if window is None else (window.sizes[0], len(window.sizes))
         trial = self._make_trial(strategy, batch, window, rest, own or 1)
         try:
@@ -144,7 +146,7 @@ class PieceChoice:
                 raise CannotSplit("the first batches differ in size")
             trial.take(trial.own)
         except CannotSplit as reason:
-            # All ranks must ask each other, or none.
+            # The exchange in `find` needs all ranks, so this rank goes on with one size.
             sizes, why = [trial.own], f"no search: {reason}"
             search.skip = lambda: why
         else:
@@ -159,7 +161,7 @@ class PieceChoice:
     def _fit_longer(
         self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]
     ) -> None:
-        """Longer samples than those of the search may need a smaller micro-batch from here."""
+        """Choose a smaller micro-batch if this batch's samples are longer than the search's and need it."""
         own = (samples(batch) or 1) if window is None else window.sizes[0]
         if not search.meets_longer(batch, own):
             return
@@ -179,7 +181,7 @@ class PieceChoice:
     # -- one of the user's batches, in pieces -----------------------------------------------------------------------
 
     def _split(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> list[Piece]:
-        """Pieces of one of the user's batches; the batch itself where its gradient is not theirs."""
+        """Pieces of one of the user's batches, or the batch itself if the pieces would change its gradient."""
         whole = [Piece(batch, samples(batch) or 0, 1.0)]
         if self.refused is not None:
             self._steps, self.uncut = self._steps + 1, self.uncut + 1
@@ -201,7 +203,7 @@ class PieceChoice:
     def _weigh(
         self, strategy: Any, trainer: Any, batch: Any, pieces: Sequence[Piece], rest: Sequence[Any]
     ) -> str | None:
-        """Find out what the pieces are to be weighed by; why they must not be trained on, if so."""
+        """Find the weights of the pieces; returns why the pieces must not be trained on, or None."""
         reason, mine = None, None
         if len(pieces) > 1:
             with self._one_time.span("rehearsal"):
@@ -212,8 +214,8 @@ class PieceChoice:
     # -- a window of them, merged -----------------------------------------------------------------------------------
 
     def _list_own(self, batch: Any, window: Merged) -> tuple[list[Piece], str | None]:
-        """The user's batches of a window, and why they should not be merged. None of them where a hook changed the
-        merged batch so that they cannot be told apart."""
+        """The user's batches of a window, and why they should not be merged. Empty if a hook changed the merged batch
+        such that it cannot be cut into them again."""
         if (apart := self.windows.find_apart(batch)) is not None:
             return [Piece(each, samples(each) or 0, 1 / window.full) for each in apart[0]], apart[1]
         try:
@@ -226,12 +228,12 @@ class PieceChoice:
         with self._one_time.span("rehearsal"):
             if merged[0].samples >= own[0].samples:
                 return explain_difference(strategy, own, merged, take_loss, self.groups, self._compares)
-            # A search found that the user's own batch does not fit.
+            # The search found that the user's own batch does not fit.
             reason, weighing = weigh_pieces(strategy, own[0].batch, cut(own[0].batch, self.micro), take_loss)
             return reason or (weighing and "the loss is a mean over tokens, but a window weights it by samples")
 
     def _agree(self, strategy: Any, reason: str | None) -> str | None:
-        """Why windows are not merged in this run, on any rank."""
+        """Why windows are not merged in this run: the same decision on all ranks."""
         if not strategy.reduce_boolean_decision(reason is None, all=True):
             reason = reason or "another rank must not merge its first window"
         if reason is not None:
@@ -248,7 +250,7 @@ class PieceChoice:
         except CannotSplit as reason:
             self._check_strict(str(reason), "with whole batches")
             self.uncut, self._problem = self.uncut + 1, self._problem or str(reason)
-            # A short last window keeps the weight accumulation would have given it.
+            # A short last window keeps the weight that accumulation would have given it.
             share = 1.0 if window is None else len(window.sizes) / window.full
             rows, sizes = samples(batch) or 0, window.sizes if window else ()
             groups = len(sizes) if len(set(sizes)) == 1 and sum(sizes) == rows else 1

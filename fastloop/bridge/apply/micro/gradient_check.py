@@ -1,7 +1,7 @@
-"""May a step's samples be trained on in other pieces? Their gradients in either say so, before either counts.
+"""Checks, before training on them, that a step's samples have the same gradient in different pieces.
 
-The model runs twice on the first window, with the random streams where they are, without dropout and with BatchNorm
-on its running statistics, so that nothing but the loss can make a difference. Of that no trace is left.
+The model runs twice on the first window, each time from the same random state, without dropout and with BatchNorm
+on its running statistics, so that only the loss can make a difference. The check leaves no trace.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from fastloop.feeds.splitting import Piece, cut, mean
 from fastloop.feeds.token_counts import Counter, list_counters
 
 MOST_COPIED_BYTES = 2**32
-"""Of parameters, to the host."""
+"""Limit for a copy of the parameters on the host."""
 TakeLoss = Callable[[Any, int], Any]
-"""training_step's loss for a batch, and the number of that batch in its window."""
+"""Returns training_step's loss for a batch and that batch's number in its window."""
 
 
 class _Sampled(NamedTuple):
-    """Some elements of gradients [n], on the host."""
+    """Sampled elements of gradients [n], on the host."""
 
     own: list[torch.Tensor]
     others: list[torch.Tensor]
     drew: bool
-    """training_step draws random numbers."""
+    """Whether training_step draws random numbers."""
     logged: list[dict[str, float]]
-    """What was logged for each piece of either."""
+    """Logged values of each piece, first of `own`, then of `others`."""
 
 
 class Weighing(NamedTuple):
-    """What the pieces of a batch are weighed by, where not by their samples."""
+    """How the pieces of a batch are weighted, if not by their samples."""
 
     counter: Counter
     names: frozenset[str]
-    """Of logged values that are means over the same."""
+    """Names of logged values that are means over the same count."""
 
 
 def explain_difference(
@@ -60,16 +60,16 @@ def explain_difference(
     groups: BatchGroups | None = None,
     compares: bool = True,
 ) -> str | None:
-    """Why a window must not run as `merged`; None where its gradient is that of the user's `own` batches.
+    """Why a window must not run as `merged`; None if its gradient equals that of the user's `own` batches.
 
     Args:
-        groups: BatchNorm is to see each of the batches by itself; None: that is not asked for.
-        compares: look at the gradient.
+        groups: makes BatchNorm normalize each of the batches separately; None if no rung needs it.
+        compares: whether to compare gradients.
     """
     means = None if groups is None else MeansOfGroups(groups)
     try:
         seen = _sample(strategy, own, merged, take_loss, groups, means)
-    except Exception as error:  # the user's step in a shape it was not written for, memory, what cannot be put back
+    except Exception as error:  # an unusual batch shape, out of memory, state that cannot be restored
         return f"could not compare accumulated and merged gradients: {_say(error)}"
     if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
         return mixed
@@ -83,9 +83,9 @@ def explain_difference(
 def weigh_pieces(
     strategy: Any, batch: Any, pieces: Sequence[Piece], take_loss: TakeLoss
 ) -> tuple[str | None, Weighing | None]:
-    """Why the user's batch must not run in `pieces`, and what these are to be weighed by, where not by their samples.
+    """Why the user's batch must not run in `pieces`, and how to weight these, if not by their samples.
 
-    Where the whole batch does not fit into the memory, one piece is compared with its halves.
+    If the whole batch does not fit in memory, one piece is compared with its halves.
     """
     whole = Piece(batch, sum(piece.samples for piece in pieces), 1.0)
     alone = strategy.lightning_module.trainer.world_size == 1
@@ -116,7 +116,7 @@ def weigh_pieces(
 
 
 def _explain(seen: _Sampled, reason: str | None, apart: float | None, which: str, otherwise: str) -> str | None:
-    """What `_judge` said of `which` gradients, in words; None where they are equal."""
+    """Put the result of `_judge` for `which` gradients into words; None if they are equal."""
     if reason is not None:
         return f"could not compare {which} gradients: {reason}"
     if apart is not None and seen.drew:
@@ -127,7 +127,8 @@ def _explain(seen: _Sampled, reason: str | None, apart: float | None, which: str
 def _find_token_means(
     logged: Sequence[dict[str, float]], samples: Sequence[int], weights: Sequence[float]
 ) -> frozenset[str]:
-    """Names of logged values whose pieces make up the whole batch's, the last one, by `weights` and not by samples."""
+    """Names of logged values for which the pieces' mean by `weights` is closer to the whole batch's value (the last
+    entry) than their mean by samples."""
     *pieces, whole = logged
     names = set()
     for name, value in whole.items():
@@ -145,7 +146,7 @@ def _sample(
     groups: BatchGroups | None = None,
     means: MeansOfGroups | None = None,
 ) -> _Sampled:
-    """Gradients of all these pieces."""
+    """Sample the gradients of all these pieces."""
     module, plugin = strategy.lightning_module, strategy.precision_plugin
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     scaler = getattr(plugin, "scaler", None)
@@ -183,8 +184,8 @@ def _sample(
 def _judge(
     strategy: Any, own: Sequence[torch.Tensor], weights: Sequence[float], other: torch.Tensor
 ) -> tuple[str | None, float | None]:
-    """Why gradients cannot be compared, if so; and how far the weighted sum of `own` is from the other, where it is too
-    far."""
+    """Why gradients cannot be compared, or None; and the distance of the weighted sum of `own` from the other, if it is
+    too large, or None."""
     found = measure_difference(own, weights, other)
     if found is None:
         return "the gradient is not finite", None
@@ -202,10 +203,10 @@ def _say(error: Exception) -> str:
 
 @contextlib.contextmanager
 def unwritten(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Parameters that a forward pass writes to are afterwards what they were.
+    """Restore parameters that a forward pass writes to.
 
     Raises:
-        NotApplicable: there were such.
+        NotApplicable: a parameter was written to.
     """
     versions = [parameter._version for parameter in parameters]
     few = sum(parameter.nbytes for parameter in parameters) <= MOST_COPIED_BYTES
@@ -222,7 +223,7 @@ def unwritten(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(strategy: Any, log: Callable[..., None] = lambda *_args, **_named: None) -> Iterator[None]:
-    """Without logging, which `log` gets instead, recording, and compiling."""
+    """Run without logging (`log` gets the values instead), recording and compiling."""
     module, trainer = strategy.lightning_module, strategy.lightning_module.trainer
     dummy = namespaces.load(namespaces.of(strategy), "loggers.logger.DummyLogger")
     with contextlib.ExitStack() as undo:
@@ -236,7 +237,7 @@ def quiet(strategy: Any, log: Callable[..., None] = lambda *_args, **_named: Non
 
 @contextlib.contextmanager
 def _without_chance(module: torch.nn.Module) -> Iterator[None]:
-    """Without dropout and the statistics of a batch."""
+    """Run without dropout, and with BatchNorm on its running statistics."""
     norms = [part for part in module.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
     trained = [part for part in norms if part.training and part.track_running_stats]
     with contextlib.ExitStack() as undo:
@@ -249,6 +250,6 @@ def _without_chance(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _read_streams(strategy: Any) -> list[torch.Tensor]:
-    """Where torch's random streams are."""
+    """The states of torch's random streams."""
     device = strategy.root_device
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

@@ -1,6 +1,6 @@
-"""What training_step logs for each micro-batch, logged once for the whole batch.
+"""Logs once for the whole batch what training_step logs for each micro-batch.
 
-Without it Lightning would show the last micro-batch's value as the step's, and weigh it as if it were all samples.
+Without it Lightning would show the last micro-batch's value as the step's, weighted as if it covered all samples.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _EXTREMES = {"max": torch.max, "min": torch.min}
 class _Call(NamedTuple):
     value: Any
     weight: float
-    """The batch_size the user logs with, else the samples of the piece."""
+    """The batch_size that the user logs with, else the samples of the piece."""
     share: Any
-    """The piece's part in a mean: the same, or its tokens."""
+    """The piece's weight in a mean: `weight`, or the weight of its loss, such as its share of tokens."""
     forward: Any
     """A torchmetrics object's value for this piece."""
 
 
 class PieceLogs:
-    """Takes the calls of ``module.log`` while the pieces run, and makes one of each name's at the end.
+    """Collects the calls of ``module.log`` while the pieces run, and makes one call per name at the end.
 
-    A mean is weighted by samples, a sum added up, an extreme taken over the pieces, as ``reduce_fx`` says: right where
-    the value of a whole batch is what ``reduce_fx`` makes of its parts.
+    Combines values by ``reduce_fx``: a mean weighted by samples, a sum, or an extreme over the pieces. That is correct
+    if ``reduce_fx`` of the parts gives the value of the whole batch.
 
     Args:
         by_weight: names of means that are weighted as the pieces' losses are.
@@ -43,7 +43,7 @@ class PieceLogs:
         self._options: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def take(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Stands in for ``module.log``."""
+        """Replaces ``module.log``."""
         if args:
             names = _list_positional(type(self.module).log)
             options, args = {**dict(zip(names, args, strict=False)), **options}, args[len(names) :]
@@ -60,7 +60,7 @@ class PieceLogs:
         """Log each name once.
 
         Args:
-            hides_rows: Lightning sees fewer samples than the step has, and must be told how many.
+            hides_rows: Lightning sees only some of the step's samples, so pass their number as batch_size.
         """
         for name, calls in self._calls.items():
             args, options = self._options[name]
@@ -68,7 +68,7 @@ class PieceLogs:
                 options["batch_size"] = sum(call.weight for call in calls)
             value = _combine(calls, options.get("reduce_fx", "mean"))
             if isinstance(calls[-1].forward, torch.Tensor) and calls[-1].forward.is_floating_point():
-                # A torchmetrics object has seen every piece; what it shows for the step is the last one's.
+                # A torchmetrics object has seen every piece, but its value for the step is the last piece's.
                 value._forward_cache = _combine([call._replace(value=call.forward) for call in calls], "mean")
             self.module.log(name, value, *args, **options)
 
@@ -92,7 +92,7 @@ def _combine(calls: Sequence[_Call], reduce: Any) -> Any:
         return sum(values[1:], start=values[0])
     if how in _EXTREMES:
         return _EXTREMES[how](torch.stack([torch.as_tensor(value) for value in values]))
-    return values[-1]  # Lightning knows no other reduction and will say so
+    return values[-1]  # Lightning supports no other reduction and will report it
 
 
 def _is_narrow(value: Any) -> bool:

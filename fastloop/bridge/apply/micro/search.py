@@ -1,8 +1,8 @@
-"""The fastest micro-batch, found on the samples of the first step before they count.
+"""Finds the fastest micro-batch on the samples of the first step, before they are trained on.
 
-Each size runs training_step and its gradient, without a trace: first as the first step will run, which shows what it
-takes of the memory; then timed, with those rungs on that wait for the rehearsal and cost nothing to switch. No size is
-taken that did not run here with room left for the optimizer's state.
+Each size runs training_step and its gradient, and leaves no trace: first as the first step will run, which shows the
+memory it takes; then timed, with the rungs switched on that wait for the rehearsal and cost nothing to switch. A size
+is chosen only if it ran here with room left for the optimizer's state.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from fastloop.judge import micro_batch as judge
 from fastloop.judge.micro_batch import FoundSize
 
 LIMIT_S = 60.0
-"""Of a search; what was timed by then is chosen from."""
+"""Time limit of a search; the choice is then made among the sizes timed so far."""
 PLAYS, ENOUGH_MS = 4, 400.0
-"""Of one size: so many, or so much time. The shortest counts."""
+"""Each size is timed this many times, or for this long. The shortest time counts."""
 FEWER = 2
-"""Sizes below the user's own that are tried where that one fits."""
+"""Number of sizes below the user's own that are tried if that one fits."""
 LEAST_STEPS = 100
-"""Of a run that a shipped ladder lets search; it costs about ten."""
+"""Steps that a run must have left for a shipped ladder to let it search; a search costs about ten."""
 GIB, MUCH = 2**30, 2
-"""A CUDA context takes less than so many."""
+"""A CUDA context takes less than this many GiB."""
 Quick = Callable[[], AbstractContextManager[Callable[[Any], Any]]]
-"""Switches rungs on for a while; gives what converts a batch for them."""
+"""A context in which rungs are on; yields a function that converts a batch for them."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What sizes are tried on: the samples of one step.
+    """The samples of one step, on which sizes are tried.
 
     Args:
-        own: samples of the user's batch.
-        take: a piece of so many samples.
+        own: number of samples in the user's batch.
+        take: returns a piece with a given number of samples.
         take_loss: training_step's loss for a piece.
-        groups: told how many of the user's batches a piece holds; None: nobody asks.
+        groups: receives the number of user batches in each piece; None if no rung needs it.
     """
 
     own: int
@@ -65,32 +65,32 @@ class Trial:
 
 @dataclass(kw_only=True)
 class SizeSearch:
-    """Finds the micro-batch of one run, on its first step, and a smaller one where longer samples come later."""
+    """Finds the micro-batch of a run on its first step, and a smaller one if longer samples come later."""
 
     target: float
-    """Share of the device's memory that may be in use."""
+    """The share of the device's memory that may be used."""
     whole: bool = False
-    """No size below the user's batch: BatchNorm would see other statistics."""
+    """Try no size below the user's batch, because it would change BatchNorm's statistics."""
     quick: Quick = lambda: nullcontext(lambda batch: batch)
     key: object = None
     """What else the answer depends on, for the notes of earlier runs."""
     skip: Callable[[], str | None] = lambda: None
-    """Why not to search, if so."""
+    """Returns why not to search, or None."""
     say: Callable[[str], None] = lambda _line: None
     warn: Callable[[str], None] = lambda _line: None
     longest: float = 0.0
-    """Of what was tried, as `measure_length` has it."""
+    """The longest samples tried, as measured by `measure_length`."""
     sizes: Sequence[int] = ()
-    """From the smallest to the one that was found."""
+    """Candidate sizes, from the smallest to the one found."""
 
     def find(self, strategy: Any, sizes: Sequence[int], trial: Trial) -> FoundSize:
-        """The size for all ranks: the smallest of those that they find, each for itself. One exchange, at the end.
+        """The size for all ranks: the smallest of those that each rank finds. One exchange, at the end.
 
         Args:
             sizes: to choose from, ascending.
 
         Raises:
-            Exception: the user's own, where the device is lost by it.
+            Exception: the user's own, if the device is lost by it.
         """
         trainer = strategy.lightning_module.trainer
         run = _Run(self, strategy, sizes, trial)
@@ -110,13 +110,14 @@ class SizeSearch:
         return agreed
 
     def meets_longer(self, batch: Any, own: int) -> bool:
-        """Whether its samples are longer than all before, and do not run in the user's own batches of `own` anyway."""
+        """Whether its samples are longer than all before and would run in pieces other than the user's `own` size."""
         return measure_length(batch) > self.longest and min(self.sizes[-1], samples(batch) or 0) != own
 
     def fit_longer(self, strategy: Any, batch: Any, trial: Trial) -> FoundSize | None:
-        """The size for this batch and those to come, if its longer samples need a smaller one.
+        """The size for this batch and later ones, if its longer samples need a smaller one.
 
-        It is tried before it counts, as the first step was, and on this rank alone: ranks may differ in their pieces.
+        The size is tried before the batch is trained on, as in the first step, and on this rank only: ranks may differ
+        in their pieces.
         """
         length, most = measure_length(batch), self.sizes[-1]
         if (samples(batch) or 0) >= most:
@@ -124,7 +125,7 @@ class SizeSearch:
         run = _Run(self, strategy, self.sizes, trial)
         fits = run.find_fitting()
         if fits == most or (fits is None and not run.limit.startswith("by memory")):
-            return None  # no size would mend the step: it says itself what is wrong, or skips this batch
+            return None  # no size would fix the step: its own error shows why, or it skips this batch
         said = f"a later batch has {length:g} values per sample, and micro-batches of {most} do not fit"
         if fits is None:
             fits, do = self.sizes[0], "shorten your longest samples"
@@ -137,7 +138,7 @@ class SizeSearch:
 
 
 def measure_length(batch: Any) -> float:
-    """Numbers in a batch for each of its samples: tokens that it is padded to, pixels."""
+    """Tensor elements in a batch per sample: its padded number of tokens, or pixels."""
     return sum(each.numel() for each in tensors(batch) if each.dim()) / (samples(batch) or 1)
 
 
@@ -160,7 +161,7 @@ class _Run:
 
     @functools.cached_property
     def key(self) -> str:
-        """What an earlier run's answer has to agree with. Raises what `take` does, where there is nothing to search."""
+        """The key under which an earlier run's answer is valid. Raises as `take` does if there is nothing to try."""
         shapes = [(tuple(each.shape), str(each.dtype)) for each in tensors(self.take(self.own).batch)]
         return repr((self.given.key, self.given.target, self.sizes, shapes))
 
@@ -199,7 +200,7 @@ class _Run:
         return FoundSize(size=chosen, rates=dict(self.rates), why=why)
 
     def find_fitting(self) -> int | None:
-        """The largest size that runs; None where none does, for the step to say why."""
+        """The largest size that runs; None if none does, and then the step's own error shows why."""
         try:
             with self._ballast():
                 for size in reversed(self.sizes):
@@ -227,7 +228,7 @@ class _Run:
     # -- which sizes run --------------------------------------------------------------------------------------------
 
     def _run_known(self) -> int | None:
-        """The size that an earlier run found, where it runs in this one too: another process may hold memory now."""
+        """The size that an earlier run found, if it runs in this one too: another process may hold memory now."""
         known = self.memory.find_size(self.key)
         if known not in self.sizes:
             return None
@@ -235,9 +236,9 @@ class _Run:
         return known if known in self.ran else None
 
     def _run_each(self) -> None:
-        """The user's size and larger ones until one does not fit; smaller ones, few where that one does."""
+        """Run the user's size and larger ones until one does not fit; also smaller ones, a few if the user's fits."""
         below = [size for size in self.sizes if size < self.own]
-        if self.room is not None and below:  # two small ones tell what the larger ones take, before they are tried
+        if self.room is not None and below:  # two small ones predict the memory of larger ones before these are tried
             self.play_plain(sorted({below[len(below) // 2], below[-1]}))
         self.play_plain([size for size in self.sizes if size >= self.own])
         fits = self.own in self.ran
@@ -248,7 +249,7 @@ class _Run:
                 break
 
     def play_plain(self, sizes: Sequence[int]) -> None:
-        """Run sizes as the first step will, until one does not fit; `ran` and `peaks` say which did."""
+        """Run sizes as the first step will, until one does not fit; records the results in `ran` and `peaks`."""
         alone = self.strategy.lightning_module.trainer.world_size == 1
         with quiet(self.strategy), untouched(self.module):
             for size in sizes:
@@ -258,7 +259,7 @@ class _Run:
                     return
                 retries = self._reset_peak()
                 try:
-                    # Ranks do not play equally often, so none may wait for another.
+                    # Ranks run different numbers of trials, so none may wait for another.
                     with nullcontext() if alone else RefuseCollectives():  # type: ignore[no-untyped-call]
                         self._play(size, self.take(size))
                 except Exception as error:
@@ -295,7 +296,7 @@ class _Run:
     # -- how fast they are ------------------------------------------------------------------------------------------
 
     def _time_each(self) -> None:
-        """Time what ran, with the rungs that cost nothing to switch."""
+        """Time the sizes that ran, with the rungs on that cost nothing to switch."""
         with quiet(self.strategy), self.given.quick() as convert:
             for size in sorted(self.ran, key=lambda each: (each < self.own, abs(each - self.own))):
                 if size > self.own and judge.is_hopeless(list(self.rates.values())):
@@ -318,7 +319,7 @@ class _Run:
         return min(times)
 
     def _play(self, size: int, piece: Piece) -> float:
-        """Forward and backward of one piece; milliseconds."""
+        """Run forward and backward of one piece; returns milliseconds."""
         batch = map_tensors(piece.batch, torch.clone)  # a step may write into it
         self._synchronize()
         began = time.perf_counter()
@@ -336,8 +337,7 @@ class _Run:
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def _read_room(self) -> float | None:
-        """Bytes that this process may hold; None where the device is none that would say. What other processes hold
-        is not there."""
+        """Bytes that this process may hold, after subtracting what other processes hold; None unless on CUDA."""
         if self.device.type != "cuda":
             return None
         free, total = torch.cuda.mem_get_info(self.device)
@@ -345,7 +345,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _ballast(self) -> Iterator[None]:
-        """Hold as much as the optimizers' state will take, and one gradient that waits for the next piece."""
+        """Allocate as much as the optimizers' state will take, plus one gradient held until the next piece."""
         if self.room is None:
             yield
             return
@@ -380,7 +380,7 @@ class _Run:
             torch.cuda.synchronize(self.device)
 
     def _check_device(self, error: Exception) -> None:
-        """A device that is lost is lost for all that follows: the user's own error says it best."""
+        """Raise the user's own error if the device is lost: nothing after it could run."""
         try:
             self._synchronize()
         except Exception:

@@ -1,4 +1,4 @@
-"""On which terms a run lets the fastest micro-batch be searched for, and with which rungs switched on."""
+"""When a run searches for the fastest micro-batch, and with which rungs switched on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from fastloop.records.plan import Step
 def make_search(
     site: LiveSite, rung: str, wants: Mapping[str, Any], *, held: Sequence[Step], terms: Terms | None, hands: Hands
 ) -> SizeSearch:
-    """What finds the micro-batch on the first step.
+    """Make the search that finds the micro-batch on the first step.
 
     Args:
-        rung: that asks for it, with what it wants.
+        rung: the rung that requests the search.
+        wants: its wants.
         held: rungs that wait for the rehearsal.
-        terms: on which they are tried; None: at any price.
+        terms: the conditions under which they are tried; None: regardless of cost.
     """
 
     def skip() -> str | None:
@@ -46,13 +47,13 @@ def make_search(
 
 @contextlib.contextmanager
 def _switch_on(site: LiveSite, steps: Sequence[Step], hands: Hands) -> Iterator[Callable[[Any], Any]]:
-    """Rungs that wait for the rehearsal are on inside ``with``; gives what converts a batch for them."""
+    """Switch rungs that wait for the rehearsal on inside ``with``; yields a function that converts a batch for them."""
     before = list(site.staging.conversions)
     try:
         for step in steps:
             try:
                 hands.apply(step)
-            except Exception as error:  # the rehearsal will say it
+            except Exception as error:  # the rehearsal will report it
                 let_through(error)
                 hands.unapply(step)
         new = [convert for convert in site.staging.conversions if convert not in before]

@@ -1,4 +1,4 @@
-"""Which of the user's batches are in the batch at hand, where the loader merges accumulation windows."""
+"""Tracks which of the user's batches the current batch contains, if the loader merges accumulation windows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastloop.feeds.window_batches import WindowSampler
 
 
 class Merged(NamedTuple):
-    """What one batch was merged from."""
+    """The user's batches from which one batch was merged."""
 
     sizes: tuple[int, ...]
     """Samples of each of the user's batches."""
@@ -20,27 +20,27 @@ class Merged(NamedTuple):
 
 
 class MergedWindows:
-    """Keeps what goes with a merged batch on its way from the loader to training_step.
+    """Keeps the data that belongs to a merged batch on its way from the loader to training_step.
 
-    A window whose batches the loader could not concatenate comes as a `Window`. Lightning is to see one batch: their
-    concatenation once they are on the device, or the last of them, while the others wait here.
+    A window whose batches the loader could not concatenate arrives as a `Window`. Lightning must get one batch: the
+    concatenation made on the device, or else the window's last batch, while the others wait here.
     """
 
     def __init__(self) -> None:
         self.sampler: WindowSampler | None = None
-        """Of the loader that merges; None: it hands out the user's own batches."""
+        """The sampler of a merging loader; None if the loader yields the user's own batches."""
         self._apart: tuple[Window, str] | None = None
-        """The last window whose batches are not one batch, and why."""
+        """The last window that could not be concatenated, and why."""
         self._joined: tuple[Any, tuple[int, ...]] | None = None
-        """The last one that was concatenated here, and the sizes of its batches."""
+        """The last window concatenated here, and the sizes of its batches."""
         self._read: tuple[int, Merged] | None = None
-        """What `read` said last, and of which batch of the run."""
+        """The number of the last batch given to `read`, and the result."""
 
     def show(self, batches: Window, refused: str | None) -> Any:
-        """What Lightning is to see of a window whose batches came apart, on the device.
+        """The batch that Lightning gets for a window of separate batches, which are on the device.
 
         Args:
-            refused: why no window is merged in this run, if so.
+            refused: why no window is merged in this run; None if they are.
         """
         reason = refused
         if reason is None:
@@ -55,16 +55,16 @@ class MergedWindows:
         return batches[-1]
 
     def find_whole(self, batch: Any) -> Any:
-        """All batches of the window, where Lightning sees only one of them."""
+        """All batches of the window if Lightning sees only one of them, else the batch itself."""
         found = self.find_apart(batch)
         return batch if found is None else found[0]
 
     def find_apart(self, batch: Any) -> tuple[Window, str] | None:
-        """That window, and why it is none to concatenate."""
+        """The window of which Lightning sees only this batch, and why it is not concatenated; None if there is none."""
         return self._apart if self._apart is not None and self._apart[0][-1] is batch else None
 
     def convert(self, batch: Any, convert: Callable[[Any], Any]) -> Any:
-        """`convert` the batch that Lightning sees, and with it all that goes with it."""
+        """`convert` the batch that Lightning sees, and the other batches of its window."""
         if (apart := self.find_apart(batch)) is not None:
             self._apart = Window(map(convert, apart[0])), apart[1]
             return self._apart[0][-1]
@@ -74,10 +74,10 @@ class MergedWindows:
         return converted
 
     def read(self, number: int, batch: Any) -> Merged | None:
-        """What the batch was merged from; the same again where a closure runs its batch again. None: it was not.
+        """What the batch was merged from, None if it was not; the same again if a closure runs its batch again.
 
         Args:
-            number: of the batch, counted over the run.
+            number: the batch's number in the run.
         """
         if self.sampler is None:
             return None
@@ -94,10 +94,10 @@ class MergedWindows:
         return self._read[1]
 
     def renumber(self, rest: Sequence[Any], place: int) -> Sequence[Any]:
-        """The arguments after the batch, with the batch_idx that a batch of this window has without us.
+        """The arguments after the batch, with the batch_idx that a batch of this window would have without us.
 
         Args:
-            place: of that batch in its window.
+            place: that batch's position in its window.
         """
         if self.sampler is None or not rest or not isinstance(rest[0], int):
             return rest

@@ -1,4 +1,4 @@
-"""What trying rungs may cost: a share of the run's expected time, and one-time costs where the run can save them."""
+"""What trying rungs may cost: a share of the run's expected time, plus one-time costs that the run can pay back."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ LEAST_LIMIT_S, LIMIT_S = 10.0, 60.0
 COSTLY_LIMIT_S = 600.0
 """For a rung with a one-time cost, such as a compile."""
 BASE_S, PER_LAYER_S = 5.0, 0.3
-"""What compiling a model takes, roughly, where that is not known: so much, and so much for each of its layers."""
+"""Rough compile time of a model if unknown: a constant, plus a time for each of its layers."""
 ENDLESS = 10**9
-"""Optimizer steps of a run that goes on until somebody ends it."""
+"""Optimizer steps assumed for a run without an end."""
 LEAST_PLAYS = 3
-"""Of one batch, that trying anything takes: the modules unchanged, and twice with a rung."""
+"""Plays of one batch that any trial takes: the modules unchanged, and twice with a rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """How strictly rungs are judged."""
+    """The conditions under which rungs are rehearsed and kept."""
 
     by_ladder: frozenset[str] = frozenset()
-    """Rungs that a shipped ladder switched on: they must be worth it. What the user switched on must only work."""
+    """Rungs that a shipped ladder switched on: they must be worth it. Those the user switched on must only work."""
     weighs_costs: bool = True
-    """Weigh one-time costs against the length of this run; a trial stands for a longer one."""
+    """Weigh one-time costs against the length of this run. False in a trial, which represents a longer run."""
     steps_left: int | None = None
-    """Optimizer steps; None where that is not known."""
+    """Optimizer steps left in this run; None if unknown."""
     batches_per_step: float = 1.0
 
     def of_run(self, trainer: Any) -> Terms:
-        """These terms for the run that now begins."""
+        """These terms, completed for the run that now begins."""
         planned = count_planned_steps(trainer)
         if planned is None and trainer.max_epochs == trainer.max_steps == -1:
             planned = ENDLESS
@@ -48,14 +48,14 @@ class Terms:
 
 
 class Budget:
-    """The time that one rehearsal has, and what is too dear to be tried in it.
+    """The time that one rehearsal has, and which rungs are too expensive to try in it.
 
     Args:
         root: the LightningModule.
-        modules: inside it, that rungs change.
-        memory: of earlier rehearsals.
-        settings: of a rung, by its name.
-        first_ms: what the first batch took, warm-up included: no later one takes longer.
+        modules: the submodules that rungs change.
+        memory: results of earlier rehearsals.
+        settings: returns a rung's settings by its name.
+        first_ms: the first batch's time, warm-up included: an upper bound for later batches.
     """
 
     def __init__(
@@ -71,30 +71,30 @@ class Budget:
         self._root, self._modules, self._first_ms = root, modules, first_ms
         self._settings_of = settings
         self.base_ms = 0.0
-        """What the unchanged modules take for one batch."""
+        """Time of the unchanged modules for one batch."""
         self.play_s = 0.0
-        """What playing them took, with all that is put back around it."""
+        """Time for one play of them, including saving and restoring state."""
         self._began_s = time.perf_counter()
 
     @property
     def step_ms(self) -> float:
-        """What the unchanged modules take for one optimizer step."""
+        """Time of the unchanged modules for one optimizer step."""
         return self.base_ms * self.terms.batches_per_step
 
     def add_one_time(self, step: Step, seconds: float) -> None:
-        """A rung's first call took so much longer: weighed by itself, and no part of the share."""
+        """Exclude the one-time cost of a rung's first call from the rehearsal's share, and remember it."""
         self._began_s += seconds
         self.memory.keep_first_call_s(step.rung, self._settings(step), seconds)
 
     def may_play(self, ms: float, share: float) -> bool:
-        """Whether one more play of so many milliseconds fits into a share of the rehearsal's time."""
+        """Whether one more play of `ms` milliseconds fits into a share of the rehearsal's time."""
         if not self.terms.weighs_costs:
             return True
         allowed_s = judge.limit_rehearsal_s(self.terms.steps_left, (self.base_ms or ms) * self.terms.batches_per_step)
         return self._spent_s + ms / 1e3 <= share * allowed_s
 
     def refuse_all(self, steps: Sequence[Step]) -> list[Outcome]:
-        """All rungs with their faults, where this run is too short to play anything; else none."""
+        """Outcomes that refuse all rungs if this run is too short to play anything; else empty."""
         if self.terms.steps_left is None or not self.terms.weighs_costs:
             return []
         batches = self.terms.steps_left * self.terms.batches_per_step
@@ -106,7 +106,7 @@ class Budget:
         return [Outcome(rung=step.rung, fault=why, is_lasting=False) for step, why in zip(steps, faults, strict=True)]
 
     def _explain_too_short(self, step: Step, batches: float) -> str | None:
-        """None for what the user asked for, and for a one-time cost that may pay back even so."""
+        """Why the run is too short; None for a rung that the user switched on, or whose one-time cost may pay back."""
         if self._must_pay_back(step):
             step, step_ms = find_cheapest(step), self._first_ms * self.terms.batches_per_step
             return judge.explain_no_pay_back(self._expect_first_call_s(step), step_ms, self.terms.steps_left)
@@ -115,7 +115,7 @@ class Budget:
         return f"this run is too short to try it: trying may take 5 % of the {batches:,.0f} batches that are left"
 
     def refuse(self, step: Step) -> str | None:
-        """Why one rung is not even tried; None where it may be."""
+        """Why a rung is not even tried; None if it may be tried."""
         known = self.memory.find_failure(step.rung, self._settings(step))
         if known is not None:
             return f"it failed here on {known.date}: {known.why}; to try it again, delete {self.memory.path}"
@@ -133,7 +133,7 @@ class Budget:
         self.memory.keep_failure(step.rung, self._settings(step), why)
 
     def limit_s(self, step: Step) -> float:
-        """Of trying a rung. A compile that has to pay back may take no longer than the rest of the run could save."""
+        """Time limit for trying a rung. A compile that must pay back may take no longer than the run can still save."""
         left = self.terms.steps_left if self.terms.weighs_costs and self._must_pay_back(step) else None
         if not is_costly(step) or left is None:
             return COSTLY_LIMIT_S if is_costly(step) else LIMIT_S
@@ -161,10 +161,10 @@ class Budget:
 
 
 def is_costly(step: Step) -> bool:
-    """Whether its first call has a one-time cost."""
+    """Whether the rung's first call has a one-time cost."""
     return step.change.pay_back is not None
 
 
 def find_cheapest(step: Step) -> Step:
-    """The same with the smaller one-time cost that it can have."""
+    """The rung's variant with a smaller one-time cost, if it has one; else the rung itself."""
     return step if step.change.cheaper is None else replace(step, change=step.change.cheaper)

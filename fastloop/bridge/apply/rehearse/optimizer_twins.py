@@ -1,4 +1,4 @@
-"""One step of an optimizer's twin: the same class, settings and state, on copies of a few parameters."""
+"""Steps an optimizer's twin, which has the same class, settings and state, on copies of a few parameters."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fastloop.errors import let_through
 from fastloop.feeds.batch_tree import tensors
 
 MOST_BYTES = 256 * 2**20
-"""Of the copied parameters of one optimizer: the largest ones that fit."""
+"""Limit for the copied parameters of one optimizer; the largest ones that fit are copied."""
 GRADIENT = 1e-3
 STATE_COPIES = 2
-"""Of the parameters, in the state of an optimizer that shows nothing."""
+"""Assumed state size, in copies of the parameters, of an optimizer whose twin cannot step."""
 
 
 def step_twins(optimizers: Sequence[Any], device: torch.device) -> Played:
-    """Let a twin of each optimizer make two steps; the outputs are how far that moved its parameters.
+    """Let a twin of each optimizer make two steps; the outputs are the changes of its parameters.
 
-    The second step is timed: the first makes the state where there is none yet.
+    The second step is timed, since the first creates the state if there is none yet.
     """
     played = Played()
     for optimizer in optimizers:
@@ -41,7 +41,7 @@ def step_twins(optimizers: Sequence[Any], device: torch.device) -> Played:
 
 
 def make_twin(optimizer: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A copy without hooks, and pairs of parameters and its copies of them, with gradients of a fixed random stream."""
+    """A copy without hooks, and pairs of parameters and their copies, with gradients from a fixed random stream."""
     chosen = _choose(optimizer)
     random = {each.device: torch.Generator(device=each.device) for each in chosen}
     for stream in random.values():
@@ -51,7 +51,7 @@ def make_twin(optimizer: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tenso
         copies[id(parameter)] = own = parameter.detach().clone()
         noise = torch.randn(own.shape, generator=random[own.device], device=own.device)
         own.grad = torch.empty_like(own).copy_(GRADIENT * noise)
-    twin = copy.copy(optimizer)  # by torch's own __getstate__, which leaves hooks behind
+    twin = copy.copy(optimizer)  # uses torch's own __getstate__, which drops hooks
     twin.param_groups = [
         {**group, "params": [copies[id(each)] for each in group["params"] if id(each) in copies]}
         for group in optimizer.param_groups
@@ -64,7 +64,7 @@ def make_twin(optimizer: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tenso
 
 
 def _choose(optimizer: Any) -> list[torch.Tensor]:
-    """The largest parameters that fit together, and always one."""
+    """The largest parameters that fit together, at least one."""
     every = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     chosen: list[torch.Tensor] = []
     taken = 0
@@ -77,7 +77,7 @@ def _choose(optimizer: Any) -> list[torch.Tensor]:
 
 
 def count_state_bytes(optimizer: Any) -> int:
-    """What an optimizer's state will take that is not there yet, judged by a step of its twin on a few parameters."""
+    """Bytes of optimizer state that do not exist yet, estimated from a step of its twin on a few parameters."""
     every = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     whole: int = sum(each.nbytes for each in every if each not in optimizer.state)
     if not whole:
@@ -85,7 +85,7 @@ def count_state_bytes(optimizer: Any) -> int:
     try:
         twin, pairs = make_twin(optimizer)
         torch.no_grad()(twin.step)()
-    except Exception as error:  # one that wants a closure, say
+    except Exception as error:  # such as one that needs a closure
         let_through(error)
         return STATE_COPIES * whole
     made = sum(each.nbytes for state in twin.state.values() for each in tensors(state))

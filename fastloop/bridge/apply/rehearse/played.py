@@ -1,4 +1,4 @@
-"""What came of running modules or optimizers once, and how far it is from what came of it another time."""
+"""The results of running modules or optimizers once, and the deviation between two runs."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from fastloop.judge.rehearsal import Deviation
 
 @dataclass
 class Played:
-    """What came of playing calls once."""
+    """The results of playing calls once."""
 
     ms: float = 0.0
     outputs: list[torch.Tensor] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of parameters by their names, and of inputs by call and place; summed over the calls."""
+    """Gradients of parameters by name, and of inputs by call and position; summed over the calls."""
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, where it works apart from the host."""
+    """Wait for the device if it runs asynchronously."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
-    """How far the second is from the first.
+    """How far the second run deviates from the first.
 
     Raises:
-        ValueError: they have other outputs, or outputs of other shapes.
+        ValueError: the outputs differ in number or shapes.
     """
     shapes = [[tuple(each.shape) for each in played.outputs] for played in (unchanged, changed)]
     if shapes[0] != shapes[1]:
@@ -43,8 +43,8 @@ def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
 
 
 def _compare(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> tuple[float, bool]:
-    """The norm of all differences over the norm of the first ones, and whether the second ones are finite where those
-    are. One synchronization."""
+    """The norm of all differences divided by that of the first values, and whether the second values are finite
+    wherever the first are. One synchronization."""
     if not pairs:
         return 0.0, True
     sums: list[torch.Tensor] = []

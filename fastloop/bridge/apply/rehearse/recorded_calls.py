@@ -1,4 +1,4 @@
-"""Calls of modules, recorded while a step runs and played again: forward and backward, without a trace."""
+"""Records calls of modules while a step runs, and plays them again, forward and backward, without a trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import is_container, map_tensors, rebuild, tensors
 
 MOST_CALLS = 4
-"""Of one module: a discriminator is called on real and on generated samples, with other arguments each."""
+"""Limit per module: a discriminator is called on real and on generated samples, with different arguments."""
 
 
 @dataclass(frozen=True)
@@ -29,37 +29,37 @@ class Call:
     """One call of a module in training."""
 
     name: str
-    """Of the module; empty: the LightningModule itself."""
+    """The module's name; empty for the LightningModule itself."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     grad: bool
     """Whether a backward pass may follow."""
     is_of_batch: bool
-    """Whether it was called with tensors of the batch themselves."""
+    """Whether an argument is a tensor of the batch itself."""
     sources: Mapping[int, tuple[int, int]]
-    """Arguments, by place among its tensors, that are outputs of an earlier call: its number and the place there."""
+    """Argument tensors, by position, that are outputs of an earlier call: its number and the output's position."""
     trained: tuple[bool, ...]
-    """Of each parameter of the module, whether it wanted a gradient: toggled optimizers change that within a step."""
+    """Whether each parameter of the module required a gradient: toggled optimizers change that within a step."""
     groups: int = 1
-    """The user's batches that it held, where BatchNorm heeds them."""
+    """Number of user batches in the call, if BatchNorm normalizes them separately."""
 
 
 class CallRecorder:
-    """Takes the calls of some modules while they train, with copies of their arguments."""
+    """Records the calls of some modules in training, with copies of their arguments."""
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str], groups: BatchGroups | None = None) -> None:
         self.groups = groups or BatchGroups()
         self.calls: list[Call] = []
         self.problem: str | None = None
-        """Why what was seen cannot be played again."""
+        """Why the recorded calls cannot be played again."""
         self.is_whole = True
-        """No call in training was left out."""
+        """Whether every call in training was recorded."""
         self._versions: dict[str, int] = {}
         self._current: dict[str, int] = {}
-        """Of each module, the call that is going on."""
+        """The number of each module's call in progress."""
         self._of_batch: dict[int, torch.Tensor] = {}
         self._made: dict[Any, tuple[tuple[int, int], torch.Tensor]] = {}
-        """Outputs by where they lie in memory: a detached one is known too. Held, so that nothing else comes there."""
+        """Outputs by memory address, which also finds detached ones. Kept alive, so that the memory is not reused."""
         self._hooks: list[Any] = []
         for name in names:
             inner = module.get_submodule(name)
@@ -73,11 +73,11 @@ class CallRecorder:
         return bool(self._hooks)
 
     def note_batch(self, batch: Any) -> None:
-        """Know the tensors of the batch that is about to be trained on."""
+        """Remember the tensors of the batch that is about to be trained on."""
         self._of_batch = {id(each): each for each in tensors(batch)}
 
     def stop(self) -> None:
-        """Take the hooks off. Harmless when called twice."""
+        """Remove the hooks. Idempotent."""
         self._of_batch = {}
         self._made.clear()
         while self._hooks:
@@ -101,7 +101,7 @@ class CallRecorder:
                 self._current[name] = len(self.calls)
                 grad, groups = torch.is_grad_enabled(), self.groups.count
                 self.calls.append(Call(name, *copies, grad, own, sources, trained, groups))
-            except Exception as error:  # whatever a user's own type raises when it is copied
+            except Exception as error:  # any error from copying a user's type
                 self.problem = (
                     f"an argument of {name or 'the module'} cannot be copied: {type(error).__name__}: {error}"
                 )
@@ -121,7 +121,7 @@ class CallRecorder:
 
 
 class _Hook:
-    """A hook that stays behind where its module is copied or pickled."""
+    """A hook that does nothing in a copied or unpickled module."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self.call = call
@@ -142,7 +142,7 @@ def _do_nothing(*_: Any) -> None:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """Calls of now are tries, and no step's: no recorder takes them."""
+    """Make recorders ignore calls inside ``with``, which belong to trials and to no step."""
     _Hook.is_deaf = True
     try:
         yield
@@ -151,7 +151,7 @@ def unrecorded() -> Iterator[None]:
 
 
 def _locate(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype] | None:
-    """None for a tensor without a place in memory, as a sparse one."""
+    """Address, shape and type; None for a tensor without an address, such as a sparse one."""
     try:
         return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
     except (RuntimeError, NotImplementedError):
@@ -163,7 +163,7 @@ def _sum_versions(module: torch.nn.Module) -> int:
 
 
 def copy_value(value: Any) -> Any:
-    """A copy with tensors of its own, which want gradients where the original's did; objects by their own ``clone``."""
+    """A deep copy whose tensors require gradients as the originals do; objects are copied by their ``clone`` if any."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, (torch.nn.Module, str, bytes, int, float, type(None))):
@@ -178,9 +178,9 @@ class Player:
     """Plays recorded calls again.
 
     Args:
-        context: what surrounds a training step: the precision's, and DDP's where it wraps the model.
-        convert: what is done to batches on their way, applied to arguments that are the batch's.
-        groups: told what each call held.
+        context: the contexts of a training step: the precision's, and DDP's if it wraps the model.
+        convert: the conversions of batches, applied to arguments that are the batch's tensors.
+        groups: receives the number of user batches in each call.
     """
 
     def __init__(
@@ -201,15 +201,15 @@ class Player:
         self.modules = [module.get_submodule(name) for name in dict.fromkeys(call.name for call in calls)]
 
     def has_dropout(self) -> bool:
-        """Whether `play` without dropout is another one."""
+        """Whether `play` without dropout gives different results."""
         return any(isinstance(each, _DropoutNd) and each.p > 0 for module in self.modules for each in module.modules())
 
     def play(self, *, seed: int | None = None, dropout: bool = True) -> Played:
-        """All calls, forward and backward; everything is afterwards as it was.
+        """Play all calls, forward and backward, and restore everything afterwards.
 
         Args:
-            seed: of the random streams, in place of where they are.
-            dropout: False: without it, so that two plays can be compared whatever random numbers they draw.
+            seed: a seed for the random streams; None to use their current states.
+            dropout: if False, switch dropout off, so that two plays can be compared whatever random numbers they draw.
 
         Raises:
             Exception: whatever the modules raise.
@@ -241,7 +241,7 @@ class Player:
         module = self.module.get_submodule(call.name)
         with _toggled(module, call.trained), self._groups.of(call.groups):
             with self._context(), torch.set_grad_enabled(call.grad):
-                # Leaves that want a gradient must not be changed in place, as a first layer may.
+                # A first layer may change its input in place, which is forbidden for leaves that require gradients.
                 output = module(*map_tensors(args, _take_off_leaf), **map_tensors(kwargs, _take_off_leaf))
             self._finish_one(index, call, module, (args, kwargs), output, played)
 
@@ -272,7 +272,7 @@ class Player:
                 played.gradients[name] = gradient.detach() if known is None else known + gradient
 
     def _make_cotangent(self, index: int, place: int, output: torch.Tensor) -> torch.Tensor:
-        """The same for each play, whatever the precision."""
+        """The output's gradient for the backward: the same for each play, whatever the precision."""
         key = (index, place)
         if key not in self._cotangents:
             self._random.manual_seed(index * 1000 + place)
@@ -284,7 +284,7 @@ class Player:
 
     @contextlib.contextmanager
     def _without_tensor_hooks(self) -> Iterator[None]:
-        """Hooks on the parameters themselves would see gradients that are no step's."""
+        """Disable hooks on parameters, which would get gradients that belong to no step."""
         hooked = [
             (parameter, parameter._backward_hooks)
             for module in self.modules
@@ -301,7 +301,7 @@ class Player:
 
     @contextlib.contextmanager
     def perturbed(self, error: float) -> Iterator[None]:
-        """Every parameter off by a relative error, as rounding would have it."""
+        """Change every parameter by a random relative error, as rounding would."""
         self._random.manual_seed(1)
         parameters = {id(each): each for module in self.modules for each in module.parameters()}.values()
         before = [each.detach().clone() for each in parameters]
@@ -319,7 +319,7 @@ class Player:
 
 
 def _hand_on(made: Mapping[tuple[int, int], torch.Tensor], call: Call, given: Any) -> Any:
-    """Arguments as this play has made them: of the type and in the memory order that they come in now."""
+    """Replace arguments that are outputs of earlier calls by this play's outputs, in their current type and layout."""
     places = itertools.count()
 
     def swap(tensor: torch.Tensor) -> torch.Tensor:
@@ -335,7 +335,7 @@ def _take_off_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _toggled(module: torch.nn.Module, trained: Sequence[bool]) -> Iterator[None]:
-    """The parameters want gradients as they did in the call."""
+    """Set requires_grad of the parameters as it was in the call."""
     before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     for (parameter, _), wanted in zip(before, trained, strict=True):
         parameter.requires_grad_(wanted)
@@ -347,7 +347,7 @@ def _toggled(module: torch.nn.Module, trained: Sequence[bool]) -> Iterator[None]
 
 
 def _find_tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Those of an output; of an object that is no container, its attributes'."""
+    """The tensors in an output; for an object that is not a container, those in its attributes."""
     found = list(tensors(output))
     if not found and hasattr(output, "__dict__"):
         found = list(tensors(vars(output)))

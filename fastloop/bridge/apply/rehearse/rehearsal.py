@@ -1,9 +1,8 @@
-"""Rungs that change the device's work are tried in the user's process before they count.
+"""Tries rungs that change the device's work in the user's process before they count.
 
 The first step runs as the user wrote it, and its calls of the model's modules are recorded. Before the second step they
-are played again, without a trace: unchanged, then with one rung after the other. A rung that raises, that deviates,
-that compiles again for the same shapes, that takes too long or that cannot pay back is taken away again, and training
-goes on as if nobody had asked for it.
+are played again, without a trace: unchanged, then with the rungs added one at a time. A rung is removed if it raises,
+deviates, recompiles for the same shapes, takes too long or cannot pay back; training then goes on without it.
 """
 
 from __future__ import annotations
@@ -35,28 +34,28 @@ from fastloop.records.plan import Rehearsed, Step
 
 UNCOUNTED_BATCHES = 8
 OPTIMIZER_LIMIT = 1e-2
-"""Deviation of an optimizer's step: rounding, where small differences of large weights are compared."""
+"""Largest deviation of an optimizer's step: comparing small differences of large weights amplifies rounding."""
 MOST_PLAYS = 3
 BASE_SHARE = 0.25
-"""Of the time for a rehearsal that may go into a better reading of the unchanged modules."""
+"""Share of a rehearsal's time that may go into timing the unchanged modules more precisely."""
 ENOUGH_MS = 300.0
-"""Of playing, for one reading."""
+"""Play time that suffices for one timing."""
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
 class Hands:
-    """What a rehearsal may do to the run, given to it by the applier."""
+    """The applier's functions that a rehearsal may use on the run."""
 
     apply: Callable[[Step], None]
     unapply: Callable[[Step], None]
     settings: Callable[[str], Any]
-    """Of a rung, by its name."""
+    """Returns a rung's settings by its name."""
     say: Callable[[str], None]
 
 
 class Rehearsal:
-    """The rehearsal of one fit on one rank. All ranks take part in it at the same moment, and come to one answer."""
+    """The rehearsal of one fit on one rank. All ranks take part at the same time and reach the same result."""
 
     def __init__(self, site: LiveSite, steps: Sequence[Step], terms: Terms, hands: Hands) -> None:
         self.site, self.steps, self.terms, self.hands = site, list(steps), terms, hands
@@ -68,20 +67,20 @@ class Rehearsal:
         self._batches = 0
 
     def note_batch(self, args: tuple[Any, ...]) -> None:
-        """The first batch is about to be trained on; the arguments of training_step, of which it is the first."""
+        """The first batch is about to be trained on. `args` are the arguments of training_step."""
         if self._recorder.is_recording:
             self._recorder.note_batch(args)
             self._first_began_s = time.perf_counter()
 
     def stop_recording(self) -> None:
-        """The first batch is done, and with it all that is played later. Harmless when called twice."""
+        """The first batch is done, and all calls to play later are recorded. Idempotent."""
         if self._recorder.is_recording:
             self._first_ms = 1e3 * (time.perf_counter() - self._first_began_s)
         self._recorder.stop()
 
     def is_due(self) -> bool:
-        """Whether the first optimizer step is done; asked once a batch. Steps that a module makes behind Lightning's
-        back, with the bare optimizers, are not counted: there some batches have to do."""
+        """Whether the first optimizer step is done; must be called once per batch. Lightning does not count steps that
+        a module makes with the bare optimizers; then a number of batches decides."""
         self._batches += 1
         uncounted = not self.site.module.automatic_optimization and self._batches > UNCOUNTED_BATCHES
         return bool(self.site.trainer.global_step > self._began_at) or uncounted
@@ -92,7 +91,9 @@ class Rehearsal:
         """Try all rungs; those that stay are applied when this returns."""
         outcomes: list[Outcome] = []
         self.stop_recording()
-        if (made := self.site.trainer.global_step - self._began_at) > 1:  # Lightning counts each optimizer's steps
+        if (
+            made := self.site.trainer.global_step - self._began_at
+        ) > 1:  # Lightning adds up the steps of all optimizers
             self.terms = replace(self.terms, batches_per_step=1 / made)
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
@@ -116,7 +117,7 @@ class Rehearsal:
             self._recorder.calls.clear()
 
     def _play_unchanged(self) -> str | None:
-        """Read what the modules compute and take as the user wrote them; why they cannot be played again, if so."""
+        """Record the unchanged modules' results and time; returns why they cannot be played again, or None."""
         problem = self._recorder.problem
         if not self.site.facts.plain_gradients:
             problem = f"under {self.site.facts.strategy} ranks exchange data inside a module's call"
@@ -127,7 +128,7 @@ class Rehearsal:
                 with limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"):
                     if self.site.trainer.world_size > 1 and not self.site.facts.compiled_by_user:
                         with RefuseCollectives():  # type: ignore[no-untyped-call]
-                            self._player.play()  # ranks do not play equally often
+                            self._player.play()  # ranks play different numbers of times
                     began = time.perf_counter()
                     self._base = self._player.play()
                     self._budget.play_s = time.perf_counter() - began
@@ -139,7 +140,7 @@ class Rehearsal:
         return next((each for each in problems if each is not None), None)
 
     def _heed_time_left(self) -> None:
-        """A Trainer with ``max_time`` may make fewer steps than it plans. All ranks take the same number."""
+        """Limit the steps left by ``max_time``, which may end a run early. All ranks use the same number."""
         timers = [each for each in self.site.trainer.callbacks if hasattr(each, "time_remaining")]
         left_s, step_ms = [each.time_remaining() for each in timers], self._budget.step_ms
         steps = [int(1e3 * each / step_ms) for each in left_s if each is not None and step_ms]
@@ -148,7 +149,7 @@ class Rehearsal:
         self.terms = self._budget.terms = replace(self.terms, steps_left=min(every, default=None))
 
     def _try_step(self, step: Step, problem: str | None, before: list[Outcome]) -> Outcome:
-        """One rung, with those that were kept before it. All ranks say the same in the end."""
+        """Try one rung on top of those kept before it. All ranks return the same result."""
         if problem is not None and step.change.rehearse == "modules":
             if step.rung in self.terms.by_ladder:
                 return Outcome(rung=step.rung, fault=f"it could not be tried first: {problem}", is_lasting=False)
@@ -167,11 +168,11 @@ class Rehearsal:
         return outcome
 
     def _refuse(self, step: Step) -> str | None:
-        """Why a rung is not even tried, on any rank."""
+        """Why a rung is not even tried, if any rank refuses it, or None."""
         return next((each for each in gather(self.site.trainer, self._budget.refuse(step)) if each is not None), None)
 
     def _try_here(self, step: Step, before: Sequence[Outcome]) -> Outcome:
-        """Apply a rung, and play what it changes; it is taken away again where that ends badly. No collectives."""
+        """Apply a rung and play what it changes; undo the rung if that fails. No collectives."""
         limit_s, is_lasting = self._budget.limit_s(step), True
         do = f"write rungs.{step.rung}.enabled: false"
         try:
@@ -186,7 +187,8 @@ class Rehearsal:
         except NotApplicable as error:
             fault, is_lasting = describe(error), False
         except Exception as error:
-            # A limit may be this run's own, memory another's, and an optimizer's twin fails for reasons of its own.
+            # A time limit may be specific to this run, another process may hold the memory, and an optimizer's twin may
+            # fail for unrelated reasons.
             fault = _explain(error)
             passing = _find_cause(error, (TimeLimit, torch.cuda.OutOfMemoryError)) is not None
             is_lasting = step.change.rehearse == "modules" and (limit_s == COSTLY_LIMIT_S or not passing)
@@ -199,9 +201,9 @@ class Rehearsal:
         return Outcome(rung=step.rung, fault=fault, is_lasting=is_lasting)
 
     def _try_modules(self, step: Step, before: Sequence[Outcome]) -> Outcome:
-        # A compiled module draws other random numbers, and would be compiled anew without dropout.
+        # A compiled module draws different random numbers, and would recompile without dropout.
         dropout = is_costly(step) or not self._player.has_dropout()
-        if not dropout and self._without_dropout is None:  # nothing that changes modules is on yet
+        if not dropout and self._without_dropout is None:  # no rung that changes modules is on yet
             self._without_dropout = self._player.play(dropout=False)
         self.hands.apply(step)
         first = self._player.play(dropout=dropout)
@@ -230,7 +232,7 @@ class Rehearsal:
         )
 
     def _try_optimizers(self, step: Step, _before: Sequence[Outcome]) -> Outcome:
-        self.hands.apply(step)  # which refuses what it does not know
+        self.hands.apply(step)  # raises for an optimizer it does not know
         self.hands.unapply(step)
         usual = step_twins(self.site.optimizers, self.site.device)
         self.hands.apply(step)
@@ -243,7 +245,7 @@ class Rehearsal:
         return Outcome(rung=step.rung, fault=fault, rehearsed=rehearsed)
 
     def _try_without_others(self, step: Step, failed: Outcome, before: list[Outcome]) -> Outcome:
-        """Two rungs may break together what either leaves whole: then the faster one of both stays."""
+        """Retry a failed rung without others: two rungs may fail only together, and then the faster one stays."""
         others = {each.rung: each for each in self.steps if each.change.rehearse == "modules"}
         for place in reversed(range(len(before))):
             kept = before[place]
@@ -269,7 +271,7 @@ class Rehearsal:
         return failed
 
     def _drop_slow(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """What a shipped ladder switched on and makes the first step's calls slower is taken away again."""
+        """Remove rungs that a shipped ladder switched on if they make the first step's calls slower."""
         judged = judge.drop_slow(outcomes, self._budget.base_ms, self.terms.by_ladder)
         steps = {each.rung: each for each in self.steps}
         for before, after in zip(outcomes, judged, strict=True):
@@ -280,7 +282,7 @@ class Rehearsal:
     # -- readings -------------------------------------------------------------------------------------------------
 
     def _read_ms(self, first_ms: float, share: float = 1.0) -> float:
-        """The shortest of a few plays, as many as there is time for in this share of what all may take."""
+        """The shortest of a few plays, as many as fit into this share of the rehearsal's time."""
         shortest, plays, spent_ms = first_ms, 1, first_ms
         while plays < MOST_PLAYS and spent_ms < ENOUGH_MS and self._budget.may_play(first_ms, share):
             played_ms = self._player.play().ms
@@ -288,7 +290,7 @@ class Rehearsal:
         return shortest
 
     def _measure_rounding(self, usual: Played, precision: str, dropout: bool) -> Deviation:
-        """What rounding, and other random draws, do to the modules as they are now."""
+        """The deviation that rounding and different random draws cause in the modules as they are now."""
         with self._player.perturbed(RESOLUTION[precision]):
             rounded = measure_deviation(usual, self._player.play(dropout=dropout))
         drawn = measure_deviation(usual, self._player.play(seed=1, dropout=dropout))
@@ -296,7 +298,7 @@ class Rehearsal:
         return Deviation(outputs=max(rounded.outputs, drawn.outputs), gradients=max(gradients, default=None))
 
     def _note_first_call(self, step: Step, first: Played, second: Played) -> float | None:
-        """What the first call took longer than the second, where that is a cost to weigh."""
+        """Seconds by which the first call exceeds the second, for a rung with a one-time cost; else None."""
         if not is_costly(step):
             return None
         seconds = max(0.0, first.ms - second.ms) / 1e3
@@ -314,7 +316,7 @@ class Rehearsal:
         return Outcome(rung=step.rung)
 
     def _agree(self, step: Step, mine: Outcome) -> Outcome:
-        """The answer of all ranks: what fails on one is taken away on all, and times are those of the slowest."""
+        """The outcome for all ranks: a rung that fails on one is removed on all; times are those of the slowest."""
         every = gather(self.site.trainer, mine)
         failed = next((rank for rank, each in enumerate(every) if each.fault is not None), None)
         if failed is None:
@@ -329,11 +331,11 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def _surround(self) -> Iterator[None]:
-        """What surrounds a training step: the precision, and DDP, which tells Dynamo where its buckets end."""
+        """Enter the contexts of a training step: the precision's, and DDP's, which shows Dynamo where buckets end."""
         inside = getattr(self.site.wrapped, "_inside_ddp_forward", contextlib.nullcontext)
         loop = self.site.trainer.fit_loop.epoch_loop
         logged = loop._results
-        loop._results = type(logged)(training=True)  # what a module logs in a play is no value of a step
+        loop._results = type(logged)(training=True)  # values that a module logs in a play belong to no step
         try:
             with inside(), self.site.strategy.precision_plugin.train_step_context():
                 yield
@@ -346,7 +348,7 @@ class Rehearsal:
         return value
 
     def _check_device(self, step: Step) -> None:
-        """Go no further on a device that is lost: every later call would fail, and say nothing of the cause."""
+        """Stop if the device is lost: every later call would fail without naming the cause."""
         if self.site.device.type != "cuda":
             return
         try:
@@ -361,7 +363,7 @@ class Rehearsal:
 
 
 def gather(trainer: Any, mine: Answer) -> list[Answer]:
-    """What all ranks say, in their order: a collective, where there are several."""
+    """Collect an object from all ranks, in rank order; a collective if there are several."""
     if trainer.world_size == 1:
         return [mine]
     every: list[Any] = [None] * trainer.world_size
@@ -370,14 +372,14 @@ def gather(trainer: Any, mine: Answer) -> list[Answer]:
 
 
 def _explain(error: Exception) -> str:
-    """What went wrong. A limit may have passed inside a compile, which makes an error of its own of it; what a signal's
-    handler raised is none of ours."""
+    """Describe the error. A compile may wrap a `TimeLimit` raised inside it in its own error; an exception that a
+    signal handler raised passes through."""
     limit = _find_cause(error, (TimeLimit,))
     return describe(error) if limit is None else str(limit)
 
 
 def _find_cause(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
-    """The error itself or one that it came of, if it is of these kinds."""
+    """The error itself or one in its chain of causes, if it is of these kinds; else None."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, kinds):
         cause = cause.__cause__ or cause.__context__

@@ -1,6 +1,6 @@
-"""What earlier rehearsals of this model have shown: read before one, and written after it.
+"""Results of earlier rehearsals of this model: read before a rehearsal, and written after it.
 
-A note, never a condition: a cache that cannot be read or written is as good as none.
+They are optional: a cache that cannot be read or written is treated as empty.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class RehearsalsFile:
     schema: ClassVar[int] = store.SCHEMA
     failures: Mapping[str, Failure] = field(default_factory=dict)
     first_call_s: Mapping[str, float] = field(default_factory=dict)
-    """What a rung's first call took longer than its second: compiling, mostly."""
+    """How much longer a rung's first call took than its second: mostly compile time."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The fastest micro-batch."""
 
 
 class Remembered:
-    """The file, and the fingerprints under which this model stands in it."""
+    """Reads and writes this model's entries in the file, by fingerprint."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
         self.folder = machine.find_cache_home() / "fastloop"
@@ -81,7 +81,7 @@ class Remembered:
         return store.load(self.path, RehearsalsFile) or RehearsalsFile()
 
     def _keep(self, table: str, key: str, value: object) -> None:
-        """The newest last, and no more than `MOST` in a table."""
+        """Save an entry; a table holds at most `MOST`, the newest last."""
         known = self._read()
         others = [each for each in getattr(known, table).items() if each[0] != key]
         with contextlib.suppress(OSError):
@@ -89,7 +89,7 @@ class Remembered:
 
 
 def fingerprint(modules: Sequence[torch.nn.Module], device: torch.device) -> str:
-    """Of what decides whether a rung works: the modules' classes and code, the parameters' shapes, versions, device."""
+    """Hash what decides whether a rung works: the modules' classes and code, parameter shapes, versions, device."""
     parts: list[Any] = [torch.__version__, device.type]
     if device.type == "cuda":
         parts.append(torch.cuda.get_device_name(device))

@@ -1,8 +1,8 @@
 """A second look, in real steps, at rungs that the rehearsal kept.
 
-A rehearsal plays one batch, and knows nothing of what the next ones bring: kernels that are planned anew for each new
-shape, say. So the first batches after it are timed. Where they take clearly longer than it promised, a few run without
-the rungs and a few with them, in turn, and a rung that makes them slower is found.
+A rehearsal plays only one batch, and misses effects of later ones, such as kernels that are planned anew for each new
+shape. So the first batches after it are timed. If they take clearly longer than it promised, blocks of batches run
+alternately without and with the rungs, to find a rung that makes them slower.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from fastloop.judge.second_look import Comparison, Timed
 from fastloop.records.plan import Rehearsed, Step
 
 SETTLING, WATCHED = 2, 8
-"""Batches after the rehearsal that are let go by, and then those that are held against it."""
+"""Batches after the rehearsal that are ignored, and then those that are compared with it."""
 BLOCK, ROUNDS = 4, 2
-"""Batches without rungs, then as many with them, and how often; one more before each, as a change has its cost."""
+"""Batches without rungs, then as many with them, and the repetitions; one untimed batch comes before each block,
+because a switch has its cost."""
 COMPILED = "_compiled_call_impl"
-"""Where torch's modules hold what runs in place of their own call."""
+"""The attribute of torch's modules with the compiled call that replaces their own."""
 FEWEST_STEPS_LEFT = 40
-"""Optimizer steps for each rung without which there is no second look."""
+"""Optimizer steps per rung that the run must have left for a second look."""
 ROOM = 1.2
-"""Times the memory that was in use at most, that must be there before rungs which may save some are switched off."""
+"""Factor on the peak memory that must be available before rungs that may save memory are switched off."""
 
 Batches = Generator[None, None, None]
-"""Goes on at the start of each batch."""
+"""Resumed at the start of each batch."""
 
 
 class SecondLook:
-    """The second look of one fit on one rank. All ranks switch at the same batches; they ask each other once, after the
-    batches that are watched, and again only where one of them suspects something.
+    """The second look of one fit on one rank. All ranks switch at the same batches; they communicate once, after the
+    watched batches, and again only if one of them is suspicious.
 
     Args:
-        outcomes: of the rungs that are looked at, in the ladder's order, as the rehearsal found them.
-        first: the batch that was rehearsed, as its sizes.
+        outcomes: the rehearsal's outcomes of the rungs to look at, in the ladder's order.
+        first: the sizes of the batch that was rehearsed.
 
     Attributes:
-        dropped: what came of rungs that were taken away.
-        seen: what was compared, of rungs that stay; for the evidence.
+        dropped: outcomes of the rungs that were removed.
+        seen: the comparison for rungs that stay, as evidence.
     """
 
     def __init__(
@@ -68,21 +69,21 @@ class SecondLook:
         self._promised = outcomes[-1].rehearsed or Rehearsed()
         self._first_size = _count_elements(first)
         self._paused: dict[str, list[tuple[Any, Any]]] = {}
-        """Modules and their compiled calls, by the rung that a comparison has them without."""
+        """Modules and their compiled calls that a comparison has taken off, by rung."""
         self._waits = False
-        """For the device, around each forward and backward."""
+        """Whether to synchronize with the device around each forward and backward."""
         self._began, self._size = 0.0, 0
         self._took_ms: float | None = None
         self._last: Timed | None = None
-        """The batch before this one; None where it had no backward."""
+        """The time of the previous batch; None if it had no backward."""
         self._global_step, self._is_between_steps = site.trainer.global_step, True
         self._batches = self._look()
-        next(self._batches)  # made between two batches, of which the second is the first to be let go by
+        next(self._batches)  # created between two batches; the second is the first to be ignored
 
     @classmethod
     def after(cls, rehearsal: Rehearsal, outcomes: Sequence[Outcome], hands: Hands, first: Sizes) -> SecondLook | None:
-        """The one that follows a rehearsal; None where nothing was promised, or what could not be switched again and
-        again without its one-time cost. The same on all ranks."""
+        """The second look after a rehearsal. None if no rung on modules was kept, if one cannot be switched repeatedly
+        without its one-time cost, or if the run is too short. The same on all ranks."""
         kept = [each for each in outcomes if each.fault is None and each.on_modules]
         steps = [step for step in rehearsal.steps if step.rung in {each.rung for each in kept}]
         left = rehearsal.terms.steps_left
@@ -94,10 +95,10 @@ class SecondLook:
         return cls(rehearsal.site, steps, kept, rehearsal.terms, hands, first)
 
     def batch_starts(self, batch: Any) -> bool:
-        """A batch is about to be trained on; whether nothing more is to be seen. May switch rungs."""
+        """A batch is about to be trained on; returns whether the second look is over. May switch rungs."""
         self._last = None if self._took_ms is None else Timed(self._took_ms, self._size)
         step, self._took_ms = self.site.trainer.global_step, None
-        # A module that steps its optimizers itself has none left between two batches.
+        # If a module steps its optimizers itself, every batch boundary counts as one between steps.
         self._is_between_steps = step != self._global_step or not self.site.module.automatic_optimization
         self._global_step = step
         is_over = next(self._batches, self) is self
@@ -111,12 +112,12 @@ class SecondLook:
         self._began = time.perf_counter()
 
     def backward_ends(self) -> None:
-        """A backward is done; the last one of a batch counts."""
+        """A backward is done; the batch's time ends with its last one."""
         if self._waits:
             synchronize(self.site.device)
         self._took_ms = 1e3 * (time.perf_counter() - self._began)
 
-    # -- what is done with the batches, one after the other -------------------------------------------------------
+    # -- the course of a second look, batch by batch --------------------------------------------------------------
 
     def _look(self) -> Batches:
         yield from self._let_pass(SETTLING)
@@ -146,7 +147,7 @@ class SecondLook:
         is_found = False
         for step in reversed(self.steps):
             if not self._is_costly(step) and any(COMPILED in vars(each) for each in self.site.module.modules()):
-                break  # what was compiled was compiled with it
+                break  # the compiled code includes this rung
             alone = yield from self._compare([step])
             if alone is not None and alone.is_slower:
                 is_found = True
@@ -155,7 +156,7 @@ class SecondLook:
             self._settle(self.steps, whole)
 
     def _compare(self, steps: Sequence[Step]) -> Generator[None, None, Comparison | None]:
-        """Batches with and without these rungs; with them in the end. All ranks say the same of what is slower."""
+        """Time batches with and without these rungs, which are on at the end. All ranks agree on what is slower."""
         times: dict[bool, list[Timed]] = {True: [], False: []}
         for is_on in ROUNDS * (False, True):
             self._switch(steps, is_on)
@@ -168,7 +169,7 @@ class SecondLook:
         return next((each for each in every if each is not None and each.is_slower), mine)
 
     def _settle(self, steps: Sequence[Step], found: Comparison | None) -> None:
-        """Take rungs away that make it slower, where a ladder switched them on; leave what was seen of the others."""
+        """Remove slower rungs that a shipped ladder switched on; keep the comparison as evidence for the others."""
         if found is None:
             return
         off = [step for step in steps if found.is_slower and step.rung in self.terms.by_ladder]
@@ -192,7 +193,7 @@ class SecondLook:
                     vars(module)[COMPILED] = call
             return
         if scaler := self.site.strategy.precision_plugin.state_dict():
-            self.site.scaler_state = scaler  # for the plugin that will take this one's place
+            self.site.scaler_state = scaler  # for the plugin that will replace this one
         for step in reversed(steps):
             if not self._is_costly(step):
                 self.hands.unapply(step)
@@ -216,7 +217,7 @@ class SecondLook:
     # -- readings -------------------------------------------------------------------------------------------------
 
     def _has_room(self, seen: Sequence[Timed]) -> bool:
-        """Whether batches would fit without rungs that save memory: the first one did, before it was rehearsed."""
+        """Whether batches would fit without rungs that save memory: the first one did, before the rehearsal."""
         device = self.site.device
         if device.type != "cuda":
             return True
@@ -227,5 +228,5 @@ class SecondLook:
 
 
 def _count_elements(sizes: Sizes) -> int:
-    """Elements of all tensors of these sizes."""
+    """Number of elements in all tensors of these sizes."""
     return sum(torch.Size(shape).numel() for shape in sizes.values())

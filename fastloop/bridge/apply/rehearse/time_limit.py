@@ -1,4 +1,4 @@
-"""A limit for work in the user's own process: an exception where Python runs, and the end of the process where not."""
+"""A time limit for work in the user's own process: raises in Python code; ends the process if native code hangs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 GRACE_S = 60.0
-"""Native code that does not come back to Python within this time after the limit never will."""
+"""If native code does not return to Python within this time after the limit, the process ends."""
 SILENT_S = 2.0
-"""Whoever waits for longer wants to know what for."""
+"""A wait longer than this is announced to the user."""
 REPEAT_S = 20.0
 
 
@@ -29,11 +29,11 @@ class TimeLimit(Exception):
 
 @contextlib.contextmanager
 def limited(seconds: float, *, cause: str, do: str) -> Iterator[None]:
-    """Raise `TimeLimit` in this thread after `seconds`; end the process with its cause where that is not heard.
+    """Raise `TimeLimit` in this thread after `seconds`; end the process with a message if that has no effect.
 
     Args:
-        cause: what hung, for the last words.
-        do: the key to turn off.
+        cause: what hung, for the message.
+        do: what the user should do, for the message.
     """
     last_words = threading.Timer(seconds + GRACE_S, _end_process, (seconds + GRACE_S, cause, do))
     last_words.daemon = True
@@ -48,7 +48,7 @@ def limited(seconds: float, *, cause: str, do: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """By a signal, which also ends waiting for a lock. Only the main thread hears signals."""
+    """Raise by a signal, which also interrupts waiting for a lock. Only the main thread receives signals."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         with _interrupted(seconds):
             yield
@@ -64,13 +64,13 @@ def _alarm(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)  # None: set from C
-        if left:  # the user's own alarm, that much later as it would have come
+        if left:  # restore the user's own alarm, with the time it has left
             signal.setitimer(signal.ITIMER_REAL, max(1e-3, left - (time.monotonic() - began)), again)
 
 
 @contextlib.contextmanager
 def _interrupted(seconds: float) -> Iterator[None]:
-    """Raise in this thread, at its next line of Python."""
+    """Raise in this thread, at its next line of Python code."""
     this = ctypes.c_ulong(threading.get_ident())
     raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
     timer = threading.Timer(seconds, raise_in, (this, ctypes.py_object(TimeLimit)))
@@ -96,7 +96,7 @@ def _end_process(seconds: float, cause: str, do: str) -> None:
 
 @contextlib.contextmanager
 def announced(what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Say what is going on once it has taken two seconds, and again every twenty."""
+    """Report what is running once it has taken two seconds, and again every twenty."""
     done, began = threading.Event(), time.monotonic()
 
     def speak() -> None:

@@ -1,4 +1,4 @@
-"""The rungs of a fit that are tried before they count: rehearsed after the first step, looked at in later ones."""
+"""Tries rungs before they count: a rehearsal after the first step, and a second look in later ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MOST_BATCHES = 16
 
 
 class Tries:
-    """A rehearsal and the second look that follows it, between the batches of a fit.
+    """Runs a rehearsal, and the second look that follows it, between the batches of a fit.
 
     Args:
-        rehearsal: still to come.
+        rehearsal: the rehearsal to run.
         pause: undoes a rung that may come back.
-        settle: takes what came of some rungs.
-        one_time: the ledger that the rehearsal's time goes to.
-        warn: takes one line for the user that must not be missed.
+        settle: receives the outcomes of some rungs.
+        one_time: collects one-time costs, here the rehearsal's time.
+        warn: receives a line that the user must not miss.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Tries:
         self._one_time, self._warn = one_time, warn
         self._rehearsal: Rehearsal | None = rehearsal
         self._look: SecondLook | None = None
-        """At the rungs that the rehearsal kept; while it goes on."""
+        """The second look at the rungs that the rehearsal kept; None before and after it."""
         self._first_sizes: Sizes = {}
         self._late: list[Callable[[Any], Any]] = []
-        """Conversions of batches, for the one that had come to the device before its rung came."""
+        """New conversions, still to be applied to the batch that reached the device before its rung was on."""
         self.seen: Mapping[str, Any] = {}
-        """Batches with rungs and without, where somebody had to look."""
+        """The comparison of batches with and without rungs, if a second look was needed."""
 
     @property
     def is_over(self) -> bool:
@@ -62,12 +62,12 @@ class Tries:
             self._look.forward_starts()
 
     def take_late_conversions(self) -> list[Callable[[Any], Any]]:
-        """What is still to be done to the batch that a training step begins with."""
+        """Conversions still to be applied to the batch of the training step that now begins."""
         late, self._late = self._late, []
         return late
 
     def first_batch_done(self, batch: Any) -> None:
-        """The first batch was trained as the user wrote it."""
+        """The first batch was trained on without changes."""
         if self._rehearsal is not None:
             self._rehearsal.stop_recording()
             self._first_sizes = read_sizes([batch], {})
@@ -78,8 +78,8 @@ class Tries:
             self._look.backward_ends()
 
     def go_on(self, batch: Any) -> None:
-        """Between two steps, before this batch: try the rungs that wait for it, once the first step is done. Later,
-        look at those that stay once more."""
+        """Before this batch, between two steps: once the first step is done, rehearse the waiting rungs. Later, take a
+        second look at those that stay."""
         before = list(self._site.staging.conversions)
         try:
             if self._look is not None:
@@ -100,7 +100,7 @@ class Tries:
                 outcomes = rehearsal.run()
         except FastLoopError:
             raise
-        except Exception as error:  # ours: none of the user's code runs outside of what the rehearsal catches
+        except Exception as error:  # our own error: the rehearsal catches all errors of user code
             why = f"the rehearsal failed: {describe(error)}"
             self._warn(f"its rungs are off: {why}")
             outcomes = self._drop(rehearsal.steps, why, is_lasting=True)
@@ -113,7 +113,7 @@ class Tries:
             if not look.batch_starts(batch):
                 return
             outcomes = look.dropped
-        except Exception as error:  # ours, as above
+        except Exception as error:  # our own error, as above
             outcomes = self._drop(look.steps, f"switching it in training failed: {describe(error)}", is_lasting=False)
         self._look, self.seen = None, look.seen
         self._settle(outcomes)

@@ -1,7 +1,7 @@
-"""Run a model as often as need be, and leave no trace: what a forward pass changes is put back.
+"""Restores all state that a forward pass changes, so that a model can run any number of times without a trace.
 
-A backward pass by ``torch.autograd.grad`` leaves gradients, their hooks and DDP alone; what is left is what a forward
-pass may change: random streams, buffers, and whatever Python objects its modules and hooks keep.
+A backward pass by ``torch.autograd.grad`` does not touch gradients, their hooks or DDP. What remains is state that a
+forward pass may change: random streams, buffers, and any Python objects that modules and hooks keep.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastloop.bridge import namespaces
 from fastloop.errors import NotApplicable
 
 MOST_OBJECTS = 100_000
-"""Python objects that a model may keep; looking at more would take longer than a step."""
+"""Limit for the Python objects that a model keeps; checking more would take longer than a step."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OURS = ("_compiled_call_impl", "_parameters", "_modules", *HOOKS)
 """Attributes of a module that no forward pass changes, or that are not the user's."""
@@ -43,10 +43,10 @@ _NOT_WALKED = ("torch.", *(f"{name}." for name in namespaces.NAMES))
 
 @contextlib.contextmanager
 def untouched(*modules: torch.nn.Module) -> Iterator[None]:
-    """What the modules keep, and all random streams, are afterwards what they were before, bit for bit.
+    """Restore the modules' state and all random streams afterwards, bit for bit.
 
     Raises:
-        NotApplicable: the modules keep more than can be put back.
+        NotApplicable: the modules keep more objects than can be restored.
     """
     streams, kept = keep_random_streams(), Kept()
     for module in modules:
@@ -61,7 +61,7 @@ def untouched(*modules: torch.nn.Module) -> Iterator[None]:
 
 
 def keep_random_streams() -> Callable[[], None]:
-    """Note where all random streams are; returns what puts them back."""
+    """Save the states of all random streams; returns a function that restores them."""
     numpy = sys.modules.get("numpy")
     python, host = random.getstate(), torch.get_rng_state()
     arrays = numpy.random.get_state() if numpy is not None else None
@@ -79,17 +79,17 @@ def keep_random_streams() -> Callable[[], None]:
 
 
 class Kept:
-    """Copies of what objects hold, each object once, and the way back."""
+    """Copies the contents of objects, each object once, and restores them."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}
-        """Every object looked at; held, so that no other gets its id."""
+        """Every visited object, kept alive so that no other object gets its id."""
         self._undos: list[Callable[[], object]] = []
         self._attributes: list[tuple[Any, dict[str, Any]]] = []
         self._containers: list[tuple[Any, list[Any]]] = []
 
     def find_change(self) -> str | None:
-        """Something that is not the object it was: an attribute, by its owner's class, or what a container holds."""
+        """Name one attribute (by its owner's class) or container member that is no longer the same object, or None."""
         for owner, before in self._attributes:
             now = vars(owner)
             for name in {**before, **now}:
@@ -101,10 +101,10 @@ class Kept:
         return None
 
     def restore(self) -> None:
-        """Put everything back, last note first.
+        """Restore everything, the last entry first.
 
         Raises:
-            Exception: what one of them raised, once all others have had their turn.
+            Exception: the first error of an undo, after all of them have run.
         """
         failed: list[Exception] = []
         with torch.no_grad():
@@ -117,7 +117,7 @@ class Kept:
             raise failed[0]
 
     def keep_module(self, root: torch.nn.Module) -> None:
-        """A module with all inside it, and what its hooks keep."""
+        """Save a module with all its submodules, and the objects that their hooks keep."""
         for module in root.modules():
             if id(module) in self._seen:
                 continue
@@ -172,7 +172,7 @@ class Kept:
             return
         if torch._debug_has_internal_overlap(tensor) == 1:
             return  # expanded: nothing can write to it in place
-        # Not only where its version moved: batch normalization writes its running statistics without moving it.
+        # Even if its version has not changed: batch normalization writes its running statistics without changing it.
         self._undos.append(partial(tensor.detach().copy_, tensor.detach().clone()))
 
     def _keep_array(self, value: Any) -> None:
@@ -192,7 +192,7 @@ class Kept:
                 return
             value.clear()
             if isinstance(value, dict):
-                value.update(dict(before))  # of a Counter, which would count pairs
+                value.update(dict(before))  # a dict, because Counter.update would count the pairs
             else:
                 value.update(before) if isinstance(value, set) else value.extend(before)
 
@@ -201,13 +201,13 @@ class Kept:
             self._keep(member)
 
     def _keep_callable(self, hook: Any) -> None:
-        """What a hook may write to: the object it is a method of, or the variables around it."""
+        """Save what a hook may write to: the object it is a method of, or its closure variables."""
         self._keep(getattr(hook, "__self__", None))
         function = getattr(hook, "__func__", hook)
         for cell in getattr(function, "__closure__", None) or ():
             try:
                 content = cell.cell_contents
-            except ValueError:  # a variable that has no value yet
+            except ValueError:  # a variable without a value yet
                 continue
             self._undos.append(partial(setattr, cell, "cell_contents", content))
             self._keep(content)
@@ -216,18 +216,18 @@ class Kept:
 
 
 def _is_foreign(module: str) -> bool:
-    """Whether objects of this module's classes are torch's, Lightning's or the watch's, and not a recipe's."""
+    """Whether a class of this module belongs to torch, Lightning or fastloop, recipes excepted."""
     return module.startswith(_NOT_WALKED) or (module.startswith("fastloop.") and ".recipe_modules." not in module)
 
 
 def _holds(container: Any, before: list[Any]) -> bool:
-    """Whether its members are the objects they were."""
+    """Whether the container still has the same members."""
     now = list(container.items() if isinstance(container, dict) else container)
     return len(now) == len(before) and all(_is_same(old, new) for old, new in zip(before, now, strict=True))
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """The same object, or of a mapping the same key and value."""
+    """Whether these are the same object, or for a mapping's items the same key and value."""
     if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new) == 2:
         return old[0] is new[0] and old[1] is new[1]
     return old is new

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
-from fastloop.evidence.gpu import sampler
-from fastloop.evidence.gpu.sampler import no_fork
+from fastloop.evidence.gpu import forks
+from fastloop.evidence.gpu.forks import no_fork
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -57,7 +59,7 @@ def test_a_fork_waits_for_the_call_in_progress(gated: bool) -> None:
 
 
 def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "LIMIT_S", 0.2)
+    monkeypatch.setattr(forks, "LIMIT_S", 0.2)
     library, release = Library(), threading.Event()
 
     def work() -> None:
@@ -75,7 +77,7 @@ def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     release.set()
     thread.join()
     with no_fork():
-        assert not sampler._gate.acquire(blocking=False), "the gate works on in the parent"
+        assert not forks._gate.acquire(blocking=False), "the gate works on in the parent"
 
 
 def test_the_child_may_use_the_gate_itself() -> None:
@@ -86,3 +88,40 @@ def test_the_child_may_use_the_gate_itself() -> None:
         with no_fork():
             os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+CHILD = """
+import gc, os, sys
+
+class Event:
+    def __del__(self):
+        if os.getpid() != parent:
+            os._exit(3)  # as torch aborts where a CUDA event is destroyed in a forked process
+
+parent = os.getpid()
+if sys.argv[1] == "protected":
+    from fastloop.evidence.gpu.forks import protect_children
+    protect_children()
+gc.disable()
+event = Event()
+event.own = event
+del event
+child = os.fork()
+if not child:
+    gc.collect()
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("protected", "0"), ("control", "3")])
+def test_a_child_does_not_destroy_the_garbage_of_its_parent(how: str, code: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, how],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    assert done.stdout.strip() == code, done.stderr
