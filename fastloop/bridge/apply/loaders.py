@@ -123,7 +123,8 @@ class TrainLoaders:
         start: dict[str, Any] = {"keeps_iterator": keeps_iterator, "epochs": epochs, "engine": engine}
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
-            changed = self.staging.feed(changed, depth, count=asked, **start)
+            limit = {"count": asked} if bounded is None else {}  # else the sampler ends the epoch, and whoever loads it
+            changed = self.staging.feed(changed, depth, **limit, **start)
         elif epochs is not None or engine is not None or base is not loader or "persistent_workers" in settings:
             changed = LazyLoader(changed, **start)
         if changed is not loader:
