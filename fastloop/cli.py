@@ -350,7 +350,7 @@ def _main() -> int:
 
 def _print(text: str, *, aside: bool = True, end: str = "\n") -> None:
     """Print to stderr, or flushed to stdout so that a full disk is reported. A closed pipe is not an error."""
-    with contextlib.nullcontext() if aside else console.to_stdout():
+    with contextlib.suppress(OSError) if aside else console.to_stdout():
         if text:
             print(text, end=end, file=sys.stderr if aside else None, flush=True)
 

@@ -131,6 +131,7 @@ MISTYPED = [
     ("frobnicate", "command 'frobnicate'", f"the commands are {KNOWN}", "run fastloop --help"),
     ("doctr", "command 'doctr'", f"the commands are {KNOWN}", "write doctor"),
     ("rung", "command 'rung'", f"the commands are {KNOWN}", "write rungs"),
+    ("cache rm", "command 'rm'", "the commands are ls, clear", "run fastloop cache --help"),
     ("config shwo", "command 'shwo'", "the commands are show, diff", "write show"),
     ("run", "fastloop run", "CONF is missing", "see fastloop run --help"),
     ("config diff safe", "fastloop config diff", "B is missing", "see fastloop config diff --help"),
@@ -347,6 +348,15 @@ def test_a_reader_that_leaves_is_no_failure(tmp_path: Path) -> None:
     said = child.stderr.read()
     child.stderr.close()
     assert child.wait(30) in (0, 1) and said == ""
+
+
+def test_a_log_that_nobody_reads_any_more_changes_no_exit_code(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "fastloop", "rungs", "apm"]
+    ended = subprocess.run(command, cwd=tmp_path, stderr=writing, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    os.close(writing)
+    assert ended.returncode == 2
 
 
 def test_letters_the_terminal_does_not_have(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Commands(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             near = find_nearest(args[0], self.commands)
-            do = f"write {near}" if near else "run fastloop --help"
+            do = f"write {near}" if near else f"run {ctx.command_path} --help"
             raise ConfigError(got=f"command {args[0]!r}", why=f"the commands are {', '.join(self.commands)}", do=do)
         return super().resolve_command(ctx, args)
 

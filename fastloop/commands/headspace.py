@@ -17,6 +17,7 @@ from fastloop.commands import rerun
 from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer
 from fastloop.config.loading import Config
+from fastloop.config.shipped import OF_RUN
 from fastloop.diagnose import is_beyond
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import Progress
@@ -133,7 +134,7 @@ def _of_a_run(where: Path) -> ConfigError:
     do = (
         f"run fastloop headspace {conf}"
         if conf is not None
-        else f"name a configuration with a recipe; {rerun.CONFIGURATION} of this run has none"
+        else f"name a configuration with a recipe; {OF_RUN} of this run has none"
     )
     return ConfigError(
         got=f"the run directory {where}", do=do, why="measuring ceilings means training, which needs a configuration"

@@ -12,9 +12,12 @@ from fastloop.records import store
 from fastloop.records.run_files import load_run
 from fastloop.records.store import is_file
 
+EXPERIMENTS = ("comparison.json", "climb.json", "tune.json")
+"""What the directory of an experiment holds in place of a measurement."""
+
 
 def report(run_dir: str) -> Answer:
-    """Return the report of a run directory as text, and its records as one object, like that of ``fastloop run``.
+    """Return the report of a run directory as text, and its records as one object, like that of its own command.
 
     Raises:
         ConfigError: the directory holds no run.
@@ -25,9 +28,9 @@ def report(run_dir: str) -> Answer:
     text = path / "report.md"
     if not is_file(text):
         raise ConfigError(got=f"run directory {run_dir}", why="it contains no report.md", do=_instead(path))
-    return Answer(
-        text=text.read_text(encoding="utf-8", errors="replace").rstrip("\n"), json=store.to_json(load_run(path))
-    )
+    of_experiment = next(filter(None, (store.read(path / name) for name in EXPERIMENTS)), None)
+    content = {**of_experiment, "run_dir": str(path)} if of_experiment else store.to_json(load_run(path))
+    return Answer(text=text.read_text(encoding="utf-8", errors="replace").rstrip("\n"), json=content)
 
 
 def to_open(run_dir: str) -> str:

@@ -7,13 +7,11 @@ import shlex
 from pathlib import Path
 
 from fastloop.config.loading import load
-from fastloop.config.shipped import shipped
+from fastloop.config.shipped import OF_RUN, shipped
 from fastloop.errors import ConfigError
 from fastloop.records.card import Patch
 from fastloop.records.run_files import load_environment
 from fastloop.records.store import is_file
-
-CONFIGURATION = "config.resolved.yaml"
 
 
 def is_run(target: str) -> bool:
@@ -23,7 +21,7 @@ def is_run(target: str) -> bool:
 
 def configuration(where: Path) -> Path | None:
     """Return the configuration that repeats a run; None if it has no recipe, or if the recipe no longer exists."""
-    path = where / CONFIGURATION
+    path = where / OF_RUN
     try:
         return path if load(f"{path.parent}/{path.name}").recipe_file is not None else None
     except ConfigError:
@@ -32,7 +30,7 @@ def configuration(where: Path) -> Path | None:
 
 def by_script(trace: int | None) -> str:
     """Say how to repeat a script's run, with a trace of this many steps if one is wanted."""
-    none = f"{CONFIGURATION} has no recipe that fastloop could train"
+    none = f"{OF_RUN} has no recipe that fastloop could train"
     if trace is None:
         return f"run your script again, with FastLoop(...) as you want it or by fastloop exec; {none}"
     return (

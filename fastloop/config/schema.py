@@ -176,7 +176,8 @@ def _unknown(
     if home:
         do = f"write {'.'.join([*path, home[0], key])}"
     else:
-        do = f"write {near}" if near else "write one of these, or delete the line"
+        rid = "drop it" if origin.file == COMMAND_LINE else "delete the line"
+        do = f"write {near}" if near else f"write one of these, or {rid}"
     yet = " in this version yet" if key in coming else ""
     return fault(".".join([*path, key]), origin, f"{where} has no key {key}{yet}; it has {', '.join(schema)}", do)
 

@@ -29,6 +29,10 @@ def shipped(kind: Kind) -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
+OF_RUN = "config.resolved.yaml"
+"""The configuration in the directory of a run."""
+
+
 def is_path(text: str) -> bool:
     """Whether the text means a file (``./x``, ``a/b``, ``x.yaml``) and not a shipped name."""
     return "/" in text or os.sep in text or text.endswith((".yaml", ".yml"))
@@ -49,15 +53,20 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
     if text.endswith(".py"):
         do = f"write fastloop exec -- python {text} to see what holds it up, or fastloop climb --script {text}"
         raise ConfigError(got=got, why=f"it is a script, not a configuration{chain}", do=do)
+    path = Path(os.path.abspath(folder / os.path.expanduser(text)))  # noqa: PTH100, PTH111 (no links followed, no errors)
+    names = {kind: shipped(kind) for kind in KINDS}
     if is_path(text):
-        path = Path(os.path.abspath(folder / os.path.expanduser(text)))  # noqa: PTH100, PTH111 (no links followed, no errors)
         if is_file(path):
             return path
+    else:
+        for kind in KINDS:
+            if text in names[kind]:
+                return names[kind][text]
+    if is_file(path / OF_RUN):
+        do = f"write {os.path.join(text, OF_RUN)} to train it again"  # noqa: PTH118 (as it was written)
+        raise ConfigError(got=got, why=f"it is the directory of a run{chain}", do=do)
+    if is_path(text):
         raise ConfigError(got=got, why=f"there is no such file{chain}", do=f"check the path; it starts at {folder}")
-    names = {kind: shipped(kind) for kind in KINDS}
-    for kind in KINDS:
-        if text in names[kind]:
-            return names[kind][text]
     known = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in KINDS if names[kind])
     raise ConfigError(
         got=got,

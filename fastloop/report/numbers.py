@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 
 
 def number(value: float | None, form: str = ",.1f", unit: str = "") -> str:
     """Format a number with its unit; an unmeasured value is n/a, never 0."""
-    return "n/a" if value is None or not math.isfinite(value) else f"{format(value, form)} {unit}".rstrip()
+    if value is None or not math.isfinite(value):
+        return "n/a"
+    text = format(value, form)
+    text = text if re.search("[1-9]", text) else text.lstrip("-")  # no -0.0
+    return f"{text} {unit}".rstrip()
 
 
 def short(value: float | None, unit: str = "") -> str:

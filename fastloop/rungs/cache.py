@@ -57,9 +57,9 @@ class Cache:
     def __post_init__(self) -> None:
         why, do = "a store of size zero keeps nothing", "write gigabytes or auto, or cache.enabled: false"
         require_positive("cache.size_gb", self.size_gb, why=why, do=do)
-        server = "write cache.url: redis://host:6379/0"
+        server = "write rungs.cache.url: redis://host:6379/0"
         if self.store == "redis" and not self.url:
-            raise ConfigError(key="cache.url", got="cache.store: redis", why="the server is not known", do=server)
+            raise ConfigError(key="cache.store", got="cache.store: redis", why="the server is not known", do=server)
         if self.url and "@" in self.url:
             why, do = "it would be written into run directories", f"{server}; its password into FASTLOOP_REDIS_PASSWORD"
             raise ConfigError(key="cache.url", got="cache.url with a name or password", why=why, do=do)

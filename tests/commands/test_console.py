@@ -27,10 +27,10 @@ def group() -> None: ...
 def train() -> None: ...
 
 
-@pytest.mark.parametrize(("typed", "do"), [("trian", "write train"), ("zzz", "run fastloop --help")])
+@pytest.mark.parametrize(("typed", "do"), [("trian", "write train"), ("zzz", "run group --help")])
 def test_a_mistyped_command_gets_a_suggestion(typed: str, do: str) -> None:
     with pytest.raises(ConfigError) as error:
-        group.main([typed], standalone_mode=False)
+        group.main([typed], prog_name="group", standalone_mode=False)
     assert error.value.do == do and "train" in error.value.why
 
 

@@ -57,6 +57,12 @@ def test_text_and_object(here: Path) -> None:
     }, "keys that an older run lacks are there, as not measured"
 
 
+def test_the_object_of_an_experiment_is_its_own(here: Path) -> None:
+    a_run(here / "run")
+    (here / "run" / "comparison.json").write_text('{"schema": 1, "run_dir": "elsewhere", "verdict": "faster"}')
+    assert report("run").json == {"schema": 1, "run_dir": "run", "verdict": "faster"}
+
+
 def test_the_path_that_a_run_ends_with(here: Path) -> None:
     a_run(here / "run")
     assert report("run/report.md") == report("run") == report("run/")

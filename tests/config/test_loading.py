@@ -332,6 +332,6 @@ def test_a_rung_to_come_is_told_apart_from_a_typing_error() -> None:
     with pytest.raises(ConfigError) as caught:
         load("resnet50", overrides=["rungs.shard.enabled=true"])
     assert caught.value.got == "rungs.shard (command line)" and "no key shard in this version yet" in caught.value.why
-    assert caught.value.do == "write one of these, or delete the line"
+    assert caught.value.do == "write one of these, or drop it"
     with pytest.raises(ConfigError, match="this version has no rung shard yet"):
         load("resnet50", more=["shard"])

@@ -99,6 +99,16 @@ def test_a_script_in_place_of_a_configuration(root: Path, text: str) -> None:
         locate(text, root, got=repr(text))
 
 
+@pytest.mark.parametrize("text", ["mine", "runs/mine/"])
+def test_the_directory_of_a_run_in_place_of_a_configuration(root: Path, text: str) -> None:
+    (root / text).mkdir(parents=True)
+    (root / text / "config.resolved.yaml").touch()
+    with pytest.raises(
+        ConfigError, match=rf"directory of a run\n  do  write {text.rstrip('/')}/config\.resolved\.yaml "
+    ):
+        locate(text, root, got=repr(text))
+
+
 def test_missing_files(root: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         locate("gone.yaml", root, got="base: gone.yaml (my.yaml:1)", chain=" (my.yaml -> gone.yaml)")

@@ -129,7 +129,7 @@ def test_plan_refuses(given: Facts, settings: dict[str, Any], reason: str) -> No
     [
         ({"size_gb": 0}, "cache.size_gb"),
         ({"size_gb": -0.5}, "cache.size_gb"),
-        ({"store": "redis"}, "cache.url"),
+        ({"store": "redis"}, "cache.store"),
         ({"store": "redis", "url": "redis://:secret@host/0"}, "cache.url"),
     ],
 )

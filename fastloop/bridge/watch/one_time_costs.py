@@ -12,7 +12,7 @@ from fastloop.bridge.watch.loader_state import find_workers
 from fastloop.evidence.clock import one_time
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.model.dynamo_graphs import list_new, read_records, shorten_reason
-from fastloop.records.measurement import AUTOTUNE, COMPILE, REHEARSAL, VALIDATION_COMPILE, WORKERS
+from fastloop.records.measurement import AUTOTUNE, COMPILE, ONE_TIME, VALIDATION_COMPILE, WORKERS
 
 MOST_REASONS = 3
 _TUNING = ("compile_time_autotune_time_us", "runtime_triton_autotune_time_us")
@@ -120,4 +120,4 @@ def _read_age_s(pid: int) -> float | None:
 
 def sum_one_time_s(ledger: OneTime, compilations: Compilations, workers: WorkerStarts) -> Mapping[str, float | None]:
     """Seconds by cause, in the form of ``Measurement.one_time_s``."""
-    return {REHEARSAL: 0.0, **ledger.sum_by_cause(), **compilations.sum_s(), WORKERS: workers.first_s}
+    return {**dict.fromkeys(ONE_TIME, 0.0), **ledger.sum_by_cause(), **compilations.sum_s(), WORKERS: workers.first_s}

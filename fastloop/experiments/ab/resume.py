@@ -168,7 +168,11 @@ def _explain(key: str, before: Manifest, now: Manifest) -> str:
         )
     if key == "band_pct":
         return f"its --band was {before.band_pct} and is now {now.band_pct}: it cannot be changed after seeing results"
-    return f"its {key} was {vars(before)[key]!r} and is now {vars(now)[key]!r}"
+    then, since = (
+        ", ".join(each) if isinstance(each, tuple) else repr(each) for each in (vars(before)[key], vars(now)[key])
+    )
+    was, is_now = ("were", "are") if key.endswith("s") else ("was", "is")
+    return f"its {key} {was} {then} and {is_now} now {since}"
 
 
 def _list_changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:

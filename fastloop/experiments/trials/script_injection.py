@@ -160,8 +160,8 @@ def check(command: Sequence[str]) -> None:
             do="write it after two dashes: fastloop exec -- python train.py",
         )
     if shutil.which(command[0]) is None:
-        script = command[0].endswith(".py") and Path(command[0]).is_file()
-        why = "it is a script that is not executable" if script else "there is no such command"
+        script, there = command[0].endswith(".py"), Path(command[0]).is_file()
+        why = "it is a script that is not executable" if script and there else "there is no such command"
         do = f"write python {command[0]}" if script else "write the command as you would in a shell"
         raise ConfigError(got=repr(command[0]), why=why, do=do)
 

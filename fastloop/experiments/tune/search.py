@@ -158,7 +158,7 @@ class _Search:
 
     def _train_first(self, variation: Variation) -> KnownTimes | None:
         """Train without the rung; returns None if this gave no step time."""
-        first = self._train(FIRST, "enabled=false", variation=variation, left="the number of others is not known")
+        first = self._train(FIRST, "enabled=false", variation=variation, left="then those that it calls for")
         found = first.measurement or Measurement()
         micro = found.micro_batch or 1
         self._base = self._number.without(SearchSpace(micro_batch=micro))
@@ -176,7 +176,8 @@ class _Search:
     def _train_each(self, values: Sequence[int], variation: Variation) -> None:
         """Train with each value in sequence, until they only get worse or the rung has no effect."""
         for number, value in enumerate(values):
-            trial = self._measure(value, f"at most {len(values) - number - 1} left after it", variation)
+            after = len(values) - number - 1
+            trial = self._measure(value, f"at most {after} more after it" if after else "the last", variation)
             one_for_all = self._number.trained != "replayed"  # a micro-batch may be refused for its size
             does_nothing = trial.ok and not self.points[value].ok and one_for_all
             if does_nothing or is_hopeless([each.step_ms for each in self.points.values()]):
@@ -184,7 +185,7 @@ class _Search:
 
     def _loader_first(self, values: Sequence[int]) -> bool:
         """Time the loader alone, then train with the counts that may be best; returns False if it cannot be timed."""
-        rest = self._train("replayed", "enabled=false", variation="replayed", left="at most 5 left after it")
+        rest = self._train("replayed", "enabled=false", variation="replayed", left="at most 5 more after it")
         self.rest_ms = rest_ms = make_point(0, rest, None).step_ms
         if rest_ms is None or not self._measure_loaders(values, rest_ms):
             return False
@@ -194,7 +195,7 @@ class _Search:
             value = next_value(tried, bounds, rest_ms, values, self._number.tolerance)
             if value is None:
                 return True
-            self._measure(value, "one or two may follow", "as_it_is")
+            self._measure(value, "one or two more may follow", "as_it_is")
 
     def _measure_loaders(self, values: Sequence[int], rest_ms: float) -> bool:
         """Time the loader alone until it is fast enough or gets no better; returns False if it cannot be timed."""
@@ -202,7 +203,7 @@ class _Search:
             "loaders",
             "enabled=true",
             variation="loader",
-            left="at most 4 left after it",
+            left="at most 4 more after it",
             counts=tuple(values),
             enough_ms=AMPLE * rest_ms,
         )
@@ -234,7 +235,7 @@ class _Search:
             return known
         self.begins(label)
         if self.progress is not None:
-            self.progress(f"{label}: begins; {left}")
+            self.progress(f"{label}; {left}")
         arm = self.arm.change(self.arm.name, *(f"rungs.{self.what}.{setting}" for setting in settings))
         steps = self.ask.steps or choose_steps(self.config, queued)
         ask = replace(self.ask, steps=steps, variation=variation, **loader)

@@ -80,9 +80,9 @@ def resize_parts(
 
 def is_vertical_first(heights: Numbers, widths: Numbers, size: tuple[int, int]) -> Numbers:
     """Whether Pillow starts with the pass along columns, for parts of these sizes: bool [B]."""
-    if not probe_order():
-        return np.zeros(len(heights), dtype=bool)
     tall = heights - size[0]
+    if not probe_order():  # Pillow before 13 does so for strips only
+        return (tall > 0) & (heights > 100 * widths)
     return (tall > 0) & (tall > 2 * (widths - size[1]))
 
 

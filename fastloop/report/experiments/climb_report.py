@@ -36,15 +36,16 @@ def lines(climb: ClimbFile) -> list[str]:
     )
     over_top = climb_rows.list_ceilings(climb, top=True) if kept else []
     limits += f"; of the top: {', '.join(f'{name} {short(rate)}' for name, rate in over_top)}" if over_top else ""
+    why = _explain(climb)
     kinds = [
-        ("PROOF" if climb.confirmed else "WHY", [_explain(climb)]),
+        ("PROOF" if climb.confirmed else "WHY", [why]),
         ("RATE", [_compare_rates(climb)]),
         ("KEPT", [f"{each.name}: {climb_rows.describe_saving(each)}" for each in kept]),
         ("NOT KEPT", [f"{each.name}: {each.why or 'n/a'}" for each in back]),
         ("DROPPED", [", ".join(dropped) + ": not slower without"] if (dropped := _list_dropped(climb)) else []),
         ("LADDERS", [_list_ladders(climb)]),
         ("CEILINGS", [f"{limits} samples/s"] if limits else []),
-        ("STOPPED", [_describe_end(climb)]),
+        ("STOPPED", [_describe_end(climb).removeprefix(f"{why}; ")]),
         ("ON", [", ".join(describe_hardware(climb.hardware))]),
         ("FILES", [climb.run_dir]),
     ]

@@ -105,7 +105,8 @@ def line(parity: Outcome) -> str:
     if parity == Outcome():
         return ""
     claimless = parity.parity_class == "changes-training" and parity.passed is not False
-    head = "not claimed" if claimless else f"{parity.parity_class}, {_PASSED[parity.passed]}"
+    promised = f"{parity.parity_class}, " if parity.gates else ""  # without a run there is no plan to know it from
+    head = "not claimed" if claimless else f"{promised}{_PASSED[parity.passed]}"
     gates = ", ".join(_format_gate(gate) for gate in parity.gates)
     reason = "" if gates and parity.passed else parity.why.removeprefix("claims no parity: ")
     notes = [gate.detail.get("note") for gate in parity.gates if gate.passed]
@@ -148,7 +149,7 @@ def table(outcomes: Sequence[tuple[str, Outcome]], whose: str = "arm") -> Table:
             figures = (size(gate, "deviation"), size(gate, "limit"), size(gate, "visible"))
             found.append((whose_gates, gate.name, _PASSED[gate.passed], *figures, gate.why))
         if not parity.gates:
-            found.append((whose_gates, "none", _PASSED[parity.passed], "n/a", "n/a", "n/a", parity.why))
+            found.append((name, "none", _PASSED[parity.passed], "n/a", "n/a", "n/a", parity.why))
     note = (
         "Deviation, limit and smallest visible deviation share a unit: of the gradient, the norm of the difference"
         " over the norm of the base's gradient; of the loss, per cent of the base's loss. The ledger (samples of"

@@ -210,7 +210,7 @@ def describe_window(seen: Measurement) -> str:
         return "steps n/a: nothing watched them"
     first = seen.total_steps - seen.steps if seen.first_step is None else seen.first_step  # older files lack it
     last = first + seen.steps
-    return f"steps {first}-{last}" if seen.steps else f"{count_steps(last)}, none of them measured"
+    return f"steps {first + 1}-{last}" if seen.steps else f"{count_steps(last)}, none of them measured"
 
 
 def list_flags(seen: Measurement) -> list[str]:

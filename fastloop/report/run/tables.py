@@ -49,16 +49,16 @@ def tabulate_parts(seen: Measurement) -> Table:
     rows = [
         (
             STYLES[part].label,
-            _format_ms(seen.parts_ms.get(part)),
+            number(seen.parts_ms.get(part), ",.3f"),
             format_share(seen.parts_ms.get(part), mean),
-            _format_ms(seen.host_ms.get(part)),
+            number(seen.host_ms.get(part), ",.3f"),
         )
         for part in PARTS
     ]
     found = summary.select_known(seen.parts_ms)
     if found:
         total = sum(found.values())
-        rows.append(("sum of the known parts", _format_ms(total), format_share(total, mean), "-"))
+        rows.append(("sum of the known parts", number(total, ",.3f"), format_share(total, mean), "-"))
     note = (
         "Means per optimizer step. The first column adds up to the step on the device's time line; the host's durations"
         " run beside it and are never added to it."
@@ -66,10 +66,6 @@ def tabulate_parts(seen: Measurement) -> Table:
     return Table(
         "The parts of the step", ("part", "device ms", "% of step", "host ms"), rows, numeric=(1, 2, 3), note=note
     )
-
-
-def _format_ms(value: float | None) -> str:
-    return number(None if value is None else round(value, 3) + 0.0, ",.3f")  # no -0.000
 
 
 def format_share(part: float | None, whole: float | None) -> str:

@@ -21,7 +21,7 @@ from fastloop import FastLoop
 from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
 from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts
 from fastloop.evidence.clock.one_time import OneTime, Reader
-from fastloop.records.measurement import Measurement
+from fastloop.records.measurement import ONE_TIME, Measurement
 from fastloop.report.run import summary
 from tests.bridge.watch import planted
 from tests.bridge.watch.made_up import forget_compiles
@@ -260,8 +260,7 @@ def test_steps_that_turn_out_slower_than_rehearsed_are_said_first(from_step: int
 
 def test_nothing_compiled_is_no_time_and_a_torch_that_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = seen(fit(Compiled(), warmup=STEPS - 5))
-    known = {"compile": 0.0, "validation_compile": 0.0, "autotune": 0.0, "workers": 0.0, "rehearsal": 0.0}
-    assert measured.one_time_s == known and "compilation" not in measured.evidence
+    assert measured.one_time_s == dict.fromkeys(ONE_TIME, 0.0) and "compilation" not in measured.evidence
     monkeypatch.delattr("torch._dynamo.utils.get_compilation_metrics")
     measured = seen(fit(Compiled(slow(0.01)), warmup=STEPS - 5))
     assert [measured.one_time_s[cause] for cause in ("compile", "validation_compile", "autotune")] == [None] * 3

@@ -87,7 +87,10 @@ def test_runs_and_band_are_chosen_before_anything_is_seen() -> None:
     assert why.startswith("its --runs was 5 and is now 10: adding runs") and "--runs auto" in why
     assert refused(told(), told(band_pct=5.0)).startswith("its --band was 3.0 and is now 5.0")
     assert refused(told(), replace(told(), options="another")) == "its --vs, --config, --args or key=value differ"
-    assert refused(told(), told(steps=9)) == "its steps was None and is now 9"
+    assert refused(told(), told(steps=9)) == "its steps were None and are now 9"
+    assert (
+        refused(told(), replace(told(), arms=("base", "amp"))) == "its arms were base, p, layout and are now base, amp"
+    )
 
 
 def test_a_fingerprint_is_of_every_value() -> None:

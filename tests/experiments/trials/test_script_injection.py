@@ -216,6 +216,8 @@ def test_a_command_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
         check(["phyton", "train.py"])
     with pytest.raises(ConfigError, match=r"not executable\n  do  write python train\.py"):
         check(["train.py"])
+    with pytest.raises(ConfigError, match=r"no such command\n  do  write python gone\.py"):
+        check(["gone.py"])
 
 
 @pytest.mark.parametrize(

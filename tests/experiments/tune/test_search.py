@@ -127,9 +127,9 @@ def test_few_counts_are_trained_with_one_by_one(tuned: Callable[..., Tuned]) -> 
     assert (found.key, found.best, found.as_it_is) == ("rungs.workers.count", 2, 0) and found.failed is None
     assert found.patch == {"rungs": {"workers": {"enabled": True, "count": 2}}}
     assert world.said == [
-        "as-it-is: begins; the number of others is not known",
-        "workers-1: begins; at most 1 left after it",
-        "workers-2: begins; at most 0 left after it",
+        "as-it-is; then those that it calls for",
+        "workers-1; at most 1 more after it",
+        "workers-2; the last",
     ]
 
 

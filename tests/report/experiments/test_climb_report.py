@@ -119,6 +119,8 @@ def test_the_lines_say_predicted_measured_and_why_not() -> None:
     assert "KEPT     workers: saved 560 ms (95 % interval 556 to 564, predicted 590)" in lines
     assert "NOT KEPT layout: not faster within the noise" in lines
     assert "STOPPED  no ceiling is above 3 %; 14.1 of 20 min spent" in lines
+    ended = climb_report.lines(opened(climb([], 743.0, stopped="the budget is gone")))
+    assert sum("the budget is gone" in line for line in ended) == 1 and "STOPPED  14.1 of 20 min spent" in ended
     assert "CEILINGS replayed batches 2,697, resident batch 2,720 samples/s" in lines
 
 

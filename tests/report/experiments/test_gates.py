@@ -27,7 +27,7 @@ def outcome(content: dict[str, Any]) -> Outcome:
         (CLAIMLESS, "not claimed: the batch is another"),
         ({}, ""),
         ({**CLAIMLESS, "why": "claims no parity: it changes the training"}, "not claimed: it changes the training"),
-        ({"class": "exact", "passed": None, "why": "not testable here"}, "exact, could not tell: not testable here"),
+        ({"class": "exact", "passed": None, "why": "not testable here"}, "could not tell: not testable here"),
     ],
     ids=["held", "broken", "unknown", "claimless", "nothing", "claims-none", "not-testable"],
 )
@@ -69,6 +69,6 @@ def test_the_table_has_every_gate_with_limit_and_what_it_could_see() -> None:
         ("amp (approximate)", "ledger", "passed", "n/a", "n/a", "n/a"),
         ("amp (approximate)", "gradient", "passed", "3.1e-3", "0.05", "1e-4"),
         ("amp (approximate)", "loss", "passed", "+0.1 %", "0.5 %", "0.2 %"),
-        ("none (exact)", "none", "could not tell", "n/a", "n/a", "n/a"),
+        ("none", "none", "could not tell", "n/a", "n/a", "n/a"),
     ]
     assert table.rows[3][-1] == "base failed" and verdict_words.table([]).note == "n/a: no gate ran."

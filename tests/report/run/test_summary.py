@@ -55,7 +55,7 @@ def test_the_whole() -> None:
     ]
     lines = summary.lines(SEEN, planned("workers", "amp"), verdicts, [WAITS], report="runs/x/report.md")
     assert lines == [
-        "fastloop STARVED BY DATA   2x cuda   steps 20-60",
+        "fastloop STARVED BY DATA   2x cuda   steps 21-60",
         "  the device was idle for 8 of 10 ms",
         "step 10.0 ms |WWWWWWWWWWWWWWWWWW....| Wait 8.2  ...not split 1.84",
         "1,235 samples/s   lead 3.1 ms   GPU fed 18 %   watching cost 3.4 us a step",
@@ -134,9 +134,9 @@ def test_flags(change: dict[str, Any], flag: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"first_step": 21}, "steps 21-61"),
-        ({"first_step": None}, "steps 20-60"),
-        ({"first_step": 21, "total_steps": 5000}, "steps 21-61"),
+        ({"first_step": 21}, "steps 22-61"),
+        ({"first_step": None}, "steps 21-60"),
+        ({"first_step": 21, "total_steps": 5000}, "steps 22-61"),
         ({"steps": 0, "total_steps": 1}, "1 step, none of them measured"),
         ({"steps": 0, "total_steps": 0}, "0 steps, none of them measured"),
         ({"steps": 0, "total_steps": None}, "steps n/a: nothing watched them"),
@@ -264,7 +264,7 @@ def test_the_first_screen_of_the_naive_resnet50() -> None:
     seen, findings, verdicts, plan, name = samples.resnet50()
     lines = summary.lines(seen, plan, verdicts, findings, "r.md", name, then=("prefetch", "cache"), later=("amp",))
     assert lines == [
-        "fastloop STARVED BY DATA   resnet50 64 x 4 32-true   1x H200   steps 50-250",
+        "fastloop STARVED BY DATA   resnet50 64 x 4 32-true   1x H200   steps 51-250",
         "  the GPU was idle for 86 % of each step: Python was decoding JPEGs",
         "step 197.5 ms |WWWWWWWWWWWWWWWWWWWfbb| Wait 170  h2d 3.9  fwd 7.6  bwd 14.4  others 2",
         "324 samples/s   lead 0.0 ms   GPU fed 14 % (NVML busy 13 %)   0.577 J/sample   watching cost 18.0 us a step",
