@@ -61,6 +61,14 @@ def count_draws(loader: LoaderFacts, facts: Facts) -> int | None:
     return min(known) * loader.batch_size * facts.world_size if known and loader.batch_size else None
 
 
+def describe_sampler_draws(loader: LoaderFacts) -> tuple[str, ...]:
+    """What asking this sampler ahead of the training changes, as a line; none where nothing."""
+    if not loader.sampler_draws:
+        return ()
+    named = ", ".join(loader.sampler_draws)
+    return (f"{named} draws random numbers between samples, now before the training's own: either may differ",)
+
+
 def can_keep_theirs(loader: LoaderFacts) -> bool:
     """Whether the user's own workers, which restart every epoch, may survive an epoch."""
     own = loader.num_workers and not loader.persistent_workers and loader.engine is None

@@ -57,6 +57,21 @@ def walk_tensors(batch: Any, inside: frozenset[int] = frozenset()) -> Iterator[t
         yield from walk_tensors(member, inside)
 
 
+_PARTS: Mapping[torch.layout, Sequence[str]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+
+
+def walk_storage(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors that hold the numbers of those that `walk_tensors` finds: a sparse one consists of several, and has
+    neither bytes nor streams itself."""
+    for tensor in walk_tensors(batch):
+        parts = _PARTS.get(tensor.layout)
+        yield from [tensor] if parts is None else (getattr(tensor, part)() for part in parts)
+
+
 def _can_move(batch: Any) -> bool:
     kind = type(batch)
     moves = hasattr(kind, "to") or hasattr(kind, "pin_memory")
@@ -102,13 +117,13 @@ def samples(batch: Any) -> int | None:
     `Window`, the sum over its batches."""
     first = batch[0] if type(batch) in (list, tuple) and batch else batch  # nearly all batches, at every step
     if isinstance(first, torch.Tensor) and first.dim():
-        return int(first.shape[0])
+        return first.size(0)
     if isinstance(batch, Window):
         counts = [samples(each) for each in batch]
         return None if None in counts else sum(filter(None, counts))
     for tensor in tensors(batch):
         if tensor.dim():
-            return int(tensor.shape[0])
+            return tensor.size(0)
     return None
 
 
@@ -135,7 +150,7 @@ def count_samples(batch: Any, claims: Sequence[int | None] = ()) -> int | None:
         return first
     for tensor in walk_tensors(batch):
         if tensor.dim():
-            return int(tensor.shape[0])
+            return tensor.size(0)
     is_object = isinstance(batch, Sized) and not isinstance(batch, (torch.Tensor, str, bytes, list, tuple, Mapping))
     return len(batch) if is_object else None
 
@@ -168,7 +183,7 @@ def _reads_device(batch: Any) -> bool:
 def _bears_out(batch: Any, claim: int) -> bool:
     """Whether something in the batch has `claim` members."""
     if isinstance(batch, torch.Tensor):
-        return batch.dim() > 0 and batch.shape[0] == claim
+        return batch.dim() > 0 and batch.size(0) == claim
     if isinstance(batch, (list, tuple)):
         return len(batch) == claim or any(_bears_out(each, claim) for each in batch)
     if isinstance(batch, Mapping):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from fastloop.errors import let_through
 from fastloop.evidence import loader_queue
-from fastloop.feeds.batch_tree import is_container, rebuild, walk_tensors
+from fastloop.feeds.batch_tree import is_container, rebuild, walk_storage
 from fastloop.feeds.lazy_loader import LazyLoader
 
 
@@ -29,16 +30,33 @@ class DeviceFeed(LazyLoader):
         depth: batches on the device ahead of the current one.
         device: target of the copies. On the CPU the feed only reads ahead (for tests).
         stage: moves one batch to the device and runs the user's transfer hooks; called on the side stream.
+        count: returns how many batches the loop requests; the feed reads no more. None: it reads to the end.
         start: arguments of LazyLoader.
     """
 
-    _OWN: ClassVar[Collection[str]] = (*LazyLoader._OWN, "depth", "device", "stage", "retired", "stream", "seen")
+    _OWN: ClassVar[Collection[str]] = (
+        *LazyLoader._OWN,
+        "depth",
+        "device",
+        "stage",
+        "count",
+        "retired",
+        "stream",
+        "seen",
+    )
 
     def __init__(
-        self, inner: Any, *, depth: int, device: torch.device, stage: Callable[[Any], Any], **start: Any
+        self,
+        inner: Any,
+        *,
+        depth: int,
+        device: torch.device,
+        stage: Callable[[Any], Any],
+        count: Callable[[], int | None] = lambda: None,
+        **start: Any,
     ) -> None:
         super().__init__(inner, **start)
-        self.depth, self.device, self.stage = depth, device, stage
+        self.depth, self.device, self.stage, self.count = depth, device, stage, count
         self.retired = False
         """If true, the feed passes batches through unchanged, from its next start on."""
         self.stream: Any = None
@@ -47,7 +65,7 @@ class DeviceFeed(LazyLoader):
         self.seen = {"batches": 0, "ahead_batches": 0, "copied_bytes": 0, "tensors": 0, "pinned_tensors": 0}
 
     def _batches(self, drawn: torch.Tensor | None) -> Iterator[Any]:
-        source, ready = self._start(drawn), deque[_Staged]()
+        source, ready = islice(self._start(drawn), self.count()), deque[_Staged]()
         if self.retired:
             yield from source
             return
@@ -97,7 +115,7 @@ class DeviceFeed(LazyLoader):
     def _pin(self, batch: Any) -> Any:
         """Pin the tensors that are not pinned yet; otherwise the copy to the device would block the host."""
         loose = 0
-        for tensor in walk_tensors(batch):
+        for tensor in walk_storage(batch):
             if tensor.device.type == "cpu":
                 pinned = tensor.is_pinned()
                 self.seen["tensors"] += 1
@@ -112,7 +130,7 @@ class DeviceFeed(LazyLoader):
         if staged.copied is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(staged.copied)
-            for tensor in walk_tensors(staged.batch):
+            for tensor in walk_storage(staged.batch):
                 if tensor.is_cuda:
                     tensor.record_stream(current)
         return staged.batch
@@ -120,7 +138,8 @@ class DeviceFeed(LazyLoader):
 
 def _pin_copies(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
-        return batch.pin_memory() if batch.device.type == "cpu" and not batch.is_pinned() else batch
+        loose = batch.device.type == "cpu" and batch.layout is torch.strided and not batch.is_pinned()
+        return batch.pin_memory() if loose else batch
     if is_container(batch):
         try:
             return rebuild(batch, _pin_copies)

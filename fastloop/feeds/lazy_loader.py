@@ -67,7 +67,7 @@ class Disguised(StandIn):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return type(self.inner)
+        return self.inner.__class__
 
 
 class StandInDataset(Disguised):
@@ -86,30 +86,44 @@ class StandInDataset(Disguised):
 # -- stops after an epoch's last batch, without requesting one more ----------------------------------------------------
 
 
-class Bounded(StandIn):
-    """Stands in for a batch sampler if its sampler shuffles with a separate generator.
+class Bounded(Disguised):
+    """Stands in for a loader's (batch) sampler, and is not read past an epoch's last batch.
 
-    Such a sampler draws from its generator once more if it is read past its end, and then shuffles the next epoch
-    differently. Lightning's loop counts batches and stops in time; worker processes and feeds, which read ahead, do
-    not.
+    Some samplers count their epochs, or draw from a generator of their own, after the last index or with each one. If
+    they are read too far, the next epoch has another order. Lightning's loop counts batches and stops in time; worker
+    processes and feeds, which read ahead, do not.
     Source: torch/utils/data/sampler.py, RandomSampler, ``num_samples % n``.
+
+    Args:
+        inner: the loader's batch sampler, or its sampler if it has none.
+        count: returns how many batches the loop requests in this epoch; None if it reads to the end.
     """
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    _OWN = ("inner", "count")
+
+    def __init__(self, inner: Any, count: Callable[[], int | None]) -> None:
+        self.inner, self.count = inner, count
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.inner), len(self.inner))
+        return islice(iter(self.inner), self.count())
 
 
-def bound_batches(loader: Any) -> Any:
-    """Return a stand-in for its batch sampler if it needs one, else None. A loader with ``state_dict`` gets none, since
-    it reads its position from its sampler's iterators."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    own = getattr(getattr(batch_sampler, "sampler", None), "generator", None) is not None
-    asks_on = bool(getattr(loader, "num_workers", 0))  # with the user's workers, a plain run reads past the end too
-    needed = own and not asks_on and hasattr(batch_sampler, "__len__") and not hasattr(loader, "state_dict")
-    return Bounded(batch_sampler) if needed else None
+def name_sampler(loader: DataLoader[Any]) -> str:
+    """Name of the attribute that yields the indices of its batches."""
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+
+
+def makes_iterators(kind: type[DataLoader[Any]]) -> bool:
+    """Whether a loader class overrides how a DataLoader iterates."""
+    return (kind.__iter__, kind._get_iterator) != (DataLoader.__iter__, DataLoader._get_iterator)
+
+
+def bound_batches(loader: Any, count: Callable[[], int | None]) -> Bounded | None:
+    """Return a stand-in for its sampler if it needs one, else None. With the user's workers, a plain run reads past the
+    end too. A loader with custom iterators gets none, since these may read its state, or several batches at once."""
+    if not isinstance(loader, DataLoader) or loader.num_workers or makes_iterators(type(loader)):
+        return None
+    return Bounded(getattr(loader, name_sampler(loader)), count)
 
 
 Epochs = Callable[[DataLoader[Any], Callable[[], Iterator[Any]]], Iterator[Any]]
@@ -131,7 +145,8 @@ class LazyLoader(Disguised):
 
     It starts late for two reasons. Lightning 2.5.3 to 2.6.6 calls ``iter`` before it sets the sampler's epoch on
     resume, so that worker processes replay the order of epoch 0 (Lightning #21938). And a loader without workers also
-    draws its shuffle at the first ``next``: random draws in between keep their place in the stream.
+    draws its shuffle at the first ``next``: random draws in between keep their place in the stream. A loader with an
+    ``__iter__`` of its own starts at once, since only its class knows what happens there.
 
     Args:
         inner: the loader to stand in for.
@@ -141,7 +156,16 @@ class LazyLoader(Disguised):
         engine: loads in place of the loader; None if the loader itself loads.
     """
 
-    _OWN: ClassVar[Collection[str]] = ("inner", "keeps_iterator", "epochs", "engine", "live", "_drawn", "_has_begun")
+    _OWN: ClassVar[Collection[str]] = (
+        "inner",
+        "keeps_iterator",
+        "epochs",
+        "engine",
+        "live",
+        "_drawn",
+        "_has_begun",
+        "_begun",
+    )
 
     def __init__(
         self,
@@ -154,6 +178,7 @@ class LazyLoader(Disguised):
         self.inner, self.keeps_iterator, self.epochs, self.engine = inner, keeps_iterator, epochs, engine
         self._has_begun = False
         self._drawn: torch.Tensor | None = None
+        self._begun: Iterator[Any] | None = None
         self.live: weakref.ref[Any] | None = None
 
     @property  # type: ignore[misc]
@@ -162,6 +187,8 @@ class LazyLoader(Disguised):
         return type(self.inner) if isinstance(self.inner, DataLoader) else type(self)
 
     def __iter__(self) -> Iterator[Any]:
+        own = isinstance(self.inner, DataLoader) and makes_iterators(type(self.inner))
+        self._begun = iter(self.inner) if own and not hasattr(self.inner, "state_dict") else None
         self._drawn = self._draw_seed()
         return _Batches(self._batches(self._drawn))
 
@@ -181,7 +208,7 @@ class LazyLoader(Disguised):
 
     def _draw_seed(self) -> torch.Tensor | None:
         """Draw the seed for workers when DataLoader draws it, at ``iter``; returns the generator's state before it."""
-        if not isinstance(self.inner, DataLoader):
+        if not isinstance(self.inner, DataLoader) or self._begun is not None:
             return None
         if self.keeps_iterator and (self.inner._iterator is not None or self._has_begun):
             return None
@@ -200,8 +227,10 @@ class LazyLoader(Disguised):
 
     def _begin(self, drawn: torch.Tensor | None) -> Iterator[Any]:
         self._drawn = None
-        with _generator_at(self.inner, drawn):
-            iterator: Iterator[Any] = iter(self.inner)
+        iterator, self._begun = self._begun, None
+        if iterator is None:
+            with _generator_at(self.inner, drawn):
+                iterator = iter(self.inner)
         try:
             self.live = weakref.ref(iterator)  # weak: another reference would keep its workers alive
         except TypeError:

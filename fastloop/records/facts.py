@@ -58,6 +58,8 @@ class LoaderFacts:
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
     sampler_hazards: tuple[str, ...] = ()
     """Why the sampler would draw other samples if it ran ahead of the training: it depends on the training's state."""
+    sampler_draws: tuple[str, ...] = ()
+    """The sampler's functions that draw from the global random streams between two indices."""
     place_lost: str | None = None
     """Why a run that resumes mid-epoch would restart that epoch; None if it continues."""
     thread_hazards: tuple[str, ...] = ()
@@ -142,6 +144,8 @@ class Facts:
     resuming: bool = False
     transfer_hooks: tuple[str, ...] = ()
     """Batch transfer hooks the user overrides."""
+    timed_hooks: tuple[str, ...] = ()
+    """Those before and with the transfer that would give something else if they were called earlier."""
     evaluates: bool = False
     """Whether ``loader`` is a validation loader."""
     steps_with_iterator: bool = False

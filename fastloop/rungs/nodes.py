@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
+from fastloop.evidence.worker_limits import describe_sampler_draws
 from fastloop.records.card import Card, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
@@ -78,13 +79,13 @@ class Nodes:
         threads = share if self.threads == "auto" else self.threads
         engine = f"a pipeline of {threads} thread{'' if threads == 1 else 's'}"
         left = {"loader": dataclasses.replace(facts.loader, engine=engine)}
-        draws = facts.loader.draws_random
+        draws, early = facts.loader.draws_random, describe_sampler_draws(facts.loader)
         seen = f"augmentation draws differ from a run without threads ({', '.join(draws[:3])}); each batch has its own"
         return Change(
             wants={"loader.engine": Threads(threads=threads, own_draws=bool(draws))},
-            notes=(GIL, seen) if draws else (GIL,),
+            notes=(GIL, *([seen] if draws else []), *early),
             facts=left,
-            parity="approximate" if draws else "exact",
+            parity="approximate" if draws or early else "exact",
         )
 
     def verify(self, seen: Measurement) -> Verdict:
@@ -105,8 +106,8 @@ def _find_obstacle(loader: LoaderFacts) -> str | None:
     if not loader.map_style:
         return "an iterable dataset iterates by itself; threads can only share one with indexed samples"
     if loader.num_workers:
-        workers = f"the loader already has {loader.num_workers} workers"
-        return f"{workers}; your number stands (set num_workers=0 for threads)"
+        workers = "a worker" if loader.num_workers == 1 else f"{loader.num_workers} workers"
+        return f"the loader already has {workers}; your number stands (set num_workers=0 for threads)"
     if loader.stateful:
         return f"{loader.kind} tracks its own position, which threads would not update"
     if loader.own_iterator:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
+from fastloop.evidence.worker_limits import describe_sampler_draws
 from fastloop.records.card import Card, Tunable, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.images import ImageFacts, Normalize, ToFloat
@@ -67,9 +68,11 @@ class Prefetch:
         if facts.loader.sampler_hazards and not facts.loader.num_workers:
             why = "; ".join(facts.loader.sampler_hazards)
             raise NotApplicable(f"prefetching asks the sampler too early: {why}")
-        notes = []
+        notes = [*describe_sampler_draws(facts.loader)]
         if facts.loader.num_workers == 0 and facts.loader.draws_random:
             notes.append("samples are drawn early in this process: CPU random numbers of training_step differ")
+        for hook in facts.timed_hooks:
+            notes.append(f"your {hook} draws random numbers or reads the step, here ahead of it: either may differ")
         parity: Parity = "approximate" if notes else "exact"
         wants: dict[str, Any] = {"feed.depth": AHEAD if self.depth == "auto" else self.depth}
         if self.uint8 is not False and (left := self._leave_to_device(facts, facts.loader, notes)):

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
-from fastloop.evidence.worker_limits import can_keep_theirs, count_epoch_batches, find_obstacle, fit_in_shm, list_costs
+from fastloop.evidence.worker_limits import (
+    can_keep_theirs,
+    count_epoch_batches,
+    describe_sampler_draws,
+    find_obstacle,
+    fit_in_shm,
+    list_costs,
+)
 from fastloop.records.card import Card, ClimbState, Tunable, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
@@ -110,7 +117,8 @@ class Workers:
             wants["launch.free_cpus"] = facts.local_ranks
             notes.append(f"workers leave {facts.local_ranks} of {facts.cpu_count} CPUs for the training's own threads")
         wants["loader.persistent_workers"] = self._keep(loader, facts, notes)
-        parity = "approximate" if loader.draws_random else "exact"
+        notes += (drawn := describe_sampler_draws(loader))
+        parity = "approximate" if loader.draws_random or drawn else "exact"
         if loader.draws_random:
             notes.append(f"augmentation draws differ from a run without workers ({', '.join(loader.draws_random[:3])})")
         if loader.packable:
@@ -149,9 +157,11 @@ class Workers:
             return False
         why_not = RELOADS if facts.reload_every_n_epochs else next(iter(loader.may_change), None)
         if why_not is not None and batches < SHORT_EPOCH and self.count == "auto" and not loader.num_workers:
+            do = "if that is fine, write workers.persistent: true"
+            do = "to start them all the same, write workers.count" if why_not is RELOADS else do  # none would be kept
             raise NotApplicable(
                 f"epochs of {batches} batches are too short to start workers in each, and keeping them is not safe:"
-                f" {why_not}; if that is fine, write workers.persistent: true"
+                f" {why_not}; {do}"
             )
         return why_not is None
 

@@ -16,6 +16,7 @@ from fastloop.feeds.batch_tree import (
     rebuild,
     samples,
     tensors,
+    walk_storage,
     walk_tensors,
 )
 from tests.feeds.containers import Bare, Counted, Graphs, Pair, Record
@@ -84,6 +85,20 @@ def test_rebuild_says_when_it_cannot() -> None:
 def test_walking_finds_what_is_in_containers(kind: str) -> None:
     batch = batches()[kind]
     assert [id(each) for each in walk_tensors(batch)] == [id(each) for each in tensors(batch)]
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_a_sparse_tensor_is_stored_in_its_parts(layout: str) -> None:
+    kind = getattr(torch, f"sparse_{layout}")
+    sparse = torch.eye(4).to_sparse(layout=kind, **({"blocksize": (2, 2)} if layout[0] == "b" else {}))
+    found = [*walk_storage([sparse, torch.zeros(3)])]
+    assert all(each.layout is torch.strided for each in found) and sum(each.nbytes for each in found) > 12
+    assert len(found) == (3 if layout == "coo" else 4)
+
+
+def test_samples_of_a_nested_tensor_which_has_no_shape() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert samples([nested]) == samples(nested) == count_samples((nested,), [2]) == 2
 
 
 def test_walking_finds_tensors_of_objects_that_can_be_moved() -> None:

@@ -112,6 +112,11 @@ def test_draws_of_torchs_are_each_batchs_own() -> None:
     assert change.notes[1].startswith("augmentation draws differ from a run without threads (RandomCrop, ColorJitter)")
 
 
+def test_a_sampler_that_draws_as_it_goes() -> None:
+    change = Nodes(enabled=True).plan(facts({"sampler_draws": ("Bag.__iter__",)}))
+    assert change.parity == "approximate" and change.notes[1].startswith("Bag.__iter__ draws random numbers between")
+
+
 def test_one_of_both_loads() -> None:
     both_on = Ladder(nodes=Nodes(enabled=True), workers=Workers(enabled=True))
     steps = {step.rung: (step.status, step.reason) for step in plan(both_on, facts({})).steps}

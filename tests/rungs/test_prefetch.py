@@ -49,6 +49,12 @@ def test_plan() -> None:
     assert noisy.parity == "approximate" and noisy.notes == (
         "samples are drawn early in this process: CPU random numbers of training_step differ",
     )
+    timed = Prefetch(enabled=True).plan(facts({}, timed_hooks=("on_before_batch_transfer",)))
+    assert timed.parity == "approximate" and timed.notes == (
+        "your on_before_batch_transfer draws random numbers or reads the step, here ahead of it: either may differ",
+    )
+    early = Prefetch(enabled=True).plan(facts({"sampler_draws": ("Bag.__iter__",), "num_workers": 2}))
+    assert early.parity == "approximate" and early.notes[0].startswith("Bag.__iter__ draws random numbers between")
 
 
 @pytest.mark.parametrize(

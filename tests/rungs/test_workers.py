@@ -105,6 +105,14 @@ LITTLE = (
         ),
         (
             {},
+            facts({"sampler_draws": ("Bag.__iter__",)}),
+            wants(7),
+            [
+                "Bag.__iter__ draws random numbers between samples, now before the training's own: either may differ",
+            ],
+        ),
+        (
+            {},
             facts({"draws_random": ("RandomCrop", "a", "b", "c")}),
             wants(7),
             ["augmentation draws differ from a run without workers (RandomCrop, a, b)"],
@@ -117,7 +125,8 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
     room = [f"workers leave {given.local_ranks} of {given.cpu_count} CPUs for the training's own threads"]
     assert change.wants == {**expected, **kept_off} and not change.actions
     assert sorted(change.notes) == sorted([*notes, *(room if kept_off else [])])
-    assert change.parity == ("approximate" if given.loader and given.loader.draws_random else "exact")
+    draws = given.loader and (given.loader.draws_random or given.loader.sampler_draws)
+    assert change.parity == ("approximate" if draws else "exact")
 
 
 @pytest.mark.parametrize(
@@ -297,16 +306,19 @@ def test_workers_are_kept_where_epochs_are_short_and_nothing_changes_the_dataset
 @pytest.mark.parametrize(
     ("run", "why"),
     [
-        ({}, "a is changed by b"),
-        ({"reload_every_n_epochs": 2}, "the Trainer reloads its loaders, and the old workers would stay"),
+        ({}, "a is changed by b; if that is fine, write workers.persistent: true"),
+        (
+            {"reload_every_n_epochs": 2},
+            "the Trainer reloads its loaders, and the old workers would stay; to start them all the same, write"
+            " workers.count",
+        ),
     ],
 )
 def test_epochs_too_short_to_start_workers_in_each_go_without(run: dict[str, Any], why: str) -> None:
     with pytest.raises(NotApplicable) as refused:
         Workers(enabled=True).plan(facts({"batches": 32, **CHANGES}, **run))
     assert str(refused.value) == (
-        "epochs of 32 batches are too short to start workers in each, and keeping them is not safe:"
-        f" {why}; if that is fine, write workers.persistent: true"
+        f"epochs of 32 batches are too short to start workers in each, and keeping them is not safe: {why}"
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sized
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -17,7 +19,7 @@ from fastloop.bridge.watch import loader_state
 from fastloop.errors import NotApplicable, describe
 from fastloop.evidence import loader_queue
 from fastloop.evidence.clock.one_time import OneTime
-from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone
+from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone, name_sampler
 from fastloop.feeds.place.kept_order import Place
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
@@ -93,10 +95,11 @@ class TrainLoaders:
         self._plain_sizes = _read_plain_sizes(getattr(loader, "batch_sampler", None))
         if self._leaves > 1:
             self._keep_apart(facts)
-        base = loader
+        asked = partial(self._count_asked, facts)
+        base, bounded = loader, bound_batches(loader, asked)
         keeps_place = facts.loader is not None and facts.loader.place_lost is None
         if self._leaves == 1 and keeps_place and changes_loader(plan.wants):
-            base = self.place.keep(self.trainer, loader)
+            base = self.place.keep(self.trainer, loader, bounded)
         settings = {
             key.removeprefix("loader."): value
             for key, value in plan.wants.items()
@@ -112,13 +115,8 @@ class TrainLoaders:
             settings |= self._merge_windows(base, settings.get("dataset", loader.dataset), window, facts)
         elif (count := plan.wants.get("trainer.accumulate_grad_batches")) is not None:
             self._undo("trainer.accumulate_grad_batches", set_attribute(self.trainer, "accumulate_grad_batches", count))
-        if (
-            "batch_sampler" not in settings
-            and reads_ahead
-            and base is loader
-            and (stand_in := bound_batches(loader)) is not None
-        ):
-            settings["batch_sampler"] = stand_in
+        if "batch_sampler" not in settings and reads_ahead and base is loader and bounded is not None:
+            settings[name_sampler(loader)] = bounded
         changed = clone(base, settings) if settings or (base is loader and "loader.engine" in plan.wants) else base
         if (engine := plan.wants.get("loader.engine")) is not None:
             engine = self._keep("loader.engine", engine.make(changed))
@@ -128,7 +126,8 @@ class TrainLoaders:
         start: dict[str, Any] = {"keeps_iterator": keeps_iterator, "epochs": epochs, "engine": engine}
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
-            changed = self.staging.feed(changed, depth, **start)
+            limit = {"count": asked} if bounded is None else {}  # else the sampler ends the epoch, and whoever loads it
+            changed = self.staging.feed(changed, depth, **limit, **start)
         elif epochs is not None or engine is not None or base is not loader or "persistent_workers" in settings:
             changed = LazyLoader(changed, **start)
         if changed is not loader:
@@ -200,6 +199,15 @@ class TrainLoaders:
             self._give_up("loader.num_workers", why)
             why = f"no workers load from here on: {why}"
         self._warn(why)
+
+    def _count_asked(self, facts: Facts) -> int | None:
+        """Batches that Lightning asks a loader for in an epoch, or in its rest where the sampler starts anew: in a run
+        that is resumed, or as the shorter of several. None where it asks on, the user's step asks, or windows count."""
+        most = self.trainer.num_training_batches
+        if math.isinf(most) or facts.steps_with_iterator or self._merge is not None:
+            return None
+        goes_on = self.place.saved is not None
+        return int(most) - (0 if goes_on else self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     def _count_leaf(self) -> None:
         """Count a train loader: Lightning passes them one at a time, and all again when it reloads them."""

@@ -28,6 +28,7 @@ from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
 from fastloop.feeds.images.reading import read_facts as read_images
+from fastloop.feeds.lazy_loader import makes_iterators
 from fastloop.feeds.loss.cross_entropy import find_large
 from fastloop.feeds.place.draws import explain_lost_place
 from fastloop.feeds.workers.packed_list import count_packable
@@ -81,6 +82,9 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
         max_steps=_read_limit(trainer.max_steps),
         resuming=trainer.ckpt_path is not None,
         transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None),
+        timed_hooks=tuple(
+            hook for hook in TRANSFER_HOOKS[:2] if between_batches.depends_on_time(find_hook_owner(trainer, hook), hook)
+        ),
         **read_module(module, syncs_norms=getattr(strategy, "_layer_sync", None) is not None),
     )
 
@@ -330,7 +334,6 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
     default = torch.utils.data.default_collate
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     hazards = between_batches.sampler_hazards(sampler, loader.dataset, others)
-    kind, plain = type(loader), DataLoader
     return LoaderFacts(
         kind=type(loader).__name__,
         map_style=not isinstance(loader.dataset, IterableDataset),
@@ -347,13 +350,14 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         shared_draws=thread_safety.list_shared_draws(loader.dataset, loader.collate_fn),
         worker_hazards=datasets.worker_hazards(loader.dataset, loader.collate_fn),
         sampler_hazards=hazards,
+        sampler_draws=between_batches.list_draws(sampler),
         place_lost=lost or next(iter(hazards), None),
         thread_hazards=(
             *thread_safety.thread_hazards(loader.dataset, loader.collate_fn),
             *between_batches.list_holders(loader.dataset, others, between=True),
         ),
         may_change=between_batches.list_changers(loader.dataset, others),
-        own_iterator=(kind.__iter__, kind._get_iterator) != (plain.__iter__, plain._get_iterator),
+        own_iterator=makes_iterators(type(loader)),
         sample_bytes=datasets.sample_bytes(loader.dataset) if loader.collate_fn is default else None,
         unpicklable=unpicklable,
         long_lists=datasets.list_long(loader.dataset),

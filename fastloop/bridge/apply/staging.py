@@ -16,7 +16,7 @@ import torch
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.watch.profiler_proxy import return_itself
-from fastloop.feeds.batch_tree import InputsChannelsLast, StagedWindow, Window, walk_tensors
+from fastloop.feeds.batch_tree import InputsChannelsLast, StagedWindow, Window, walk_storage
 from fastloop.feeds.device_prefetcher import DeviceFeed, StatefulDeviceFeed
 from fastloop.records.plan import Undo
 
@@ -132,7 +132,7 @@ class Staging:
         if self._pinned is None and self.trainer.state.stage == "train":
             self._pinned = {}
             if torch.cuda.is_available():
-                found = [tensor.is_pinned() for tensor in walk_tensors(batch) if tensor.device.type == "cpu"]
+                found = [tensor.is_pinned() for tensor in walk_storage(batch) if tensor.device.type == "cpu"]
                 self._pinned = {"tensors": len(found), "pinned_tensors": sum(found), "batch_type": type(batch).__name__}
 
     def count_pinned(self) -> Mapping[str, Any]:

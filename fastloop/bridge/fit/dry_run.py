@@ -14,7 +14,7 @@ from fastloop.bridge.apply.live_plan import refuse_skipped
 from fastloop.bridge.fit.recipes import build_recipe
 from fastloop.bridge.fit.training import make_trainer, nothing_to_train, quiet
 from fastloop.config.loading import Config
-from fastloop.feeds.batch_tree import walk_tensors
+from fastloop.feeds.batch_tree import walk_storage
 from fastloop.ladder import plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Plan
@@ -89,7 +89,7 @@ def _measure_sample(loader: Any) -> int | None:
     """Bytes of one sample as the loader would batch it; None if one cannot be loaded alone."""
     try:
         sample = loader.dataset[next(iter(loader.sampler))]
-        return sum(tensor.nbytes for tensor in walk_tensors(loader.collate_fn([sample])))
+        return sum(tensor.nbytes for tensor in walk_storage(loader.collate_fn([sample])))
     except Exception:  # the user's code, used in an unusual way
         return None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastloop.feeds.lazy_loader import bound_batches, clone
+from fastloop.feeds.lazy_loader import Bounded, clone, name_sampler
 from fastloop.feeds.place.draws import Draws
 from fastloop.feeds.place.kept_order import KeptOrder, Place
 
@@ -31,13 +31,18 @@ class PlaceKeeper:
         self._kept: KeptOrder | None = None
         self._several = False
 
-    def keep(self, trainer: Any, loader: Any) -> Any:
+    def keep(self, trainer: Any, loader: Any, bounded: Bounded | None) -> Any:
         """A copy of a train loader that keeps its order; the loader itself if it saves its own state, or if Lightning
-        counts several loaders as one."""
+        counts several loaders as one.
+
+        Args:
+            bounded: stands in for the loader's sampler, if it needs one.
+        """
         if self._several or hasattr(loader, "state_dict"):
             return loader
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        inner, draws = bound_batches(loader) or getattr(loader, name), Draws(loader, trainer.world_size)
+        name = name_sampler(loader)
+        inner = getattr(loader, name) if bounded is None else bounded
+        draws = Draws(loader, trainer.world_size)
         self._trainer, self._kept = trainer, KeptOrder(inner, draws, take=self._take, warn=self.warn)
         return clone(loader, {name: self._kept})
 

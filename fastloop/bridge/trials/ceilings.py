@@ -32,7 +32,7 @@ from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.config.loading import Config
 from fastloop.errors import FastLoopError
 from fastloop.evidence import machine
-from fastloop.feeds.batch_tree import count_samples, map_tensors, walk_tensors
+from fastloop.feeds.batch_tree import count_samples, map_tensors, walk_storage
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.lazy_loader import LazyLoader, StandIn
 
@@ -217,7 +217,7 @@ class _Substitution:
     def _most(self, batch: Any) -> int:
         """The number of batches like this one that may be kept."""
         room = (machine.memory_bytes() or 2**32) * MEMORY_SHARE / max(1, self.trainer.num_devices)
-        size = sum(tensor.nbytes for tensor in walk_tensors(batch))
+        size = sum(tensor.nbytes for tensor in walk_storage(batch))
         return max(FEWEST, min(MOST, int(room // max(1, size))))
 
     # -- on the device --------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from fastloop.evidence.gpu import measured_rates, nvml
 from fastloop.evidence.gpu.sampler import Board
 from fastloop.evidence.model.memory_creep import MemoryLog
 from fastloop.evidence.model.optimizer_cost import describe_optimizers
-from fastloop.feeds.batch_tree import count_samples, samples, tensors
+from fastloop.feeds.batch_tree import count_samples, samples, walk_storage
 from fastloop.records.measurement import COMPILE, MEMORY, VALIDATION_COMPILE, Measurement
 from fastloop.records.readings import CPU_WORTH_PCT, OPTIMIZER
 
@@ -162,7 +162,9 @@ class Session:
         self._passed_steps += step_ends
         self._passed_samples += size or 0
         if step_ends:
-            self.memory.tick(self._passed_steps, lambda: sum(each.nbytes for each in tensors(batch) if each.is_cuda))
+            self.memory.tick(
+                self._passed_steps, lambda: sum(each.nbytes for each in walk_storage(batch) if each.is_cuda)
+            )
             if self._live is not None:
                 self._live.tick(trainer)
 

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from fastloop.evidence.model import sample_code
-from fastloop.evidence.model.dataset import walk
+from fastloop.evidence.model.dataset import DRAWS, draws_random, function_draws, walk
 
 _SETS_EPOCH = ("set_epoch", "state_dict")
 _TRAINING = ("Module", "Trainer", "Optimizer", "Callback")
 _BY_DATA = re.compile(r"(\w*_)?(dataset|dataloader|datamodule|sampler)s?\w*")
 """Names through which a hook accesses the data."""
+_COUNTERS = {"global_step", "batch_idx", "total_batch_idx", "batch_progress"}
+"""Counters of a Trainer or its loops that change with each batch."""
 _GIVES_DATA = re.compile(r"(\w+_)?dataloader|setup|prepare_data|teardown|configure_\w+|__\w+__")
 """Methods that create the data, or run before it exists."""
 
@@ -59,6 +61,33 @@ def sampler_hazards(sampler: Any, dataset: Any, others: Iterable[Any] = ()) -> t
                 if id(value) in held and _is_changeable(value):
                     found[f"{name} is held by {held[id(value)]} too"] = None
     return tuple(found)
+
+
+def list_draws(sampler: Any) -> tuple[str, ...]:
+    """The user's functions by which a sampler draws from everybody's random numbers between two indices: asked ahead,
+    it draws others, and so does the training. What is drawn before the first index comes where it would."""
+    return tuple(
+        dict.fromkeys(
+            function.__qualname__.split(".<locals>.")[-1]
+            for _, item in walk(sampler, "sampler")
+            for function in sample_code.list_sample_functions(item)
+            if sample_code.calls_between_yields(function, DRAWS)
+        )
+    )
+
+
+def depends_on_time(owner: Any, method: str) -> bool:
+    """Whether a method of the user's draws random numbers, itself or by what its owner holds, or reads how far the
+    training is: called earlier, it would give something else."""
+    member: Any = getattr(owner, method, None)
+    function = inspect.unwrap(getattr(member, "__func__", member))
+    if not inspect.isfunction(function) or sample_code.is_installed(function):
+        return False
+    names = set(sample_code.list_names(function.__code__))
+    held = {**vars(owner), **getattr(owner, "_modules", {})}
+    parts = [held[name] for name in names if name in held]
+    own = [member for name in names if inspect.isfunction(member := inspect.getattr_static(type(owner), name, None))]
+    return bool(names & _COUNTERS) or any(map(function_draws, [function, *own])) or bool(draws_random(*parts))
 
 
 def list_changers(dataset: Any, others: Iterable[Any]) -> tuple[str, ...]:

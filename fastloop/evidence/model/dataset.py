@@ -82,7 +82,7 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
 """Packages whose objects are connections or lead to one."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 _EPOCH_NAMES = ("epoch", "_epoch", "current_epoch")
-_DRAWS = re.compile(
+DRAWS = re.compile(
     r"random|rand(n|int|range|perm)?|randn?_like|shuffle|choices?|sample|uniform|normal|gauss|bernoulli|multinomial"
     r"|default_rng|RandomState"
 )
@@ -137,7 +137,8 @@ def worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
             if (hazard := _find_hazard(item)) is not None:
                 found[f"{path}{hazard}"] = None
             for function in sample_code.list_sample_functions(item):
-                for outer, value in sample_code.list_globals(function):
+                held = () if function is item else sample_code.list_closure(function)  # a function's own are walked
+                for outer, value in (*sample_code.list_globals(function), *held):
                     for inner_path, inner in walk(value, outer):
                         if (hazard := _find_foreign(inner)) is not None:
                             found[f"{inner_path}{hazard}"] = None
@@ -221,7 +222,7 @@ def find_draw(item: Any) -> str | None:
 def function_draws(function: Any, depth: int = 3) -> bool:
     """Whether a function names a way to draw random numbers, itself or in the user's functions that it names."""
     names = set(sample_code.list_names(function.__code__))
-    if any(_DRAWS.fullmatch(name) for name in names):
+    if any(DRAWS.fullmatch(name) for name in names):
         return True
     called = [function.__globals__.get(name) for name in names] if depth else []
     return any(

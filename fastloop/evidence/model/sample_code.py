@@ -7,6 +7,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import re
 import sys
 import sysconfig
 import textwrap
@@ -169,6 +170,26 @@ def _list_changes(function: Any) -> Iterator[str]:
             found = _name_state(node.args[0], me, objects)
         if found is not None:
             yield found
+
+
+def calls_between_yields(function: Any, names: re.Pattern[str]) -> bool:
+    """Whether a loop that yields calls a module's function of such a name, and gives it no ``generator`` of its own."""
+    if not inspect.isgeneratorfunction(function) or (parsed := _parse(function)) is None:
+        return False
+    outer = dict(list_globals(function))
+    loops = [node for node in ast.walk(parsed[0]) if isinstance(node, (ast.For, ast.While))]
+    for node in (node for loop in loops if _yields(loop) for part in loop.body for node in ast.walk(part)):
+        if not isinstance(node, ast.Call) or any(keyword.arg == "generator" for keyword in node.keywords):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        root = outer.get(_find_root(node.func))
+        if names.fullmatch(name) and (root if isinstance(node.func, ast.Name) else inspect.ismodule(root)):
+            return True
+    return False
+
+
+def _yields(node: ast.AST) -> bool:
+    return any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
 
 
 def follow(items: Iterable[Any]) -> Iterator[tuple[int, Any]]:

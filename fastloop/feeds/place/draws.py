@@ -23,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fastloop.evidence.model import sample_code
 from fastloop.evidence.model.dataset import walk
+from fastloop.feeds.lazy_loader import name_sampler
 
 Order = dict[str, dict[str, Any]]
 """``own``: the sampler's generators; ``values``: its attributes; ``streams``: the global random streams. Keys are the
@@ -45,6 +46,10 @@ def explain_lost_place(loader: Any, ranks: int) -> str | None:
         return f"{type(loader).__name__} does not say in which order it loads"
     if isinstance(loader.dataset, IterableDataset):
         return f"{type(loader.dataset).__name__} is an IterableDataset, which has no order that could be drawn again"
+    sampler = getattr(loader, name_sampler(loader))
+    with contextlib.suppress(TypeError, NotImplementedError):  # one of them has no length
+        if len(loader) != len(sampler):
+            return f"{type(loader).__name__} has other batches than its sampler"
     parts = dict(_list_parts(loader))
     for path, item in parts.items():
         for state in sample_code.list_changed_state(item):
@@ -140,7 +145,7 @@ class Draws:
 def _list_parts(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
     """Yield the sampler and its parts, except the dataset."""
     inside = {id(item) for _, item in walk(loader.dataset)}
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler = getattr(loader, name_sampler(loader))
     yield from ((path, item) for path, item in walk(sampler, "sampler") if id(item) not in inside)
 
 

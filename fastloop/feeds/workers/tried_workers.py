@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader
 from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence import loader_queue
 from fastloop.evidence.worker_limits import fit_in_shm
-from fastloop.feeds.batch_tree import walk_tensors
-from fastloop.feeds.lazy_loader import StandIn
+from fastloop.feeds.batch_tree import walk_storage
+from fastloop.feeds.lazy_loader import StandIn, name_sampler
 from fastloop.feeds.workers.launch_room import LeavesRoom
 from fastloop.feeds.workers.whereabouts import Whereabouts
 
@@ -161,8 +161,8 @@ class _Drawn(StandIn):
         self._source = chain(self.pending, self._source) if self.resumes else iter(self.inner)
         self.pending, self.resumes = deque(), False
         for indices in self._source:
-            self.pending.append(copy.copy(indices))
-            yield _Order(indices) if self.goes_out else indices
+            self.pending.append(copy.copy(indices))  # some fill one list again and again, and torch sends it later
+            yield _Order(self.pending[-1]) if self.goes_out else indices
 
 
 class _Fewer(NamedTuple):
@@ -235,7 +235,7 @@ class TriedWorkers:
 
     def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Any:
         """Start the loader's iterator with our parts in place; the loader keeps its own afterwards."""
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        name = name_sampler(loader)
         self._drawn.inner, self._drawn.goes_out = getattr(loader, name), loader.num_workers > 0
         if not len(self._made_ms):  # persistent workers keep writing into the first array
             self._made_ms = multiprocessing.RawArray("d", loader.num_workers)
@@ -311,7 +311,7 @@ class TriedWorkers:
             return _Fewer(*fitting, f"/dev/shm is too small for the batches of {workers} workers: {batch.why}")
         if self._batch_bytes is not None:
             return None
-        self._batch_bytes = sum(tensor.nbytes for tensor in walk_tensors(batch))
+        self._batch_bytes = sum(tensor.nbytes for tensor in walk_storage(batch))
         fitting = self._fit(workers, ahead)
         if fitting == (workers, ahead):
             return None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from fastloop.bridge.apply.loaders import _read_plain_sizes
 from fastloop.errors import ConfigError, NotApplicable
@@ -129,6 +132,125 @@ def test_several_loaders_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     feed_on_cpu(monkeypatch)
     plain, ours = both({**WORKERS, "prefetch": {}}, two, TwoPlain, max_epochs=3)
     assert same(plain, ours) and ours.seen("prefetch")["batches"] == 30
+
+
+class Moves(Sampler[int]):
+    """Counts its epochs behind the last index, and draws each index from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.epoch, self.generator = 0, torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(20):
+            yield (int(torch.randint(20, (), generator=self.generator)) + self.epoch) % 20
+        self.epoch += 1
+
+
+@pytest.mark.parametrize("limit", [1.0, 3], ids=["all", "limited"])
+@pytest.mark.parametrize("batch_size", [4, None])
+@pytest.mark.parametrize("rung", ["workers", "prefetch", "nodes"])
+def test_a_sampler_is_asked_for_no_more_batches_than_the_loop_takes(
+    rung: str, batch_size: int | None, limit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed_on_cpu(monkeypatch)
+
+    def train() -> DataLoader[Any]:
+        if batch_size is not None:
+            return batches(batch_size=batch_size, sampler=Moves())
+        data: Any = [tuple(part[None] for part in sample) for sample in numbered()]
+        return DataLoader(data, batch_size=None, sampler=Moves())
+
+    plain, ours = both({rung: {}}, train, max_epochs=3, limit_train_batches=limit)
+    assert ours.reason(rung) is None and same(plain, ours)
+
+
+@pytest.mark.parametrize("rung", ["workers", "prefetch"])
+def test_a_sampler_that_starts_anew_in_mid_epoch_is_asked_for_what_is_left(
+    rung: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed_on_cpu(monkeypatch)
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=7, save_top_k=-1)
+    settings: dict[str, Any] = {"max_epochs": 3, "enable_checkpointing": True}
+    run(None, batches(batch_size=4, sampler=Moves()), callbacks=(saving,), **settings)
+    settings |= {"ckpt": tmp_path / "step=7.ckpt"}
+    plain, ours = both({rung: {}}, lambda: batches(batch_size=4, sampler=Moves()), **settings)
+    assert len(ours.module.samples) == 8 and same(plain, ours)
+
+
+def test_a_stream_that_outlives_an_epoch_loses_nothing_to_the_feed(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed_on_cpu(monkeypatch)
+    plain, ours = both({"prefetch": {}}, lambda: cycle(batches(batch_size=4)), max_epochs=3, limit_train_batches=3)
+    assert ours.seen("prefetch")["batches"] == 9 and same(plain, ours)
+
+
+class Scales(DataLoader[Any]):
+    """Changes its batches, in a generator."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for x, y, number in super().__iter__():
+            yield 2 * x, y, number
+
+
+class Pairs(DataLoader[Any]):
+    """Makes one batch of two, and draws where it is asked for its iterator."""
+
+    def __len__(self) -> int:
+        return super().__len__() // 2
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        torch.rand(1)
+        each = super().__iter__()
+        return ([torch.cat(parts) for parts in zip(*two, strict=True)] for two in zip(each, each, strict=True))
+
+
+class Goes(DataLoader[Any]):
+    """Has one iterator, over a sampler without end, for all epochs."""
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.__dict__["batch_sampler"] = _Repeats(self.batch_sampler)
+        self.going = super().__iter__()
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for _ in range(5):
+            yield next(self.going)
+
+
+class _Repeats:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+@pytest.mark.parametrize(("kind", "workers"), [(Scales, 0), (Scales, 1), (Pairs, 0), (Pairs, 1), (Goes, 0)])
+def test_loaders_with_iterators_of_their_own_draw_as_they_would(
+    kind: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed_on_cpu(monkeypatch)
+
+    def train() -> Any:
+        return kind(numbered(24), batch_size=4, shuffle=True, num_workers=workers)
+
+    plain, ours = both({"prefetch": {}}, train, max_epochs=3)
+    assert ours.seen("prefetch")["batches"] == 3 * len(train()) and same(plain, ours)
+
+
+def test_of_several_loaders_the_shorter_ones_are_asked_beyond_their_end() -> None:
+    def train() -> dict[str, Any]:
+        longer = DataLoader(numbered(24), 4, sampler=RandomSampler(range(24), generator=torch.Generator()))
+        return {"a": longer, "b": batches(batch_size=4, sampler=Moves())}
+
+    plain, ours = both(WORKERS, train, TwoPlain, max_epochs=3)
+    assert ours.verdict("workers").took and same(plain, ours)
 
 
 def test_one_of_several_loaders_has_workers_already() -> None:

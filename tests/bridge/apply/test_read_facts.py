@@ -100,6 +100,46 @@ def test_hooks_of_the_user_and_who_has_them() -> None:
     assert read_facts.overrides(plain, "transfer_batch_to_device")
 
 
+class Early(Regression):
+    """Each hook gives something else when it is called earlier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flip = RandomFlip()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.flip(batch)
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return batch * self.trainer.global_step
+
+
+class RandomFlip(torch.nn.Module):
+    """By its name a random transform."""
+
+
+class Noisy(Regression):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self._blur(batch) * self.trainer.current_epoch
+
+    def _blur(self, batch: Any) -> Any:
+        return batch + torch.randn_like(batch)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch + torch.randn_like(batch)
+
+
+class Timeless(Noisy):
+    def _blur(self, batch: Any) -> Any:
+        return self.net(batch)
+
+
+def test_hooks_that_would_give_something_else_if_they_were_called_earlier() -> None:
+    assert facts(Early()).timed_hooks == ("on_before_batch_transfer", "transfer_batch_to_device")
+    assert facts(Noisy()).timed_hooks == ("on_before_batch_transfer",)
+    assert facts(Timeless()).timed_hooks == facts(Regression()).timed_hooks == ()
+
+
 def test_a_package_whose_name_begins_like_lightnings_is_the_users() -> None:
     kind = type(
         "Theirs",

@@ -100,7 +100,7 @@ SAMPLERS = [
 )
 def test_whose_random_numbers_have_a_say_in_the_order(sampler: Any, own: bool | None) -> None:
     given = DataLoader(Ids(), batch_size=8, sampler=sampler)
-    for inner in (given.batch_sampler, WindowSampler(Bounded(given.batch_sampler), 2)):
+    for inner in (given.batch_sampler, WindowSampler(Bounded(given.batch_sampler, lambda: None), 2)):
         assert listen(clone(given, {"batch_sampler": inner}), given)[1].own_order is own
     single = DataLoader(Ids(), batch_size=None, sampler=sampler)
     assert listen(single, single)[1].own_order is own

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from random import choice
 from typing import Any
 
 import lightning as L
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler
 
-from fastloop.evidence.model.between_batches import list_changers, sampler_hazards
+from fastloop.evidence.model.between_batches import list_changers, list_draws, sampler_hazards
 
 DATA = TensorDataset(torch.zeros(8))
 LOSSES = {"last": 0.0}
@@ -70,6 +72,41 @@ class Keeps(L.Callback):
 class WritesGlobal(L.Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         LOSSES["last"] = 1.0
+
+
+class DrawsAsItGoes(ByLoss):
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(8):
+            yield int(torch.randint(8, ()))
+
+
+class ChoosesAsItGoes(ByLoss):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield choice(range(8))
+
+
+class DrawsFirst(ByLoss):
+    def __iter__(self) -> Iterator[int]:
+        buckets = [[1, 2], [3]]
+        for bucket in buckets:
+            random.shuffle(bucket)
+        for start in torch.randperm(8).tolist():
+            yield start + 1
+
+
+class DrawsItsOwn(ByLoss):
+    def __iter__(self) -> Iterator[int]:
+        own = random.Random(0)
+        for _ in range(8):
+            yield int(torch.randint(8, (), generator=self.generator)) + own.randint(0, 1)
+
+
+def test_samplers_that_draw_between_two_indices() -> None:
+    assert list_draws(BatchSampler(DrawsAsItGoes(), 2, False)) == ("DrawsAsItGoes.__iter__",)
+    assert list_draws(ChoosesAsItGoes()) == ("ChoosesAsItGoes.__iter__",)
+    for sampler in (DrawsFirst(), DrawsItsOwn(), ByLoss(), RandomSampler(DATA), WeightedRandomSampler([0.5], 1)):
+        assert list_draws(sampler) == ()
 
 
 def test_samplers_of_torch_and_plain_ones_of_the_users_look_at_nothing() -> None:

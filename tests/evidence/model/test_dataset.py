@@ -315,6 +315,18 @@ def test_what_a_dataset_reads_from_its_module_is_looked_at() -> None:
     assert worker_hazards(NamesOnly()) == ()
 
 
+def test_what_a_method_reads_from_the_function_around_its_class_is_looked_at() -> None:
+    held: dict[str, Any] = {}
+
+    class Asks(Items):
+        def __getitem__(self, index: int) -> Any:
+            return held["one"], index
+
+    assert worker_hazards(Asks()) == ()
+    held["one"] = CONNECTION
+    assert worker_hazards(Asks())[0].startswith("held['one'] (socket) is a connection")
+
+
 CALLS = 0
 SEEN: list[int] = []
 

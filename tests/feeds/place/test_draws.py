@@ -24,6 +24,11 @@ class Stateful(DataLoader[Any]):
         return {}
 
 
+class Twice(DataLoader[Any]):
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+
 @pytest.mark.parametrize("kind", KEPT)
 def test_one_rank(kind: str) -> None:
     assert explain_lost_place(make(kind, 0), 1) is None
@@ -35,6 +40,7 @@ def test_one_rank(kind: str) -> None:
         ([1, 2], 1, "list does not say in which order it loads"),
         (DataLoader(Stream()), 1, "Stream is an IterableDataset, which has no order that could be drawn again"),
         (Stateful(Stream()), 1, None),
+        (Twice(DATA), 1, "Twice has other batches than its sampler"),
         (make("keeps", 0), 1, "sampler.sampler.drawn changes while it is iterated, and is no plain value"),
         (make("in order", 0), 2, None),
         (make("shuffled", 0), 2, "each rank draws an order of its own, and only rank 0's is saved"),

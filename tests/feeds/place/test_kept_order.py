@@ -34,7 +34,9 @@ def states() -> tuple[Any, ...]:
 
 def kept(loader: DataLoader[Any], place: Place | None = None, ranks: int = 1) -> tuple[KeptOrder, list[str]]:
     places, lines = [place, *[None] * 9], list[str]()
-    inner = bound_batches(loader) or (loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    inner = bound_batches(loader, lambda: len(loader)) or (
+        loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    )
     return KeptOrder(inner, Draws(loader, ranks), take=lambda: places.pop(0), warn=lines.append), lines
 
 

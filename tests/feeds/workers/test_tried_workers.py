@@ -141,6 +141,21 @@ def test_where_all_can_be_sent_workers_stay(persistent: bool) -> None:
     assert {**now, "_iterator": None} == {**own, "_iterator": None}, "the loader keeps its own parts"
 
 
+def test_an_order_to_a_worker_does_not_change_until_torch_sends_it() -> None:
+    def reuse() -> Iterator[list[int]]:
+        again: list[int] = []
+        for index in range(3):
+            again[:] = [index]
+            yield again
+
+    assert [order.indices for order in tried_workers._Drawn(reuse())] == [[0], [1], [2]]
+
+
+def test_sparse_batches_come_from_workers() -> None:
+    loader, steps = tried(_make_sparse, room_bytes=2**30)
+    assert sum(int(batch.to_dense()[:, 0].count_nonzero()) for batch in loader) == 39 and steps.down == []
+
+
 def test_samples_one_by_one_and_a_sampler_that_uses_its_list_again() -> None:
     class Reuses(BatchSampler):
         def __iter__(self) -> Iterator[list[int]]:
@@ -160,6 +175,10 @@ def test_samples_one_by_one_and_a_sampler_that_uses_its_list_again() -> None:
     sampler = Reuses(RandomSampler(dataset), 4, False)
     loader, steps = tried(collate_local, dataset=dataset, batch_sampler=sampler, batch_size=..., shuffle=...)
     assert read(loader) == expected() and steps.down[0][0] == 0
+
+
+def _make_sparse(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples).to_sparse()
 
 
 def _unsendable_alone(sample: Any) -> Any:
