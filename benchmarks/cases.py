@@ -97,11 +97,11 @@ def say(what: str, line: dict[str, Any]) -> None:
 
 @functools.cache
 def describe_machine() -> dict[str, Any]:
-    gpus = machine.gpus()
-    versions = {**machine.versions(SHOWN), "fastloop": fastloop.__version__}
+    gpus = machine.list_gpus()
+    versions = {**machine.read_versions(SHOWN), "fastloop": fastloop.__version__}
     where = {"gpu": gpus[0].name, "driver": gpus[0].driver} if gpus else {"gpu": None}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {**where, "visible": visible, "cpus": machine.usable_cpus(), "versions": versions}
+    return {**where, "visible": visible, "cpus": machine.count_usable_cpus(), "versions": versions}
 
 
 def summarize(values: Sequence[float], name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.cases import Case, find_data, make_parser, run_cases
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, quick_starts, run_trial
+from fastloop.experiments.trials.trial import Job, allow_quick_starts, run_trial
 
 LIMIT_S = 240
 GRACE_S = 16
@@ -136,7 +136,7 @@ def main() -> None:
         for name, arm in ([(arm, arm) for arm in options.arms.split(",")] if options.arms else list_stacks(recipe))
     ]
     options.until -= GRACE_S
-    with quick_starts():
+    with allow_quick_starts():
         run_cases("compute", cases, options, rate="samples_per_s")
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.cases import make_parser, say
 from benchmarks.first_contact import GRACE_S, LEAST_S, SCRIPTS, Case, make_timer, pick_times, run_one
-from fastloop.ladder import cards
+from fastloop.ladder import collect_cards
 
 REMEDY = "first finding's patch"
 NEAR, GAIN = 0.8, 1.1
@@ -72,7 +72,7 @@ class Script:
         patch = self.findings[0]["patch"] if self.findings else None
         rungs = self.options.rungs.split(",") if self.options.rungs else None
         if rungs is None:
-            every = {name: {"enabled": True} for name in cards() if name not in LOADERS}
+            every = {name: {"enabled": True} for name in collect_cards() if name not in LOADERS}
             rungs = list_applying(self.run("all rungs", number, {"rungs": every}))
         arms = {REMEDY: patch} if patch else {}
         for arm, config in (arms | {rung: {"rungs": {rung: {"enabled": True}}} for rung in rungs}).items():
@@ -81,7 +81,7 @@ class Script:
         say("counterfactual", {"script": self.name, "round": number, **self.judge(patch)})
 
     def judge(self, patch: dict[str, Any] | None) -> dict[str, Any]:
-        taken = [arm for arm, runs in self.runs.items() if arm in cards() and arm in runs[-1].get("took", [])]
+        taken = [arm for arm, runs in self.runs.items() if arm in collect_cards() and arm in runs[-1].get("took", [])]
         rates = sorted(((self.rate(arm) or 0.0, arm) for arm in taken), reverse=True)
         best, remedy = rates[0][0] if rates else 1.0, self.rate(REMEDY)
         first = self.findings[0] if self.findings else {"bottleneck": None, "share_pct": None}
@@ -103,7 +103,7 @@ def list_applying(folder: Path | None) -> list[str]:
     path = folder / "plan.json" if folder is not None else None
     planned = json.loads(path.read_text())["rungs"] if path is not None and path.is_file() else []
     refused = {row["rung"] for row in planned if row["status"] == "skipped"}
-    return sorted(set(cards()) - refused, key=lambda rung: (rung in LOADERS, list(cards()).index(rung)))
+    return sorted(set(collect_cards()) - refused, key=lambda rung: (rung in LOADERS, list(collect_cards()).index(rung)))
 
 
 def main() -> None:

@@ -112,7 +112,7 @@ class Feeds:
 
     def _engine(self, decode: Any, resize: Any) -> DaliEngine:
         threads = self.options.threads or (
-            min(4, machine.usable_cpus()) if decode == "mixed" else machine.usable_cpus()
+            min(4, machine.count_usable_cpus()) if decode == "mixed" else machine.count_usable_cpus()
         )
         return DaliEngine(
             steps=self.steps,
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     options = parser.parse_args()
-    cpus = machine.usable_cpus()
+    cpus = machine.count_usable_cpus()
     options.workers = max(1, min(15, cpus - 1)) if options.workers is None else options.workers
     options.batch = options.batch or (16 if options.size == "tiny" else 256)
     device = torch.device(options.device)

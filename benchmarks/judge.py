@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.cases import say, summarize
 from fastloop.experiments.ab.arms import Ask, ConfigArm
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, finished
+from fastloop.experiments.trials.trial import Job, read_finished
 from fastloop.judge.verdict import compare
 from fastloop.records.experiment import Outcome, Sample
 
@@ -73,7 +73,7 @@ def main() -> None:
     for number in range(options.runs + 1):  # the first does not count, as in `fastloop ab`
         ask = Ask(seed=0, steps=options.steps, warmup=options.warmup)
         folder = place / f"run-{number}"
-        trial = finished(folder) or arm.run(f"run {number}", folder, ask, limits=Limits(total_s=600))
+        trial = read_finished(folder) or arm.run(f"run {number}", folder, ask, limits=Limits(total_s=600))
         found = {"samples_per_s": trial.samples_per_s, "cause": trial.cause, "seconds": round(trial.seconds, 1)}
         say("aa_run", {"run": number, **found, "load": os.getloadavg()[0]})
         if number and trial.samples_per_s is not None:

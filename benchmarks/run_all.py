@@ -176,7 +176,7 @@ def main(parts: Sequence[Part] = tuple(read_table(__doc__))) -> int:
     places: list[tuple[str, set[int]] | None] = [None]
     if options.per_gpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = visible.split(",") if visible else [str(number) for number, _ in enumerate(machine.gpus())]
+        gpus = visible.split(",") if visible else [str(number) for number, _ in enumerate(machine.list_gpus())]
         cpus = sorted(os.sched_getaffinity(0))
         places = [
             (gpu, set(cpus[len(cpus) * n // len(gpus) : len(cpus) * (n + 1) // len(gpus)] or cpus))

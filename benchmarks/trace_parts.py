@@ -7,7 +7,7 @@ from typing import Any
 
 from fastloop.evidence.trace.chrome import Source, load
 from fastloop.evidence.trace.kernel_account import list_marks
-from fastloop.evidence.trace.phases import Reached, phases_of
+from fastloop.evidence.trace.phases import Reached, list_phases
 
 
 def read_parts(source: Source, steps: int | None = None) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def read_parts(source: Source, steps: int | None = None) -> dict[str, Any]:
     """
     trace = load(source)
     marks = list_marks(trace, steps)
-    phases, reached = phases_of(trace, trace.steps[0].thread), Reached(trace)
+    phases, reached = list_phases(trace, trace.steps[0].thread), Reached(trace)
     spent, per_step = defaultdict[str, float](float), 1e3 * (len(marks) - 1)
     for begin, end, name in phases.between(marks[0], marks[-1]):
         spent[name] += reached(end) - reached(begin)

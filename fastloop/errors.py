@@ -72,7 +72,7 @@ def let_through(error: BaseException) -> None:
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
-        if _came_by_signal(found):
+        if _comes_from_handler(found):
             raise found
         seen.add(id(found))
         found = found.__cause__ or found.__context__
@@ -85,7 +85,7 @@ def describe(error: Exception) -> str:
     return text if isinstance(error, NotApplicable) else f"{type(error).__name__}: {text[:300]}"
 
 
-def _came_by_signal(error: BaseException) -> bool:
+def _comes_from_handler(error: BaseException) -> bool:
     """Whether a frame in its traceback was called like a handler: with a number and the frame that it interrupted."""
     outer = error.__traceback__
     while outer is not None and (inner := outer.tb_next) is not None:

@@ -96,7 +96,7 @@ def plan(ladder: Ladder, facts: Facts) -> Plan:
         if not rung.enabled:
             continue
         step = _plan_one(name, rung, facts)
-        for key in _keys(step):
+        for key in _list_keys(step):
             if key in owners:
                 raise ConfigError(
                     got=f"rungs `{owners[key]}` and `{name}` both set {key}",
@@ -123,7 +123,7 @@ def _plan_one(name: str, rung: Rung, facts: Facts) -> Step:
     return Step(rung=name, status="planned", change=change)
 
 
-def _keys(step: Step) -> list[str]:
+def _list_keys(step: Step) -> list[str]:
     if step.status != "planned":
         return []
     return [*step.change.wants, *(key for action in step.change.actions for key in action.keys)]
@@ -152,7 +152,7 @@ def verify(ladder: Ladder, plan: Plan, seen: Measurement) -> tuple[Verdict, ...]
 def list_refused(ladder: Ladder, facts: Facts) -> dict[str, str]:
     """Return the disabled feed rungs that cannot be enabled for this train loader, each with the reason. Pure."""
     found = {}
-    for name, card in cards().items():
+    for name, card in collect_cards().items():
         rung: Any = getattr(ladder, name)
         if card.family != "feed" or rung.enabled:
             continue
@@ -167,28 +167,28 @@ def list_refused(ladder: Ladder, facts: Facts) -> dict[str, str]:
     return found
 
 
-def cards() -> Cards:
+def collect_cards() -> Cards:
     """Return the cards of all rungs, in the ladder's order: the ``CARD`` in each rung's file."""
     return {name: vars(inspect.getmodule(type(rung)))["CARD"] for name, rung in Ladder().rungs()}
 
 
 def regroups(rungs: Iterable[str]) -> bool:
     """Whether one of these rungs uses micro-batches other than the loader's batches."""
-    known = cards()
+    known = collect_cards()
     return any(rung in known and known[rung].regroups for rung in rungs)
 
 
-def manual(name: str) -> str:
+def read_manual(name: str) -> str:
     """Return the manual page of a rung: its module's docstring."""
     module = inspect.getmodule(type(getattr(Ladder(), name)))
     return inspect.getdoc(module) or ""
 
 
-def left_out(ladder: Ladder) -> str:
+def list_left_out(ladder: Ladder) -> str:
     """Describe the disabled rungs, one line each, from the first line of their manual pages."""
     lines = []
     for name, rung in ladder.rungs():
         if not rung.enabled:
-            first = manual(name).splitlines()[0]
+            first = read_manual(name).splitlines()[0]
             lines.append(f"* `rungs.{name}`: {first} Try it with `--config {name}`.")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop, Verdict
-from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.batch_tree import count_rows
 from fastloop.rungs.prefetch import Prefetch
 from tests import models
 
@@ -81,7 +81,7 @@ class Record(L.Callback):
         """Optimizer steps done at each validation."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.hooks.append(("start", batch_idx, samples(batch), trainer.global_step))
+        self.hooks.append(("start", batch_idx, count_rows(batch), trainer.global_step))
 
     def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.hooks.append(("zero_grad", trainer.global_step))

@@ -13,7 +13,7 @@ import pytest
 
 from fastloop import ladder as ladders
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.ladder import Ladder, manual, plan, verify
+from fastloop.ladder import Ladder, plan, read_manual, verify
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Step, Verdict
@@ -202,7 +202,7 @@ def test_a_rung_without_evidence_never_took(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_manual_page_has_its_headings(name: str) -> None:
-    lines = manual(name).splitlines()
+    lines = read_manual(name).splitlines()
     assert lines[0].endswith(".") and not lines[1]
     starts = [line[: len(heading)] for line in lines[2:] for heading in HEADINGS if line.startswith(heading)]
     assert tuple(starts) == HEADINGS
@@ -219,11 +219,11 @@ def test_planning_is_pure(situation: str) -> None:
 
 def test_planning_needs_no_torch() -> None:
     code = """import sys, dataclasses
-from fastloop.ladder import Ladder, plan, manual
+from fastloop.ladder import Ladder, plan, read_manual
 from fastloop.records.plan import Facts
 rungs = {name: dataclasses.replace(rung, enabled=True) for name, rung in Ladder().rungs()}
 plan(Ladder(**rungs), Facts(convs=("a",), compiler="g++", compile_targets=("a",), is_ddp=True, world_size=2))
-[manual(name) for name in rungs]
+[read_manual(name) for name in rungs]
 print(sorted({"torch", "lightning", "numpy"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)

@@ -109,7 +109,7 @@ def ledgers(tmp_path: Path, kind: Any = Twin, train: Any = twins.shuffled, **arm
 def gradients(tmp_path: Path, kind: Any = Twin, base: Any = Twin, **arm: Any) -> tuple[Gate, Any]:
     first, _ = twins.gradient(tmp_path / "base", kind=base)
     own, module = twins.gradient(tmp_path / "arm", tmp_path / "base", kind, **arm)
-    return parity.gradient_gate(decode(first, GradientAnswer), decode(own, GradientAnswer)), module
+    return parity.judge_gradient(decode(first, GradientAnswer), decode(own, GradientAnswer)), module
 
 
 # -- wrongs -----------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_gradients_of_a_quarter_the_size(kind: Any, tmp_path: Path) -> None:
     gate, module = gradients(tmp_path, kind, base)
     assert module.fired and gate.name == "gradient" and gate.passed is False
     assert gate.deviation == pytest.approx(0.75, abs=1e-6) and gate.limit is not None and gate.limit < 1e-3
-    assert parity.outcome("approximate", [gate]).why.startswith("gradient: ")
+    assert parity.sum_up_gates("approximate", [gate]).why.startswith("gradient: ")
 
 
 @pytest.mark.parametrize("who", ["arm", "base"])
@@ -144,7 +144,7 @@ def test_gradients_that_one_side_clips(who: str, rungs: Any, tmp_path: Path) -> 
     clip = {"gradient_clip_val": 0.001}
     base, _ = twins.gradient(tmp_path / "base", **(clip if who == "base" else {}))
     arm, _ = twins.gradient(tmp_path / "arm", tmp_path / "base", rungs=rungs, **(clip if who == "arm" else {}))
-    gate = parity.gradient_gate(decode(base, GradientAnswer), decode(arm, GradientAnswer))
+    gate = parity.judge_gradient(decode(base, GradientAnswer), decode(arm, GradientAnswer))
     assert gate.passed is False and f"the {who} clips gradients by norm to 0.001" in gate.why
     assert (gate.deviation or 0) > (0.99 if who == "arm" else 99) and "does not clip" in gate.why
 
@@ -154,7 +154,7 @@ def test_clipping_that_does_not_bite_is_named(who: str, tmp_path: Path) -> None:
     clip = {"gradient_clip_val": 1e6, "gradient_clip_algorithm": "value"}
     base, _ = twins.gradient(tmp_path / "base", **(clip if who == "base" else {}))
     arm, _ = twins.gradient(tmp_path / "arm", tmp_path / "base", **(clip if who == "arm" else {}))
-    gate = parity.gradient_gate(decode(base, GradientAnswer), decode(arm, GradientAnswer), "exact")
+    gate = parity.judge_gradient(decode(base, GradientAnswer), decode(arm, GradientAnswer), "exact")
     assert gate.passed and gate.deviation == 0 and f"the {who} clips gradients by value to 1e+06" in gate.why
     assert gate.why.endswith("where clipping takes effect in a later step, training differs")
 
@@ -164,8 +164,8 @@ def test_clipping_that_does_not_bite_is_named(who: str, tmp_path: Path) -> None:
 )
 def test_which_adamw_hides_from_the_loss(wrong: dict[str, Any]) -> None:
     base, arm = twins.losses(), twins.losses(**wrong)
-    assert parity.loss_gate(base, arm).passed is not False, "the reason for a gradient gate"
-    assert base != arm and parity.loss_gate(base, arm, "exact", bitwise=True).passed is False
+    assert parity.judge_loss(base, arm).passed is not False, "the reason for a gradient gate"
+    assert base != arm and parity.judge_loss(base, arm, "exact", bitwise=True).passed is False
 
 
 @pytest.mark.parametrize("train", [permuted, swapped_in_a_step])
@@ -194,14 +194,14 @@ def test_one_layer_detached_under_a_precision_with_a_wide_limit(tmp_path: Path) 
     for kind, says in ((DetachesALayer, "got no gradient"), (DetachesHalfOfALayer, "it is almost lost in")):
         arm, module = twins.gradient(tmp_path / kind.__name__, tmp_path / "base", kind)
         wide = {**base, "rounding": {"bf16": 0.3}}
-        gate = parity.gradient_gate(decode(wide, GradientAnswer), decode(arm, GradientAnswer), precision="bf16")
+        gate = parity.judge_gradient(decode(wide, GradientAnswer), decode(arm, GradientAnswer), precision="bf16")
         assert module.fired and gate.limit == 0.9 and gate.passed is False and says in gate.why
 
 
 def test_a_bf16_loss_that_cancels(tmp_path: Path) -> None:
     base, _ = twins.gradient(tmp_path / "base")
     arm, module = twins.gradient(tmp_path / "arm", tmp_path / "base", CancelsInBf16)
-    gate = parity.gradient_gate(decode(base, GradientAnswer), decode(arm, GradientAnswer), precision="bf16")
+    gate = parity.judge_gradient(decode(base, GradientAnswer), decode(arm, GradientAnswer), precision="bf16")
     assert module.fired and gate.passed is False and (gate.deviation or 0) > 2 * (gate.limit or 0) > 0
 
 
@@ -212,11 +212,11 @@ def test_the_same_once_more_passes_every_gate(tmp_path: Path) -> None:
     ledger, _ = ledgers(tmp_path / "ledgers")
     base, _ = twins.gradient(tmp_path / "base")
     arm, _ = twins.gradient(tmp_path / "arm", tmp_path / "base")
-    gradient = parity.gradient_gate(decode(base, GradientAnswer), decode(arm, GradientAnswer), "exact")
-    loss = parity.loss_gate(twins.losses(), twins.losses(), "exact", bitwise=True)
+    gradient = parity.judge_gradient(decode(base, GradientAnswer), decode(arm, GradientAnswer), "exact")
+    loss = parity.judge_loss(twins.losses(), twins.losses(), "exact", bitwise=True)
     assert (ledger.passed, gradient.passed, loss.passed) == (True, True, True), (ledger, gradient, loss)
     assert gradient.deviation == 0 and base["self_deviation"] == 0
-    assert parity.outcome("exact", [ledger, gradient, loss]).passed
+    assert parity.sum_up_gates("exact", [ledger, gradient, loss]).passed
 
 
 def test_amp_in_bf16_passes_the_gradient_gate(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import fastloop
-from fastloop.config.loading import RunSettings, WatchSettings, from_callback
+from fastloop.config.loading import RunSettings, WatchSettings, load_callback_config
 from fastloop.ladder import Ladder
 from tests.bridge.launch import python
 
@@ -119,7 +119,7 @@ def test_the_arguments_of_the_callback() -> None:
 
 
 def test_the_yaml_keys_and_their_defaults() -> None:
-    config, _ = from_callback(None)
+    config, _ = load_callback_config(None)
     assert {
         "run": dataclasses.asdict(RunSettings()),
         "watch": dataclasses.asdict(WatchSettings()),

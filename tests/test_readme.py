@@ -12,7 +12,7 @@ import click
 import pytest
 
 from fastloop import cli
-from fastloop.ladder import Ladder, manual
+from fastloop.ladder import Ladder, read_manual
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -27,7 +27,7 @@ def rung_table() -> str:
     """One row per rung: name, what it does, when not to use it."""
     rows = ["| rung | what it does | don't use when |", "| --- | --- | --- |"]
     for name, _ in Ladder().rungs():
-        page = manual(name)
+        page = read_manual(name)
         not_when = _heading(page, "Don't use when")
         rows.append(f"| `{name}` | {page.splitlines()[0]} | {not_when} |")
     return "\n".join(rows)

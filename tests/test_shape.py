@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from fastloop.ladder import Ladder, manual
+from fastloop.ladder import Ladder, read_manual
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = sorted((ROOT / "fastloop").rglob("*.py"))
@@ -67,10 +67,10 @@ def test_every_rung_has_the_same_four_tests() -> None:
 
 def test_the_docstring_of_a_rung_is_its_manual() -> None:
     for rung in RUNGS:
-        lines = manual(rung).splitlines()
+        lines = read_manual(rung).splitlines()
         found = [heading for heading in MANUAL for line in lines if line.startswith(f"{heading}  ")]
         assert found == list(MANUAL) and lines[0].endswith(".") and not lines[1], rung
-        assert "http" in manual(rung).partition("Source")[2], f"the source of {rung} is no address"
+        assert "http" in read_manual(rung).partition("Source")[2], f"the source of {rung} is no address"
 
 
 def test_the_readme_names_every_rung() -> None:

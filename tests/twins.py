@@ -95,7 +95,7 @@ def judge_ledgers(base: Mapping[str, Any], arm: Mapping[str, Any], **settings: A
     """The ledger gate between what two fits wrote down."""
     first, second = (store.decode(content, trial.Ledger) for content in (base, arm))
     assert first is not None and second is not None
-    return parity.ledger_gate([(first, second)], **settings)
+    return parity.judge_ledger([(first, second)], **settings)
 
 
 def gradient(

@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 
 from fastloop.errors import FastLoopError, let_through
-from fastloop.ladder import cards
+from fastloop.ladder import collect_cards
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
-def disabled() -> bool:
+def is_disabled() -> bool:
     """Whether FASTLOOP_DISABLE switches everything off."""
     return os.environ.get("FASTLOOP_DISABLE", "") not in ("", "0")
 
@@ -51,17 +51,17 @@ def fail_open(hook: Hook) -> Hook:
 # -- one-line explanations of exceptions with unclear messages ---------------------------------------------------------
 
 
-def hint(exception: BaseException, module: Any, rungs: Collection[str]) -> str | None:
+def explain_exception(exception: BaseException, module: Any, rungs: Collection[str]) -> str | None:
     """One line that explains an exception in a run with these rungs; None if we know no more than its message."""
     text = str(exception)
     if "did not receive grad for rank" in text:
-        return _unused_parameters(text, module)
-    explained = {part: line for rung in rungs for part, line in cards()[rung].explains.items()}
+        return _name_unused_parameters(text, module)
+    explained = {part: line for rung in rungs for part, line in collect_cards()[rung].explains.items()}
     places = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(exception.__traceback__)]
     return next((line for part, line in explained.items() if any(part in each for each in (text, *places))), None)
 
 
-def _unused_parameters(text: str, module: Any) -> str | None:
+def _name_unused_parameters(text: str, module: Any) -> str | None:
     """DDP lists parameters without a gradient by index; users know them by name."""
     match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
     if match is None or module is None:

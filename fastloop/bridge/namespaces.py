@@ -11,7 +11,7 @@ from typing import Any
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
-def of(lightning_object: Any) -> str:
+def find_namespace(lightning_object: Any) -> str:
     """The namespace a Trainer, strategy or their class belongs to, by the first Lightning class among its bases."""
     kind = lightning_object if isinstance(lightning_object, type) else type(lightning_object)
     for base in kind.__mro__:
@@ -27,22 +27,22 @@ def load(namespace: str, path: str) -> Any:
     return getattr(importlib.import_module(f"{namespace}.{module}"), attribute)
 
 
-def installed() -> Iterator[str]:
+def list_installed() -> Iterator[str]:
     """The installed namespaces. Both packages may be installed, and a script may use either."""
     for name in NAMES:
         if name in sys.modules or importlib.util.find_spec(name.split(".")[0]) is not None:
             yield name
 
 
-def found(path: str) -> Iterator[tuple[str, Any]]:
+def find_everywhere(path: str) -> Iterator[tuple[str, Any]]:
     """Namespace and object at a path, for every installed namespace that can be imported."""
-    for name in installed():
+    for name in list_installed():
         try:
             yield name, load(name, path)
         except Exception:  # too old for this torch, or half uninstalled: it cannot train
             continue
 
 
-def callback_class() -> Any:
+def make_callback_class() -> Any:
     """A callback base class that both namespaces accept; before 2.6 each refuses callbacks of the other."""
-    return type("Callback", tuple(kind for _, kind in found("callbacks.Callback")), {})
+    return type("Callback", tuple(kind for _, kind in find_everywhere("callbacks.Callback")), {})

@@ -15,7 +15,7 @@ from typing import Any
 
 from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer, attach
-from fastloop.config.layers import as_patch
+from fastloop.config.layers import classify_patch
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab import parity_gates, results
 from fastloop.experiments.ab import resume as manifest
@@ -23,18 +23,18 @@ from fastloop.experiments.ab.arms import Arm, ConfigArm, Progress
 from fastloop.experiments.ab.commit import Versus, compare_with
 from fastloop.experiments.ab.experiment import Experiment, Settings, Unplanned
 from fastloop.experiments.ab.resume import BASE, refuse_others
-from fastloop.experiments.ab.script_arms import ScriptArm, command_of, under_this_python
-from fastloop.experiments.ab.sides import sides_of
-from fastloop.experiments.trials.failures import failed, writing
+from fastloop.experiments.ab.script_arms import ScriptArm, make_command, runs_under_this_python
+from fastloop.experiments.ab.sides import list_sides
+from fastloop.experiments.trials.failures import make_failure, writing
 from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, hold
 from fastloop.experiments.trials.script_injection import name_of
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, forget, quick_starts
+from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget
 from fastloop.judge import statistics
 from fastloop.judge.verdict import LEAST_RUNS
 from fastloop.records import store
 from fastloop.records.experiment import Manifest
-from fastloop.records.secrets import Scrubber, mask
+from fastloop.records.secrets import Scrubber, mask_secrets
 from fastloop.report.experiments import ab_report
 
 
@@ -81,13 +81,13 @@ def request(
         overrides=tuple(overrides),
         vs=tuple(vs),
         more=tuple(more),
-        runs=_number("--runs", runs, LEAST_RUNS) or "auto",
-        steps=_number("--steps", steps, 1),
+        runs=_parse_number("--runs", runs, LEAST_RUNS) or "auto",
+        steps=_parse_number("--steps", steps, 1),
         **others,
     )
 
 
-def _number(option: str, text: str, least: int) -> int | None:
+def _parse_number(option: str, text: str, least: int) -> int | None:
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < least:
@@ -116,11 +116,11 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
         assert isinstance(both, ScriptArm)
         with compare_with(asked.vs_commit, both, aa=asked.aa, say=progress) as versus:
             return _claim_and_compare(asked, versus, out=out, force=force, resume=resume, progress=progress)
-    arms = _without_secrets(arms_of(asked))
+    arms = _mask_names(list_arms(asked))
     if asked.script is None:
         for arm in arms:
             check_without_torch(arm.config())
-    versus = Versus(sides=sides_of(arms, aa=asked.aa), sources={})
+    versus = Versus(sides=list_sides(arms, aa=asked.aa), sources={})
     return _claim_and_compare(asked, versus, out=out, force=force, resume=resume, progress=progress)
 
 
@@ -128,7 +128,7 @@ def _claim_and_compare(
     asked: Request, versus: Versus, *, out: str | None, force: bool, resume: str | None, progress: Progress
 ) -> Answer:
     base = versus.sides[0].arm.config()
-    name = base.name if asked.script is None else name_of(command_of(asked.script, asked.args))
+    name = base.name if asked.script is None else name_of(make_command(asked.script, asked.args))
     with claim_or_resume(f"ab-{name}", out, force=force, resume=resume, holds=manifest.NAME) as path:
         try:
             return _compare(asked, versus, path, name, new=resume is None, progress=progress)
@@ -136,13 +136,13 @@ def _claim_and_compare(
             forget(error.trial.run_dir)
             if resume is None:  # nothing was trained
                 manifest.sweep(path)
-            raise failed(error.trial) from None
+            raise make_failure(error.trial) from None
 
 
 def _compare(asked: Request, versus: Versus, path: Path, name: str, *, new: bool, progress: Progress) -> Answer:
     sides = versus.sides
     base = sides[0].arm.config()
-    command = () if asked.script is None else command_of(asked.script, asked.args)
+    command = () if asked.script is None else make_command(asked.script, asked.args)
     with hold(path), writing(path, manifest.NAME):
         for side in sides:
             side.folder = path / side.folder
@@ -152,7 +152,7 @@ def _compare(asked: Request, versus: Versus, path: Path, name: str, *, new: bool
             store.save(path, {manifest.NAME: content})
         else:
             manifest.refuse_another(path, content)
-            if not command or under_this_python(command):
+            if not command or runs_under_this_python(command):
                 refuse_others(path, folders)
         settings = Settings(
             runs=asked.runs,
@@ -162,8 +162,8 @@ def _compare(asked: Request, versus: Versus, path: Path, name: str, *, new: bool
             seed=base.run.seed,
             limits=Limits(total_s=asked.limit_s),
         )
-        with quick_starts(scripts=bool(command)):
-            return carried_out(Experiment(sides, path, settings, progress), name)
+        with allow_quick_starts(scripts=bool(command)):
+            return carry_out(Experiment(sides, path, settings, progress), name)
 
 
 def _describe(asked: Request, versus: Versus, command: Sequence[str]) -> Manifest:
@@ -181,7 +181,7 @@ def _describe(asked: Request, versus: Versus, command: Sequence[str]) -> Manifes
     return dataclasses.replace(content, sources={**content.sources, **versus.sources})
 
 
-def carried_out(experiment: Experiment, name: str) -> Answer:
+def carry_out(experiment: Experiment, name: str) -> Answer:
     """Run the experiment until it ends or a signal stops it, and write the results either way."""
     try:
         experiment.run()
@@ -193,21 +193,23 @@ def carried_out(experiment: Experiment, name: str) -> Answer:
     parity_gates.sweep(experiment.place)
     if experiment.base.failed is not None and not experiment.base.runs:
         trial = experiment.base.failed
-        failure = failed(trial, what=f"the base failed, so there is nothing to compare: {trial.name}")
+        failure = make_failure(trial, what=f"the base failed, so there is nothing to compare: {trial.name}")
         attach(failure, result)
         raise failure
     return Answer(
-        text="\n".join(ab_report.lines(result)), json=store.to_json(result), exit_code=results.exit_code(experiment)
+        text="\n".join(ab_report.write_lines(result)),
+        json=store.to_json(result),
+        exit_code=results.exit_code(experiment),
     )
 
 
-def arms_of(asked: Request) -> list[Arm]:
+def list_arms(asked: Request) -> list[Arm]:
     """Return the base and one arm for each ``--vs``, named after what it changes."""
     vs = [*asked.vs, *([] if asked.vs or not asked.aa else [""])]
     if not vs:
         do = "write --vs amp, --vs patch.yaml or --vs key=value; or --aa for an A/A test"
         raise ConfigError(got="fastloop ab without --vs", why="there is nothing to compare the base with", do=do)
-    names = _names([text or "again" for text in vs])
+    names = _name_arms([text or "again" for text in vs])
     base = _make_base(asked)
     return [base, *(_change(base, name, text) for name, text in zip(names, vs, strict=True))]
 
@@ -217,12 +219,12 @@ def _make_base(asked: Request) -> Arm:
         if asked.base is not None:
             do = 'write the script\'s arguments as --args "…", and a configuration without --script'
             raise ConfigError(got=f"fastloop ab {asked.base} --script {asked.script}", why="there are two bases", do=do)
-        command = command_of(asked.script, asked.args)
+        command = make_command(asked.script, asked.args)
         return ScriptArm(name=BASE, command=command, more=asked.more, overrides=asked.overrides)
     if asked.base is None:
         raise ConfigError(got="fastloop ab", why="there is no base", do="write a configuration, or --script train.py")
     if asked.base.endswith(".py"):
-        again = " ".join(f"--vs {text}" for text in mask(asked.vs))
+        again = " ".join(f"--vs {text}" for text in mask_secrets(asked.vs))
         raise ConfigError(
             got=f"fastloop ab {asked.base}",
             why="it is a script, but the base must be a configuration",
@@ -241,7 +243,7 @@ def _change(base: Arm, name: str, text: str) -> Arm:
         raise ConfigError(got=f"--vs {text!r}", why="nothing stands behind the last comma", do=do)
     while rest:
         first, _, after = (part.strip() for part in rest.partition(","))
-        kind, patch = as_patch(rest if "=" in first else first)
+        kind, patch = classify_patch(rest if "=" in first else first)
         if kind == "override":
             return base.change(name, patch, more=patches)
         patches.append(patch)
@@ -249,13 +251,13 @@ def _change(base: Arm, name: str, text: str) -> Arm:
     return base.change(name, more=patches)
 
 
-def _without_secrets(arms: Sequence[Any]) -> list[Arm]:
+def _mask_names(arms: Sequence[Any]) -> list[Arm]:
     """Mask secrets in the arms' names, which repeat the command line; number names that then become equal."""
     names = _tell_apart([Scrubber(arm.config().values).text(arm.name) for arm in arms])
     return [dataclasses.replace(arm, name=name) for arm, name in zip(arms, names, strict=True)]
 
 
-def _names(vs: Sequence[str]) -> list[str]:
+def _name_arms(vs: Sequence[str]) -> list[str]:
     """Name each arm: a file by its stem, keys without their common prefix ``rungs.``."""
     stems = [Path(text).stem if text.endswith((".yaml", ".yml")) else text for text in vs]
     return _tell_apart([BASE, *(re.sub(r"(^|,)\s*rungs\.", r"\1", stem) for stem in stems)])[1:]

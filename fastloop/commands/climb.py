@@ -16,24 +16,24 @@ from pathlib import Path
 
 from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer, attach
-from fastloop.config.layers import patch_layer
-from fastloop.config.shipped import shipped
+from fastloop.config.layers import read_patch_layer
+from fastloop.config.shipped import find_shipped
 from fastloop.errors import ConfigError
 from fastloop.evidence import machine
 from fastloop.experiments.ab.arms import ConfigArm, Progress
-from fastloop.experiments.ab.results import hardware
-from fastloop.experiments.ab.resume import fingerprint, refuse_others, source_fingerprint
-from fastloop.experiments.ab.script_arms import ScriptArm, command_of, under_this_python
+from fastloop.experiments.ab.results import read_hardware
+from fastloop.experiments.ab.resume import fingerprint, fingerprint_source, refuse_others
+from fastloop.experiments.ab.script_arms import ScriptArm, make_command, runs_under_this_python
 from fastloop.experiments.climb.attempt import BaseFailed
 from fastloop.experiments.climb.budget import Budget, Spent
 from fastloop.experiments.climb.candidates import Start
 from fastloop.experiments.climb.interface import Runner
 from fastloop.experiments.climb.loop import Climb
 from fastloop.experiments.climb.runner import ProcessRunner
-from fastloop.experiments.trials.failures import Failed, failed, writing
+from fastloop.experiments.trials.failures import Failed, make_failure, writing
 from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, hold
 from fastloop.experiments.trials.script_injection import name_of
-from fastloop.experiments.trials.trial import TRIAL, Job, forget, quick_starts
+from fastloop.experiments.trials.trial import TRIAL, Job, allow_quick_starts, forget
 from fastloop.records import store
 from fastloop.records.card import Stack
 from fastloop.records.climb import ClimbFile, Confirmation, Speed
@@ -82,7 +82,7 @@ def climb(
     with place as path, writing(path, NAME), hold(path):
         recorder = Recorder(path, start, allow, budget_s, _load_earlier(path, start, resume))
         runner = ProcessRunner(start, path, recorder.budget, limit_s=limit_s, progress=progress)
-        with quick_starts(scripts=script is not None):
+        with allow_quick_starts(scripts=script is not None):
             answer = _run(recorder, recorder.begin(runner), progress)
     return dataclasses.replace(answer, text=f"{answer.text}{_describe_use(path, conf, more, overrides)}")
 
@@ -105,7 +105,7 @@ def _make_start(
     if conf is not None:
         do = 'write the script\'s arguments as --args "…", and a configuration without --script'
         raise ConfigError(got=f"fastloop climb {conf} --script {script}", why="it names two starting points", do=do)
-    command = command_of(script, args)
+    command = make_command(script, args)
     return ScriptArm(name=name_of(command), command=command, more=tuple(more), overrides=tuple(overrides))
 
 
@@ -123,7 +123,7 @@ def _describe_use(place: Path, conf: str | None, more: Sequence[str], overrides:
 
 def list_shipped() -> dict[str, Stack]:
     """Return the rungs of the shipped ladders by name."""
-    return {name: patch_layer(name, Path()).marked.value["rungs"] for name in shipped("ladders")}
+    return {name: read_patch_layer(name, Path()).marked.value["rungs"] for name in find_shipped("ladders")}
 
 
 class Recorder:
@@ -157,7 +157,7 @@ class Recorder:
             enabled=frozenset(self.config.ladder.enabled()),
             devices=self.config.run.devices,
             allow=frozenset(self.allow),
-            cpus=max(1, machine.usable_cpus() // self.config.run.devices),
+            cpus=max(1, machine.count_usable_cpus() // self.config.run.devices),
             ladders=list_shipped(),
             times_loader=self.arm.plans_alone,
         )
@@ -185,7 +185,7 @@ class Recorder:
             run_dir=str(self.place),
             name=self.arm.name,
             date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            hardware=hardware(trials),
+            hardware=read_hardware(trials),
             naive=start,
             ceilings_samples_per_s=climb.ceilings,
             ceilings_top_samples_per_s=rates,
@@ -208,13 +208,15 @@ class Recorder:
         """Save after each decision, so that there is a ladder no matter what ends the climb."""
         content = self.content()
         store.save(self.place, {NAME: content})
-        store.write(self.place, {LADDER: climb_report.ladder_yaml(content)})
+        store.write(self.place, {LADDER: climb_report.write_ladder_yaml(content)})
 
     def write(self) -> ClimbFile:
         """Write all results, the ladder and the reports."""
         content = self.content()
         store.save(self.place, {NAME: content})  # first: drawing the reports takes seconds
-        store.write(self.place, {LADDER: climb_report.ladder_yaml(content), **climb_report.reports(content)})
+        store.write(
+            self.place, {LADDER: climb_report.write_ladder_yaml(content), **climb_report.write_reports(content)}
+        )
         return content
 
 
@@ -243,7 +245,7 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
     if recorder.partial or not complete:
         recorder.stopped += f"; continue with --resume {recorder.place}"
     content = recorder.write()
-    text = "\n".join(climb_report.lines(content))
+    text = "\n".join(climb_report.write_lines(content))
     return Answer(text=text, json=store.to_json(content), exit_code=_choose_exit_code(content))
 
 
@@ -255,7 +257,7 @@ def _end_without_base(recorder: Recorder, climb: Climb, base: BaseFailed) -> Fai
     ended = (
         Failed(f"fastloop: {cause}")
         if trial is None
-        else failed(dataclasses.replace(trial, cause=cause), recorder.place if climb.rows else None)
+        else make_failure(dataclasses.replace(trial, cause=cause), recorder.place if climb.rows else None)
     )
     with contextlib.suppress(Exception):  # it must not hide what happened
         attach(ended, recorder.write())
@@ -293,7 +295,7 @@ def _take_fingerprints(start: ConfigArm | ScriptArm) -> tuple[str, str | None]:
     configured = fingerprint(config)
     if command:
         configured = hashlib.sha256(repr((configured, command)).encode()).hexdigest()
-    return configured, source_fingerprint(config, command)
+    return configured, fingerprint_source(config, command)
 
 
 def _load_earlier(place: Path, start: ConfigArm | ScriptArm, resume: str | None) -> ClimbFile | None:
@@ -317,6 +319,6 @@ def _load_earlier(place: Path, start: ConfigArm | ScriptArm, resume: str | None)
             why=f"{start.config().recipe_file or start.name} changed since it began",
             do="undo the change, or start a new climb",
         )
-    if isinstance(start, ConfigArm) or under_this_python(start.command):
+    if isinstance(start, ConfigArm) or runs_under_this_python(start.command):
         refuse_others(place, {trial.parents[1] for trial in place.rglob(TRIAL)})
     return before

@@ -11,7 +11,7 @@ from typing import Any
 from fastloop.bridge.fit.trainer_arguments import check_trainer_arguments
 from fastloop.commands.console import Answer
 from fastloop.config.loading import Config, diff, load, require_checkpoint, require_recipe, show
-from fastloop.config.schema import check_keys, first_origin, spell
+from fastloop.config.schema import check_keys, find_origin, spell
 from fastloop.records import store
 
 
@@ -56,7 +56,7 @@ def _check_free_keys(config: Config) -> None:
         return
     record = dataclasses.make_dataclass("Settings", [(name, Any) for name in names])
     unknown = {key: value for key, value in config.recipe.items() if key not in names}
-    check_keys({"recipe": unknown}, {"recipe": record}, lambda path: first_origin(".".join(path), config.origins))
+    check_keys({"recipe": unknown}, {"recipe": record}, lambda path: find_origin(".".join(path), config.origins))
 
 
 def read_fields(recipe: Path) -> list[str] | None:
@@ -69,7 +69,7 @@ def read_fields(recipe: Path) -> list[str] | None:
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node in found]
     if len(found) != 1 or not classes or classes[0].bases or classes[0].keywords or not _is_dataclass(classes[0]):
         return None
-    return list(_annotated_names(classes[0]))
+    return list(_list_annotated_names(classes[0]))
 
 
 def _is_dataclass(node: ast.ClassDef) -> bool:
@@ -78,7 +78,7 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
     return made in (["dataclass"], ["dataclasses.dataclass"])
 
 
-def _annotated_names(node: ast.ClassDef) -> Iterator[str]:
+def _list_annotated_names(node: ast.ClassDef) -> Iterator[str]:
     for each in node.body:
         if (
             isinstance(each, ast.AnnAssign)

@@ -16,16 +16,16 @@ from fastloop import diagnose as rules
 from fastloop.commands import rerun
 from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer
-from fastloop.commands.headspace import wanted
+from fastloop.commands.headspace import list_variations
 from fastloop.config.loading import Config
-from fastloop.config.shipped import shipped
+from fastloop.config.shipped import find_shipped
 from fastloop.errors import ConfigError
 from fastloop.evidence.gpu.efficiency import add_work
-from fastloop.experiments.trials.failures import failed, writing
+from fastloop.experiments.trials.failures import make_failure, writing
 from fastloop.experiments.trials.run_directories import ROOT, claim
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import UNWRITTEN, Job, Trial, clear, run_trial
-from fastloop.ladder import cards, left_out
+from fastloop.ladder import collect_cards, list_left_out
 from fastloop.records import store
 from fastloop.records.measurement import CEILINGS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
@@ -73,16 +73,16 @@ def diagnose(
             more=tuple(more),
             overrides=(*overrides, "watch.enabled=true", *traced),
             hunt_syncs=syncs,
-            further_steps=beyond(syncs, trace),
+            further_steps=count_untimed_steps(syncs, trace),
         )
         return _run_configuration(job, out, force, limit_s, progress)
     given = {"--config": more, "KEY=VALUE": overrides, "--syncs": syncs, "--trace": trace, "--out": out}
     if wrong := [name for name, value in given.items() if value]:
         got = f"{', '.join(wrong)} with the run directory {where}"
-        conf = rerun.configuration(where)
-        do = rerun.by_script(trace) if conf is None else f"run it again: fastloop diagnose {conf}"
+        conf = rerun.find_configuration(where)
+        do = rerun.explain_rerun(trace) if conf is None else f"run it again: fastloop diagnose {conf}"
         raise ConfigError(got=got, why="a finished run cannot be changed", do=do)
-    return _of_run(where)
+    return _diagnose_run(where)
 
 
 def run_directory(target: str) -> Path | None:
@@ -94,7 +94,7 @@ def run_directory(target: str) -> Path | None:
     path = Path(target)
     if path.name in ("report.md", "report.html", "measurement.json") and is_file(path):
         path = path.parent
-    if ("/" not in target and target in shipped("recipes")) or not os.path.isdir(path):  # noqa: PTH112 (Path's raises)
+    if ("/" not in target and target in find_shipped("recipes")) or not os.path.isdir(path):  # noqa: PTH112 (Path's raises)
         return None
     if not is_file(path / "measurement.json"):
         do = f"write a configuration, or the directory that fastloop run printed, below {ROOT}/"
@@ -105,7 +105,7 @@ def run_directory(target: str) -> Path | None:
 # -- an earlier run ---------------------------------------------------------------------------------------------------
 
 
-def _of_run(where: Path) -> Answer:
+def _diagnose_run(where: Path) -> Answer:
     seen = load(where / MEASUREMENT, Measurement)
     if seen is None:
         raise ConfigError(got=f"{where}/measurement.json", why="it is no JSON object", do="run the training again")
@@ -128,10 +128,10 @@ def _answer(
 ) -> Answer:
     """Make the answer from the records; findings are recomputed with the rules of this version."""
     enabled = tuple(step.rung for step in plan.steps)
-    found = rules.findings(seen, cards(), enabled, verdicts)
-    then, later = rules.next_steps(found, seen, cards(), enabled)
+    found = rules.list_findings(seen, collect_cards(), enabled, verdicts)
+    then, later = rules.list_next_steps(found, seen, collect_cards(), enabled)
     report = store.report_in(where)
-    lines = summary.lines(seen, plan, verdicts, found, None if report is None else str(report), name, then, later)
+    lines = summary.write_lines(seen, plan, verdicts, found, None if report is None else str(report), name, then, later)
     record = RunRecord(run_dir=str(where), plan=PlanFile.of(plan), measurement=seen, verdicts=verdicts, findings=found)
     if patch := next((finding.patch for finding in found if finding.patch), None):
         lines.insert(len(lines) - (report is not None), f"PROVE    {rerun.to_prove(where, patch)}")
@@ -151,12 +151,12 @@ def _run_configuration(job: Job, out: str | None, force: bool, limit_s: float, p
         if not base.ok:
             if base.code == 2:
                 clear(path)
-            raise failed(base)
+            raise make_failure(base)
         seen = base.measurement or Measurement()
         trials = []
         for name, further in _list_further(job, config, seen):
             trials.append(run_trial(name, further, path / TRIALS / name, limits=limits, progress=progress))
-            seen = with_trial(seen, trials[-1])
+            seen = add_trial(seen, trials[-1])
         plan, verdicts = load_plan(path), load_verdicts(path)
         rewrite(path, config, seen, plan, verdicts)
     notes = [
@@ -167,7 +167,7 @@ def _run_configuration(job: Job, out: str | None, force: bool, limit_s: float, p
     return _answer(path, config.name, seen, plan, verdicts, notes, trials=rows)
 
 
-def beyond(syncs: bool, trace: int | None) -> int:
+def count_untimed_steps(syncs: bool, trace: int | None) -> int:
     """Return the extra steps for untimed work, so that the requested number of steps is still timed."""
     return (HUNTED_STEPS if syncs else 0) + (trace + LEAD_IN_STEPS if trace else 0)
 
@@ -175,7 +175,9 @@ def beyond(syncs: bool, trace: int | None) -> int:
 def _list_further(job: Job, config: Config, seen: Measurement) -> list[tuple[str, Job]]:
     """List the trials after the first: ceilings, and measurements that the run itself could not make."""
     plain = dataclasses.replace(job.override("watch.trace_steps=0"), hunt_syncs=False, further_steps=0)
-    further: list[tuple[str, Job]] = [(name, dataclasses.replace(plain, variation=name)) for name in wanted(config)]
+    further: list[tuple[str, Job]] = [
+        (name, dataclasses.replace(plain, variation=name)) for name in list_variations(config)
+    ]
     if seen.flops.get("per_sample") is None:
         further.append(("flops", plain.counted()))
     if seen.device == "cuda" and seen.peaks.get("measured_tflop_per_s") is None:
@@ -183,7 +185,7 @@ def _list_further(job: Job, config: Config, seen: Measurement) -> list[tuple[str
     return further
 
 
-def with_trial(seen: Measurement, trial: Trial) -> Measurement:
+def add_trial(seen: Measurement, trial: Trial) -> Measurement:
     """Add a trial's result to the measurement; a failed trial changes nothing."""
     if trial.name in CEILINGS:
         return dataclasses.replace(seen, ceilings={**seen.ceilings, trial.name: trial.samples_per_s})
@@ -197,8 +199,8 @@ def with_trial(seen: Measurement, trial: Trial) -> Measurement:
 def rewrite(where: Path, config: Config, seen: Measurement, plan: Plan, verdicts: tuple[Verdict, ...]) -> None:
     """Rewrite the files of a run that depend on its measurement."""
     enabled = tuple(step.rung for step in plan.steps)
-    found: tuple[Finding, ...] = rules.findings(seen, cards(), enabled, verdicts)
-    then, later = rules.next_steps(found, seen, cards(), enabled)
+    found: tuple[Finding, ...] = rules.list_findings(seen, collect_cards(), enabled, verdicts)
+    then, later = rules.list_next_steps(found, seen, collect_cards(), enabled)
     contents = files.run_files(
         config_yaml="",
         changed_yaml=(where / "config.diff.yaml").read_text(encoding="utf-8"),
@@ -207,7 +209,7 @@ def rewrite(where: Path, config: Config, seen: Measurement, plan: Plan, verdicts
         seen=seen,
         verdicts=verdicts,
         findings=found,
-        left_out=left_out(config.ladder),
+        left_out=list_left_out(config.ladder),
         name=config.name,
         then=then,
         later=later,

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import fastloop
 from fastloop.commands.console import Answer
-from fastloop.commands.torch_probe import Backend, NoAnswer, TorchProbe, exchange_gb_per_s, torch_probe
+from fastloop.commands.torch_probe import Backend, NoAnswer, TorchProbe, exchange_gb_per_s, probe_torch
 from fastloop.evidence import machine
 
 Status = Literal["ok", "warn", "fail", "info"]
@@ -67,27 +67,27 @@ def doctor(*, comm: bool) -> Answer:
     lines = [f"{one.status:<5} {one.name}: {one.found}" + (f"\n      do  {one.do}" if one.do else "") for one in checks]
     return Answer(
         text="\n".join([f"fastloop {conclude(checks)}", *lines]),
-        json={**as_json(checks), "run_dir": None},
+        json={**to_json(checks), "run_dir": None},
         exit_code=exit_code(checks),
     )
 
 
 def check(comm: bool = False) -> tuple[Check, ...]:
     """Check versions, machine, GPUs and optional packages; with ``comm``, also time an all-reduce (at most 2 min)."""
-    found = machine.versions((*machine.PACKAGES, "pynvml", "redis"))
+    found = machine.read_versions((*machine.PACKAGES, "pynvml", "redis"))
     poisoned = any(_release(found.get(name)) in MALICIOUS_LIGHTNING for name in LIGHTNINGS)
-    probe = None if poisoned or "torch" not in found else torch_probe()
-    gpus = machine.gpus()
+    probe = None if poisoned or "torch" not in found else probe_torch()
+    gpus = machine.list_gpus()
     checks = [
-        *_distribution_checks(machine.bare_distribution()),
-        *_version_checks(found),
-        *_machine_checks(os.environ),
-        *_torch_checks(found, gpus, probe, os.environ),
-        *_gpu_checks(gpus, probe),
-        *_extra_checks(found, probe),
+        *_check_distribution(machine.find_bare_distribution()),
+        *_check_versions(found),
+        *_check_machine(os.environ),
+        *_check_torch(found, gpus, probe, os.environ),
+        *_check_gpus(gpus, probe),
+        *_check_extras(found, probe),
     ]
     if comm:
-        checks.append(_comm_check(probe))
+        checks.append(_check_comm(probe))
     return tuple(checks)
 
 
@@ -106,7 +106,7 @@ def conclude(checks: Sequence[Check]) -> str:
     return f"{', '.join(counts)}   {'; '.join(named)}"
 
 
-def as_json(checks: Sequence[Check]) -> dict[str, Any]:
+def to_json(checks: Sequence[Check]) -> dict[str, Any]:
     """Return the object that ``--json`` writes; ``worst`` is ok, warn or fail."""
     seen = {one.status for one in checks}
     worst = next((status for status in ("fail", "warn") if status in seen), "ok")
@@ -125,7 +125,7 @@ def _check(status: Status, name: str, found: str, do: str | None = None) -> Chec
 # ---------------------------------------------------------------- versions
 
 
-def _distribution_checks(bare: Literal["ours", "stranger"] | None) -> Iterator[Check]:
+def _check_distribution(bare: Literal["ours", "stranger"] | None) -> Iterator[Check]:
     """Warn about a distribution with the bare name: an old install of ours, or another project's package."""
     name, home = f"distribution {machine.BARE_NAME}", Path(fastloop.__file__).parents[1]
     again = f"pip uninstall {machine.BARE_NAME} && pip install -e {home}"
@@ -137,10 +137,10 @@ def _distribution_checks(bare: Literal["ours", "stranger"] | None) -> Iterator[C
         yield _check("warn", name, why, both)
 
 
-def _version_checks(found: Versions) -> Iterator[Check]:
+def _check_versions(found: Versions) -> Iterator[Check]:
     lightnings = [name for name in LIGHTNINGS if name in found]
     for name in ("python", "torch", *(lightnings or ["lightning"]), "omegaconf"):
-        yield _version_check(name, found.get(name))
+        yield _check_version(name, found.get(name))
     for name, (safe, advisory) in UNSAFE_CHECKPOINTS.items():
         if name in found and _release(found[name]) < _release(safe):
             do = f"install {name}>={safe}, or load only checkpoints you trust"
@@ -154,7 +154,7 @@ def _version_checks(found: Versions) -> Iterator[Check]:
         yield _check("warn", "pynvml", f"{found['pynvml']}, deprecated: nvidia-ml-py provides the same module", do)
 
 
-def _version_check(name: str, version: str | None) -> Check:
+def _check_version(name: str, version: str | None) -> Check:
     low, high = TESTED[name]
     span = f"{low} to {high}.x" if high else f"{low} or newer"
     if version is None:
@@ -179,21 +179,23 @@ def _release(version: str | None) -> tuple[int, ...]:
 # ---------------------------------------------------------------- machine
 
 
-def _machine_checks(environ: Mapping[str, str]) -> Iterator[Check]:
-    usable, present = machine.usable_cpus(), os.cpu_count() or 1
+def _check_machine(environ: Mapping[str, str]) -> Iterator[Check]:
+    usable, present = machine.count_usable_cpus(), os.cpu_count() or 1
     if usable < present:
         do = "count only usable CPUs when you size workers: affinity or a cgroup quota limits this process"
         yield _check("info", "CPUs", f"{usable} of {present} usable", do)
     else:
         yield _check("ok", "CPUs", str(usable))
     few_workers = "use few DataLoader workers: each one is a Python process"
-    yield _enough("memory", machine.memory_bytes(), LEAST_MEMORY_BYTES, _gib, "unknown", few_workers)
+    yield _check_enough("memory", machine.read_memory_bytes(), LEAST_MEMORY_BYTES, _format_gib, "unknown", few_workers)
     more_shm = "start the container with --shm-size=8g: workers pass batches through /dev/shm"
-    yield _enough("shared memory", machine.shm_free_bytes(), LEAST_SHM_BYTES, _gib, "no /dev/shm here", more_shm)
+    yield _check_enough(
+        "shared memory", machine.read_shm_free_bytes(), LEAST_SHM_BYTES, _format_gib, "no /dev/shm here", more_shm
+    )
     more_files = "ulimit -n 65536: every batch in flight keeps files open"
-    yield _enough("open files", machine.open_file_limit(), LEAST_OPEN_FILES, str, "no limit", more_files)
+    yield _check_enough("open files", machine.open_file_limit(), LEAST_OPEN_FILES, str, "no limit", more_files)
     yield _cache_check(environ)
-    compiler = machine.cxx_compiler(environ)
+    compiler = machine.find_cxx_compiler(environ)
     if compiler:
         yield _check("ok", "C++ compiler", compiler)
     else:
@@ -201,7 +203,7 @@ def _machine_checks(environ: Mapping[str, str]) -> Iterator[Check]:
         yield _check("warn", "C++ compiler", missing, "install g++, or set CXX to your compiler")
 
 
-def _enough(name: str, found: int | None, least: int, show: Callable[[int], str], absent: str, do: str) -> Check:
+def _check_enough(name: str, found: int | None, least: int, show: Callable[[int], str], absent: str, do: str) -> Check:
     if found is None:
         return _check("info", name, absent)
     if found < least:
@@ -209,7 +211,7 @@ def _enough(name: str, found: int | None, least: int, show: Callable[[int], str]
     return _check("ok", name, show(found))
 
 
-def _gib(count_bytes: int | None) -> str:
+def _format_gib(count_bytes: int | None) -> str:
     return "?" if count_bytes is None else f"{count_bytes / GIB:.1f} GiB"
 
 
@@ -228,7 +230,7 @@ def _cache_check(environ: Mapping[str, str]) -> Check:
 # ---------------------------------------------------------------- torch and GPUs
 
 
-def _torch_checks(found: Versions, gpus: Gpus, probe: TorchProbe | None, environ: Mapping[str, str]) -> Iterator[Check]:
+def _check_torch(found: Versions, gpus: Gpus, probe: TorchProbe | None, environ: Mapping[str, str]) -> Iterator[Check]:
     if probe is None:
         yield _check("info", "torch and CUDA", "not checked: a package above is malicious or missing")
         return
@@ -240,8 +242,8 @@ def _torch_checks(found: Versions, gpus: Gpus, probe: TorchProbe | None, environ
             "run python -c 'import torch' to see the error, then reinstall torch",
         )
         return
-    yield _cuda_check(gpus, probe)
-    visible = _visibility_check(gpus, probe, environ.get("CUDA_VISIBLE_DEVICES"))
+    yield _check_cuda(gpus, probe)
+    visible = _check_visibility(gpus, probe, environ.get("CUDA_VISIBLE_DEVICES"))
     if visible:
         yield visible
     if probe.cuda_available and "triton" in found:
@@ -251,7 +253,7 @@ def _torch_checks(found: Versions, gpus: Gpus, probe: TorchProbe | None, environ
         yield _check("warn", "triton", "not installed: torch.compile cannot work on CUDA", do)
 
 
-def _cuda_check(gpus: Gpus, probe: TorchProbe) -> Check:
+def _check_cuda(gpus: Gpus, probe: TorchProbe) -> Check:
     name, build = "torch and CUDA", f"built for CUDA {probe.built_cuda}" if probe.built_cuda else "built without CUDA"
     if probe.cuda_available:
         return _check("ok", name, f"{build}, {probe.device_count} device(s) visible")
@@ -261,7 +263,7 @@ def _cuda_check(gpus: Gpus, probe: TorchProbe) -> Check:
     return _check("warn", name, f"{build}, cannot use the {len(gpus)} GPU(s), driver {gpus[0].driver or '?'}", do)
 
 
-def _visibility_check(gpus: Gpus, probe: TorchProbe, variable: str | None) -> Check | None:
+def _check_visibility(gpus: Gpus, probe: TorchProbe, variable: str | None) -> Check | None:
     """Check that torch sees as many devices as CUDA_VISIBLE_DEVICES lists, or if unset, as NVML counts."""
     if variable is None:
         if probe.device_count >= len(gpus) or any(
@@ -277,9 +279,9 @@ def _visibility_check(gpus: Gpus, probe: TorchProbe, variable: str | None) -> Ch
     return _check("warn", "visible devices", found, "fix or unset it: CUDA stops at the first entry it cannot find")
 
 
-def _gpu_checks(gpus: Gpus, probe: TorchProbe | None) -> Iterator[Check]:
+def _check_gpus(gpus: Gpus, probe: TorchProbe | None) -> Iterator[Check]:
     for gpu in gpus:
-        yield from _one_gpu(gpu)
+        yield from _check_gpu(gpu)
     if gpus:
         return
     if probe is None or not probe.cuda_available:
@@ -287,12 +289,12 @@ def _gpu_checks(gpus: Gpus, probe: TorchProbe | None) -> Iterator[Check]:
         return
     yield _check("info", "GPU", "CUDA works, but NVML cannot be read", "pip install nvidia-ml-py")
     if probe.bf16_native is False:
-        yield _emulated_bf16("GPU")
+        yield _warn_of_emulated_bf16("GPU")
 
 
-def _one_gpu(gpu: machine.GpuReading) -> Iterator[Check]:
+def _check_gpu(gpu: machine.GpuReading) -> Iterator[Check]:
     name = f"GPU {gpu.index}"
-    memory = f"{_gib(gpu.memory_used_bytes)} of {_gib(gpu.memory_total_bytes)} in use"
+    memory = f"{_format_gib(gpu.memory_used_bytes)} of {_format_gib(gpu.memory_total_bytes)} in use"
     if gpu.name:
         yield _check("ok", name, f"{gpu.name}, {memory}, driver {gpu.driver or '?'}")
     else:
@@ -304,10 +306,10 @@ def _one_gpu(gpu: machine.GpuReading) -> Iterator[Check]:
     if gpu.mig_enabled:
         yield _check("info", f"{name} MIG", "on: a run gets one slice, but readings are for the whole GPU")
     if gpu.compute_capability and gpu.compute_capability < (8, 0):
-        yield _emulated_bf16(name)
+        yield _warn_of_emulated_bf16(name)
 
 
-def _emulated_bf16(name: str) -> Check:
+def _warn_of_emulated_bf16(name: str) -> Check:
     do = "use float16 mixed precision: 16-mixed"
     return _check("warn", f"{name} bf16", "emulated and slow: compute capability below 8.0", do)
 
@@ -315,7 +317,7 @@ def _emulated_bf16(name: str) -> Check:
 # ---------------------------------------------------------------- optional packages, exchange between processes
 
 
-def _extra_checks(found: Versions, probe: TorchProbe | None) -> Iterator[Check]:
+def _check_extras(found: Versions, probe: TorchProbe | None) -> Iterator[Check]:
     cuda_12 = probe is not None and (probe.built_cuda or "").startswith("12.")
     dali = found.get("nvidia-dali-cuda130") or found.get("nvidia-dali-cuda120")
     for name, version, package, extra in (
@@ -330,7 +332,7 @@ def _extra_checks(found: Versions, probe: TorchProbe | None) -> Iterator[Check]:
             yield _check("info", name, optional, f"pip install {package}")
 
 
-def _comm_check(probe: TorchProbe | None) -> Check:
+def _check_comm(probe: TorchProbe | None) -> Check:
     """Time an all-reduce: NCCL over all visible GPUs if there are at least two, else gloo between two processes."""
     if probe is None or probe.trouble:
         return _check("info", "all-reduce", "not measured: torch cannot be imported")

@@ -16,21 +16,21 @@ from types import FrameType
 
 from fastloop import diagnose
 from fastloop.commands.console import Answer
-from fastloop.config.loading import from_callback
+from fastloop.config.loading import load_callback_config
 from fastloop.errors import ConfigError
 from fastloop.experiments.trials import reaper
-from fastloop.experiments.trials.failures import first_rank
-from fastloop.experiments.trials.run_directories import Place, claim, unclaimed
+from fastloop.experiments.trials.failures import is_first_rank
+from fastloop.experiments.trials.run_directories import Place, claim, name_unclaimed
 from fastloop.experiments.trials.script_injection import (
     carried,
     check,
-    happened,
+    explain_unmeasured,
+    list_notes,
     make_orders,
     name_of,
-    notes,
-    unmeasured,
+    read_events,
 )
-from fastloop.ladder import cards
+from fastloop.ladder import collect_cards
 from fastloop.records import store
 from fastloop.records.run_files import PlanFile, load_run
 from fastloop.records.trial import ScriptEvent
@@ -60,17 +60,17 @@ def execute(
     Raises:
         ConfigError: nothing was started.
     """
-    checked, ignored = from_callback(config)
+    checked, ignored = load_callback_config(config)
     if ignored:
         progress(f"fastloop: ignored, because the script makes its own Trainer: {', '.join(ignored)}")
     check(command)
     name = name_of(command)
-    with claim(name, out, force=force) if first_rank() else Place(unclaimed(name, out)) as path:
-        if first_rank():
+    with claim(name, out, force=force) if is_first_rank() else Place(name_unclaimed(name, out)) as path:
+        if is_first_rank():
             store.clear(path)
         with carried(make_orders(checked, path), os.environ) as (variables, private):
             code = _run(command, {**os.environ, **variables})
-            events = happened(private)
+            events = read_events(private)
         return _answer(name, path, code, events)
 
 
@@ -132,7 +132,7 @@ class _Relay:
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         self.heard.append(number)
         first = self.heard.count(number) == 1
-        if number == signal.SIGINT and first and _in_foreground():
+        if number == signal.SIGINT and first and _is_in_foreground():
             return  # the terminal has signaled the command, which may be saving its work
         timer = threading.Timer(AGAIN_S[signal.Signals(number)], self._pass_on, (number,))
         timer.daemon = True
@@ -144,7 +144,7 @@ class _Relay:
                 self.process.send_signal(number)
 
 
-def _in_foreground() -> bool:
+def _is_in_foreground() -> bool:
     """Whether a terminal sends Ctrl-C to this process group."""
     try:
         with Path("/dev/tty").open("rb") as terminal:
@@ -157,17 +157,17 @@ def _in_foreground() -> bool:
 
 
 def _answer(name: str, where: Path, code: int, events: Sequence[ScriptEvent]) -> Answer:
-    if not first_rank():
+    if not is_first_rank():
         return Answer(text="", exit_code=code)
     record = load_run(where)
     content = {**store.to_json(record), "exit_code": code}
     if record.measurement is None:
         off = os.environ.get("FASTLOOP_DISABLE", "") not in ("", "0")
-        why = "FASTLOOP_DISABLE is set" if off else unmeasured(name, events, code)
+        why = "FASTLOOP_DISABLE is set" if off else explain_unmeasured(name, events, code)
         return Answer(text=f"fastloop: nothing was measured: {why}", json={**content, "run_dir": None}, exit_code=code)
     seen, plan = record.measurement, (record.plan or PlanFile()).to_plan()
     found, verdicts = record.findings or (), record.verdicts or ()
-    then, later = diagnose.next_steps(found, seen, cards(), tuple(step.rung for step in plan.steps))
-    lines = summary.lines(seen, plan, verdicts, found, store.report_in(where), name, then, later)
-    lines += [f"NOTE     {note}" for note in notes(events)]
+    then, later = diagnose.list_next_steps(found, seen, collect_cards(), tuple(step.rung for step in plan.steps))
+    lines = summary.write_lines(seen, plan, verdicts, found, store.report_in(where), name, then, later)
+    lines += [f"NOTE     {note}" for note in list_notes(events)]
     return Answer(text="\n".join(lines), json=content, exit_code=code)

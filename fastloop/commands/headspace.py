@@ -21,14 +21,14 @@ from fastloop.config.shipped import OF_RUN
 from fastloop.diagnose import is_beyond
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import Progress
-from fastloop.experiments.trials.failures import failed, writing
+from fastloop.experiments.trials.failures import make_failure, writing
 from fastloop.experiments.trials.run_directories import claim
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, forget, quick_starts, run_trial
+from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget, run_trial
 from fastloop.records import store
 from fastloop.records.measurement import CEILINGS, DISTURBED
 from fastloop.records.trial import Trial, Variation
-from fastloop.report.numbers import short
+from fastloop.report.numbers import format_short
 
 NAME = "headspace.json"
 FIRST, LAST = "baseline", "baseline-again"
@@ -107,11 +107,11 @@ def headspace(
         FastLoopError: the run directory can no longer be written.
     """
     if rerun.is_run(conf):
-        raise _of_a_run(Path(conf))
+        raise _refuse_run(Path(conf))
     job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     config, limits = job.config(), Limits(total_s=limit_s)
     check_without_torch(config)
-    with claim(config.name, out, force=force) as path, writing(path), quick_starts():
+    with claim(config.name, out, force=force) as path, writing(path), allow_quick_starts():
 
         def trial(name: str, changed: Job) -> Trial:
             return run_trial(name, changed, path / name, limits=limits, progress=progress)
@@ -120,17 +120,17 @@ def headspace(
         if not first.ok:
             if first.code == 2:
                 forget(first.run_dir)
-            raise failed(first)
+            raise make_failure(first)
         ceilings: dict[str, Trial] = {
-            name: trial(name, dataclasses.replace(job, variation=name)) for name in wanted(config)
+            name: trial(name, dataclasses.replace(job, variation=name)) for name in list_variations(config)
         }
         result = summarize(str(path), (first, trial(LAST, job)), ceilings, config)
         store.save(path, {NAME: result})
     return Answer(text="\n".join(format_lines(result, config.name)), json=store.to_json(result))
 
 
-def _of_a_run(where: Path) -> ConfigError:
-    conf = rerun.configuration(where)
+def _refuse_run(where: Path) -> ConfigError:
+    conf = rerun.find_configuration(where)
     do = (
         f"run fastloop headspace {conf}"
         if conf is not None
@@ -141,7 +141,7 @@ def _of_a_run(where: Path) -> ConfigError:
     )
 
 
-def wanted(config: Config) -> tuple[Variation, ...]:
+def list_variations(config: Config) -> tuple[Variation, ...]:
     """Return the ceilings that apply to this training."""
     return tuple(name for name in CEILINGS if name != "no_exchange" or config.run.devices > 1)
 
@@ -160,12 +160,14 @@ def summarize(run_dir: str, baselines: Sequence[Trial], trials: Mapping[str, Tri
     return CeilingsFile(
         run_dir=run_dir,
         baseline=baseline,
-        ceilings={name: ceiling(trials.get(name), rate, config, baselines) for name in CEILINGS},
+        ceilings={name: read_ceiling(trials.get(name), rate, config, baselines) for name in CEILINGS},
         trials=(baselines[0], *trials.values(), *baselines[1:]),
     )
 
 
-def ceiling(trial: Trial | None, baseline: float | None, config: Config, baselines: Sequence[Trial] = ()) -> Ceiling:
+def read_ceiling(
+    trial: Trial | None, baseline: float | None, config: Config, baselines: Sequence[Trial] = ()
+) -> Ceiling:
     """Return a trial's ceiling, checked against the runs with all costs."""
     if trial is None:
         return Ceiling(why=f"run.devices is {config.run.devices}: there is no gradient exchange")
@@ -176,14 +178,14 @@ def ceiling(trial: Trial | None, baseline: float | None, config: Config, baselin
         return Ceiling(samples_per_s=rate, why="the run was too short to measure a rate")
     if rate < DISTURBED * baseline:
         return Ceiling(samples_per_s=rate, ratio=rate / baseline, why=TOO_SLOW)
-    if _too_fast(trial.name, rate, baselines):
+    if _is_too_fast(trial.name, rate, baselines):
         return Ceiling(samples_per_s=rate, ratio=rate / baseline, why=TOO_FAST)
     return Ceiling(
         samples_per_s=rate, ratio=rate / baseline, why="window too short" if trial.window_too_short else None
     )
 
 
-def _too_fast(name: str, rate: float, baselines: Sequence[Trial]) -> bool:
+def _is_too_fast(name: str, rate: float, baselines: Sequence[Trial]) -> bool:
     """Whether the trial saved more time than the removed parts took in any of the unchanged runs."""
     runs = [trial.measurement for trial in baselines if trial.measurement]
     return bool(runs) and all(is_beyond(dataclasses.replace(seen, ceilings={name: rate}), name) for seen in runs)
@@ -194,14 +196,14 @@ def format_lines(result: CeilingsFile, name: str) -> list[str]:
     base, found = result.baseline, result.ceilings
     doubtful = [key for key, value in found.items() if value.why in (TOO_FAST, TOO_SLOW)]
     ratios = {key: value.ratio for key, value in found.items() if value.ratio is not None and key not in doubtful}
-    head = [f"fastloop {_verdict(ratios, doubtful)}   {name}"]
+    head = [f"fastloop {_choose_verdict(ratios, doubtful)}   {name}"]
     head += [
         f"if {FREE[key]}: {_format(value, found['replayed'] if key == 'no_exchange' else None)}"
         for key, value in found.items()
     ]
-    runs = " and ".join(short(rate) for rate in base.runs)
+    runs = " and ".join(format_short(rate) for rate in base.runs)
     head.append(
-        f"as it is: {short(base.samples_per_s)} samples/s"
+        f"as it is: {format_short(base.samples_per_s)} samples/s"
         + (f" (before and after: {runs})" if runs else "")
         + ("   window too short" if base.window_too_short else "")
     )
@@ -215,7 +217,7 @@ def format_lines(result: CeilingsFile, name: str) -> list[str]:
     return [*head, f"FILES    {result.run_dir}/{NAME}"]
 
 
-def _verdict(ratios: Mapping[str, float], doubtful: Sequence[str]) -> str:
+def _choose_verdict(ratios: Mapping[str, float], doubtful: Sequence[str]) -> str:
     """Say what can be gained: by the largest ceiling, or the first that nearly equals it and so removes fewer costs."""
     most = max(ratios.values(), default=0.0)
     if doubtful and most < 1 + WORTH_PCT / 100:
@@ -225,7 +227,7 @@ def _verdict(ratios: Mapping[str, float], doubtful: Sequence[str]) -> str:
     if most < 1 + WORTH_PCT / 100:
         return f"NOTHING TO GAIN: less than {WORTH_PCT:g} % without data, copies or exchange"
     nearest = next(name for name in CEILINGS if ratios.get(name, 0) >= most * (1 - WORTH_PCT / 100))
-    return f"UP TO {_times(ratios[nearest])} WITHOUT {FAMILY[nearest].upper()}"
+    return f"UP TO {_format_ratio(ratios[nearest])} WITHOUT {FAMILY[nearest].upper()}"
 
 
 def _format(value: Ceiling, replayed: Ceiling | None) -> str:
@@ -233,11 +235,11 @@ def _format(value: Ceiling, replayed: Ceiling | None) -> str:
     if value.samples_per_s is None or value.ratio is None:
         return f"n/a: {value.why}"
     doubt = f"; {value.why}" if value.why else ""
-    times = _times(value.ratio)
+    times = _format_ratio(value.ratio)
     if replayed is not None and replayed.samples_per_s:
-        times = f"{_times(value.samples_per_s / replayed.samples_per_s)} of replayed"
-    return f"{short(value.samples_per_s)} samples/s ({times}, measured{doubt})"
+        times = f"{_format_ratio(value.samples_per_s / replayed.samples_per_s)} of replayed"
+    return f"{format_short(value.samples_per_s)} samples/s ({times}, measured{doubt})"
 
 
-def _times(ratio: float) -> str:
+def _format_ratio(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x"

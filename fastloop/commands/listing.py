@@ -8,18 +8,18 @@ import inspect
 
 from fastloop.commands.console import Answer
 from fastloop.config.schema import spell
-from fastloop.config.shipped import shipped
+from fastloop.config.shipped import find_shipped
 from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab import passports
-from fastloop.ladder import Ladder, manual
+from fastloop.ladder import Ladder, read_manual
 from fastloop.records import store
 
 
 def list_recipes() -> Answer:
     """List the shipped recipes with the first line of their docstrings, importing none of them."""
     found = {}
-    for name, path in shipped("recipes").items():
+    for name, path in find_shipped("recipes").items():
         source = ast.parse(path.with_suffix(".py").read_text(encoding="utf-8"))
         found[name] = (ast.get_docstring(source) or "").partition("\n")[0]
     text = "\n".join(f"{name:<10} {line}" for name, line in found.items())
@@ -35,7 +35,7 @@ def list_rungs(name: str | None) -> Answer:
     """
     ladder = dict(Ladder().rungs())
     if name is None:
-        rows = {rung: manual(rung).partition("\n")[0] for rung in ladder}
+        rows = {rung: read_manual(rung).partition("\n")[0] for rung in ladder}
         content = [{"name": rung, "summary": line} for rung, line in rows.items()]
         return Answer(
             text="\n".join(f"{rung:<10} {line}" for rung, line in rows.items()),
@@ -51,14 +51,14 @@ def list_rungs(name: str | None) -> Answer:
         )
     rung = ladder[name]
     settings = {field.name: getattr(rung, field.name) for field in dataclasses.fields(rung)}  # type: ignore[arg-type]
-    lines = [manual(name), "", inspect.cleandoc(type(rung).__doc__ or ""), "", *passports.describe(name)]
+    lines = [read_manual(name), "", inspect.cleandoc(type(rung).__doc__ or ""), "", *passports.describe(name)]
     lines += ["", f"rungs.{name}:"]
     lines += [f"  {field}: {spell(value)}" for field, value in settings.items()]
     page = {
         "schema": store.SCHEMA,
         "run_dir": None,
         "name": name,
-        "manual": manual(name),
+        "manual": read_manual(name),
         "settings": settings,
         "passports": passports.load(name),
     }

@@ -27,7 +27,7 @@ def report(run_dir: str) -> Answer:
         path = path.parent
     text = path / "report.md"
     if not is_file(text):
-        raise ConfigError(got=f"run directory {run_dir}", why="it contains no report.md", do=_instead(path))
+        raise ConfigError(got=f"run directory {run_dir}", why="it contains no report.md", do=_suggest_instead(path))
     of_experiment = next(filter(None, (store.read(path / name) for name in EXPERIMENTS)), None)
     content = {**of_experiment, "run_dir": str(path)} if of_experiment else store.to_json(load_run(path))
     return Answer(text=text.read_text(encoding="utf-8", errors="replace").rstrip("\n"), json=content)
@@ -38,7 +38,7 @@ def to_open(run_dir: str) -> str:
     return str(store.report_in(Path(run_dir)) or run_dir)
 
 
-def _instead(path: Path) -> str:
+def _suggest_instead(path: Path) -> str:
     for folder in (path, ROOT / path):
         with contextlib.suppress(OSError):
             found = [path for depth in range(4) for path in folder.glob(f"{'*/' * depth}report.md")]

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from fastloop.config.loading import load
-from fastloop.config.shipped import OF_RUN, shipped
+from fastloop.config.shipped import OF_RUN, find_shipped
 from fastloop.errors import ConfigError
 from fastloop.records.card import Patch
 from fastloop.records.run_files import load_environment
@@ -16,10 +16,10 @@ from fastloop.records.store import is_file
 
 def is_run(target: str) -> bool:
     """Whether a command's argument is a run directory, and not the name of a shipped recipe."""
-    return ("/" in target or target not in shipped("recipes")) and is_file(Path(target) / "measurement.json")
+    return ("/" in target or target not in find_shipped("recipes")) and is_file(Path(target) / "measurement.json")
 
 
-def configuration(where: Path) -> Path | None:
+def find_configuration(where: Path) -> Path | None:
     """Return the configuration that repeats a run; None if it has no recipe, or if the recipe no longer exists."""
     path = where / OF_RUN
     try:
@@ -28,7 +28,7 @@ def configuration(where: Path) -> Path | None:
         return None
 
 
-def by_script(trace: int | None) -> str:
+def explain_rerun(trace: int | None) -> str:
     """Say how to repeat a script's run, with a trace of this many steps if one is wanted."""
     none = f"{OF_RUN} has no recipe that fastloop could train"
     if trace is None:
@@ -49,12 +49,12 @@ def to_prove(where: Path, patch: Patch) -> str:
         if rung not in named
         for key, value in settings.items()
     ]
-    conf = configuration(where)
-    base = _script(where) if conf is None else shlex.quote(str(conf))
+    conf = find_configuration(where)
+    base = _name_script(where) if conf is None else shlex.quote(str(conf))
     return f"fastloop ab {base} --vs {','.join([*named, *keys])}"
 
 
-def _script(where: Path) -> str:
+def _name_script(where: Path) -> str:
     argv = load_environment(where).argv
     script, *given = argv if argv and argv[0].endswith(".py") else ("train.py",)
     return f"--script {shlex.quote(script)}" + (f" --args {shlex.quote(shlex.join(given))}" if given else "")

@@ -10,12 +10,12 @@ from pathlib import Path
 from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer
 from fastloop.config.loading import load
-from fastloop.experiments.trials.failures import explained, first_rank
-from fastloop.experiments.trials.run_directories import Place, claim, unclaimed
+from fastloop.experiments.trials.failures import explained, is_first_rank
+from fastloop.experiments.trials.run_directories import Place, claim, name_unclaimed
 from fastloop.records import store
 from fastloop.records.plan import Plan
 from fastloop.records.run_files import PlanFile, RunRecord
-from fastloop.report.numbers import number
+from fastloop.report.numbers import format_number
 from fastloop.report.run import summary
 
 
@@ -30,12 +30,12 @@ def run(
     """
     config = load(conf, more=more, overrides=overrides)
     check_without_torch(config)
-    place = claim(config.name, out, force=force) if first_rank() else Place(unclaimed(config.name, out))
+    place = claim(config.name, out, force=force) if is_first_rank() else Place(name_unclaimed(config.name, out))
     with place as path, explained(config, path):
         from fastloop.bridge.fit.training import train  # here, so that a wrong key is reported before torch is imported
 
         loop = train(config, path, trust_checkpoint=trust_checkpoint)
-    if not first_rank():
+    if not is_first_rank():
         return Answer(text="")
     if loop.measurement is None:
         return Answer(
@@ -50,7 +50,7 @@ def run(
         findings=loop.findings,
     )
     report = store.report_in(path)
-    lines = summary.lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report, **loop.words)
+    lines = summary.write_lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report, **loop.words)
     return Answer(text="\n".join(lines), json=store.to_json(record))
 
 
@@ -59,17 +59,18 @@ def plan(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> Answer:
     config = load(conf, more=more, overrides=overrides)
     check_without_torch(config)
     with explained(config, Path(os.devnull)):
-        from fastloop.bridge.fit.dry_run import dry_run
+        from fastloop.bridge.fit.dry_run import plan_dry
 
-        dry = dry_run(config)
+        dry = plan_dry(config)
     facts, batches, flight = dry.facts, dry.batches_in_flight, dry.bytes_in_flight
     size = facts.loader.batch_size if facts.loader else None
     head = [
         f"{config.name}: {facts.world_size}x {facts.device_name or facts.device}, {facts.strategy}, {facts.precision},"
         f" {facts.cpu_count} CPUs usable",
-        f"samples per optimizer step: {number(dry.samples_per_step, ',d')}"
-        f" (batch {number(size, 'd')} x accumulate {facts.accumulate} x {facts.world_size} ranks)",
-        f"batches in flight: {number(batches, 'd')} per rank, {number(None if flight is None else flight / 2**20)} MiB",
+        f"samples per optimizer step: {format_number(dry.samples_per_step, ',d')}"
+        f" (batch {format_number(size, 'd')} x accumulate {facts.accumulate} x {facts.world_size} ranks)",
+        f"batches in flight: {format_number(batches, 'd')} per rank,"
+        f" {format_number(None if flight is None else flight / 2**20)} MiB",
         f"parity class of the plan: {dry.plan.parity}",
     ]
     content = {

@@ -59,7 +59,7 @@ class TorchProbe:
     """Why torch could not answer."""
 
 
-def torch_probe() -> TorchProbe:
+def probe_torch() -> TorchProbe:
     """Ask torch about CUDA; never raises."""
     try:
         return TorchProbe(**_answer_of_child(TORCH_QUESTION, limit_s=TORCH_LIMIT_S))
@@ -82,11 +82,11 @@ def answer_exchange() -> None:
     multiprocessing: Any = importlib.import_module("torch.multiprocessing")  # torch leaves it untyped
     backend, ranks = sys.argv[1], int(sys.argv[2])
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_all_reduce, args=(backend, ranks, folder), nprocs=ranks)
+        multiprocessing.spawn(_time_all_reduce, args=(backend, ranks, folder), nprocs=ranks)
         sys.stdout.write(Path(folder, "answer.json").read_text())
 
 
-def _all_reduce(rank: int, backend: Backend, ranks: int, folder: str) -> None:
+def _time_all_reduce(rank: int, backend: Backend, ranks: int, folder: str) -> None:
     """One rank: check the sum of one all-reduce, then take the median time of some more.
 
     Bus bandwidth = bytes / s * 2 (ranks - 1) / ranks. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md.

@@ -13,10 +13,10 @@ from fastloop.config.loading import Config
 from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import ConfigArm, Progress
-from fastloop.experiments.trials.failures import failed, writing
+from fastloop.experiments.trials.failures import make_failure, writing
 from fastloop.experiments.trials.run_directories import claim, hold
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, forget, quick_starts
+from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget
 from fastloop.experiments.tune.choice import list_tunables
 from fastloop.experiments.tune.search import Tuned, search
 from fastloop.records import store
@@ -55,7 +55,7 @@ def tune(
     with claim(config.name, out, force=force) as path, writing(path), hold(path):
         for name in (NAME, PATCH, "report.md", "report.html"):
             (path / name).unlink(missing_ok=True)
-        with quick_starts():
+        with allow_quick_starts():
             tuned = search(
                 ConfigArm(name=config.name, job=job),
                 what,
@@ -67,7 +67,7 @@ def tune(
         if tuned.failed is not None and not any(each.ok for each in tuned.points):
             if tuned.failed.code == 2:
                 forget(tuned.failed.run_dir)
-            raise failed(tuned.failed)
+            raise make_failure(tuned.failed)
         _write(path, tuned)
     text = "\n".join(_write_answer(tuned))
     return Answer(text=text, json=store.to_json(tuned), exit_code=0 if tuned.failed is None else 1)
@@ -85,7 +85,7 @@ def _write_answer(content: TuningFile) -> list[str]:
     """Return the answer for the terminal: verdict first, patch last."""
     from fastloop.report.experiments import tune_report
 
-    answer = tune_report.lines(content)
+    answer = tune_report.write_lines(content)
     return answer if content.patch is None else [*answer, "", dump_yaml(content.patch).rstrip("\n")]
 
 
@@ -93,7 +93,7 @@ def _write(where: Path, content: TuningFile) -> None:
     from fastloop.report.experiments import tune_report
 
     store.save(where, {NAME: content})  # first: drawing the reports takes seconds
-    written = tune_report.reports(content)
+    written = tune_report.write_reports(content)
     if content.patch is not None:
         head = (f"fastloop tune {content.name} {content.what}", *content.why.splitlines())
         comment = "\n".join(f"# {line}" for line in head)

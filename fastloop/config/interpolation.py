@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastloop.config.layers import Leaf, Leaves, flatten, nest
-from fastloop.config.schema import fault
+from fastloop.config.schema import make_fault
 from fastloop.config.strict_yaml import Marked, Origin
 from fastloop.errors import ConfigError
 from fastloop.records.secrets import is_secret
@@ -21,7 +21,7 @@ def refuse_resolvers(layer: Marked) -> None:
     """
     for path, value in flatten(layer.value):
         if _mentions(value, _calls_resolver):
-            raise fault(
+            raise make_fault(
                 ".".join(path),
                 layer.origin(path),
                 "only keys are looked up; resolvers are not run",
@@ -44,7 +44,7 @@ def resolve(leaves: Leaves) -> Leaves:
     try:
         values = OmegaConf.to_container(OmegaConf.create(nest(leaves)), resolve=True)
     except OmegaConfBaseException as error:
-        raise _unresolved(error, leaves) from None
+        raise _explain_unresolved(error, leaves) from None
     resolved: Leaves = {}
     for path, leaf in leaves.items():
         value: Any = values
@@ -79,7 +79,7 @@ def _calls_resolver(text: str) -> bool:
     return False
 
 
-def _unresolved(error: Exception, leaves: Leaves) -> ConfigError:
+def _explain_unresolved(error: Exception, leaves: Leaves) -> ConfigError:
     key = re.sub(r"\[\d+\]", "", getattr(error, "full_key", None) or "")
     leaf = leaves.get(tuple(key.split(".")), Leaf("", Origin("configuration")))
     missing = re.search(r"Interpolation key '(.+)' not found", str(error))
@@ -90,4 +90,4 @@ def _unresolved(error: Exception, leaves: Leaves) -> ConfigError:
         why, do = "it leads back to itself", "write a plain value at one of the keys"
     else:
         why, do = "it is not a key inside ${…}", "fix the braces, or write \\${ where a plain ${ is meant"
-    return fault(key, leaf.origin, why, do, value=leaf.value)
+    return make_fault(key, leaf.origin, why, do, value=leaf.value)

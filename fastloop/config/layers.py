@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from fastloop.config.shipped import KINDS, is_path, locate, shipped, shipped_root
+from fastloop.config.shipped import KINDS, find_root, find_shipped, is_path, locate
 from fastloop.config.strict_yaml import COMMAND_LINE, KeyPath, Marked, Origin, load_yaml, parse_scalar
 from fastloop.errors import ConfigError
-from fastloop.records.secrets import mask
+from fastloop.records.secrets import mask_secrets
 from fastloop.records.store import is_file
 
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
@@ -39,7 +39,7 @@ class Layer:
     """How many ``base`` keys away from the requested file."""
 
 
-def file_layers(text: str, cwd: Path) -> list[Layer]:
+def read_file_layers(text: str, cwd: Path) -> list[Layer]:
     """Return the layers of a file, given by path or shipped name: its bases left to right, each after its bases, then
     the file itself.
 
@@ -47,16 +47,16 @@ def file_layers(text: str, cwd: Path) -> list[Layer]:
         ConfigError: what `locate` and `load_yaml` refuse; circular bases, with the chain.
     """
     layer = _read(locate(text, cwd, got=repr(text)), cwd)
-    return _with_bases(layer, cwd, chain=(layer,))
+    return _add_bases(layer, cwd, chain=(layer,))
 
 
-def dict_layers(values: Mapping[str, Any], cwd: Path) -> list[Layer]:
+def read_dict_layers(values: Mapping[str, Any], cwd: Path) -> list[Layer]:
     """Return the layers of a Python mapping; its ``base`` paths start at the working directory."""
-    layer = Layer(Marked(plain_values(values, ()), {}, "dict"))
-    return _with_bases(layer, cwd, chain=(layer,))
+    layer = Layer(Marked(to_plain_values(values, ()), {}, "dict"))
+    return _add_bases(layer, cwd, chain=(layer,))
 
 
-def patch_layer(text: str, cwd: Path) -> Layer:
+def read_patch_layer(text: str, cwd: Path) -> Layer:
     """Return the layer of a patch file, given by path or shipped name.
 
     Raises:
@@ -64,7 +64,7 @@ def patch_layer(text: str, cwd: Path) -> Layer:
     """
     key, equals, _ = text.partition("=")
     if equals and _KEY.fullmatch(key.strip()) and not is_file(cwd / text):
-        shown = mask([text])[0]
+        shown = mask_secrets([text])[0]
         why = "it is key=value, but a patch is a file or a shipped name"
         raise ConfigError(got=f"--config {shown}", why=why, do=f"write {shown}, without --config")
     layer = _read(locate(text, cwd, got=repr(text)), cwd)
@@ -87,7 +87,7 @@ def override_layers(arguments: Sequence[str]) -> list[Layer]:
     return [_override(part, argument) for argument in arguments for part in _split(argument)]
 
 
-def as_patch(text: str) -> tuple[Literal["more", "override"], str]:
+def classify_patch(text: str) -> tuple[Literal["more", "override"], str]:
     """Interpret a ``--vs``: ``key=value`` is an override, a path or a shipped name is a patch file.
 
     Raises:
@@ -99,9 +99,9 @@ def as_patch(text: str) -> tuple[Literal["more", "override"], str]:
     if is_path(text):
         return "more", text
     names = [name.strip() for name in text.split("+")]
-    if len(names) > 1 and all(any(name in shipped(kind) for kind in KINDS) for name in names):
+    if len(names) > 1 and all(any(name in find_shipped(kind) for kind in KINDS) for name in names):
         raise ConfigError(got=repr(text), why="separate several patches with commas", do=f"write {','.join(names)}")
-    if text in shipped("recipes"):
+    if text in find_shipped("recipes"):
         raise ConfigError(
             got=repr(text),
             why="it is a recipe, but --vs takes a patch, rung or ladder",
@@ -125,7 +125,7 @@ def merge(layers: Iterable[Iterable[tuple[KeyPath, Leaf]]]) -> Leaves:
     return merged
 
 
-def marked_leaves(marked: Marked) -> Iterator[tuple[KeyPath, Leaf]]:
+def list_marked_leaves(marked: Marked) -> Iterator[tuple[KeyPath, Leaf]]:
     """Yield the leaves of one layer with their origins."""
     return ((path, Leaf(value, marked.origin(path))) for path, value in flatten(marked.value))
 
@@ -150,22 +150,22 @@ def nest(leaves: Mapping[KeyPath, Leaf]) -> dict[str, Any]:
     return nested
 
 
-def shown(path: Path, cwd: Path) -> str:
+def show_path(path: Path, cwd: Path) -> str:
     """Return a file's name for messages: relative to the working directory or the shipped files, else the full path."""
-    for folder in (cwd.absolute(), shipped_root()):
+    for folder in (cwd.absolute(), find_root()):
         if path.is_relative_to(folder):
             return path.relative_to(folder).as_posix()
     return str(path)
 
 
 def _read(path: Path, cwd: Path, depth: int = 0) -> Layer:
-    return Layer(load_yaml(path, shown=shown(path, cwd)), path, depth)
+    return Layer(load_yaml(path, shown=show_path(path, cwd)), path, depth)
 
 
-def _with_bases(layer: Layer, cwd: Path, chain: tuple[Layer, ...]) -> list[Layer]:
+def _add_bases(layer: Layer, cwd: Path, chain: tuple[Layer, ...]) -> list[Layer]:
     layers: list[Layer] = []
     folder = layer.path.parent if layer.path else cwd
-    for text, origin in _bases(layer.marked):
+    for text, origin in _list_bases(layer.marked):
         names = [each.marked.file for each in chain]
         got = f"base: {text} ({origin})"
         path = locate(text, folder, got=got, chain=f" (base by base: {' -> '.join([*names, text])})")
@@ -177,18 +177,18 @@ def _with_bases(layer: Layer, cwd: Path, chain: tuple[Layer, ...]) -> list[Layer
                 do="delete one of these base lines",
                 key="base",
             )
-        layers += _with_bases(base, cwd, (*chain, base))
+        layers += _add_bases(base, cwd, (*chain, base))
     values = {key: value for key, value in layer.marked.value.items() if key != "base"}
     return [*layers, replace(layer, marked=replace(layer.marked, value=values))]
 
 
-def _bases(marked: Marked) -> list[tuple[str, Origin]]:
+def _list_bases(marked: Marked) -> list[tuple[str, Origin]]:
     base = marked.value.get("base", [])
     items = base if isinstance(base, list) else [base]
     for item in items:
         if not isinstance(item, str):
             raise ConfigError(
-                got=f"base: {mask(base)} ({marked.origin(('base',))})",
+                got=f"base: {mask_secrets(base)} ({marked.origin(('base',))})",
                 why="a base is a shipped name or a path",
                 do="write a name, a path, or a list of them",
                 key="base",
@@ -209,7 +209,7 @@ def _split(argument: str) -> list[str]:
         depth = max(0, depth + (token in "[{") - (token in "]}"))
         parts[-1] += token
     if depth:
-        raise _bad_override(argument, "a bracket or brace is left open", "close it, or quote the whole value")
+        raise _make_override_error(argument, "a bracket or brace is left open", "close it, or quote the whole value")
     return parts
 
 
@@ -218,27 +218,29 @@ def _override(part: str, argument: str) -> Layer:
     path = tuple(key.strip().split("."))
     if not equals or not _KEY.fullmatch(key.strip()):
         do = "write key=value, and quote a value that holds commas"
-        if not equals and (is_path(part) or any(part in shipped(kind) for kind in KINDS[1:])):
+        if not equals and (is_path(part) or any(part in find_shipped(kind) for kind in KINDS[1:])):
             do = f"write --config {part}"
-        raise _bad_override(argument, "each part between commas has to be key=value", do)
+        raise _make_override_error(argument, "each part between commas has to be key=value", do)
     if path[0] == "base":
-        raise _bad_override(argument, "base belongs into a file", "put base into a YAML file and give that")
+        raise _make_override_error(argument, "base belongs into a file", "put base into a YAML file and give that")
     if not text.strip():
-        raise _bad_override(argument, f"{key.strip()} gets no value", f"write {key.strip()}=null to mean nothing")
+        raise _make_override_error(
+            argument, f"{key.strip()} gets no value", f"write {key.strip()}=null to mean nothing"
+        )
     try:
         value = parse_scalar(text)
     except ConfigError as error:
-        raise _bad_override(argument, error.why, error.do) from None
+        raise _make_override_error(argument, error.why, error.do) from None
     for inner in reversed(path):
         value = {inner: value}
     return Layer(Marked(value, {}, COMMAND_LINE))
 
 
-def _bad_override(argument: str, why: str, do: str) -> ConfigError:
-    return ConfigError(got=f"{mask([argument])[0]!r} ({COMMAND_LINE})", why=why, do=do)
+def _make_override_error(argument: str, why: str, do: str) -> ConfigError:
+    return ConfigError(got=f"{mask_secrets([argument])[0]!r} ({COMMAND_LINE})", why=why, do=do)
 
 
-def plain_values(value: Any, path: KeyPath = ()) -> Any:
+def to_plain_values(value: Any, path: KeyPath = ()) -> Any:
     """Convert Python values to those of YAML: mappings to dicts, sequences to lists; others must be scalars."""
     if isinstance(value, Mapping):
         for key in value:
@@ -248,9 +250,9 @@ def plain_values(value: Any, path: KeyPath = ()) -> Any:
                     why="a key is text without dots",
                     do="nest the dicts: {'run': {'seed': 0}}",
                 )
-        return {key: plain_values(inner, (*path, key)) for key, inner in value.items()}
+        return {key: to_plain_values(inner, (*path, key)) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [plain_values(item, (*path, str(index))) for index, item in enumerate(value)]
+        return [to_plain_values(item, (*path, str(index))) for index, item in enumerate(value)]
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise ConfigError(

@@ -18,22 +18,22 @@ from fastloop.config.layers import (
     Layer,
     Leaf,
     Leaves,
-    dict_layers,
-    file_layers,
     flatten,
-    marked_leaves,
+    list_marked_leaves,
     merge,
     nest,
     override_layers,
-    patch_layer,
-    plain_values,
+    read_dict_layers,
+    read_file_layers,
+    read_patch_layer,
+    to_plain_values,
 )
-from fastloop.config.schema import build, check_keys, fault, first_origin, typed
-from fastloop.config.shipped import shipped
+from fastloop.config.schema import build, check_keys, check_type, find_origin, make_fault
+from fastloop.config.shipped import find_shipped
 from fastloop.config.strict_yaml import Origin
 from fastloop.errors import ConfigError
 from fastloop.records.secrets import make_scrubber
-from fastloop.records.store import is_file, safe_name
+from fastloop.records.store import is_file, make_safe_name
 from fastloop.records.yaml_text import dump_yaml
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class RunSettings:
     """Path of the checkpoint to resume from; null = start fresh."""
 
     def __post_init__(self) -> None:
-        _at_least(1, "run.max_steps", self.max_steps)
-        _at_least(0, "run.seed", self.seed)
-        _at_least(1, "run.devices", self.devices)
+        _require_at_least(1, "run.max_steps", self.max_steps)
+        _require_at_least(0, "run.seed", self.seed)
+        _require_at_least(1, "run.devices", self.devices)
         if self.seed >= 2**32:
             raise ConfigError(
                 key="run.seed",
@@ -99,9 +99,9 @@ class WatchSettings:
     """Price of one GPU in US dollars per hour; null = costs are not reported."""
 
     def __post_init__(self) -> None:
-        _at_least(0, "watch.warmup_steps", self.warmup_steps)
-        _at_least(0, "watch.trace_steps", self.trace_steps)
-        _at_least(0, "watch.usd_per_gpu_hour", self.usd_per_gpu_hour or 0)
+        _require_at_least(0, "watch.warmup_steps", self.warmup_steps)
+        _require_at_least(0, "watch.trace_steps", self.trace_steps)
+        _require_at_least(0, "watch.usd_per_gpu_hour", self.usd_per_gpu_hour or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +151,12 @@ def load(
         ConfigError: for any error, with file, line and full key.
     """
     cwd = cwd or Path.cwd()
-    files = file_layers(conf, cwd)
-    layers = [*files, *(patch_layer(text, cwd) for text in more), *override_layers(overrides)]
-    return _assemble(layers, safe_name(Path(conf).stem), _recipe_layer(files), ladder_class)
+    files = read_file_layers(conf, cwd)
+    layers = [*files, *(read_patch_layer(text, cwd) for text in more), *override_layers(overrides)]
+    return _assemble(layers, make_safe_name(Path(conf).stem), _find_recipe_layer(files), ladder_class)
 
 
-def from_callback(
+def load_callback_config(
     config: str | os.PathLike[str] | Mapping[str, Any] | None, ladder_class: type[Any] | None = None
 ) -> tuple[Config, tuple[str, ...]]:
     """Return the configuration of ``FastLoop(config)``, and the sections in it that a callback ignores.
@@ -172,7 +172,7 @@ def from_callback(
     if config is None:
         name, layers = "fastloop", []
     elif isinstance(config, Mapping):
-        name, layers = "dict", dict_layers(config, cwd)
+        name, layers = "dict", read_dict_layers(config, cwd)
     elif not isinstance(config, (str, os.PathLike)):
         raise ConfigError(
             got=f"FastLoop({config!r})",
@@ -181,7 +181,7 @@ def from_callback(
         )
     else:
         text = config if isinstance(config, str) else str(Path(config).absolute())
-        name, layers = safe_name(Path(text).stem), file_layers(text, cwd)
+        name, layers = make_safe_name(Path(text).stem), read_file_layers(text, cwd)
     ignored = tuple(key for key in NOT_FOR_CALLBACKS if any(key in layer.marked.value for layer in layers))
     return _assemble(layers, name, None, ladder_class, ignored), ignored
 
@@ -193,8 +193,8 @@ def require_recipe(config: Config) -> Path:
         ConfigError: neither the configuration nor one of its bases is a recipe, so there is nothing to train.
     """
     if config.recipe_file is None:
-        recipes = ", ".join(shipped("recipes"))
-        patch = any(config.name in shipped(kind) for kind in ("ladders", "climbs", "rungs"))
+        recipes = ", ".join(find_shipped("recipes"))
+        patch = any(config.name in find_shipped(kind) for kind in ("ladders", "climbs", "rungs"))
         raise ConfigError(
             got=config.name,
             do=f"write one of {recipes}, with --config {config.name}"
@@ -216,24 +216,24 @@ def require_checkpoint(config: Config) -> Path | None:
     path, key = Path(config.run.resume), "run.resume"
     if not is_file(path):
         do = "write the path of a checkpoint"
-        raise fault(key, config.origins[key], "there is no such file", do, value=config.run.resume)
+        raise make_fault(key, config.origins[key], "there is no such file", do, value=config.run.resume)
     return path
 
 
 def to_yaml(config: Config) -> str:
     """Return all values as YAML, with secrets masked."""
-    return dump_yaml(escape(_masked(config)))
+    return dump_yaml(escape(_mask_values(config)))
 
 
 def show(config: Config) -> list[tuple[str, Any, Origin]]:
     """Return key, value and origin of every leaf, with secrets masked."""
-    return [(".".join(path), value, config.origins[".".join(path)]) for path, value in flatten(_masked(config))]
+    return [(".".join(path), value, config.origins[".".join(path)]) for path, value in flatten(_mask_values(config))]
 
 
 def diff(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
     """Return key and both values of every leaf that differs, `ABSENT` if one is missing, with secrets masked."""
     clear_a, clear_b = dict(flatten(a.values)), dict(flatten(b.values))
-    shown_a, shown_b = dict(flatten(_masked(a))), dict(flatten(_masked(b)))
+    shown_a, shown_b = dict(flatten(_mask_values(a))), dict(flatten(_mask_values(b)))
     # Compare texts, since 1 == 1.0 in Python, but limit_train_batches: 1 is one batch and 1.0 is all batches.
     differing = [
         path
@@ -243,12 +243,12 @@ def diff(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
     return [(".".join(path), shown_a.get(path, ABSENT), shown_b.get(path, ABSENT)) for path in differing]
 
 
-def changed(config: Config) -> dict[str, Any]:
+def list_changes(config: Config) -> dict[str, Any]:
     """Return the values set on top of the defaults and the recipe's YAML, nested, with secrets masked."""
     return nest(
         {
             path: Leaf(value, origin)
-            for path, value in flatten(_masked(config))
+            for path, value in flatten(_mask_values(config))
             if (origin := config.origins[".".join(path)]) != DEFAULT and origin.file != config.recipe_yaml
         }
     )
@@ -262,19 +262,19 @@ def _assemble(
     ignored: Sequence[str] = (),
 ) -> Config:
     """Merge the layers onto the defaults, resolve, check, and build the records."""
-    rungs = ladder_class or _ladder_class()
+    rungs = ladder_class or _import_ladder_class()
     secrets = [layer.marked.value for layer in layers]
     try:
         for layer in layers:
             refuse_resolvers(layer.marked)
             kept = {key: value for key, value in layer.marked.value.items() if key not in ignored}
-            check_keys(kept, {"base": list, **_schema(rungs)}, layer.marked.origin)
-        leaves = _lay(layers, _defaults(rungs), ignored)
+            check_keys(kept, {"base": list, **_make_schema(rungs)}, layer.marked.origin)
+        leaves = _lay(layers, _list_defaults(rungs), ignored)
         nested = nest(leaves)
         secrets.append(nested)
         origins = {".".join(path): leaf.origin for path, leaf in leaves.items()}
-        ladders = {layer.marked.file for layer in layers if layer.path in shipped("ladders").values()}
-        return _build({key: nested[key] for key in _schema(rungs)}, origins, rungs, name, recipe, ladders)
+        ladders = {layer.marked.file for layer in layers if layer.path in find_shipped("ladders").values()}
+        return _build({key: nested[key] for key in _make_schema(rungs)}, origins, rungs, name, recipe, ladders)
     except ConfigError as error:
         hide = make_scrubber(*secrets).text
         raise ConfigError(got=hide(error.got), why=hide(error.why), do=hide(error.do), key=error.key) from None
@@ -282,7 +282,7 @@ def _assemble(
 
 def _lay(layers: Iterable[Layer], defaults: Leaves, ignored: Sequence[str]) -> Leaves:
     """Merge the layers onto the defaults and resolve. Ignored sections can be referenced, then get their defaults."""
-    leaves = resolve(merge([defaults.items(), *(marked_leaves(layer.marked) for layer in layers)]))
+    leaves = resolve(merge([defaults.items(), *(list_marked_leaves(layer.marked) for layer in layers)]))
     kept = {path: leaf for path, leaf in leaves.items() if path[0] not in ignored}
     return kept | {path: leaf for path, leaf in defaults.items() if path[0] in ignored}
 
@@ -297,11 +297,11 @@ def _build(
 ) -> Config:
     run = build(RunSettings, values["run"], "run", origins)
     watch = build(WatchSettings, values["watch"], "watch", origins)
-    strict = typed(values["strict"], bool, "strict", origins["strict"])
+    strict = check_type(values["strict"], bool, "strict", origins["strict"])
     ladder = build(rungs, values["rungs"], "rungs", origins)
     _check_trainer(values["trainer"], ladder, origins)
     checked = {
-        key: plain_values(dataclasses.asdict(record))
+        key: to_plain_values(dataclasses.asdict(record))
         for key, record in (("run", run), ("watch", watch), ("rungs", ladder))
     }
     return Config(
@@ -313,7 +313,7 @@ def _build(
         trainer=values["trainer"],
         watch=watch,
         strict=strict,
-        rehearsal=typed(values["rehearsal"], Switch, "rehearsal", origins["rehearsal"]),
+        rehearsal=check_type(values["rehearsal"], Switch, "rehearsal", origins["rehearsal"]),
         ladder=ladder,
         by_ladder=frozenset(rung for rung in values["rungs"] if origins[f"rungs.{rung}.enabled"].file in ladders),
         values={**values, **checked},
@@ -321,7 +321,7 @@ def _build(
     )
 
 
-def _schema(rungs: type[Any]) -> dict[str, Any]:
+def _make_schema(rungs: type[Any]) -> dict[str, Any]:
     """Return the top-level keys of a configuration, in the order in which they are written."""
     return {
         "recipe": dict,
@@ -334,43 +334,45 @@ def _schema(rungs: type[Any]) -> dict[str, Any]:
     }
 
 
-def _defaults(rungs: type[Any]) -> Leaves:
+def _list_defaults(rungs: type[Any]) -> Leaves:
     plain = {"recipe": {}, "trainer": {}, "strict": False, "rehearsal": "on"}
-    values = {key: plain[key] if key in plain else dataclasses.asdict(kind()) for key, kind in _schema(rungs).items()}
-    return {path: Leaf(value, DEFAULT) for path, value in flatten(plain_values(values))}
+    values = {
+        key: plain[key] if key in plain else dataclasses.asdict(kind()) for key, kind in _make_schema(rungs).items()
+    }
+    return {path: Leaf(value, DEFAULT) for path, value in flatten(to_plain_values(values))}
 
 
-def _ladder_class() -> type[Any]:
+def _import_ladder_class() -> type[Any]:
     from fastloop.ladder import Ladder  # here, so that a configuration can be read against another ladder
 
     return Ladder
 
 
-def _recipe_layer(files: Iterable[Layer]) -> Layer | None:
+def _find_recipe_layer(files: Iterable[Layer]) -> Layer | None:
     """Return the deepest file in the chain of bases with a Python file beside it; the last of several equally deep."""
     with_code = [layer for layer in files if layer.path and layer.path.with_suffix(".py").is_file()]
     return max(reversed(with_code), key=lambda layer: layer.depth, default=None)
 
 
 def _check_trainer(trainer: Mapping[str, Any], ladder: Any, origins: Mapping[str, Origin]) -> None:
-    from fastloop.ladder import cards
+    from fastloop.ladder import collect_cards
 
     owned = dict(OWNED)
-    for rung, card in cards().items():
+    for rung, card in collect_cards().items():
         if getattr(getattr(ladder, rung, None), "enabled", False):
             for key, own in card.owns_trainer_keys.items():
                 owned[key] = (f"rungs.{rung} is enabled and owns it", f"write rungs.{rung}.{own}, or delete this line")
     for key in trainer:
         if key in owned:
             full = f"trainer.{key}"
-            raise fault(full, first_origin(full, origins), *owned[key], value=trainer[key])
+            raise make_fault(full, find_origin(full, origins), *owned[key], value=trainer[key])
 
 
-def _masked(config: Config) -> Any:
+def _mask_values(config: Config) -> Any:
     return make_scrubber(config.values).scrub(config.values)
 
 
-def _at_least(least: int, key: str, value: float) -> None:
+def _require_at_least(least: int, key: str, value: float) -> None:
     if value < least:
         raise ConfigError(
             key=key, got=f"{key}: {value}", why=f"it must be at least {least}", do=f"write {least} or more"

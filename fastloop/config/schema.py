@@ -19,8 +19,8 @@ import msgspec
 from fastloop.config.strict_yaml import COMMAND_LINE, KeyPath, Origin
 from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
-from fastloop.records.secrets import MASK, is_secret, mask
-from fastloop.records.yaml_text import plain
+from fastloop.records.secrets import MASK, is_secret, mask_secrets
+from fastloop.records.yaml_text import parse_plain
 
 T = TypeVar("T")
 
@@ -71,30 +71,32 @@ def check_keys(
         here = (*path, key)
         full, origin = ".".join(here), origin_of(here)
         if key not in schema:
-            raise _unknown(key, schema, path, origin, coming)
+            raise _explain_unknown(key, schema, path, origin, coming)
         kind = schema[key]
         section = kind is dict or dataclasses.is_dataclass(kind)
         if section and not isinstance(value, dict):
-            example = "key: …" if kind is dict else f"{next(iter(fields_of(kind)))}: …"
+            example = "key: …" if kind is dict else f"{next(iter(list_fields(kind)))}: …"
             if example == "enabled: …":
                 example = f"enabled: {'false' if str(value).lower() in _FALSE else 'true'}"
             do = f"write {key}: {{{example}}}, or delete the line"
             if origin.file == COMMAND_LINE:
                 do = f"write {full}.{example.replace(': ', '=')}"
-            raise fault(full, origin, f"{full} is a section with keys of its own", do, value=value)
+            raise make_fault(full, origin, f"{full} is a section with keys of its own", do, value=value)
         if not section and isinstance(value, dict):
-            raise fault(full, origin, f"{full} takes one value, not keys of its own", f"write {key}: {_describe(kind)}")
+            raise make_fault(
+                full, origin, f"{full} takes one value, not keys of its own", f"write {key}: {_describe(kind)}"
+            )
         if dataclasses.is_dataclass(kind):
-            check_keys(value, fields_of(kind), origin_of, here, getattr(kind, "coming", ()))
+            check_keys(value, list_fields(kind), origin_of, here, getattr(kind, "coming", ()))
 
 
-def settings(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping[str, Origin]) -> T:
+def read_settings(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping[str, Origin]) -> T:
     """Build the record of a section that was read with any keys, such as ``recipe``: check its keys, then its types.
 
     Raises:
         ConfigError: as in `check_keys` and `build`.
     """
-    check_keys({key: values}, {key: record}, lambda path: first_origin(".".join(path), origins))
+    check_keys({key: values}, {key: record}, lambda path: find_origin(".".join(path), origins))
     return build(record, values, key, origins)
 
 
@@ -111,21 +113,21 @@ def build(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping
         ConfigError: a value has the wrong type, or the record refuses it; with file, line and full key.
     """
     fields: dict[str, Any] = {}
-    for name, kind in fields_of(record).items():
+    for name, kind in list_fields(record).items():
         full = f"{key}.{name}"
         if name not in values:
             continue
         if dataclasses.is_dataclass(kind):
             fields[name] = build(cast("type[Any]", kind), values[name], full, origins)
         else:
-            fields[name] = typed(values[name], kind, full, first_origin(full, origins))
+            fields[name] = check_type(values[name], kind, full, find_origin(full, origins))
     try:
         return record(**fields)
     except ConfigError as error:
-        raise _located(error, key, origins) from None
+        raise _locate_error(error, key, origins) from None
 
 
-def typed(value: Any, kind: Any, key: str, origin: Origin) -> Any:
+def check_type(value: Any, kind: Any, key: str, origin: Origin) -> Any:
     """Return the value converted to its annotation; raises ConfigError if it has another type."""
     try:
         return _read(value, kind)
@@ -133,19 +135,23 @@ def typed(value: Any, kind: Any, key: str, origin: Origin) -> Any:
         pass
     wanted = _describe(kind)
     if is_secret(key):
-        raise fault(key, origin, f"it must be {wanted}", f"write {wanted}", value=value)
-    raise fault(
-        key, origin, f"it must be {wanted}; {_verdict(value, kind)}", f"write {_instead(value, kind)}", value=value
+        raise make_fault(key, origin, f"it must be {wanted}", f"write {wanted}", value=value)
+    raise make_fault(
+        key,
+        origin,
+        f"it must be {wanted}; {_explain_mismatch(value, kind)}",
+        f"write {_suggest_instead(value, kind)}",
+        value=value,
     )
 
 
-def fields_of(record: Any) -> dict[str, Any]:
+def list_fields(record: Any) -> dict[str, Any]:
     """Return the field names of a dataclass with their types."""
     hints = typing.get_type_hints(record)
     return {field.name: hints[field.name] for field in dataclasses.fields(record)}
 
 
-def first_origin(key: str, origins: Mapping[str, Origin]) -> Origin:
+def find_origin(key: str, origins: Mapping[str, Origin]) -> Origin:
     """Return the origin of a key, or of the first leaf below it."""
     return next((origin for leaf, origin in origins.items() if f"{leaf}.".startswith(f"{key}.")), Origin("unknown"))
 
@@ -153,7 +159,7 @@ def first_origin(key: str, origins: Mapping[str, Origin]) -> Origin:
 _NOTHING = object()
 
 
-def fault(key: str, origin: Origin, why: str, do: str, *, value: Any = _NOTHING) -> ConfigError:
+def make_fault(key: str, origin: Origin, why: str, do: str, *, value: Any = _NOTHING) -> ConfigError:
     """Return the error for one key, with its value unless that is a secret."""
     shown = "" if value is _NOTHING else f": {MASK if is_secret(key) else spell(value)}"
     return ConfigError(got=f"{key}{shown} ({origin})", why=why, do=do, key=key)
@@ -163,15 +169,15 @@ def spell(value: Any) -> str:
     """Format a value without its secrets. A long value is described, not cut: scrubbing would miss half a secret."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = repr(mask(value))
+    text = repr(mask_secrets(value))
     return text if len(text) <= 80 else f"<{_IS.get(type(value), 'a value')} of {len(text)} characters>"
 
 
-def _unknown(
+def _explain_unknown(
     key: str, schema: Mapping[str, Any], path: KeyPath, origin: Origin, coming: Collection[str]
 ) -> ConfigError:
     where = ".".join(path) or "a configuration"
-    home = [name for name, kind in schema.items() if dataclasses.is_dataclass(kind) and key in fields_of(kind)]
+    home = [name for name, kind in schema.items() if dataclasses.is_dataclass(kind) and key in list_fields(kind)]
     near = "enabled" if key == "on" and "enabled" in schema else find_nearest(key, schema)
     if home:
         do = f"write {'.'.join([*path, home[0], key])}"
@@ -179,10 +185,10 @@ def _unknown(
         rid = "drop it" if origin.file == COMMAND_LINE else "delete the line"
         do = f"write {near}" if near else f"write one of these, or {rid}"
     yet = " in this version yet" if key in coming else ""
-    return fault(".".join([*path, key]), origin, f"{where} has no key {key}{yet}; it has {', '.join(schema)}", do)
+    return make_fault(".".join([*path, key]), origin, f"{where} has no key {key}{yet}; it has {', '.join(schema)}", do)
 
 
-def _located(error: ConfigError, section: str, origins: Mapping[str, Origin]) -> ConfigError:
+def _locate_error(error: ConfigError, section: str, origins: Mapping[str, Origin]) -> ConfigError:
     """Add the full key and the value's origin to an error that a record raised."""
     leaves = [key for key in origins if key.startswith(f"{section}.")]
     known = [*leaves, *(leaf.rpartition(".")[0] for leaf in leaves)]
@@ -197,7 +203,7 @@ def _located(error: ConfigError, section: str, origins: Mapping[str, Origin]) ->
 
 def _read(value: Any, kind: Any) -> Any:
     """Return the value if the type accepts it; raises TypeError otherwise."""
-    if isinstance(value, str) and {int, float} & set(_alternatives(kind)) and _number(value) is not None:
+    if isinstance(value, str) and {int, float} & set(_list_alternatives(kind)) and _guess_number(value) is not None:
         raise TypeError  # if a number is allowed, 08 is a malformed number even if text is allowed too
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, float) and not math.isfinite(item) for item in items):
@@ -220,26 +226,26 @@ def _describe(kind: Any) -> str:
     return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
 
 
-def _verdict(value: Any, kind: Any) -> str:
+def _explain_mismatch(value: Any, kind: Any) -> str:
     """Say what is wrong with the value: its type, or that it is not one of the allowed words."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{spell(value)} is not finite"
-    if isinstance(value, str) and _words(kind) and _number(value) is None:
+    if isinstance(value, str) and _list_words(kind) and _guess_number(value) is None:
         return f"{spell(value)} is not"
     return f"{spell(value)} is {_IS.get(type(value), type(value).__name__)}"
 
 
-def _instead(value: Any, kind: Any) -> str:
+def _suggest_instead(value: Any, kind: Any) -> str:
     """Suggest what was probably meant, or else what is allowed."""
-    kinds = _alternatives(kind)
+    kinds = _list_alternatives(kind)
     word = str(value).lower()
     if bool in kinds and word in (*_TRUE, *_FALSE):
         return "true" if word in _TRUE else "false"
-    meant = _number(str(value)) if isinstance(value, (str, float)) else None
+    meant = _guess_number(str(value)) if isinstance(value, (str, float)) else None
     if meant is not None and (float in kinds or (int in kinds and meant == int(meant))):
-        unquoted = ", without quotes" if isinstance(value, str) and plain(value) == meant else ""
+        unquoted = ", without quotes" if isinstance(value, str) and parse_plain(value) == meant else ""
         return f"{meant if float in kinds else int(meant)}{unquoted}"
-    words = _words(kind)
+    words = _list_words(kind)
     near = next((each for each in words if word and each.startswith(word)), None) or find_nearest(word, words)
     if near and not isinstance(value, bool):  # a boolean resembles no word such as 16-true
         return near
@@ -248,17 +254,17 @@ def _instead(value: Any, kind: Any) -> str:
     return _describe(kind)
 
 
-def _alternatives(kind: Any) -> tuple[Any, ...]:
+def _list_alternatives(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
-def _words(kind: Any) -> list[str]:
+def _list_words(kind: Any) -> list[str]:
     """Return the literal words that a type allows."""
-    literals = [typing.get_args(each) for each in _alternatives(kind) if typing.get_origin(each) is Literal]
+    literals = [typing.get_args(each) for each in _list_alternatives(kind) if typing.get_origin(each) is Literal]
     return [str(choice) for choices in literals for choice in choices]
 
 
-def _number(text: str) -> int | float | None:
+def _guess_number(text: str) -> int | float | None:
     """Return the number that a text was meant to be: ``08``, ``1_000``, ``0x1F``, or one in quotes."""
     for read in (int, lambda text: int(text, 0), float):
         try:

@@ -16,16 +16,16 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 """The order in which a name is looked up."""
 
 
-def shipped_root() -> Path:
+def find_root() -> Path:
     """Return the folder with ``recipes/`` and ``configs/``: the package in a wheel, the repository in a clone."""
     package = Path(__file__).parents[1]
     packed = package / "_shipped"
     return packed if packed.is_dir() else package.parent
 
 
-def shipped(kind: Kind) -> dict[str, Path]:
+def find_shipped(kind: Kind) -> dict[str, Path]:
     """Return the shipped YAML files of one kind by name, sorted."""
-    folder = shipped_root() / ("recipes" if kind == "recipes" else f"configs/{kind}")
+    folder = find_root() / ("recipes" if kind == "recipes" else f"configs/{kind}")
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
@@ -54,7 +54,7 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
         do = f"write fastloop exec -- python {text} to see what holds it up, or fastloop climb --script {text}"
         raise ConfigError(got=got, why=f"it is a script, not a configuration{chain}", do=do)
     path = Path(os.path.abspath(folder / os.path.expanduser(text)))  # noqa: PTH100, PTH111 (no links followed, no errors)
-    names = {kind: shipped(kind) for kind in KINDS}
+    names = {kind: find_shipped(kind) for kind in KINDS}
     if is_path(text):
         if is_file(path):
             return path
@@ -70,19 +70,19 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
     known = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in KINDS if names[kind])
     raise ConfigError(
         got=got,
-        why=f"{_missing(text)}{chain}; there are {known}",
-        do=_instead(text, folder, [name for kind in KINDS for name in names[kind]]),
+        why=f"{_explain_missing(text)}{chain}; there are {known}",
+        do=_suggest_instead(text, folder, [name for kind in KINDS for name in names[kind]]),
     )
 
 
-def _missing(text: str) -> str:
+def _explain_missing(text: str) -> str:
     from fastloop.ladder import Ladder  # here: only this message needs the rungs
 
     later = f"this version has no rung {text} yet"
     return later if text in Ladder.coming else "no recipe, ladder, climb or rung has this name"
 
 
-def _instead(text: str, folder: Path, names: list[str]) -> str:
+def _suggest_instead(text: str, folder: Path, names: list[str]) -> str:
     if is_file(folder / f"{text}.yaml"):
         return f"write {text}.yaml; a file needs its ending"
     if "=" in text:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped,unused-ignore]
 
 from fastloop.errors import ConfigError
-from fastloop.records.yaml_text import plain
+from fastloop.records.yaml_text import parse_plain
 
 KeyPath = tuple[str, ...]
 """The path of a value: the keys above it and its own key, or its index in a list."""
@@ -96,7 +96,7 @@ def parse_scalar(text: str, *, shown: str = COMMAND_LINE) -> Any:
         ConfigError: unclosed brackets or quotes, and everything that `load_yaml` refuses.
     """
     text = text.strip()
-    return _parse(text, shown).value if text.startswith(("[", "{", '"', "'", "!")) else plain(text)
+    return _parse(text, shown).value if text.startswith(("[", "{", '"', "'", "!")) else parse_plain(text)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc,unused-ignore]
@@ -116,7 +116,7 @@ def _parse(text: str, shown: str) -> Marked:
     try:
         node = yaml.compose(text, _Loader)
     except yaml.MarkedYAMLError as error:
-        raise _not_yaml(shown, error) from None
+        raise _explain_bad_yaml(shown, error) from None
     except yaml.reader.ReaderError as error:
         raise ConfigError(
             got=f"{shown}:{text.count(chr(10), 0, error.position) + 1}",
@@ -124,7 +124,7 @@ def _parse(text: str, shown: str) -> Marked:
             do="delete it",
         ) from None
     except RecursionError:
-        raise _too_deep(shown) from None
+        raise _refuse_depth(shown) from None
     if node is None:
         return Marked(None, {}, shown)
     reader = _Reader(shown)
@@ -143,21 +143,21 @@ class _Reader:
         self._check(node, path)
         self.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
-            return {key: self.value(child, (*path, key)) for key, child in self._entries(node, path)}
+            return {key: self.value(child, (*path, key)) for key, child in self._list_entries(node, path)}
         if isinstance(node, yaml.SequenceNode):
             return [self.value(child, (*path, str(index))) for index, child in enumerate(node.value)]
-        return plain(node.value) if node.style is None else node.value
+        return parse_plain(node.value) if node.style is None else node.value
 
-    def _entries(self, node: Any, path: KeyPath) -> Iterator[tuple[str, Any]]:
+    def _list_entries(self, node: Any, path: KeyPath) -> Iterator[tuple[str, Any]]:
         """Yield key and value node of each entry, after checking the key and recording its line."""
         seen: dict[str, int] = {}
         for key_node, child in node.value:
             line = key_node.start_mark.line + 1
-            key = self._key(key_node, path, line)
+            key = self._read_key(key_node, path, line)
             here = (*path, key)
             if key in seen:
                 raise ConfigError(
-                    got=f"{self._at(here, line)}, first written on line {seen[key]}",
+                    got=f"{self._describe_place(here, line)}, first written on line {seen[key]}",
                     why="a key may have only one value; with two, one would silently win",
                     do="delete one of the two lines",
                 )
@@ -165,45 +165,45 @@ class _Reader:
             self.lines[here] = line
             yield key, child
 
-    def _key(self, node: Any, path: KeyPath, line: int) -> str:
-        fault = _key_fault(node)
+    def _read_key(self, node: Any, path: KeyPath, line: int) -> str:
+        fault = _find_key_fault(node)
         if fault is None:
             return str(node.value)
         name = node.value if isinstance(node, yaml.ScalarNode) else "?"
-        raise ConfigError(got=self._at((*path, name), line), why=fault[0], do=fault[1])
+        raise ConfigError(got=self._describe_place((*path, name), line), why=fault[0], do=fault[1])
 
     def _check(self, node: Any, path: KeyPath) -> None:
         self._count += 1
         line = self.lines.get(path, node.start_mark.line + 1)
         if node.tag is not None:
             raise ConfigError(
-                got=f"{self._at(path, line)}: a value with a tag (!…)",
+                got=f"{self._describe_place(path, line)}: a value with a tag (!…)",
                 why="nothing in YAML is built or executed",
                 do="write a plain value, or quote text that begins with !",
             )
         if self._count <= MAX_NODES and len(path) <= MAX_DEPTH:
             return
-        section = self._at(path[:1], self.lines.get(path[:1], line))
+        section = self._describe_place(path[:1], self.lines.get(path[:1], line))
         if len(path) > MAX_DEPTH:
-            raise _too_deep(section)
+            raise _refuse_depth(section)
         raise ConfigError(
             got=section,
             why=f"with its aliases expanded, the file holds over {MAX_NODES} values",
             do="write the values out, or keep such data outside the configuration",
         )
 
-    def _at(self, path: KeyPath, line: int) -> str:
+    def _describe_place(self, path: KeyPath, line: int) -> str:
         where = f"{self.shown}:{line}"
         return f"{'.'.join(path)} ({where})" if path else where
 
 
-def _key_fault(node: Any) -> tuple[str, str] | None:
+def _find_key_fault(node: Any) -> tuple[str, str] | None:
     """Return why a key cannot be used and what to write instead; None if it can."""
     if not isinstance(node, yaml.ScalarNode) or node.tag is not None:
         return "a key is plain text", "write one word before the colon"
     if node.value == "<<":
         return "merge keys (<<) are not supported", "use base, or write the keys out"
-    if node.style is None and not isinstance(plain(node.value), str):
+    if node.style is None and not isinstance(parse_plain(node.value), str):
         return "a key is text; this is a number, a boolean or null", f'write "{node.value}"'
     if "." in node.value:
         outer, *inner = node.value.split(".")
@@ -212,7 +212,7 @@ def _key_fault(node: Any) -> tuple[str, str] | None:
     return None
 
 
-def _not_yaml(shown: str, error: yaml.MarkedYAMLError) -> ConfigError:
+def _explain_bad_yaml(shown: str, error: yaml.MarkedYAMLError) -> ConfigError:
     """Return the parser's message without its quotes from the file, which may be part of a secret."""
     mark, begun = error.problem_mark or error.context_mark, error.context_mark
     problem = error.problem or ""
@@ -227,7 +227,7 @@ def _not_yaml(shown: str, error: yaml.MarkedYAMLError) -> ConfigError:
     return ConfigError(got=f"{shown}:{mark.line + 1}", why=f"it is not YAML: {problem}", do=do)
 
 
-def _too_deep(where: str) -> ConfigError:
+def _refuse_depth(where: str) -> ConfigError:
     return ConfigError(
         got=where, why=f"it nests more than {MAX_DEPTH} deep, or an alias holds itself", do="write fewer levels"
     )

@@ -20,8 +20,8 @@ from fastloop.records.measurement import GAPS, PARTS, Measurement
 from fastloop.records.readings import (
     Source,
     compute_gain_pct,
+    count_micro_batches,
     list_syncing_lines,
-    micro_batches,
     read_activity,
     read_garbage_ms,
     read_step_ms,
@@ -179,7 +179,7 @@ def _measure_parts(seen: Measurement) -> StepParts | None:
 def _is_drained(step: StepParts) -> bool | None:
     seen = step.measured
     left = to_number(seen.lead_ms if seen.trail_ms is None else seen.trail_ms)
-    return None if left is None else left < max(DRAINED_MS, DRAINED_SHARE * step.step_ms / micro_batches(seen))
+    return None if left is None else left < max(DRAINED_MS, DRAINED_SHARE * step.step_ms / count_micro_batches(seen))
 
 
 def _find_exchange(step: StepParts) -> Exchange | None:
@@ -226,7 +226,7 @@ def _divide(step: StepParts, exchange: Exchange | None, drained: bool | None) ->
     unseen = _find_unseen(step, rest)
     busy = rest - unseen
     if source != "trace" and not sync:  # a queue that is full once the step is issued ran empty during it
-        sync = _share_with_lines(step, unseen)
+        sync = _compute_explained_share(step, unseen)
         unseen -= sync
         source = read_activity(step.measured)[1] if sync else source
     owners = Inside(waits=waits, comm=comm, sync=sync, blocked=blocked, launch=launch, source=source)
@@ -242,7 +242,7 @@ def _works_in_turns(step: StepParts, inside: Inside) -> bool:
     return beside < STARVED_SHARE * max(0.0, step.step_ms - (step.sum_ms(*GAPS) or 0.0))
 
 
-def _share_with_lines(step: StepParts, idle: float) -> float:
+def _compute_explained_share(step: StepParts, idle: float) -> float:
     """Return the part of some idle time that synchronizing lines explain: their cost if measured, otherwise all."""
     lines = list_syncing_lines(step.measured)
     waited = sum(to_number(line.get("ms_per_step")) or 0.0 for line in lines)
@@ -302,7 +302,7 @@ def _divide_by_counters(step: StepParts, room: float, off: float | None, drained
     if idle is None:
         return None
     left, source = idle
-    sync = _share_with_lines(step, left) if drained else 0.0
+    sync = _compute_explained_share(step, left) if drained else 0.0
     left -= sync
     blocked = None if off is None else min(left, off)
     return sync, blocked, left - (blocked or 0.0) if drained else 0.0, source

@@ -10,7 +10,7 @@ from fastloop.diagnose.remedies import Rungs
 from fastloop.records import measurement
 from fastloop.records.measurement import GAPS
 from fastloop.records.plan import Finding
-from fastloop.records.readings import loader, to_number
+from fastloop.records.readings import read_loader, to_number
 
 MOSTLY = 0.5
 """A finding is a cost of each step only if at least this share of it remains without single pauses."""
@@ -36,7 +36,7 @@ def find_checkpoint(step: Attribution, rungs: Rungs) -> Finding | None:
 
 def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
     """Find idle time at the end of an epoch, when loaders restart and hooks run."""
-    advice, found, beside = "make epochs longer, or do less in end-of-epoch hooks", loader(step.measured), ""
+    advice, found, beside = "make epochs longer, or do less in end-of-epoch hooks", read_loader(step.measured), ""
     if workers := found.get("num_workers"):
         advice = f"keep your loader's {workers} workers between epochs: persistent_workers=True"
         if (took_s := to_number(found.get("worker_restart_s"))) is not None:
@@ -91,7 +91,7 @@ def describe_pauses(step: Attribution, hidden: Sequence[Finding]) -> str | None:
 def describe_uneven_steps(step: Attribution) -> str | None:
     """Describe a mean step that a few long steps dominate, beyond single pauses; otherwise None."""
     seen = step.measured
-    times = measurement.uneven(seen, find_garbage(seen) + step.pauses_ms)
+    times = measurement.measure_unevenness(seen, find_garbage(seen) + step.pauses_ms)
     median = to_number(seen.step_ms.get("median"))
     if times is None or median is None:
         return None

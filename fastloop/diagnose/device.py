@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from fastloop.diagnose.attribution import Attribution
-from fastloop.diagnose.finding import NO_GAIN_PCT, ORDINARY_MS, bound_gain_pct, format_factor, weigh
+from fastloop.diagnose.finding import NO_GAIN_PCT, ORDINARY_MS, compute_gain_bound_pct, format_factor, weigh
 from fastloop.diagnose.gpu_use import (
     ASK_A_TRACE,
     FUSED_ATTENTION,
@@ -25,10 +25,10 @@ from fastloop.records.readings import (
     CPU_WORTH_PCT,
     OPTIMIZER,
     compute_gain_pct,
-    precision,
     read_family_shares,
     read_fusing_ms,
     read_gpu,
+    read_precision,
     to_number,
 )
 
@@ -44,7 +44,7 @@ def find_fp32_math(step: Attribution, rungs: Rungs) -> Finding | None:
     slow, fast = (to_number(seen.peaks.get(f"{name}_tflop_per_s")) for name in ("dtype", "datasheet"))
     share = sum_products(seen)
     saved = share * spent * max(0.0, 1 - slow / fast) if share and slow and fast else None
-    most = None if saved is None else bound_gain_pct(step.to_pct(saved))
+    most = None if saved is None else compute_gain_bound_pct(step.to_pct(saved))
     if (cost := weigh(step, "fp32_math", spent, most_pct=most, bound=most is None)) is None:
         return None
     nvml = read_gpu(seen, "nvml_busy_pct")
@@ -87,7 +87,7 @@ def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
         return None
     culprit = None if well_used else find_culprit(seen)
     share = None if culprit is None else culprit.share
-    most = None if share is None else bound_gain_pct(step.to_pct(share * spent))
+    most = None if share is None else compute_gain_bound_pct(step.to_pct(share * spent))
     if (cost := weigh(step, "compute_bound", spent, most_pct=most, bound=most is None)) is None:
         return None
     if well_used:
@@ -128,7 +128,7 @@ def _find_slow_optimizer(step: Attribution, rungs: Rungs) -> Finding | None:
     saves = step.to_pct(saved_ms) >= CPU_WORTH_PCT
     if not saves and not own:
         return None
-    most = bound_gain_pct(step.to_pct(saved_ms)) if saves else None
+    most = compute_gain_bound_pct(step.to_pct(saved_ms)) if saves else None
     cost = weigh(step, "compute_bound", spent, worth_pct=CPU_WORTH_PCT, least_ms=ORDINARY_MS, most_pct=most)
     if cost is None:
         return None
@@ -165,7 +165,7 @@ def _describe_counters(seen: Measurement) -> str | None:
 
 def _describe_rate(seen: Measurement) -> str | None:
     """Format as ``36 TFLOP/s = 54 % of fp32's 67 and 3.7 % of bf16's 989``, without unmeasured values."""
-    rate, dtype = to_number(seen.tflop_per_s), precision(seen)
+    rate, dtype = to_number(seen.tflop_per_s), read_precision(seen)
     least = "at least " if seen.flops.get("at_least") else ""
     name = seen.peaks.get("dtype") or dtype
     own = [("dtype_in_use", "dtype_tflop_per_s", name)] if dtype not in (None, "mixed") else []

@@ -80,7 +80,7 @@ def weigh(
         return None
     if measured_pct is not None and measured_pct <= NO_GAIN_PCT:
         return None
-    bounds = [gain for gain in (bound_gain_pct(share), most_pct) if gain is not None]
+    bounds = [gain for gain in (compute_gain_bound_pct(share), most_pct) if gain is not None]
     estimate = min(bounds) if bounds and not bound else None
     return Cost(
         bottleneck=bottleneck,
@@ -91,7 +91,7 @@ def weigh(
     )
 
 
-def bound_gain_pct(share: float) -> float | None:
+def compute_gain_bound_pct(share: float) -> float | None:
     """Return the gain without a serial part of the step; None if nothing is left. An estimate, since loops overlap."""
     return 100 * share / (100 - share) if share < 100 else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from fastloop.records.measurement import Measurement
-from fastloop.records.readings import precision, read_family_shares, read_gpu, read_trace, to_number
+from fastloop.records.readings import read_family_shares, read_gpu, read_precision, read_trace, to_number
 
 WELL_USED_MFU, WELL_USED_TENSOR_PCT = 0.35, 60.0
 """Share of the datasheet's peak, and percentage of time with active tensor cores, that good training code reaches."""
@@ -67,7 +67,7 @@ def classify_use(seen: Measurement, busy: float = 1.0) -> Use | None:
     if (mfu or 0.0) >= WELL_USED_MFU or tensor >= WELL_USED_TENSOR_PCT:
         return "well_used"
     in_products = dtype_mfu >= FP32_MFU or sum_products(seen) >= PRODUCTS_SHARE
-    if precision(seen) == "fp32" and tensor < TENSOR_PCT and in_products:
+    if read_precision(seen) == "fp32" and tensor < TENSOR_PCT and in_products:
         return "fp32_math"
     if dram >= DRAM_PCT or whole * (compare_with_copy(seen) or 0.0) >= COPY_SHARE:
         return "memory_bound"
@@ -107,8 +107,8 @@ def find_culprit(seen: Measurement) -> Culprit | None:
         share, (_, takes, instead) = min(1.0, parts[largest]), KERNELS[largest]
         return Culprit(largest, f"{takes} {100 * share:.0f} % of it", instead, share)
     dtype_mfu = to_number(seen.mfu.get("dtype_in_use"))
-    if precision(seen) in ("fp32", "tf32") and (dtype_mfu is None or dtype_mfu >= LITTLE_MFU):
-        says = f"its matrix products run in {seen.peaks.get('dtype') or precision(seen)}"
+    if read_precision(seen) in ("fp32", "tf32") and (dtype_mfu is None or dtype_mfu >= LITTLE_MFU):
+        says = f"its matrix products run in {seen.peaks.get('dtype') or read_precision(seen)}"
         return Culprit("32-bit_math", says, "Trainer(precision='bf16-mixed')")
     if sms is not None and sms < FEW_SMS_PCT:
         return Culprit("small_kernels", f"only {sms:.0f} % of its SMs have work", "more work in each kernel")

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastloop.diagnose.attribution import WORTH_NAMING_PCT, StepParts
-from fastloop.diagnose.finding import bound_gain_pct
+from fastloop.diagnose.finding import compute_gain_bound_pct
 from fastloop.diagnose.remedies import Rungs
 from fastloop.records.measurement import AUTOTUNE, COMPILE, VALIDATION_COMPILE, Measurement
 from fastloop.records.plan import Finding, Rehearsed, Verdict
-from fastloop.records.readings import micro_batches, read_step_ms, to_number
+from fastloop.records.readings import count_micro_batches, read_step_ms, to_number
 
 STORM = "compile_storm"
 """The cause for which a rung's card may have better advice than the default."""
@@ -56,7 +56,7 @@ def find_storm(seen: Measurement, rungs: Rungs, step: StepParts | None) -> Findi
         share_pct=share,
         why=f"{facts}, in {steps:.0f} of {seen.total_steps} steps{of_window}; {remedy.says}",
         patch=remedy.patch,
-        ceiling_gain_pct=None if share is None else bound_gain_pct(share),
+        ceiling_gain_pct=None if share is None else compute_gain_bound_pct(share),
         detail=tuple(f"compiled anew: {reason}" for reason in reasons),
         title="COMPILING AGAIN AND AGAIN",
         alarm=f"{facts}{f' ({reasons[0]})' if reasons else ''}",
@@ -94,7 +94,7 @@ def find_slowdown(seen: Measurement, verdicts: Sequence[Verdict]) -> Finding | N
         share_pct=share,
         why=f"{facts}; switch {name} off",
         patch={"rungs": {rung: {"enabled": False} for rung in found.rungs[:1]}},
-        ceiling_gain_pct=bound_gain_pct(share),
+        ceiling_gain_pct=compute_gain_bound_pct(share),
         title=f"SLOWER WITH {found.rungs[0].upper()}",
         alarm=facts,
     )
@@ -126,8 +126,8 @@ def _compare_rehearsal(seen: Measurement, active: Sequence[Verdict]) -> Slowdown
     error_ms, mean, quickest = _read_error_ms(seen), read_step_ms(seen), to_number(seen.step_ms.get("p10"))
     if not eager or error_ms is None or mean is None or quickest is None or parts[0] is None or parts[1] is None:
         return None
-    batch_ms, n = (parts[0] + parts[1]) / micro_batches(seen), seen.steps
-    half, more = _t95(n - 1) * error_ms / micro_batches(seen), batch_ms - eager
+    batch_ms, n = (parts[0] + parts[1]) / count_micro_batches(seen), seen.steps
+    half, more = _compute_t95(n - 1) * error_ms / count_micro_batches(seen), batch_ms - eager
     if batch_ms * quickest / mean <= eager or more - half <= (SLOWER - 1) * eager:
         return None
     rungs = _blame(seen, active)
@@ -165,6 +165,6 @@ def _blame(seen: Measurement, active: Sequence[Verdict]) -> list[str]:
     return list(costs) or [verdict.rung for verdict in active]
 
 
-def _t95(df: int) -> float:
+def _compute_t95(df: int) -> float:
     """Return the two-sided 95 % quantile of Student's t, expanded around the normal one; within 2 % for df >= 4."""
     return 1.96 + 2.372 / df + 2.82 / df**2

@@ -89,7 +89,7 @@ class Rungs:
         return rung not in self.enabled and rung not in refused and self.cards[rung].applies(seen)
 
 
-def next_steps(
+def list_next_steps(
     findings: tuple[Finding, ...], seen: Measurement, cards: Cards, enabled: tuple[str, ...] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return rungs to try after the patches, and rungs to try once the device is the limit.

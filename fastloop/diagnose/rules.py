@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fastloop.diagnose import between_steps, device, host, memory, no_bottleneck, one_time, waits
 from fastloop.diagnose.attribution import WORTH_NAMING_PCT, Attribution, attribute
-from fastloop.diagnose.finding import bound_gain_pct
+from fastloop.diagnose.finding import compute_gain_bound_pct
 from fastloop.diagnose.remedies import Rungs
 from fastloop.records.card import Cards
 from fastloop.records.measurement import Measurement
@@ -33,7 +33,7 @@ RULES: Mapping[str, Rule] = {
 """One rule per bottleneck. If shares are equal, the earlier one comes first."""
 
 
-def findings(
+def list_findings(
     seen: Measurement, cards: Cards, enabled: tuple[str, ...] = (), verdicts: Sequence[Verdict] = ()
 ) -> tuple[Finding, ...]:
     """List bottlenecks in order of their share of the step, each with its headline; `none` if there is none to name.
@@ -84,7 +84,7 @@ def _fit_into_the_step(found: list[Finding]) -> list[Finding]:
             if share < WORTH_NAMING_PCT:
                 continue
             if gain is not None and finding.ceiling_is_estimate:
-                gain = min(gain, bound_gain_pct(share) or gain)
+                gain = min(gain, compute_gain_bound_pct(share) or gain)
             finding = dataclasses.replace(finding, share_pct=share, ceiling_gain_pct=gain)
         left -= share or 0.0
         kept.append(finding)

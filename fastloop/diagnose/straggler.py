@@ -36,7 +36,7 @@ class Straggler(NamedTuple):
 def find_straggler(seen: Measurement) -> Straggler | None:
     """Find the rank that the others wait for; None if all keep pace, or if it is unknown."""
     step = read_step_ms(seen)
-    found = [rank for rank in seen.ranks if to_number(_parts(rank).get("backward")) is not None]
+    found = [rank for rank in seen.ranks if to_number(_read_parts(rank).get("backward")) is not None]
     if step is None or len(found) < 2 or len(found) < len(seen.ranks):
         return None
     least = min(_waits(rank) for rank in found)
@@ -45,7 +45,7 @@ def find_straggler(seen: Measurement) -> Straggler | None:
     excess = min(step, own[at] - statistics.median(own[:at] + own[at + 1 :]))
     if excess < (WORTH_SHARE if seen.device == "cuda" else CPU_WORTH_PCT / 100) * step:
         return None
-    part, mine, theirs = _slow_part(found, at)
+    part, mine, theirs = _find_slow_part(found, at)
     if excess > COVERS * (mine - theirs):
         return None
     rank = int(found[at].get("rank", at))
@@ -54,26 +54,26 @@ def find_straggler(seen: Measurement) -> Straggler | None:
     return Straggler(rank, str(found[at].get("host") or "?"), excess, part, mine, theirs)
 
 
-def _slow_part(found: list[Mapping[str, Any]], at: int) -> tuple[str, float, float]:
+def _find_slow_part(found: list[Mapping[str, Any]], at: int) -> tuple[str, float, float]:
     """Return the part in which one rank is furthest above the median of the others, with both times."""
     others = [rank for index, rank in enumerate(found) if index != at]
 
     def gap(part: str) -> tuple[float, float]:
-        mine = to_number(_parts(found[at]).get(part)) or 0.0
-        return mine, statistics.median(to_number(_parts(rank).get(part)) or 0.0 for rank in others)
+        mine = to_number(_read_parts(found[at]).get(part)) or 0.0
+        return mine, statistics.median(to_number(_read_parts(rank).get(part)) or 0.0 for rank in others)
 
     own = [name for name in PARTS if name not in WAITS]
     part = max(own, key=lambda name: gap(name)[0] - gap(name)[1])
     return part, *gap(part)
 
 
-def _parts(rank: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_parts(rank: Mapping[str, Any]) -> Mapping[str, Any]:
     return rank.get("parts_ms") or {}
 
 
 def _waits(rank: Mapping[str, Any]) -> float:
     """Return a rank's milliseconds in the parts where it waits for others."""
-    return sum(to_number(_parts(rank).get(part)) or 0.0 for part in WAITS)
+    return sum(to_number(_read_parts(rank).get(part)) or 0.0 for part in WAITS)
 
 
 def _step(rank: Mapping[str, Any]) -> float | None:

@@ -10,12 +10,12 @@ from fastloop.records.plan import Finding
 from fastloop.records.readings import (
     CPU_WORTH_PCT,
     compute_gain_pct,
+    count_micro_batches,
     describe_decoding,
     find_hand_over_ms,
     is_worth_handing_over,
-    loader,
-    micro_batches,
     read_batch_ms,
+    read_loader,
     to_number,
 )
 
@@ -51,16 +51,16 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
 def _would_keep_up(step: Attribution) -> bool:
     """Whether worker processes, if there are none yet, could make a batch in the time that training on it takes."""
     made_ms, most = read_batch_ms(step.measured), _count_possible_workers(step.measured)
-    if loader(step.measured).get("num_workers") != 0 or made_ms is None or not most:
+    if read_loader(step.measured).get("num_workers") != 0 or made_ms is None or not most:
         return False
-    batches = micro_batches(step.measured)
+    batches = count_micro_batches(step.measured)
     return made_ms / most <= step.step_ms / batches - made_ms
 
 
 def _is_mostly_decoding(seen: Measurement) -> bool:
     """Whether the training process makes the batches, and spends most of that time on decoding."""
-    made_ms, decode_ms = read_batch_ms(seen), to_number(loader(seen).get("decode_ms"))
-    if loader(seen).get("num_workers") != 0 or made_ms is None or decode_ms is None or not seen.micro_batch:
+    made_ms, decode_ms = read_batch_ms(seen), to_number(read_loader(seen).get("decode_ms"))
+    if read_loader(seen).get("num_workers") != 0 or made_ms is None or decode_ms is None or not seen.micro_batch:
         return False
     return decode_ms * seen.micro_batch >= MOSTLY * made_ms
 
@@ -71,7 +71,7 @@ def _advise_loading(seen: Measurement, number: str | None) -> str:
     Args:
         number: the setting for the number of workers if a rung sets it, otherwise None.
     """
-    found = loader(seen)
+    found = read_loader(seen)
     count, cpus, most = found.get("num_workers"), found.get("usable_cpus"), _count_possible_workers(seen)
     if count is None:
         return "this loader is not a DataLoader; prepare its batches ahead of time"
@@ -95,7 +95,7 @@ def _advise_loading(seen: Measurement, number: str | None) -> str:
 
 def _count_possible_workers(seen: Measurement) -> int | None:
     """Return how many workers a rank can have if each rank keeps one CPU; None if the CPUs are unknown."""
-    cpus, hosts = to_number(loader(seen).get("usable_cpus")), [rank.get("host") for rank in seen.ranks]
+    cpus, hosts = to_number(read_loader(seen).get("usable_cpus")), [rank.get("host") for rank in seen.ranks]
     local = hosts.count(hosts[0]) if hosts else seen.world_size
     return None if cpus is None else int(cpus) // max(1, local) - 1
 

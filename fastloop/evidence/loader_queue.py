@@ -12,7 +12,7 @@ _DEATH_S = 2.0
 """How long after a broken connection the death of the process at the other end may go unreported."""
 
 
-def live_workers(iterator: Any) -> int | None:
+def count_live_workers(iterator: Any) -> int | None:
     """Living worker processes of a DataLoader iterator; 0 for a single-process one, None if unknown."""
     workers = getattr(iterator, "_workers", None)
     if workers is not None:
@@ -20,14 +20,14 @@ def live_workers(iterator: Any) -> int | None:
     return 0 if hasattr(iterator, "_dataset_fetcher") else None
 
 
-def worker_cpus(iterator: Any) -> int | None:
+def count_worker_cpus(iterator: Any) -> int | None:
     """The fewest CPUs that any of its living worker processes may run on; None if it has none or that is unknown."""
     pids = [worker.pid for worker in getattr(iterator, "_workers", None) or () if worker.is_alive()]
     found = (_read(lambda pid=pid: len(os.sched_getaffinity(pid))) for pid in pids)  # type: ignore[misc]
     return min((cpus for cpus in found if cpus is not None), default=None)
 
 
-def batches_owed(iterator: Any) -> int | None:
+def count_owed(iterator: Any) -> int | None:
     """Batches that a multi-process DataLoader iterator has requested from its workers and that are not finished.
 
     0 while the queue is as full as possible, also near the end of an epoch, when few batches are left to request; up to
@@ -36,12 +36,12 @@ def batches_owed(iterator: Any) -> int | None:
     received (a batch that arrives before its turn is received), `_data_queue` holds what the pin thread or the workers
     have delivered.
     """
-    if live_workers(iterator) == 0:
+    if count_live_workers(iterator) == 0:
         return 0
     return _read(lambda: max(0, int(iterator._tasks_outstanding) - int(iterator._data_queue.qsize())))
 
 
-def batches_ready(iterator: Any) -> int | None:
+def count_ready(iterator: Any) -> int | None:
     """Finished batches of its workers that are still in the queue; 0 if it has no workers, None if unknown.
 
     Source: as above; of `_task_info`, early arrivals are those that carry their data.
@@ -49,7 +49,7 @@ def batches_ready(iterator: Any) -> int | None:
     early = _read(lambda: sum(len(info) == 2 for info in iterator._task_info.values()))
     queued = _read(lambda: int(iterator._data_queue.qsize()))
     if early is None or queued is None:
-        return None if live_workers(iterator) else 0
+        return None if count_live_workers(iterator) else 0
     return early + queued
 
 

@@ -97,23 +97,23 @@ class GpuReading:
 # ---------------------------------------------------------------- processors, memory, limits
 
 
-def usable_cpus(root: Path = ROOT) -> int:
+def count_usable_cpus(root: Path = ROOT) -> int:
     """CPUs this process may keep busy: the smaller of its affinity and its cgroup's quota, and at least 1."""
     on_linux = hasattr(os, "sched_getaffinity")  # macOS and Windows have neither affinity nor quota
     allowed = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
-    return max(1, int(min([allowed, *_cpu_quotas(root)])))
+    return max(1, int(min([allowed, *_read_cpu_quotas(root)])))
 
 
-def cpu_wait_s(root: Path = ROOT) -> float | None:
+def read_cpu_wait_s(root: Path = ROOT) -> float | None:
     """Seconds that this thread was ready to run and waited for a CPU; None if the kernel does not count them.
 
     Source: https://docs.kernel.org/scheduler/sched-stats.html, the second number of schedstat.
     """
-    counts = _text(root / "proc/thread-self/schedstat").split()
+    counts = _read_text(root / "proc/thread-self/schedstat").split()
     return int(counts[1]) / 1e9 if len(counts) == 3 else None
 
 
-def local_rank_count(environ: Mapping[str, str]) -> int:
+def count_local_ranks(environ: Mapping[str, str]) -> int:
     """Training processes on this machine, according to torchrun or SLURM; 1 if neither says."""
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
         count = environ.get(name, "")
@@ -122,15 +122,15 @@ def local_rank_count(environ: Mapping[str, str]) -> int:
     return 1
 
 
-def memory_bytes(root: Path = ROOT) -> int | None:
+def read_memory_bytes(root: Path = ROOT) -> int | None:
     """Memory this process may use: the smaller of the installed memory and the cgroup's limit."""
-    limits = list(_memory_limits(root))
+    limits = list(_read_memory_limits(root))
     with contextlib.suppress(AttributeError, OSError, ValueError):  # no sysconf, or it lacks these names
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(limits, default=None)
 
 
-def shm_free_bytes(root: Path = ROOT) -> int | None:
+def read_shm_free_bytes(root: Path = ROOT) -> int | None:
     """Free space in ``/dev/shm``, through which loader workers pass their batches; ``None`` if it does not exist."""
     try:
         return shutil.disk_usage(root / "dev/shm").free
@@ -138,24 +138,24 @@ def shm_free_bytes(root: Path = ROOT) -> int | None:
         return None
 
 
-def memory_free_bytes(root: Path = ROOT) -> int | None:
+def read_memory_free_bytes(root: Path = ROOT) -> int | None:
     """Memory this process may still allocate: the smaller of the available memory and the room left in its cgroups.
     File caches do not count as used, files in shared memory do."""
     rooms = []
-    for group in _cgroups(root, "memory"):
-        used = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line)
+    for group in _list_cgroups(root, "memory"):
+        used = dict(line.split(" ", 1) for line in _read_text(group / "memory.stat").splitlines() if " " in line)
         names = ("total_rss", "total_shmem") if "total_rss" in used else ("anon", "shmem")  # version 1, or 2
         taken = sum(int(used.get(name, 0)) for name in names)
         for name in ("memory.max", "memory.limit_in_bytes"):
-            if (limit := _text(group / name)).isdecimal():
+            if (limit := _read_text(group / name)).isdecimal():
                 rooms.append(max(0, int(limit) - taken))
-    for line in _text(root / "proc/meminfo").splitlines():
+    for line in _read_text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             rooms.append(int(line.split()[1]) * 1024)
     return min(rooms, default=None)
 
 
-def disk_free_bytes(path: Path) -> int | None:
+def read_disk_free_bytes(path: Path) -> int | None:
     """Free space at the location of `path`, even if `path` does not exist yet; ``None`` if unknown."""
     try:
         there = next(each for each in (path, *path.parents) if each.exists())
@@ -175,7 +175,7 @@ def find_cache_home() -> Path:
         return Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
 
 
-def no_sockets_in() -> str | None:
+def find_socket_obstacle() -> str | None:
     """The directory for temporary files, if its path is too long for a socket below it; else ``None``.
 
     Loader workers pass their batches through such sockets. If a worker cannot create one, it prints an error and the
@@ -195,7 +195,7 @@ def open_file_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def cxx_compiler(environ: Mapping[str, str]) -> str | None:
+def find_cxx_compiler(environ: Mapping[str, str]) -> str | None:
     """Path of the C++ compiler that Inductor calls; ``None`` if ``torch.compile`` would fail for lack of one.
 
     Inductor tries ``CXX``, else one name per platform, and nothing else: clang++ does not help if g++ is missing.
@@ -205,24 +205,24 @@ def cxx_compiler(environ: Mapping[str, str]) -> str | None:
     return shutil.which(name, path=environ.get("PATH", os.defpath))
 
 
-def _cpu_quotas(root: Path) -> Iterator[float]:
-    for group in _cgroups(root, "cpu"):
-        version_1 = f"{_text(group / 'cpu.cfs_quota_us')} {_text(group / 'cpu.cfs_period_us')}"
-        for text in (_text(group / "cpu.max"), version_1):
+def _read_cpu_quotas(root: Path) -> Iterator[float]:
+    for group in _list_cgroups(root, "cpu"):
+        version_1 = f"{_read_text(group / 'cpu.cfs_quota_us')} {_read_text(group / 'cpu.cfs_period_us')}"
+        for text in (_read_text(group / "cpu.max"), version_1):
             match text.split():  # "150000 100000"; unlimited is "max 100000" or "-1 100000"
                 case [quota, period] if quota.isdecimal() and period.isdecimal() and int(period) > 0:
                     yield int(quota) / int(period)
 
 
-def _memory_limits(root: Path) -> Iterator[int]:
-    for group in _cgroups(root, "memory"):
+def _read_memory_limits(root: Path) -> Iterator[int]:
+    for group in _list_cgroups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            limit = _text(group / name)
+            limit = _read_text(group / name)
             if limit.isdecimal():  # unlimited is "max", or in version 1 a number no machine reaches
                 yield int(limit)
 
 
-def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+def _list_cgroups(root: Path, controller: str) -> Iterator[Path]:
     """Directories of this process's cgroups and all their parents: the tightest of these limits applies.
 
     In a container the cgroup often has its path on the host, while the mount begins at the container; the walk up to
@@ -230,7 +230,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """
     mount = root / "sys/fs/cgroup"
     yield mount
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -239,7 +239,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
         yield from (top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -249,7 +249,7 @@ def _text(path: Path) -> str:
 # ---------------------------------------------------------------- GPUs
 
 
-def gpus() -> tuple[GpuReading, ...]:
+def list_gpus() -> tuple[GpuReading, ...]:
     """Every GPU of this machine; empty without NVML, a driver or a GPU."""
     try:
         nvml = start_nvml()
@@ -317,7 +317,7 @@ def is_ours(pid: int, environ: Mapping[str, str]) -> bool:
         if os.getpgid(pid) == os.getpgrp():
             return True
         # torchrun and srun put each rank into a separate group, under one parent
-        return local_rank_count(environ) > 1 and psutil.Process(pid).ppid() == os.getppid()
+        return count_local_ranks(environ) > 1 and psutil.Process(pid).ppid() == os.getppid()
     except (OSError, psutil.Error):  # gone, or a process id of the host
         return False
 
@@ -325,7 +325,7 @@ def is_ours(pid: int, environ: Mapping[str, str]) -> bool:
 # ---------------------------------------------------------------- versions and the record of a run
 
 
-def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+def read_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Versions of Python and of the installed distributions in ``packages``, from metadata: imports nothing."""
     found = {"python": platform.python_version()}
     for package in packages:
@@ -338,7 +338,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     return found
 
 
-def bare_distribution() -> Literal["ours", "stranger"] | None:
+def find_bare_distribution() -> Literal["ours", "stranger"] | None:
     """The kind of distribution installed under the bare name: an old install of this package, or an unrelated one."""
     try:
         installed = importlib.metadata.distribution(BARE_NAME)
@@ -348,22 +348,22 @@ def bare_distribution() -> Literal["ours", "stranger"] | None:
     return "ours" if "fastloop.cli:main" in commands else "stranger"
 
 
-def environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+def read_environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
     """The content of ``env.json``, secrets masked; the caller fills in ``torch_flags`` if it has loaded torch."""
-    from fastloop.records.secrets import mask
+    from fastloop.records.secrets import mask_secrets
 
-    readings = gpus()
+    readings = list_gpus()
     chosen = (name for name in sorted(environ) if name.startswith(VARIABLE_PREFIXES) or name in VARIABLE_NAMES)
-    commit = _git("rev-parse", "HEAD")
-    changes = _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no") if commit else None
+    commit = _ask_git("rev-parse", "HEAD")
+    changes = _ask_git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no") if commit else None
     record = {
         "schema": 1,
-        "versions": versions(),
+        "versions": read_versions(),
         "hardware": {
-            "cpu_model": _cpu_model(),
-            "usable_cpus": usable_cpus(),
-            "memory_bytes": memory_bytes(),
-            "shm_free_bytes": shm_free_bytes(),
+            "cpu_model": _read_cpu_model(),
+            "usable_cpus": count_usable_cpus(),
+            "memory_bytes": read_memory_bytes(),
+            "shm_free_bytes": read_shm_free_bytes(),
             "gpus": [dataclasses.asdict(reading) for reading in readings],
         },
         "driver": readings[0].driver if readings else None,
@@ -373,11 +373,11 @@ def environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, An
         "variables": {name: environ[name] for name in chosen if name not in UNMARKED_SECRETS},
         "torch_flags": None,
     }
-    masked: dict[str, Any] = mask(record)
+    masked: dict[str, Any] = mask_secrets(record)
     return masked
 
 
-def _git(*arguments: str) -> str | None:
+def _ask_git(*arguments: str) -> str | None:
     """Output of git for the working directory; ``None`` outside a work tree, without git, or on timeout."""
     try:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=GIT_LIMIT_S, check=True)
@@ -386,8 +386,8 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _cpu_model(root: Path = ROOT) -> str | None:
-    for line in _text(root / "proc/cpuinfo").splitlines():
+def _read_cpu_model(root: Path = ROOT) -> str | None:
+    for line in _read_text(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
             return value.strip()

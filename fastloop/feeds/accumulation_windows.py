@@ -6,7 +6,7 @@ from fastloop.evidence.worker_limits import count_used_batches
 from fastloop.records.facts import Facts, LoaderFacts
 
 
-def batches_between_validations(batches: int, interval: int | float) -> int:
+def count_batches_between_validations(batches: int, interval: int | float) -> int:
     """Convert ``val_check_interval`` to batches, as Lightning does."""
     return interval if isinstance(interval, int) else max(1, int(batches * interval))
 
@@ -47,14 +47,14 @@ def explain_no_merge(facts: Facts, loader: LoaderFacts) -> str | None:
             f"an epoch has {batches} batches, fewer than the {window} of one window:"
             " accumulation is already cut short; lower accumulate_grad_batches"
         )
-    return _validation_would_move(facts, batches)
+    return _explain_moved_validation(facts, batches)
 
 
-def _validation_would_move(facts: Facts, batches: int) -> str | None:
+def _explain_moved_validation(facts: Facts, batches: int) -> str | None:
     interval, window = facts.val_check_interval, facts.accumulate
     if interval is None:
         return None  # validation runs by the clock
-    every = batches_between_validations(batches, interval)
+    every = count_batches_between_validations(batches, interval)
     if every == batches:
         return None  # validation runs at the end of each epoch
     setting = f"val_check_interval={interval}" + ("" if isinstance(interval, int) else f" ({every} batches)")

@@ -18,19 +18,19 @@ class StagedWindow(Window):
     """A window whose batches were copied to the device ahead of time."""
 
 
-def tensors(batch: Any) -> Iterator[torch.Tensor]:
+def iterate_tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor of a batch, depth first."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, (list, tuple)):  # before mappings, which take longer to recognize
         for value in batch:
-            yield from tensors(value)
+            yield from iterate_tensors(value)
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from tensors(value)
+            yield from iterate_tensors(value)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):
-            yield from tensors(getattr(batch, field.name))
+            yield from iterate_tensors(getattr(batch, field.name))
 
 
 def walk_tensors(batch: Any, inside: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
@@ -112,16 +112,16 @@ def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return rebuild(batch, lambda member: map_tensors(member, change))
 
 
-def samples(batch: Any) -> int | None:
+def count_rows(batch: Any) -> int | None:
     """Count the samples in a batch: the first dimension of its first tensor that has one; None if there is none. For a
     `Window`, the sum over its batches."""
     first = batch[0] if type(batch) in (list, tuple) and batch else batch  # nearly all batches, at every step
     if isinstance(first, torch.Tensor) and first.dim():
         return first.size(0)
     if isinstance(batch, Window):
-        counts = [samples(each) for each in batch]
+        counts = [count_rows(each) for each in batch]
         return None if None in counts else sum(filter(None, counts))
-    for tensor in tensors(batch):
+    for tensor in iterate_tensors(batch):
         if tensor.dim():
             return tensor.size(0)
     return None
@@ -146,7 +146,7 @@ def count_samples(batch: Any, claims: Sequence[int | None] = ()) -> int | None:
     for claim in claims:
         if claim is not None and claim > 0 and _bears_out(batch, claim):
             return claim
-    if (first := samples(batch)) is not None:
+    if (first := count_rows(batch)) is not None:
         return first
     for tensor in walk_tensors(batch):
         if tensor.dim():

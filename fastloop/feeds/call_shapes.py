@@ -105,18 +105,18 @@ class Fitting:
 
     def __init__(self, sizes: Sizes, varying: Mapping[str, Collection[int]]) -> None:
         self._varying = dict(varying)
-        self._pattern = self._mask(sizes)
+        self._pattern = self._mask_varying(sizes)
         self._latest = sizes
 
     def __call__(self, sizes: Sizes) -> bool:
         if sizes == self._latest:  # nearly always true, and fast to check
             return True
-        fits = self._mask(sizes) == self._pattern
+        fits = self._mask_varying(sizes) == self._pattern
         if fits:
             self._latest = sizes
         return fits
 
-    def _mask(self, sizes: Sizes) -> Sizes:
+    def _mask_varying(self, sizes: Sizes) -> Sizes:
         """Replace sizes that may vary by -1. Sizes 0 and 1 may not: compilers specialize on them."""
         masked = dict(sizes)
         for way, dims in self._varying.items():

@@ -154,7 +154,7 @@ class CompiledCall:
             let_through(error)
             if is_again or self.is_tried() or not held.restore():
                 raise
-            failure = f"{self.name}: {type(error).__name__}: {_first_paragraph(str(error))}"
+            failure = f"{self.name}: {type(error).__name__}: {_take_first_paragraph(str(error))}"
         # Outside the handler, which keeps the failed call's tensors alive.
         result = self.module._call_impl(*args, **kwargs)
         self.failure = failure
@@ -384,6 +384,6 @@ def _backward_at_once() -> Any:
     return config.patch(force_non_lazy_backward_lowering=True)
 
 
-def _first_paragraph(message: str) -> str:
+def _take_first_paragraph(message: str) -> str:
     """Return the first paragraph on one line, without the hints after a blank line."""
     return " ".join(message.strip().split("\n\n")[0].split())[:200]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastloop.feeds.batch_tree import is_container, rebuild, samples, tensors
+from fastloop.feeds.batch_tree import count_rows, is_container, iterate_tensors, rebuild
 
 _PLAIN = (type(None), str, bytes, bool, int, float, complex)
 
@@ -29,7 +29,7 @@ def concatenate(batches: Sequence[Any]) -> Any:
     """
     if len(batches) == 1:
         return batches[0]
-    rows = [samples(batch) or 0 for batch in batches]
+    rows = [count_rows(batch) or 0 for batch in batches]
     if not all(rows):
         raise CannotConcatenate("a batch holds no tensor with a first dimension")
     return _join(batches, rows)
@@ -43,8 +43,8 @@ def _join(members: Sequence[Any], rows: Sequence[int]) -> Any:
     if isinstance(first, torch.Tensor):
         return _join_tensors(members, rows)
     if isinstance(first, _PLAIN):
-        return _share(members)
-    if type(first) in (list, tuple) and not any(True for member in members for _ in tensors(member)):
+        return _share_member(members)
+    if type(first) in (list, tuple) and not any(True for member in members for _ in iterate_tensors(member)):
         return _join_lists(members, rows)
     if not is_container(first):
         raise CannotConcatenate(f"a {type(first).__name__} cannot be concatenated")
@@ -99,10 +99,10 @@ def _join_lists(members: Sequence[Any], rows: Sequence[int]) -> Any:
         return type(members[0])(entry for member in members for entry in member)
     if len(members[0]) == sum(rows):
         raise CannotConcatenate("a list with as many entries as the window has samples")
-    return _share(members)
+    return _share_member(members)
 
 
-def _share(members: Sequence[Any]) -> Any:
+def _share_member(members: Sequence[Any]) -> Any:
     first = members[0]
     try:
         same = all(bool(member == first) for member in members)

@@ -200,7 +200,7 @@ class LazyLoader(Disguised):
         """Undo the draw of an ``iter`` call that was only a check: Lightning makes one on objects other than a
         DataLoader."""
         if self._drawn is not None:
-            _generator(self.inner).set_state(self._drawn)
+            _find_generator(self.inner).set_state(self._drawn)
             self._drawn = None
 
     def _batches(self, drawn: torch.Tensor | None) -> Iterator[Any]:
@@ -212,7 +212,7 @@ class LazyLoader(Disguised):
             return None
         if self.keeps_iterator and (self.inner._iterator is not None or self._has_begun):
             return None
-        generator = _generator(self.inner)
+        generator = _find_generator(self.inner)
         state = generator.get_state()
         torch.empty((), dtype=torch.int64).random_(generator=generator)
         return state
@@ -262,7 +262,7 @@ def _read_seed(drawn: torch.Tensor | None) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
-def _generator(loader: DataLoader[Any]) -> torch.Generator:
+def _find_generator(loader: DataLoader[Any]) -> torch.Generator:
     """Return the generator that a loader draws its seeds from."""
     return torch.default_generator if loader.generator is None else loader.generator
 

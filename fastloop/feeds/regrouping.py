@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastloop.feeds.batch_tree import map_tensors, samples, tensors
+from fastloop.feeds.batch_tree import count_rows, iterate_tensors, map_tensors
 from fastloop.feeds.concatenation import CannotConcatenate, concatenate
 from fastloop.feeds.splitting import CannotSplit, cut_at
 
@@ -22,7 +22,7 @@ class CannotRegroup(TypeError):
 
 def copy_tensors(batch: Any) -> Leaves:
     """Return copies of a batch's tensors on the host."""
-    return [leaf.detach().to("cpu", copy=True) for leaf in tensors(batch)]
+    return [leaf.detach().to("cpu", copy=True) for leaf in iterate_tensors(batch)]
 
 
 def regroup(own: Sequence[Any], others: Sequence[Leaves]) -> list[Any]:
@@ -38,13 +38,13 @@ def regroup(own: Sequence[Any], others: Sequence[Leaves]) -> list[Any]:
     Raises:
         CannotRegroup: the samples do not fill whole batches, or the tensors differ in kind or length.
     """
-    sizes = [_count_rows(list(tensors(batch))) for batch in own]
+    sizes = [_count_rows(list(iterate_tensors(batch))) for batch in own]
     theirs = [_count_rows(leaves) for leaves in others]
     ends = list(accumulate(sizes))
     if sum(theirs) not in ends:
         raise CannotRegroup(f"{sum(theirs)} samples do not fill whole batches of {'/'.join(map(str, sizes[:4]))}")
     sizes = sizes[: ends.index(sum(theirs)) + 1]
-    if len({len(leaves) for leaves in others} | {len(list(tensors(batch))) for batch in own}) > 1:
+    if len({len(leaves) for leaves in others} | {len(list(iterate_tensors(batch))) for batch in own}) > 1:
         raise CannotRegroup("the batches do not all have as many tensors")
     if theirs != sizes:
         try:
@@ -55,7 +55,7 @@ def regroup(own: Sequence[Any], others: Sequence[Leaves]) -> list[Any]:
 
 
 def _count_rows(leaves: Sequence[torch.Tensor]) -> int:
-    rows = samples(leaves)
+    rows = count_rows(leaves)
     if not rows:
         raise CannotRegroup("a batch holds no tensor with a first dimension")
     return rows

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastloop.feeds.batch_tree import is_container, rebuild, samples, tensors
+from fastloop.feeds.batch_tree import count_rows, is_container, iterate_tensors, rebuild
 
 
 class CannotSplit(TypeError):
@@ -45,7 +45,7 @@ def cut(
     Raises:
         CannotSplit: a member has a different first dimension, or its type cannot be cut.
     """
-    total = samples(batch)
+    total = count_rows(batch)
     if not total:
         raise CannotSplit("the batch holds no tensor with a first dimension")
     pieces, start = [], 0
@@ -68,7 +68,7 @@ def cut_at(batch: Any, sizes: Sequence[int], full: int) -> list[Piece]:
     Raises:
         CannotSplit: as in `cut`.
     """
-    total = samples(batch) or 0
+    total = count_rows(batch) or 0
     if sum(sizes) != total:
         raise CannotSplit(f"a merged batch has {total} samples where its window drew {sum(sizes)}")
     return [
@@ -105,7 +105,11 @@ def _slice(member: Any, part: slice, total: int) -> Any:
         return member[part]
     if member is None or isinstance(member, (str, bytes, bool, int, float, complex)):
         return member
-    if isinstance(member, (list, tuple)) and not hasattr(member, "_fields") and not any(True for _ in tensors(member)):
+    if (
+        isinstance(member, (list, tuple))
+        and not hasattr(member, "_fields")
+        and not any(True for _ in iterate_tensors(member))
+    ):
         return member[part] if len(member) == total else member
     if not is_container(member):
         raise CannotSplit(f"a {type(member).__name__} cannot be cut into micro-batches")
@@ -157,10 +161,10 @@ def _join_member(members: Sequence[Any], pieces: Sequence[Piece]) -> Any:
         if all(member.dim() and len(member) == piece.samples for member, piece in zip(members, pieces, strict=True)):
             return torch.cat(list(members))
         if all(member.dim() == 0 and member.is_floating_point() for member in members):
-            return mean(members, [piece.samples for piece in pieces])
+            return average(members, [piece.samples for piece in pieces])
     return members[-1]
 
 
-def mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+def average(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """Return the weighted mean of one value per piece: numbers, or tensors of one shape. No synchronization."""
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastloop.feeds.batch_tree import samples, tensors
+from fastloop.feeds.batch_tree import count_rows, iterate_tensors
 
 IGNORED = -100
 """Label that torch's cross-entropy ignores by default."""
@@ -28,7 +28,7 @@ class Counter(NamedTuple):
         return counts / counts.sum()
 
     def _count(self, batch: Any) -> torch.Tensor:
-        tensor = list(tensors(batch))[self.place]
+        tensor = list(iterate_tensors(batch))[self.place]
         return (tensor[:, self.first :] != self.ignored if self.first else tensor != self.ignored).sum()
 
     def __str__(self) -> str:
@@ -43,10 +43,10 @@ def list_counters(batch: Any, module: torch.nn.Module) -> list[Counter]:
     for part in module.modules():
         if isinstance(mark := getattr(part, "ignore_index", None), int):
             marks.add(mark)
-    rows = samples(batch)
+    rows = count_rows(batch)
     return [
         Counter(place, mark, first)
-        for place, each in enumerate(tensors(batch))
+        for place, each in enumerate(iterate_tensors(batch))
         if each.dim() and each.shape[0] == rows and (not each.is_floating_point() or each.dim() == 2)
         for mark in sorted(marks)
         for first in ((0, 1) if each.dim() > 1 and each.shape[1] > 1 else (0,))

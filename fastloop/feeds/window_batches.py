@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from fastloop.feeds.batch_tree import Window, samples
+from fastloop.feeds.batch_tree import Window, count_rows
 from fastloop.feeds.concatenation import CannotConcatenate, concatenate
 from fastloop.feeds.lazy_loader import StandIn, StandInDataset
 
@@ -91,7 +91,7 @@ class WindowDataset(StandInDataset):
         if len(batches) == 1:
             return batches[0]
         # A collate function that drops samples would shift the cuts.
-        if not self.concatenates or [samples(batch) for batch in batches] != list(indices.sizes):
+        if not self.concatenates or [count_rows(batch) for batch in batches] != list(indices.sizes):
             return Window(batches)
         try:
             return concatenate(batches)

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from fastloop.judge.sample_ledger import ledger_gate
-from fastloop.judge.statistics import mean_gap_interval
+from fastloop.judge.sample_ledger import judge_ledger
+from fastloop.judge.statistics import compute_mean_gap_interval
 from fastloop.records.experiment import Gate, Hardware, Outcome, Passport
 from fastloop.records.plan import Parity
 from fastloop.records.trial import GradientAnswer, GradientDistance
 
-__all__ = ["FEWEST_RUNS", "TAU", "gradient_gate", "ledger_gate", "loss_gate", "make_passport", "outcome"]
+__all__ = ["FEWEST_RUNS", "TAU", "judge_gradient", "judge_ledger", "judge_loss", "make_passport", "sum_up_gates"]
 
 TAU = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
 """Deviation of a gradient that passes without further checks, by the coarsest arithmetic in either arm. float16 has the
@@ -50,7 +50,7 @@ SEED_SHARE, LOSS_SHARE = 0.5, 0.005
 """The band of the loss gate: this share of the spread between seeds, or of the loss, whichever is larger."""
 
 
-def gradient_gate(
+def judge_gradient(
     base: GradientAnswer, arm: GradientAnswer, parity_class: Parity = "approximate", precision: str | None = None
 ) -> Gate:
     """Whether both arms compute the same gradient from the same weights and batch.
@@ -68,23 +68,23 @@ def gradient_gate(
     says so.
     """
     if (why := base.why or arm.why) is not None:
-        return _gate("gradient", None, f"not testable here: {why}", testable=False)
+        return _make_gate("gradient", None, f"not testable here: {why}", testable=False)
     coarsest = max(
         (each for each in (precision, base.precision, arm.precision) if each in TAU),
         key=lambda each: TAU[each],
         default="fp32",
     )
     noise, rounding = base.self_deviation or 0.0, _find_rounding(base.rounding, coarsest)
-    gate = functools.partial(_gate, "gradient")
+    gate = functools.partial(_make_gate, "gradient")
     if not base.finite:
         return gate(None, "not testable here: the base's own gradient is not finite", testable=False)
     seen = _describe_distance(base, arm, arm, coarsest, rounding)
     if not arm.finite or arm.deviation is None:
         return gate(False, "the arm's gradient is not finite", **seen)
     if arm.lost:
-        return gate(False, f"{_names(arm.lost)} got no gradient, but has one in the base", **seen)
+        return gate(False, f"{_join_names(arm.lost)} got no gradient, but has one in the base", **seen)
     if parity_class == "exact" and arm.deviation <= seen["limit"]:
-        return _exact(base.self_deviation, noise, seen)
+        return _judge_exact(base.self_deviation, noise, seen)
     first = _weigh(base, arm, arm, coarsest, rounding)
     if first.passed is not None or arm.steady is None or arm.steady.deviation is None:
         return first
@@ -106,7 +106,7 @@ def _weigh(base: GradientAnswer, arm: GradientAnswer, found: GradientDistance, p
         f"not testable here: the gradient deviates by {seen['deviation']:.2g}, and rounding to {precision} alone moves"
         f" the base's own by {rounding:.2g}: a limit above {SHARP} would pass anything"
     )
-    return _gate("gradient", None, why, testable=False, **{**seen, "limit": limit})
+    return _make_gate("gradient", None, why, testable=False, **{**seen, "limit": limit})
 
 
 def is_sharp(rounding: float | None) -> bool:
@@ -130,12 +130,12 @@ def _describe_distance(
             "precision": precision,
             "worst": [dataclasses.asdict(each) for each in found.worst],
             "kept": found.kept,
-            **_clipping(base, arm),
+            **_describe_clipping(base, arm),
         },
     }
 
 
-def _clipping(base: GradientAnswer, arm: GradientAnswer) -> dict[str, str]:
+def _describe_clipping(base: GradientAnswer, arm: GradientAnswer) -> dict[str, str]:
     """A note if the two arms clip gradients differently."""
     if base.clips == arm.clips:
         return {}
@@ -146,13 +146,13 @@ def _clipping(base: GradientAnswer, arm: GradientAnswer) -> dict[str, str]:
     return {"note": ", ".join(notes)}
 
 
-def _exact(repeats: float | None, noise: float, seen: dict[str, Any]) -> Gate:
+def _judge_exact(repeats: float | None, noise: float, seen: dict[str, Any]) -> Gate:
     """The gate for an arm that promises the same bits."""
     seen = {**seen, "limit": 0.0, "visible": noise}
     if seen["deviation"] == 0:
-        return _gate("gradient", True, "the gradient is bit-identical", **seen)
+        return _make_gate("gradient", True, "the gradient is bit-identical", **seen)
     if repeats is None or noise > 0:
-        return _gate(
+        return _make_gate(
             "gradient",
             None,
             f"not testable here: the gradient deviates by {seen['deviation']:.2g}, but the"
@@ -160,7 +160,7 @@ def _exact(repeats: float | None, noise: float, seen: dict[str, Any]) -> Gate:
             testable=False,
             **seen,
         )
-    return _gate(
+    return _make_gate(
         "gradient",
         False,
         f"the gradient deviates by {seen['deviation']:.2g}, but this arm promises bit-identical results",
@@ -175,13 +175,13 @@ def _close(chance: float, noise: float, astray: Sequence[str], precision: str, s
     limits = usual if limit == TAU[precision] else f"{limit:.2g} that rounding to {precision} may make here"
     said = f"the gradient deviates by {deviation:.2g}, {'within' if deviation <= limit else 'above'} the {limits}"
     if deviation <= limit and astray:
-        return _gate("gradient", False, f"{said}, but it is almost lost in {_names(astray)}", **seen)
+        return _make_gate("gradient", False, f"{said}, but it is almost lost in {_join_names(astray)}", **seen)
     if deviation <= limit and kept is not None and not KEPT[0] <= kept <= KEPT[1]:
-        return _gate("gradient", False, f"{said}, but it is {kept:.2g} times as large", **seen)
+        return _make_gate("gradient", False, f"{said}, but it is {kept:.2g} times as large", **seen)
     if deviation <= limit:
-        return _gate("gradient", True, said, **seen)
+        return _make_gate("gradient", True, said, **seen)
     if deviation <= CHANCE * chance:
-        return _gate(
+        return _make_gate(
             "gradient",
             None,
             f"not testable here: {said}, but the step draws random numbers of its own, which alone make {chance:.2g}",
@@ -189,7 +189,7 @@ def _close(chance: float, noise: float, astray: Sequence[str], precision: str, s
             **seen,
         )
     if deviation <= NOISE * noise:
-        return _gate(
+        return _make_gate(
             "gradient",
             None,
             f"not testable here: {said}, but the base's own differs by {noise:.2g} from one time to the next",
@@ -197,14 +197,14 @@ def _close(chance: float, noise: float, astray: Sequence[str], precision: str, s
             **seen,
         )
     worst = [each["name"] for each in seen["detail"]["worst"][:1]]
-    return _gate("gradient", False, said + "".join(f", most of it in {name}" for name in worst), **seen)
+    return _make_gate("gradient", False, said + "".join(f", most of it in {name}" for name in worst), **seen)
 
 
-def _names(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def loss_gate(
+def judge_loss(
     base: Sequence[Sequence[float | None]],
     arm: Sequence[Sequence[float | None]],
     parity_class: Parity = "approximate",
@@ -223,20 +223,20 @@ def loss_gate(
             seeds differ so much that a decision would take more than `MOST_RUNS`, the gate is not testable.
     """
     for number, (left, right) in enumerate(zip(base, arm, strict=True)):
-        steps = [_first_wrong(losses) for losses in (left, right)]
+        steps = [_find_first_wrong(losses) for losses in (left, right)]
         if steps[1] is not None and steps[0] is None:
-            return _gate(
+            return _make_gate(
                 "loss",
                 False,
                 f"the loss is not finite from optimizer step {steps[1]} of run-{number} on",
                 detail={"step": steps[1]},
             )
         if steps[0] is not None:
-            return _gate("loss", None, f"the base's own loss is not finite from optimizer step {steps[0]} on")
+            return _make_gate("loss", None, f"the base's own loss is not finite from optimizer step {steps[0]} on")
     if not base or not all(map(len, [*base, *arm])):
-        return _gate("loss", None, "not testable here: training_step returns no loss", testable=False)
+        return _make_gate("loss", None, "not testable here: training_step returns no loss", testable=False)
     if all(list(left) == list(right) for left, right in zip(base, arm, strict=True)):
-        return _gate("loss", True, "the losses are bit-identical", deviation=0.0, visible=0.0)
+        return _make_gate("loss", True, "the losses are bit-identical", deviation=0.0, visible=0.0)
     if parity_class == "exact" and bitwise:
         step = next(
             n
@@ -244,17 +244,17 @@ def loss_gate(
             for n, (a, b) in enumerate(zip_longest(left, right), start=1)
             if a != b
         )
-        return _gate(
+        return _make_gate(
             "loss",
             False,
             f"the losses differ from optimizer step {step} on, but this arm promises bit-identical results",
             limit=0.0,
             detail={"step": step},
         )
-    return _band([_end(losses) for losses in base], [_end(losses) for losses in arm], redrawn)
+    return _judge_band([_end(losses) for losses in base], [_end(losses) for losses in arm], redrawn)
 
 
-def _first_wrong(losses: Sequence[float | None]) -> int | None:
+def _find_first_wrong(losses: Sequence[float | None]) -> int | None:
     return next((n for n, loss in enumerate(losses, 1) if loss is None or not math.isfinite(loss)), None)
 
 
@@ -263,13 +263,13 @@ def _end(losses: Sequence[float | None]) -> float:
     return statistics.fmean(loss for loss in losses[-max(1, len(losses) // 5) :] if loss is not None)
 
 
-def _band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> Gate:
+def _judge_band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> Gate:
     """Compares the interval of the mean gap with the band. All figures in percent of the base's loss."""
     gaps = [right - left for left, right in zip(base, arm, strict=True)]
     level = statistics.fmean(base)
-    interval = mean_gap_interval(gaps, level=LEVEL) if len(gaps) >= FEWEST_RUNS else None
+    interval = compute_mean_gap_interval(gaps, level=LEVEL) if len(gaps) >= FEWEST_RUNS else None
     if interval is None:
-        return _gate(
+        return _make_gate(
             "loss",
             None,
             f"{len(gaps)} {'run' if len(gaps) == 1 else 'runs'} of each arm, and it takes"
@@ -288,19 +288,19 @@ def _band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> Gate:
         f" ±{band * percent:.2g} %"
     )
     if -band <= low and high <= band:
-        return _gate("loss", True, f"the final loss is the same: {figures}", **seen)
-    widest = mean_gap_interval(gaps, level=LEVEL_OF_OTHER_DRAWS) if redrawn else interval
+        return _make_gate("loss", True, f"the final loss is the same: {figures}", **seen)
+    widest = compute_mean_gap_interval(gaps, level=LEVEL_OF_OTHER_DRAWS) if redrawn else interval
     assert widest is not None
     if widest[0] > band or widest[1] < -band:
-        return _gate("loss", False, f"the final loss differs: {figures}", **seen)
+        return _make_gate("loss", False, f"the final loss differs: {figures}", **seen)
     best = T_OF_MOST_RUNS * statistics.stdev(gaps) / math.sqrt(MOST_RUNS)
     if redrawn and low <= 0 <= high and best > band:
         why = f"not testable here: other random augmentations move it as other seeds do: {figures}"
-        return _gate("loss", None, why, testable=False, **seen)
-    return _gate("loss", None, f"too few runs to tell whether the final loss is the same: {figures}", **seen)
+        return _make_gate("loss", None, why, testable=False, **seen)
+    return _make_gate("loss", None, f"too few runs to tell whether the final loss is the same: {figures}", **seen)
 
 
-def outcome(parity_class: Parity, gates: Sequence[Gate]) -> Outcome:
+def sum_up_gates(parity_class: Parity, gates: Sequence[Gate]) -> Outcome:
     """The combined result of the gates.
 
     A failed gate fails the arm. A gate that more runs could decide leaves it open. A gate that cannot be tested here at
@@ -328,7 +328,7 @@ def outcome(parity_class: Parity, gates: Sequence[Gate]) -> Outcome:
         said = said or "the gradients were not compared"
     else:
         verdict = True
-    held = f"{_names([gate.name for gate in passed])} held"
+    held = f"{_join_names([gate.name for gate in passed])} held"
     return Outcome(
         parity_class=parity_class,
         passed=verdict,
@@ -357,7 +357,7 @@ def make_passport(rung: str, outcome: Outcome, hardware: Hardware) -> Passport:
     )
 
 
-def _gate(
+def _make_gate(
     name: str,
     passed: bool | None,
     why: str,

@@ -16,7 +16,7 @@ _NEARLY = 3 / 4
 """Drawing this share of a dataset and no sample twice is no accident: the epoch samples without replacement."""
 
 
-def ledger_gate(
+def judge_ledger(
     pairs: Sequence[tuple[Ledger, Ledger]],
     *,
     regrouped: bool = False,
@@ -38,7 +38,7 @@ def ledger_gate(
     """
     steps, unknown, later = 0, None, dict[str, None]()
     for base, arm in pairs:
-        first = _first_epoch(base, arm) if reshuffled else math.inf
+        first = _count_first_epoch(base, arm) if reshuffled else math.inf
         found = list(_find_wrongs(base, arm, regrouped, first))
         steps += len(base.steps)
         if parity_class != "exact" and any(what == "content" for _, what, _ in found):
@@ -50,7 +50,7 @@ def ledger_gate(
             return Gate(name="ledger", passed=False, why=why, detail={"step": step, "differs": what})
         if first < math.inf and [row.digest for row in base.steps] != [row.digest for row in arm.steps]:
             later[describe_later(base, arm)] = None
-        unknown = _unknown(base, arm, bool(later)) or unknown
+        unknown = _explain_unknown(base, arm, bool(later)) or unknown
     for side, ledger in (each for pair in pairs for each in zip(("base", "arm"), pair, strict=True)):
         if ledger.partial:  # not "not testable": a complete run can decide
             why = f"rank {ledger.rank or 0} of the {side} did not come to the end of its training"
@@ -62,14 +62,14 @@ def ledger_gate(
     return Gate(
         name="ledger",
         passed=True,
-        why=f"{steps} optimizer steps with {_same(regrouped, list(later))}",
+        why=f"{steps} optimizer steps with {_describe_same(regrouped, list(later))}",
         detail={"steps": steps, **({"reshuffled": True} if later else {})},
     )
 
 
-def _unknown(base: Ledger, arm: Ledger, reordered: bool) -> str | None:
+def _explain_unknown(base: Ledger, arm: Ledger, reordered: bool) -> str | None:
     """Why the samples cannot be compared; None if they can."""
-    source = _source(base, arm)
+    source = _find_common_source(base, arm)
     if source is None:
         return str(base.why or arm.why or "the two arms identify their samples differently")
     if source == "content" and reordered:
@@ -77,7 +77,7 @@ def _unknown(base: Ledger, arm: Ledger, reordered: bool) -> str | None:
     return None
 
 
-def _same(regrouped: bool, later: Sequence[str]) -> str:
+def _describe_same(regrouped: bool, later: Sequence[str]) -> str:
     """A description of what was equal."""
     rest = "learning rates, and the backwards of their plans" if regrouped else "backwards and learning rates"
     if not later:
@@ -85,12 +85,12 @@ def _same(regrouped: bool, later: Sequence[str]) -> str:
     return f"the same {rest}; the first epoch equal, {'; '.join(later)}"
 
 
-def _source(base: Ledger, arm: Ledger) -> str | None:
+def _find_common_source(base: Ledger, arm: Ledger) -> str | None:
     """How both identify their samples; None if they do not, or differ."""
     return base.ids if base.ids == arm.ids else None
 
 
-def _first_epoch(base: Ledger, arm: Ledger) -> float:
+def _count_first_epoch(base: Ledger, arm: Ledger) -> float:
     """The number of optimizer steps that must have the same samples in the same order."""
     ends = [ledger.epochs[0].end for ledger in (base, arm) if ledger.epochs]
     own = base.own_order or arm.own_order
@@ -103,9 +103,9 @@ def _find_wrongs(base: Ledger, arm: Ledger, regrouped: bool, first: float) -> It
         if left is None or right is None:
             yield number, "steps", f"{len(base.steps)} against {len(arm.steps)} optimizer steps"
             return
-        yield from _samples(number, left, right, _source(base, arm) if number <= first else None)
-        if not _same_rates(left.rates, right.rates):
-            rates = f"{_listed(left.rates)} against {_listed(right.rates)}"
+        yield from _compare_samples(number, left, right, _find_common_source(base, arm) if number <= first else None)
+        if not _has_same_rates(left.rates, right.rates):
+            rates = f"{_format_rates(left.rates)} against {_format_rates(right.rates)}"
             yield number, "rates", f"the learning rates of optimizer step {number} differ: {rates}"
         done = left.backwards, right.backwards
         if not regrouped and None not in done and done[0] != done[1]:
@@ -113,11 +113,11 @@ def _find_wrongs(base: Ledger, arm: Ledger, regrouped: bool, first: float) -> It
     if first < math.inf:
         yield from find_wrong_epochs(base, arm)
     if regrouped:
-        yield from _unplanned("base", base)
-        yield from _unplanned("arm", arm)
+        yield from _list_unplanned("base", base)
+        yield from _list_unplanned("arm", arm)
 
 
-def _samples(number: int, left: LedgerStep, right: LedgerStep, source: str | None) -> Iterator[Wrong]:
+def _compare_samples(number: int, left: LedgerStep, right: LedgerStep, source: str | None) -> Iterator[Wrong]:
     if None not in (left.samples, right.samples) and left.samples != right.samples:
         yield number, "samples", f"optimizer step {number} has {left.samples} samples against {right.samples}"
     elif source is not None and left.digest != right.digest:
@@ -125,7 +125,7 @@ def _samples(number: int, left: LedgerStep, right: LedgerStep, source: str | Non
         yield number, what, f"optimizer step {number} has other samples, or the same in another order"
 
 
-def _same_rates(left: Sequence[float | None], right: Sequence[float | None]) -> bool:
+def _has_same_rates(left: Sequence[float | None], right: Sequence[float | None]) -> bool:
     """Whether they are equal, apart from rates that one side stores in single precision."""
     return len(left) == len(right) and all(
         a == b if a is None or b is None else math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-30)
@@ -133,12 +133,12 @@ def _same_rates(left: Sequence[float | None], right: Sequence[float | None]) -> 
     )
 
 
-def _listed(rates: Sequence[float | None]) -> str:
+def _format_rates(rates: Sequence[float | None]) -> str:
     shown = ["n/a" if rate is None else f"{rate:.6g}" for rate in rates[:4]]
     return ", ".join([*shown, *(["…"] if len(rates) > 4 else [])]) or "none"
 
 
-def _unplanned(side: str, ledger: Ledger) -> Iterator[Wrong]:
+def _list_unplanned(side: str, ledger: Ledger) -> Iterator[Wrong]:
     """Steps whose backwards differ from this side's own plan."""
     rows = ledger.steps
     counts = [row.backwards for row in rows]

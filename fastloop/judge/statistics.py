@@ -52,7 +52,7 @@ class Effect:
 
     @property
     def ratio(self) -> float:
-        return _exp(self.log_ratio)
+        return _exponentiate(self.log_ratio)
 
 
 def order(arms: int, rounds: int, seed: int) -> tuple[tuple[int, ...], ...]:
@@ -69,7 +69,7 @@ def order(arms: int, rounds: int, seed: int) -> tuple[tuple[int, ...], ...]:
     return tuple(plan[:rounds])
 
 
-def effect(
+def estimate_effect(
     base: Sequence[float], base_places: Sequence[float], arm: Sequence[float], arm_places: Sequence[float]
 ) -> Effect | None:
     """Least squares of ``log(rate) ~ arm + order``.
@@ -97,21 +97,28 @@ def effect(
     return Effect(log_ratio=float(found[1]), se=se, dof=dof, sd=sd)
 
 
-def interval(effect: Effect, alpha: float = ALPHA) -> tuple[float, float]:
+def compute_interval(effect: Effect, alpha: float = ALPHA) -> tuple[float, float]:
     """Confidence interval of the ratio: it misses the truth with probability ``alpha``, half of that on either side."""
-    reach = _t(effect.dof, 1 - alpha / 2) * effect.se
-    return _exp(effect.log_ratio - reach), _exp(effect.log_ratio + reach)
+    reach = _compute_t_quantile(effect.dof, 1 - alpha / 2) * effect.se
+    return _exponentiate(effect.log_ratio - reach), _exponentiate(effect.log_ratio + reach)
 
 
-def mde_pct(sd: float, n_a: int, n_b: int, dof: int, alpha: float = ALPHA) -> float:
+def compute_mde_pct(sd: float, n_a: int, n_b: int, dof: int, alpha: float = ALPHA) -> float:
     """Smallest speedup, in percent, that ``n_a`` against ``n_b`` runs detect with probability ``POWER``.
 
     ``(t(1 - alpha/2) + t(POWER)) * sd * sqrt(1/n_a + 1/n_b)`` on the logarithmic scale.
     """
-    return 100 * (_exp((_t(dof, 1 - alpha / 2) + _t(dof, POWER)) * sd * math.sqrt(1 / n_a + 1 / n_b)) - 1)
+    return 100 * (
+        _exponentiate(
+            (_compute_t_quantile(dof, 1 - alpha / 2) + _compute_t_quantile(dof, POWER))
+            * sd
+            * math.sqrt(1 / n_a + 1 / n_b)
+        )
+        - 1
+    )
 
 
-def error_rate(runs: Runs, arms: int = 1) -> float:
+def compute_error_rate(runs: Runs, arms: int = 1) -> float:
     """The error rate of one comparison at one look.
 
     ``ALPHA`` is divided equally among the arms compared with the base and, with ``auto``, among its looks (Bonferroni):
@@ -120,12 +127,12 @@ def error_rate(runs: Runs, arms: int = 1) -> float:
     return ALPHA / arms / (len(LOOKS) if runs == "auto" else 1)
 
 
-def due(rounds: int, runs: Runs) -> bool:
+def is_due(rounds: int, runs: Runs) -> bool:
     """Whether to judge after this many finished rounds."""
     return rounds in LOOKS if runs == "auto" else rounds == runs
 
 
-def most_rounds(runs: Runs) -> int:
+def count_most_rounds(runs: Runs) -> int:
     """The largest number of rounds in an experiment."""
     return LOOKS[-1] if runs == "auto" else runs
 
@@ -175,10 +182,10 @@ def screen(pairs: Sequence[tuple[float, float]], pool: Pool) -> Effect | None:
 
 def looks_faster(effect: Effect | None) -> bool:
     """Whether a screen keeps its change: faster by a one-sided t test."""
-    return effect is not None and effect.log_ratio > _t(effect.dof, LOOKS_FASTER) * effect.se
+    return effect is not None and effect.log_ratio > _compute_t_quantile(effect.dof, LOOKS_FASTER) * effect.se
 
 
-def mean_gap_interval(gaps: Sequence[float], level: float = 0.90) -> tuple[float, float] | None:
+def compute_mean_gap_interval(gaps: Sequence[float], level: float = 0.90) -> tuple[float, float] | None:
     """t interval of the mean of ``gaps``, in their unit; None for fewer than two.
 
     For the loss gate: one gap per seed, arm minus base, seeds paired.
@@ -186,7 +193,7 @@ def mean_gap_interval(gaps: Sequence[float], level: float = 0.90) -> tuple[float
     if len(gaps) < 2:
         return None
     middle = statistics.fmean(gaps)
-    reach = _t(len(gaps) - 1, (1 + level) / 2) * statistics.stdev(gaps) / math.sqrt(len(gaps))
+    reach = _compute_t_quantile(len(gaps) - 1, (1 + level) / 2) * statistics.stdev(gaps) / math.sqrt(len(gaps))
     return middle - reach, middle + reach
 
 
@@ -194,11 +201,11 @@ def _log_ratios(pairs: Sequence[tuple[float, float]]) -> list[float]:
     return [math.log(arm / base) for base, arm in pairs]
 
 
-def _t(dof: int, probability: float) -> float:
+def _compute_t_quantile(dof: int, probability: float) -> float:
     """Quantile of Student's t."""
     return float(stdtrit(dof, probability))
 
 
-def _exp(log: float) -> float:
+def _exponentiate(log: float) -> float:
     """exp, without overflow for an uninformative interval."""
     return math.exp(min(log, 700.0))

@@ -1,7 +1,7 @@
 """Turns the runs of two arms and their parity into a verdict in one sentence.
 
 It claims no speed if there are too few runs, no changed rung took effect, or the arms are not the same training;
-"inconclusive" is a fine answer. Several arms against one base share the error rate (``statistics.error_rate``): of
+"inconclusive" is a fine answer. Several arms against one base share the error rate (see ``compute_error_rate``): of
 twenty experiments in which nothing differs, one reports a difference, however many arms they have.
 """
 
@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from fastloop.judge.statistics import ALPHA, Effect, effect, interval, mde_pct
+from fastloop.judge.statistics import ALPHA, Effect, compute_interval, compute_mde_pct, estimate_effect
 from fastloop.records.experiment import Comparison, Judged, Outcome, Sample, choose_digits
 
 LEAST_RUNS = 3
@@ -28,21 +28,21 @@ def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0
         parity: whether the two are the same training.
         band_pct: differences within plus or minus this count as none. ``no_difference`` needs the whole interval inside
             it; a certain difference is reported, however small.
-        alpha: how often the interval may miss the truth (``statistics.error_rate``).
+        alpha: how often the interval may miss the truth (``statistics.compute_error_rate``).
     """
     bases, arms = _Runs.of(base), _Runs.of(arm)
     fewest = min(len(bases.rates), len(arms.rates))
-    found = effect(bases.rates, bases.places, arms.rates, arms.places) if fewest else None
-    ratio = found.ratio if found else _plain_ratio(bases, arms)
+    found = estimate_effect(bases.rates, bases.places, arms.rates, arms.places) if fewest else None
+    ratio = found.ratio if found else _compute_plain_ratio(bases, arms)
     judged = found if fewest >= LEAST_RUNS else None
-    ci95 = interval(judged, alpha) if judged else None
-    mde = mde_pct(judged.sd, len(bases.rates), len(arms.rates), judged.dof, alpha) if judged else None
-    verdict = _verdict(ci95, band_pct)
-    figures = _figures(verdict, ratio, ci95, alpha, _count(bases, arms))
-    if against := _against(bases, arms, judged, nothing_took(base, arm), parity):
-        verdict, why = "inconclusive", _sentence([*against, "" if nothing_took(base, arm) else figures])
+    ci95 = compute_interval(judged, alpha) if judged else None
+    mde = compute_mde_pct(judged.sd, len(bases.rates), len(arms.rates), judged.dof, alpha) if judged else None
+    verdict = _choose_verdict(ci95, band_pct)
+    figures = _describe_figures(verdict, ratio, ci95, alpha, _count(bases, arms))
+    if against := _list_obstacles(bases, arms, judged, explain_same_arm(base, arm), parity):
+        verdict, why = "inconclusive", _write_sentence([*against, "" if explain_same_arm(base, arm) else figures])
     else:
-        why = _sentence([figures + _meaning(verdict, band_pct, mde), *_notes(base, arm, parity)])
+        why = _write_sentence([figures + _explain_verdict(verdict, band_pct, mde), *_list_notes(base, arm, parity)])
     return Comparison(
         arm=arm.name,
         verdict=verdict,
@@ -56,7 +56,7 @@ def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0
     )
 
 
-def nothing_took(base: Sample, arm: Sample) -> str | None:
+def explain_same_arm(base: Sample, arm: Sample) -> str | None:
     """Why the two arms are effectively the same although their rungs differ; None if something does differ.
 
     A rung that the arm switches off counts if it took effect in the base. Returns None unless both have a finished run.
@@ -65,20 +65,20 @@ def nothing_took(base: Sample, arm: Sample) -> str | None:
         return None
     if not arm.changed_rungs or arm.changes_more or set(arm.changed_rungs) & _took(base, arm):
         return None
-    return "no changed rung took effect: " + _reasons(base, arm, arm.changed_rungs)
+    return "no changed rung took effect: " + _list_reasons(base, arm, arm.changed_rungs)
 
 
-def final(comparisons: Sequence[Comparison], hopeless: Collection[str] = ()) -> bool:
+def is_final(comparisons: Sequence[Comparison], hopeless: Collection[str] = ()) -> bool:
     """Whether an experiment may end at this look, because more runs would not settle anything.
 
     Args:
-        hopeless: arms that no number of runs can decide (``nothing_took``, or nothing left to run). A failed parity
+        hopeless: arms that no number of runs can decide (``explain_same_arm``, or nothing left to run). A failed parity
             gate is final by itself.
     """
-    return all(one.parity.passed is False or one.arm in hopeless or _settled(one) for one in comparisons)
+    return all(one.parity.passed is False or one.arm in hopeless or _is_settled(one) for one in comparisons)
 
 
-def _settled(one: Comparison) -> bool:
+def _is_settled(one: Comparison) -> bool:
     """Whether it is decided; for a faster arm, the loss gate must also be decided, which takes runs too."""
     waits = one.verdict == "faster" and "loss" in one.parity.undecided
     return one.verdict != "inconclusive" and not waits
@@ -118,7 +118,7 @@ class _Runs:
         return cls([rate for rate, _ in runs], [place for _, place in runs])
 
 
-def _plain_ratio(base: _Runs, arm: _Runs) -> float | None:
+def _compute_plain_ratio(base: _Runs, arm: _Runs) -> float | None:
     """Ratio of geometric means: all that one run of each can give."""
     if not base.rates or not arm.rates:
         return None
@@ -126,7 +126,7 @@ def _plain_ratio(base: _Runs, arm: _Runs) -> float | None:
     return math.exp(means[1] - means[0])
 
 
-def _verdict(ci95: tuple[float, float] | None, band_pct: float) -> Judged:
+def _choose_verdict(ci95: tuple[float, float] | None, band_pct: float) -> Judged:
     if ci95 is None:
         return "inconclusive"
     low, high = ci95
@@ -135,7 +135,7 @@ def _verdict(ci95: tuple[float, float] | None, band_pct: float) -> Judged:
     return "no_difference" if 1 - band_pct / 100 < low and high < 1 + band_pct / 100 else "inconclusive"
 
 
-def _against(bases: _Runs, arms: _Runs, judged: Effect | None, idle: str | None, parity: Outcome) -> list[str]:
+def _list_obstacles(bases: _Runs, arms: _Runs, judged: Effect | None, idle: str | None, parity: Outcome) -> list[str]:
     """Reasons why there can be no verdict, most serious first."""
     found = []
     if parity.passed is False:
@@ -148,11 +148,11 @@ def _against(bases: _Runs, arms: _Runs, judged: Effect | None, idle: str | None,
     return [*([idle] if idle else []), *found]
 
 
-def _notes(base: Sample, arm: Sample, parity: Outcome) -> list[str]:
+def _list_notes(base: Sample, arm: Sample, parity: Outcome) -> list[str]:
     """Further notes that a reader of a verdict needs."""
     took = _took(base, arm)
     idle = [rung for rung in arm.changed_rungs if rung not in took]
-    notes = [f"no credit to {_reasons(base, arm, idle)}"] if idle else []
+    notes = [f"no credit to {_list_reasons(base, arm, idle)}"] if idle else []
     return [*notes, parity.why] if parity.passed is None and parity.why else notes
 
 
@@ -160,7 +160,7 @@ def _took(base: Sample, arm: Sample) -> set[str]:
     return {*base.active_rungs, *arm.active_rungs}
 
 
-def _reasons(base: Sample, arm: Sample, rungs: Sequence[str]) -> str:
+def _list_reasons(base: Sample, arm: Sample, rungs: Sequence[str]) -> str:
     whys = {**base.inactive_rungs, **arm.inactive_rungs}
     return ", ".join(f"{rung} ({whys[rung]})" if whys.get(rung) else rung for rung in rungs)
 
@@ -171,7 +171,9 @@ def _count(base: _Runs, arm: _Runs) -> str:
     return f"{said} of each" if n_base == n_arm else f"{said} of the base and {n_arm} of the arm"
 
 
-def _figures(verdict: Judged, ratio: float | None, ci95: tuple[float, float] | None, alpha: float, count: str) -> str:
+def _describe_figures(
+    verdict: Judged, ratio: float | None, ci95: tuple[float, float] | None, alpha: float, count: str
+) -> str:
     """The ratio with its interval; only the interval if undecided, because the ratio would look like a claim."""
     if ratio is None or ci95 is None:
         return ""
@@ -183,7 +185,7 @@ def _figures(verdict: Judged, ratio: float | None, ci95: tuple[float, float] | N
     return f"{ratio:.{digits}f}x, {level} {low} to {high}, {count}"
 
 
-def _meaning(verdict: Judged, band_pct: float, mde: float | None) -> str:
+def _explain_verdict(verdict: Judged, band_pct: float, mde: float | None) -> str:
     if verdict == "no_difference":
         return f", entirely within {band_pct:g} % of 1"
     if verdict == "inconclusive" and mde is not None:
@@ -194,5 +196,5 @@ def _meaning(verdict: Judged, band_pct: float, mde: float | None) -> str:
     return ""
 
 
-def _sentence(parts: Sequence[str]) -> str:
+def _write_sentence(parts: Sequence[str]) -> str:
     return "; ".join(part for part in parts if part)

@@ -149,7 +149,7 @@ class Measurement:
     evidence: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def uneven(seen: Measurement, known_ms: float = 0.0) -> float | None:
+def measure_unevenness(seen: Measurement, known_ms: float = 0.0) -> float | None:
     """Ratio of the mean step to the median, if a few long steps dominate the mean; else None.
 
     Args:

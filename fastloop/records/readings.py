@@ -65,7 +65,7 @@ def read_family_shares(seen: Measurement) -> dict[str, float]:
     return {name: min(1.0, ms / busy) for name, value in found.items() if busy and (ms := to_number(value)) is not None}
 
 
-def micro_batches(seen: Measurement) -> int:
+def count_micro_batches(seen: Measurement) -> int:
     """Batches per optimizer step on one rank; 1 if unknown."""
     if not seen.global_batch or not seen.micro_batch:
         return 1
@@ -118,7 +118,7 @@ def compute_gain_pct(seen: Measurement, ceiling: str, over: str | None = None) -
     return max(0.0, 100 * (best / now - 1))
 
 
-def _fp32_share(seen: Measurement) -> float:
+def _compute_fp32_share(seen: Measurement) -> float:
     """Share of fp32 in the fp32 and TF32 work; 0 if the work was not counted."""
     convolutions = to_number(seen.flops.get("convolution")) or 0.0
     products = sum(to_number(seen.flops.get(kind)) or 0.0 for kind in ("matmul", "attention"))
@@ -126,11 +126,11 @@ def _fp32_share(seen: Measurement) -> float:
     return ours / (products + convolutions) if products + convolutions else 0.0
 
 
-def precision(seen: Measurement) -> str | None:
+def read_precision(seen: Measurement) -> str | None:
     """The number format of most matrix products: fp32, tf32, fp64, or mixed for any shorter one; None if unknown."""
     if (dtype := seen.peaks.get("dtype")) is not None:
         if dtype == "fp32 + tf32":
-            return "fp32" if _fp32_share(seen) >= 0.5 else "tf32"
+            return "fp32" if _compute_fp32_share(seen) >= 0.5 else "tf32"
         return str(dtype) if dtype in ("fp32", "tf32", "fp64") else "mixed"
     if seen.precision is None or not seen.precision.startswith("32"):
         return None if seen.precision is None else "fp64" if seen.precision.startswith("64") else "mixed"
@@ -146,12 +146,12 @@ def on_gpu(seen: Measurement) -> bool:
     return seen.device == "cuda"
 
 
-def loader(seen: Measurement) -> Mapping[str, Any]:
+def read_loader(seen: Measurement) -> Mapping[str, Any]:
     """How the data was loaded; empty if not recorded."""
     return seen.evidence.get("loader") or {}
 
 
-def already(seen: Measurement, what: str) -> bool:
+def does_already(seen: Measurement, what: str) -> bool:
     """Whether the user's own script already does this: ``compiled``, ``channels_last``, ``fused``."""
     return bool((seen.evidence.get("model") or {}).get(what))
 
@@ -164,7 +164,7 @@ def read_fusing_ms(seen: Measurement) -> float:
 def compiles(seen: Measurement) -> bool:
     """Whether the user's own model is compiled."""
     names = [str(kernel.get("name")) for kernel in (read_trace(seen) or {}).get("top") or ()]
-    return already(seen, "compiled") or any(name.startswith("triton") for name in names)
+    return does_already(seen, "compiled") or any(name.startswith("triton") for name in names)
 
 
 def convolves(seen: Measurement) -> bool:
@@ -183,12 +183,12 @@ def read_batch_ms(seen: Measurement) -> float | None:
     spent = to_number(seen.host_ms.get("data_wait"))
     if spent is None and not on_gpu(seen):
         spent = min(to_number(seen.parts_ms.get("data_wait")) or 0.0, read_step_ms(seen) or 0.0)
-    return None if spent is None else spent / micro_batches(seen)
+    return None if spent is None else spent / count_micro_batches(seen)
 
 
 def describe_decoding(seen: Measurement) -> str | None:
     """Cost of decoding an image file; None if the samples are not image files or it was not measured."""
-    decode_ms = to_number(loader(seen).get("decode_ms"))
+    decode_ms = to_number(read_loader(seen).get("decode_ms"))
     return None if decode_ms is None else f"decoding takes {decode_ms:.1f} ms an image on one core"
 
 
@@ -200,4 +200,4 @@ def find_hand_over_ms(seen: Measurement) -> float:
 def is_worth_handing_over(seen: Measurement) -> bool:
     """Whether taking a batch from a worker process saves a worthwhile share of the step; True if unknown."""
     made, step_ms = read_batch_ms(seen), read_step_ms(seen) or 0.0
-    return made is None or made - find_hand_over_ms(seen) >= WORTH_SAVING * step_ms / micro_batches(seen)
+    return made is None or made - find_hand_over_ms(seen) >= WORTH_SAVING * step_ms / count_micro_batches(seen)

@@ -37,7 +37,7 @@ def is_secret(key: object) -> bool:
     return isinstance(key, str) and bool(_WORDS.search(key.rpartition(".")[2]))
 
 
-def mask(nested: Any) -> Any:
+def mask_secrets(nested: Any) -> Any:
     """A copy in which the values of secret keys are ``***``.
 
     Args:
@@ -48,13 +48,13 @@ def mask(nested: Any) -> Any:
 
 
 class Scrubber:
-    """Replaces secrets by key, as `mask` does, and by value: the text of a known secret inside any other text."""
+    """Replaces secrets by key, as `mask_secrets` does, and by value: the text of a known secret inside any text."""
 
     def __init__(self, *nested: Any) -> None:
         """Collect the secrets in nested values, wherever a key names one."""
         found: set[str] = set()
         for each in nested:
-            _walk(each, on_secret=lambda value: found.update(_texts(value)), on_text=str)
+            _walk(each, on_secret=lambda value: found.update(_list_texts(value)), on_text=str)
         found |= {part[1].strip() for text in found if (part := _FIRST.match(text))}
         # The longest first: if one secret is a prefix of another, no part of the longer one may remain.
         self._secrets = sorted(filter(_is_hunted, found), key=len, reverse=True)
@@ -109,11 +109,11 @@ def _walk(nested: Any, *, on_secret: Callable[[Any], Any], on_text: Callable[[st
             for key, value in nested.items()
         }
     if isinstance(nested, (list, tuple)):
-        return [_item(before, item, on_secret, on_text) for before, item in pairwise([None, *nested])]
+        return [_scrub_item(before, item, on_secret, on_text) for before, item in pairwise([None, *nested])]
     return nested
 
 
-def _item(before: Any, item: Any, on_secret: Callable[[Any], Any], on_text: Callable[[str], str]) -> Any:
+def _scrub_item(before: Any, item: Any, on_secret: Callable[[Any], Any], on_text: Callable[[str], str]) -> Any:
     """One element of a list, which may be an argument list."""
     if not isinstance(item, str):
         return _walk(item, on_secret=on_secret, on_text=on_text)
@@ -129,10 +129,10 @@ def _hides(value: Any) -> bool:
     return value is not None and not isinstance(value, (bool, Mapping))
 
 
-def _texts(value: Any) -> list[str]:
+def _list_texts(value: Any) -> list[str]:
     """The texts in which a secret may appear: unchanged, and as Python quotes it."""
     if isinstance(value, (list, tuple)):
-        return [text for item in value for text in _texts(item)]
+        return [text for item in value for text in _list_texts(item)]
     if isinstance(value, str):
         return [value, repr(value)[1:-1]]
     return [str(value)] if _hides(value) else []

@@ -68,27 +68,27 @@ def dump(content: Record | Mapping[str, Any], *, ascii_only: bool = False) -> st
 
     Uses the standard library, because msgspec rejects integers of more than 64 bits and paths that are not UTF-8.
     """
-    return json.dumps(_plain(content), indent=1, ensure_ascii=ascii_only, allow_nan=False) + "\n"
+    return json.dumps(_to_plain(content), indent=1, ensure_ascii=ascii_only, allow_nan=False) + "\n"
 
 
 def to_json(record: Record) -> dict[str, Any]:
     """A record as the JSON object in its file."""
-    content: dict[str, Any] = _plain(record)
+    content: dict[str, Any] = _to_plain(record)
     return content
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = type(value)
         first = {"schema": SCHEMA} if hasattr(kind, "schema") else {}
-        fields = {key: _plain(getattr(value, name)) for name, key, _ in _fields(kind)}
-        return {**first, **fields, **{name: _plain(getattr(value, name)) for name in getattr(kind, "computed", ())}}
+        fields = {key: _to_plain(getattr(value, name)) for name, key, _ in _list_fields(kind)}
+        return {**first, **fields, **{name: _to_plain(getattr(value, name)) for name in getattr(kind, "computed", ())}}
     if isinstance(value, Mapping):
-        return {str(key): _plain(member) for key, member in value.items()}
+        return {str(key): _to_plain(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(member) for member in value]
+        return [_to_plain(member) for member in value]
     if isinstance(value, (set, frozenset)):
-        return sorted(map(_plain, value), key=str)
+        return sorted(map(_to_plain, value), key=str)
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, numbers.Integral):  # NumPy's too
@@ -149,10 +149,10 @@ def _record(content: object, kind: type[Kind]) -> Kind:
     if not isinstance(content, Mapping):
         raise msgspec.ValidationError(f"Expected `object`, got `{type(content).__name__}`")
     found: dict[str, Any] = {}
-    for name, key, hint in _fields(kind):
+    for name, key, hint in _list_fields(kind):
         if key in content:
             try:
-                found[name] = _value(content[key], hint)
+                found[name] = _convert(content[key], hint)
             except msgspec.ValidationError:
                 continue
     for field in dataclasses.fields(kind):
@@ -163,7 +163,7 @@ def _record(content: object, kind: type[Kind]) -> Kind:
     return kind(**found)
 
 
-def _value(value: object, hint: Any) -> Any:
+def _convert(value: object, hint: Any) -> Any:
     """A value converted to the type of its field. In lists and mappings, entries of the wrong type are left out; null
     in a list of numbers is read as NaN, since non-finite numbers are written as null."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -173,7 +173,7 @@ def _value(value: object, hint: Any) -> Any:
         return Path(value)
     if origin in (typing.Union, types.UnionType) and type(None) in inner:
         others = [each for each in inner if each is not type(None)]
-        return None if value is None else _value(value, typing.Union[tuple(others)])  # noqa: UP007 (built at run time)
+        return None if value is None else _convert(value, typing.Union[tuple(others)])  # noqa: UP007 (built at run time)
     if not _holds_records(hint):
         try:
             return msgspec.convert(value, hint)
@@ -183,18 +183,20 @@ def _value(value: object, hint: Any) -> Any:
             if origin not in (tuple, Mapping) or (origin is tuple and inner[-1] is not ...):
                 raise
     if origin is tuple and isinstance(value, list):
-        return tuple(_fitting([math.nan if each is None and inner[0] is float else each for each in value], inner[0]))
+        return tuple(
+            _keep_fitting([math.nan if each is None and inner[0] is float else each for each in value], inner[0])
+        )
     if origin is Mapping and isinstance(value, Mapping):
-        kept = {key: _fitting([each], inner[1]) for key, each in value.items()}
+        kept = {key: _keep_fitting([each], inner[1]) for key, each in value.items()}
         return {key: each[0] for key, each in kept.items() if each}
     raise msgspec.ValidationError(f"Expected `{hint}`, got `{type(value).__name__}`")
 
 
-def _fitting(values: list[Any], hint: Any) -> list[Any]:
+def _keep_fitting(values: list[Any], hint: Any) -> list[Any]:
     kept = []
     for value in values:
         try:
-            kept.append(_value(value, hint))
+            kept.append(_convert(value, hint))
         except msgspec.ValidationError:
             continue
     return kept
@@ -205,7 +207,7 @@ def _holds_records(hint: Any) -> bool:
 
 
 @functools.cache
-def _fields(kind: type[Any]) -> list[tuple[str, str, Any]]:
+def _list_fields(kind: type[Any]) -> list[tuple[str, str, Any]]:
     """Name, key in the file and type of each field that is written to a file."""
     hints = typing.get_type_hints(kind)
     keys = {field.name: field.metadata.get("json", field.name) for field in dataclasses.fields(kind)}
@@ -229,7 +231,7 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def safe_name(text: str) -> str:
+def make_safe_name(text: str) -> str:
     """A text as a file name that cannot leave its directory: ASCII letters, digits, ``.``, ``_``, ``-``; at most 80."""
     ascii_only = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub(r"[^A-Za-z0-9._-]+", "-", ascii_only).strip("-._")[:80].rstrip("-._") or "run"

@@ -15,7 +15,7 @@ _FLOAT = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+
 _WORDS: Mapping[str, Any] = {"": None, "~": None, "null": None, "true": True, "false": False}
 
 
-def plain(text: str) -> Any:
+def parse_plain(text: str) -> Any:
     """The value of an unquoted YAML 1.2 scalar; the text itself if it has no other type.
 
     ``yes``, ``08``, ``0x1F``, ``1_000``, dates, ``.inf`` and numbers that do not fit 64 bits are text.
@@ -52,13 +52,13 @@ def dump_on_one_line(patch: Mapping[str, Any] | None) -> str:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc,unused-ignore]
-    """Quotes texts that `plain` would parse as another type (``1e-4``), and never writes aliases."""
+    """Quotes texts that `parse_plain` would parse as another type (``1e-4``), and never writes aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_str(self, data: str) -> Any:
-        style = None if isinstance(plain(data), str) else "'"
+        style = None if isinstance(parse_plain(data), str) else "'"
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 

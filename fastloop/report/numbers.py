@@ -6,7 +6,7 @@ import math
 import re
 
 
-def number(value: float | None, form: str = ",.1f", unit: str = "") -> str:
+def format_number(value: float | None, form: str = ",.1f", unit: str = "") -> str:
     """Format a number with its unit; an unmeasured value is n/a, never 0."""
     if value is None or not math.isfinite(value):
         return "n/a"
@@ -15,7 +15,7 @@ def number(value: float | None, form: str = ",.1f", unit: str = "") -> str:
     return f"{text} {unit}".rstrip()
 
 
-def short(value: float | None, unit: str = "") -> str:
+def format_short(value: float | None, unit: str = "") -> str:
     """Format a number with three digits, without decimals from 100 up: 0.577, 40.5, 2,697."""
     if value is None or not math.isfinite(value):
         return "n/a"
@@ -30,10 +30,10 @@ def count_steps(count: int) -> str:
 
 def format_s(seconds: float | None) -> str:
     """Format seconds: 41 s, 3.2 s."""
-    return number(seconds, ",.1f" if seconds is not None and seconds < 10 else ",.0f", "s")
+    return format_number(seconds, ",.1f" if seconds is not None and seconds < 10 else ",.0f", "s")
 
 
 def format_flop_rate(value: float | None) -> str:
     """Format a rate in TFLOP/s with the unit that suits its size."""
     small = value is not None and value < 1
-    return short(1000 * (value or 0.0), "GFLOP/s") if small else short(value, "TFLOP/s")
+    return format_short(1000 * (value or 0.0), "GFLOP/s") if small else format_short(value, "TFLOP/s")

@@ -21,10 +21,10 @@ from fastloop.records.card import DEVICE, Card, ClimbState, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
-from fastloop.records.readings import on_gpu, precision
+from fastloop.records.readings import on_gpu, read_precision
 
 
-def _variants(state: ClimbState) -> Iterator[Variant]:
+def _list_variants(state: ClimbState) -> Iterator[Variant]:
     """Try bfloat16; try TF32 only if bfloat16 failed."""
     yield Variant()
     if state.on_cuda and state.ended.get("amp") in ("parity", "crashed"):
@@ -35,8 +35,8 @@ CARD = Card(
     family="compute",
     does="bf16 runs matrix products on the tensor cores and moves half the bytes",
     answers={"fp32_math": 1, "32-bit_math": 1, "memory_bound": 3, "memory_bound:convolutions": 1, DEVICE: 1},
-    applies=lambda seen: on_gpu(seen) and precision(seen) in ("fp32", "tf32"),
-    variants=_variants,
+    applies=lambda seen: on_gpu(seen) and read_precision(seen) in ("fp32", "tf32"),
+    variants=_list_variants,
     plan_shows_refusal=True,
     owns_trainer_keys={"precision": "mode"},
     explains=dict.fromkeys(

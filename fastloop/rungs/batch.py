@@ -25,25 +25,25 @@ from fastloop.records.card import DEVICE, Card, ClimbState, SearchSpace, Tunable
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
-from fastloop.records.readings import micro_batches
+from fastloop.records.readings import count_micro_batches
 
 MOST_TIMES_LARGER = 8
 """Largest proposed growth of a micro-batch in one step, since its activations must fit."""
 
 
-def _larger(seen: Measurement) -> dict[str, Any]:
+def _enlarge(seen: Measurement) -> dict[str, Any]:
     """Propose a whole optimizer step as one micro-batch, or as much of it as is likely to fit."""
     assert seen.micro_batch
-    return {"enabled": True, "micro_batch": seen.micro_batch * min(micro_batches(seen), MOST_TIMES_LARGER)}
+    return {"enabled": True, "micro_batch": seen.micro_batch * min(count_micro_batches(seen), MOST_TIMES_LARGER)}
 
 
-def _sizes(space: SearchSpace) -> Iterable[int]:
+def _list_sizes(space: SearchSpace) -> Iterable[int]:
     """List the multiples of a loader batch that divide the step evenly."""
     window = space.batches_per_step
     return [space.micro_batch * count for count in range(2, window + 1) if window % count == 0]
 
 
-def _variants(state: ClimbState) -> Iterator[Variant]:
+def _list_variants(state: ClimbState) -> Iterator[Variant]:
     """Try the whole step as one micro-batch, or half of it if that does not fit."""
     whole, micro = state.rank_batch, state.micro_batch
     if whole is None or micro is None or whole <= micro:
@@ -59,12 +59,12 @@ CARD = Card(
     does="larger micro-batches at the same global batch launch fewer and larger kernels",
     answers={"launch_bound": 1, "tiny_step": 1, "small_kernels": 1, DEVICE: 4},
     follows={"memory_bound": 5, "fp32_math": 5, "compute_bound": 4},
-    applies=lambda seen: micro_batches(seen) > 1,
-    patch=_larger,
-    variants=_variants,
+    applies=lambda seen: count_micro_batches(seen) > 1,
+    patch=_enlarge,
+    variants=_list_variants,
     tunes=Tunable(
         field="micro_batch",
-        values=_sizes,
+        values=_list_sizes,
         tolerance=0.01,
         trained="replayed",
         without=lambda space: space.micro_batch,

@@ -14,13 +14,13 @@ from typing import Literal
 
 from fastloop.errors import ConfigError, NotApplicable, require_positive
 from fastloop.evidence.worker_limits import count_draws
-from fastloop.feeds.cache.wanted import KeptSamples, share_of
+from fastloop.feeds.cache.wanted import KeptSamples, compute_share
 from fastloop.feeds.device_store.wanted import plan_on_device
 from fastloop.records.card import Card, Variant
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict
-from fastloop.records.readings import is_worth_handing_over, loader
+from fastloop.records.readings import is_worth_handing_over, read_loader
 
 SHARE_OF_SHM, SHARE_OF_MEMORY, SHARE_OF_DISK = 0.8, 0.5, 0.8
 """Shares of the free space. Files in shared memory use memory, which the training needs too."""
@@ -31,7 +31,7 @@ CARD = Card(
     family="feed",
     does="the cache keeps decoded samples, so that later epochs need not decode them again",
     answers={"data_wait": 3, "decoding": 2, "mostly_decoding": 1},
-    applies=lambda seen: loader(seen).get("decode_ms") is not None and is_worth_handing_over(seen),
+    applies=lambda seen: read_loader(seen).get("decode_ms") is not None and is_worth_handing_over(seen),
     # If trials end within the first epoch, no sample repeats.
     variants=lambda state: [Variant(changes="engine")] if state.epochs_end else [],
 )
@@ -79,11 +79,11 @@ class Cache:
                 " cache.store: disk to keep them for later runs"
             )
         store, budget = self._choose(prefix, facts)
-        share = share_of(prefix, budget)
+        share = compute_share(prefix, budget)
         if share < LEAST_SHARE and self.size_gb == "auto":
             raise NotApplicable(
-                f"{prefix.samples:,} samples need {_gb(_need(prefix))}, and {store} has room for {share:.0%} of them;"
-                " write cache.size_gb, or cache.path for another disk"
+                f"{prefix.samples:,} samples need {_format_gb(_need(prefix))}, and {store} has room for {share:.0%}"
+                " of them; write cache.size_gb, or cache.path for another disk"
             )
         want = KeptSamples(store=store, budget_bytes=budget, prefix=prefix, path=self.path, url=self.url)
         left = {"shm_free_bytes": max(0, facts.shm_free_bytes - (budget or 0))} if facts.shm_free_bytes else {}
@@ -128,12 +128,14 @@ class Cache:
         """The rung took effect if samples came from the store."""
         found = seen.evidence.get("cache", {})
         if (batches := found.get("device_batches")) is not None:
-            told = f"{found['pictures']:,} pictures, {_gb(found['kept_bytes'])}, on the device"
+            told = f"{found['pictures']:,} pictures, {_format_gb(found['kept_bytes'])}, on the device"
             return Verdict(took=batches > 0, why=f"{batches:,} batches were made there out of {told}")
         hits, misses = found.get("hits", 0), found.get("misses", 0)
         if not hits + misses:
             return Verdict(took=False, why="no sample was asked for")
-        kept = "" if found.get("kept_bytes") is None else f"; {_gb(found['kept_bytes'])} kept in {found['store']}"
+        kept = (
+            "" if found.get("kept_bytes") is None else f"; {_format_gb(found['kept_bytes'])} kept in {found['store']}"
+        )
         if not hits:
             return Verdict(took=False, why=f"none of {misses:,} samples was in the store yet{kept}")
         return Verdict(
@@ -155,12 +157,12 @@ def _measure_room(facts: Facts) -> dict[str, int]:
 
 def _describe(prefix: PrefixFacts, store: str, budget: int | None, share: float) -> str:
     if prefix.sample_bytes is None:
-        most = "what the server has room for" if budget is None else _gb(budget)
+        most = "what the server has room for" if budget is None else _format_gb(budget)
         return f"keeps {prefix.what} in {store}, up to {most}: sample size is known once one is made"
-    size = f"{prefix.samples:,} samples of {prefix.sample_bytes / 1e6:.2g} MB, {_gb(_need(prefix))}"
+    size = f"{prefix.samples:,} samples of {prefix.sample_bytes / 1e6:.2g} MB, {_format_gb(_need(prefix))}"
     part = "" if share >= 1 else f"; {store} holds {share:.0%} of them, the others are made each time"
     return f"keeps {prefix.what} in {store}: {size}{part}"
 
 
-def _gb(size: int | None) -> str:
+def _format_gb(size: int | None) -> str:
     return "an unknown size" if size is None else f"{size / 1e9:.3g} GB"

@@ -21,19 +21,19 @@ from fastloop.records.card import DEVICE, Card, ClimbState, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, PayBack, Site, Verdict
-from fastloop.records.readings import compiles, micro_batches, on_gpu
+from fastloop.records.readings import compiles, count_micro_batches, on_gpu
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # accumulation would overwrite their buffers (pytorch #169545)
 
 
-def _variants(state: ClimbState) -> Iterator[Variant]:
+def _list_variants(state: ClimbState) -> Iterator[Variant]:
     """Also try CUDA graphs for launch-bound runs, unless a step has several backward passes: buffers are static."""
     graphs = state.on_cuda and state.launch_bound and state.one_backward
     yield Variant(settings=({}, {"mode": "reduce-overhead"}) if graphs else ({},))
 
 
 def _advise_cuda_graphs(seen: Measurement, on: bool) -> str | None:
-    if not on or micro_batches(seen) > 1:
+    if not on or count_micro_batches(seen) > 1:
         return None
     return (
         "compile's mode reduce-overhead replays CUDA graphs instead of launching kernels; else more work per launch: a"
@@ -55,7 +55,7 @@ CARD = Card(
     follows={"fp32_math": 3, "compute_bound": 1},
     advice={"launch_bound": _advise_cuda_graphs},
     applies=lambda seen: on_gpu(seen) and not compiles(seen),
-    variants=_variants,
+    variants=_list_variants,
     first_start_s=60.0,
     plan_shows_refusal=True,
     explains={

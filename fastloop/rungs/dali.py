@@ -23,7 +23,7 @@ from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.images import RANDOM, ImageFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict
-from fastloop.records.readings import loader
+from fastloop.records.readings import read_loader
 
 ENOUGH_CPUS = 8
 """CPUs per GPU from which on the CPU decodes. With 16, an H200 trained 6,266 images/s with CPU decoding and 5,961 with
@@ -32,7 +32,7 @@ MIXED_THREADS = 4
 """Enough threads to keep the GPU's decoder busy: 22,026 images/s, compared with 24,278 with more."""
 
 
-def _variants(state: ClimbState) -> Iterator[Variant]:
+def _list_variants(state: ClimbState) -> Iterator[Variant]:
     """Try DALI in place of the loader if the samples are image files and DALI is installed."""
     if state.image_files and is_installed():
         yield Variant(changes="engine")
@@ -42,8 +42,8 @@ CARD = Card(
     family="feed",
     does="DALI decodes image files outside of Python, and only the part of each that is used",
     answers={"data_wait": 2, "decoding": 1, "mostly_decoding": 2},
-    applies=lambda seen: loader(seen).get("decode_ms") is not None,
-    variants=_variants,
+    applies=lambda seen: read_loader(seen).get("decode_ms") is not None,
+    variants=_list_variants,
     batches_ready=lambda settings, _workers: 0 if settings is None else AHEAD,
     first_start_s=2.0,
     loads_elsewhere=True,
@@ -108,7 +108,7 @@ class Dali:
         return Change(
             wants={"loader.engine": engine},
             parity="approximate",
-            notes=tuple(self._notes(engine, images, loader, facts)),
+            notes=tuple(self._list_notes(engine, images, loader, facts)),
             facts={"loader": dataclasses.replace(loader, engine="DALI", on_device=on_gpu, num_workers=0)},
         )
 
@@ -122,7 +122,7 @@ class Dali:
             return decode, self.threads
         return decode, min(cpus, MIXED_THREADS) if decode == "mixed" else cpus
 
-    def _notes(self, engine: DaliEngine, images: ImageFacts, loader: LoaderFacts, facts: Facts) -> list[str]:
+    def _list_notes(self, engine: DaliEngine, images: ImageFacts, loader: LoaderFacts, facts: Facts) -> list[str]:
         by = "the GPU decodes" if engine.decode == "mixed" else "the CPU decodes"
         rule = f" (rule: {ENOUGH_CPUS} CPUs for each GPU are enough)" if facts.device == "cuda" else ""
         loaders = "train and validation loaders" if self.validation else "train loaders only"

@@ -19,7 +19,7 @@ from fastloop.records.card import Card
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Undo, Verdict
-from fastloop.records.readings import already, on_gpu, read_fusing_ms
+from fastloop.records.readings import does_already, on_gpu, read_fusing_ms
 
 USUAL = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
 """Optimizer settings with which the user leaves the choice of implementation to torch."""
@@ -30,7 +30,7 @@ CARD = Card(
     does="one fused kernel updates all parameters",
     answers={"optimizer": 1, "launch_bound": 3},
     follows={"memory_bound": 4, "fp32_math": 4, "compute_bound": 3},
-    applies=lambda seen: (on_gpu(seen) or bool(read_fusing_ms(seen))) and not already(seen, "fused"),
+    applies=lambda seen: (on_gpu(seen) or bool(read_fusing_ms(seen))) and not does_already(seen, "fused"),
 )
 """What other files may know about this rung."""
 

@@ -24,7 +24,7 @@ from fastloop.records.plan import Action, Applied, Change, Site, Verdict
 from fastloop.records.readings import on_gpu
 
 
-def _variants(state: ClimbState) -> Iterator[Variant]:
+def _list_variants(state: ClimbState) -> Iterator[Variant]:
     """Try step graphs if the device waits for kernel launches."""
     if state.on_cuda and state.launch_bound and state.one_backward:
         yield Variant(settings=({"step_graph": "auto"},))
@@ -36,7 +36,7 @@ CARD = Card(
     answers={"launch_bound": 4},
     applies=on_gpu,
     patch=lambda _seen: {"enabled": True, "step_graph": "auto"},
-    variants=_variants,
+    variants=_list_variants,
 )
 """What other files may know about this rung."""
 
@@ -70,7 +70,7 @@ class Host:
         if self.gc_every_steps is not None:
             actions.append(Action(keys=("host.gc",), when="train_start", do=self._pace_garbage))
         if refused is None:
-            actions.append(Action(keys=("host.step_graph",), when="train_start", do=self._graph_steps))
+            actions.append(Action(keys=("host.step_graph",), when="train_start", do=self._graph_the_steps))
         if self.step_graph is True and refused:
             raise NotApplicable(f"no step graph: {refused}")
         return Change(
@@ -103,7 +103,7 @@ class Host:
         took = replays > 0 or (self.step_graph is not True and any(map(evidence.get, words)))
         return Verdict(took=took, why="; ".join(told) or "it found nothing to leave out")
 
-    def _graph_steps(self, site: Site) -> Applied:
+    def _graph_the_steps(self, site: Site) -> Applied:
         return site.graph_steps(self.step_graph is True)
 
     def _pace_garbage(self, site: Site) -> Applied:

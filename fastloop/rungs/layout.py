@@ -19,14 +19,14 @@ from fastloop.records.card import DEVICE, Card
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
-from fastloop.records.readings import already, convolves, on_gpu
+from fastloop.records.readings import convolves, does_already, on_gpu
 
 CARD = Card(
     family="compute",
     does="channels_last avoids transposes around convolutions",
     answers={"memory_bound:convolutions": 2, DEVICE: 2},
     follows={"memory_bound": 2, "fp32_math": 2, "compute_bound": 2},
-    applies=lambda seen: on_gpu(seen) and convolves(seen) and not already(seen, "channels_last"),
+    applies=lambda seen: on_gpu(seen) and convolves(seen) and not does_already(seen, "channels_last"),
     plan_shows_refusal=True,
 )
 """What other files may know about this rung."""
@@ -48,7 +48,7 @@ class Layout:
             raise NotApplicable(
                 f"{views[0]} calls view, which raises where pictures are stored so; write reshape or flatten"
             )
-        kernels = Action(keys=("model.memory_format",), when="model", do=_channels_last)
+        kernels = Action(keys=("model.memory_format",), when="model", do=_convert_to_channels_last)
         state = Action(keys=("optimizer.memory_format",), when="train_start", do=_match_state)
         return Change(
             parity="approximate",
@@ -78,7 +78,7 @@ class Layout:
         )
 
 
-def _kernels(model: Any) -> Iterator[tuple[str, Any]]:
+def _list_kernels(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield names and 4-D parameters of the convolutions [out, in, height, width], including parametrized ones."""
     import torch
 
@@ -87,7 +87,7 @@ def _kernels(model: Any) -> Iterator[tuple[str, Any]]:
             yield from ((key, kernel) for key, kernel in module.named_parameters(prefix=name) if kernel.dim() == 4)
 
 
-def _channels_last(site: Site) -> Applied:
+def _convert_to_channels_last(site: Site) -> Applied:
     """Convert the inputs, and the kernels in place (shapes, names and values stay); at the end, count the kernels that
     are still channels-last."""
     import torch
@@ -96,10 +96,10 @@ def _channels_last(site: Site) -> Applied:
 
     model, order, inputs = site.module, torch.channels_last, InputsChannelsLast()
     # Skip kernels that the user already stores in another order, and all other 4-D parameters.
-    names = {name for name, kernel in _kernels(model) if kernel.is_contiguous()}
+    names = {name for name, kernel in _list_kernels(model) if kernel.is_contiguous()}
 
     def store(memory_format: Any) -> None:
-        for name, kernel in _kernels(model):
+        for name, kernel in _list_kernels(model):
             if name in names:
                 kernel.data = kernel.data.contiguous(memory_format=memory_format)
                 if kernel.grad is not None:
@@ -109,7 +109,7 @@ def _channels_last(site: Site) -> Applied:
         # If a size is 1, the strides can match both orders; such kernels prove nothing.
         telling = [
             kernel
-            for _, kernel in _kernels(model)
+            for _, kernel in _list_kernels(model)
             if kernel.is_contiguous() != kernel.is_contiguous(memory_format=order)
         ]
         right = sum(not kernel.is_contiguous() for kernel in telling)
@@ -121,7 +121,7 @@ def _channels_last(site: Site) -> Applied:
         _match_state(site)
 
     def clean(checkpoint: dict[str, Any]) -> None:
-        usual = {id(kernel) for name, kernel in _kernels(model) if name in names}
+        usual = {id(kernel) for name, kernel in _list_kernels(model) if name in names}
         for name in names & checkpoint.get("state_dict", {}).keys():
             checkpoint["state_dict"][name] = checkpoint["state_dict"][name].contiguous()
         for optimizer, stored in zip(site.optimizers, checkpoint.get("optimizer_states", ()), strict=False):

@@ -20,7 +20,7 @@ from fastloop.records.card import Card, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict
-from fastloop.records.readings import is_worth_handing_over, loader
+from fastloop.records.readings import is_worth_handing_over, read_loader
 
 MOST = 16
 """Upper limit for `auto`: the threads of one process take turns when they run Python code."""
@@ -30,7 +30,9 @@ CARD = Card(
     family="feed",
     does="threads of this process read and decode, and no batch is sent between processes",
     applies=lambda seen: (
-        loader(seen).get("num_workers") == 0 and bool(loader(seen).get("map_style")) and is_worth_handing_over(seen)
+        read_loader(seen).get("num_workers") == 0
+        and bool(read_loader(seen).get("map_style"))
+        and is_worth_handing_over(seen)
     ),
     variants=(Variant(changes="engine"),),
     loads_elsewhere=True,

@@ -86,17 +86,17 @@ class Overlap:
         actions = [Action(when="before_wrap", do=self._set_keywords), Action(when="wrapped", do=_read_back)]
         if self.comm_hook != "none":
             actions.append(Action(keys=("ddp.comm_hook",), when="wrapped", do=self._register_hook))
-        wants = {f"ddp.{name}": value for name, value in self._ddp_keywords().items()}
+        wants = {f"ddp.{name}": value for name, value in self._list_ddp_keywords().items()}
         return Change(wants=wants, actions=tuple(actions), parity=PARITY.get(self.comm_hook, "exact"))
 
-    def _ddp_keywords(self) -> dict[str, Any]:
+    def _list_ddp_keywords(self) -> dict[str, Any]:
         """Return DistributedDataParallel's arguments that differ from its defaults."""
         cap = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
         static = {"static_graph": True} if self.static_graph else {}
         return {"gradient_as_bucket_view": self.gradient_as_bucket_view, **cap, **static}
 
     def _set_keywords(self, site: Site) -> Applied:
-        return Applied(undo=site.set_ddp(self._ddp_keywords()))
+        return Applied(undo=site.set_ddp(self._list_ddp_keywords()))
 
     def _register_hook(self, site: Site) -> Applied:
         """Register on the wrapped model, which is gone after the fit: Lightning ignores ddp_comm_hook on the CPU."""

@@ -16,7 +16,7 @@ from fastloop.records.card import Card
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict
-from fastloop.records.readings import loader, on_gpu
+from fastloop.records.readings import on_gpu, read_loader
 
 CARD = Card(
     family="feed",
@@ -24,7 +24,7 @@ CARD = Card(
     answers={"h2d": 1},
     follows={"data_wait": 3},
     applies=lambda seen: (
-        on_gpu(seen) and loader(seen).get("num_workers") is not None and not loader(seen).get("pin_memory")
+        on_gpu(seen) and read_loader(seen).get("num_workers") is not None and not read_loader(seen).get("pin_memory")
     ),
     plan_shows_refusal=True,
 )

@@ -27,7 +27,7 @@ from fastloop.records.card import Card, ClimbState, Tunable, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Parity, Verdict
-from fastloop.records.readings import is_worth_handing_over, loader
+from fastloop.records.readings import is_worth_handing_over, read_loader
 
 MOST = 8
 """Upper limit for `auto`: more workers seldom pay off and slow the launching thread down."""
@@ -38,7 +38,7 @@ RELOADS = "the Trainer reloads its loaders, and the old workers would stay"
 KEEP = "keep the workers between epochs: rungs.workers.persistent: true"
 
 
-def _variants(state: ClimbState) -> Iterator[Variant]:
+def _list_variants(state: ClimbState) -> Iterator[Variant]:
     """First try workers, with a count tuned on the loader alone; later persistent ones, and a new count."""
     own = state.stack.get("workers")
     if own is None:
@@ -52,13 +52,15 @@ def _variants(state: ClimbState) -> Iterator[Variant]:
 
 CARD = Card(
     family="feed",
-    does=lambda seen: f"the loader has 0 workers, {loader(seen).get('usable_cpus')} CPUs are usable",
+    does=lambda seen: f"the loader has 0 workers, {read_loader(seen).get('usable_cpus')} CPUs are usable",
     answers={"data_wait": 1},
     applies=lambda seen: (
-        loader(seen).get("num_workers") == 0 and bool(loader(seen).get("map_style")) and is_worth_handing_over(seen)
+        read_loader(seen).get("num_workers") == 0
+        and bool(read_loader(seen).get("map_style"))
+        and is_worth_handing_over(seen)
     ),
-    advice={"epoch_gap": lambda seen, on: KEEP if on and loader(seen).get("num_workers") else None},
-    variants=_variants,
+    advice={"epoch_gap": lambda seen, on: KEEP if on and read_loader(seen).get("num_workers") else None},
+    variants=_list_variants,
     tunes=Tunable(
         field="count",
         values=lambda space: (*(2**power for power in range(space.cpus.bit_length())), space.cpus),
@@ -134,7 +136,7 @@ class Workers:
 
     def _count(self, loader: LoaderFacts, facts: Facts) -> tuple[int, int]:
         """Return workers, and batches ahead of each: as configured, or fewer if shared memory is too small for them."""
-        count, room = auto_count(facts) if self.count == "auto" else self.count, facts.shm_free_bytes
+        count, room = choose_count(facts) if self.count == "auto" else self.count, facts.shm_free_bytes
         if room is None or loader.sample_bytes is None or loader.batch_size is None:
             return count, self.prefetch_factor
         size = loader.sample_bytes * loader.batch_size
@@ -178,6 +180,6 @@ class Workers:
         return Verdict(took=count > 0, why=f"{why}; {fewer}" if fewer else why)
 
 
-def auto_count(facts: Facts) -> int:
+def choose_count(facts: Facts) -> int:
     """Return the number of workers per rank that leaves a CPU for each rank's own thread."""
     return max(1, min(MOST, facts.cpu_count // max(1, facts.local_ranks) - 1))

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data._utils import signal_handling
 
-from fastloop.bridge.fail_open import disabled, fail_open
+from fastloop.bridge.fail_open import fail_open, is_disabled
 from fastloop.errors import ConfigError, FastLoopError
 
 
@@ -71,7 +71,7 @@ def test_the_switch(value: str | None, off: bool, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("FASTLOOP_DISABLE", raising=False)
     if value is not None:
         monkeypatch.setenv("FASTLOOP_DISABLE", value)
-    assert disabled() == off
+    assert is_disabled() == off
 
 
 # -- what is raised inside our hooks, but not by them ------------------------------------------------------------------

@@ -9,8 +9,8 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from fastloop.bridge.fail_open import hint
-from fastloop.ladder import cards
+from fastloop.bridge.fail_open import explain_exception
+from fastloop.ladder import collect_cards
 
 DDP = (
     "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that"
@@ -35,13 +35,15 @@ def module() -> torch.nn.Module:
     ],
 )
 def test_unused_parameters_get_their_names(indices: str, names: str) -> None:  # R1
-    assert hint(RuntimeError(DDP.format(indices)), module(), ()) == f"parameters without a gradient: {names}"
+    assert (
+        explain_exception(RuntimeError(DDP.format(indices)), module(), ()) == f"parameters without a gradient: {names}"
+    )
 
 
 def test_ignored_parameters_are_not_counted() -> None:
     made = module()
     made._ddp_params_and_buffers_to_ignore = ["0.weight"]  # type: ignore[assignment]
-    assert hint(RuntimeError(DDP.format("0")), made, ()) == "parameters without a gradient: 1.weight"
+    assert explain_exception(RuntimeError(DDP.format("0")), made, ()) == "parameters without a gradient: 1.weight"
 
 
 @pytest.mark.parametrize(
@@ -54,16 +56,16 @@ def test_ignored_parameters_are_not_counted() -> None:
     ],
 )
 def test_nothing_to_add(text: str, model: Any) -> None:
-    assert hint(RuntimeError(text), model, list(cards())) is None
+    assert explain_exception(RuntimeError(text), model, list(collect_cards())) is None
 
 
 def test_detached_gradients_name_the_setting() -> None:  # R2
     gradients = torch.zeros(4)[:2].requires_grad_().chunk(2)
     with pytest.raises(RuntimeError) as error:
         gradients[0].detach_()  # torch's own words, in this version
-    line = hint(error.value, module(), ["amp", "overlap"])
+    line = explain_exception(error.value, module(), ["amp", "overlap"])
     assert line is not None and "rungs.overlap.gradient_as_bucket_view" in line and line.endswith("write false")
-    assert hint(error.value, module(), ["amp"]) is None, "a rung that is off is to blame for nothing"
+    assert explain_exception(error.value, module(), ["amp"]) is None, "a rung that is off is to blame for nothing"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -79,22 +81,22 @@ def test_detached_gradients_name_the_setting() -> None:  # R2
 def test_numbers_of_an_unexpected_type_name_the_rung_that_made_them(use: Any, dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError) as error:  # torch's own words, in this version
         use(torch.ones(2, 2, dtype=dtype))
-    line = hint(error.value, module(), ["amp"])
+    line = explain_exception(error.value, module(), ["amp"])
     assert line is not None and "rungs.amp.keep_fp32" in line and line.endswith("write rungs.amp.enabled: false")
-    assert hint(error.value, module(), ["compile"]) is None
+    assert explain_exception(error.value, module(), ["compile"]) is None
 
 
 def test_types_that_the_user_mixed_up_are_none_of_a_rungs() -> None:
     for labels in (torch.ones(2), torch.ones(2, dtype=torch.int32)):
         with pytest.raises(RuntimeError) as error:
             torch.nn.functional.nll_loss(torch.ones(2, 2), labels)
-        assert hint(error.value, module(), ["amp"]) is None
+        assert explain_exception(error.value, module(), ["amp"]) is None
 
 
 def test_bfloat16_that_numpy_does_not_know_names_its_rung() -> None:
     with pytest.raises(TypeError) as error:
         torch.ones(1, dtype=torch.bfloat16).numpy()
-    assert "call .float()" in (hint(error.value, module(), ["amp"]) or "")
+    assert "call .float()" in (explain_exception(error.value, module(), ["amp"]) or "")
 
 
 def test_what_failed_in_a_compiled_backward_names_its_rung() -> None:
@@ -114,9 +116,9 @@ def test_what_failed_in_a_compiled_backward_names_its_rung() -> None:
     loss = torch.compile(lambda x: made(x).sum(), backend=backend)(torch.ones(4, 2))
     with pytest.raises(AssertionError, match="stride") as error:
         loss.backward()
-    line = hint(error.value, made, ["compile"])
+    line = explain_exception(error.value, made, ["compile"])
     assert line is not None and line.endswith("write rungs.compile.enabled: false")
-    assert hint(error.value, made, ["amp"]) is None
+    assert explain_exception(error.value, made, ["amp"]) is None
     with pytest.raises(AssertionError) as plain:
         raise AssertionError("expected size 64==64, stride 1==4096 at dim=1")
-    assert hint(plain.value, made, ["compile"]) is None, "the words alone say nothing of who failed"
+    assert explain_exception(plain.value, made, ["compile"]) is None, "the words alone say nothing of who failed"

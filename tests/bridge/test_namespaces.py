@@ -22,20 +22,25 @@ SPACES = {"lightning.pytorch": lightning.pytorch, "pytorch_lightning": pytorch_l
 def test_an_object_belongs_to_the_namespace_of_its_first_lightning_base(name: str) -> None:
     kind = SPACES[name].strategies.SingleDeviceStrategy
     mine = type("Mine", (kind,), {"__module__": "lightning_like.strategies"})
-    assert namespaces.of(kind) == namespaces.of(mine) == namespaces.of(mine("cpu")) == name
+    assert (
+        namespaces.find_namespace(kind)
+        == namespaces.find_namespace(mine)
+        == namespaces.find_namespace(mine("cpu"))
+        == name
+    )
     assert namespaces.load(name, "strategies.SingleDeviceStrategy") is kind
 
 
 def test_what_is_not_lightnings_is_refused() -> None:
     with pytest.raises(TypeError, match=r"builtins\.dict is not a Lightning class"):
-        namespaces.of({})
+        namespaces.find_namespace({})
 
 
 def test_installed_names_come_without_importing_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(namespaces.installed()) == list(SPACES)
+    assert list(namespaces.list_installed()) == list(SPACES)
     monkeypatch.delitem(sys.modules, "pytorch_lightning")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert list(namespaces.installed()) == ["lightning.pytorch"]
+    assert list(namespaces.list_installed()) == ["lightning.pytorch"]
 
 
 def test_a_broken_installation_of_the_other_name_is_passed_over(tmp_path: Path) -> None:

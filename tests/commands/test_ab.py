@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from fastloop.commands import ab
-from fastloop.commands.ab import Request, arms_of
+from fastloop.commands.ab import Request, list_arms
 from fastloop.config.loading import load
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.experiments.ab import resume as manifest
-from fastloop.experiments.ab.sides import changes, sides_of
+from fastloop.experiments.ab.sides import changes, list_sides
 from fastloop.experiments.trials.failures import Failed
 from fastloop.experiments.trials.run_directories import hold
 from fastloop.records import store
@@ -99,7 +99,7 @@ def test_names_say_what_is_changed_and_are_told_apart() -> None:
         (Path(folder) / "mine.yaml").write_text("rungs: {amp: {enabled: true}}\n")
     both = "rungs.amp.enabled=true,rungs.workers={enabled: true, count: 1},rungs.pin.enabled=true"
     wanted = ("amp", "rungs.workers.enabled=true", "fast/mine.yaml", "fast/x/mine.yaml", both, "amp")
-    arms = arms_of(asked(*wanted))
+    arms = list_arms(asked(*wanted))
     assert [arm.name for arm in arms] == [
         "base",
         "amp",
@@ -113,21 +113,21 @@ def test_names_say_what_is_changed_and_are_told_apart() -> None:
 
 def test_names_that_a_secret_made_alike_are_told_apart() -> None:
     vs = [f"recipe.api_key={secret}" for secret in ("one-secret", "other-secret")]
-    arms = ab._without_secrets(arms_of(asked(*vs, base=str(NET))))
+    arms = ab._mask_names(list_arms(asked(*vs, base=str(NET))))
     assert [arm.name for arm in arms] == ["base", "recipe.api_key=***", "recipe.api_key=*** (2)"]
 
 
 def test_a_secret_on_the_command_line_is_no_name(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("base: cifar10\nrecipe: {token: x}\n")
-    _, arm = ab._without_secrets(arms_of(asked("recipe.token=hunter2secret", base=str(recipe))))
+    _, arm = ab._mask_names(list_arms(asked("recipe.token=hunter2secret", base=str(recipe))))
     assert "hunter2secret" not in arm.name
 
 
 def test_what_an_arm_changes() -> None:
-    arms = arms_of(asked("full", "trainer.benchmark=true,rungs.pin.enabled=true"))
-    _, full, both = sides_of(arms, aa=False)
-    pair = sides_of(arms_of(asked("amp,layout,trainer.benchmark=true,rungs.amp.mode=tf32")), aa=False)[1]
+    arms = list_arms(asked("full", "trainer.benchmark=true,rungs.pin.enabled=true"))
+    _, full, both = list_sides(arms, aa=False)
+    pair = list_sides(list_arms(asked("amp,layout,trainer.benchmark=true,rungs.amp.mode=tf32")), aa=False)[1]
     assert pair.changed_rungs == ("amp", "layout") and pair.changed_keys == ("trainer.benchmark",)
     assert pair.arm.config().values["rungs"]["amp"]["mode"] == "tf32"
     assert {"workers", "amp", "compile"} <= set(full.changed_rungs) and full.changed_keys == ()
@@ -136,7 +136,7 @@ def test_what_an_arm_changes() -> None:
 
 
 def test_identical_arms_only_to_test_the_judge() -> None:
-    base, again = sides_of(arms_of(asked(aa=True)), aa=True)
+    base, again = list_sides(list_arms(asked(aa=True)), aa=True)
     assert again.changed_rungs == () and again.name == "again" and base.name == "base"
     assert changes(load("cifar10"), load("cifar10", overrides=["strict=true"])) == []
 
@@ -190,7 +190,7 @@ def test_numbers_of_the_command_line(option: str, text: str, why: str) -> None:
 
 
 def made(monkeypatch: pytest.MonkeyPatch, *arms: Any) -> None:
-    monkeypatch.setattr(ab, "arms_of", lambda _: list(arms))
+    monkeypatch.setattr(ab, "list_arms", lambda _: list(arms))
 
 
 def test_everything_is_written_and_the_answer_is_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_it_goes_on_only_where_it_began(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """What `MadeArm` says of its machine: torch 2.11.0."""
 
     def go_on(torch: str) -> Any:
-        monkeypatch.setattr("fastloop.evidence.machine.environment", lambda *_: {"versions": {"torch": torch}})
+        monkeypatch.setattr("fastloop.evidence.machine.read_environment", lambda *_: {"versions": {"torch": torch}})
         amp = MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True})
         made(monkeypatch, MadeArm(), amp)
         return amp, lambda: ab.ab(asked("amp", steps=40), out=None, force=False, resume="here", progress=lambda _: None)

@@ -14,7 +14,7 @@ import pytest
 from fastloop.commands import diagnose as command
 from fastloop.commands.console import Answer
 from fastloop.commands.diagnose import diagnose, run_directory
-from fastloop.config.loading import from_callback, to_yaml
+from fastloop.config.loading import load_callback_config, to_yaml
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.experiments.trials.failures import Failed
 from fastloop.experiments.trials.trial import Job, Trial
@@ -142,12 +142,12 @@ def test_what_would_need_another_run_is_refused_with_the_way_to_it(tmp_path: Pat
 
 
 def test_of_a_scripts_run_the_script_has_to_be_run_again(tmp_path: Path) -> None:
-    (write_run(tmp_path / "a") / "config.resolved.yaml").write_text(to_yaml(from_callback(None)[0]))
+    (write_run(tmp_path / "a") / "config.resolved.yaml").write_text(to_yaml(load_callback_config(None)[0]))
     with pytest.raises(ConfigError) as error:
         asked("a", trace=7)
     assert "fastloop diagnose" not in error.value.do and "fastloop exec" in error.value.do
     assert 'run your script again with FastLoop({"watch": {"trace_steps": 7}})' in error.value.do
-    assert from_callback({"watch": {"trace_steps": 7}})[0].watch.trace_steps == 7, "that is how it is asked for"
+    assert load_callback_config({"watch": {"trace_steps": 7}})[0].watch.trace_steps == 7, "that is how it is asked for"
     with pytest.raises(ConfigError) as error:
         asked("a", syncs=True)
     assert "run your script again" in error.value.do and "trace_steps" not in error.value.do

@@ -66,7 +66,7 @@ def diagnose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Diagnose:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(machine, "bare_distribution", lambda: None)
+    monkeypatch.setattr(machine, "find_bare_distribution", lambda: None)
 
     def run(
         versions: dict[str, str | None] | None = None,
@@ -77,10 +77,12 @@ def diagnose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Diagnose:
     ) -> dict[str, Check]:
         found = {**INSTALLED, **(versions or {})}
         monkeypatch.setattr(
-            machine, "versions", lambda asked: {name: found[name] for name in ("python", *asked) if found.get(name)}
+            machine,
+            "read_versions",
+            lambda asked: {name: found[name] for name in ("python", *asked) if found.get(name)},
         )
-        monkeypatch.setattr(machine, "gpus", lambda: gpus)
-        monkeypatch.setattr(doctor, "torch_probe", lambda: probe or cuda(1))
+        monkeypatch.setattr(machine, "list_gpus", lambda: gpus)
+        monkeypatch.setattr(doctor, "probe_torch", lambda: probe or cuda(1))
         for name, value in {**READINGS, **readings}.items():
             monkeypatch.setattr(machine, name, lambda *_, value=value: value)
         checks = doctor.check(comm=comm)
@@ -135,7 +137,7 @@ def test_versions_are_held_against_the_tested_range(
 def test_what_is_installed_under_the_bare_name(
     diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch, bare: Any, words: tuple[str, str] | None
 ) -> None:
-    monkeypatch.setattr(machine, "bare_distribution", lambda: bare)
+    monkeypatch.setattr(machine, "find_bare_distribution", lambda: bare)
     one = diagnose().get("distribution fastloop")
     assert (one is None) == (words is None)
     if one is not None and words is not None:
@@ -287,7 +289,7 @@ def test_mig_slices_are_not_counted_against_gpus(diagnose: Diagnose) -> None:
 def test_no_compiler_on_an_empty_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    found = {one.name: one.status for one in doctor._machine_checks(os.environ)}
+    found = {one.name: one.status for one in doctor._check_machine(os.environ)}
     assert found["C++ compiler"] == "warn"
 
 
@@ -334,7 +336,7 @@ def test_comm_that_hangs(diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch, de
 )
 def test_json_and_exit_code(statuses: tuple[doctor.Status, ...], worst: str, code: int) -> None:
     checks = tuple(Check(name=str(n), status=status, found="this") for n, status in enumerate(statuses))
-    assert json.loads(json.dumps(doctor.as_json(checks))) == {
+    assert json.loads(json.dumps(doctor.to_json(checks))) == {
         "schema": 1,
         "checks": [{"name": str(n), "status": s, "found": "this", "do": None} for n, s in enumerate(statuses)],
         "worst": worst,

@@ -14,7 +14,7 @@ import pytest
 from fastloop.commands import headspace as command
 from fastloop.commands.console import Answer
 from fastloop.commands.headspace import headspace
-from fastloop.config.loading import from_callback, to_yaml
+from fastloop.config.loading import load_callback_config, to_yaml
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.experiments.trials.failures import Failed
 from fastloop.experiments.trials.trial import Job, Trial
@@ -214,7 +214,7 @@ def test_a_run_directory_is_no_configuration_but_may_hold_one(pretend: Callable[
     jobs = pretend({})
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "measurement.json").write_text("{}")
-    (tmp_path / "a" / "config.resolved.yaml").write_text(to_yaml(from_callback(None)[0]))
+    (tmp_path / "a" / "config.resolved.yaml").write_text(to_yaml(load_callback_config(None)[0]))
     with pytest.raises(ConfigError, match=r"got the run directory a\n  why .* needs a configuration") as error:
         asked("a/")
     assert "has none" in error.value.do and "fastloop headspace" not in error.value.do

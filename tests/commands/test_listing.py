@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from fastloop.commands import listing
-from fastloop.config.shipped import shipped
+from fastloop.config.shipped import find_shipped
 from fastloop.errors import ConfigError
-from fastloop.ladder import Ladder, manual
+from fastloop.ladder import Ladder, read_manual
 
 RUNGS = dict(Ladder().rungs())
 
@@ -20,8 +20,8 @@ def test_every_recipe_with_its_first_line() -> None:
     answer = listing.list_recipes()
     assert answer.json is not None and answer.json["schema"] == 1
     rows = {row["name"]: row["summary"] for row in answer.json["recipes"]}
-    assert set(rows) == set(shipped("recipes")) >= {"cifar10", "gpt2", "resnet50"}
-    for name, path in shipped("recipes").items():
+    assert set(rows) == set(find_shipped("recipes")) >= {"cifar10", "gpt2", "resnet50"}
+    for name, path in find_shipped("recipes").items():
         assert rows[name] and f'"""{rows[name]}' in path.with_suffix(".py").read_text(encoding="utf-8")
         assert f"{name:<10} {rows[name]}" in answer.text.splitlines()
     assert not [name for name in set(sys.modules) - before if "recipe" in name], "a recipe was imported"
@@ -32,14 +32,14 @@ def test_every_rung_in_planning_order() -> None:
     assert answer.json is not None
     assert [row["name"] for row in answer.json["rungs"]] == list(RUNGS)
     assert [line.split()[0] for line in answer.text.splitlines()] == list(RUNGS)
-    assert all(row["summary"] == manual(row["name"]).splitlines()[0] for row in answer.json["rungs"])
+    assert all(row["summary"] == read_manual(row["name"]).splitlines()[0] for row in answer.json["rungs"])
 
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_a_rungs_page_ends_with_yaml_that_is_its_defaults(name: str) -> None:
     answer = listing.list_rungs(name)
     page, _, settings = answer.text.partition(f"\nrungs.{name}:\n")
-    assert page.startswith(manual(name)) and answer.json is not None
+    assert page.startswith(read_manual(name)) and answer.json is not None
     defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(RUNGS[name]).items()}
     assert yaml.safe_load(settings) == defaults and answer.json["settings"] == vars(RUNGS[name])
 

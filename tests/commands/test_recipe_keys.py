@@ -13,7 +13,7 @@ from fastloop.bridge.fit import recipes
 from fastloop.bridge.fit.recipe_modules import FOLDER
 from fastloop.commands.config import check_without_torch, read_fields
 from fastloop.config.loading import load
-from fastloop.config.shipped import shipped
+from fastloop.config.shipped import find_shipped
 from fastloop.errors import ConfigError
 from tests.trainings import NET
 
@@ -45,10 +45,10 @@ def own(folder: Path, text: str) -> Path:
     return folder / "net.py"
 
 
-@pytest.mark.parametrize("name", shipped("recipes"))
+@pytest.mark.parametrize("name", find_shipped("recipes"))
 def test_the_fields_of_shipped_recipes_are_those_of_their_records(name: str) -> None:
     record = recipes.load(load(name)).Settings
-    assert read_fields(shipped("recipes")[name].with_suffix(".py")) == [
+    assert read_fields(find_shipped("recipes")[name].with_suffix(".py")) == [
         field.name for field in dataclasses.fields(record)
     ]
 

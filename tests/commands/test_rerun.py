@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fastloop.commands.rerun import configuration, is_run, to_prove
-from fastloop.config.layers import as_patch
-from fastloop.config.loading import from_callback, to_yaml
+from fastloop.commands.rerun import find_configuration, is_run, to_prove
+from fastloop.config.layers import classify_patch
+from fastloop.config.loading import load_callback_config, to_yaml
 from tests.trainings import NET
 
 pytestmark = pytest.mark.short
@@ -26,19 +26,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_configuration_with_a_recipe_can_be_run_again(here: Path) -> None:
     path = here / "a" / "config.resolved.yaml"
-    assert configuration(Path("a")) is None, "there is none"
-    path.write_text(f"base: {NET}\n" + to_yaml(from_callback(None)[0]).replace("recipe: {}\n", ""))
-    assert configuration(Path("a")) == Path("a/config.resolved.yaml") and configuration(here / "a") == path
+    assert find_configuration(Path("a")) is None, "there is none"
+    path.write_text(f"base: {NET}\n" + to_yaml(load_callback_config(None)[0]).replace("recipe: {}\n", ""))
+    assert find_configuration(Path("a")) == Path("a/config.resolved.yaml") and find_configuration(here / "a") == path
     path.write_text("base: cifar10\n")
-    assert configuration(Path("a")) is not None
+    assert find_configuration(Path("a")) is not None
 
 
 def test_a_scripts_cannot_nor_one_whose_recipe_is_gone(here: Path) -> None:
     path = here / "a" / "config.resolved.yaml"
-    path.write_text(to_yaml(from_callback("safe")[0]))
-    assert configuration(Path("a")) is None
+    path.write_text(to_yaml(load_callback_config("safe")[0]))
+    assert find_configuration(Path("a")) is None
     path.write_text("base: ../gone/net.yaml\n")
-    assert configuration(Path("a")) is None
+    assert find_configuration(Path("a")) is None
 
 
 def test_what_is_a_run(here: Path) -> None:
@@ -64,7 +64,7 @@ WORKERS = {"rungs": {"workers": {"enabled": True}}}
     ],
 )
 def test_a_scripts_patch_is_proven_on_the_script(argv: Any, base: str, here: Path) -> None:
-    (here / "a" / "config.resolved.yaml").write_text(to_yaml(from_callback(None)[0]))
+    (here / "a" / "config.resolved.yaml").write_text(to_yaml(load_callback_config(None)[0]))
     (here / "a" / "env.json").write_text(json.dumps({"argv": argv}))
     assert to_prove(Path("a"), WORKERS) == f"fastloop ab {base} --vs workers"
 
@@ -80,5 +80,5 @@ def test_a_recipes_patch_is_proven_on_its_configuration(rungs: Any, vs: str, her
     (here / "a" / "config.resolved.yaml").write_text("base: cifar10\n")
     asked = to_prove(Path("a"), {"rungs": rungs})
     assert asked == f"fastloop ab a/config.resolved.yaml --vs {vs}"
-    layered = [as_patch(part) for part in vs.split(",")]
+    layered = [classify_patch(part) for part in vs.split(",")]
     assert all(kind in ("more", "override") for kind, _ in layered)

@@ -491,7 +491,7 @@ def test_one_rank_speaks(variables: dict[str, str], first: bool, monkeypatch: py
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert failures.first_rank() is first
+    assert failures.is_first_rank() is first
 
 
 # -- plan -------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def written_pid(path: Path) -> int:
 
 
 def test_torch_answers_from_a_process_of_its_own() -> None:
-    probe = torch_probe.torch_probe()
+    probe = torch_probe.probe_torch()
     assert probe.trouble is None
     assert probe.cuda_available is (probe.device_count > 0)
     assert (probe.bf16_native is None) is not probe.cuda_available
@@ -48,12 +48,12 @@ def test_torch_in_the_working_directory_is_not_mistaken_for_torch(
     (tmp_path / "torch.py").write_text("raise SystemExit('imported the wrong torch')")
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.chdir(tmp_path)
-    assert torch_probe.torch_probe().trouble is None
+    assert torch_probe.probe_torch().trouble is None
 
 
 def test_a_torch_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_probe, "TORCH_QUESTION", "raise ImportError('libcudart.so is missing')")
-    trouble = torch_probe.torch_probe().trouble
+    trouble = torch_probe.probe_torch().trouble
     assert trouble is not None
     assert "exit code 1" in trouble and "ImportError: libcudart.so is missing" in trouble
 
@@ -76,7 +76,7 @@ def test_nothing_outlives_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         f"open({str(pid_file)!r}, 'w').write(str(grandchild.pid))\n{HANG}",
     )
     start = time.monotonic()
-    trouble = torch_probe.torch_probe().trouble
+    trouble = torch_probe.probe_torch().trouble
     assert time.monotonic() - start < 50
     assert trouble == "no answer within 1 s: still loading"
     assert gone(written_pid(pid_file))

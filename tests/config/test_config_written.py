@@ -11,10 +11,10 @@ from fastloop.config.loading import (
     ABSENT,
     RunSettings,
     WatchSettings,
-    changed,
     diff,
-    from_callback,
+    list_changes,
     load,
+    load_callback_config,
     show,
     to_yaml,
 )
@@ -55,8 +55,8 @@ class TestShowAndDiff:
         assert diff(read("rungs: {overlap: {ratio: 2}}"), read("rungs: {overlap: {ratio: 2.0}}")) == []
 
     def test_changed_is_what_lies_on_top_of_the_recipe(self, read: Read) -> None:
-        assert changed(load("resnet50", ladder_class=Ladder)) == {}
-        assert changed(read("base: resnet50\nrun: {seed: 0}", "trainer.api_key=hunter2", more=("amp",))) == {
+        assert list_changes(load("resnet50", ladder_class=Ladder)) == {}
+        assert list_changes(read("base: resnet50\nrun: {seed: 0}", "trainer.api_key=hunter2", more=("amp",))) == {
             "run": {"seed": 0},
             "trainer": {"api_key": "***"},
             "rungs": {"amp": {"enabled": True}},
@@ -82,7 +82,7 @@ class TestSecrets:
         for written in (
             to_yaml(config),
             str(show(config)),
-            str(changed(config)),
+            str(list_changes(config)),
             str(diff(config, read(""))),
             repr(config),
         ):
@@ -132,25 +132,27 @@ class TestSecrets:
 
 class TestFromCallback:
     def test_none_is_all_defaults(self, folder: Path) -> None:
-        config, ignored = from_callback(None, Ladder)
+        config, ignored = load_callback_config(None, Ladder)
         assert (config.ladder, config.watch, ignored) == (Ladder(), WatchSettings(), ())
 
     def test_a_name_a_path_and_a_dict(self, folder: Path) -> None:
         (folder / "my.yaml").write_text("rungs:\n  workers: {enabled: true}")
         for given in ("safe", "my.yaml", Path("my.yaml"), {"rungs": {"workers": {"enabled": True}}}, {"base": "safe"}):
-            config, ignored = from_callback(given, Ladder)  # type: ignore[arg-type]
+            config, ignored = load_callback_config(given, Ladder)  # type: ignore[arg-type]
             assert config.ladder == Ladder(workers=Workers(enabled=True))
             assert ignored == ()
 
     def test_sections_of_a_run_are_ignored_and_named(self, folder: Path) -> None:
         given = {"run": {"no": "check"}, "trainer": {"devices": 3}, "recipe": 5, "strict": True}
-        config, ignored = from_callback(given, Ladder)
+        config, ignored = load_callback_config(given, Ladder)
         assert ignored == ("recipe", "run", "trainer")
         assert (config.run, config.trainer, config.recipe, config.strict) == (RunSettings(), {}, {}, True)
-        assert from_callback("resnet50", Ladder)[1] == ("recipe", "run", "trainer")
+        assert load_callback_config("resnet50", Ladder)[1] == ("recipe", "run", "trainer")
 
     def test_ignored_sections_can_still_be_referred_to(self, folder: Path) -> None:
-        config, ignored = from_callback({"run": {"seed": 7}, "rungs": {"overlap": {"cap_mb": "${run.seed}"}}}, Ladder)
+        config, ignored = load_callback_config(
+            {"run": {"seed": 7}, "rungs": {"overlap": {"cap_mb": "${run.seed}"}}}, Ladder
+        )
         assert config.ladder.overlap.cap_mb == 7  # type: ignore[attr-defined]
         assert (config.run.seed, ignored) == (0, ("run",))
 
@@ -165,5 +167,5 @@ class TestFromCallback:
     )
     def test_faults_in_a_dict(self, folder: Path, given: Any, got: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            from_callback(given, Ladder)
+            load_callback_config(given, Ladder)
         assert caught.value.got == got

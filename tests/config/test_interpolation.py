@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fastloop.config.interpolation import escape, refuse_resolvers, resolve
-from fastloop.config.layers import Leaf, Leaves, flatten, marked_leaves, merge, nest
+from fastloop.config.layers import Leaf, Leaves, flatten, list_marked_leaves, merge, nest
 from fastloop.config.strict_yaml import Marked
 from fastloop.errors import ConfigError
 
@@ -19,7 +19,7 @@ def layer(values: Any) -> Marked:
 
 
 def leaves_of(values: Any) -> Leaves:
-    return merge([marked_leaves(layer(values))])
+    return merge([list_marked_leaves(layer(values))])
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import pytest
 
 from fastloop.config.layers import (
     Layer,
-    as_patch,
-    dict_layers,
-    file_layers,
-    marked_leaves,
+    classify_patch,
+    list_marked_leaves,
     merge,
     nest,
     override_layers,
-    patch_layer,
+    read_dict_layers,
+    read_file_layers,
+    read_patch_layer,
 )
 from fastloop.errors import ConfigError
 
@@ -31,12 +31,12 @@ def names(layers: list[Layer]) -> list[str]:
 
 
 def merged(*values: Any) -> Any:
-    return nest(merge(marked_leaves(layer.marked) for each in values for layer in dict_layers(each, Path())))
+    return nest(merge(list_marked_leaves(layer.marked) for each in values for layer in read_dict_layers(each, Path())))
 
 
 def test_bases_come_first_from_left_to_right_each_after_its_own(tmp_path: Path) -> None:
     write(tmp_path, mine="base: [a.yaml, b.yaml]\nx: 1", a="base: deep.yaml", b="base: [deep.yaml]", deep="y: 1")
-    layers = file_layers("mine.yaml", tmp_path)
+    layers = read_file_layers("mine.yaml", tmp_path)
     assert names(layers) == ["deep.yaml", "a.yaml", "deep.yaml", "b.yaml", "mine.yaml"]
     assert [layer.depth for layer in layers] == [2, 1, 2, 1, 0]
     assert [layer.marked.value for layer in layers] == [{"y": 1}, {}, {"y": 1}, {}, {"x": 1}]
@@ -46,8 +46,8 @@ def test_a_base_path_starts_at_the_file_that_says_it(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write(tmp_path, top="x: 1")
     write(tmp_path / "sub", mine="base: ../top.yaml")
-    assert names(file_layers("sub/mine.yaml", tmp_path)) == ["top.yaml", "sub/mine.yaml"]
-    assert names(dict_layers({"base": "top.yaml", "x": 1}, tmp_path)) == ["top.yaml", "dict"]
+    assert names(read_file_layers("sub/mine.yaml", tmp_path)) == ["top.yaml", "sub/mine.yaml"]
+    assert names(read_dict_layers({"base": "top.yaml", "x": 1}, tmp_path)) == ["top.yaml", "dict"]
 
 
 ROUND = "the bases form a circle: "
@@ -89,23 +89,23 @@ NAME_OR_PATH = ("a base is a shipped name or a path", "write a name, a path, or 
 def test_bases_that_lead_nowhere(tmp_path: Path, files: dict[str, str], got: str, why: str, do: str) -> None:
     write(tmp_path, **files)
     with pytest.raises(ConfigError) as caught:
-        file_layers("a.yaml", tmp_path)
+        read_file_layers("a.yaml", tmp_path)
     assert str(caught.value) == f"got {got}\n  why {why}\n  do  {do.format(folder=tmp_path)}"
 
 
 def test_an_unknown_base_shows_the_chain(tmp_path: Path) -> None:
     write(tmp_path, a="base: b.yaml", b="base: nowhere")
     with pytest.raises(ConfigError) as caught:
-        file_layers("a.yaml", tmp_path)
+        read_file_layers("a.yaml", tmp_path)
     assert caught.value.got == "base: nowhere (b.yaml:1)"
     assert "(base by base: a.yaml -> b.yaml -> nowhere)" in caught.value.why
 
 
 def test_a_patch_has_no_base(tmp_path: Path) -> None:
     write(tmp_path, patch="x: 1\nbase: a.yaml", fine="x: 1")
-    assert patch_layer("fine.yaml", tmp_path).marked.value == {"x": 1}
+    assert read_patch_layer("fine.yaml", tmp_path).marked.value == {"x": 1}
     with pytest.raises(ConfigError) as caught:
-        patch_layer("patch.yaml", tmp_path)
+        read_patch_layer("patch.yaml", tmp_path)
     assert caught.value.got == "base (patch.yaml:2)"
     assert caught.value.why == "a patch may not have a base"
 
@@ -130,7 +130,7 @@ def test_merge(below: Any, above: Any, result: Any) -> None:
 
 def test_merge_keeps_the_origin_of_what_lies_on_top(tmp_path: Path) -> None:
     write(tmp_path, a="base: b.yaml\nrun:\n  seed: 1", b="run: {seed: 2, x: [1]}\ny: 3")
-    leaves = merge(marked_leaves(layer.marked) for layer in file_layers("a.yaml", tmp_path))
+    leaves = merge(list_marked_leaves(layer.marked) for layer in read_file_layers("a.yaml", tmp_path))
     assert {".".join(path): str(leaf.origin) for path, leaf in leaves.items()} == {
         "run.seed": "a.yaml:3",
         "run.x": "b.yaml:1",
@@ -159,7 +159,7 @@ def test_merge_keeps_the_origin_of_what_lies_on_top(tmp_path: Path) -> None:
 )
 def test_overrides(arguments: list[str], values: Any) -> None:
     layers = override_layers(arguments)
-    assert nest(merge(marked_leaves(layer.marked) for layer in layers)) == values
+    assert nest(merge(list_marked_leaves(layer.marked) for layer in layers)) == values
     assert {str(layer.marked.origin(("a",))) for layer in layers} == {"command line"}
 
 
@@ -208,19 +208,19 @@ def test_as_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastloop.config.shipped.__file__", str(tmp_path / "fastloop" / "config" / "shipped.py"))
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "net.yaml").touch()
-    assert as_patch("amp") == ("more", "amp")
-    assert as_patch("my.yaml") == ("more", "my.yaml")
-    assert as_patch("./lr=3/my.yaml") == ("more", "./lr=3/my.yaml")
-    assert as_patch("run.seed=1,run.x=2") == ("override", "run.seed=1,run.x=2")
-    assert as_patch("data.dir=./x.yaml") == ("override", "data.dir=./x.yaml")
+    assert classify_patch("amp") == ("more", "amp")
+    assert classify_patch("my.yaml") == ("more", "my.yaml")
+    assert classify_patch("./lr=3/my.yaml") == ("more", "./lr=3/my.yaml")
+    assert classify_patch("run.seed=1,run.x=2") == ("override", "run.seed=1,run.x=2")
+    assert classify_patch("data.dir=./x.yaml") == ("override", "data.dir=./x.yaml")
     with pytest.raises(ConfigError, match=r"got 'anp'\n.*rungs: amp\n  do  write amp"):
-        as_patch("anp")
+        classify_patch("anp")
     with pytest.raises(ConfigError, match=r"got 'net'\n  why it is a recipe, but --vs takes a patch, rung or ladder"):
-        as_patch("net")
+        classify_patch("net")
     with pytest.raises(ConfigError, match=r"got 'amp\+net'\n.*\n  do  write amp,net"):
-        as_patch("amp+net")
+        classify_patch("amp+net")
     with pytest.raises(ConfigError, match=r"got 'amp\+nets'\n.*no recipe, ladder, climb or rung has this name"):
-        as_patch("amp+nets")
+        classify_patch("amp+nets")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_as_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_dicts_hold_plain_values(values: Any, got: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        dict_layers(values, Path())
+        read_dict_layers(values, Path())
     assert caught.value.got == got
 
 
@@ -257,7 +257,7 @@ def test_a_patch_among_the_overrides_is_told_where_it_belongs(text: str) -> None
 
 def test_an_override_in_place_of_a_patch_is_told_where_it_belongs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        patch_layer("recipe.api_key=hunter2", tmp_path)
+        read_patch_layer("recipe.api_key=hunter2", tmp_path)
     assert caught.value.got == "--config recipe.api_key=***" and "without --config" in caught.value.do
     (tmp_path / "lr=3.yaml").write_text("run: {seed: 3}")
-    assert patch_layer("lr=3.yaml", tmp_path).marked.value == {"run": {"seed": 3}}
+    assert read_patch_layer("lr=3.yaml", tmp_path).marked.value == {"run": {"seed": 3}}

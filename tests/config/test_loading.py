@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fastloop.config.loading import Config, RunSettings, WatchSettings, from_callback, load
+from fastloop.config.loading import Config, RunSettings, WatchSettings, load, load_callback_config
 from fastloop.config.strict_yaml import Origin
 from fastloop.errors import ConfigError
 from tests.small_ladder import Amp, Ladder, Read, Workers, folder_fixture, read_fixture  # noqa: F401
@@ -307,12 +307,12 @@ def test_unknown_configurations(folder: Path, conf: str, why: str, do: str) -> N
 def test_the_real_ladder_is_the_default(folder: Path) -> None:
     from fastloop.ladder import Ladder as RealLadder
 
-    assert from_callback(None)[0].ladder == RealLadder()
+    assert load_callback_config(None)[0].ladder == RealLadder()
 
 
 def test_reading_a_configuration_imports_neither_torch_nor_lightning(folder: Path) -> None:
     code = (
-        "import sys; from fastloop.config.loading import from_callback; from_callback({'rungs': {}}); "
+        "import sys; from fastloop.config.loading import load_callback_config; load_callback_config({'rungs': {}}); "
         "sys.exit(len({'torch', 'lightning', 'pytorch_lightning', 'omegaconf'} & set(sys.modules)))"
     )
     path = str(Path(__file__).parents[2])
@@ -325,7 +325,7 @@ def test_reading_a_configuration_imports_neither_torch_nor_lightning(folder: Pat
 @pytest.mark.parametrize("wrong", [3, True, ["safe"], object])
 def test_a_callback_is_told_what_is_no_configuration(wrong: object) -> None:
     with pytest.raises(ConfigError, match="is no configuration"):
-        from_callback(wrong)  # type: ignore[arg-type]
+        load_callback_config(wrong)  # type: ignore[arg-type]
 
 
 def test_a_rung_to_come_is_told_apart_from_a_typing_error() -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from fastloop.config.schema import build, check_keys, settings, typed
+from fastloop.config.schema import build, check_keys, check_type, read_settings
 from fastloop.config.strict_yaml import Marked, Origin
 from fastloop.errors import ConfigError
 
@@ -67,7 +67,7 @@ SCHEMA: dict[str, Any] = {"free": dict, "outer": Outer, "flag": bool}
     ],
 )
 def test_values_of_the_type(value: Any, kind: Any, read: Any) -> None:
-    result = typed(value, kind, "a.b", HERE)
+    result = check_type(value, kind, "a.b", HERE)
     assert result == read
     assert type(result) is type(read)
 
@@ -145,14 +145,14 @@ MODE = Literal["bf16-mixed", "16-mixed", "tf32"]
 )
 def test_values_of_another_type(value: Any, kind: Any, got: str, why: str, do: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        typed(value, kind, "a.b", HERE)
+        check_type(value, kind, "a.b", HERE)
     assert str(caught.value) == f"got a.b: {got} (my.yaml:7)\n  why {why}\n  do  write {do}"
     assert caught.value.key == "a.b"
 
 
 def test_the_value_of_a_secret_is_not_shown() -> None:
     with pytest.raises(ConfigError) as caught:
-        typed("08", int, "a.api_key", HERE)
+        check_type("08", int, "a.api_key", HERE)
     assert str(caught.value) == "got a.api_key: *** (my.yaml:7)\n  why it must be an integer\n  do  write an integer"
 
 
@@ -265,8 +265,8 @@ def test_what_a_record_refuses_gets_its_key_and_place(count: Any, rate: Any, got
 
 def test_settings_of_a_free_section() -> None:
     origins = {"recipe.inner.count": HERE, "recipe.rate": HERE, "recipe.iner.x": HERE}
-    assert settings(Outer, {"inner": {"count": 3}}, "recipe", origins) == Outer(inner=Inner(count=3))
-    assert settings(Outer, {}, "recipe", {}) == Outer()
+    assert read_settings(Outer, {"inner": {"count": 3}}, "recipe", origins) == Outer(inner=Inner(count=3))
+    assert read_settings(Outer, {}, "recipe", {}) == Outer()
 
 
 @pytest.mark.parametrize(
@@ -281,5 +281,5 @@ def test_settings_of_a_free_section() -> None:
 def test_faults_in_the_settings_of_a_free_section(values: Any, got: str, do: str) -> None:
     origins = {"recipe.iner.x": HERE, "recipe.inner.count": HERE}
     with pytest.raises(ConfigError) as caught:
-        settings(Outer, values, "recipe", origins)
+        read_settings(Outer, values, "recipe", origins)
     assert (caught.value.got, caught.value.do) == (got, do)

@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from fastloop.config import shipped as module
-from fastloop.config.loading import from_callback
-from fastloop.config.shipped import is_path, locate, shipped, shipped_root
+from fastloop.config.loading import load_callback_config
+from fastloop.config.shipped import find_root, find_shipped, is_path, locate
 from fastloop.errors import ConfigError
 from fastloop.ladder import plan
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
 from fastloop.records.images import ImageFacts, RandomResizedCrop, ToFloat, ToTensor
-from fastloop.records.store import safe_name
+from fastloop.records.store import make_safe_name
 
 
 @pytest.fixture
@@ -31,17 +31,17 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_clone_ships_from_its_root_and_a_wheel_from_inside_the_package(root: Path) -> None:
-    assert shipped_root() == root
+    assert find_root() == root
     (root / "fastloop" / "_shipped" / "recipes").mkdir(parents=True)
     (root / "fastloop" / "_shipped" / "recipes" / "gpt2.yaml").touch()
-    assert shipped_root() == root / "fastloop" / "_shipped"
-    assert shipped("recipes") == {"gpt2": root / "fastloop" / "_shipped" / "recipes" / "gpt2.yaml"}
+    assert find_root() == root / "fastloop" / "_shipped"
+    assert find_shipped("recipes") == {"gpt2": root / "fastloop" / "_shipped" / "recipes" / "gpt2.yaml"}
 
 
 def test_names_by_kind(root: Path) -> None:
-    assert shipped("recipes") == {"resnet50": root / "recipes" / "resnet50.yaml"}
-    assert list(shipped("ladders")) == ["full", "safe"]
-    assert shipped("climbs") == {}
+    assert find_shipped("recipes") == {"resnet50": root / "recipes" / "resnet50.yaml"}
+    assert list(find_shipped("ladders")) == ["full", "safe"]
+    assert find_shipped("climbs") == {}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_missing_files(root: Path) -> None:
     ],
 )
 def test_safe_name(text: str, name: str) -> None:
-    assert safe_name(text) == name
+    assert make_safe_name(text) == name
 
 
 FAVOURABLE = Facts(
@@ -166,14 +166,14 @@ FAVOURABLE = Facts(
 
 def refused(rungs: Mapping[str, Any]) -> dict[str, str | None]:
     """The rungs that even a run in which everything applies, and no other rung loads, would be without, and why."""
-    alone = [from_callback({"rungs": {name: rungs[name]}})[0].ladder for name in rungs]
+    alone = [load_callback_config({"rungs": {name: rungs[name]}})[0].ladder for name in rungs]
     steps = [step for ladder in alone for step in plan(ladder, FAVOURABLE).steps]
     return {step.rung: step.reason for step in steps if step.status == "skipped"}
 
 
-@pytest.mark.parametrize("name", shipped("ladders"))
+@pytest.mark.parametrize("name", find_shipped("ladders"))
 def test_a_shipped_ladder_switches_nothing_on_that_is_always_refused(name: str) -> None:
-    rungs = yaml.safe_load(shipped("ladders")[name].read_text())["rungs"]
+    rungs = yaml.safe_load(find_shipped("ladders")[name].read_text())["rungs"]
     assert rungs and refused(rungs) == {}
     control = {**rungs, "batch": {"enabled": True, "micro_batch": 64}}
     assert list(refused(control)) == ["batch"], "the control: batches have 64 samples already"

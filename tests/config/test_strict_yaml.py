@@ -11,7 +11,7 @@ import pytest
 
 from fastloop.config.strict_yaml import MAX_DEPTH, MAX_NODES, Marked, Origin, load_yaml, parse_scalar
 from fastloop.errors import ConfigError
-from fastloop.records.yaml_text import dump_yaml, plain
+from fastloop.records.yaml_text import dump_yaml, parse_plain
 
 
 def read(folder: Path, text: str) -> Marked:
@@ -48,7 +48,7 @@ def refusal(folder: Path, text: str) -> ConfigError:
     ],
 )
 def test_plain_scalars(tmp_path: Path, text: str, value: Any) -> None:
-    for seen in (plain(text), parse_scalar(text), read(tmp_path, f"a: {text}").value["a"]):
+    for seen in (parse_plain(text), parse_scalar(text), read(tmp_path, f"a: {text}").value["a"]):
         assert seen == value
         assert type(seen) is type(value)
 

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from fastloop import diagnose
-from fastloop.ladder import cards
+from fastloop.ladder import collect_cards
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Verdict
 
@@ -28,7 +28,7 @@ def findings(
     seen: Measurement, enabled: tuple[str, ...] = (), verdicts: tuple[Verdict, ...] = ()
 ) -> tuple[Finding, ...]:
     """What diagnosis finds with the rungs of the ladder."""
-    return diagnose.findings(seen, cards(), enabled, verdicts)
+    return diagnose.list_findings(seen, collect_cards(), enabled, verdicts)
 
 
 def scene(

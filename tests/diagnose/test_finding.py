@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fastloop.diagnose.attribution import StepParts
-from fastloop.diagnose.finding import bound_gain_pct, format_factor, weigh
+from fastloop.diagnose.finding import compute_gain_bound_pct, format_factor, weigh
 from fastloop.diagnose.remedies import Remedy
 from fastloop.records.measurement import Measurement
 
@@ -62,7 +62,7 @@ def test_the_ceiling(settings: dict[str, Any], gain: float | None, estimate: boo
 
 def test_a_share_is_at_most_the_step_and_then_has_no_bound_of_its_own() -> None:
     assert a_step().to_pct(250.0) == 100.0 and a_step().to_pct(50.0) == pytest.approx(50)
-    assert bound_gain_pct(100.0) is None and bound_gain_pct(50.0) == pytest.approx(100)
+    assert compute_gain_bound_pct(100.0) is None and compute_gain_bound_pct(50.0) == pytest.approx(100)
     assert weighed(100.0).gain_pct is None and weighed(100.0, most_pct=40.0).gain_pct == 40.0
 
 

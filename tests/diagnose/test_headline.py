@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from fastloop.diagnose import next_steps
+from fastloop.diagnose import list_next_steps
 from fastloop.diagnose.finding import TITLES
 from fastloop.diagnose.rules import RULES
-from fastloop.ladder import cards
+from fastloop.ladder import collect_cards
 from fastloop.records.measurement import Measurement
 from tests.diagnose.scenes import (
     cifar10_launches,
@@ -92,18 +92,20 @@ def test_memory_without_a_rung_left_is_not_called_slow() -> None:
 )
 def test_what_comes_after_the_fix(seen: Measurement, enabled: tuple[str, ...], then: Any, later: Any) -> None:
     found = findings(seen, enabled)
-    assert found[0].patch is not None and next_steps(found, seen, cards(), enabled) == (then, later)
+    assert found[0].patch is not None and list_next_steps(found, seen, collect_cards(), enabled) == (then, later)
 
 
 def test_what_a_patch_has_is_not_tried_again_after_it() -> None:
     seen = resnet50_naive(h2d=20.0)
     found = findings(seen)
     patched = [rung for finding in found for rung in (finding.patch or {}).get("rungs", {})]
-    assert patched == ["workers", "pin", "prefetch"] and not set(patched) & set(next_steps(found, seen, cards())[0])
+    assert patched == ["workers", "pin", "prefetch"] and not set(patched) & set(
+        list_next_steps(found, seen, collect_cards())[0]
+    )
 
 
 @pytest.mark.parametrize(
     "seen", [gpt2_tuned(), on_cpu(), Measurement(), on_cpu(callbacks_logging=20.0), gpt2_tuned(validation=20.0)]
 )
 def test_where_nothing_is_to_be_fixed_nothing_comes_after(seen: Measurement) -> None:
-    assert next_steps(findings(seen), seen, cards()) == ((), ())
+    assert list_next_steps(findings(seen), seen, collect_cards()) == ((), ())

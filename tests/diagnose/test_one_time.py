@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fastloop import diagnose
-from fastloop.diagnose.one_time import STORM_STEPS, _t95, find_slowdown
-from fastloop.ladder import cards
+from fastloop.diagnose.one_time import STORM_STEPS, _compute_t95, find_slowdown
+from fastloop.ladder import collect_cards
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Rehearsed, Verdict
 from tests.diagnose.scenes import findings, on_cpu, resnet50_naive, scene
@@ -24,7 +24,7 @@ def compiled(seconds: float = 98.0, **changes: Any) -> Any:
 
 
 def first(seen: Measurement, verdicts: tuple[Verdict, ...] = ()) -> Finding:
-    return diagnose.findings(seen, cards(), (), verdicts)[0]
+    return diagnose.list_findings(seen, collect_cards(), (), verdicts)[0]
 
 
 def test_a_run_that_compiles_all_the_time_is_told_so_first() -> None:
@@ -171,4 +171,4 @@ def test_the_rung_that_costs_is_named(verdicts: tuple[Verdict, ...], changes: An
 
 @pytest.mark.parametrize(("df", "true"), [(4, 2.776), (9, 2.262), (30, 2.042), (200, 1.972)])
 def test_the_quantile(df: int, true: float) -> None:
-    assert math.isclose(_t95(df), true, rel_tol=0.02)
+    assert math.isclose(_compute_t95(df), true, rel_tol=0.02)

@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 
-from fastloop.config.loading import from_callback
+from fastloop.config.loading import load_callback_config
 from fastloop.diagnose.remedies import Rungs
-from fastloop.ladder import cards
+from fastloop.ladder import collect_cards
 from fastloop.records.card import Card
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Verdict
 from tests.diagnose.scenes import cifar10_launches, gpt2_naive, on_cpu, resnet50_naive, with_trace
 
-CARDS = cards()
+CARDS = collect_cards()
 RUNGS = list(CARDS)
 SPLIT = {"micro_batch": 8, "global_batch": 64}
 
@@ -26,7 +26,7 @@ def available(seen: Measurement, enabled: tuple[str, ...], rung: str) -> bool:
 @pytest.mark.parametrize("rung", RUNGS)
 def test_a_patch_is_one_the_configuration_takes(rung: str) -> None:
     patch = {"rungs": {rung: CARDS[rung].patch(gpt2_naive())}}
-    config, _ = from_callback(patch)
+    config, _ = load_callback_config(patch)
     assert config.ladder.enabled() == (rung,)
 
 

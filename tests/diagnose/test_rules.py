@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from fastloop.config.loading import from_callback
-from fastloop.diagnose import next_steps
+from fastloop.config.loading import load_callback_config
+from fastloop.diagnose import list_next_steps
 from fastloop.diagnose.rules import RULES
-from fastloop.ladder import Ladder, cards
+from fastloop.ladder import Ladder, collect_cards
 from fastloop.records.measurement import FAMILIES, PARTS, Measurement
 from fastloop.records.plan import Finding
 from tests.diagnose.scenes import NO_WORKERS, cifar10_launches, findings, gpt2_naive, gpt2_tuned, on_cpu, scene
@@ -241,7 +241,7 @@ def test_it_never_raises_and_keeps_its_word(seed: int) -> None:
         for finding in found:
             check(finding, enabled)
             assert finding.title.isupper()
-        then, later = next_steps(found, seen, cards(), enabled)
+        then, later = list_next_steps(found, seen, collect_cards(), enabled)
         assert not {*then, *later} & set(enabled) and not set(then) & set(later)
         patched = {rung for finding in found if finding.patch for rung in finding.patch["rungs"]}
         assert ((then, later) == ((), ())) if not patched else not patched & {*then, *later}
@@ -254,7 +254,7 @@ def check(finding: Finding, enabled: tuple[str, ...]) -> None:
     if finding.bottleneck == "none":
         assert finding.patch is None and finding.share_pct is None and finding.ceiling_gain_pct is None
     if finding.patch is not None:
-        config, _ = from_callback(finding.patch)
+        config, _ = load_callback_config(finding.patch)
         assert set(config.ladder.enabled()) == set(finding.patch["rungs"]) and "no rung" not in finding.why
         assert not set(config.ladder.enabled()) & set(enabled)
     elif finding.bottleneck not in ("none", "compute_bound"):

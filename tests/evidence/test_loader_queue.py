@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fastloop.evidence import loader_queue
-from fastloop.evidence.loader_queue import batches_owed, batches_ready, find_awaited_worker, find_death, live_workers
+from fastloop.evidence.loader_queue import count_live_workers, count_owed, count_ready, find_awaited_worker, find_death
 
 DATA = TensorDataset(torch.arange(40))
 
@@ -51,7 +51,7 @@ def held_loader() -> Iterator[tuple[Any, Callable[..., None]]]:
 
 def wait_for(owed: int, iterator: Any) -> int | None:
     end = time.monotonic() + 100
-    while (found := batches_owed(iterator)) != owed and time.monotonic() < end:
+    while (found := count_owed(iterator)) != owed and time.monotonic() < end:
         time.sleep(0.02)
     return found
 
@@ -59,16 +59,16 @@ def wait_for(owed: int, iterator: Any) -> int | None:
 def test_without_workers() -> None:
     for kind in (DataLoader, StatefulDataLoader):
         iterator = iter(kind(DATA, batch_size=4))
-        assert live_workers(iterator) == 0 and batches_owed(iterator) == 0
+        assert count_live_workers(iterator) == 0 and count_owed(iterator) == 0
 
 
 def test_a_drained_queue_owes_all_it_was_asked_for() -> None:
     with held_loader() as (iterator, let):
-        assert live_workers(iterator) == 2 and batches_owed(iterator) == 4  # each worker was asked for two batches
+        assert count_live_workers(iterator) == 2 and count_owed(iterator) == 4  # each worker was asked for two batches
         let(0, 1, 2, 3)
         assert wait_for(0, iterator) == 0
         next(iterator)
-        assert batches_owed(iterator) == 1  # asked for in place of the one that was taken
+        assert count_owed(iterator) == 1  # asked for in place of the one that was taken
         let(4)
         assert wait_for(0, iterator) == 0
 
@@ -79,12 +79,12 @@ def test_batches_that_came_too_early_are_not_owed_and_count_once() -> None:
         assert wait_for(2, iterator) == 2
         let(0)
         next(iterator)
-        assert batches_owed(iterator) == 2  # the third one still, and the one asked for in place of the first
+        assert count_owed(iterator) == 2  # the third one still, and the one asked for in place of the first
 
 
 def test_a_test_that_fails_leaves_no_worker_behind(newborns: Any) -> None:
     with pytest.raises(ZeroDivisionError), held_loader() as (iterator, _):
-        assert len(newborns()) == 2 == live_workers(iterator)
+        assert len(newborns()) == 2 == count_live_workers(iterator)
         raise ZeroDivisionError
     assert newborns() == []
 
@@ -96,28 +96,28 @@ def test_a_full_queue_owes_nothing_also_at_the_end_of_an_epoch() -> None:
     assert wait_for(0, iterator) == 0  # one of ten is left, and ready
     rest = list(iterator)
     assert len(rest) == 1 and rest[0][0].tolist() == [36, 37, 38, 39]
-    assert live_workers(iterator) == 0  # they end with the last batch
+    assert count_live_workers(iterator) == 0  # they end with the last batch
     del iterator
     gc.collect()
 
 
 def test_what_cannot_be_told_is_none() -> None:
-    assert live_workers(iter([1])) is None and batches_owed(iter([1])) is None
+    assert count_live_workers(iter([1])) is None and count_owed(iter([1])) is None
     worker = SimpleNamespace(is_alive=lambda: True)
     no_size = SimpleNamespace(_workers=[worker], _tasks_outstanding=2, _task_info={}, _data_queue=SimpleNamespace())
-    assert live_workers(no_size) == 1 and batches_owed(no_size) is None
+    assert count_live_workers(no_size) == 1 and count_owed(no_size) is None
 
 
 def test_what_is_ready_is_what_is_not_owed_of_a_queue_that_was_asked_for() -> None:
     iterator = iter(DataLoader(DATA, batch_size=4, num_workers=2, prefetch_factor=2))
-    assert wait_for(0, iterator) == 0 and batches_ready(iterator) == 4
+    assert wait_for(0, iterator) == 0 and count_ready(iterator) == 4
     next(iterator)
-    assert wait_for(0, iterator) == 0 and batches_ready(iterator) == 4  # another is made in its place
+    assert wait_for(0, iterator) == 0 and count_ready(iterator) == 4  # another is made in its place
     del iterator
     gc.collect()
-    assert batches_ready(iter(DataLoader(DATA, batch_size=4))) == 0
+    assert count_ready(iter(DataLoader(DATA, batch_size=4))) == 0
     worker = SimpleNamespace(is_alive=lambda: True)
-    assert batches_ready(SimpleNamespace(_workers=[worker], _task_info={}, _data_queue=SimpleNamespace())) is None
+    assert count_ready(SimpleNamespace(_workers=[worker], _task_info={}, _data_queue=SimpleNamespace())) is None
 
 
 # -- workers that let the training wait -----------------------------------------------------------------------------

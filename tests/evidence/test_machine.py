@@ -27,8 +27,8 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_waiting_for_a_cpu_is_what_the_kernel_counts(tmp_path: Path) -> None:
-    assert machine.cpu_wait_s(write(tmp_path, {"proc/thread-self/schedstat": "31 2500000000 7"})) == 2.5
-    assert machine.cpu_wait_s(tmp_path / "elsewhere") is None
+    assert machine.read_cpu_wait_s(write(tmp_path, {"proc/thread-self/schedstat": "31 2500000000 7"})) == 2.5
+    assert machine.read_cpu_wait_s(tmp_path / "elsewhere") is None
 
 
 def executable(path: Path, text: str = "") -> Path:
@@ -79,13 +79,13 @@ def test_cpus_are_the_smaller_of_affinity_and_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cpus: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert machine.usable_cpus(write(tmp_path, files)) == cpus
+    assert machine.count_usable_cpus(write(tmp_path, files)) == cpus
 
 
 def test_cpus_without_affinity_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    assert machine.usable_cpus(tmp_path) == 5
+    assert machine.count_usable_cpus(tmp_path) == 5
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_cpus_without_affinity_are_counted(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_local_ranks(environ: dict[str, str], ranks: int) -> None:
-    assert machine.local_rank_count(environ) == ranks
+    assert machine.count_local_ranks(environ) == ranks
 
 
 @pytest.mark.parametrize(
@@ -119,12 +119,12 @@ def test_memory_is_the_smaller_of_installed_and_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], gib: int
 ) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 * GIB // 4096, "SC_PAGE_SIZE": 4096}.__getitem__)
-    assert machine.memory_bytes(write(tmp_path, files)) == gib * GIB
+    assert machine.read_memory_bytes(write(tmp_path, files)) == gib * GIB
 
 
 def test_memory_nobody_knows_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sysconf")
-    assert machine.memory_bytes(tmp_path) is None
+    assert machine.read_memory_bytes(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -155,13 +155,13 @@ def test_memory_nobody_knows_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_memory_that_is_left(files: dict[str, str], room: int | None, tmp_path: Path) -> None:
-    assert machine.memory_free_bytes(write(tmp_path, files)) == room
+    assert machine.read_memory_free_bytes(write(tmp_path, files)) == room
 
 
 def test_room_on_a_disk_is_that_of_the_nearest_directory_there_is(tmp_path: Path) -> None:
-    room = machine.disk_free_bytes(tmp_path / "not" / "there")
+    room = machine.read_disk_free_bytes(tmp_path / "not" / "there")
     assert room is not None and room > 0
-    assert machine.disk_free_bytes(Path("not/there/either")) is not None
+    assert machine.read_disk_free_bytes(Path("not/there/either")) is not None
 
 
 def test_the_cache_directory_of_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -176,9 +176,9 @@ def test_the_cache_directory_of_a_user_without_a_home(monkeypatch: pytest.Monkey
 
 
 def test_shared_memory(tmp_path: Path) -> None:
-    assert machine.shm_free_bytes(tmp_path) is None
+    assert machine.read_shm_free_bytes(tmp_path) is None
     (tmp_path / "dev/shm").mkdir(parents=True)
-    assert (machine.shm_free_bytes(tmp_path) or 0) > 0
+    assert (machine.read_shm_free_bytes(tmp_path) or 0) > 0
 
 
 def test_open_file_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,13 +192,13 @@ def test_compiler_is_the_one_inductor_calls(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "platform", "linux")
     clang = str(executable(tmp_path / "clang++"))
     path = {"PATH": str(tmp_path)}
-    assert machine.cxx_compiler(path) is None, "Inductor does not fall back on clang++"
-    assert machine.cxx_compiler({**path, "CXX": "clang++"}) == clang
-    assert machine.cxx_compiler({"PATH": "", "CXX": clang}) == clang
+    assert machine.find_cxx_compiler(path) is None, "Inductor does not fall back on clang++"
+    assert machine.find_cxx_compiler({**path, "CXX": "clang++"}) == clang
+    assert machine.find_cxx_compiler({"PATH": "", "CXX": clang}) == clang
     gcc = str(executable(tmp_path / "g++"))
-    assert machine.cxx_compiler(path) == gcc
-    assert machine.cxx_compiler({**path, "CXX": "no-such-compiler"}) is None, "CXX has the last word"
-    assert machine.cxx_compiler({"PATH": ""}) is None
+    assert machine.find_cxx_compiler(path) == gcc
+    assert machine.find_cxx_compiler({**path, "CXX": "no-such-compiler"}) is None, "CXX has the last word"
+    assert machine.find_cxx_compiler({"PATH": ""}) is None
 
 
 class FakeNVMLError(Exception):
@@ -232,7 +232,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_gpus_that_answer(nvml: SimpleNamespace) -> None:
-    first, second = machine.gpus()
+    first, second = machine.list_gpus()
     assert first == machine.GpuReading(
         index=0,
         name="GPU model 0",
@@ -249,9 +249,9 @@ def test_gpus_that_answer(nvml: SimpleNamespace) -> None:
 
 def test_no_gpus_without_a_driver_or_nvml(nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "nvmlInit", refuse)
-    assert machine.gpus() == ()
+    assert machine.list_gpus() == ()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert machine.gpus() == ()
+    assert machine.list_gpus() == ()
 
 
 @pytest.mark.parametrize(
@@ -269,20 +269,20 @@ def test_what_nvml_refuses_is_none_and_the_rest_stays(
     nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, question: str, field: str
 ) -> None:
     monkeypatch.setattr(nvml, question, refuse)
-    unknown = {name for name, value in vars(machine.gpus()[0]).items() if value is None}
+    unknown = {name for name, value in vars(machine.list_gpus()[0]).items() if value is None}
     assert unknown - {"memory_used_bytes"} == {field}
 
 
 def test_a_lost_gpu_keeps_its_place(nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByIndex", lambda index: refuse() if index == 0 else index)
-    lost, well = machine.gpus()
+    lost, well = machine.list_gpus()
     assert lost == machine.GpuReading(index=0, driver="580.65")
     assert well.name == "GPU model 1"
 
 
 def test_pynvml_may_lack_a_function(nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(nvml, "nvmlDeviceGetMigMode")
-    assert machine.gpus()[0].mig_enabled is None
+    assert machine.list_gpus()[0].mig_enabled is None
 
 
 def test_foreign_processes_are_told_from_ours(nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,16 +292,16 @@ def test_foreign_processes_are_told_from_ours(nvml: SimpleNamespace, monkeypatch
     helper, neighbour = subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)
     try:
         nvml.pids = [os.getpid(), helper.pid, neighbour.pid]
-        assert machine.gpus()[0].foreign_pids == (neighbour.pid,)
+        assert machine.list_gpus()[0].foreign_pids == (neighbour.pid,)
         monkeypatch.setattr(os, "getppid", os.getpid)  # now the neighbour looks like a sibling
-        assert machine.gpus()[0].foreign_pids == (neighbour.pid,), "the shell's other jobs are not this run"
+        assert machine.list_gpus()[0].foreign_pids == (neighbour.pid,), "the shell's other jobs are not this run"
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-        assert machine.gpus()[0].foreign_pids == (), "the launcher's other ranks are this run"
+        assert machine.list_gpus()[0].foreign_pids == (), "the launcher's other ranks are this run"
     finally:
         for child in (helper, neighbour):
             child.kill()
             child.wait()
-    assert machine.gpus()[0].foreign_pids == (helper.pid, neighbour.pid), "their PIDs name nobody now"
+    assert machine.list_gpus()[0].foreign_pids == (helper.pid, neighbour.pid), "their PIDs name nobody now"
 
 
 def test_versions_are_those_of_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,14 +313,14 @@ def test_versions_are_those_of_installed_packages(monkeypatch: pytest.MonkeyPatc
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert machine.versions() == {"python": ".".join(map(str, sys.version_info[:3])), "torch": "2.11.0+cu130"}
+    assert machine.read_versions() == {"python": ".".join(map(str, sys.version_info[:3])), "torch": "2.11.0+cu130"}
 
 
 def test_reading_the_machine_imports_neither_torch_nor_lightning() -> None:
     code = """
 import os, sys
 from fastloop.evidence import machine
-machine.environment([], os.environ)
+machine.read_environment([], os.environ)
 assert not {"torch", "lightning", "pytorch_lightning", "numpy"} & set(sys.modules)
 """
     search_path = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -331,7 +331,7 @@ assert not {"torch", "lightning", "pytorch_lightning", "numpy"} & set(sys.module
 def test_environment_is_json_without_secrets() -> None:
     kept = {"CUDA_VISIBLE_DEVICES": "0,1", "MASTER_ADDR": "node", "NCCL_DEBUG": "INFO", "RANK": "1"}
     environ = {**kept, "FASTLOOP_API_KEY": "hush", "SLURM_JWT": "hush", "HF_TOKEN": "hush", "HOME": "mine"}
-    record = machine.environment(["train.py", "logger.api_key=hush", "--token", "hush"], environ)
+    record = machine.read_environment(["train.py", "logger.api_key=hush", "--token", "hush"], environ)
     assert json.loads(json.dumps(record)).keys() == record.keys()
     assert "hush" not in json.dumps(record)
     assert record["schema"] == 1
@@ -354,31 +354,31 @@ def work_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_commit_and_whether_files_differ_from_it(work_tree: Path) -> None:
-    clean = machine.environment([], {})
+    clean = machine.read_environment([], {})
     assert len(clean["commit"]) == 40 and clean["dirty"] is False
     write(work_tree, {"notes.txt": "untracked"})
-    assert machine.environment([], {})["dirty"] is False
+    assert machine.read_environment([], {})["dirty"] is False
     write(work_tree, {"train.py": "2"})
-    changed = machine.environment([], {})
+    changed = machine.read_environment([], {})
     assert (changed["commit"], changed["dirty"]) == (clean["commit"], True)
 
 
 def test_no_commit_outside_a_work_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert machine.environment([], {})["commit"] is machine.environment([], {})["dirty"] is None
+    assert machine.read_environment([], {})["commit"] is machine.read_environment([], {})["dirty"] is None
 
 
 def test_git_that_hangs_is_not_waited_for(work_tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executable(work_tree / "bin/git", "exec sleep 30")
     monkeypatch.setenv("PATH", f"{work_tree / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(machine, "GIT_LIMIT_S", 0.2)
-    assert machine.environment([], {})["commit"] is None
+    assert machine.read_environment([], {})["commit"] is None
 
 
 def test_cpu_model(tmp_path: Path) -> None:
     write(tmp_path, {"proc/cpuinfo": "processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\n"})
-    assert machine._cpu_model(tmp_path) == "Fast CPU @ 3 GHz"
+    assert machine._read_cpu_model(tmp_path) == "Fast CPU @ 3 GHz"
 
 
 @pytest.mark.parametrize(
@@ -399,4 +399,4 @@ def test_an_old_install_of_ours_is_told_apart_from_the_strangers(
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: fastloop\nVersion: 0.1.0\n")
         (folder / "entry_points.txt").write_text(commands)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert machine.bare_distribution() == whose
+    assert machine.find_bare_distribution() == whose

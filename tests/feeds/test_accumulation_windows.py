@@ -8,7 +8,7 @@ import pytest
 
 from fastloop.evidence.worker_limits import count_used_batches
 from fastloop.feeds.accumulation_windows import (
-    batches_between_validations,
+    count_batches_between_validations,
     explain_no_merge,
     list_changed_counts,
 )
@@ -22,7 +22,7 @@ def test_used_batches(limit: Any, expected: int) -> None:
 
 @pytest.mark.parametrize(("interval", "expected"), [(4, 4), (1.0, 10), (0.5, 5), (0.01, 1)])
 def test_batches_between_validations(interval: Any, expected: int) -> None:
-    assert batches_between_validations(10, interval) == expected
+    assert count_batches_between_validations(10, interval) == expected
 
 
 DENSE, RAGGED = 12, 10

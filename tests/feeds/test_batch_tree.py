@@ -10,12 +10,12 @@ import torch
 
 from fastloop.feeds.batch_tree import (
     Window,
+    count_rows,
     count_samples,
     is_container,
+    iterate_tensors,
     map_tensors,
     rebuild,
-    samples,
-    tensors,
     walk_storage,
     walk_tensors,
 )
@@ -48,21 +48,21 @@ def test_map_tensors_keeps_the_structure(kind: str) -> None:
     batch = batches()[kind]
     doubled = map_tensors(batch, lambda tensor: tensor * 2)
     assert type(doubled) is type(batch)
-    for before, after in zip(tensors(batch), tensors(doubled), strict=True):
+    for before, after in zip(iterate_tensors(batch), iterate_tensors(doubled), strict=True):
         assert torch.equal(after, before * 2)
-    assert all(not torch.equal(a, b) for a, b in zip(tensors(batch), tensors(doubled), strict=True))
+    assert all(not torch.equal(a, b) for a, b in zip(iterate_tensors(batch), iterate_tensors(doubled), strict=True))
 
 
 @pytest.mark.parametrize("kind", batches())
 def test_samples_is_the_first_dimension(kind: str) -> None:
-    assert samples(batches()[kind]) == 3
+    assert count_rows(batches()[kind]) == 3
 
 
 def test_samples_skips_numbers_and_says_none() -> None:
-    assert samples([torch.tensor(1.0), torch.zeros(4, 2)]) == 4
-    assert samples(torch.tensor(1.0)) is None
-    assert samples({"names": ["a", "b"]}) is None
-    assert samples(Closed()) is None
+    assert count_rows([torch.tensor(1.0), torch.zeros(4, 2)]) == 4
+    assert count_rows(torch.tensor(1.0)) is None
+    assert count_rows({"names": ["a", "b"]}) is None
+    assert count_rows(Closed()) is None
 
 
 def test_members_that_are_no_tensors_are_handed_through() -> None:
@@ -84,7 +84,7 @@ def test_rebuild_says_when_it_cannot() -> None:
 @pytest.mark.parametrize("kind", batches())
 def test_walking_finds_what_is_in_containers(kind: str) -> None:
     batch = batches()[kind]
-    assert [id(each) for each in walk_tensors(batch)] == [id(each) for each in tensors(batch)]
+    assert [id(each) for each in walk_tensors(batch)] == [id(each) for each in iterate_tensors(batch)]
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
@@ -98,13 +98,13 @@ def test_a_sparse_tensor_is_stored_in_its_parts(layout: str) -> None:
 
 def test_samples_of_a_nested_tensor_which_has_no_shape() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    assert samples([nested]) == samples(nested) == count_samples((nested,), [2]) == 2
+    assert count_rows([nested]) == count_rows(nested) == count_samples((nested,), [2]) == 2
 
 
 def test_walking_finds_tensors_of_objects_that_can_be_moved() -> None:
     graphs = Graphs(3, 20)
     assert [*walk_tensors([graphs, torch.ones(1)])][:-1] == [*graphs.store.values()]
-    assert [*tensors(graphs)] == []  # what can be rebuilt is another matter
+    assert [*iterate_tensors(graphs)] == []  # what can be rebuilt is another matter
     bare = Bare(x=torch.zeros(2), deep=Bare(y=[torch.zeros(3)]))
     assert [each.shape[0] for each in walk_tensors(bare)] == [2, 3]
     # Neither what nothing can move, nor a model that a batch refers to, nor a class.
@@ -146,7 +146,7 @@ def test_a_count_that_would_read_the_device_is_not_asked_for() -> None:
 def test_a_claim_counts_where_the_batch_bears_it_out() -> None:
     images, targets = tuple(torch.zeros(3, 8, 8) for _ in range(4)), tuple({"box": torch.zeros(2, 4)} for _ in range(4))
     detection = (images, targets)
-    assert samples(detection) == 3  # channels
+    assert count_rows(detection) == 3  # channels
     assert count_samples(detection, claims=(None, 4)) == 4
     assert count_samples(detection, claims=(11,)) == 3
     edges = {"edge_index": torch.zeros(2, 90), "y": torch.zeros(16)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.feeds.batch_tree import tensors
+from fastloop.feeds.batch_tree import iterate_tensors
 from fastloop.feeds.concatenation import CannotConcatenate, concatenate
 from fastloop.feeds.splitting import cut_at
 from tests.feeds.containers import Counted, Pair, Record
@@ -43,7 +43,7 @@ def x(rows: int = 4, width: int = 2) -> torch.Tensor:
 def test_cutting_gives_the_batches_back(make: Any) -> None:
     batches = [make(4), make(4), make(3)]
     whole = concatenate(batches)
-    assert type(whole) is type(batches[0]) and next(tensors(whole)).shape[0] == 11
+    assert type(whole) is type(batches[0]) and next(iterate_tensors(whole)).shape[0] == 11
     pieces = cut_at(whole, [4, 4, 3], 4)
     assert [(piece.samples, piece.weight) for piece in pieces] == [(4, 0.25), (4, 0.25), (3, 0.25)]
     for piece, batch in zip(pieces, batches, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.feeds.splitting import CannotSplit, Piece, cut, join, mean
+from fastloop.feeds.splitting import CannotSplit, Piece, average, cut, join
 from tests.feeds.containers import Counted, Pair, Record
 
 
@@ -169,7 +169,7 @@ def test_join_survives_members_that_only_some_pieces_have() -> None:
 
 
 def test_mean_is_weighted() -> None:
-    assert mean([1.0, 4.0], [3, 1]) == 1.75
+    assert average([1.0, 4.0], [3, 1]) == 1.75
 
 
 @pytest.mark.parametrize(

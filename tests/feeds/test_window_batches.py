@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, get_worker_info
 
-from fastloop.feeds.batch_tree import Window, samples
+from fastloop.feeds.batch_tree import Window, count_rows
 from fastloop.feeds.lazy_loader import clone
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 
@@ -74,7 +74,7 @@ def test_a_dataset_that_fetches_many_is_asked_batch_by_batch() -> None:
 def test_what_cannot_be_concatenated_comes_apart(workers: int) -> None:
     first, second, last = windows(Numbers(longer=(3,)), Stamped(), workers)
     assert isinstance(second, Window) and [batch["x"].shape for batch in second] == [(4, 2), (4, 3)]
-    assert not isinstance(first, Window) and not isinstance(last, Window) and samples(second) == 8
+    assert not isinstance(first, Window) and not isinstance(last, Window) and count_rows(second) == 8
 
 
 def test_left_apart_where_asked_and_where_samples_are_dropped() -> None:
@@ -85,8 +85,8 @@ def test_left_apart_where_asked_and_where_samples_are_dropped() -> None:
         return torch.stack([member for member in members if int(member[0]) != 5])
 
     first, second, _ = windows(Numbers(), drop)
-    assert isinstance(first, Window) and samples(first) == 7 and not isinstance(second, Window)
-    assert samples(Window([torch.ones(2), None])) is None
+    assert isinstance(first, Window) and count_rows(first) == 7 and not isinstance(second, Window)
+    assert count_rows(Window([torch.ones(2), None])) is None
 
 
 class Owner(Dataset):

@@ -49,7 +49,7 @@ def test_the_base_repeats_itself_in_deterministic_mode(tmp_path: Path, monkeypat
     base, _ = twins.gradient(tmp_path / "base", kind=Convolves, **ON_GPU)
     assert base["why"] is None and base["self_deviation"] == 0 and base["precision"] == "tf32", base
     exact, _ = twins.gradient(tmp_path / "exact", tmp_path / "base", Convolves, rungs={"prefetch": {}}, **ON_GPU)
-    assert parity.gradient_gate(decode(base, GradientAnswer), decode(exact, GradientAnswer), "exact").passed, exact
+    assert parity.judge_gradient(decode(base, GradientAnswer), decode(exact, GradientAnswer), "exact").passed, exact
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_rungs_that_round_otherwise_pass_and_a_quarter_does_not(rungs: Any, tmp_
 
     base, _ = twins.gradient(tmp_path / "base", kind=Convolves, **ON_GPU)
     arm, _ = twins.gradient(tmp_path / "arm", tmp_path / "base", Convolves, rungs=rungs, **ON_GPU)
-    gate = parity.gradient_gate(decode(base, GradientAnswer), decode(arm, GradientAnswer))
+    gate = parity.judge_gradient(decode(base, GradientAnswer), decode(arm, GradientAnswer))
     assert gate.passed, gate
     wrong, _ = twins.gradient(tmp_path / "wrong", tmp_path / "base", Quarter, rungs=rungs, **ON_GPU)
-    assert parity.gradient_gate(decode(base, GradientAnswer), decode(wrong, GradientAnswer)).passed is False
+    assert parity.judge_gradient(decode(base, GradientAnswer), decode(wrong, GradientAnswer)).passed is False

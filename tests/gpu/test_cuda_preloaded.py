@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fastloop.experiments.trials import preloaded
-from fastloop.experiments.trials.supervise import last_lines, supervise
-from fastloop.experiments.trials.trial import environment
+from fastloop.experiments.trials.supervise import read_last_lines, supervise
+from fastloop.experiments.trials.trial import make_environment
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 USES = """
@@ -35,7 +35,7 @@ print(json.dumps({"first": first, "bad": bad, "total": total, "loaded": loaded, 
 def test_the_device_answers_alike_either_way(tmp_path: Path) -> None:
     script = tmp_path / "uses.py"
     script.write_text(USES)
-    environ = environment(os.environ)
+    environ = make_environment(os.environ)
     said = {}
     with preloaded.quick_starts(environ, scripts=True):
         for how in ("forked", "executed"):
@@ -43,7 +43,7 @@ def test_the_device_answers_alike_either_way(tmp_path: Path) -> None:
                 if how == "executed":
                     patch.setattr(preloaded, "_server", None)
                 ended = supervise([sys.executable, str(script)], tmp_path, env=environ)
-            assert ended.code == 0, last_lines(tmp_path / "stderr.txt")
+            assert ended.code == 0, read_last_lines(tmp_path / "stderr.txt")
             assert (ended.started == "forked") is (how == "forked"), ended.started
             said[how] = json.loads((tmp_path / "stdout.txt").read_text().splitlines()[-1])
     assert said["forked"].pop("first") and said["executed"].pop("first")

@@ -18,16 +18,16 @@ from fastloop.judge.statistics import (
     Effect,
     Pool,
     Runs,
-    due,
-    effect,
-    error_rate,
-    interval,
+    compute_error_rate,
+    compute_interval,
+    count_most_rounds,
+    estimate_effect,
+    is_due,
     looks_faster,
-    most_rounds,
     order,
     screen,
 )
-from fastloop.judge.verdict import compare, exit_code, final
+from fastloop.judge.verdict import compare, exit_code, is_final
 from fastloop.records.experiment import Comparison, Outcome, Sample
 
 SPREAD, REPEATS, WRONG, RIGHT = 0.015, 200, 18, 180
@@ -57,7 +57,7 @@ class Machine:
         return Sample(name=f"arm{arm}", samples_per_s=tuple(self.rates[arm]), places=tuple(self.places[arm]))
 
     def effect(self) -> Effect:
-        found = effect(self.rates[0], self.places[0], self.rates[1], self.places[1])
+        found = estimate_effect(self.rates[0], self.places[0], self.rates[1], self.places[1])
         assert found is not None
         return found
 
@@ -66,16 +66,16 @@ def judged(
     truths: tuple[float, ...], drift: float, seed: int, runs: Runs, alpha: float | None = None
 ) -> list[Comparison]:
     """An experiment as ``ab`` runs it: round by round, judged when due, ended when final."""
-    alpha = error_rate(runs, len(truths) - 1) if alpha is None else alpha
-    machine = Machine(truths, drift, seed, most_rounds(runs))
+    alpha = compute_error_rate(runs, len(truths) - 1) if alpha is None else alpha
+    machine = Machine(truths, drift, seed, count_most_rounds(runs))
     found: list[Comparison] = []
-    for rounds, arms in enumerate(order(len(truths), most_rounds(runs), seed), start=1):
+    for rounds, arms in enumerate(order(len(truths), count_most_rounds(runs), seed), start=1):
         for arm in arms:
             machine.run(arm)
-        if due(rounds, runs):
+        if is_due(rounds, runs):
             base, *others = map(machine.sample, range(len(truths)))
             found = [compare(base, other, SAME, alpha=alpha) for other in others]
-            if final(found):
+            if is_final(found):
                 break
     return found
 
@@ -148,7 +148,7 @@ def test_several_idle_arms_together_raise_as_few_alarms_as_one(runs: Runs, drift
 
 @MACHINES
 def test_control_several_arms_each_at_its_own_five_percent_do_not(drift: float) -> None:
-    found = families(drift, 5, error_rate(5))
+    found = families(drift, 5, compute_error_rate(5))
     assert sum(alarms(arms) > 0 for arms in found) > 2 * WRONG
     assert all(alarms([arms[at] for arms in found]) <= WRONG for at in range(4)), "one of them alone would be honest"
 
@@ -221,14 +221,14 @@ def blocked(truth: float, drift: float, seed: int, *, runs: int = 5) -> Effect:
     for arm in [0] * runs + [1] * runs:
         machine.run(arm)
     nowhere = [0] * runs
-    found = effect(machine.rates[0], nowhere, machine.rates[1], nowhere)
+    found = estimate_effect(machine.rates[0], nowhere, machine.rates[1], nowhere)
     assert found is not None and found.dof == 2 * runs - 2
     return found
 
 
 def test_control_a_blocked_order_mistakes_drift_for_an_effect() -> None:
     def count_alarms(drift: float) -> int:
-        intervals = [interval(blocked(1.0, drift, seed)) for seed in range(REPEATS)]
+        intervals = [compute_interval(blocked(1.0, drift, seed)) for seed in range(REPEATS)]
         return sum(low > 1 or high < 1 for low, high in intervals)
 
     assert count_alarms(0.04) > 2 * WRONG
@@ -242,7 +242,7 @@ def peeking(truth: float, drift: float, seed: int, alpha: float) -> bool:
         for arm in arms:
             machine.run(arm)
         if rounds >= 3:
-            low, high = interval(machine.effect(), alpha)
+            low, high = compute_interval(machine.effect(), alpha)
             if low > 1 or high < 1:
                 return True
     return False

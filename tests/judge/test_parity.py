@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastloop.judge import parity
-from fastloop.judge.parity import loss_gate, make_passport, outcome
+from fastloop.judge.parity import judge_loss, make_passport, sum_up_gates
 from fastloop.records.experiment import Gate, Hardware
 from fastloop.records.store import decode, to_json
 from fastloop.records.trial import GradientAnswer
@@ -40,7 +40,7 @@ def arm(deviation: float | None, **changes: Any) -> dict[str, Any]:
 def gradient_gate(base: dict[str, Any], own: dict[str, Any], *more: Any, **settings: Any) -> Gate:
     """The gate, on what two answer.json hold."""
     answers = [decode(each, GradientAnswer) for each in (base, own)]
-    return parity.gradient_gate(*answers, *more, **settings)  # type: ignore[arg-type]
+    return parity.judge_gradient(*answers, *more, **settings)  # type: ignore[arg-type]
 
 
 # -- gradient ---------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_a_deviation_that_rounding_may_explain_passes_nothing_by_itself(deviatio
     gate = gradient_gate(rough, arm(deviation, precision=precision))
     assert gate.passed is None and not gate.is_testable and gate.limit == 0.1
     assert "rounding to" in gate.why and "a limit above 0.1" in gate.why
-    found = outcome(
+    found = sum_up_gates(
         "approximate", [Gate(name="ledger", passed=True, why=""), gate, Gate(name="loss", passed=True, why="")]
     )
     assert found.passed is None and found.undecided == ("gradient",)
@@ -181,7 +181,7 @@ def curves(
 
 
 def test_a_loss_inside_the_band_passes_and_the_smallest_visible_gap_is_said() -> None:
-    gate = loss_gate(curves(5), curves(5, seed=1))
+    gate = judge_loss(curves(5), curves(5, seed=1))
     assert gate.passed and gate.limit is not None and gate.visible is not None and gate.deviation is not None
     assert gate.limit == pytest.approx(0.5, rel=0.05), "half a percent of the loss is more than half the spread here"
     assert gate.deviation < gate.limit < gate.visible < 2 * gate.limit
@@ -189,71 +189,71 @@ def test_a_loss_inside_the_band_passes_and_the_smallest_visible_gap_is_said() ->
 
 def test_a_loss_outside_fails_either_way() -> None:
     for shift in (0.03, -0.03):
-        gate = loss_gate(curves(5), curves(5, shift))
+        gate = judge_loss(curves(5), curves(5, shift))
         assert gate.passed is False and gate.deviation == pytest.approx(50 * shift, rel=0.1), "with its sign"
 
 
 def test_a_wide_interval_tells_nothing() -> None:
-    gate = loss_gate(curves(3, noise=0.02), curves(3, 0.01, noise=0.02, seed=5))
+    gate = judge_loss(curves(3, noise=0.02), curves(3, 0.01, noise=0.02, seed=5))
     assert gate.passed is None and "too few runs" in gate.why and "testable" not in gate.detail
 
 
 def test_augmentations_drawn_anew_move_the_loss_as_seeds_do() -> None:
     """The interval of few runs excludes 0 by chance, and no number of runs that anybody waits for would tell."""
     base, arm = curves(3, spread=0.1), curves(3, spread=0.1, noise=0.2, seed=5)
-    assert loss_gate(base, arm).detail == {}, "only there: elsewhere more runs are asked for"
-    gate = loss_gate(base, arm, redrawn=True)
+    assert judge_loss(base, arm).detail == {}, "only there: elsewhere more runs are asked for"
+    gate = judge_loss(base, arm, redrawn=True)
     assert gate.passed is None and gate.detail["testable"] is False and "random augmentations" in gate.why
-    assert loss_gate(base, curves(3, spread=0.1, seed=1), redrawn=True).passed, "where it can be told, it is"
-    assert loss_gate(base, curves(3, 9.0, spread=0.1, noise=0.2), redrawn=True).passed is False
+    assert judge_loss(base, curves(3, spread=0.1, seed=1), redrawn=True).passed, "where it can be told, it is"
+    assert judge_loss(base, curves(3, 9.0, spread=0.1, noise=0.2), redrawn=True).passed is False
     unlucky = [[loss + gap for loss in run] for run, gap in zip(base, (0.2, 0.25, 0.3), strict=True)]
-    assert loss_gate(base, unlucky).passed is False and loss_gate(base, unlucky, redrawn=True).passed is None
-    assert loss_gate(base, unlucky, redrawn=True).detail == {}, "a gap that may well be there is not waved through"
+    assert judge_loss(base, unlucky).passed is False and judge_loss(base, unlucky, redrawn=True).passed is None
+    assert judge_loss(base, unlucky, redrawn=True).detail == {}, "a gap that may well be there is not waved through"
 
 
 def test_seeds_that_spread_widen_the_band() -> None:
-    assert loss_gate(curves(5), curves(5, 0.02)).passed is False
-    gate = loss_gate(curves(5, spread=0.2), curves(5, 0.02, spread=0.2))
+    assert judge_loss(curves(5), curves(5, 0.02)).passed is False
+    gate = judge_loss(curves(5, spread=0.2), curves(5, 0.02, spread=0.2))
     assert gate.passed and gate.limit is not None and gate.limit > 2
 
 
 @pytest.mark.parametrize("runs", [1, 2])
 def test_fewer_than_three_runs_are_too_few_to_pass_or_fail(runs: int) -> None:
     for shift in (0.0, 1.0):
-        gate = loss_gate(curves(runs), curves(runs, shift, seed=1))
+        gate = judge_loss(curves(runs), curves(runs, shift, seed=1))
         assert gate.passed is None and "takes 3" in gate.why and f"{runs} run" in gate.why
 
 
 def test_bits() -> None:
     base, arm = curves(3), curves(3, seed=1)
-    assert loss_gate(base, curves(3), "exact", bitwise=True).why == "the losses are bit-identical"
-    assert loss_gate(base[:1], curves(1)).passed, "of one run as well"
-    gate = loss_gate(base, arm, "exact", bitwise=True)
+    assert judge_loss(base, curves(3), "exact", bitwise=True).why == "the losses are bit-identical"
+    assert judge_loss(base[:1], curves(1)).passed, "of one run as well"
+    gate = judge_loss(base, arm, "exact", bitwise=True)
     assert gate.passed is False and gate.detail == {"step": 1}
     late = [*base[:2], [*base[2][:99], math.nextafter(base[2][99], 9)]]
-    assert loss_gate(base, late, "exact", bitwise=True).detail == {"step": 100}
-    assert loss_gate(base, arm, "exact").passed, "where kernels add up in any order, close is all one can ask"
-    assert loss_gate(base, arm, "approximate", bitwise=True).passed
+    assert judge_loss(base, late, "exact", bitwise=True).detail == {"step": 100}
+    assert judge_loss(base, arm, "exact").passed, "where kernels add up in any order, close is all one can ask"
+    assert judge_loss(base, arm, "approximate", bitwise=True).passed
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_fails_unless_the_base_has_it_too(bad: float | None) -> None:
     broken: Any = curves(3)
     broken[1][41] = bad
-    gate = loss_gate(curves(3), broken)
+    gate = judge_loss(curves(3), broken)
     assert gate.passed is False and gate.detail == {"step": 42} and "step 42 of run-1" in gate.why
-    gate = loss_gate(broken, broken)
+    gate = judge_loss(broken, broken)
     assert gate.passed is None and "base's own" in gate.why
 
 
 def test_no_loss_at_all() -> None:
     for base, own in (([], []), ([[]], [[]]), ([[1.0]], [[]])):
-        gate = loss_gate(base, own)
+        gate = judge_loss(base, own)
         assert gate.passed is None and gate.detail["testable"] is False
 
 
 def test_a_loss_of_zero_has_no_percent() -> None:
-    gate = loss_gate([[0.0] * 5] * 3, [[1.0] * 5] * 3)
+    gate = judge_loss([[0.0] * 5] * 3, [[1.0] * 5] * 3)
     assert gate.passed is False and gate.deviation is None
 
 
@@ -262,7 +262,7 @@ def test_how_often_three_gates_cry_wolf() -> None:
     failed = [
         gate
         for seed in range(200)
-        if (gate := loss_gate(curves(5, noise=0.01, seed=2 * seed), curves(5, noise=0.01, seed=2 * seed + 1))).passed
+        if (gate := judge_loss(curves(5, noise=0.01, seed=2 * seed), curves(5, noise=0.01, seed=2 * seed + 1))).passed
         is False
     ]
     assert len(failed) <= 10
@@ -320,20 +320,22 @@ BLIND: Any = {"detail": {"testable": False}}
     ],
 )
 def test_what_gates_say_together(gates: list[Gate], passed: bool | None, why: str) -> None:
-    found = outcome("approximate", gates)
+    found = sum_up_gates("approximate", gates)
     assert (found.passed, found.why, found.gates) == (passed, why, tuple(gates))
 
 
 def test_only_an_arm_that_promises_the_same_bits_may_do_without_the_gradient() -> None:
     gates = [gate("ledger", True), gate("gradient", None, **BLIND), gate("loss", True)]
-    exact, rounds = outcome("exact", gates), outcome("approximate", gates)
+    exact, rounds = sum_up_gates("exact", gates), sum_up_gates("approximate", gates)
     assert (exact.passed, exact.undecided) == (True, ()), "the losses of two others tell"
     assert (rounds.passed, rounds.undecided) == (None, ("gradient",))
-    assert outcome("approximate", [gate("ledger", None, **BLIND), *gates[2:], gate("gradient", True)]).undecided == ()
+    assert (
+        sum_up_gates("approximate", [gate("ledger", None, **BLIND), *gates[2:], gate("gradient", True)]).undecided == ()
+    )
 
 
 def test_a_changed_training_claims_nothing() -> None:
-    found = outcome("changes-training", [gate("loss", False)])
+    found = sum_up_gates("changes-training", [gate("loss", False)])
     assert found.passed is None and found.why == "claims no parity: it changes the training"
 
 
@@ -343,7 +345,9 @@ def test_the_passport_says_where_and_how_well() -> None:
         gate("gradient", True, deviation=0.002, limit=0.05, visible=0.004, detail={"precision": "bf16"}),
         gate("loss", True, deviation=0.1, limit=0.5, visible=0.6),
     ]
-    issued = to_json(make_passport("amp", outcome("approximate", gates), Hardware(device_name="a GPU", torch="2.11")))
+    issued = to_json(
+        make_passport("amp", sum_up_gates("approximate", gates), Hardware(device_name="a GPU", torch="2.11"))
+    )
     assert (issued["rung"], issued["class"], issued["passed"]) == ("amp", "approximate", True)
     assert (issued["gradient_deviation"], issued["gradient_visible"]) == (0.002, 0.004)
     assert (issued["loss_deviation_pct"], issued["loss_visible_pct"], issued["precision"]) == (0.1, 0.6, "bf16")
@@ -352,4 +356,4 @@ def test_the_passport_says_where_and_how_well() -> None:
         "gradient",
         "loss",
     ]
-    assert make_passport("pin", outcome("exact", []), Hardware()).gradient_deviation is None
+    assert make_passport("pin", sum_up_gates("exact", []), Hardware()).gradient_deviation is None

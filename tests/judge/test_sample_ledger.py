@@ -15,7 +15,7 @@ from fastloop.records.trial import Ledger
 
 def ledger_gate(pairs: list[tuple[Any, Any]], **settings: Any) -> Gate:
     """Of ledgers as their files hold them."""
-    return sample_ledger.ledger_gate([(opened(base), opened(arm)) for base, arm in pairs], **settings)
+    return sample_ledger.judge_ledger([(opened(base), opened(arm)) for base, arm in pairs], **settings)
 
 
 def opened(content: dict[str, Any]) -> Ledger:

@@ -15,14 +15,14 @@ from fastloop.judge.statistics import (
     LOOKS,
     Effect,
     Pool,
-    due,
-    effect,
-    error_rate,
-    interval,
+    compute_error_rate,
+    compute_interval,
+    compute_mde_pct,
+    compute_mean_gap_interval,
+    count_most_rounds,
+    estimate_effect,
+    is_due,
     looks_faster,
-    mde_pct,
-    mean_gap_interval,
-    most_rounds,
     order,
     screen,
 )
@@ -88,7 +88,7 @@ def test_it_is_ordinary_least_squares(n_base: int, n_arm: int) -> None:
     places = dice.sample(range(20), n_base + n_arm)
     rates = [400 * math.exp(dice.gauss(0, 0.05) - 0.01 * place) for place in places]
     sides = rates[:n_base], places[:n_base], rates[n_base:], places[n_base:]
-    found = effect(*sides)
+    found = estimate_effect(*sides)
     assert found is not None
     assert (found.log_ratio, found.se, found.dof, found.sd) == pytest.approx(by_matrix(*sides))
 
@@ -96,31 +96,31 @@ def test_it_is_ordinary_least_squares(n_base: int, n_arm: int) -> None:
 def test_a_drift_is_taken_out() -> None:
     places = ([0, 1, 2, 3], [4, 5, 6, 7])
     base, arm = ([100 * math.exp(-0.01 * place) for place in side] for side in places)
-    found = effect(base, places[0], [1.1 * rate for rate in arm], places[1])
+    found = estimate_effect(base, places[0], [1.1 * rate for rate in arm], places[1])
     assert found is not None and found.ratio == pytest.approx(1.1) and found.sd < 1e-6
     plain = sum(map(math.log, arm)) / 4 - sum(map(math.log, base)) / 4
     assert plain == pytest.approx(-0.04), "the control: the means alone blame the arm"
 
 
 def test_too_little_is_no_effect() -> None:
-    assert effect([400], [0], [410], [1]) is None
-    assert effect([400, 401], [0, 3], [410], [1]) is None
-    assert effect([400, 401], [0, 0], [410, 412], [1, 1]) is None, "order and arm are one"
-    unknown = effect([400, 401], [0, 0], [410, 412], [0, 0])
+    assert estimate_effect([400], [0], [410], [1]) is None
+    assert estimate_effect([400, 401], [0, 3], [410], [1]) is None
+    assert estimate_effect([400, 401], [0, 0], [410, 412], [1, 1]) is None, "order and arm are one"
+    unknown = estimate_effect([400, 401], [0, 0], [410, 412], [0, 0])
     assert unknown is not None and unknown.dof == 2, "no order known, none taken out"
 
 
 @pytest.mark.parametrize("sides", [([400.0], [], [400.0], [0]), ([], [], [400.0], [0])], ids=["no place", "no run"])
 def test_runs_and_places_belong_together(sides: tuple[list[float], list[int], list[float], list[int]]) -> None:
     with pytest.raises(ValueError, match="every run needs"):
-        effect(*sides)
+        estimate_effect(*sides)
 
 
 def test_equal_rates_are_not_told_apart_by_rounding() -> None:
     rate = 123.456789
-    found = effect([rate] * 5, [0, 3, 4, 7, 8], [rate * 3 / 3] * 5, [1, 2, 5, 6, 9])
+    found = estimate_effect([rate] * 5, [0, 3, 4, 7, 8], [rate * 3 / 3] * 5, [1, 2, 5, 6, 9])
     assert found is not None and found.se > 0 and abs(found.log_ratio) < found.se
-    low, high = interval(found)
+    low, high = compute_interval(found)
     assert low < 1 < high < 1 + 1e-6
 
 
@@ -129,40 +129,44 @@ EFFECT = Effect(log_ratio=0.05, se=0.02, dof=7, sd=0.03)
 
 def test_the_interval_is_students() -> None:
     """t(0.975) of 7 degrees of freedom is 2.3646, t(0.99375) of 3 is 5.3919: from printed tables."""
-    assert interval(EFFECT) == pytest.approx((math.exp(0.05 - 2.3646 * 0.02), math.exp(0.05 + 2.3646 * 0.02)), rel=1e-5)
-    wide = interval(Effect(log_ratio=0.0, se=0.02, dof=3, sd=0.03), 0.0125)
+    assert compute_interval(EFFECT) == pytest.approx(
+        (math.exp(0.05 - 2.3646 * 0.02), math.exp(0.05 + 2.3646 * 0.02)), rel=1e-5
+    )
+    wide = compute_interval(Effect(log_ratio=0.0, se=0.02, dof=3, sd=0.03), 0.0125)
     assert wide == pytest.approx((math.exp(-5.3919 * 0.02), math.exp(5.3919 * 0.02)), rel=1e-5)
 
 
 def test_an_interval_that_says_nothing_is_still_a_pair_of_numbers() -> None:
-    low, high = interval(Effect(log_ratio=0.0, se=1e4, dof=1, sd=1e4))
+    low, high = compute_interval(Effect(log_ratio=0.0, se=1e4, dof=1, sd=1e4))
     assert low == 0.0 and math.isfinite(high)
 
 
 @pytest.mark.parametrize(("runs", "expected"), [(5, 3.1), (10, 2.0)])
 def test_the_smallest_visible_effect_at_one_and_a_half_percent(runs: int, expected: float) -> None:
-    assert mde_pct(0.015, runs, runs, 2 * runs - 3) == pytest.approx(expected, abs=0.06)
-    assert mde_pct(0.015, runs, runs, 2 * runs - 3, alpha=0.0125) > 1.2 * mde_pct(0.015, runs, runs, 2 * runs - 3)
-    assert mde_pct(0.5, 3, 3, 3) > 100, "percent of the base, not of the logarithm"
+    assert compute_mde_pct(0.015, runs, runs, 2 * runs - 3) == pytest.approx(expected, abs=0.06)
+    assert compute_mde_pct(0.015, runs, runs, 2 * runs - 3, alpha=0.0125) > 1.2 * compute_mde_pct(
+        0.015, runs, runs, 2 * runs - 3
+    )
+    assert compute_mde_pct(0.5, 3, 3, 3) > 100, "percent of the base, not of the logarithm"
 
 
 # -- planned looks ----------------------------------------------------------------------------------------------------
 
 
 def test_looks_share_the_error_rate() -> None:
-    assert [rounds for rounds in range(1, 15) if due(rounds, "auto")] == [3, 5, 7, 10] == list(LOOKS)
-    assert error_rate("auto") * len(LOOKS) == pytest.approx(0.05)
-    assert most_rounds("auto") == 10
+    assert [rounds for rounds in range(1, 15) if is_due(rounds, "auto")] == [3, 5, 7, 10] == list(LOOKS)
+    assert compute_error_rate("auto") * len(LOOKS) == pytest.approx(0.05)
+    assert count_most_rounds("auto") == 10
 
 
 def test_a_number_of_runs_is_judged_once() -> None:
-    assert [rounds for rounds in range(1, 8) if due(rounds, 5)] == [5]
-    assert error_rate(5) == 0.05 and most_rounds(4) == 4
+    assert [rounds for rounds in range(1, 8) if is_due(rounds, 5)] == [5]
+    assert compute_error_rate(5) == 0.05 and count_most_rounds(4) == 4
 
 
 def test_arms_share_the_error_rate_too() -> None:
-    assert error_rate(5, arms=4) == pytest.approx(0.0125)
-    assert error_rate("auto", arms=3) == pytest.approx(0.05 / 12)
+    assert compute_error_rate(5, arms=4) == pytest.approx(0.0125)
+    assert compute_error_rate("auto", arms=3) == pytest.approx(0.05 / 12)
 
 
 # -- screens ----------------------------------------------------------------------------------------------------------
@@ -219,6 +223,6 @@ def test_the_interval_of_a_mean_gap() -> None:
     """t(0.95) of 4 degrees of freedom is 2.1318."""
     gaps = [0.1, 0.2, 0.3, 0.4, 0.5]
     reach = 2.1318 * math.sqrt(0.025 / 5)
-    assert mean_gap_interval(gaps) == pytest.approx((0.3 - reach, 0.3 + reach), rel=1e-4)
-    assert mean_gap_interval([0.2, 0.2]) == pytest.approx((0.2, 0.2))
-    assert mean_gap_interval([0.2]) is None and mean_gap_interval([]) is None
+    assert compute_mean_gap_interval(gaps) == pytest.approx((0.3 - reach, 0.3 + reach), rel=1e-4)
+    assert compute_mean_gap_interval([0.2, 0.2]) == pytest.approx((0.2, 0.2))
+    assert compute_mean_gap_interval([0.2]) is None and compute_mean_gap_interval([]) is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastloop.judge.verdict import compare, exit_code, final, nothing_took
+from fastloop.judge.verdict import compare, exit_code, explain_same_arm, is_final
 from fastloop.records.experiment import Comparison, Gate, Outcome, Sample
 
 GOOD = Outcome(parity_class="exact", passed=True, why="all gates passed")
@@ -170,13 +170,13 @@ def test_switching_off_a_rung_that_took_is_a_change() -> None:
     assert with_it.verdict == "slower" and "no credit" not in with_it.why
     without = sample("base", 400, inactive_rungs={"amp": "no autocast seen"})
     assert compare(without, arm, GOOD).verdict == "inconclusive"
-    assert nothing_took(without, arm) == "no changed rung took effect: amp (no autocast seen)"
+    assert explain_same_arm(without, arm) == "no changed rung took effect: amp (no autocast seen)"
 
 
 @pytest.mark.parametrize(("of_base", "of_arm"), [(5, 0), (0, 5), (0, 0)])
 def test_without_a_finished_run_nobody_knows_what_took(of_base: int, of_arm: int) -> None:
     arm = sample("b", 300, of_arm, changed_rungs=("amp",))
-    assert nothing_took(sample("base", 400, of_base), arm) is None
+    assert explain_same_arm(sample("base", 400, of_base), arm) is None
 
 
 def test_failed_parity_takes_the_verdict_and_leaves_the_figures() -> None:
@@ -209,15 +209,15 @@ CLAIMLESS = Outcome(parity_class="changes-training")
 
 
 def test_an_experiment_ends_when_every_arm_is_decided() -> None:
-    assert final([FASTER, SLOWER, judged(1.0, 10)]) and not final([FASTER, OPEN])
-    assert final([FASTER, FAILED]), "more runs do not mend a failed gate"
-    assert final([FASTER, OPEN], hopeless=["b"]) and not final([OPEN], hopeless=["c"])
+    assert is_final([FASTER, SLOWER, judged(1.0, 10)]) and not is_final([FASTER, OPEN])
+    assert is_final([FASTER, FAILED]), "more runs do not mend a failed gate"
+    assert is_final([FASTER, OPEN], hopeless=["b"]) and not is_final([OPEN], hopeless=["c"])
 
 
 def test_a_faster_arm_runs_on_until_its_losses_are_told_apart() -> None:
     few = Outcome(parity_class="approximate", gates=(Gate(name="loss", passed=None, why="too few runs"),))
-    assert not final([judged(1.32, parity=few)]) and final([judged(0.8, parity=few)]), "a slower one is of no use"
-    assert final([judged(1.32, parity=HUNG)]), "more runs tell nothing of gradients"
+    assert not is_final([judged(1.32, parity=few)]) and is_final([judged(0.8, parity=few)]), "a slower one is of no use"
+    assert is_final([judged(1.32, parity=HUNG)]), "more runs tell nothing of gradients"
 
 
 @pytest.mark.parametrize(

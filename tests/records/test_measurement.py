@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fastloop.records.measurement import GPU_READINGS, MFU_PEAKS, PARTS, STEP_TIMES, Measurement, uneven
+from fastloop.records.measurement import GPU_READINGS, MFU_PEAKS, PARTS, STEP_TIMES, Measurement, measure_unevenness
 
 
 def test_frozen_and_keyword_only() -> None:
@@ -54,4 +54,4 @@ def test_a_mean_that_is_of_a_few_long_steps(
     mean: float | None, median: float | None, parts: dict[str, float], known: float, times: float | None
 ) -> None:
     seen = Measurement(step_ms={"mean": mean, "median": median}, parts_ms=parts)
-    assert uneven(seen, known) == times
+    assert measure_unevenness(seen, known) == times

@@ -11,12 +11,12 @@ import pytest
 from fastloop.records.measurement import CEILINGS, Measurement
 from fastloop.records.readings import (
     compute_gain_pct,
+    count_micro_batches,
     is_beyond,
     list_syncing_lines,
-    micro_batches,
-    precision,
     read_activity,
     read_family_shares,
+    read_precision,
     read_step_ms,
     read_trace,
     to_number,
@@ -77,7 +77,7 @@ def test_families_are_shares_of_the_busy_time() -> None:
     ],
 )
 def test_micro_batches_of_a_step(whole: Any, batch: Any, world: int, count: int) -> None:
-    assert micro_batches(Measurement(global_batch=whole, micro_batch=batch, world_size=world)) == count
+    assert count_micro_batches(Measurement(global_batch=whole, micro_batch=batch, world_size=world)) == count
 
 
 def test_the_counters_are_believed_before_nvml() -> None:
@@ -122,13 +122,13 @@ def test_a_measured_gain(rate: Any, now: Any, gain: float | None) -> None:
     ],
 )
 def test_the_numbers_of_products(peaks: Any, named: Any, expected: str | None) -> None:
-    assert precision(Measurement(peaks=peaks, precision=named)) == expected
+    assert read_precision(Measurement(peaks=peaks, precision=named)) == expected
 
 
 def test_tensor_cores_that_never_ran_show_fp32() -> None:
     seen = {"peaks": {"convolution_tf32": True, "dtype": None}, "precision": "32-true"}
-    assert precision(Measurement(**seen, gpu={"tensor_active_pct": 0.0})) == "fp32"
-    assert precision(Measurement(**seen, gpu={"tensor_active_pct": 12.0})) == "tf32"
+    assert read_precision(Measurement(**seen, gpu={"tensor_active_pct": 0.0})) == "fp32"
+    assert read_precision(Measurement(**seen, gpu={"tensor_active_pct": 12.0})) == "tf32"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fastloop.records.plan import Change, Plan, Step, Verdict
-from fastloop.records.secrets import MASK, Scrubber, is_secret, make_scrubber, mask
+from fastloop.records.secrets import MASK, Scrubber, is_secret, make_scrubber, mask_secrets
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_only_the_last_component_of_a_key_counts(key: object, secret: bool) -> N
     ],
 )
 def test_mask(nested: Any, masked: Any) -> None:
-    assert mask(nested) == masked
+    assert mask_secrets(nested) == masked
 
 
 def test_mask_leaves_the_original_alone() -> None:
     environment = {"HF_TOKEN": "abc", "list": ["--token", "abc"]}
-    mask(environment)
+    mask_secrets(environment)
     assert environment == {"HF_TOKEN": "abc", "list": ["--token", "abc"]}
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastloop import FastLoop
-from fastloop.config.loading import from_callback
+from fastloop.config.loading import load_callback_config
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
@@ -114,7 +114,7 @@ def test_an_emulating_gpu_is_noted() -> None:
 )
 def test_unknown_modes_are_config_errors(mode: Any, shown: str, cure: str) -> None:  # P2
     with pytest.raises(ConfigError) as error:
-        from_callback({"rungs": {"amp": {"enabled": True, "mode": mode}}})
+        load_callback_config({"rungs": {"amp": {"enabled": True, "mode": mode}}})
     assert error.value.got.startswith(f"rungs.amp.mode: {shown}")
     assert "it must be one of bf16-mixed, 16-mixed, bf16-true, 16-true, tf32" in error.value.why
     assert error.value.do == cure

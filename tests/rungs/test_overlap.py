@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.config.loading import from_callback
+from fastloop.config.loading import load_callback_config
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
@@ -108,9 +108,9 @@ def test_plan_of_a_hook(hook: Any, parity: str) -> None:
 
 def test_bad_settings() -> None:
     with pytest.raises(ConfigError, match=r"rungs\.overlap\.bucket_cap_mb"):
-        from_callback({"rungs": {"overlap": {"enabled": True, "bucket_cap_mb": 0}}})
+        load_callback_config({"rungs": {"overlap": {"enabled": True, "bucket_cap_mb": 0}}})
     with pytest.raises(ConfigError, match="it must be one of none, bf16, fp16, powersgd"):
-        from_callback({"rungs": {"overlap": {"enabled": True, "comm_hook": "int8"}}})
+        load_callback_config({"rungs": {"overlap": {"enabled": True, "comm_hook": "int8"}}})
 
 
 @pytest.mark.multirank

@@ -25,14 +25,14 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.evidence import machine
-from fastloop.evidence.model.dataset import worker_hazards
+from fastloop.evidence.model.dataset import find_worker_hazards
 from fastloop.feeds.lazy_loader import LazyLoader, clone
 from fastloop.feeds.workers import packed_list, tried_workers
 from fastloop.feeds.workers.packed_list import PackedList, Packing
 from fastloop.feeds.workers.tried_workers import TriedWorkers
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
-from fastloop.rungs.workers import Workers, auto_count
+from fastloop.rungs.workers import Workers, choose_count
 from tests.models import weights
 from tests.rungs.two_ranks import results
 from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, numbered, run
@@ -203,11 +203,11 @@ def test_workers_leave_room_for_launching(monkeypatch: pytest.MonkeyPatch) -> No
     real = os.sched_getaffinity
     first = min(real(0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: real(pid) if pid else {first, 1000, 1001})
-    monkeypatch.setattr(machine, "usable_cpus", lambda: 3)
+    monkeypatch.setattr(machine, "count_usable_cpus", lambda: 3)
     plain, ours = both(WORKERS, partial(batches, 64, shuffle=True), max_epochs=2)
     assert ours.seen("workers")["worker_cpus"] == 1 and ours.verdict("workers").parity_class == "exact"
     assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
-    monkeypatch.setattr(machine, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(machine, "count_usable_cpus", lambda: 2)
     assert run(WORKERS, batches(64)).seen("workers")["worker_cpus"] == len(real(0)), "the control"
 
 
@@ -252,7 +252,7 @@ def read_grey(picture: Any) -> torch.Tensor:
 def test_plan_waits_and_counts() -> None:
     assert Workers(enabled=True).plan(facts()).waits_for == "the train loader"
     assert Workers(enabled=True).plan(facts({"unpicklable": "x"})).wants  # fork pickles nothing
-    shares = [auto_count(facts(cpu_count=cpus, local_ranks=ranks)) for cpus, ranks in ((1, 1), (2, 1), (9, 2))]
+    shares = [choose_count(facts(cpu_count=cpus, local_ranks=ranks)) for cpus, ranks in ((1, 1), (2, 1), (9, 2))]
     assert shares == [1, 1, 3]
 
 
@@ -436,7 +436,7 @@ def test_shared_memory_that_turns_out_too_small_is_said(monkeypatch: pytest.Monk
         x, y, n = torch.utils.data.default_collate(samples)
         return x, y, n, torch.zeros(2**16)
 
-    monkeypatch.setattr(machine, "shm_free_bytes", lambda: 2**20 + 2**19)
+    monkeypatch.setattr(machine, "read_shm_free_bytes", lambda: 2**20 + 2**19)
     rungs = {"workers": {"count": 4, "persistent": False}}
     plain, ours = both(rungs, partial(batches, 40, shuffle=True, collate_fn=widen), max_epochs=2)
     assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
@@ -770,7 +770,7 @@ def test_a_real_sqlite_connection(tmp_path: Path) -> None:
     ours = run(WORKERS, DataLoader(Holds(db=connection), batch_size=8), max_epochs=1)
     assert "dataset.db is an open sqlite3 handle" in str(ours.reason("workers"))
     connection.close()
-    assert worker_hazards(Holds(db=None)) == ()
+    assert find_worker_hazards(Holds(db=None)) == ()
 
 
 def test_spawn_names_what_cannot_travel() -> None:

@@ -281,7 +281,7 @@ class Applier:
     def _change_loader(self, loaders: TrainLoaders, loader: Any, site: LiveSite) -> Any:
         others = [site.module, *site.trainer.callbacks]
         start_method, original = self.ladder.start_method, loaders.find_original(loader)
-        loader_facts = read_facts.loader_facts(original, start_method, others, ranks=site.facts.world_size)
+        loader_facts = read_facts.read_loader_facts(original, start_method, others, ranks=site.facts.world_size)
         facts = dataclasses.replace(site.facts, loader=loader_facts)
         changed = self._live.plan_loader(facts)
         if (why := loaders.find_engine_fault(loader, changed, self.say)) is not None:

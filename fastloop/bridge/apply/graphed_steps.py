@@ -28,7 +28,7 @@ from fastloop.bridge.apply.site import LiveSite, attribute
 from fastloop.bridge.apply.staging import set_attribute
 from fastloop.errors import NotApplicable, describe
 from fastloop.evidence.clock.one_time import OneTime
-from fastloop.feeds.batch_tree import map_tensors, tensors, walk_tensors
+from fastloop.feeds.batch_tree import iterate_tensors, map_tensors, walk_tensors
 from fastloop.feeds.splitting import get_loss
 from fastloop.feeds.step_graph.recording import CudaRecorder
 from fastloop.feeds.step_graph.static_step import Ran, StaticStep, read_key
@@ -187,7 +187,7 @@ class GraphedSteps:
         for name, parameter in module.named_parameters():
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 return f"{name} has a hook on its gradient, which a replay would not call"
-        found = list(tensors(batch))
+        found = list(iterate_tensors(batch))
         if not found or len(found) != len(list(walk_tensors(batch))):
             return "the batch holds objects that are neither tensors nor containers"
         if any(tensor.device != self._site.device for tensor in found):
@@ -210,7 +210,7 @@ class GraphedSteps:
             if loss is None:
                 raise NotApplicable("training_step returned no loss for a batch")
             loss = loss / self._site.trainer.accumulate_grad_batches  # as Lightning does before the backward
-            return Ran(loss=loss, made=[*tensors(output), *(call.value for call in watch.calls)])
+            return Ran(loss=loss, made=[*iterate_tensors(output), *(call.value for call in watch.calls)])
 
         def put_back() -> None:
             kept.restore()

@@ -274,9 +274,11 @@ class TrainLoaders:
         """The highest number of live workers so far: workers exit after an epoch's last batch, which a feed fetches
         early."""
         iterators = list(loader_state.find_iterators(self.trainer))
-        counts = [self._most_workers, *map(loader_queue.live_workers, iterators)]
+        counts = [self._most_workers, *map(loader_queue.count_live_workers, iterators)]
         self._most_workers = max((count for count in counts if count is not None), default=None)
-        cpus = min((cpus for each in iterators if (cpus := loader_queue.worker_cpus(each)) is not None), default=None)
+        cpus = min(
+            (cpus for each in iterators if (cpus := loader_queue.count_worker_cpus(each)) is not None), default=None
+        )
         fewer = None if self._fewer is None else self._fewer[1]
         return {"live_workers": self._most_workers, "fewer": fewer, "worker_cpus": cpus}
 

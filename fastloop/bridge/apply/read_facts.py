@@ -50,15 +50,15 @@ def run_facts(trainer: Any, strategy: Any) -> Facts:
     module, device = strategy.lightning_module, strategy.root_device
     kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
     return Facts(
-        cpu_count=machine.usable_cpus(),
+        cpu_count=machine.count_usable_cpus(),
         local_ranks=max(1, int(getattr(strategy, "num_processes", None) or trainer.num_devices)),
-        shm_free_bytes=machine.shm_free_bytes(),
-        memory_free_bytes=machine.memory_free_bytes(),
-        disk_free_bytes=machine.disk_free_bytes(find_disk_root()),
+        shm_free_bytes=machine.read_shm_free_bytes(),
+        memory_free_bytes=machine.read_memory_free_bytes(),
+        disk_free_bytes=machine.read_disk_free_bytes(find_disk_root()),
         no_sockets_in=_find_no_sockets(),
         device=device.type,
         **_read_device(device),
-        compiler=machine.cxx_compiler(os.environ),
+        compiler=machine.find_cxx_compiler(os.environ),
         has_dali=pictures.is_installed(),
         cuda_version=torch.version.cuda,
         world_size=trainer.world_size,
@@ -93,7 +93,7 @@ def _find_no_sockets() -> str | None:
     """The temporary directory if its path is too long for sockets; only sharing by file descriptor, Linux's default,
     needs them."""
     by_socket = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
-    return machine.no_sockets_in() if by_socket else None
+    return machine.find_socket_obstacle() if by_socket else None
 
 
 def _is_ddp(strategy: Any) -> bool:
@@ -108,7 +108,7 @@ def _is_chosen(precision: Any) -> bool:
 
 
 def _load_single_device(strategy: Any) -> type:
-    return namespaces.load(namespaces.of(strategy), "strategies.SingleDeviceStrategy")  # type: ignore[no-any-return]
+    return namespaces.load(namespaces.find_namespace(strategy), "strategies.SingleDeviceStrategy")  # type: ignore[no-any-return]
 
 
 def _read_device(device: torch.device) -> dict[str, Any]:
@@ -308,7 +308,9 @@ def _find_repeated(module: torch.nn.Module, prefix: str) -> Iterator[str]:
             yield from _find_repeated(child, path)
 
 
-def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] = (), *, ranks: int = 1) -> LoaderFacts:
+def read_loader_facts(
+    loader: Any, start_method: str = "auto", others: Sequence[Any] = (), *, ranks: int = 1
+) -> LoaderFacts:
     """Facts of a train loader, and of workers started by `start_method`. Reads attributes and code only.
 
     Args:
@@ -321,7 +323,7 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
             kind=type(loader).__name__,
             is_dataloader=False,
             map_style=False,
-            batches=length(loader),
+            batches=count_batches(loader),
             stateful=hasattr(loader, "state_dict"),
             place_lost=lost,
         )
@@ -330,17 +332,19 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
     unpicklable = None
     if (method if start_method == "auto" else start_method) != "fork":
         travels = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
-        unpicklable = next(filter(None, (datasets.unpicklable(item, name) for name, item in travels.items())), None)
+        unpicklable = next(
+            filter(None, (datasets.find_unpicklable(item, name) for name, item in travels.items())), None
+        )
     default = torch.utils.data.default_collate
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    hazards = between_batches.sampler_hazards(sampler, loader.dataset, others)
+    hazards = between_batches.find_sampler_hazards(sampler, loader.dataset, others)
     return LoaderFacts(
         kind=type(loader).__name__,
         map_style=not isinstance(loader.dataset, IterableDataset),
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         batch_size=_read_batch_size(loader),
-        batches=length(loader),
+        batches=count_batches(loader),
         auto_collates=loader.batch_sampler is not None,
         custom_collate=loader.collate_fn is not default,
         start_method=str(method),
@@ -348,12 +352,12 @@ def loader_facts(loader: Any, start_method: str = "auto", others: Sequence[Any] 
         stateful=hasattr(loader, "state_dict"),
         draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
         shared_draws=thread_safety.list_shared_draws(loader.dataset, loader.collate_fn),
-        worker_hazards=datasets.worker_hazards(loader.dataset, loader.collate_fn),
+        worker_hazards=datasets.find_worker_hazards(loader.dataset, loader.collate_fn),
         sampler_hazards=hazards,
         sampler_draws=between_batches.list_draws(sampler),
         place_lost=lost or next(iter(hazards), None),
         thread_hazards=(
-            *thread_safety.thread_hazards(loader.dataset, loader.collate_fn),
+            *thread_safety.find_thread_hazards(loader.dataset, loader.collate_fn),
             *between_batches.list_holders(loader.dataset, others, between=True),
         ),
         may_change=between_batches.list_changers(loader.dataset, others),
@@ -375,7 +379,7 @@ def _read_batch_size(loader: DataLoader[Any]) -> int | None:
     return getattr(sampler, "batch_size", None) if isinstance(sampler, BatchSampler) else None
 
 
-def length(loader: Any) -> int | None:
+def count_batches(loader: Any) -> int | None:
     """Batches per epoch; None for a loader without a length."""
     try:
         return len(loader)

@@ -25,7 +25,7 @@ def find_precision(trainer: Any, module: torch.nn.Module) -> str:
     return "tf32" if on_cuda and (products or (convolutions and convolves)) else "fp32"
 
 
-def evidence(trainer: Any) -> dict[str, Any]:
+def read_evidence(trainer: Any) -> dict[str, Any]:
     """Whether the model is compiled and channels-last, its optimizers fused, how many 2-D convolutions and
     attentions written by hand it has, and which batch transfer hooks are the user's."""
     module = trainer.lightning_module

@@ -50,7 +50,7 @@ class LiveSite:
         return self.strategy.root_device  # type: ignore[no-any-return]
 
     def set_precision(self, mode: str, *, cache_weights: bool = False) -> Undo:
-        space, before = namespaces.of(self.strategy), self.strategy._precision_plugin
+        space, before = namespaces.find_namespace(self.strategy), self.strategy._precision_plugin
         if mode.endswith("-true"):
             self.strategy.precision_plugin = namespaces.load(space, "plugins.precision.HalfPrecision")(mode)
             restore = _remember_dtypes(self.module)  # Lightning converts the module after this

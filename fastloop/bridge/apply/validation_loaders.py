@@ -38,7 +38,7 @@ class ValidationLoaders:
     def change(self, loader: Any) -> Any:
         """A replacement whose batches the engine makes; if that is impossible, the loader itself, with a warning."""
         loader = next((own for ours, own, _ in self._made if ours is loader), loader)
-        facts = dataclasses.replace(self._site.facts, loader=read_facts.loader_facts(loader), evaluates=True)
+        facts = dataclasses.replace(self._site.facts, loader=read_facts.read_loader_facts(loader), evaluates=True)
         try:
             want = self._rung.plan(facts).wants[ENGINE]
             want.check(loader, self._say)

@@ -17,16 +17,16 @@ from fastloop.bridge.apply.applier import Applier
 from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.untouched import untouched
-from fastloop.bridge.fail_open import disabled, fail_open, hint
+from fastloop.bridge.fail_open import explain_exception, fail_open, is_disabled
 from fastloop.bridge.fit import run_directory, strategy
 from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session, describe_death
-from fastloop.config.loading import Config, from_callback
+from fastloop.config.loading import Config, load_callback_config
 from fastloop.errors import FastLoopError, let_through
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu.forks import protect_children
 from fastloop.feeds.place.kept_order import Place
-from fastloop.ladder import cards, list_refused, verify
+from fastloop.ladder import collect_cards, list_refused, verify
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
@@ -35,7 +35,7 @@ from fastloop.report.run import summary
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 else:
-    Callback = namespaces.callback_class()
+    Callback = namespaces.make_callback_class()
 
 strategy.register()
 
@@ -65,7 +65,7 @@ class FastLoop(Callback):
         strict: bool | None = None,
         quiet: bool = False,
     ) -> None:
-        self.off = disabled()
+        self.off = is_disabled()
         self.out, self.quiet = None if out is None else Path(out), quiet
         self.hunt_syncs = False
         """Find every device synchronization with its line, in a few steps after the timed ones; they run slower."""
@@ -81,7 +81,7 @@ class FastLoop(Callback):
             self._switch_hook(name, False)
         if self.off:
             return
-        self.config, ignored = from_callback(config)
+        self.config, ignored = load_callback_config(config)
         self.strict = self.config.strict if strict is None else strict
         if ignored and not quiet:
             rank_zero_info(f"fastloop: ignored, because you make the Trainer yourself: {', '.join(ignored)}")
@@ -101,7 +101,7 @@ class FastLoop(Callback):
         self.verdicts: tuple[Verdict, ...] = ()
         self.findings: tuple[Finding, ...] = ()
         self.words: Mapping[str, Any] = {}
-        """Extra content of reports, besides these records; see `run_directory.words`."""
+        """Extra content of reports, besides these records; see `run_directory.choose_words`."""
         self.run_dir: Path | None = None
         """The directory to which this rank wrote its files; None if it did not."""
         self._loader_seen: Mapping[str, Any] = {}
@@ -204,7 +204,7 @@ class FastLoop(Callback):
 
     @fail_open
     def _on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if (line := hint(exception, pl_module, [step.rung for step in self.plan.planned])) is not None:
+        if (line := explain_exception(exception, pl_module, [step.rung for step in self.plan.planned])) is not None:
             rank_zero_warn(f"fastloop: {line}")
         if type(exception).__name__ == "OutOfMemoryError" and self._applier is not None and self._applier.held:
             rank_zero_warn(f"fastloop: step 1 ran without {', '.join(self._applier.held)}; write rehearsal: off")
@@ -275,7 +275,7 @@ class FastLoop(Callback):
         )
         if not strategy.is_mixed(owner):
             try:
-                owner.__class__ = strategy.mixed(kind)
+                owner.__class__ = strategy.mix_in(kind)
             except Exception as error:  # slots, a metaclass, a different layout: CPython then refuses the new class
                 applier.skip_all(f"the strategy {kind.__name__} cannot be extended: {error}")
                 self.plan = applier.plan
@@ -299,7 +299,7 @@ class FastLoop(Callback):
     def _find_directory(self, trainer: Any) -> Path | None:
         """The run's directory, on rank 0 only and if there is one; the same at each call."""
         if self.run_dir is None and trainer.is_global_zero:
-            self.run_dir = run_directory.directory(trainer, self.out)
+            self.run_dir = run_directory.choose_directory(trainer, self.out)
         return self.run_dir
 
     @fail_open
@@ -315,7 +315,7 @@ class FastLoop(Callback):
     def _collect_evidence(self, trainer: Any) -> dict[str, Any]:
         found = dict(self._applier.evidence()) if self._applier is not None else {}
         self._loader_seen = loader_state.gather_evidence(trainer) or self._loader_seen
-        return {**found, "loader": self._loader_seen, "model": read_training.evidence(trainer)}
+        return {**found, "loader": self._loader_seen, "model": read_training.read_evidence(trainer)}
 
     def _list_refused(self, trainer: Any) -> dict[str, str]:
         """Feeds that the train loader cannot have, so that the diagnosis does not propose them."""
@@ -326,7 +326,7 @@ class FastLoop(Callback):
             found = applier.loaders.find_original(found)
         others = [trainer.lightning_module, *trainer.callbacks]
         try:
-            read = read_facts.loader_facts(found, self.config.ladder.start_method, others, ranks=facts.world_size)
+            read = read_facts.read_loader_facts(found, self.config.ladder.start_method, others, ranks=facts.world_size)
         except Exception as error:  # from the user's dataset, used in an unusual way
             let_through(error)
             return {}
@@ -355,17 +355,19 @@ class FastLoop(Callback):
         self.verdicts = verify(self.config.ladder, self.plan, self.measurement)
         if self._eyes is not None:
             enabled = self.config.ladder.enabled()
-            self.findings = diagnose.findings(self.measurement, cards(), enabled, self.verdicts)
+            self.findings = diagnose.list_findings(self.measurement, collect_cards(), enabled, self.verdicts)
 
     def _conclude(self, trainer: Any) -> None:
         self._training = False
         if self.measurement is None or not trainer.is_global_zero:
             return
-        self.words, where = run_directory.words(self, trainer.lightning_module), self._find_directory(trainer)
+        self.words, where = run_directory.choose_words(self, trainer.lightning_module), self._find_directory(trainer)
         self.run_dir = where if where is not None and run_directory.write(where, self) else None
         if not self.quiet and (self._eyes is not None or self.config.ladder.enabled()):
             report = None if self.run_dir is None else store.report_in(self.run_dir)
-            for line in summary.lines(self.measurement, self.plan, self.verdicts, self.findings, report, **self.words):
+            for line in summary.write_lines(
+                self.measurement, self.plan, self.verdicts, self.findings, report, **self.words
+            ):
                 rank_zero_info(line)
 
     def _undo(self) -> None:

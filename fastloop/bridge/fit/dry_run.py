@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.live_plan import refuse_skipped
 from fastloop.bridge.fit.recipes import build_recipe
-from fastloop.bridge.fit.training import make_trainer, nothing_to_train, quiet
+from fastloop.bridge.fit.training import make_no_batches_error, make_trainer, quiet
 from fastloop.config.loading import Config
 from fastloop.feeds.batch_tree import walk_storage
 from fastloop.ladder import plan
@@ -34,7 +34,7 @@ class DryRun:
     """Their size, estimated from the first sample."""
 
 
-def dry_run(config: Config) -> DryRun:
+def plan_dry(config: Config) -> DryRun:
     """Build the recipe and its Trainer, load one sample, and plan. Trains nothing, writes no files.
 
     Raises:
@@ -46,12 +46,12 @@ def dry_run(config: Config) -> DryRun:
         module, data = build_recipe(config)
         trainer: Any = make_trainer(config, None, None)
         loader, *others = CombinedLoader(_set_up(trainer, module, data)).flattened
-    loader_facts = read_facts.loader_facts(loader, config.ladder.start_method, [module, *trainer.callbacks])
+    loader_facts = read_facts.read_loader_facts(loader, config.ladder.start_method, [module, *trainer.callbacks])
     if others:
         lost = f"Lightning counts the batches of {1 + len(others)} train loaders as one"
         loader_facts = dataclasses.replace(loader_facts, place_lost=lost)
     if loader_facts.batches == 0:
-        raise nothing_to_train("a train loader of 0 batches")
+        raise make_no_batches_error("a train loader of 0 batches")
     size = _measure_sample(loader) if loader_facts.map_style else None
     facts = dataclasses.replace(
         read_facts.run_facts(trainer, trainer.strategy),

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import sys
 
-from fastloop.config.shipped import shipped_root
+from fastloop.config.shipped import find_root
 
 FOLDER = "FASTLOOP_RECIPES"
 """Environment variable that gives such workers the folder of a recipe that is not shipped."""
 
-__path__ = [os.environ.get(FOLDER) or str(shipped_root() / "recipes")]
+__path__ = [os.environ.get(FOLDER) or str(find_root() / "recipes")]
 
 # Checkpoints that version 0.1 pickled before this file moved use the old path for its classes.
 sys.modules.setdefault("fastloop.bridge.recipe_modules", sys.modules[__name__])

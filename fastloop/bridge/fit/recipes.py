@@ -11,8 +11,8 @@ from typing import Any
 
 from fastloop.bridge.fit import recipe_modules
 from fastloop.config.loading import Config, require_recipe
-from fastloop.config.schema import settings
-from fastloop.config.shipped import shipped_root
+from fastloop.config.schema import read_settings
+from fastloop.config.shipped import find_root
 from fastloop.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def build_recipe(config: Config) -> tuple[Any, Any]:
         ConfigError: there is no recipe, its settings are wrong, or it cannot find its data.
     """
     module = load(config)
-    made = module.build(settings(module.Settings, config.recipe, "recipe", config.origins))
+    made = module.build(read_settings(module.Settings, config.recipe, "recipe", config.origins))
     if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[1], "train_dataloader"):
         raise ConfigError(
             got=f"what build() of {config.recipe_file} gives",
@@ -56,7 +56,7 @@ def load(config: Config) -> ModuleType:
 
 def _look_in(folder: Path) -> None:
     """Point the recipes' package to this folder, in this process and in those it starts."""
-    if folder == shipped_root() / "recipes":
+    if folder == find_root() / "recipes":
         os.environ.pop(recipe_modules.FOLDER, None)
     else:
         os.environ[recipe_modules.FOLDER] = str(folder)

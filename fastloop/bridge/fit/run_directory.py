@@ -14,10 +14,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fastloop import diagnose
-from fastloop.config.loading import Config, changed, to_yaml
-from fastloop.config.shipped import shipped
+from fastloop.config.loading import Config, list_changes, to_yaml
+from fastloop.config.shipped import find_shipped
 from fastloop.evidence import machine
-from fastloop.ladder import cards, left_out
+from fastloop.ladder import collect_cards, list_left_out
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
@@ -37,12 +37,12 @@ class WatchedFit(Protocol):
     words: Mapping[str, Any]
 
 
-def utc() -> str:
+def format_utc() -> str:
     """The current UTC time as a directory name that sorts: 20261120T093000Z."""
     return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
 
 
-def directory(trainer: Any, out: Path | None) -> Path | None:
+def choose_directory(trainer: Any, out: Path | None) -> Path | None:
     """`out`, else a new path below the first logger's directory; None without a local one, and in fast_dev_run or
     barebones."""
     if out is not None:
@@ -54,16 +54,16 @@ def directory(trainer: Any, out: Path | None) -> Path | None:
     base = getattr(logger, "log_dir", None) or logger.save_dir
     if not base or "://" in str(base):
         return None
-    first = Path(base) / "fastloop" / utc()
+    first = Path(base) / "fastloop" / format_utc()
     later = (first.with_name(f"{first.name}-{count}") for count in itertools.count(2))  # two fits in one second
     return first if not first.exists() else next(path for path in later if not path.exists())
 
 
-def words(loop: WatchedFit, module: Any) -> dict[str, Any]:
+def choose_words(loop: WatchedFit, module: Any) -> dict[str, Any]:
     """Content of reports besides the records: ``name`` of the recipe or else of the model; ``then`` and ``later``."""
     config, seen = loop.config, loop.measurement
     enabled = config.ladder.enabled()
-    then, later = ((), ()) if seen is None else diagnose.next_steps(loop.findings, seen, cards(), enabled)
+    then, later = ((), ()) if seen is None else diagnose.list_next_steps(loop.findings, seen, collect_cards(), enabled)
     return {"name": config.name if config.recipe_file else type(module).__name__, "then": then, "later": later}
 
 
@@ -72,17 +72,17 @@ def write(where: Path, loop: WatchedFit) -> bool:
     if loop.measurement is None:
         return False
     hide = make_scrubber(loop.config.values)
-    environment = hide.scrub(machine.environment(sys.argv, os.environ))
-    environment |= {"torch_flags": torch_flags(), "name": loop.words["name"]}
+    environment = hide.scrub(machine.read_environment(sys.argv, os.environ))
+    environment |= {"torch_flags": read_torch_flags(), "name": loop.words["name"]}
     contents = files.run_files(
-        config_yaml=resolved(loop.config, where),
-        changed_yaml=dump_yaml(changed(loop.config)),
+        config_yaml=dump_resolved(loop.config, where),
+        changed_yaml=dump_yaml(list_changes(loop.config)),
         env_json=store.dump(environment),
         plan=hide.clean(loop.plan),
         seen=hide.clean(loop.measurement),
         verdicts=hide.clean(loop.verdicts),
         findings=hide.clean(loop.findings),
-        left_out=left_out(loop.config.ladder),
+        left_out=list_left_out(loop.config.ladder),
         **hide.clean(loop.words),
     )
     try:
@@ -93,7 +93,7 @@ def write(where: Path, loop: WatchedFit) -> bool:
     return True
 
 
-def resolved(config: Config, where: Path) -> str:
+def dump_resolved(config: Config, where: Path) -> str:
     """All values as YAML for ``fastloop run``; if the configuration has a recipe, it is the base."""
     text = to_yaml(config)
     if MASK in text:
@@ -105,14 +105,14 @@ def _find_base(config: Config, where: Path) -> str | None:
     """The recipe's name if it is shipped, else the relative path to its YAML; None without a recipe."""
     if config.recipe_file is None:
         return None
-    for name, path in shipped("recipes").items():
+    for name, path in find_shipped("recipes").items():
         if path.with_suffix(".py") == config.recipe_file:
             return name
     beside = [config.recipe_file.with_suffix(suffix) for suffix in (".yaml", ".yml")]
     return os.path.relpath(next(path for path in beside if path.is_file()), where)
 
 
-def torch_flags() -> dict[str, Any]:
+def read_torch_flags() -> dict[str, Any]:
     """Flags of the process that change float32 results, to explain differences between runs."""
     backends: Any = torch.backends
     return {

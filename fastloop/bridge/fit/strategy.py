@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def mixin(space: str) -> type:
+def make_mixin(space: str) -> type:
     """The mixin for one Lightning namespace. It must inherit that namespace's Strategy: CPython refuses to replace the
     class of a live object by one with another layout, and with the wrong base the method order is silently wrong.
     """
@@ -73,10 +73,10 @@ def mixin(space: str) -> type:
 
 
 @functools.cache
-def mixed(strategy: type) -> type:
+def mix_in(strategy: type) -> type:
     """A strategy's class with the mixin in front. Its name contains the original's, so that logs stay readable."""
-    bases = (mixin(namespaces.of(strategy)), strategy)
-    names = {"__module__": __name__, "fastloop_made_by": (mixed, strategy)}
+    bases = (make_mixin(namespaces.find_namespace(strategy)), strategy)
+    names = {"__module__": __name__, "fastloop_made_by": (mix_in, strategy)}
     return type(f"FastLoop_{strategy.__name__}", bases, names)
 
 
@@ -92,7 +92,7 @@ def is_mixed(strategy: Any) -> bool:
 
 @functools.cache
 def _make_single(space: str) -> type:
-    base: Any = mixed(namespaces.load(space, "strategies.SingleDeviceStrategy"))
+    base: Any = mix_in(namespaces.load(space, "strategies.SingleDeviceStrategy"))
 
     class FastLoopStrategy(base):  # type: ignore[misc]
         """``strategy="fastloop"``: one device, the one that the accelerator offers.
@@ -136,10 +136,10 @@ def _refuse_several(argument: str, count: int, why: str) -> None:
 
 def register() -> None:
     """Register the names `fastloop`, `fastloop_ddp` and `fastloop_fsdp` in every Lightning namespace. Idempotent."""
-    for space, registry in namespaces.found("strategies.StrategyRegistry"):
+    for space, registry in namespaces.find_everywhere("strategies.StrategyRegistry"):
         if "fastloop" not in registry:
             ddp, fsdp = (namespaces.load(space, f"strategies.{name}") for name in ("DDPStrategy", "FSDPStrategy"))
             registry.register("fastloop", _make_single(space), description="one device, rungs switched by FastLoop")
-            registry.register("fastloop_ddp", mixed(ddp), description="DDP, rungs switched by FastLoop")
-            registry.register("fastloop_fsdp", mixed(fsdp), description="FSDP, rungs switched by FastLoop")
+            registry.register("fastloop_ddp", mix_in(ddp), description="DDP, rungs switched by FastLoop")
+            registry.register("fastloop_fsdp", mix_in(fsdp), description="FSDP, rungs switched by FastLoop")
             fsdp.get_registered_strategies().append("fastloop_fsdp")  # so that Lightning refuses it on a CPU too

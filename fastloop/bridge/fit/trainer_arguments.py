@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.config.loading import Config
-from fastloop.config.schema import fault, first_origin, typed
+from fastloop.config.schema import check_type, find_origin, make_fault
 from fastloop.config.suggestions import find_nearest
 
 SOURCE = "pytorch/trainer/trainer.py"
@@ -33,16 +33,18 @@ def check_trainer_arguments(config: Config) -> None:
         return
     for name, value in config.trainer.items():
         key = f"trainer.{name}"
-        origin = first_origin(key, config.origins)
+        origin = find_origin(key, config.origins)
         if name not in known:
             near = find_nearest(name, known)
             do = f"write {near}" if near else "see lightning.pytorch.Trainer for its arguments"
-            raise fault(key, origin, "Lightning's Trainer takes no such argument", do)
+            raise make_fault(key, origin, "Lightning's Trainer takes no such argument", do)
         kinds = known[name]
         if kinds:
-            typed(value, functools.reduce(operator.or_, kinds), key, origin)
+            check_type(value, functools.reduce(operator.or_, kinds), key, origin)
         elif isinstance(value, (dict, list)):
-            raise fault(key, origin, "no plain value of this shape is taken", "write one word or number", value=value)
+            raise make_fault(
+                key, origin, "no plain value of this shape is taken", "write one word or number", value=value
+            )
 
 
 def read_arguments() -> dict[str, tuple[Any, ...] | None] | None:

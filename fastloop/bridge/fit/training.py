@@ -29,7 +29,7 @@ from fastloop.bridge.fit.recipes import build_recipe
 from fastloop.bridge.fit.shutdown import ends
 from fastloop.bridge.fit.trainer_arguments import check_trainer_arguments
 from fastloop.config.loading import Config, require_checkpoint
-from fastloop.config.schema import fault, first_origin
+from fastloop.config.schema import find_origin, make_fault
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.records import store
 from fastloop.records.secrets import Scrubber, make_scrubber
@@ -84,10 +84,10 @@ class RunLogger(CSVLogger):
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None) -> None:
         given = vars(params) if isinstance(params, Namespace) else params or {}
-        super().log_hyperparams(self._hide.scrub({name: _as_mapping(value) for name, value in given.items()}))
+        super().log_hyperparams(self._hide.scrub({name: _to_mapping(value) for name, value in given.items()}))
 
 
-def _as_mapping(value: Any) -> Any:
+def _to_mapping(value: Any) -> Any:
     """A recipe's settings as a mapping, so that secrets in them are found by their keys."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
@@ -140,9 +140,9 @@ def _check_devices(config: Config) -> None:
         why = f"{visible} CUDA devices are visible here"
         if not visible:
             do = "write run.accelerator: cpu, or look at CUDA_VISIBLE_DEVICES"
-            raise fault("run.accelerator", config.origins["run.accelerator"], why, do, value=accelerator)
+            raise make_fault("run.accelerator", config.origins["run.accelerator"], why, do, value=accelerator)
         do = f"write at most {visible}, or look at CUDA_VISIBLE_DEVICES"
-        raise fault("run.devices", config.origins["run.devices"], why, do, value=wanted)
+        raise make_fault("run.devices", config.origins["run.devices"], why, do, value=wanted)
 
 
 def _explain_refusal(config: Config, error: Exception) -> ConfigError:
@@ -154,9 +154,9 @@ def _explain_refusal(config: Config, error: Exception) -> ConfigError:
         return ConfigError(got="the trainer section", why=f"Lightning refuses it: {message}", do="see what it says")
     section, _, name = key.partition(".")
     value = (config.trainer if section == "trainer" else vars(config.run))[name]
-    return fault(
+    return make_fault(
         key,
-        first_origin(key, config.origins),
+        find_origin(key, config.origins),
         f"Lightning refuses it: {message}",
         "write another value, or delete the line",
         value=value,
@@ -201,11 +201,11 @@ def train(
         with ends(trainer):
             trainer.fit(module, datamodule=data, **resume)
     if not trainer.global_step:
-        raise nothing_to_train("a training of 0 optimizer steps")
+        raise make_no_batches_error("a training of 0 optimizer steps")
     return loop
 
 
-def nothing_to_train(got: str) -> FastLoopError:
+def make_no_batches_error(got: str) -> FastLoopError:
     """The error for a loader without batches, which Lightning treats as a successful training."""
     return FastLoopError(
         got=got,

@@ -135,10 +135,10 @@ class Replay(StandIn):
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()
-        length = read_facts.length(self.inner)
+        length = read_facts.count_batches(self.inner)
         for number in itertools.count() if length is None else range(length):
             self._each(number % len(self.batches))
-            yield _fresh(self.batches[number % len(self.batches)])
+            yield _copy_containers(self.batches[number % len(self.batches)])
 
 
 class NoExchange(Callback):
@@ -191,14 +191,14 @@ class _Substitution:
     def _substitute(self, loader: Any, given: Any) -> Any:
         feed = loader if isinstance(loader, DeviceFeed) else None
         source = loader.inner if isinstance(loader, LazyLoader) else loader
-        sampler = _windows(self.trainer.strategy)
+        sampler = _find_window_sampler(self.trainer.strategy)
         if self._leaf not in self._kept:
-            batches = _load(source, self._most) if self.count is None else _first(source, self.count())
+            batches = _load(source, self._limit_kept) if self.count is None else _take_first(source, self.count())
             sizes = list(sampler.sizes)[: len(batches)] if sampler is not None else []
             if self.change is not None:
                 batches = self.change(batches)
             if self.on_device:
-                batches = [self._staged(batch, feed) for batch in batches[:FEWEST]]
+                batches = [self._stage(batch, feed) for batch in batches[:FEWEST]]
                 if self.trainer.strategy.root_device.type == "cuda":
                     torch.cuda.synchronize(self.trainer.strategy.root_device)
             self._kept[self._leaf] = batches, sizes
@@ -214,15 +214,15 @@ class _Substitution:
         feed.inner = stands_in
         return feed
 
-    def _most(self, batch: Any) -> int:
+    def _limit_kept(self, batch: Any) -> int:
         """The number of batches like this one that may be kept."""
-        room = (machine.memory_bytes() or 2**32) * MEMORY_SHARE / max(1, self.trainer.num_devices)
+        room = (machine.read_memory_bytes() or 2**32) * MEMORY_SHARE / max(1, self.trainer.num_devices)
         size = sum(tensor.nbytes for tensor in walk_storage(batch))
         return max(FEWEST, min(MOST, int(room // max(1, size))))
 
     # -- on the device --------------------------------------------------------------------------------------------
 
-    def _staged(self, batch: Any, feed: DeviceFeed | None) -> Any:
+    def _stage(self, batch: Any, feed: DeviceFeed | None) -> Any:
         """A batch after its transfer; the user's hook after the transfer still runs at every step."""
         trainer = self.trainer
         if feed is not None:
@@ -238,7 +238,7 @@ class _Substitution:
         return self._staging.stage(batch)
 
 
-def _windows(strategy: Any) -> Any:
+def _find_window_sampler(strategy: Any) -> Any:
     """The sampler that merges accumulation windows, if the batch rung is active."""
     loaders = getattr(getattr(strategy, "fastloop", None), "loaders", None)
     return None if loaders is None else loaders.windows
@@ -250,7 +250,7 @@ def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
     for batch in iterator:
         kept.append(batch)
         if len(kept) >= FEWEST and (len(kept) >= most(kept[0]) or time.monotonic() > until):
-            ended = read_facts.length(source) == len(kept)
+            ended = read_facts.count_batches(source) == len(kept)
             break
     else:
         ended = True
@@ -260,7 +260,7 @@ def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
     return kept
 
 
-def _first(source: Any, count: int) -> list[Any]:
+def _take_first(source: Any, count: int) -> list[Any]:
     """The first `count` batches of a loader, or all of an epoch if it has fewer."""
     iterator = iter(source)
     kept = list(itertools.islice(iterator, count))
@@ -275,7 +275,7 @@ def _end_workers(source: Any, iterator: Any) -> None:
         source._iterator = None
 
 
-def _fresh(batch: Any) -> Any:
+def _copy_containers(batch: Any) -> Any:
     """The same tensors in new containers: a step may take members out of the batch it gets."""
     try:
         return map_tensors(batch, lambda tensor: tensor)

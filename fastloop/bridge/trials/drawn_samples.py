@@ -25,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastloop.feeds.batch_tree import count_samples, tensors
+from fastloop.feeds.batch_tree import count_samples, iterate_tensors
 from fastloop.feeds.lazy_loader import Bounded, LazyLoader, PassesOn, StandIn, clone
 from fastloop.feeds.window_batches import WindowSampler
 
@@ -92,7 +92,7 @@ class Drawn:
         """An epoch is over: summarize the batches taken in it."""
         complete = not self._batches and self._taken > 0 and (self._ended or self._taken == self._length)
         ids, self._ids, self._taken = self._ids, [], 0
-        return Epoch(complete, *(_summary(ids, self.dataset) if self.source == "sampler" else ()))
+        return Epoch(complete, *(_summarize_epoch(ids, self.dataset) if self.source == "sampler" else ()))
 
 
 def listen(loader: Any, given: Any) -> tuple[Any, Drawn]:
@@ -114,9 +114,9 @@ def listen(loader: Any, given: Any) -> tuple[Any, Drawn]:
     if isinstance(known, _Sampler):  # a loader that was passed before
         known.drawn.begin()
         return loader, known.drawn
-    drawn = Drawn("sampler", own_order=_own_order(known), dataset=_length(inner.dataset))
+    drawn = Drawn("sampler", own_order=_keeps_own_order(known), dataset=_count_unlimited(inner.dataset))
     noted = {name: _Sampler(known, drawn, batched=name == "batch_sampler")}
-    if inner is not _innermost(given):
+    if inner is not _unwrap_sampler(given):
         inner.__dict__.update(noted)
         return loader, drawn
     twin = clone(inner, noted)
@@ -126,7 +126,7 @@ def listen(loader: Any, given: Any) -> tuple[Any, Drawn]:
     return loader, drawn
 
 
-def _innermost(loader: Any) -> Any:
+def _unwrap_sampler(loader: Any) -> Any:
     while isinstance(loader, LazyLoader):
         loader = loader.inner
     return loader
@@ -141,7 +141,7 @@ def _draws_ids(loader: Any) -> bool:
     )
 
 
-def _own_order(sampler: Any) -> bool | None:
+def _keeps_own_order(sampler: Any) -> bool | None:
     """Whether the sample order is independent of other random draws, such as augmentations; None if unknown."""
     while isinstance(sampler, (WindowSampler, Bounded)):
         sampler = sampler.inner
@@ -152,7 +152,7 @@ def _own_order(sampler: Any) -> bool | None:
     return True if type(sampler) in _ON_THEIR_OWN else None
 
 
-def _length(of: Any) -> int | None:
+def _count_unlimited(of: Any) -> int | None:
     """The object's length, for a WindowSampler without the Trainer's limit; None if it has none."""
     try:
         if isinstance(of, WindowSampler):
@@ -173,17 +173,17 @@ class _Sampler(StandIn):
         self._windows = isinstance(inner, WindowSampler)
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawn.begin(_length(self.inner))
+        self.drawn.begin(_count_unlimited(self.inner))
         iterator = iter(self.inner)
         kind = _StatefulIterator if hasattr(iterator, "state_dict") else _Iterator
         return kind(iterator, self._note, self._end)
 
     def _note(self, drawn: Any) -> None:
-        ids = drawn if isinstance(drawn, (list, tuple)) else _listed(drawn)
+        ids = drawn if isinstance(drawn, (list, tuple)) else _list_ids(drawn)
         # If a sampler draws single indices and the dataset returns whole batches, the batch size is unknown.
         count = len(ids) if self.batched else None
         window = self.inner.sizes[-1] if self._windows else None
-        self.drawn.add(Batch((_bytes(ids),), count, window))
+        self.drawn.add(Batch((_pack_ids(ids),), count, window))
 
     def _end(self) -> None:
         if not self._windows:  # windows may end at a limit
@@ -219,13 +219,13 @@ class _StatefulIterator(_Iterator):
         self.inner.load_state_dict(state)
 
 
-def _listed(drawn: Any) -> Any:
+def _list_ids(drawn: Any) -> Any:
     """A list of ids from one id, or from a tensor or array of several."""
     ids = drawn.tolist() if hasattr(drawn, "tolist") else drawn
     return ids if isinstance(ids, list) else [ids]
 
 
-def _bytes(ids: Any) -> bytes:
+def _pack_ids(ids: Any) -> bytes:
     """Packs each id into eight bytes, so that the digest does not depend on how ids are grouped."""
     try:
         return array("q", ids).tobytes()
@@ -249,7 +249,7 @@ def _note_content(loader: Any) -> Drawn:
 
     def __iter__(self: Any) -> Iterator[Any]:
         drawn.begin()
-        return _Iterator(kind.__iter__(self), lambda batch: drawn.add(_content(batch, drawn)), drawn.end)
+        return _Iterator(kind.__iter__(self), lambda batch: drawn.add(_mark_content(batch, drawn)), drawn.end)
 
     names = {"__iter__": __iter__, "__module__": kind.__module__, "fastloop_drawn": drawn}
     try:
@@ -259,12 +259,12 @@ def _note_content(loader: Any) -> Drawn:
     return drawn
 
 
-def _content(batch: Any, drawn: Drawn) -> Batch:
+def _mark_content(batch: Any, drawn: Drawn) -> Batch:
     """A fingerprint of each sample: a few numbers from its ids and labels, or from all its tensors if it has none.
 
     Ids and labels are neither floating point nor bytes of an image, so augmentation does not change them.
     """
-    leaves = [leaf for leaf in tensors(batch) if leaf.device.type == "cpu" and leaf.layout == torch.strided]
+    leaves = [leaf for leaf in iterate_tensors(batch) if leaf.device.type == "cpu" and leaf.layout == torch.strided]
     if not leaves:
         drawn.why = "the loader hands out batches that are on the device already, or hold no tensors"
         return Batch((), count_samples(batch), None)
@@ -295,7 +295,7 @@ class Epoch(NamedTuple):
     """Samples that had already been drawn in this epoch; None if unknown."""
 
 
-def _summary(ids: Sequence[bytes], dataset: int | None) -> tuple[str, int | None]:
+def _summarize_epoch(ids: Sequence[bytes], dataset: int | None) -> tuple[str, int | None]:
     """Digest of an epoch's ids, eight bytes each, and how many had already been drawn.
 
     The latter is None if the ids are not indices of the `dataset` samples of a dataset.

@@ -34,7 +34,7 @@ from fastloop.bridge.trials.no_checkpoints import Measured, train_until_measured
 from fastloop.config.loading import Config
 from fastloop.evidence.model.dropout import switch_off_dropout
 from fastloop.evidence.model.gradient_distance import is_finite, measure_deviation
-from fastloop.feeds.batch_tree import tensors
+from fastloop.feeds.batch_tree import iterate_tensors
 from fastloop.feeds.regrouping import CannotRegroup, Leaves, copy_tensors, regroup
 from fastloop.feeds.splitting import get_loss
 from fastloop.judge.parity import is_sharp
@@ -163,7 +163,7 @@ class GradientProbe(Callback):
         # Ignore the configured numbers of steps and epochs: the probe takes what it needs. Schedules are already made.
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
         self._step = trainer.global_step
-        self._again(pl_module)
+        self._restore_start(pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not self._round.batches:
@@ -187,7 +187,7 @@ class GradientProbe(Callback):
             self._rounds.append(done)
             if self._starts is STARTS and len(self._rounds) == len(STARTS) and self._raised and self._is_scattered():
                 self._starts = (*STARTS, *RAISED)
-        self._again(pl_module)
+        self._restore_start(pl_module)
         if len(self._rounds) == len(self._starts) or self._steps >= MOST_STEPS:
             self._end(trainer)
 
@@ -201,7 +201,7 @@ class GradientProbe(Callback):
 
     # -- a round --------------------------------------------------------------------------------------------------
 
-    def _again(self, module: Any) -> None:
+    def _restore_start(self, module: Any) -> None:
         """Return to the start: weights, buffers, random numbers."""
         start = self._starts[min(len(self._rounds), len(self._starts) - 1)]
         self._round = Round(start)
@@ -209,9 +209,9 @@ class GradientProbe(Callback):
 
     def _is_scattered(self) -> bool:
         """Whether rounding changes this gradient more than any useful limit allows."""
-        return any(not is_sharp(each) for each in self._apart(ROUNDING))
+        return any(not is_sharp(each) for each in self._measure_distances(ROUNDING))
 
-    def _apart(self, starts: Iterable[str], reference: str = "first") -> list[float | None]:
+    def _measure_distances(self, starts: Iterable[str], reference: str = "first") -> list[float | None]:
         """Deviations of these rounds' gradients from the reference round's; None for rounds that were not made."""
         made = {each.start.name: each for each in self._rounds}
         known = vars(made[reference]) if reference in made else {}
@@ -222,7 +222,7 @@ class GradientProbe(Callback):
         with torch.no_grad():
             for batches, copies in self._kept:
                 for batch, leaves in zip(batches, copies, strict=True):
-                    for tensor, kept in zip(tensors(batch), leaves, strict=True):
+                    for tensor, kept in zip(iterate_tensors(batch), leaves, strict=True):
                         if tensor.device.type == "cpu" and not torch.equal(tensor, kept):
                             tensor.copy_(kept)
 
@@ -254,7 +254,7 @@ class GradientProbe(Callback):
     def _conclude(self, trainer: Any) -> None:
         self._ended = True
         first = self._rounds[0] if self._rounds else self._round
-        own, random = self._apart(("again", "random"))
+        own, random = self._measure_distances(("again", "random"))
         self.answer |= {
             "why": self.why or (None if first.gradient else "no optimizer step with a gradient was made"),
             "loss": first.loss,
@@ -270,10 +270,10 @@ class GradientProbe(Callback):
             self._save(trainer, first, steady)
             self.answer |= {
                 "random_deviation": random,
-                "rounding": dict(zip(ROUNDING, self._apart(ROUNDING), strict=True)),
+                "rounding": dict(zip(ROUNDING, self._measure_distances(ROUNDING), strict=True)),
             }
             if steady is not None:
-                raised = self._apart((each.name for each in RAISED[1:]), RAISED[0].name)
+                raised = self._measure_distances((each.name for each in RAISED[1:]), RAISED[0].name)
                 self.answer["steady_rounding"] = dict(zip(ROUNDING, raised, strict=True))
         elif self.answer["why"] is None and trainer.is_global_zero:
             self.answer |= _compare(self._known, first)

@@ -31,7 +31,7 @@ from fastloop.config.loading import Config
 from fastloop.errors import FastLoopError
 from fastloop.evidence import loader_queue
 from fastloop.feeds.device_prefetcher import DeviceFeed
-from fastloop.ladder import cards
+from fastloop.ladder import collect_cards
 
 LEAST_S = 3.0
 """A window lasts at least this long."""
@@ -77,15 +77,15 @@ def measure(
         FastLoopError: as in `training.train`; or this Lightning does not expose its train loader.
     """
     if not counts:
-        return _alone(config, beat, goes_on=False).found
+        return _time_alone(config, beat, goes_on=False).found
     found: list[dict[str, Any]] = []
     before_ms = math.inf
-    tunables = ((name, card.tunes) for name, card in cards().items() if card.tunes is not None)
+    tunables = ((name, card.tunes) for name, card in collect_cards().items() if card.tunes is not None)
     name, field = next((name, tunable.field) for name, tunable in tunables if tunable.trained == "loader")
     for count in counts:
         rung = dataclasses.replace(getattr(config.ladder, name), **{"enabled": True, field: count})
         ladder = dataclasses.replace(config.ladder, **{name: rung})
-        alone = _alone(dataclasses.replace(config, ladder=ladder), beat, goes_on=True)
+        alone = _time_alone(dataclasses.replace(config, ladder=ladder), beat, goes_on=True)
         found.append({"count": count, **alone.found})
         ms, last_ms, before_ms = alone.slowest_ms, before_ms, alone.slowest_ms
         if ms < (enough_ms or 0.0) or ms > FASTER * last_ms or name in alone.found["inactive"]:
@@ -95,7 +95,7 @@ def measure(
     return {"counts": found, "inactive": found[0]["inactive"]}
 
 
-def _alone(config: Config, beat: Path | None, *, goes_on: bool) -> _Alone:
+def _time_alone(config: Config, beat: Path | None, *, goes_on: bool) -> _Alone:
     """Measure the loader of one configuration; `goes_on`: another may follow in this process."""
     alone = _Alone(goes_on=goes_on)
 
@@ -133,7 +133,7 @@ class _Alone(Callback):
                 each.on_train_batch_end(trainer, pl_module, None, None, 0)
 
         trainer.strategy.barrier("fastloop loads")  # ranks compete for the CPUs, so they begin and end together
-        self.found = self._answer(trainer, window(_batches(combined), trainer, pulse))
+        self.found = self._answer(trainer, time_window(_make_take(combined), trainer, pulse))
         own = torch.tensor(self.found["ms_per_step"] or math.inf, device=trainer.strategy.root_device)
         self.slowest_ms = float(trainer.strategy.reduce(own, reduce_op="max"))
         trainer.strategy.barrier("fastloop has loaded")
@@ -157,7 +157,7 @@ class _Alone(Callback):
         }
 
 
-def window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = lambda: None) -> Window:
+def time_window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = lambda: None) -> Window:
     """Take batches until the initial content of the queues is used up, and then for the time to be measured.
 
     Args:
@@ -165,10 +165,10 @@ def window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = la
         pulse: called after every batch, as a sign of life.
     """
     held = loader_state.count_queued_batches(trainer)
-    passed = _pass(take, max(1, held), pulse)
+    passed = _pass_over(take, max(1, held), pulse)
     batches = 0
     _settle(trainer)
-    before, begun = ready(trainer), time.perf_counter()
+    before, begun = count_ready(trainer), time.perf_counter()
     while True:
         take()
         batches += 1
@@ -178,7 +178,7 @@ def window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = la
         if enough or spent >= MOST_S:
             break
     _settle(trainer)
-    seconds, after = time.perf_counter() - begun, ready(trainer)
+    seconds, after = time.perf_counter() - begun, count_ready(trainer)
     made: float = batches
     if before is not None and after is not None:
         made += after - before
@@ -190,7 +190,7 @@ def window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = la
     )
 
 
-def _pass(take: Callable[[], Any], wanted: int, pulse: Callable[[], None]) -> int:
+def _pass_over(take: Callable[[], Any], wanted: int, pulse: Callable[[], None]) -> int:
     """Take batches without counting them, as many as wanted or as time allows; returns their number."""
     end = time.perf_counter() + MOST_S
     for number in range(wanted):
@@ -201,7 +201,7 @@ def _pass(take: Callable[[], Any], wanted: int, pulse: Callable[[], None]) -> in
     return wanted
 
 
-def _batches(combined: Any) -> Callable[[], Any]:
+def _make_take(combined: Any) -> Callable[[], Any]:
     """A function that returns the next batch, across epochs, from the iterator that Lightning made for its loop."""
 
     def take() -> Any:
@@ -210,22 +210,22 @@ def _batches(combined: Any) -> Callable[[], Any]:
                 return next(combined)[0]
             except StopIteration:
                 iter(combined)
-        raise training.nothing_to_train("a train loader without batches")
+        raise training.make_no_batches_error("a train loader without batches")
 
     return take
 
 
-def ready(trainer: Any) -> int | None:
+def count_ready(trainer: Any) -> int | None:
     """Batches that workers have made and that were not taken yet; None if that cannot be read.
 
-    Not the queue's length minus `loader_queue.batches_owed`: near the end of an epoch fewer are requested than fit.
+    Not the queue's length minus `loader_queue.count_owed`: near the end of an epoch fewer are requested than fit.
     """
     if not loader_state.count_queued_batches(trainer):
         return 0
     counts = [
-        loader_queue.batches_ready(each)
+        loader_queue.count_ready(each)
         for each in loader_state.find_iterators(trainer)
-        if loader_queue.live_workers(each) is not None
+        if loader_queue.count_live_workers(each) is not None
     ]
     return sum(count or 0 for count in counts) if counts and None not in counts else None
 

@@ -35,7 +35,7 @@ from lightning.pytorch.callbacks import Callback
 from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.bridge.trials.drawn_samples import Batch, Drawn, join_epochs, listen
 from fastloop.bridge.trials.heartbeat import drop_other_hooks
-from fastloop.feeds.batch_tree import count_samples, samples
+from fastloop.feeds.batch_tree import count_rows, count_samples
 from fastloop.feeds.splitting import CannotSplit, cut
 from fastloop.records import store
 
@@ -101,7 +101,7 @@ class Ledger(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         try:
-            self._batch(trainer, batch)
+            self._note_batch(trainer, batch)
             if (step := trainer.global_step) != self._step:
                 self._step = step
                 self._close()
@@ -130,15 +130,15 @@ class Ledger(Callback):
         self._rates: dict[int, list[Any]] = {}
         self._uncut = 0
         self._in_epoch: int | None = 0
-        self._next_step()
+        self._begin_step()
 
-    def _next_step(self) -> None:
+    def _begin_step(self) -> None:
         self._rates.clear()
         self._streams: dict[tuple[int, int], list[bytes]] = {}
         self._samples: int | None = 0
         self._plan = 0
 
-    def _batch(self, trainer: Any, batch: Any) -> None:
+    def _note_batch(self, trainer: Any, batch: Any) -> None:
         """Record one batch of the Trainer, to which every loader contributed."""
         first = None
         for number, drawn in enumerate(self._drawn):
@@ -156,7 +156,7 @@ class Ledger(Callback):
     def _pieces(self, strategy: Any, part: Batch | None, batch: Any) -> int:
         """Number of backwards planned for this batch."""
         micro: MicroBatches | None = getattr(getattr(strategy, "fastloop", None), "micro", None)
-        if micro is None or (rows := samples(batch)) is None:
+        if micro is None or (rows := count_rows(batch)) is None:
             return 1
         choice = micro.choice
         if choice.uncut != self._uncut:
@@ -165,17 +165,17 @@ class Ledger(Callback):
         if micro.apart and part is not None and part.window is not None:
             return len(part.window)
         full = micro.windows.sampler.window if micro.windows.sampler is not None else 1
-        return _pieces(rows, choice.micro, part.window if part is not None else None, full)
+        return _count_pieces(rows, choice.micro, part.window if part is not None else None, full)
 
     def _close(self) -> None:
         """An optimizer step is done."""
         self._count += 1
         if self._count <= MOST_STEPS:
-            rates = [_kept(rate) for group in self._rates.values() for rate in group]
+            rates = [_keep_rate(rate) for group in self._rates.values() for rate in group]
             done = self._backwards.take() if self._backwards is not None else None
             self._steps.append([self._hash() if self._streams else None, self._samples, done, rates])
             self._planned.append(self._plan)
-        self._next_step()
+        self._begin_step()
 
     def _hash(self) -> str:
         """Hash the samples of this step, by loader and tensor."""
@@ -204,7 +204,7 @@ class Ledger(Callback):
             content = {
                 "schema": store.SCHEMA,
                 "rank": trainer.global_rank,
-                **self._knowledge(seen),
+                **self._summarize_knowledge(seen),
                 "planned": self._planned,
                 "epochs": self._epochs,
                 "optimizer_steps": self._count,
@@ -215,14 +215,14 @@ class Ledger(Callback):
         except Exception as error:  # such as a full disk; the training itself is over
             self.why = f"{type(error).__name__}: {error}"
 
-    def _knowledge(self, seen: bool) -> dict[str, Any]:
+    def _summarize_knowledge(self, seen: bool) -> dict[str, Any]:
         """The part of the ledger about samples and steps; unknown values are None."""
         whys = [self.why, *(drawn.why for drawn in self._drawn), None if self._drawn else "no loader was seen"]
         why = next((each for each in whys if each is not None), None)
         sources = {drawn.source for drawn in self._drawn}
         ids = None if why is not None else "content" if "content" in sources else "sampler"
         rows = [
-            [each if ids else None, count, done if seen else None, [_number(rate) for rate in rates]]
+            [each if ids else None, count, done if seen else None, [_to_number(rate) for rate in rates]]
             for each, count, done, rates in self._steps
         ]
         orders = [drawn.own_order for drawn in self._drawn]
@@ -250,7 +250,7 @@ class _Listening:
 
 
 @functools.lru_cache(maxsize=256)
-def _pieces(rows: int, micro: int, window: tuple[int, ...] | None, full: int) -> int:
+def _count_pieces(rows: int, micro: int, window: tuple[int, ...] | None, full: int) -> int:
     """Number of pieces into which a batch of `rows` samples is cut."""
     try:
         return len(cut(torch.empty(rows), micro, None if window is None else (window, full)))
@@ -258,12 +258,12 @@ def _pieces(rows: int, micro: int, window: tuple[int, ...] | None, full: int) ->
         return 1
 
 
-def _kept(rate: Any) -> Any:
+def _keep_rate(rate: Any) -> Any:
     """The current learning rate, copied without waiting for the device it may be on."""
     return rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
 
 
-def _number(rate: Any) -> float | None:
+def _to_number(rate: Any) -> float | None:
     number = float(rate)
     return number if abs(number) < float("inf") else None
 

@@ -24,20 +24,20 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.fail_open import disabled, fail_open
+from fastloop.bridge.fail_open import fail_open, is_disabled
 from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.trials import ceilings, determinism, no_checkpoints
 from fastloop.bridge.trials.gradient_probe import GradientProbe
 from fastloop.bridge.trials.heartbeat import Beats, drop_other_hooks
 from fastloop.bridge.trials.sample_ledger import Ledger
-from fastloop.config.loading import from_callback
+from fastloop.config.loading import load_callback_config
 from fastloop.records import store
 from fastloop.records.trial import ScriptEvent, ScriptOrders
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 else:
-    Callback = namespaces.callback_class()
+    Callback = namespaces.make_callback_class()
 
 ORDERS = "FASTLOOP_EXEC"
 """The environment variable with the path of the orders file. It exists for one command only."""
@@ -47,15 +47,15 @@ EVENTS, CLAIM, TRAINED = "events.jsonl", "claim", "trained"
 """Files beside the orders: the events, the process whose fit is measured, and a mark that its training has begun."""
 
 
-def callbacks() -> list[Any]:
+def add_callbacks() -> list[Any]:
     """The callbacks that Lightning adds to a Trainer of this process; none without orders."""
     path = Path(os.environ.get(ORDERS) or os.devnull)
-    if disabled() or not path.is_file():
+    if is_disabled() or not path.is_file():
         return []
     orders = store.load(path, ScriptOrders)
     assert orders is not None, path
     if orders.stacks:
-        _stacks_on_request()
+        _write_stacks_on_request()
     if orders.variation == GRADIENTS:
         determinism.prepare()
     if orders.disposable:
@@ -66,7 +66,7 @@ def callbacks() -> list[Any]:
     return [keeper]
 
 
-def fabric() -> list[Any]:
+def add_to_fabric() -> list[Any]:
     """The callbacks that Lightning adds to a Fabric: none, because it has no loop to watch. Reports its use."""
     path = Path(os.environ.get(ORDERS) or os.devnull)
     if path.is_file() and not getattr(rank_zero_only, "rank", 0):
@@ -74,7 +74,7 @@ def fabric() -> list[Any]:
     return []
 
 
-def _stacks_on_request() -> None:
+def _write_stacks_on_request() -> None:
     """Make SIGUSR2 print the stack of each thread, unless the script handles that signal itself."""
     with contextlib.suppress(ValueError, OSError, RuntimeError):
         if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
@@ -89,7 +89,7 @@ def _keep_logs_in(folder: str) -> None:
     trainer/connectors/logger_connector/logger_connector.py. If a version of Lightning has no such method, logs stay
     where they were.
     """
-    for _, connector in namespaces.found(CONNECTOR):
+    for _, connector in namespaces.find_everywhere(CONNECTOR):
         original = getattr(connector, "configure_logger", None)
         if original is not None and not hasattr(original, "__wrapped__"):
             connector.configure_logger = _configure_in(folder, original)
@@ -128,7 +128,7 @@ class Injected(Callback):
     @fail_open
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self.orders.disposable:
-            no_checkpoints.keep_back(trainer, partial(self._held_back, trainer))
+            no_checkpoints.keep_back(trainer, partial(self._note_held_back, trainer))
         if stage != "fit":  # the fit's rungs also apply to its evaluation, as with a FastLoop in the script
             return
         self._evict(trainer)
@@ -187,7 +187,7 @@ class Injected(Callback):
         self.note("gave_up", why=why)
         rank_zero_warn(f"fastloop stays out of this run: {why}")
 
-    def _held_back(self, trainer: Any) -> None:
+    def _note_held_back(self, trainer: Any) -> None:
         if trainer.is_global_zero and not self._unsaved:
             self._unsaved = True
             self.note("unsaved")
@@ -211,7 +211,7 @@ class Injected(Callback):
     def _invite(self, trainer: Any) -> None:
         """Add the callbacks for this fit. Lightning sets up those behind this callback right after it."""
         before, out, beat = list(trainer.callbacks), Path(self.orders.out), self.orders.beat
-        config, _ = from_callback(self.orders.config)
+        config, _ = load_callback_config(self.orders.config)
         config = dataclasses.replace(config, by_ladder=frozenset(self.orders.by_ladder))
         if self.orders.variation == GRADIENTS:  # the gradient is taken from the first step, with all rungs on
             config = dataclasses.replace(config, rehearsal="off")

@@ -43,7 +43,7 @@ def count_flops(config: Config, beat: Path | None = None) -> Mapping[str, Any]:
         if beat is not None:
             Beats.into(trainer, beat)
         OnlyInside.into(trainer, None)
-        ceilings.replay(trainer, change=lambda batches: [_few(batch) for batch in batches[:1]])
+        ceilings.replay(trainer, change=lambda batches: [_take_few(batch) for batch in batches[:1]])
         trainer.callbacks.append(counting)
 
     bare = dataclasses.replace(config, ladder=type(config.ladder)(), watch=WatchSettings(enabled=False), strict=False)
@@ -90,7 +90,7 @@ class _Counting(Callback):
             self._open = None
 
 
-def _few(batch: Any) -> Any:
+def _take_few(batch: Any) -> Any:
     """The first samples of a batch, or all of them if it cannot be cut."""
     try:
         return cut(batch, FEW)[0].batch

@@ -41,7 +41,7 @@ def find_iterators(trainer: Any) -> Iterator[Any]:
 
 def find_workers(trainer: Any) -> list[Any] | None:
     """The worker processes of the live iterators, empty if there are none; None if unknown."""
-    iterators = [each for each in find_iterators(trainer) if loader_queue.live_workers(each) is not None]
+    iterators = [each for each in find_iterators(trainer) if loader_queue.count_live_workers(each) is not None]
     return [worker for each in iterators for worker in getattr(each, "_workers", ())] if iterators else None
 
 
@@ -61,7 +61,7 @@ def read_batch_sizes(trainer: Any) -> tuple[int, ...]:
 
 def count_queued_batches(trainer: Any) -> int:
     """Batches that workers and device feeds can hold ready."""
-    return sum(_held(loader) for loader in find_loaders(trainer))
+    return sum(_count_held(loader) for loader in find_loaders(trainer))
 
 
 def _find_engine(loader: Any) -> Any:
@@ -69,7 +69,7 @@ def _find_engine(loader: Any) -> Any:
     return loader.engine if isinstance(loader, LazyLoader) else None
 
 
-def _held(loader: Any) -> int:
+def _count_held(loader: Any) -> int:
     if (engine := _find_engine(loader)) is not None:
         return int(getattr(engine, "ahead", 0))
     workers, factor = getattr(loader, "num_workers", 0) or 0, getattr(loader, "prefetch_factor", None) or 0
@@ -79,9 +79,9 @@ def _held(loader: Any) -> int:
 def count_batches_owed(trainer: Any) -> int | None:
     """Batches requested from workers and not finished, over all loaders; None if that cannot be read."""
     counts = [
-        loader_queue.batches_owed(iterator)
+        loader_queue.count_owed(iterator)
         for iterator in find_iterators(trainer)
-        if loader_queue.live_workers(iterator) is not None
+        if loader_queue.count_live_workers(iterator) is not None
     ]
     if not counts or None in counts:
         return None if count_queued_batches(trainer) else 0
@@ -99,7 +99,7 @@ def gather_evidence(trainer: Any) -> dict[str, Any]:
         "kind": type(found[0]).__name__,
         "num_workers": min(workers) if workers else None,
         "map_style": not any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in found),
-        "usable_cpus": machine.usable_cpus(),
+        "usable_cpus": machine.count_usable_cpus(),
         "queued_batches": count_queued_batches(trainer),
         "pin_memory": all(bool(getattr(loader, "pin_memory", False)) for loader in found),
     }

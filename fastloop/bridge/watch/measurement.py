@@ -67,24 +67,24 @@ def build_measurement(watch: Watch, about: Mapping[str, Any], evidence: Mapping[
     world_size, traced = int(about.get("world_size", 1)), about.get("kernels") or {}
     timed = {
         "first_step": watch.clock.opened_at + 1,
-        **_rates(watch, window, world_size),
-        **_times(window, traced.get("comm_exposed_ms") if world_size > 1 else None),
+        **_read_rates(watch, window, world_size),
+        **_read_times(window, traced.get("comm_exposed_ms") if world_size > 1 else None),
     }
     if watch.garbage.passes:
         evidence = {**evidence, GARBAGE: {"ms_per_step": 1e3 * window.garbage_s, "passes": watch.garbage.passes}}
     if (long := find_pauses(window.step_s)) is not None:
         evidence = {**evidence, PAUSES: {"ms_per_step": 1e3 * long.s_per_step, "steps": long.steps}}
     common["evidence"] = evidence
-    seen = Measurement(**{**common, **timed, **_board(watch, timed["samples_per_s"], world_size)})
+    seen = Measurement(**{**common, **timed, **_read_board(watch, timed["samples_per_s"], world_size)})
     return efficiency.add_work(seen, rates=about.get("rates"))
 
 
-def _times(window: Window, comm_exposed_ms: float | None) -> dict[str, Any]:
+def _read_times(window: Window, comm_exposed_ms: float | None) -> dict[str, Any]:
     step_ms = 1e3 * window.wall_s / window.steps
     several = len(window.step_s) > 1
     deciles = statistics.quantiles(window.step_s, n=10, method="inclusive") if several else window.step_s
     parts: dict[str, float | None] = {
-        part: 1e3 * seconds if (seconds := window.parts_s.get(part)) is not None else _missing(part, window)
+        part: 1e3 * seconds if (seconds := window.parts_s.get(part)) is not None else _fill_missing(part, window)
         for part in PARTS
     }
     if comm_exposed_ms is not None and (backward := parts["backward"]) is not None:
@@ -110,14 +110,14 @@ def _times(window: Window, comm_exposed_ms: float | None) -> dict[str, Any]:
     }
 
 
-def _missing(part: str, window: Window) -> float | None:
+def _fill_missing(part: str, window: Window) -> float | None:
     """0.0 for a part that never occurred; None for one that could not be measured."""
     if part in ("comm_exposed", "unexplained") or (part in SAMPLED and not window.detailed_steps):
         return None
     return 0.0
 
 
-def _rates(watch: Watch, window: Window, world_size: int) -> dict[str, Any]:
+def _read_rates(watch: Watch, window: Window, world_size: int) -> dict[str, Any]:
     rate, drained = window.samples / window.wall_s, False
     at_start, at_end = watch.owed
     if at_start is not None and at_end is not None and window.batches:
@@ -137,32 +137,32 @@ def _rates(watch: Watch, window: Window, world_size: int) -> dict[str, Any]:
         "usd_per_million_samples": efficiency.compute_usd_per_million_samples(usd_per_hour, rate or None),
         "global_batch": int(statistics.median(window.step_samples)) * world_size or None,
         "micro_batch": int(statistics.median(window.batch_samples)) or None if window.batch_samples else None,
-        "hooks_ms": _hooks(watch, window),
+        "hooks_ms": _list_slow_hooks(watch, window),
     }
     if real is not None and tokens:
         found["unpadded_tokens_per_s"] = rate * world_size * real
     return found
 
 
-def _hooks(watch: Watch, window: Window) -> dict[str, float]:
+def _list_slow_hooks(watch: Watch, window: Window) -> dict[str, float]:
     """The slowest hooks, per step."""
     per_step: defaultdict[str, float] = defaultdict(float)
     for name, seconds in watch.marks.hooks_s.items():
         hook = name if name == SELF_LOG else name.rpartition(".")[2]
         inside = hook.startswith(IN_THE_BODY)
         steps, scale = (window.detailed_steps, window.of_detailed) if inside else (window.steps, 1.0)
-        per_step[_short(name)] += scale * 1e3 * seconds / max(1, steps)
+        per_step[_shorten_action(name)] += scale * 1e3 * seconds / max(1, steps)
     slowest = sorted(per_step.items(), key=lambda item: -item[1])[:MOST_HOOKS]
     return {name: ms for name, ms in slowest if ms > 0.01}
 
 
-def _short(action: str) -> str:
+def _shorten_action(action: str) -> str:
     """Shorten ``[Callback]ModelCheckpoint{'monitor': None}.on_train_batch_end`` for people."""
     owner, _, hook = re.sub(r"^\[\w+\]|\{.*\}", "", action).rpartition(".")
     return f"{owner}.{hook}" if owner else hook
 
 
-def _board(watch: Watch, samples_per_s: float | None, world_size: int) -> dict[str, Any]:
+def _read_board(watch: Watch, samples_per_s: float | None, world_size: int) -> dict[str, Any]:
     """Readings of the GPU's own counters; energy is that of one GPU board, for its share of the samples."""
     flags = {}
     if watch.device.type == "cuda":
@@ -241,9 +241,9 @@ def measure_cost_us(device: torch.device, steps: int = 60) -> float | None:
         _step(ours, lambda: batch_end(1)),
         _step(ours, lambda: batch_end(NEVER)),
     )
-    _spent(cases[1], FIRST_IN_DETAIL + 2)  # the window begins
+    _time_step(cases[1], FIRST_IN_DETAIL + 2)  # the window begins
     per_turn = max(1, steps // TURNS)
-    turns = [[_spent(step, per_turn, lambda: watch.clock.account) for step in cases] for _ in range(TURNS)]
+    turns = [[_time_step(step, per_turn, lambda: watch.clock.account) for step in cases] for _ in range(TURNS)]
     watch.close()
     plain_s, detailed_s, usual_s = (min(turn[case] for turn in turns) for case in range(3))
     each_s = usual_s + (detailed_s - usual_s) / EVERY.get(device.type, 1)
@@ -271,7 +271,7 @@ def _step(profiler: Any, batch_end: Callable[[], None]) -> Callable[[], None]:
     return step
 
 
-def _spent(step: Callable[[], None], steps: int, settle: Callable[[], Any] = lambda: None) -> float:
+def _time_step(step: Callable[[], None], steps: int, settle: Callable[[], Any] = lambda: None) -> float:
     step()  # this one still runs in the mode that the last case set
     settle()
     begun = time.perf_counter()

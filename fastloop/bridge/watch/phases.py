@@ -181,7 +181,7 @@ class Marks:
         try:
             context = self._contexts[name]
         except KeyError:
-            context = self._contexts[name] = self._made(name)
+            context = self._contexts[name] = self._make_phase(name)
         if (
             clock.phase in RARE
             and context is not NOTHING
@@ -220,7 +220,7 @@ class Marks:
         if self.ranges is not None:
             self.ranges.pop()
 
-    def _made(self, name: str) -> Any:
+    def _make_phase(self, name: str) -> Any:
         phase = find_phase(name)
         if phase is None or (phase == "callbacks_logging" and name in self.unheard):
             return NOTHING

@@ -34,7 +34,7 @@ class WatchingProfiler:
             _phase=profile,
             _passes=passes,
             _begun={},
-            profile=profile if passes else self._both,
+            profile=profile if passes else self._enter_both,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -68,7 +68,7 @@ class WatchingProfiler:
         elif (ours := self._begun.pop(action_name, None)) is not None:
             ours.__exit__(None, None, None)
 
-    def _both(self, action_name: str) -> Any:
+    def _enter_both(self, action_name: str) -> Any:
         theirs, ours = self.profiler.profile(action_name), self._phase(action_name)
         return theirs if ours is NOTHING else _Both(ours, theirs)
 
@@ -111,12 +111,12 @@ class LogMarks:
         self._connector = getattr(trainer, "_logger_connector", None)
         self._marked: Any = None
         if callable(getattr(self._connector, _TURN, None)) and _TURN not in vars(self._connector):
-            self._marked = vars(self._connector)[_TURN] = self._timed(getattr(self._connector, _TURN), LOGGERS)
+            self._marked = vars(self._connector)[_TURN] = self._time_call(getattr(self._connector, _TURN), LOGGERS)
         self._results: Any = getattr(getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None), "_results", None)
         self._noted: Any = None
         own_log: Any = getattr(self._results, "log", None)
         if not _is_compiled(module):
-            marks.around_forward = self._swapped
+            marks.around_forward = self._swap_in
             if callable(own_log) and "log" not in vars(self._results):
                 self._noted = vars(self._results)["log"] = _Noted(self, own_log)
 
@@ -128,12 +128,12 @@ class LogMarks:
             del vars(self._results)["log"]
         self.marks.around_forward = None
 
-    def _swapped(self) -> Callable[[], None]:
+    def _swap_in(self) -> Callable[[], None]:
         """Time calls of the module's ``log``; calling the returned function stops that."""
         own = vars(self.module)
-        ours = {"log": self._timed(self.module.log, SELF_LOG)}
+        ours = {"log": self._time_call(self.module.log, SELF_LOG)}
         if not self.module.automatic_optimization:  # its backward runs inside the forward's action
-            ours["manual_backward"] = self._timed(self.module.manual_backward, None, "backward")
+            ours["manual_backward"] = self._time_call(self.module.manual_backward, None, "backward")
         before = {name: own[name] for name in ours if name in own}
         own.update(ours)
 
@@ -145,7 +145,7 @@ class LogMarks:
 
         return back
 
-    def _timed(self, call: Callable[..., Any], name: str | None, phase: str = "callbacks_logging") -> _Timed:
+    def _time_call(self, call: Callable[..., Any], name: str | None, phase: str = "callbacks_logging") -> _Timed:
         return _Timed(self.marks, call, name, phase)
 
 

@@ -65,13 +65,13 @@ class Ranks:
         if self.rank == 0:
             return self._collect(own, limit_s)
         try:
-            self._store.set(str(self.rank), json.dumps(own, default=_plain))
+            self._store.set(str(self.rank), json.dumps(own, default=_to_plain))
         except Exception as error:  # rank 0 and its store are gone, so no process can read it
             self.why = f"the record of rank {self.rank} could not be handed in: {type(error).__name__}: {error}"
         return ()
 
     def _collect(self, own: Mapping[str, Any], limit_s: float) -> tuple[Mapping[str, Any], ...]:
-        found, end = {0: json.loads(json.dumps(own, default=_plain))}, time.monotonic() + limit_s
+        found, end = {0: json.loads(json.dumps(own, default=_to_plain))}, time.monotonic() + limit_s
         waiting = list(range(1, self.world_size))
         try:
             while waiting:
@@ -113,5 +113,5 @@ def find_default_store() -> Any:
     return distributed._get_default_store()
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else str(value)

@@ -27,7 +27,7 @@ from fastloop.evidence.gpu import measured_rates, nvml
 from fastloop.evidence.gpu.sampler import Board
 from fastloop.evidence.model.memory_creep import MemoryLog
 from fastloop.evidence.model.optimizer_cost import describe_optimizers
-from fastloop.feeds.batch_tree import count_samples, samples, walk_storage
+from fastloop.feeds.batch_tree import count_rows, count_samples, walk_storage
 from fastloop.records.measurement import COMPILE, MEMORY, VALIDATION_COMPILE, Measurement
 from fastloop.records.readings import CPU_WORTH_PCT, OPTIMIZER
 
@@ -68,7 +68,7 @@ class Session:
         one_time: OneTime | None = None,
         untouched: Callable[..., contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
-        self._began, self._cpu_wait_s = step_clock.now(), machine.cpu_wait_s()
+        self._began, self._cpu_wait_s = step_clock.now(), machine.read_cpu_wait_s()
         self.one_time = one_time or OneTime()
         self.compilations = Compilations(self.one_time, lambda: self.watch.clock.total_steps)
         self.workers = WorkerStarts()
@@ -170,7 +170,7 @@ class Session:
 
     def _count(self, trainer: Any, batch: Any) -> int | None:
         """Samples of a batch. If the loader and the first dimension agree, no other source is used."""
-        size, told = samples(batch), None
+        size, told = count_rows(batch), None
         if self._logs is not None:
             told, self._logs.batch_size = self._logs.batch_size, None
         if size and size in self._drawn[:1]:
@@ -223,7 +223,7 @@ class Session:
             seen = dataclasses.replace(seen, state=(*seen.state, REPLACED))
         if self._live is not None:
             self._live.end(trainer, summarize(seen))
-        return self._with_ranks(seen, raised)
+        return self._add_ranks(seen, raised)
 
     def read_figures(self) -> dict[str, float | None]:
         """Figures for the loggers and the bar about the steps since the last call: from a clock while one is open, else
@@ -232,10 +232,12 @@ class Session:
         seen = (account.steps, account.samples, account.wall_s + account.once_s, account.wait_s)
         passed = (self._passed_steps, self._passed_samples, step_clock.now())
         (last_account, *last), self._last_figures = self._last_figures, (account, seen, passed)
-        steps, samples, wall_s, wait_s = _since(seen, last[0] if last_account is account else (0, 0, 0.0, 0.0))
+        steps, samples, wall_s, wait_s = _subtract_before(
+            seen, last[0] if last_account is account else (0, 0, 0.0, 0.0)
+        )
         waited = {"data_wait_pct": 100 * wait_s / wall_s} if steps > 0 and wall_s > 0 else {}
         if not waited:
-            steps, samples, wall_s = _since(passed, last[1] or passed)
+            steps, samples, wall_s = _subtract_before(passed, last[1] or passed)
         if steps <= 0 or wall_s <= 0:
             return {}
         world = self._ranks.world_size if self._ranks is not None else 1
@@ -274,7 +276,7 @@ class Session:
 
     def _describe_crowd(self) -> str | None:
         """Text if this thread waited long for a CPU, rounded to 10 % so that similar runs report the same."""
-        waited_s, before_s = machine.cpu_wait_s(), self._cpu_wait_s
+        waited_s, before_s = machine.read_cpu_wait_s(), self._cpu_wait_s
         if waited_s is None or before_s is None:
             return None
         pct = round(10 * (waited_s - before_s) / max(1e-9, step_clock.now() - self._began)) * 10
@@ -282,7 +284,7 @@ class Session:
             return None
         return f"the training waited for a CPU for about {pct} % of the time: the CPUs were oversubscribed"
 
-    def _with_ranks(self, seen: Measurement, raised: BaseException | None) -> Measurement:
+    def _add_ranks(self, seen: Measurement, raised: BaseException | None) -> Measurement:
         if self._ranks is None:
             return seen
         found = self._ranks.gather(record_of_rank(seen, raised), LIMIT_S if raised is None else PARTIAL_LIMIT_S)
@@ -303,7 +305,7 @@ def list_owners(trainer: Any) -> list[object]:
     return [trainer.lightning_module, *trainer.callbacks, *trainer.loggers]
 
 
-def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:
+def _subtract_before(now: Sequence[float], before: Sequence[float]) -> list[float]:
     return [new - old for new, old in zip(now, before, strict=True)]
 
 
@@ -344,7 +346,7 @@ def summarize(seen: Measurement) -> dict[str, float | None]:
 
 def find_unheard(trainer: Any, module: Any) -> set[str]:
     """The actions of hooks that are not overridden, which Lightning opens all the same."""
-    space = namespaces.of(trainer)
+    space = namespaces.find_namespace(trainer)
     owners = [(f"[LightningModule]{type(module).__name__}", module, namespaces.load(space, "core.LightningModule"))]
     base = namespaces.load(space, "callbacks.Callback")
     owners += [(f"[Callback]{callback.state_key}", callback, base) for callback in trainer.callbacks]

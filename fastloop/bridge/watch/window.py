@@ -19,7 +19,7 @@ from fastloop.evidence.clock.gc_pauses import Garbage
 from fastloop.evidence.clock.loss_log import LossLog
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import Clock, Window
-from fastloop.feeds.batch_tree import tensors
+from fastloop.feeds.batch_tree import iterate_tensors
 
 ENOUGH_STEPS = 200
 """If extras follow, the window ends after this many steps, once ten times the queued batches have passed."""
@@ -170,11 +170,11 @@ class Watch:
         self._end_probe()
         if self.clock.open and self._is_over():
             self._close_window()
-            self._next_extra()
+            self._begin_next_extra()
         elif self._extra is not None:
             if self._extra_steps >= self._extra.steps:
                 self._extra.end()
-                self._next_extra()
+                self._begin_next_extra()
         elif self.later is not None and self.clock.closed:
             self.later.between_steps(self.clock.total_steps)
 
@@ -188,7 +188,7 @@ class Watch:
             self._probe.end()
             self._probe = None
 
-    def _next_extra(self) -> None:
+    def _begin_next_extra(self) -> None:
         self._extra, self._extra_steps = self._extras.popleft() if self._extras else None, 0
         if self._extra is not None:
             self._extra.begin()
@@ -242,7 +242,7 @@ class Tokens:
 
     def add(self, batch: Any) -> None:
         """Count a batch; does nothing if it holds no integer tensor [samples, length]."""
-        ids = _ids(batch)
+        ids = _find_token_ids(batch)
         if ids is None or (self._rows and len(self._real) >= MOST):
             return
         self._rows += ids.shape[0]
@@ -263,10 +263,10 @@ class Tokens:
         return every, every * real / self._masked
 
 
-def _ids(batch: Any) -> torch.Tensor | None:
+def _find_token_ids(batch: Any) -> torch.Tensor | None:
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
         found = batch["input_ids"]
         return found if found.ndim == 2 else None
-    first = next(tensors(batch), None)
+    first = next(iterate_tensors(batch), None)
     long = first is not None and first.ndim == 2 and first.dtype in (torch.int64, torch.int32, torch.int16)
     return first if long else None

@@ -46,10 +46,10 @@ def find_current_stream(device: torch.device) -> Any:
     ask = getattr(torch._C, "_cuda_getCurrentStream", None)  # private
     if ask is None or device.index is None:
         return torch.cuda.current_stream(device)
-    return _stream(*ask(device.index))
+    return _open_stream(*ask(device.index))
 
 
 @functools.cache
-def _stream(stream_id: int, device_index: int, device_type: int) -> Any:
+def _open_stream(stream_id: int, device_index: int, device_type: int) -> Any:
     stream: Any = torch.cuda.Stream
     return stream(stream_id=stream_id, device_index=device_index, device_type=device_type)

@@ -197,7 +197,10 @@ class Account:
         """The measurements so far; None without a whole step."""
         if not self.steps:
             return None
-        parts, host = self._means(self._every, self._work), self._means(self._host_every, self._host_work)
+        parts, host = (
+            self._compute_means(self._every, self._work),
+            self._compute_means(self._host_every, self._host_work),
+        )
         split_s, blocked_s = self._host_work.detailed_s, None
         if self._blocked_s is not None and split_s > 0:
             blocked_s = max(0.0, self._blocked_s / split_s) * self._host_work.known_s / self.steps
@@ -213,15 +216,15 @@ class Account:
             step_s=tuple(self._step_s),
             step_samples=tuple(self._of_step),
             batch_samples=tuple(self._of_batch),
-            lead_s=_median(self._leads) if on_device else None,
-            trail_s=_median(self._trails) if on_device else None,
+            lead_s=_compute_median(self._leads) if on_device else None,
+            trail_s=_compute_median(self._trails) if on_device else None,
             of_detailed=self._host_work.of_detailed(self.steps),
             garbage_s=self._garbage / self.steps,
             once_s=tuple(self._step_once),
             once_total_s=self.once_s,
         )
 
-    def _means(self, every: dict[str, float], work: Sampled) -> dict[str, float]:
+    def _compute_means(self, every: dict[str, float], work: Sampled) -> dict[str, float]:
         """Per step: recorded times of every step unchanged, the rest split as in the steps in detail."""
         means = {phase: seconds / self.steps for phase, seconds in every.items()}
         for phase, seconds in work.means(self.steps, self.after_detailed).items():
@@ -229,6 +232,6 @@ class Account:
         return means
 
 
-def _median(values: deque[float]) -> float | None:
+def _compute_median(values: deque[float]) -> float | None:
     ordered = sorted(values)
     return ordered[len(ordered) // 2] if ordered else None

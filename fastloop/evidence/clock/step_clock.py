@@ -200,7 +200,7 @@ class Clock:
         self._one_time.skip()
         if self.on_device:
             torch.cuda.synchronize(self.device)
-            self._last_event = self._event()
+            self._last_event = self._record_event()
         self._position = self._event_at = now()
         self._last = Mark(self._position, None, self.phase, self.in_body, True)
 
@@ -218,7 +218,7 @@ class Clock:
             return
         detailed, event = self.detailed, None
         if self.on_device and (detailed or kind == "issued" or phase in RARE or before in RARE):
-            event = self._event()
+            event = self._record_event()
         mark = Mark(now(), event, phase, self.in_body, detailed)
         if detailed and (phase in COMPUTE) != (before in COMPUTE):
             mark.off_cpu = read_off_cpu_s()
@@ -231,7 +231,7 @@ class Clock:
             mark.collected_before = mark.collected_s
         self._waiting.append(mark)
 
-    def _event(self) -> Any:
+    def _record_event(self) -> Any:
         event: Any = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(find_current_stream(self.device))
         return event
@@ -262,7 +262,7 @@ class Clock:
         account, before, at, was_at = self._account, self._last, mark.at, self._position
         starved, position = (at - was_at, at) if at > was_at else (0.0, was_at)
         if mark.event is not None:
-            position = self._reached(mark, position)
+            position = self._read_reached(mark, position)
         if account.start is not None:
             if self.on_device and mark.kind == "got":
                 account.lead(max(0.0, was_at - at))
@@ -284,7 +284,7 @@ class Clock:
             account.step_ends(position, *mark.ended)
         self._position, self._last = position, mark
 
-    def _reached(self, mark: Mark, soonest: float) -> float:
+    def _read_reached(self, mark: Mark, soonest: float) -> float:
         """When the device reached a mark that has an event."""
         # Chained from mark to mark: elapsed_time is a 32-bit float of milliseconds and coarse over long spans.
         reached = self._event_at + self._last_event.elapsed_time(mark.event) / 1e3

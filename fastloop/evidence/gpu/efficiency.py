@@ -43,15 +43,15 @@ def compute_joule_per_sample(joule: float | None, seconds: float | None, samples
         joule, seconds: for one board; for several, the sum of their joules over the same seconds.
         samples_per_s: of the same devices.
     """
-    return _ratio(_ratio(joule, seconds), samples_per_s)
+    return _divide(_divide(joule, seconds), samples_per_s)
 
 
 def compute_usd_per_million_samples(usd_per_gpu_hour: float | None, samples_per_s: float | None) -> float | None:
     """Price of a million samples; ``samples_per_s`` is the rate of one device."""
-    return _ratio(None if usd_per_gpu_hour is None else usd_per_gpu_hour * 1e6 / 3600, samples_per_s)
+    return _divide(None if usd_per_gpu_hour is None else usd_per_gpu_hour * 1e6 / 3600, samples_per_s)
 
 
-def _ratio(number: float | None, by: float | None) -> float | None:
+def _divide(number: float | None, by: float | None) -> float | None:
     if number is None or by is None or not by > 0 or not math.isfinite(number / by):
         return None
     return number / by
@@ -77,13 +77,13 @@ def add_work(
     chip = datasheets.find_peak(seen.device_name) if on_gpu else None
     per_sample, rate = counted.get("per_sample"), seen.samples_per_s
     done = None if per_sample is None or rate is None else per_sample * rate / seen.world_size / 1e12
-    arithmetic = _arithmetic(seen, counted) if on_gpu else None
+    arithmetic = _find_arithmetic(seen, counted) if on_gpu else None
     of_dtype = datasheets.compute_effective_peak(chip, arithmetic)
     gemm, copy = (rates.gemm_tflop_per_s, rates.copy_tb_per_s) if rates is not None else (None, None)
     gemm = gemm if gemm is not None else seen.peaks.get("measured_tflop_per_s")
     copy = copy if copy is not None else seen.peaks.get("measured_copy_tb_per_s")
     peaks = {"datasheet": chip.bf16 if chip else None, "measured_peak": gemm, "dtype_in_use": of_dtype}
-    shares = {name: _ratio(done, peak) for name, peak in peaks.items()}
+    shares = {name: _divide(done, peak) for name, peak in peaks.items()}
     known = {
         "dtype": arithmetic.dtype if arithmetic else None,
         "datasheet_tflop_per_s": peaks["datasheet"],
@@ -103,7 +103,7 @@ def add_work(
     )
 
 
-def _arithmetic(seen: Measurement, counted: Mapping[str, Any]) -> datasheets.Arithmetic | None:
+def _find_arithmetic(seen: Measurement, counted: Mapping[str, Any]) -> datasheets.Arithmetic | None:
     products = [counted[kind] for kind in ("matmul", "attention") if counted.get(kind) is not None]
     return datasheets.find_dtype_in_use(
         seen.precision,

@@ -32,7 +32,9 @@ def protect_children() -> None:
     """
     global _registered  # Python keeps such hooks for the life of the process: once is enough
     if not _registered and hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+        os.register_at_fork(
+            before=_pause_before_fork, after_in_parent=_go_on_in_parent, after_in_child=_let_go_in_child
+        )
     _registered = True
 
 
@@ -45,16 +47,16 @@ def no_fork() -> Iterator[None]:
         yield
 
 
-def _before() -> None:
+def _pause_before_fork() -> None:
     _forking.waited_for = _gate if _gate.acquire(timeout=LIMIT_S) else None
 
 
-def _in_parent() -> None:
+def _go_on_in_parent() -> None:
     if _forking.waited_for is not None:
         _forking.waited_for.release()
 
 
-def _in_child() -> None:
+def _let_go_in_child() -> None:
     global _gate  # a thread that may have held the old lock does not exist here
     _gate = threading.Lock()
     gc.freeze()

@@ -59,7 +59,7 @@ class Gpm:
         try:
             self._nvml.nvmlGpmSampleGet(self._handle, after)
             self._buffers, self._primed = [after, before], True
-            return self._metrics(before, after) if primed else nothing
+            return self._read_metrics(before, after) if primed else nothing
         except Exception:
             return nothing
 
@@ -68,7 +68,7 @@ class Gpm:
             with contextlib.suppress(Exception):
                 self._nvml.nvmlGpmSampleFree(self._buffers.pop())
 
-    def _metrics(self, before: Any, after: Any) -> dict[str, float | None]:
+    def _read_metrics(self, before: Any, after: Any) -> dict[str, float | None]:
         asked = self._nvml.c_nvmlGpmMetricsGet_t()
         asked.version, asked.numMetrics = self._nvml.NVML_GPM_METRICS_GET_VERSION, len(METRICS)
         asked.sample1, asked.sample2 = before, after

@@ -46,7 +46,7 @@ def read_cached(uuid: str | None, name: str | None) -> DeviceRates | None:
         found = store.read(path) if path is not None else None
         if found is None or (found["schema"], found["key"]) != (SCHEMA, key):
             return None
-        return _checked(found["rates"])
+        return _check_rates(found["rates"])
     except Exception:
         return None
 
@@ -60,8 +60,10 @@ def measure(device: torch.device) -> DeviceRates:
     if device.type != "cuda" or not torch.cuda.is_available():
         return DeviceRates()
     with torch.cuda.device(device):
-        product = _first_that_fits(PRODUCT_SIZES, lambda n: 3 * 2 * n * n, lambda n: _product_ms(n, device), device)
-        copy = _first_that_fits(COPY_BYTES, lambda size: 2 * size, lambda size: _copy_ms(size, device), device)
+        product = _time_largest_that_fits(
+            PRODUCT_SIZES, lambda n: 3 * 2 * n * n, lambda n: _time_product_ms(n, device), device
+        )
+        copy = _time_largest_that_fits(COPY_BYTES, lambda size: 2 * size, lambda size: _copy_ms(size, device), device)
         torch.cuda.empty_cache()
     rates = DeviceRates(
         gemm_tflop_per_s=2 * product[0] ** 3 / product[1] / 1e9 if product else None,
@@ -73,7 +75,7 @@ def measure(device: torch.device) -> DeviceRates:
     return rates
 
 
-def _first_that_fits(
+def _time_largest_that_fits(
     sizes: tuple[int, ...], bytes_of: Callable[[int], int], run: Callable[[int], float | None], device: torch.device
 ) -> tuple[int, float] | None:
     """The largest size that fits into half of the free memory, and its milliseconds."""
@@ -90,7 +92,7 @@ def _first_that_fits(
     return None
 
 
-def _product_ms(n: int, device: torch.device) -> float | None:
+def _time_product_ms(n: int, device: torch.device) -> float | None:
     # An older chip emulates bf16, and an emulated rate is not a peak.
     if torch.cuda.get_device_capability(device) < (8, 0):
         return None
@@ -98,23 +100,23 @@ def _product_ms(n: int, device: torch.device) -> float | None:
     numbers = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16, generator=numbers) for _ in range(2))
     out = torch.empty_like(left)
-    return _median_ms(lambda: torch.mm(left, right, out=out))
+    return _time_median_ms(lambda: torch.mm(left, right, out=out))
 
 
 def _copy_ms(size: int, device: torch.device) -> float:
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return _median_ms(lambda: target.copy_(source))
+    return _time_median_ms(lambda: target.copy_(source))
 
 
-def _median_ms(run: Callable[[], Any]) -> float:
+def _time_median_ms(run: Callable[[], Any]) -> float:
     for _ in range(WARM_UPS - 1):
         run()
-    repeats = max(3, min(MOST_TIMED, int(LIMIT_MS / max(_timed_ms(run, 1)[0], 1e-3))))
-    return median(_timed_ms(run, repeats))
+    repeats = max(3, min(MOST_TIMED, int(LIMIT_MS / max(_time_repeats_ms(run, 1)[0], 1e-3))))
+    return median(_time_repeats_ms(run, repeats))
 
 
-def _timed_ms(run: Callable[[], Any], repeats: int) -> list[float]:
+def _time_repeats_ms(run: Callable[[], Any], repeats: int) -> list[float]:
     """Device time of each repeat; all are queued before the first wait."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
@@ -144,7 +146,7 @@ def _keep(rates: DeviceRates, uuid: str | None, name: str | None) -> None:
             store.write(path.parent, {path.name: json.dumps(content)})
 
 
-def _checked(found: Mapping[str, Any]) -> DeviceRates:
+def _check_rates(found: Mapping[str, Any]) -> DeviceRates:
     rates = DeviceRates(**found)
     for value in dataclasses.astuple(rates):
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):

@@ -144,7 +144,7 @@ class _Sampler(threading.Thread):
                 break
         if gpu.mig:
             self.ending.wait()
-        self.seen = self._summary(now() - start if gpu.mig else before - start, max_clock, gpu.mig)
+        self.seen = self._summarize(now() - start if gpu.mig else before - start, max_clock, gpu.mig)
 
     def _learn_period(self, gpu: Gpu, until: float) -> None:
         while self._energy.readable and not self._energy.period_known and now() < until:
@@ -174,7 +174,7 @@ class _Sampler(threading.Thread):
             self._crowd = found
         self._crowded = self._crowded or bool(found.processes)
 
-    def _summary(self, seconds: float, max_clock: float | None, mig: bool) -> BoardSeen:
+    def _summarize(self, seconds: float, max_clock: float | None, mig: bool) -> BoardSeen:
         if mig:
             return BoardSeen(seconds=seconds, state=(PARTITIONED,))
         means: dict[str, Any] = {**dict.fromkeys(GPU_READINGS), **self._timeline.mean.values()}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastloop.evidence.model import sample_code
-from fastloop.evidence.model.dataset import DRAWS, draws_random, function_draws, walk
+from fastloop.evidence.model.dataset import DRAWS, draws_random, draws_random_numbers, walk
 
 _SETS_EPOCH = ("set_epoch", "state_dict")
 _TRAINING = ("Module", "Trainer", "Optimizer", "Callback")
@@ -28,7 +28,7 @@ _OUTSIDE = tuple(f"on_{when}_{end}" for when in ("fit", "train", "train_epoch") 
 """Hooks that run before an epoch's first batch is requested, or after its last one."""
 
 
-def sampler_hazards(sampler: Any, dataset: Any, others: Iterable[Any] = ()) -> tuple[str, ...]:
+def find_sampler_hazards(sampler: Any, dataset: Any, others: Iterable[Any] = ()) -> tuple[str, ...]:
     """Why drawing from this sampler early would give other samples, each with its location.
 
     Args:
@@ -87,7 +87,7 @@ def depends_on_time(owner: Any, method: str) -> bool:
     held = {**vars(owner), **getattr(owner, "_modules", {})}
     parts = [held[name] for name in names if name in held]
     own = [member for name in names if inspect.isfunction(member := inspect.getattr_static(type(owner), name, None))]
-    return bool(names & _COUNTERS) or any(map(function_draws, [function, *own])) or bool(draws_random(*parts))
+    return bool(names & _COUNTERS) or any(map(draws_random_numbers, [function, *own])) or bool(draws_random(*parts))
 
 
 def list_changers(dataset: Any, others: Iterable[Any]) -> tuple[str, ...]:

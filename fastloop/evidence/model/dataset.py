@@ -104,10 +104,10 @@ def walk(root: Any, name: str = "dataset") -> Iterator[tuple[str, Any]]:
         seen.add(id(item))
         yield path, item
         if depth < _DEEPEST and not isinstance(item, torch.Tensor) and _find_foreign(item) is None:
-            queue.extend((f"{path}{step}", member, depth + 1) for step, member in _members(item))
+            queue.extend((f"{path}{step}", member, depth + 1) for step, member in _list_members(item))
 
 
-def _members(item: Any) -> Iterator[tuple[str, Any]]:
+def _list_members(item: Any) -> Iterator[tuple[str, Any]]:
     """Direct members with the step that leads to them. Only dicts: other mappings may load items on access."""
     if isinstance(item, dict):
         yield from ((f"[{key!r}]", value) for key, value in islice(item.items(), _MOST_MEMBERS))
@@ -117,19 +117,19 @@ def _members(item: Any) -> Iterator[tuple[str, Any]]:
         yield ".__self__", item.__self__
     elif isinstance(item, functools.partial):
         yield from ((".func", item.func), (".args", item.args), (".keywords", item.keywords))
-    yield from ((f".{name}", value) for name, value in islice(_attributes(item).items(), _MOST_MEMBERS))
+    yield from ((f".{name}", value) for name, value in islice(_read_attributes(item).items(), _MOST_MEMBERS))
     if inspect.isfunction(item):
         yield from ((f".<closure {name}>", value) for name, value in sample_code.list_closure(item))
 
 
-def _attributes(item: Any) -> dict[str, Any]:
+def _read_attributes(item: Any) -> dict[str, Any]:
     try:
         return dict(vars(item))
     except TypeError:  # it has no __dict__
         return {}
 
 
-def worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
+def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     """Why worker processes would break or change this dataset's samples, each with its location."""
     found: dict[str, None] = {}
     for root, name in ((dataset, "dataset"), (collate, "collate_fn")):
@@ -148,7 +148,7 @@ def worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
 def _find_hazard(item: Any) -> str | None:
     if (foreign := _find_foreign(item)) is not None:
         return foreign
-    state = _epoch_state(item) or sample_code.find_changed_state(item)
+    state = _find_epoch_state(item) or sample_code.find_changed_state(item)
     return None if state is None else f"{state} changes between epochs or samples, and workers hold copies of it"
 
 
@@ -186,12 +186,12 @@ def find_handle(item: Any) -> str | None:
     return "lmdb" if kind.__module__ == "builtins" and kind.__name__ in ("Environment", "Transaction") else None
 
 
-def _epoch_state(item: Any) -> str | None:
-    if not hasattr(type(item), "__getitem__") or _of_library(type(item)):
+def _find_epoch_state(item: Any) -> str | None:
+    if not hasattr(type(item), "__getitem__") or _is_of_library(type(item)):
         return None
     if callable(getattr(item, "set_epoch", None)):
         return ".set_epoch()"
-    return next((f".{name}" for name in _EPOCH_NAMES if name in _attributes(item)), None)
+    return next((f".{name}" for name in _EPOCH_NAMES if name in _read_attributes(item)), None)
 
 
 def draws_random(*roots: Any) -> tuple[str, ...]:
@@ -208,29 +208,30 @@ def find_draw(item: Any) -> str | None:
     """The name of a transform or function that draws random numbers; None if it draws none."""
     kind = type(item)
     if inspect.isfunction(item):
-        return item.__qualname__.split(".")[-1] if function_draws(item) else None
+        return item.__qualname__.split(".")[-1] if draws_random_numbers(item) else None
     if _RANDOM_TRANSFORMS.match(kind.__name__):
         return kind.__name__
     for base in kind.__mro__:
-        for name, member in [] if _of_library(base) else vars(base).items():
+        for name, member in [] if _is_of_library(base) else vars(base).items():
             function = inspect.unwrap(member) if callable(member) else None
-            if name not in _BEFORE_SAMPLES and inspect.isfunction(function) and function_draws(function):
+            if name not in _BEFORE_SAMPLES and inspect.isfunction(function) and draws_random_numbers(function):
                 return f"{kind.__name__}.{name}"
     return None
 
 
-def function_draws(function: Any, depth: int = 3) -> bool:
+def draws_random_numbers(function: Any, depth: int = 3) -> bool:
     """Whether a function names a way to draw random numbers, itself or in the user's functions that it names."""
     names = set(sample_code.list_names(function.__code__))
     if any(DRAWS.fullmatch(name) for name in names):
         return True
     called = [function.__globals__.get(name) for name in names] if depth else []
     return any(
-        inspect.isfunction(other) and not _of_library(other) and function_draws(other, depth - 1) for other in called
+        inspect.isfunction(other) and not _is_of_library(other) and draws_random_numbers(other, depth - 1)
+        for other in called
     )
 
 
-def _of_library(thing: Any) -> bool:
+def _is_of_library(thing: Any) -> bool:
     """Whether a class or function belongs to one of ``_LIBRARIES``, such as torch, NumPy or Python."""
     return f"{thing.__module__}.".startswith(_LIBRARIES)
 
@@ -251,13 +252,13 @@ def list_long(dataset: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def unpicklable(root: Any, name: str = "dataset") -> str | None:
+def find_unpicklable(root: Any, name: str = "dataset") -> str | None:
     """Attribute path of the innermost object that cannot be pickled; None if everything can."""
     if _pickles(root):
         return None
     path, item = name, root
     for _ in range(_DEEPEST):
-        bad = next(((step, member) for step, member in _members(item) if not _pickles(member)), None)
+        bad = next(((step, member) for step, member in _list_members(item) if not _pickles(member)), None)
         if bad is None:
             break
         path, item = f"{path}{bad[0]}", bad[1]

@@ -39,7 +39,7 @@ def without_functional_dropout() -> Iterator[None]:
     functional: Any = torch.nn.functional
     changed = {name: getattr(functional, name) for name in (*_DROPOUTS, _ATTENTION)}
     for name, original in changed.items():
-        setattr(functional, name, _attention(original) if name == _ATTENTION else _dropout(original))
+        setattr(functional, name, _wrap_attention(original) if name == _ATTENTION else _wrap_dropout(original))
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def without_functional_dropout() -> Iterator[None]:
             setattr(functional, name, original)
 
 
-def _dropout(original: Any) -> Any:
+def _wrap_dropout(original: Any) -> Any:
     @functools.wraps(original)
     def none_dropped(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:  # noqa: ARG001
         return original(input, p, False, inplace)
@@ -55,7 +55,7 @@ def _dropout(original: Any) -> Any:
     return none_dropped
 
 
-def _attention(original: Any) -> Any:
+def _wrap_attention(original: Any) -> Any:
     def none_dropped(*args: Any, dropout_p: float = 0.0, **named: Any) -> Any:  # noqa: ARG001
         # The dropout probability is the fifth argument.
         return original(*args[:4], *(0.0 for _ in args[4:5]), *args[5:], **named)

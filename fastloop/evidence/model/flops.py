@@ -117,7 +117,7 @@ class FlopCount(TorchDispatchMode):
         try:
             formula = self._known[func]
         except KeyError:
-            formula = self._known[func] = self._formula(func)
+            formula = self._known[func] = self._find_formula(func)
         if formula is not None:
             self._add(func, formula, args, kwargs, out)
         return out
@@ -143,13 +143,13 @@ class FlopCount(TorchDispatchMode):
             return {"per_sample": None, "source": source, "why": "the counted step had no backward"}
         return self.work.per(samples, source)
 
-    def _formula(self, func: Any) -> Callable[..., tuple[str, int, int]] | None:
+    def _find_formula(self, func: Any) -> Callable[..., tuple[str, int, int]] | None:
         """The function that counts this operator; None for one that is cheap or cannot be counted."""
         packet = getattr(func, "_overloadpacket", None)
         name = func.__name__ if packet is None else packet.__name__
         namespace = getattr(func, "namespace", "higher_order")
         if packet in flop_registry or (namespace == "aten" and name in _OWN):
-            return _OWN.get(name) or _public(name, flop_registry[packet])
+            return _OWN.get(name) or _make_formula(name, flop_registry[packet])
         if packet is None or not _PLAIN_NAMESPACES.fullmatch(namespace) or (namespace == "aten" and _HEAVY.match(name)):
             self._uncounted[f"{namespace}.{name}" if packet is not None else name] = None
         return None
@@ -164,14 +164,14 @@ class FlopCount(TorchDispatchMode):
             self._uncounted[f"{func.namespace}.{func.__name__.split('.')[0]}"] = None
             return
         with self._lock:
-            phase = self._phase()
+            phase = self._find_phase()
             self.recomputed += again
             if phase is None:
                 self.recomputed += flops
             else:
                 phase[kind] += flops
 
-    def _phase(self) -> Counter[str] | None:
+    def _find_phase(self) -> Counter[str] | None:
         """The counter for the current operator; None for recomputation. Reads the stack down to the engine's call."""
         if torch._C._current_graph_task_id() == -1:
             return self.forward
@@ -215,7 +215,7 @@ def may_count(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _public(name: str, formula: Callable[..., int]) -> Callable[..., tuple[str, int, int]]:
+def _make_formula(name: str, formula: Callable[..., int]) -> Callable[..., tuple[str, int, int]]:
     kind = "attention" if "attention" in name else "convolution" if "conv" in name else "matmul"
 
     def count(*args: Any, **kwargs: Any) -> tuple[str, int, int]:
@@ -227,30 +227,30 @@ def _public(name: str, formula: Callable[..., int]) -> Callable[..., tuple[str, 
     return count
 
 
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[str, int, int]:
+def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[str, int, int]:
     """Queries [B, H, S, D], keys [B, h, T, D], values [B, h, T, V]; torch's formula rejects h < H (grouped queries)."""
     scores = 2 * prod(query.shape[:-1]) * key.shape[-2]
     return "attention", scores * (query.shape[-1] + value.shape[-1]), 0
 
 
-def _attention_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[str, int, int]:
-    _kind, forward, _again = _attention(query, key, value)
+def _count_attention_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[str, int, int]:
+    _kind, forward, _again = _count_attention(query, key, value)
     return "attention", 2 * forward, 2 * prod(query.shape) * key.shape[-2]
 
 
-def _convolution_backward(grad: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> tuple[str, int, int]:
+def _count_convolution_backward(grad: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> tuple[str, int, int]:
     """Each gradient costs as much as the forward; torch's formula multiplies grouped ones by the groups."""
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, output_mask = rest
     forward = 2 * x.shape[0] * prod((x if transposed else grad).shape[2:]) * prod(weight.shape)
     return "convolution", forward * (bool(output_mask[0]) + bool(output_mask[1])), 0
 
 
-def _inner(a: Any, *_: Any, **__: Any) -> tuple[str, int, int]:
+def _count_inner(a: Any, *_: Any, **__: Any) -> tuple[str, int, int]:
     """Dot product, and matrix [M, K] by vector [K]."""
     return "matmul", 2 * prod(a.shape), 0
 
 
-def _added(_start: Any, a: Any, b: Any, *_: Any, **__: Any) -> tuple[str, int, int]:
+def _count_added(_start: Any, a: Any, b: Any, *_: Any, **__: Any) -> tuple[str, int, int]:
     return "matmul", 2 * prod(a.shape) * (b.shape[-1] if b.dim() > 1 else 1), 0
 
 
@@ -262,14 +262,14 @@ _FUSED = (
     "fused_attention_overrideable",
 )
 _OWN: dict[str, Callable[..., tuple[str, int, int]]] = {
-    **{f"_scaled_dot_product_{kind}": _attention for kind in _FUSED},
-    **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in _FUSED},
-    "convolution_backward": _convolution_backward,
-    "dot": _inner,
-    "vdot": _inner,
-    "mv": _inner,
-    "addmv": _added,
-    "addbmm": _added,
-    "_addmm_activation": _added,
+    **{f"_scaled_dot_product_{kind}": _count_attention for kind in _FUSED},
+    **{f"_scaled_dot_product_{kind}_backward": _count_attention_backward for kind in _FUSED},
+    "convolution_backward": _count_convolution_backward,
+    "dot": _count_inner,
+    "vdot": _count_inner,
+    "mv": _count_inner,
+    "addmv": _count_added,
+    "addbmm": _count_added,
+    "_addmm_activation": _count_added,
 }
 """Formulas that torch lacks, or has wrong for some shapes."""

@@ -32,7 +32,7 @@ def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
         ``astray``      tensors with a notable share of the norm that keep less than half, or more than twice as much
         ``finite``      whether all elements of the arm's gradient are finite
     """
-    rows = {name: _row(base.get(name), arm.get(name)) for name in {**base, **arm}}
+    rows = {name: _measure_row(base.get(name), arm.get(name)) for name in {**base, **arm}}
     norm = math.sqrt(math.fsum(row["base"] ** 2 for row in rows.values()))
     apart = math.sqrt(math.fsum(row["apart"] ** 2 for row in rows.values()))
     typical = norm / math.sqrt(sum(tensor.numel() for tensor in base.values()) or 1)
@@ -52,8 +52,8 @@ def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
         "worst": [
             {
                 "name": name,
-                "deviation": _ratio(rows[name]["apart"], rows[name]["base"]),
-                "share": _ratio(rows[name]["base"], norm),
+                "deviation": _divide(rows[name]["apart"], rows[name]["base"]),
+                "share": _divide(rows[name]["base"], norm),
             }
             for name in largest[:LISTED]
         ],
@@ -68,7 +68,7 @@ def is_finite(gradient: Gradient) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in gradient.values())
 
 
-def _row(base: torch.Tensor | None, arm: torch.Tensor | None) -> dict[str, float]:
+def _measure_row(base: torch.Tensor | None, arm: torch.Tensor | None) -> dict[str, float]:
     """Norms of one tensor in both gradients and of their difference, and the inner product."""
     left, right = (None if tensor is None else tensor.detach().to(torch.float64) for tensor in (base, arm))
     norms = [0.0 if side is None else float(side.norm()) for side in (left, right)]
@@ -82,5 +82,5 @@ def _row(base: torch.Tensor | None, arm: torch.Tensor | None) -> dict[str, float
     }
 
 
-def _ratio(part: float, whole: float) -> float | None:
+def _divide(part: float, whole: float) -> float | None:
     return part / whole if whole else None

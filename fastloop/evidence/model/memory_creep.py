@@ -137,7 +137,7 @@ class MemoryLog:
     def _read_free_bytes(self, memory: str) -> int | None:
         """Memory still available; on the GPU including the reserve of the caching allocator."""
         if memory == HOST:
-            return machine.memory_free_bytes()
+            return machine.read_memory_free_bytes()
         held_back = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0]) + held_back
 
@@ -146,7 +146,7 @@ class MemoryLog:
         found: list[tuple[bool, int, type | None, str, str]] = []
         for owner, prefix, name, value in _walk(roots):
             if isinstance(value, torch.Tensor):
-                held, graphs = (_chain_length(value), True) if value.grad_fn is not None else (0, False)
+                held, graphs = (_measure_chain(value), True) if value.grad_fn is not None else (0, False)
             else:
                 held, graphs = _count_tensors(value)
                 held -= self._before.get(id(value), 0)
@@ -249,7 +249,9 @@ def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, Any]
         elif type(value) in _CONTAINERS:
             if not (isinstance(value, deque) and value.maxlen is not None):
                 yield owner, prefix, name, value
-                waiting += [(owner, prefix, name, each) for each in _items(value) if not isinstance(each, torch.Tensor)]
+                waiting += [
+                    (owner, prefix, name, each) for each in _sample_items(value) if not isinstance(each, torch.Tensor)
+                ]
         elif isinstance(value, torch.nn.Module) or (_is_users(type(value)) and type(value).__dictoffset__):
             kind = type(value)
             waiting += [
@@ -266,7 +268,7 @@ def _is_users(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
-def _items(value: Any) -> Iterator[object]:
+def _sample_items(value: Any) -> Iterator[object]:
     """All items of a small container, or an even selection from a large one."""
     every = -(-len(value) // MOST_ITEMS) or 1
     with suppress(RuntimeError):  # another thread adds to it
@@ -276,22 +278,22 @@ def _items(value: Any) -> Iterator[object]:
 def _count_tensors(value: Any) -> tuple[int, bool]:
     """Number of items that are tensors or directly contain some, and whether most of them keep a graph."""
     held = graphs = looked = 0
-    for each in _items(value):
+    for each in _sample_items(value):
         looked += 1
-        found = [member for member in _members(each) if type(member) is torch.Tensor]  # no parameters
+        found = [member for member in _list_members(each) if type(member) is torch.Tensor]  # no parameters
         held += bool(found)
         graphs += any(member.grad_fn is not None for member in found)
     return round(held * len(value) / max(1, looked)), graphs > held / 2
 
 
-def _members(item: Any) -> Iterable[object]:
+def _list_members(item: Any) -> Iterable[object]:
     """The contents of a container's item: several for a step's results, ``{"loss": ..., "logits": ...}``."""
     if type(item) is dict:
         return item.values()
     return item if type(item) in (list, tuple) and len(item) <= 16 else (item,)
 
 
-def _chain_length(value: torch.Tensor) -> int:
+def _measure_chain(value: torch.Tensor) -> int:
     """How many times in a row an operation took its own previous result, as in ``total = total + loss``."""
     length, node = 0, value.grad_fn
     while node is not None:
@@ -312,7 +314,7 @@ def _find_line(owner: type | None, roots: Sequence[type], name: str) -> tuple[st
     kinds = [base for kind in (*([owner] if owner else []), *roots) for base in kind.__mro__ if _is_users(base)]
     places = [(file, kind.__name__ if owner else None) for kind in kinds if (file := _find_file(kind))]
     for file, kind in dict.fromkeys(places):
-        for function, node in _statements(file, kind):
+        for function, node in _list_statements(file, kind):
             if _adds(node, name):
                 where = where or f"{_shorten(file)}:{getattr(node, 'lineno', 0)}"
             elif function not in _STARTS and _clears(node, name):
@@ -332,7 +334,7 @@ def _shorten(file: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def _statements(file: str, kind: str | None) -> tuple[tuple[str, ast.AST], ...]:
+def _list_statements(file: str, kind: str | None) -> tuple[tuple[str, ast.AST], ...]:
     """Every node inside the functions of a class, or of a whole file, with the function's name."""
     try:
         tree: ast.AST = ast.parse(Path(file).read_text(encoding="utf-8"))
@@ -344,7 +346,7 @@ def _statements(file: str, kind: str | None) -> tuple[tuple[str, ast.AST], ...]:
     return tuple((function.name, node) for function in functions for node in ast.walk(function))
 
 
-def _names(node: ast.AST, name: str) -> bool:
+def _is_named(node: ast.AST, name: str) -> bool:
     """Whether an expression is ``self.name``, ``name``, or an item of one of these."""
     while isinstance(node, ast.Subscript):
         node = node.value
@@ -353,19 +355,19 @@ def _names(node: ast.AST, name: str) -> bool:
 
 def _adds(node: ast.AST, name: str) -> bool:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.attr in _ADDS and _names(node.func.value, name)
+        return node.func.attr in _ADDS and _is_named(node.func.value, name)
     if isinstance(node, ast.AugAssign):
-        return _names(node.target, name)
-    if not isinstance(node, ast.Assign) or not any(_names(target, name) for target in node.targets):
+        return _is_named(node.target, name)
+    if not isinstance(node, ast.Assign) or not any(_is_named(target, name) for target in node.targets):
         return False
     return any(isinstance(each, ast.Subscript) for each in node.targets) or any(
-        _names(each, name) for each in ast.walk(node.value)
+        _is_named(each, name) for each in ast.walk(node.value)
     )
 
 
 def _clears(node: ast.AST, name: str) -> bool:
     """Call only for nodes that do not add."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.attr in _CLEARS and _names(node.func.value, name)
+        return node.func.attr in _CLEARS and _is_named(node.func.value, name)
     targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else ()
-    return any(_names(target, name) for target in targets)
+    return any(_is_named(target, name) for target in targets)

@@ -36,7 +36,7 @@ _NOT_FOR_THREADS = frozenset({"netCDF4", "tables", "osgeo", "pyhdf", "matplotlib
 """Packages over libraries that only one thread may call at a time, without a lock of their own."""
 
 
-def thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
+def find_thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     """Why threads that share this dataset might get different samples than one thread, each with its location."""
     found: dict[str, None] = {}
     held = [*datasets.walk(dataset), *datasets.walk(collate, "collate_fn")]
@@ -72,7 +72,7 @@ def _list_hazards(function: Any, kind: type) -> Iterator[str]:
     for name in names:
         if isinstance(inspect.getattr_static(kind, name, None), functools.cached_property):
             yield f".{name} {_WRITTEN}"
-    if datasets.function_draws(function):
+    if datasets.draws_random_numbers(function):
         yield f" ({function.__qualname__}) {_DRAWN}"
     for package in sorted(_NOT_FOR_THREADS.intersection(names)):
         yield f" ({function.__qualname__}) uses {package}, which is not safe for several threads"
@@ -83,7 +83,7 @@ def _find_installed(item: Any) -> str | None:
     function = inspect.getattr_static(type(item), "__getitem__", None)
     if not inspect.isfunction(function) or not sample_code.is_installed(function):
         return None
-    if datasets.function_draws(function):
+    if datasets.draws_random_numbers(function):
         return f" ({type(item).__name__}) {_DRAWN}"
     written = sample_code.find_write(function)
     return None if written is None else f"{written} {_WRITTEN}"

@@ -85,7 +85,7 @@ def find_site(start: FrameType | None) -> Site:
         if owner == "torch" and not places:
             between.append(function)
             optimizer = optimizer or module.startswith("torch.optim")
-        cause = cause or _cause(owner, module, function, frame)
+        cause = cause or _find_cause(owner, module, function, frame)
         if owner in ("lightning", "package"):
             places.setdefault(owner, frame)
         frame = frame.f_back
@@ -94,18 +94,18 @@ def find_site(start: FrameType | None) -> Site:
     package, culprit = places.get("package"), None
     if did_it or (ours and not places):
         culprit = name_ours(ours[0] if did_it else ours[-1])
-    inside = culprit or (_where(package) if package is not None and package is not place else None)
+    inside = culprit or (_describe_place(package) if package is not None and package is not place else None)
     nobody_led_there = culprit is not None and not places
     return Site(
-        where=culprit if culprit is not None and nobody_led_there else _where(place),
+        where=culprit if culprit is not None and nobody_led_there else _describe_place(place),
         users="user" in places,
         ours=culprit is not None,
-        text="" if culprit is not None else _text(place),
+        text="" if culprit is not None else _read_line(place),
         cause=cause,
         through=tuple(reversed(between)),
         inside=None if nobody_led_there else inside,
         of_optimizer=optimizer,
-        of_loading=_loading(start),
+        of_loading=_is_loading(start),
     )
 
 
@@ -120,7 +120,7 @@ def _is_entry(owner: Owner, module: str, function: str) -> bool:
     return owner == "lightning" and function in _ENTRIES and module.rpartition(".")[2] in ("trainer", "call")
 
 
-def _loading(frame: FrameType | None) -> bool:
+def _is_loading(frame: FrameType | None) -> bool:
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(("torch.utils.data.", "torchdata.")):
             return True
@@ -148,10 +148,10 @@ def _find_owner(filename: str, module: str) -> Owner:
     return "library" if filename.startswith(_LIBRARY) else "user"
 
 
-def _where(frame: FrameType | None) -> str:
+def _describe_place(frame: FrameType | None) -> str:
     if frame is None:
         return "unknown"
-    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{_shorten_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _find_folder(filename: str) -> str | None:
@@ -166,7 +166,7 @@ def _has_packages(path: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _short(filename: str) -> str:
+def _shorten_path(filename: str) -> str:
     """A path short enough for a table, without machine-specific folders."""
     inside = re.split(r"[\\/](?:site|dist)-packages[\\/]|[\\/]_shipped[\\/]", filename)
     if len(inside) > 1:
@@ -178,7 +178,7 @@ def _short(filename: str) -> str:
         return path.name if filename.startswith("<") else f"{path.parent.name}/{path.name}".lstrip("/")
 
 
-def _text(frame: FrameType | None) -> str:
+def _read_line(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
@@ -191,7 +191,7 @@ def _text(frame: FrameType | None) -> str:
     return line.strip()
 
 
-def _cause(owner: Owner, module: str, function: str, frame: FrameType) -> Cause | None:
+def _find_cause(owner: Owner, module: str, function: str, frame: FrameType) -> Cause | None:
     """The cause inside Lightning or torch, if a frame and its local variables show it."""
     if owner == "torch":
         return Cause(kind="scaler") if module == "torch.amp.grad_scaler" else None
@@ -216,11 +216,11 @@ def _cause(owner: Owner, module: str, function: str, frame: FrameType) -> Cause 
     if ".callbacks.progress" in module:
         return Cause(kind="prog_bar")
     if ".callbacks." in module:
-        return Cause(kind="callback", name=None if metric is None else _as_configured(metric))
+        return Cause(kind="callback", name=None if metric is None else _describe_callback(metric))
     return None
 
 
-def _as_configured(callback: Any) -> str:
+def _describe_callback(callback: Any) -> str:
     """A callback as its user wrote it, reduced to the settings of its frequency."""
     every = ((name, getattr(callback, f"_{name}", None)) for name in ("every_n_train_steps", "every_n_epochs"))
     given = ", ".join(f"{name}={number}" for name, number in every if isinstance(number, int) and number > 0)

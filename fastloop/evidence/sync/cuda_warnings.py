@@ -40,7 +40,7 @@ class SyncWarnings:
         self._thread = threading.get_ident()
         self._shown, warnings.showwarning = warnings.showwarning, self._show
         # Not with `filterwarnings`: it makes Python forget which warnings it has shown, and show them again.
-        _filters().insert(0, self._filter)
+        _read_filters().insert(0, self._filter)
         try:
             self._mode = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("warn")
@@ -57,18 +57,18 @@ class SyncWarnings:
         if warnings.showwarning == self._show:
             warnings.showwarning = self._shown
         with contextlib.suppress(ValueError):
-            _filters().remove(self._filter)
+            _read_filters().remove(self._filter)
 
     def _show(self, message: Any, *rest: Any, **named: Any) -> None:
         text = str(message)
         if self._mode is None or not text.startswith((_WARNING, _PROTOTYPE)):
             self._shown(message, *rest, **named)
             return
-        if text.startswith(_WARNING) and not self._elsewhere():
+        if text.startswith(_WARNING) and not self._is_elsewhere():
             with contextlib.suppress(Exception):  # observing must never break the step
                 self._heard(sys._getframe(1))
 
-    def _elsewhere(self) -> bool:
+    def _is_elsewhere(self) -> bool:
         here = threading.get_ident()
         dummy = threading._DummyThread
         return here != self._thread and any(
@@ -76,7 +76,7 @@ class SyncWarnings:
         )
 
 
-def _filters() -> list[Any]:
+def _read_filters() -> list[Any]:
     return warnings.filters  # type: ignore[return-value]
 
 

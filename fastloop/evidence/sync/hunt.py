@@ -47,10 +47,10 @@ class SyncHunt:
 
     def __enter__(self) -> SyncHunt:
         with contextlib.ExitStack() as opening:
-            for owner, name in _explicit():
-                opening.enter_context(_replaced(owner, name, functools.partial(self._timed, name)))
+            for owner, name in _list_explicit():
+                opening.enter_context(_replaced(owner, name, functools.partial(self._time_call, name)))
             if self.on_cuda:
-                opening.enter_context(SyncWarnings(self._warned))
+                opening.enter_context(SyncWarnings(self._note_warning))
             calls = opening.enter_context(_Calls(self))
             # Torch runs ``backward`` without this mode; hooks and custom functions in it need the mode.
             opening.enter_context(_replaced(torch.autograd, "_engine_run_backward", calls.enclose))
@@ -101,7 +101,7 @@ class SyncHunt:
         """`x.cpu().numpy()` waits once, for the copy; on the CPU the tensor itself does not show that."""
         return self._copied is not None and self._copied[0]() is tensor is not None and self._copied[1] == where
 
-    def _warned(self, frame: FrameType) -> None:
+    def _note_warning(self, frame: FrameType) -> None:
         """CUDA reports a synchronization: inside a timed call, or in one that torch functions do not show."""
         if getattr(self._here, "inside", False):
             self._here.warned = True
@@ -109,7 +109,7 @@ class SyncHunt:
             found = find_site(frame)
             self.tally.add(found, table.guess(found.text, found.through), None)
 
-    def _timed(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _time_call(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Times a function that synchronizes explicitly."""
 
         @functools.wraps(original)
@@ -162,7 +162,7 @@ def _replaced(owner: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[
             setattr(owner, name, original) if own else delattr(owner, name)
 
 
-def _explicit() -> list[tuple[Any, str]]:
+def _list_explicit() -> list[tuple[Any, str]]:
     owners = [torch.cuda, torch.cuda.Stream, torch.cuda.Event, getattr(torch, "accelerator", None)]
     return [(owner, "synchronize") for owner in owners if owner is not None] + [(torch.distributed, "barrier")]
 
@@ -184,13 +184,13 @@ class LogSites:
 
     def __enter__(self) -> LogSites:
         for method in ("log", "log_dict"):
-            self._open.enter_context(_replaced(self._module, method, self._noting))
+            self._open.enter_context(_replaced(self._module, method, self._note_calls))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _note_calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def log(*args: Any, **kwargs: Any) -> Any:
             if self._inside:  # a `log_dict` that calls `log`
                 return original(*args, **kwargs)

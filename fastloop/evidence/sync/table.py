@@ -172,7 +172,7 @@ def _set(args: tuple[Any, ...], *_: Any) -> str | None:
     return "assignment by boolean mask" if isinstance(args[2], torch.Tensor) else None
 
 
-def _moved(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, on_cuda: bool) -> str | None:
+def _describe_move(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, on_cuda: bool) -> str | None:
     if kwargs.get("non_blocking"):
         return None
     if on_cuda:
@@ -187,10 +187,10 @@ def _moved(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, on_cuda: 
 
 
 def _to(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, on_cuda: bool) -> str | None:
-    return _moved(args[:1] if on_cuda else args, kwargs, out, on_cuda)
+    return _describe_move(args[:1] if on_cuda else args, kwargs, out, on_cuda)
 
 
-def _made(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, on_cuda: bool) -> str | None:
+def _describe_new_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, on_cuda: bool) -> str | None:
     data = args[0] if args else kwargs.get("data")
     if isinstance(data, (list, tuple)) and data and isinstance(data[0], torch.Tensor):
         return "torch.tensor of tensors" if data[0].is_cuda or not on_cuda else None
@@ -201,16 +201,16 @@ def _made(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, on_cuda: b
     return "torch.tensor on the device" if isinstance(kwargs.get("device"), torch.device) else None
 
 
-def _mask_only(args: tuple[Any, ...], kwargs: Mapping[str, Any], *_: Any) -> str | None:
+def _describe_mask(args: tuple[Any, ...], kwargs: Mapping[str, Any], *_: Any) -> str | None:
     return "torch.where(mask)" if len(args) + len(kwargs) == 1 else None
 
 
-def _repeated(args: tuple[Any, ...], kwargs: Mapping[str, Any], *_: Any) -> str | None:
+def _describe_repeat(args: tuple[Any, ...], kwargs: Mapping[str, Any], *_: Any) -> str | None:
     by = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
     return "repeat_interleave" if isinstance(by, torch.Tensor) and kwargs.get("output_size") is None else None
 
 
-def _one_hot(args: tuple[Any, ...], kwargs: Mapping[str, Any], *_: Any) -> str | None:
+def _describe_one_hot(args: tuple[Any, ...], kwargs: Mapping[str, Any], *_: Any) -> str | None:
     return "one_hot" if kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1 else None
 
 
@@ -220,12 +220,12 @@ _TESTS: dict[str, Callable[[tuple[Any, ...], Mapping[str, Any], Any, bool], str 
     "to": _to,
     "cuda": _to,
     "type": _to,
-    "copy_": _moved,
-    "tensor": _made,
-    "as_tensor": _made,
-    "where": _mask_only,
-    "repeat_interleave": _repeated,
-    "one_hot": _one_hot,
+    "copy_": _describe_move,
+    "tensor": _describe_new_tensor,
+    "as_tensor": _describe_new_tensor,
+    "where": _describe_mask,
+    "repeat_interleave": _describe_repeat,
+    "one_hot": _describe_one_hot,
 }
 
 
@@ -268,7 +268,7 @@ class Tally:
         """
         lines: dict[str, _Line] = {}
         for (site, what, name), (count, seconds) in self._seen.items():
-            where, label, advice = _blamed(site, what, name, logs or {})
+            where, label, advice = _blame(site, what, name, logs or {})
             line = lines.setdefault(where, _Line())
             line.kinds[label] = line.kinds.get(label, 0) + count
             if seconds is not None:
@@ -276,11 +276,11 @@ class Tally:
             line.advice = max(
                 line.advice, (seconds if seconds is not None else count / 1e9, advice), key=lambda entry: entry[0]
             )
-        made = [_row(where, line, max(1, steps)) for where, line in lines.items()]
+        made = [_make_row(where, line, max(1, steps)) for where, line in lines.items()]
         return tuple(sorted(made, key=lambda row: (-(row["ms_per_step"] or 0.0), -row["per_step"], row["where"])))
 
 
-def _row(where: str, line: _Line, steps: int) -> dict[str, Any]:
+def _make_row(where: str, line: _Line, steps: int) -> dict[str, Any]:
     kinds = sorted(line.kinds, key=lambda kind: -line.kinds[kind])
     return {
         "where": where,
@@ -291,14 +291,14 @@ def _row(where: str, line: _Line, steps: int) -> dict[str, Any]:
     }
 
 
-def _blamed(site: Site, what: str, name: str | None, logs: Mapping[str, str]) -> tuple[str, str, str]:
+def _blame(site: Site, what: str, name: str | None, logs: Mapping[str, str]) -> tuple[str, str, str]:
     """Line, label and advice of one kind of synchronization."""
     where, label = site.where, what
     if site.ours:
         return where, label if site.inside is None else f"{label} in {site.inside}", OUR_ADVICE
     if site.cause is not None:
         what = label = name_cause(site.cause.kind, name or site.cause.name)
-        logged_at = _logging(site.cause, name, logs)
+        logged_at = _find_log_line(site.cause, name, logs)
         if logged_at is not None and not site.users:
             where = logged_at
         elif site.cause.kind == "callback" and site.cause.name and not site.users:
@@ -310,7 +310,7 @@ def _blamed(site: Site, what: str, name: str | None, logs: Mapping[str, str]) ->
     return where, label, ADVICE.get(what, OTHER_ADVICE)
 
 
-def _logging(cause: Cause, name: str | None, logs: Mapping[str, str]) -> str | None:
+def _find_log_line(cause: Cause, name: str | None, logs: Mapping[str, str]) -> str | None:
     """The line that logs this metric. Lightning appends `_step`, `_epoch` and the loader's number to names."""
     full = name or cause.name or ""
     plain = full.partition("/dataloader_idx_")[0]

@@ -102,15 +102,15 @@ class _Reader:
         begin, args = float(event["ts"]), event.get("args") or {}
         host = Host(begin, begin + max(0.0, event.get("dur", 0.0)), sys.intern(event["name"]), event.get("tid"))
         if category == "kernel" or category in _COPIES:
-            self._device(host, category in _COPIES, event, args)
+            self._add_device_work(host, category in _COPIES, event, args)
         elif category in _CALLS:
             self._call(host, args)
         elif category == "cpu_op":
-            self._operator(host, args)
+            self._add_operator(host, args)
         elif category == "user_annotation":
-            self._annotation(host)
+            self._add_annotation(host)
 
-    def _device(self, host: Host, copy: bool, event: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    def _add_device_work(self, host: Host, copy: bool, event: Mapping[str, Any], args: Mapping[str, Any]) -> None:
         stream = (event.get("pid"), args.get("stream", event.get("tid")))
         work = Work(host.begin, host.end, host.name, stream, copy, None)
         self._work.append((work, args.get("correlation"), args.get("External id")))
@@ -122,7 +122,7 @@ class _Reader:
         if (correlation := args.get("correlation")) is not None and "Synchronize" not in host.name:
             self._calls[correlation] = host
 
-    def _operator(self, host: Host, args: Mapping[str, Any]) -> None:
+    def _add_operator(self, host: Host, args: Mapping[str, Any]) -> None:
         if host.name in _READS:
             self.trace.syncs.append(host)
         if (external := args.get("External id")) is not None:
@@ -130,7 +130,7 @@ class _Reader:
         if not self._work:
             self.trace.operators.append(host)
 
-    def _annotation(self, host: Host) -> None:
+    def _add_annotation(self, host: Host) -> None:
         if host.name.startswith(STEP):
             self.trace.steps.append(host)
         elif host.name.startswith(RANGE):
@@ -159,18 +159,18 @@ def load(source: Source) -> Trace:
         ValueError: the file is truncated, or is not a trace.
     """
     reader = _Reader()
-    for event in source["traceEvents"] if isinstance(source, Mapping) else _from_file(source):
+    for event in source["traceEvents"] if isinstance(source, Mapping) else _read_events(source):
         reader.take(event)
     return reader.close()
 
 
-def _from_file(path: Path) -> Iterator[Any]:
+def _read_events(path: Path) -> Iterator[Any]:
     opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else Path.open
     with opened(path, "rt", encoding="utf-8", errors="replace") as stream:
-        yield from _decoded(stream)
+        yield from _decode_events(stream)
 
 
-def _decoded(stream: io.TextIOBase) -> Iterator[Any]:
+def _decode_events(stream: io.TextIOBase) -> Iterator[Any]:
     """The events of one JSON text, one at a time. Raises ValueError if the text is truncated."""
     decoder, text = json.JSONDecoder(), _to_first_event(stream)
     place = 0

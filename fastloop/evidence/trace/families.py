@@ -71,27 +71,31 @@ _OPERATORS = (
 )
 
 
-def _compiled(rules: tuple[tuple[str, str], ...]) -> tuple[tuple[str, re.Pattern[str]], ...]:
+def _compile_rules(rules: tuple[tuple[str, str], ...]) -> tuple[tuple[str, re.Pattern[str]], ...]:
     return tuple((family, re.compile(pattern, re.IGNORECASE)) for family, pattern in rules)
 
 
-_KERNEL_RULES, _TRITON_RULES, _OPERATOR_RULES = _compiled(_KERNELS), _compiled(_TRITON), _compiled(_OPERATORS)
+_KERNEL_RULES, _TRITON_RULES, _OPERATOR_RULES = (
+    _compile_rules(_KERNELS),
+    _compile_rules(_TRITON),
+    _compile_rules(_OPERATORS),
+)
 
 
 @lru_cache(maxsize=65536)
-def of_kernel(name: str) -> str:
+def classify_kernel(name: str) -> str:
     """Family of a device kernel, a copy or a fill; one of ``measurement.FAMILIES``."""
     if name.startswith(("triton_", "cpp_fused")):
-        return _first(_TRITON_RULES, name, "elementwise")
-    return _first(_KERNEL_RULES, name, "other")
+        return _find_first(_TRITON_RULES, name, "elementwise")
+    return _find_first(_KERNEL_RULES, name, "other")
 
 
 @lru_cache(maxsize=65536)
-def of_operator(name: str) -> str:
+def classify_operator(name: str) -> str:
     """Family of an operator that ran on the CPU, for its self time, excluding the operators it called."""
     if name.startswith("cpp_fused"):
-        return _first(_TRITON_RULES, name, "elementwise")
-    return _first(_OPERATOR_RULES, name, "other")
+        return _find_first(_TRITON_RULES, name, "elementwise")
+    return _find_first(_OPERATOR_RULES, name, "other")
 
 
 _SOFTMAX = re.compile(r"(?<!log)(?<!log_)softmax", re.IGNORECASE)
@@ -102,8 +106,8 @@ _OF_LOSS = re.compile(r"log_?softmax|softmax_warp_\w+<[^>]*?, \d+, true", re.IGN
 @lru_cache(maxsize=65536)
 def is_softmax(name: str) -> bool:
     """Whether a device kernel is a softmax as in attention, and not that of a loss."""
-    return bool(_SOFTMAX.search(name)) and not _OF_LOSS.search(name) and of_kernel(name) != "attention"
+    return bool(_SOFTMAX.search(name)) and not _OF_LOSS.search(name) and classify_kernel(name) != "attention"
 
 
-def _first(rules: tuple[tuple[str, re.Pattern[str]], ...], name: str, default: str) -> str:
+def _find_first(rules: tuple[tuple[str, re.Pattern[str]], ...], name: str, default: str) -> str:
     return next((family for family, pattern in rules if pattern.search(name)), default)

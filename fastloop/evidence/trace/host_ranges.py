@@ -9,16 +9,16 @@ from typing import Any
 from fastloop.evidence.trace.chrome import Host
 
 
-def own_time(nested: Sequence[Host]) -> Iterator[tuple[str, float, float]]:
+def list_own_time(nested: Sequence[Host]) -> Iterator[tuple[str, float, float]]:
     """Name, begin and end of every interval in which an entry was the innermost of its thread."""
     threads = defaultdict[Any, list[Host]](list)
     for row in nested:
         threads[row.thread].append(row)
     for rows in threads.values():
-        yield from _innermost(sorted(rows, key=lambda row: (row.begin, -row.end)))
+        yield from _list_innermost(sorted(rows, key=lambda row: (row.begin, -row.end)))
 
 
-def _innermost(rows: Sequence[Host]) -> Iterator[tuple[str, float, float]]:
+def _list_innermost(rows: Sequence[Host]) -> Iterator[tuple[str, float, float]]:
     stack, at = list[Host](), float("-inf")
     for row in [*rows, None]:
         begin = row.begin if row else float("inf")

@@ -9,7 +9,7 @@ Span = tuple[float, float]
 """Begin and end. The functions below take and return *sorted, disjoint* spans unless stated otherwise."""
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
     """Sorted disjoint spans from any spans in any order; drops empty and backward ones."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
@@ -22,7 +22,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def total(spans: Iterable[Span]) -> float:
+def sum_lengths(spans: Iterable[Span]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
@@ -69,14 +69,14 @@ class Cover:
 
     def within(self, begin: float, end: float) -> float:
         """How much of `begin` to `end` is covered."""
-        return self._until(end) - self._until(begin) if end > begin else 0.0
+        return self._sum_until(end) - self._sum_until(begin) if end > begin else 0.0
 
     def holds(self, at: float) -> bool:
         """Whether a point in time is covered."""
         place = bisect_right(self._begins, at) - 1
         return place >= 0 and at < self._spans[place][1]
 
-    def _until(self, at: float) -> float:
+    def _sum_until(self, at: float) -> float:
         place = bisect_right(self._begins, at) - 1
         if place < 0:
             return 0.0

@@ -19,9 +19,9 @@ from typing import Any
 from fastloop.errors import FastLoopError
 from fastloop.evidence.trace import families
 from fastloop.evidence.trace.chrome import Source, Trace, Work, load
-from fastloop.evidence.trace.host_ranges import own_time
-from fastloop.evidence.trace.intervals import Cover, Span, intersect, subtract, total, union
-from fastloop.evidence.trace.phases import Phases, Reached, phases_of
+from fastloop.evidence.trace.host_ranges import list_own_time
+from fastloop.evidence.trace.intervals import Cover, Span, intersect, merge_spans, subtract, sum_lengths
+from fastloop.evidence.trace.phases import Phases, Reached, list_phases
 from fastloop.records.measurement import FAMILIES
 
 IDLE = ("data", "launch", "sync", "other")
@@ -60,7 +60,7 @@ def read(source: Source, steps: int | None = None) -> dict[str, Any]:
     """
     trace = load(source)
     marks = list_marks(trace, steps)
-    phases = phases_of(trace, trace.steps[0].thread)
+    phases = list_phases(trace, trace.steps[0].thread)
     if not trace.work:
         return _on_cpu(trace, phases, marks)
     return _on_device(trace, phases, marks)
@@ -81,30 +81,30 @@ def list_marks(trace: Trace, steps: int | None) -> list[float]:
 def _on_device(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str, Any]:
     reached, steps = Reached(trace), len(marks) - 1
     window = [(reached(marks[0]), reached(marks[-1]))]
-    kinds = [_family(work, phases) for work in trace.work]
-    spans = _by_family(trace.work, kinds)
-    busy = intersect(union((work.begin, work.end) for work in trace.work), window)
+    kinds = [_find_family(work, phases) for work in trace.work]
+    spans = _group_by_family(trace.work, kinds)
+    busy = intersect(merge_spans((work.begin, work.end) for work in trace.work), window)
     nccl = intersect(spans.get("nccl", []), window)
-    compute = union(
+    compute = merge_spans(
         (work.begin, work.end) for work, kind in zip(trace.work, kinds, strict=True) if kind != "nccl" and not work.copy
     )
-    overlapped, per_step = total(intersect(nccl, compute)), 1e3 * steps
+    overlapped, per_step = sum_lengths(intersect(nccl, compute)), 1e3 * steps
     # Families count the work launched in these steps: copies on a side stream run ahead of them.
     inside = [work for work in trace.work if _is_inside(work, marks, window[0])]
-    spans = _by_family(inside, [_family(work, phases) for work in inside])
+    spans = _group_by_family(inside, [_find_family(work, phases) for work in inside])
     spent = [(work.name, work.end - work.begin) for work in inside]
     return {
         "steps": steps,
-        "step_ms": total(window) / per_step,
-        "busy_ms": total(busy) / per_step,
-        "families_ms": {name: total(spans.get(name, [])) / per_step for name in FAMILIES},
-        "idle_ms": {name: us / per_step for name, us in _idle(trace, phases, subtract(window, busy)).items()},
+        "step_ms": sum_lengths(window) / per_step,
+        "busy_ms": sum_lengths(busy) / per_step,
+        "families_ms": {name: sum_lengths(spans.get(name, [])) / per_step for name in FAMILIES},
+        "idle_ms": {name: us / per_step for name, us in _split_idle(trace, phases, subtract(window, busy)).items()},
         "nccl_overlapped_ms": overlapped / per_step,
-        "comm_exposed_ms": (total(nccl) - overlapped) / per_step,
-        "comm_tail_ms": _tail_ms(trace.work, kinds, phases, marks),
+        "comm_exposed_ms": (sum_lengths(nccl) - overlapped) / per_step,
+        "comm_tail_ms": _measure_tail_ms(trace.work, kinds, phases, marks),
         "attention_by_hand_ms": _find_attention_by_hand(inside, steps) / per_step,
-        "launches": _launches(trace, marks) / steps,
-        "top": _top(spent, Counter(work.name for work in inside), steps),
+        "launches": _count_launches(trace, marks) / steps,
+        "top": _list_top(spent, Counter(work.name for work in inside), steps),
     }
 
 
@@ -117,14 +117,14 @@ def _is_inside(work: Work, marks: Sequence[float], window: Span) -> bool:
 def _on_cpu(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str, Any]:
     """Operators' self time; those that made the data belong to the loader."""
     steps, window = len(marks) - 1, [(marks[0], marks[-1])]
-    window = subtract(window, union(phases.spans("data_wait")))
+    window = subtract(window, merge_spans(phases.spans("data_wait")))
     spans, names = defaultdict[str, list[Span]](list), list[tuple[str, float]]()
-    for name, begin, end in own_time(trace.operators):
+    for name, begin, end in list_own_time(trace.operators):
         if cut := intersect([(begin, end)], window):
-            family = families.of_operator(name)
+            family = families.classify_operator(name)
             in_optimizer = family in ("elementwise", "other") and phases.at(begin) == "optimizer"
             spans["optimizer" if in_optimizer else family] += cut
-            names.append((name, total(cut)))
+            names.append((name, sum_lengths(cut)))
     if not names:
         raise FastLoopError(
             got="traced steps without any work",
@@ -136,33 +136,33 @@ def _on_cpu(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str, A
     return {
         "steps": steps,
         "step_ms": (marks[-1] - marks[0]) / per_step,
-        "busy_ms": total(union(span for found in spans.values() for span in found)) / per_step,
-        "families_ms": {name: total(union(spans.get(name, []))) / per_step for name in FAMILIES},
+        "busy_ms": sum_lengths(merge_spans(span for found in spans.values() for span in found)) / per_step,
+        "families_ms": {name: sum_lengths(merge_spans(spans.get(name, []))) / per_step for name in FAMILIES},
         "idle_ms": dict.fromkeys(IDLE),
         **unknown,
         "attention_by_hand_ms": None,
         "launches": None,
-        "top": _top(names, counts, steps),
+        "top": _list_top(names, counts, steps),
     }
 
 
-def _family(work: Work, phases: Phases) -> str:
-    family = families.of_kernel(work.name)
+def _find_family(work: Work, phases: Phases) -> str:
+    family = families.classify_kernel(work.name)
     if family in ("elementwise", "other") and work.launched is not None and phases.at(work.launched) == "optimizer":
         return "optimizer"
     return family
 
 
-def _by_family(rows: Sequence[Work], kinds: Sequence[str]) -> dict[str, list[Span]]:
+def _group_by_family(rows: Sequence[Work], kinds: Sequence[str]) -> dict[str, list[Span]]:
     spans = defaultdict[str, list[Span]](list)
     for work, kind in zip(rows, kinds, strict=True):
         spans[kind].append((work.begin, work.end))
-    return {kind: union(found) for kind, found in spans.items()}
+    return {kind: merge_spans(found) for kind, found in spans.items()}
 
 
-def _idle(trace: Trace, phases: Phases, gaps: Sequence[Span]) -> dict[str, float]:
+def _split_idle(trace: Trace, phases: Phases, gaps: Sequence[Span]) -> dict[str, float]:
     """Microseconds of the gaps, by what the host was doing."""
-    causes = _causes(trace, phases)
+    causes = _find_causes(trace, phases)
     begins = [work.begin for work in trace.work]
     found = dict.fromkeys(IDLE, 0.0)
     for begin, end in gaps:
@@ -181,11 +181,13 @@ def _idle(trace: Trace, phases: Phases, gaps: Sequence[Span]) -> dict[str, float
     return found
 
 
-def _causes(trace: Trace, phases: Phases) -> dict[str, Cover]:
+def _find_causes(trace: Trace, phases: Phases) -> dict[str, Cover]:
     """When the host was waiting for data, waiting for the device, or launching: disjoint."""
-    data = union(phases.spans("data_wait"))
+    data = merge_spans(phases.spans("data_wait"))
     sync = subtract(_waits(trace, phases), data)
-    launch = subtract(union(span for name in LAUNCHING for span in phases.spans(name)), union([*data, *sync]))
+    launch = subtract(
+        merge_spans(span for name in LAUNCHING for span in phases.spans(name)), merge_spans([*data, *sync])
+    )
     return {"data": Cover(data), "sync": Cover(sync), "launch": Cover(launch)}
 
 
@@ -198,10 +200,10 @@ def _waits(trace: Trace, phases: Phases) -> list[Span]:
         place = bisect_right(trace.launches, call.end)
         again = trace.launches[place] if place < len(trace.launches) else call.end
         found.append((call.begin, max(call.end, min(again, call.end + RESTART_US, phases.end_at(call.end)))))
-    return union(found)
+    return merge_spans(found)
 
 
-def _launches(trace: Trace, marks: Sequence[float]) -> int:
+def _count_launches(trace: Trace, marks: Sequence[float]) -> int:
     known = bisect_left(trace.launches, marks[-1]) - bisect_left(trace.launches, marks[0])
     return known or sum(marks[0] <= work.begin < marks[-1] for work in trace.work)
 
@@ -213,7 +215,7 @@ def _find_attention_by_hand(rows: Sequence[Work], steps: int) -> float:
     for work in sorted(rows, key=lambda each: each.begin):
         streams[work.stream].append(work)
     for queue in streams.values():
-        kinds = [families.of_kernel(work.name) for work in queue]
+        kinds = [families.classify_kernel(work.name) for work in queue]
         owned = set[int]()
         for at, work in enumerate(queue):
             if not families.is_softmax(work.name):
@@ -230,7 +232,9 @@ def _find_attention_by_hand(rows: Sequence[Work], steps: int) -> float:
     return spent if found >= FEWEST * steps else 0.0
 
 
-def _tail_ms(rows: Sequence[Work], kinds: Sequence[str], phases: Phases, marks: Sequence[float]) -> float | None:
+def _measure_tail_ms(
+    rows: Sequence[Work], kinds: Sequence[str], phases: Phases, marks: Sequence[float]
+) -> float | None:
     """Time from the end of the last backward kernel to the end of the last communication launched by the backward."""
     ends = defaultdict[tuple[int, bool], float](float)
     for work, kind in zip(rows, kinds, strict=True):
@@ -246,7 +250,7 @@ def _tail_ms(rows: Sequence[Work], kinds: Sequence[str], phases: Phases, marks: 
     return sum(tails) / len(tails) / 1e3 if tails else None
 
 
-def _top(rows: Sequence[tuple[str, float]], counts: Mapping[str, int], steps: int) -> list[dict[str, Any]]:
+def _list_top(rows: Sequence[tuple[str, float]], counts: Mapping[str, int], steps: int) -> list[dict[str, Any]]:
     spent = defaultdict[str, float](float)
     for name, us in rows:
         spent[name] += us

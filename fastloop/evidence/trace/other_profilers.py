@@ -23,32 +23,32 @@ _LIBRARIES = ("libToolsInjection64", "libcuda-injection", "TreeLauncherTargetInj
 """Libraries that those tools load into the process."""
 
 
-def in_use(*, cuda: bool) -> str | None:
+def find_other_profiler(*, cuda: bool) -> str | None:
     """Another profiler of this process, as a reason not to trace; None if none is found.
 
     Args:
         cuda: also look for tools that watch the GPU.
     """
-    return _torch_profiler() or (_nvidia_tool() if cuda else None)
+    return _find_torch_profiler() or (_find_nvidia_tool() if cuda else None)
 
 
-def _torch_profiler() -> str | None:
+def _find_torch_profiler() -> str | None:
     running = getattr(torch.autograd, "_profiler_enabled", None)
     if running is not None and running():
         return "a torch profiler is already running"
     # A profiler that waits in its schedule is not enabled yet, and would fail if ours is running.
-    if not _alive():
+    if not _has_profiler():
         return None
     gc.collect()  # it may be garbage
-    return "a torch.profiler.profile of yours is still there and may start again" if _alive() else None
+    return "a torch.profiler.profile of yours is still there and may start again" if _has_profiler() else None
 
 
-def _alive() -> bool:
+def _has_profiler() -> bool:
     """Whether there is a torch.profiler object. Compares types, because asking for a class may run its code."""
     return any(issubclass(type(found), torch.profiler.profile) for found in gc.get_objects())
 
 
-def _nvidia_tool() -> str | None:
+def _find_nvidia_tool() -> str | None:
     for name in sorted(os.environ):
         for start, tool in _ENVIRONMENT:
             if name.startswith(start):

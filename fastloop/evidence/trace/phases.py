@@ -9,15 +9,15 @@ from itertools import accumulate
 from typing import Any
 
 from fastloop.evidence.trace.chrome import Host, Trace, Work
-from fastloop.evidence.trace.families import of_kernel
-from fastloop.evidence.trace.host_ranges import own_time
+from fastloop.evidence.trace.families import classify_kernel
+from fastloop.evidence.trace.host_ranges import list_own_time
 from fastloop.evidence.trace.intervals import Span
 
 Segment = tuple[float, float, str]
 """Begin, end and phase: disjoint; each moment belongs to its innermost phase."""
 
 
-def phases_of(trace: Trace, thread: Any) -> Phases:
+def list_phases(trace: Trace, thread: Any) -> Phases:
     """The phases that ran in a thread. Names with a further slash are ranges inside phases."""
     return Phases([row for row in trace.ranges if row.thread == thread and "/" not in row.name], thread)
 
@@ -27,7 +27,7 @@ class Phases:
 
     def __init__(self, ranges: Sequence[Host], thread: Any) -> None:
         self.thread = thread
-        self._segments: list[Segment] = sorted((begin, end, name) for name, begin, end in own_time(ranges))
+        self._segments: list[Segment] = sorted((begin, end, name) for name, begin, end in list_own_time(ranges))
         self._begins = [begin for begin, _, _ in self._segments]
 
     def at(self, moment: float) -> str | None:
@@ -72,7 +72,7 @@ class Reached:
         ordered = [work for work in trace.work if work.stream == main or main is None or _exchanges(work)]
         # Work launched before the recording began has no launch in the trace; it comes first on its stream.
         known = {work.stream: work.begin for work in reversed(ordered) if work.launched is not None}
-        rows = sorted((_called(work, known.get(work.stream)), work.end) for work in ordered)
+        rows = sorted((_find_call(work, known.get(work.stream)), work.end) for work in ordered)
         self._called = [called for called, _ in rows]
         self._ends = list(accumulate((end for _, end in rows), max))
 
@@ -82,10 +82,10 @@ class Reached:
 
 
 def _exchanges(work: Work) -> bool:
-    return not work.copy and of_kernel(work.name) == "nccl"
+    return not work.copy and classify_kernel(work.name) == "nccl"
 
 
-def _called(work: Work, first_known: float | None) -> float:
+def _find_call(work: Work, first_known: float | None) -> float:
     if work.launched is not None:
         return work.launched
     before = first_known is not None and work.begin < first_known

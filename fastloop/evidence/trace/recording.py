@@ -129,7 +129,7 @@ class TraceWindow:
     # -- recording ------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        self.skipped = self.skipped or other_profilers.in_use(cuda=self._cuda)
+        self.skipped = self.skipped or other_profilers.find_other_profiler(cuda=self._cuda)
         if self.skipped is not None:
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]

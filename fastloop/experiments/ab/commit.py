@@ -23,7 +23,7 @@ from pathlib import Path
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import Progress
 from fastloop.experiments.ab.experiment import SOURCE, Side
-from fastloop.experiments.ab.resume import READ, folder_of
+from fastloop.experiments.ab.resume import READ, name_folder
 from fastloop.experiments.ab.script_arms import Place, ScriptArm
 from fastloop.experiments.trials.script_injection import private_directory
 
@@ -87,8 +87,8 @@ def compare_with(ref: str, arm: ScriptArm, *, aa: bool, say: Progress) -> Iterat
         )
         yield Versus(
             sides=[
-                Side(arm=base, folder=folder_of(0, base.name)),
-                Side(arm=ours, folder=folder_of(1, "working-tree"), changed_keys=(SOURCE,)),
+                Side(arm=base, folder=name_folder(0, base.name)),
+                Side(arm=ours, folder=name_folder(1, "working-tree"), changed_keys=(SOURCE,)),
             ],
             sources={"the commit": commit, "the working tree": before},
         )
@@ -118,19 +118,23 @@ class _WorkingTree:
     def find(cls, folder: Path) -> _WorkingTree:
         """Return the working tree that contains a folder; raises ConfigError if there is none."""
         try:
-            return cls(Path(_git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve())
+            return cls(Path(_run_git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve())
         except (subprocess.CalledProcessError, FileNotFoundError) as error:
             missing = isinstance(error, FileNotFoundError)
             raise ConfigError(
                 got="--vs-commit",
-                why="git is not installed" if missing else f"{folder} is in no git repository: {_last_line(error)}",
+                why="git is not installed"
+                if missing
+                else f"{folder} is in no git repository: {_read_last_line(error)}",
                 do="install git" if missing else "commit the script to a repository first",
             ) from None
 
     def resolve(self, ref: str) -> str:
         """Return the full hash of a branch, tag or short hash; raises ConfigError if there is no such commit."""
         try:
-            return _git(self.top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}").strip()
+            return _run_git(
+                self.top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}"
+            ).strip()
         except subprocess.CalledProcessError:
             raise ConfigError(
                 got=f"--vs-commit {ref}",
@@ -140,8 +144,8 @@ class _WorkingTree:
 
     def list_changed(self, commit: str) -> list[str]:
         """List tracked files that differ from a commit, and new Python files; a training may write other new files."""
-        tracked = _names(_git(self.top, "diff", "--name-only", "--no-renames", "-z", commit))
-        new = _names(_git(self.top, "ls-files", "-z", "--others", "--exclude-standard"))
+        tracked = _split_names(_run_git(self.top, "diff", "--name-only", "--no-renames", "-z", commit))
+        new = _split_names(_run_git(self.top, "ls-files", "-z", "--others", "--exclude-standard"))
         return sorted({*tracked, *(name for name in new if name.endswith(".py"))})
 
     def fingerprint(self, commit: str) -> str:
@@ -168,19 +172,19 @@ class _WorkingTree:
             yield place
         finally:
             with contextlib.suppress(subprocess.CalledProcessError):  # it was not created
-                _git(self.top, "worktree", "remove", "--force", "--force", str(place))
+                _run_git(self.top, "worktree", "remove", "--force", "--force", str(place))
 
     def _add_worktree(self, commit: str, place: Path) -> None:
         try:  # without the user's hooks, which do not expect to run in this folder
-            _git(self.top, "-c", "core.hooksPath=/dev/null", "worktree", "add", "--detach", str(place), commit)
+            _run_git(self.top, "-c", "core.hooksPath=/dev/null", "worktree", "add", "--detach", str(place), commit)
         except subprocess.CalledProcessError as error:
             raise ConfigError(
-                got=f"git worktree add {commit[:7]}", why=_last_line(error), do="fix what git reports"
+                got=f"git worktree add {commit[:7]}", why=_read_last_line(error), do="fix what git reports"
             ) from None
 
     def _link_untracked(self, place: Path) -> None:
-        own = set(_names(_git(self.top, "ls-files", "-z", "--others", "--exclude-standard")))
-        entries = _names(_git(self.top, "ls-files", "-z", "--others", "--directory", "--no-empty-directory"))
+        own = set(_split_names(_run_git(self.top, "ls-files", "-z", "--others", "--exclude-standard")))
+        entries = _split_names(_run_git(self.top, "ls-files", "-z", "--others", "--directory", "--no-empty-directory"))
         for name in entries:
             path = Path(name)
             link = place / path
@@ -193,11 +197,11 @@ class _WorkingTree:
 
     def describe_gaps(self, commit: str) -> list[str]:
         """List what a worktree of the commit may lack, one line each."""
-        entries = _names(_git(self.top, "ls-tree", "-r", "-z", commit))
+        entries = _split_names(_run_git(self.top, "ls-tree", "-r", "-z", commit))
         modules = [entry.partition("\t")[2] for entry in entries if entry.startswith("160000 ")]
         said = [f"submodules are empty in the base's tree: {', '.join(modules)}"] if modules else []
         with contextlib.suppress(subprocess.CalledProcessError):  # none found
-            _git(self.top, "grep", "-q", "filter=lfs", commit, "--", "*.gitattributes")
+            _run_git(self.top, "grep", "-q", "filter=lfs", commit, "--", "*.gitattributes")
             said.append("the repository uses Git LFS: without git-lfs its files are only pointers in the base's tree")
         return said
 
@@ -260,12 +264,12 @@ class _WorkingTree:
             return set()
         try:
             names = "\0".join(map(str, paths))
-            return set(map(Path, _names(_git(self.top, "check-ignore", "-z", "--stdin", given=names))))
+            return set(map(Path, _split_names(_run_git(self.top, "check-ignore", "-z", "--stdin", given=names))))
         except subprocess.CalledProcessError:  # none is ignored
             return set()
 
 
-def _git(folder: Path, *command: str, given: str | None = None) -> str:
+def _run_git(folder: Path, *command: str, given: str | None = None) -> str:
     environ = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER_REPOSITORY}
     ran = subprocess.run(
         ["git", "-C", str(folder), *command],
@@ -280,10 +284,10 @@ def _git(folder: Path, *command: str, given: str | None = None) -> str:
     return ran.stdout
 
 
-def _names(text: str) -> list[str]:
+def _split_names(text: str) -> list[str]:
     return [name for name in text.split("\0") if name]
 
 
-def _last_line(error: subprocess.CalledProcessError | FileNotFoundError) -> str:
+def _read_last_line(error: subprocess.CalledProcessError | FileNotFoundError) -> str:
     said = str(getattr(error, "stderr", None) or error).strip().splitlines()
     return said[-1].removeprefix("fatal: ") if said else "git gave no reason"

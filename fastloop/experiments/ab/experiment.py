@@ -16,9 +16,9 @@ from pathlib import Path
 from fastloop.experiments.ab import parity_gates
 from fastloop.experiments.ab.arms import Arm, Ask, Progress, label_of
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import finished
+from fastloop.experiments.trials.trial import read_finished
 from fastloop.judge import statistics
-from fastloop.judge.verdict import compare, final, nothing_took
+from fastloop.judge.verdict import compare, explain_same_arm, is_final
 from fastloop.records import readings
 from fastloop.records.experiment import Comparison, Gate, Outcome, Sample
 from fastloop.records.measurement import Measurement
@@ -116,7 +116,7 @@ class Experiment:
         self.pilots: dict[str, Trial] = {}
         self.order: list[tuple[str, int]] = []
         """Arm and number of each run, in the order in which they ran."""
-        self.alpha = statistics.error_rate(settings.runs, len(sides) - 1)
+        self.alpha = statistics.compute_error_rate(settings.runs, len(sides) - 1)
         self._spent: list[float] = []
         self._first: Trial | None = None
         """The first trial that reports the step at which it began."""
@@ -139,22 +139,22 @@ class Experiment:
         self._prepare()
         if self.base.out:
             return
-        most = statistics.most_rounds(self.settings.runs)
+        most = statistics.count_most_rounds(self.settings.runs)
         rounds = statistics.order(len(self.sides), most, self.settings.seed)
         for number, turn in enumerate(rounds):
             for position, index in enumerate(turn):
                 side = self.sides[index]
-                if not side.out and not self._hopeless(side):
-                    self._one(side, number, number * len(turn) + position, most)
+                if not side.out and not self._is_hopeless(side):
+                    self._run_one(side, number, number * len(turn) + position, most)
                 if self.base.out:
                     return
             for side in self.sides[1:]:
-                self._gradient(side)
-            if all(side.out or self._hopeless(side) for side in self.sides[1:]):
+                self._compare_gradients(side)
+            if all(side.out or self._is_hopeless(side) for side in self.sides[1:]):
                 return
-            if statistics.due(number + 1, self.settings.runs) and number + 1 < most:
-                stuck = [side.name for side in self.sides[1:] if side.out or self._hopeless(side)]
-                if final(self.comparisons(), stuck):
+            if statistics.is_due(number + 1, self.settings.runs) and number + 1 < most:
+                stuck = [side.name for side in self.sides[1:] if side.out or self._is_hopeless(side)]
+                if is_final(self.comparisons(), stuck):
                     return
 
     def _plan(self) -> None:
@@ -162,7 +162,7 @@ class Experiment:
         for side in self.sides[1:]:
             if not side.changed_rungs or not side.arm.plans_alone:
                 continue
-            trial = self._trial(side, side.folder / "plan", Ask(variation="plan"))
+            trial = self._run_trial(side, side.folder / "plan", Ask(variation="plan"))
             if not trial.ok:
                 raise Unplanned(trial)
 
@@ -173,7 +173,7 @@ class Experiment:
         pilot_steps = self.settings.warmup + PILOT_STEPS if auto else self.settings.steps
         wanted = [side for side in self.sides if side is self.base or auto or side.changed_keys]
         for side in wanted:
-            trial = self._trial(side, side.folder / "warm-up", Ask(steps=pilot_steps, warmup=self.settings.warmup))
+            trial = self._run_trial(side, side.folder / "warm-up", Ask(steps=pilot_steps, warmup=self.settings.warmup))
             self.pilots[side.name] = trial
             if not trial.ok:
                 side.failed = trial
@@ -181,22 +181,22 @@ class Experiment:
                     return
         steps = self.settings.steps
         if steps is None:
-            steps = self.settings.warmup + max(enough_steps(trial) for trial in self.pilots.values() if trial.ok)
-        base_batch = _global_batch(self.pilots[self.base.name])
+            steps = self.settings.warmup + max(count_enough_steps(trial) for trial in self.pilots.values() if trial.ok)
+        base_batch = _read_global_batch(self.pilots[self.base.name])
         for side in self.sides:
-            own = _global_batch(self.pilots.get(side.name))
+            own = _read_global_batch(self.pilots.get(side.name))
             same = base_batch is None or own is None
             side.steps = steps if same else max(1, round(steps * (base_batch or 1) / (own or 1)))
             if side.changed_keys:
-                side.promise = promised(side.changed_keys, same_batch=same or own == base_batch)
+                side.promise = classify_promise(side.changed_keys, same_batch=same or own == base_batch)
 
-    def _one(self, side: Side, number: int, place: int, most: int) -> None:
+    def _run_one(self, side: Side, number: int, place: int, most: int) -> None:
         count = f" ({number + 1} of {'up to ' if self.settings.runs == 'auto' else ''}{most})"
-        trial = self._trial(
+        trial = self._run_trial(
             side,
             side.folder / f"run-{number}",
             Ask(seed=number, steps=side.steps, warmup=self.settings.warmup, ledger=True),
-            note=count + self._left(number, most),
+            note=count + self._describe_left(number, most),
         )
         self._spent.append(trial.seconds)
         self.order.append((side.name, number))
@@ -206,7 +206,7 @@ class Experiment:
             side.failed = trial
             self.say(f"{label_of(side.name, trial.run_dir)} failed: {trial.cause}")
 
-    def _left(self, number: int, most: int) -> str:
+    def _describe_left(self, number: int, most: int) -> str:
         if not self._spent:
             return ""
         each = sum(self._spent) / len(self._spent)
@@ -217,9 +217,9 @@ class Experiment:
             else f", about {each * runs:.0f} s left"
         )
 
-    def _trial(self, side: Side, folder: Path, ask: Ask, *, note: str = "") -> Trial:
+    def _run_trial(self, side: Side, folder: Path, ask: Ask, *, note: str = "") -> Trial:
         """Run a training, or load it if already finished. It fails if it began at a different step from the others."""
-        trial = finished(folder, ask.variation)
+        trial = read_finished(folder, ask.variation)
         if trial is None:
             label = label_of(side.name, folder)
             self.say(f"{label}{note}")
@@ -241,9 +241,9 @@ class Experiment:
         """Return the parity class that the arm promises; with different rungs, the base's plan counts too."""
         if side.promise is not None:
             return side.promise
-        return parity_gates.class_of([*side.trials(), *self.base.trials()]) if side.changed_rungs else "exact"
+        return parity_gates.find_class([*side.trials(), *self.base.trials()]) if side.changed_rungs else "exact"
 
-    def _gradient(self, side: Side) -> None:
+    def _compare_gradients(self, side: Side) -> None:
         """Check the gradient once the arm has run, so that its plan is known; skip arms that claim no parity."""
         if (
             side.gradient is not None
@@ -253,9 +253,9 @@ class Experiment:
             or self.outcome(side).passed is False
         ):
             return
-        if finished(side.folder / "gradients") is None:
+        if read_finished(side.folder / "gradients") is None:
             self.say(label_of(side.name, side.folder / "gradients"))
-        side.gradient = parity_gates.gradient(
+        side.gradient = parity_gates.judge_gradients(
             self.base.arm,
             side.arm,
             self.place / PARITY,
@@ -270,13 +270,13 @@ class Experiment:
         pairs = [
             (self.base.runs[number], side.runs[number]) for number in sorted(side.runs) if number in self.base.runs
         ]
-        return parity_gates.outcome(pairs, side.gradient, self.parity_class(side))
+        return parity_gates.judge_parity(pairs, side.gradient, self.parity_class(side))
 
-    def _hopeless(self, side: Side) -> bool:
+    def _is_hopeless(self, side: Side) -> bool:
         """Whether more runs of an arm are useless: parity has failed, or none of its changes took effect."""
         if side is self.base or not side.runs:
             return False
-        return self.outcome(side).passed is False or bool(nothing_took(self.base.sample(), side.sample()))
+        return self.outcome(side).passed is False or bool(explain_same_arm(self.base.sample(), side.sample()))
 
     def comparisons(self) -> list[Comparison]:
         """Compare each arm with the base, from the runs so far."""
@@ -287,20 +287,20 @@ class Experiment:
         ]
 
 
-def enough_steps(trial: Trial) -> int:
+def count_enough_steps(trial: Trial) -> int:
     """Return the optimizer steps of a window that is long enough in seconds, in steps and for this arm's queues."""
     seen = trial.measurement or Measurement()
     step_ms = seen.step_ms.get("median") or 1e3 * WINDOW_S / FEWEST_STEPS
-    queued = readings.loader(seen).get("queued_batches") or 0
-    by_queue = math.ceil(QUEUES * queued / readings.micro_batches(seen)) + 1
+    queued = readings.read_loader(seen).get("queued_batches") or 0
+    by_queue = math.ceil(QUEUES * queued / readings.count_micro_batches(seen)) + 1
     return max(FEWEST_STEPS, math.ceil(1e3 * WINDOW_S / step_ms), by_queue)
 
 
-def _global_batch(trial: Trial | None) -> int | None:
+def _read_global_batch(trial: Trial | None) -> int | None:
     return trial.measurement.global_batch if trial is not None and trial.ok and trial.measurement else None
 
 
-def promised(keys: Sequence[str], *, same_batch: bool) -> Parity:
+def classify_promise(keys: Sequence[str], *, same_batch: bool) -> Parity:
     """Return the parity class of an arm that changes more than rungs: different Trainer settings or code count as the
     same training if the gates confirm it; a different recipe, seed, or global batch is another training."""
     same = same_batch and all(key == SOURCE or key.startswith("trainer.") for key in keys)

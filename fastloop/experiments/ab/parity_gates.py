@@ -9,7 +9,7 @@ from pathlib import Path
 from fastloop import ladder
 from fastloop.experiments.ab.arms import Arm, Ask, Progress, label_of
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import finished
+from fastloop.experiments.trials.trial import read_finished
 from fastloop.judge import parity
 from fastloop.records.experiment import Gate, Outcome
 from fastloop.records.measurement import Measurement
@@ -23,7 +23,7 @@ KEPT = "gradients.pt"
 """The file that the base's gradient trial leaves for its arms' trials, see `bridge/trials/gradient_probe.py`."""
 
 
-def class_of(trials: Sequence[Trial]) -> Parity:
+def find_class(trials: Sequence[Trial]) -> Parity:
     """Return the weakest parity class that any plan of these trials promises."""
     return max((load_parity_class(trial.run_dir) for trial in trials), key=PARITY_ORDER.index, default="exact")
 
@@ -46,10 +46,10 @@ def regroups(trial: Trial) -> bool:
 def augments_by(trial: Trial) -> str | None:
     """Return the rung that decides where random augmentations run, if that may change the random numbers they draw."""
     loose = [step.rung for step in load_plan(trial.run_dir).planned if step.change.parity == "approximate"]
-    return next((rung for rung, card in ladder.cards().items() if card.loads_elsewhere and rung in loose), None)
+    return next((rung for rung, card in ladder.collect_cards().items() if card.loads_elsewhere and rung in loose), None)
 
 
-def ledger(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
+def judge_ledgers(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
     """Check that two arms saw the same samples in the same steps, run by run and rank by rank."""
     found = []
     for base, arm in pairs:
@@ -68,7 +68,7 @@ def ledger(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
             found.append((left, right))
     if not found:
         return Gate(name="ledger", passed=None, why="no run left a ledger")
-    return parity.ledger_gate(
+    return parity.judge_ledger(
         found,
         regrouped=any(regroups(base) != regroups(arm) for base, arm in pairs),
         reshuffled=any(augments_by(base) != augments_by(arm) for base, arm in pairs),
@@ -76,7 +76,7 @@ def ledger(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
     )
 
 
-def gradient(
+def judge_gradients(
     base: Arm,
     arm: Arm,
     base_folder: Path,
@@ -88,7 +88,7 @@ def gradient(
 ) -> Gate:
     """Compare the gradients of one step of both arms, at the same weights and on the same samples. Runs two trials
     unless they finished earlier; the base's trial serves all its arms."""
-    second, first = finished(folder, "gradients"), finished(base_folder, "gradients")
+    second, first = read_finished(folder, "gradients"), read_finished(base_folder, "gradients")
     if first is None or (second is None and not (base_folder / KEPT).is_file()):
         label = label_of(base.name, base_folder)
         first = base.run(label, base_folder, Ask(variation="gradients"), limits=limits, progress=progress)
@@ -100,7 +100,7 @@ def gradient(
     if not second.ok:
         return Gate(name="gradient", passed=None, why=f"the arm's gradient could not be taken: {second.cause}")
     left, right = (decode(trial.answer, GradientAnswer) or GradientAnswer() for trial in (first, second))
-    return parity.gradient_gate(left, right, parity_class)
+    return parity.judge_gradient(left, right, parity_class)
 
 
 def sweep(folder: Path) -> None:
@@ -109,27 +109,27 @@ def sweep(folder: Path) -> None:
         kept.unlink(missing_ok=True)
 
 
-def loss(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
+def judge_losses(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) -> Gate:
     """Check that the losses of two arms agree, run by run."""
     seen = [[trial.measurement or Measurement() for trial in pair] for pair in pairs]
     repeats = all(each.device == "cpu" for pair in seen for each in pair)
     losses, others = ([pair[side].loss for pair in seen] for side in (0, 1))
     redrawn = any(augments_by(base) != augments_by(arm) for base, arm in pairs)
-    return parity.loss_gate(losses, others, parity_class, bitwise=repeats, redrawn=redrawn)
+    return parity.judge_loss(losses, others, parity_class, bitwise=repeats, redrawn=redrawn)
 
 
-def outcome(pairs: Sequence[tuple[Trial, Trial]], gradient: Gate | None, parity_class: Parity) -> Outcome:
+def judge_parity(pairs: Sequence[tuple[Trial, Trial]], gradient: Gate | None, parity_class: Parity) -> Outcome:
     """Combine the gates of these pairs of runs with the gradient's. If no parity is claimed, only a non-finite loss
     fails."""
     if not pairs:
-        return parity.outcome(parity_class, ())
-    losses = loss(pairs, parity_class)
+        return parity.sum_up_gates(parity_class, ())
+    losses = judge_losses(pairs, parity_class)
     if parity_class == "changes-training":
         broken = losses.passed is False and losses.limit is None  # the only way to fail without a limit: not finite
         return (
             Outcome(parity_class=parity_class, passed=False, why=f"loss: {losses.why}", gates=(losses,))
             if broken
-            else parity.outcome(parity_class, ())
+            else parity.sum_up_gates(parity_class, ())
         )
-    found = (ledger(pairs, parity_class), *([gradient] if gradient is not None else []), losses)
-    return parity.outcome(parity_class, found)
+    found = (judge_ledgers(pairs, parity_class), *([gradient] if gradient is not None else []), losses)
+    return parity.sum_up_gates(parity_class, found)

@@ -21,7 +21,7 @@ MOST = 20
 SHOWN = 3
 
 
-def folder() -> Path:
+def choose_folder() -> Path:
     """Return the folder of the passports."""
     return machine.find_cache_home() / "fastloop" / "passports"
 
@@ -48,12 +48,12 @@ def keep(
     others = [each for each in load(rung) if run_dir is None or each.run_dir != entry.run_dir]
     with contextlib.suppress(OSError):
         kept = PassportsFile(rung=rung, passports=(entry, *others)[:MOST])
-        store.save(folder(), {f"{rung}.json": kept})
+        store.save(choose_folder(), {f"{rung}.json": kept})
 
 
 def load(rung: str) -> tuple[Passport, ...]:
     """Return the passports of a rung, newest first."""
-    return (store.load(folder() / f"{rung}.json", PassportsFile) or PassportsFile()).passports
+    return (store.load(choose_folder() / f"{rung}.json", PassportsFile) or PassportsFile()).passports
 
 
 def describe(rung: str) -> list[str]:

@@ -30,7 +30,7 @@ def write(experiment: Experiment, name: str, *, partial: bool) -> ExperimentResu
     """Judge the runs so far and write ``comparison.json`` and the reports; returns the content of the former."""
     result = summarize(experiment, name, partial=partial)
     store.save(experiment.place, {COMPARISON: result})  # first: drawing the reports takes seconds
-    store.write(experiment.place, ab_report.reports(result))
+    store.write(experiment.place, ab_report.write_reports(result))
     on_already = experiment.base.arm.config().ladder.enabled()
     for side in experiment.sides[1:] if not partial else ():
         alone = len(side.changed_rungs) == 1 and not side.changed_keys and side.changed_rungs[0] not in on_already
@@ -59,8 +59,8 @@ def summarize(experiment: Experiment, name: str, *, partial: bool) -> Experiment
         config_diff={side.name: tuple(diff(base, side.arm.config())) for side in sides[1:]},
         arms=tuple(map(summarize_arm, sides)),
         comparisons=tuple(experiment.comparisons()),
-        hardware=hardware([trial for side in sides for trial in side.trials()]),
-        flags=tuple(flags(sides)),
+        hardware=read_hardware([trial for side in sides for trial in side.trials()]),
+        flags=tuple(list_flags(sides)),
         failures=tuple(describe_failure(side.name, side.failed) for side in sides if side.failed is not None),
         partial=partial,
         seconds=round(experiment.seconds, 1),
@@ -102,13 +102,13 @@ def describe_failure(arm: str, trial: Trial) -> FailedRun:
         arm=arm,
         run=trial.run_dir.name,
         cause=trial.cause,
-        rank=rank_in(trial.tail),
+        rank=find_blamed_rank(trial.tail),
         last_step=trial.last_step,
         tail=trial.tail,
     )
 
 
-def rank_in(tail: str) -> int | None:
+def find_blamed_rank(tail: str) -> int | None:
     """Return the rank that caused a failure, according to stderr; None if that is not exactly one.
 
     torchrun lists the failed ranks, with the root cause last. Otherwise it is the rank with a traceback, or the only
@@ -125,9 +125,12 @@ def rank_in(tail: str) -> int | None:
     return named.pop() if len(named) == 1 else None
 
 
-def flags(sides: Sequence[Side]) -> list[str]:
+def list_flags(sides: Sequence[Side]) -> list[str]:
     """List reasons to doubt the figures: the machine's state, short windows, mixed environments, checkpoints."""
-    found = [*mixed(sides), *_of_checkpoints([trial for side in sides for trial in side.trials()])]
+    found = [
+        *list_mixed_environments(sides),
+        *_list_checkpoint_notes([trial for side in sides for trial in side.trials()]),
+    ]
     said: dict[str, dict[str, list[int]]] = {}
     shares: dict[str, list[int]] = {}
     for side in sides:
@@ -140,13 +143,13 @@ def flags(sides: Sequence[Side]) -> list[str]:
                 said.setdefault(alike, {}).setdefault(side.name, []).append(number)
     for alike, runs in said.items():
         known = sorted(shares[alike])
-        where = " and ".join(f"{name}, {spans(numbers)}" for name, numbers in runs.items())
+        where = " and ".join(f"{name}, {format_spans(numbers)}" for name, numbers in runs.items())
         share = " to ".join(map(str, dict.fromkeys((known[0], known[-1])))) if known else ""
         found.append(f"{where}: {alike.replace('{}', share)}")
     return found
 
 
-def _of_checkpoints(trials: Sequence[Trial]) -> list[str]:
+def _list_checkpoint_notes(trials: Sequence[Trial]) -> list[str]:
     """Describe how checkpoints affect these runs."""
     began = max((trial.began or 0 for trial in trials), default=0)
     loaded = [f"all runs began at step {began}, from a checkpoint that the script loads"] if began else []
@@ -154,7 +157,7 @@ def _of_checkpoints(trials: Sequence[Trial]) -> list[str]:
     return [*loaded, *left]
 
 
-def spans(numbers: Sequence[int]) -> str:
+def format_spans(numbers: Sequence[int]) -> str:
     """Abbreviate ascending run numbers: run-0 to run-2, run-4."""
     found: list[list[int]] = []
     for number in numbers:
@@ -165,13 +168,13 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(" to ".join(f"run-{number}" for number in dict.fromkeys((span[0], span[-1]))) for span in found)
 
 
-def mixed(sides: Sequence[Side]) -> list[str]:
+def list_mixed_environments(sides: Sequence[Side]) -> list[str]:
     """Say whether the compared runs come from several environments, and what differs."""
     found: dict[tuple[str, str], dict[Any, None]] = {}
     for side in sides:
         own = side.name if any(key.startswith(("run.", "trainer.num_nodes")) for key in side.changed_keys) else ""
         for trial in side.trials():
-            for key, value in vars(hardware([trial])).items():
+            for key, value in vars(read_hardware([trial])).items():
                 if value is not None:
                     found.setdefault((own if key in DEVICES else "", key), {})[value] = None
     several = [
@@ -182,7 +185,7 @@ def mixed(sides: Sequence[Side]) -> list[str]:
     return [f"the runs come from different environments: {', '.join(several)}"] if several else []
 
 
-def hardware(trials: Sequence[Trial]) -> Hardware:
+def read_hardware(trials: Sequence[Trial]) -> Hardware:
     """Return the hardware and versions of the first run."""
     if not trials:
         return Hardware()

@@ -16,10 +16,10 @@ from fastloop.config.loading import Config
 from fastloop.errors import ConfigError
 from fastloop.evidence import machine
 from fastloop.experiments.ab.experiment import PARITY, Side
-from fastloop.experiments.trials.trial import TRIAL, finished, forget
+from fastloop.experiments.trials.trial import TRIAL, forget, read_finished
 from fastloop.records.experiment import Manifest
 from fastloop.records.run_files import Environment, Machine, load_environment
-from fastloop.records.store import decode, is_file, load, safe_name
+from fastloop.records.store import decode, is_file, load, make_safe_name
 
 VERSIONS = ("torch", "lightning", "fastloop", "driver")
 
@@ -39,14 +39,14 @@ def refuse_others(place: Path, folders: Iterable[Path]) -> None:
     Raises:
         ConfigError: they do not.
     """
-    now = decode(machine.environment((), {}), Environment) or Environment()
+    now = decode(machine.read_environment((), {}), Environment) or Environment()
     for folder in folders:
         for path in sorted(folder.glob(f"*/{TRIAL}")):
-            trial = finished(path.parent)
+            trial = read_finished(path.parent)
             if trial is None or trial.measurement is None:
                 continue
             before = load_environment(path.parent)
-            if found := _differing(before, now, on_gpu=trial.measurement.device == "cuda"):
+            if found := _list_differences(before, now, on_gpu=trial.measurement.device == "cuda"):
                 raise ConfigError(
                     got=f"--resume {place}",
                     why=f"its runs are from {'; '.join(found)}",
@@ -54,8 +54,12 @@ def refuse_others(place: Path, folders: Iterable[Path]) -> None:
                 )
 
 
-def _differing(before: Environment, now: Environment, *, on_gpu: bool) -> list[str]:
-    devices = (_gpus(before), _gpus(now) or "a machine without a GPU") if on_gpu else (_cpu(before), _cpu(now))
+def _list_differences(before: Environment, now: Environment, *, on_gpu: bool) -> list[str]:
+    devices = (
+        (_name_gpus(before), _name_gpus(now) or "a machine without a GPU")
+        if on_gpu
+        else (_name_cpu(before), _name_cpu(now))
+    )
     pairs = [
         ("", *devices),
         *((f"{name} ", list_versions(before)[name], list_versions(now)[name]) for name in VERSIONS),
@@ -67,13 +71,13 @@ def _differing(before: Environment, now: Environment, *, on_gpu: bool) -> list[s
     ]
 
 
-def _gpus(environment: Environment) -> str | None:
+def _name_gpus(environment: Environment) -> str | None:
     """Return the kinds of GPU; how many the machine has of each does not matter."""
     known = environment.hardware or Machine()
     return ", ".join(sorted({str(gpu.name) for gpu in known.gpus})) or None
 
 
-def _cpu(environment: Environment) -> str | None:
+def _name_cpu(environment: Environment) -> str | None:
     return (environment.hardware or Machine()).cpu_model
 
 
@@ -90,22 +94,22 @@ READ = (".py", ".sh", ".yaml", ".yml", ".toml")
 """Suffixes of files on a script's command line that count as its sources; other files may be its output."""
 
 
-def folder_of(number: int, name: str) -> Path:
+def name_folder(number: int, name: str) -> Path:
     """Return the folder for an arm's runs, from the arm's position."""
-    return Path(f"{number}-{safe_name(name)[:60]}" if number else BASE)
+    return Path(f"{number}-{make_safe_name(name)[:60]}" if number else BASE)
 
 
 def fingerprint(config: Config) -> str:
     """Hash the whole configuration, including secrets, which cannot be read from the hash."""
-    return _sha256(json.dumps(config.values, sort_keys=True, default=str).encode())
+    return _hash_bytes(json.dumps(config.values, sort_keys=True, default=str).encode())
 
 
-def source_fingerprint(config: Config, command: Sequence[str]) -> str | None:
+def fingerprint_source(config: Config, command: Sequence[str]) -> str | None:
     """Hash the recipe's Python file, without its imports, or the files that a script's command line names."""
     if not command:
         path = config.recipe_file
-        return _sha256(path.read_bytes()) if path is not None and is_file(path) else None
-    return _sha256(repr([(name, _sha256(path.read_bytes())) for name, path in _list_named(command)]).encode())
+        return _hash_bytes(path.read_bytes()) if path is not None and is_file(path) else None
+    return _hash_bytes(repr([(name, _hash_bytes(path.read_bytes())) for name, path in _list_named(command)]).encode())
 
 
 def _list_named(command: Sequence[str]) -> list[tuple[str, Path]]:
@@ -128,10 +132,10 @@ def describe(
     return dataclasses.replace(
         shown,
         arms=tuple(side.name for side in sides),
-        options=_sha256(repr(list(options)).encode()),
+        options=_hash_bytes(repr(list(options)).encode()),
         configs={side.name: fingerprint(config) for side, config in zip(sides, configs, strict=True)},
         sources={
-            name: _sha256(path.read_bytes())
+            name: _hash_bytes(path.read_bytes())
             for name, path in (*recipes.items(), *_list_named(command))
             if is_file(path)
         },
@@ -186,7 +190,7 @@ def sweep(where: Path, folders: Iterable[Path] = ()) -> None:
         folders: further arms' folders, in which only trials are deleted.
     """
     before = load(where / NAME, Manifest)
-    arms = [folder_of(number, name) for number, name in enumerate(before.arms if before else ())]
+    arms = [name_folder(number, name) for number, name in enumerate(before.arms if before else ())]
     for folder in {*(where / each for each in arms), *folders}:
         for trial in folder.iterdir() if folder.is_dir() else ():
             _forget(trial)
@@ -202,5 +206,5 @@ def _forget(trial: Path) -> None:
         forget(trial)
 
 
-def _sha256(data: bytes) -> str:
+def _hash_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()

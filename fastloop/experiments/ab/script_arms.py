@@ -20,28 +20,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastloop.config.loading import DEFAULT, NOT_FOR_CALLBACKS, Config, load
-from fastloop.config.schema import fault
+from fastloop.config.schema import make_fault
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import Ask, Progress
 from fastloop.experiments.trials import supervise
 from fastloop.experiments.trials.script_injection import (
-    began_at,
     carried,
     check,
-    happened,
+    explain_unmeasured,
+    find_first_step,
+    list_notes,
     make_orders,
     name_of,
-    notes,
+    read_events,
     step_of,
-    unmeasured,
 )
 from fastloop.experiments.trials.supervise import Ended, Limits
 from fastloop.experiments.trials.trial import (
     TRIAL,
     clear,
     describe_dead_rank,
-    environment,
     load_results,
+    make_environment,
     refuse,
 )
 from fastloop.records import store
@@ -56,7 +56,7 @@ _OURS = ("PYTHONPATH", "PYTHONSAFEPATH")
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
-def command_of(script: str, args: str = "") -> tuple[str, ...]:
+def make_command(script: str, args: str = "") -> tuple[str, ...]:
     """Return the command for ``--script`` and ``--args``: this Python runs a Python file, all else is as in a shell.
 
     Raises:
@@ -79,7 +79,7 @@ def command_of(script: str, args: str = "") -> tuple[str, ...]:
     return (*given, *more)
 
 
-def under_this_python(command: Sequence[str]) -> bool:
+def runs_under_this_python(command: Sequence[str]) -> bool:
     """Whether a command certainly runs with this Python's packages on this machine; srun, uv or bash may not."""
     found = Path(shutil.which(command[0]) or "")
     return found.name.startswith(("python", "torchrun")) and found.parent == Path(sys.executable).parent
@@ -130,7 +130,7 @@ class ScriptArm:
             config = load(str(blank), more=self.more, overrides=self.overrides)
         for key, origin in config.origins.items():
             if (section := key.partition(".")[0]) in NOT_FOR_CALLBACKS and origin != DEFAULT:
-                raise fault(
+                raise make_fault(
                     key,
                     origin,
                     f"{section} describes a run, and a script sets up its own",
@@ -171,19 +171,19 @@ class ScriptArm:
         with carried(self._orders(config, folder.absolute(), ask), environ) as (variables, private):
             variables["PL_GLOBAL_SEED"] = str(self.seed + ask.seed)
             ended = supervise.supervise(
-                self._wrapped(variables),
+                self._wrap_command(variables),
                 folder,
                 limits=limits,
                 cwd=self.place.cwd,
-                env=environment(os.environ),
+                env=make_environment(os.environ),
                 stacks=True,
                 progress=say,
             )
-            events = happened(private)
-        trial = self._trial(label, folder, ask, config, ended, events)
+            events = read_events(private)
+        trial = self._make_trial(label, folder, ask, config, ended, events)
         store.save(folder, {TRIAL: trial})
         if say is not None:
-            for note in [*_describe_end(trial, ended), *notes(events)]:
+            for note in [*_describe_end(trial, ended), *list_notes(events)]:
                 say(note)
         return trial
 
@@ -205,9 +205,9 @@ class ScriptArm:
         silent = {**orders.config, "watch": {"enabled": False}}  # ends by itself and times nothing
         return dataclasses.replace(orders, config=silent, max_steps=None)
 
-    def _wrapped(self, variables: Mapping[str, str]) -> list[str]:
+    def _wrap_command(self, variables: Mapping[str, str]) -> list[str]:
         """Return the command with the variables of the user's shell and ours, without those for its supervisor."""
-        base = environment(os.environ)
+        base = make_environment(os.environ)
         wanted = {
             name: value
             for name, value in os.environ.items()
@@ -221,16 +221,16 @@ class ScriptArm:
             *self.command,
         ]
 
-    def _trial(
+    def _make_trial(
         self, label: str, folder: Path, ask: Ask, config: Config, ended: Ended, events: Sequence[ScriptEvent]
     ) -> Trial:
         hide = Scrubber(list(self.command)).text
         measurement, answer = load_results(folder, ask.variation)
         name = name_of(self.command)
         if ask.variation == "gradients":
-            cause = None if answer is not None else ended.cause or unmeasured(name, events, ended.code)
+            cause = None if answer is not None else ended.cause or explain_unmeasured(name, events, ended.code)
         else:
-            cause = _cause(name, measurement, config.watch.warmup_steps, ended, events)
+            cause = _find_cause(name, measurement, config.watch.warmup_steps, ended, events)
             cause = cause or describe_dead_rank(folder, measurement)
         cause = cause or self.place.find_fault([each for event in events for each in event.files])
         step = ended.last_step if ended.last_step is not None else step_of(events)
@@ -246,7 +246,7 @@ class ScriptArm:
             tail=hide(ended.tail) if cause else "",
             measurement=measurement,
             answer=answer,
-            began=began_at(events),
+            began=find_first_step(events),
             unsaved=any(event.event == "unsaved" for event in events),
         )
 
@@ -260,13 +260,13 @@ def _describe_end(trial: Trial, ended: Ended) -> list[str]:
     return [f"its fit was measured, then: {ended.cause}"]
 
 
-def _cause(
+def _find_cause(
     name: str, measurement: Measurement | None, warmup: int, ended: Ended, events: Sequence[ScriptEvent]
 ) -> str | None:
     """Return why there is no rate, in one line. A fit that finished on all ranks was measured, no matter what the
     script did afterwards."""
     if measurement is None:
-        return ended.cause or unmeasured(name, events, ended.code)
+        return ended.cause or explain_unmeasured(name, events, ended.code)
     steps = measurement.total_steps
     if measurement.partial:
         why = next((f": {event.why}" for event in reversed(events) if event.event == "exception"), "")

@@ -8,7 +8,7 @@ from fastloop.config.loading import Config, diff
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import Arm
 from fastloop.experiments.ab.experiment import Side
-from fastloop.experiments.ab.resume import BASE, folder_of
+from fastloop.experiments.ab.resume import BASE, name_folder
 
 SHARED = {
     "run.seed": "run i of every arm trains with run.seed + i; write it for all: as KEY=VALUE",
@@ -18,14 +18,14 @@ SHARED = {
 """Keys that a single arm cannot change, with the reason."""
 
 
-def sides_of(arms: Sequence[Arm], *, aa: bool) -> list[Side]:
+def list_sides(arms: Sequence[Arm], *, aa: bool) -> list[Side]:
     """Return the arms with what each changes; their folders are still relative.
 
     Raises:
         ConfigError: an arm cannot be read, changes nothing, or changes a key that all arms share.
     """
     base = arms[0].config()
-    sides = [Side(arm=arms[0], folder=folder_of(0, BASE))]
+    sides = [Side(arm=arms[0], folder=name_folder(0, BASE))]
     for number, arm in enumerate(arms[1:], start=1):
         keys = changes(base, arm.config())
         if (shared := next((key for key in keys if key in SHARED), None)) is not None:
@@ -50,7 +50,7 @@ def sides_of(arms: Sequence[Arm], *, aa: bool) -> list[Side]:
             )
         rungs = tuple(dict.fromkeys(key.split(".")[1] for key in keys if key.startswith("rungs.")))
         others = tuple(key for key in keys if not key.startswith("rungs."))
-        sides.append(Side(arm=arm, folder=folder_of(number, arm.name), changed_rungs=rungs, changed_keys=others))
+        sides.append(Side(arm=arm, folder=name_folder(number, arm.name), changed_rungs=rungs, changed_keys=others))
     return sides
 
 

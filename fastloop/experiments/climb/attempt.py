@@ -229,7 +229,7 @@ def _compute_ci95_ms(
     effect = statistics.screen(pairs, pool)
     if effect is None or before is None:
         return None
-    low, high = (before * (1 - 1 / ratio) for ratio in statistics.interval(effect))
+    low, high = (before * (1 - 1 / ratio) for ratio in statistics.compute_interval(effect))
     return low, high
 
 

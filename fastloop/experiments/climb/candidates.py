@@ -12,7 +12,7 @@ from fastloop.errors import NotApplicable
 from fastloop.evidence import machine
 from fastloop.experiments.tune.choice import find_loader_rung, list_tunables, name_number
 from fastloop.judge.prediction import NEAR, WORTH_PCT, compute_ceilings_ms
-from fastloop.ladder import Ladder, cards, regroups
+from fastloop.ladder import Ladder, collect_cards, regroups
 from fastloop.records.card import ClimbState, Family, Patch, Setting, Stack, Variant, read_int
 from fastloop.records.climb import Attempt, Costs, End, count_kept, select_broken, select_unanswered
 from fastloop.records.facts import Facts, LoaderFacts
@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def family(self) -> Family:
-        return cards()[self.rung.partition("+")[0]].family
+        return collect_cards()[self.rung.partition("+")[0]].family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +124,8 @@ def choose(known: Position) -> Candidate | str:
     if (ladder := _choose_ladder(known)) is not None:
         return ladder
     ceilings = {name: ms for name, ms in compute_ceilings_ms(known.costs).items() if known.pct(ms) >= WORTH_PCT}
-    state = climb_state(known)
-    ways = [(rung, card, variant) for rung, card in cards().items() for variant in card.list_variants(state)]
+    state = make_climb_state(known)
+    ways = [(rung, card, variant) for rung, card in collect_cards().items() for variant in card.list_variants(state)]
     # A prediction by a trial rules out a rung at less cost than an immediate screen.
     ways.sort(key=lambda way: (FIRST.index(way[1].family), way[2].changes == "engine"))
     for ceiling in sorted(ceilings, key=lambda name: -ceilings[name] * (UNMEASURED if name == "compute" else 1)):
@@ -206,9 +206,9 @@ def list_removable(rows: Sequence[Attempt]) -> list[str]:
     """List rungs that the stack has not been measured without, from the top of the ladder down. The last one kept has
     been, if it was added alone."""
     kept = [row for row in rows if row.kept and not row.takes_away]
-    stack, last = stack_of(rows), set(kept[-1].patch["rungs"] if kept else ())
+    stack, last = read_stack(rows), set(kept[-1].patch["rungs"] if kept else ())
     seen = {row.rung for row in rows if row.takes_away} | (last if len(last) == 1 else set())
-    return [rung for rung in reversed(list(cards())) if rung in stack and rung not in seen]
+    return [rung for rung in reversed(list(collect_cards())) if rung in stack and rung not in seen]
 
 
 def _explain_end(known: Position, ceilings: Mapping[str, float]) -> str:
@@ -219,7 +219,7 @@ def _explain_end(known: Position, ceilings: Mapping[str, float]) -> str:
     return f"{none}no remaining rung is predicted to gain {WORTH_PCT:g} % (upper bound: {bounds})"
 
 
-def climb_state(known: Position) -> ClimbState:
+def make_climb_state(known: Position) -> ClimbState:
     """Return the current state that the variants of a rung may depend on."""
     start, costs = known.start, known.costs
     return ClimbState(
@@ -269,7 +269,7 @@ def _make_candidate(rung: str, variant: Variant, start: Start) -> Candidate:
 
 def _combine_small(known: Position) -> Candidate | None:
     """Combine rungs that are predicted to gain too little alone but enough together; one trial predicts them."""
-    plain = {rung for rung, card in cards().items() if card.tunes is None or card.tunes.trained != "loader"}
+    plain = {rung for rung, card in collect_cards().items() if card.tunes is None or card.tunes.trained != "loader"}
     latest = {row.key: row for row in known.rows if row.key in plain}
     now = [row for row in latest.values() if row.at == known.height and row.ended == "small"]
     small = [row for row in now if known.pct(row.predicted_saved_ms or 0.0) > WORTH_PCT / 10]
@@ -304,7 +304,7 @@ def apply_patch(stack: Stack, patch: Patch) -> Stack:
     return {rung: settings for rung, settings in merged.items() if settings.get("enabled") is not False}
 
 
-def stack_of(rows: Sequence[Attempt]) -> Stack:
+def read_stack(rows: Sequence[Attempt]) -> Stack:
     """Return the stack of all kept rungs."""
     stack: Stack = {}
     for row in rows:
@@ -331,7 +331,7 @@ def count_batches_per_step(known: Position, stack: Stack) -> float:
 
 def count_queued(stack: Stack, workers: int) -> int:
     """Return how many batches this stack keeps ready, in its loader workers and on the device."""
-    return sum(card.batches_ready(stack.get(rung), workers) for rung, card in cards().items())
+    return sum(card.batches_ready(stack.get(rung), workers) for rung, card in collect_cards().items())
 
 
 # -- rungs that a training would refuse, and why, as one without them already shows, which saves trials ----------------
@@ -342,7 +342,7 @@ PLAIN = "32-true"
 
 def find_refusals(result: Measurement) -> dict[str, str]:
     """Return the rungs whose plan would leave them out, with the reason."""
-    facts, known, refused = _assume_facts(result), cards(), {}
+    facts, known, refused = _assume_facts(result), collect_cards(), {}
     for name, rung in Ladder().rungs():
         if known[name].plan_shows_refusal:
             try:
@@ -360,7 +360,7 @@ def _assume_facts(result: Measurement) -> Facts:
         device=result.device,
         precision=precision,
         own_precision=precision != PLAIN,
-        compiler=machine.cxx_compiler(os.environ),
+        compiler=machine.find_cxx_compiler(os.environ),
         compiled_by_user=("the model",) if model.get("compiled") else (),
         compile_targets=("unknown",),
         convs=() if model.get("convs") == 0 else ("unknown",),

@@ -19,12 +19,12 @@ from fastloop.experiments.climb.candidates import (
     list_ladders,
     list_removable,
     make_ladder,
-    stack_of,
+    read_stack,
 )
 from fastloop.experiments.climb.interface import Needs, Result
 from fastloop.experiments.climb.measuring import Measured
 from fastloop.experiments.climb.removal import take_away
-from fastloop.ladder import cards
+from fastloop.ladder import collect_cards
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, Confirmation, count_kept
 
@@ -52,7 +52,7 @@ class Climb(Measured):
             self._measure_ladders()
             self.runner.reserve(self._estimate_confirmation_s() if self.stack else 0.0)
             added = [row for row in self.rows if not row.takes_away]  # rungs removed at the end are not tried again
-            chosen = choose(dataclasses.replace(self.known, rows=added, stack=stack_of(added)))
+            chosen = choose(dataclasses.replace(self.known, rows=added, stack=read_stack(added)))
             if isinstance(chosen, str):
                 self._take_away()
                 return chosen
@@ -65,7 +65,7 @@ class Climb(Measured):
 
     def _take_away(self) -> None:
         """Remove the rungs without which the top is not slower."""
-        top, place = stack_of([row for row in self.rows if not row.takes_away]), f"top-{count_kept(self.rows)}"
+        top, place = read_stack([row for row in self.rows if not row.takes_away]), f"top-{count_kept(self.rows)}"
         for rung in list_removable(self.rows):
             self.runner.reserve(self._estimate_confirmation_s())
             at = f"{len(self.rows) + 1:02d}-{WITHOUT}{rung}"
@@ -101,7 +101,7 @@ class Climb(Measured):
                 continue
             took, costs = self.context.choose_ladder_length(stack), self.known.costs
             candidate, (seed, side) = make_ladder(name, stack), TURNS[1]
-            first_start_s = max(cards()[rung].first_start_s for rung in stack)
+            first_start_s = max(collect_cards()[rung].first_start_s for rung in stack)
             try:
                 result = self.runner.run(
                     f"00-{candidate.key}/screen-2-{side}",

@@ -10,13 +10,13 @@ from typing import Any
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.attempt import BaseFailed
 from fastloop.experiments.climb.budget import PILOT, WINDOW_S, Length, choose_length
-from fastloop.experiments.climb.candidates import Position, Start, count_queued, stack_of
+from fastloop.experiments.climb.candidates import Position, Start, count_queued, read_stack
 from fastloop.experiments.climb.interface import Result, Runner
 from fastloop.experiments.climb.prediction import Context
 from fastloop.experiments.trials.trial import Variation
 from fastloop.judge.prediction import ABOVE
 from fastloop.judge.statistics import Pool
-from fastloop.ladder import cards
+from fastloop.ladder import collect_cards
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, Costs
 from fastloop.records.measurement import CEILINGS
@@ -78,7 +78,7 @@ class Measured:
     @property
     def stack(self) -> Stack:
         """All kept rungs."""
-        return stack_of(self.rows)
+        return read_stack(self.rows)
 
     @property
     def known(self) -> Position:
@@ -208,7 +208,7 @@ class Measured:
 
     def _do_copies_matter(self) -> bool:
         """Whether a rung may still hide copies; for the start, copies are always measured."""
-        hiding = {rung for rung, card in cards().items() if "h2d" in card.answers}
+        hiding = {rung for rung, card in collect_cards().items() if "h2d" in card.answers}
         return not self.stack or (self.start.on_cuda and not hiding <= {*self.stack, *self.start.enabled})
 
     def _measure_without(self, variation: Variation) -> Result | None:

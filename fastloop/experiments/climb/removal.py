@@ -13,7 +13,7 @@ from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.candidates import WITHOUT, apply_patch
 from fastloop.experiments.climb.interface import Result
 from fastloop.experiments.climb.prediction import Context
-from fastloop.ladder import cards
+from fastloop.ladder import collect_cards
 from fastloop.records.climb import Attempt, Rates
 
 CLEAR = 1.1
@@ -59,7 +59,7 @@ def take_away(context: Context, rung: str, at: str, run_top: Callable[[int], Res
     before, after = (geometric_mean(each) for each in zip(*steps_ms, strict=True)) if steps_ms else (None, None)
     return Attempt(
         rung=rung,
-        family=cards()[rung].family,
+        family=collect_cards()[rung].family,
         patch=patch,
         key=key,
         step_ms_before=before,

@@ -11,14 +11,14 @@ from fastloop.errors import ConfigError
 from fastloop.experiments.ab import parity_gates, passports, results
 from fastloop.experiments.ab.arms import Arm, Ask, Progress
 from fastloop.experiments.ab.experiment import Experiment, Settings, Unplanned
-from fastloop.experiments.ab.sides import sides_of
+from fastloop.experiments.ab.sides import list_sides
 from fastloop.experiments.climb.attempt import BaseFailed
 from fastloop.experiments.climb.budget import GRACE_S, Budget, Length, Spent
 from fastloop.experiments.climb.candidates import list_overrides
 from fastloop.experiments.climb.interface import Needs, Result, read_result
 from fastloop.experiments.climb.loop import CONFIRM_RUNS
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Trial, finished, forget
+from fastloop.experiments.trials.trial import Trial, forget, read_finished
 from fastloop.experiments.tune.search import KnownTimes, Tuned, search
 from fastloop.judge import parity
 from fastloop.records.card import Stack
@@ -42,29 +42,29 @@ class ProcessRunner:
 
     def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float) -> Result:
         """Run one training of a stack, or load it if it finished earlier."""
-        known = finished(self.place / at, ask.variation)
+        known = read_finished(self.place / at, ask.variation)
         if known is not None:
-            self._same_device(known)
+            self._check_device(known)
             return read_result(known)
-        arm = self._arm(what, stack)
+        arm = self._make_arm(what, stack)
         try:
             arm.config()
         except ConfigError as error:  # caused by these rungs: the climb checked the configuration without them
             return Result(skipped=dict.fromkeys(stack, f"{error.got}: {error.why}"))
         limits = self._begin(what, need_s)
-        trial = arm.run(what, self.place / at, ask, limits=limits, progress=self._progress)
+        trial = arm.run(what, self.place / at, ask, limits=limits, progress=self._report_progress)
         if not trial.ok and limits.total_s < self._limit_s and trial.seconds >= limits.total_s:
             forget(trial.run_dir)  # the budget ended it: no result of the training
             raise Spent(what)
-        self._same_device(trial)
+        self._check_device(trial)
         return read_result(trial)
 
     def compare_ledgers(self, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]]) -> Outcome:
         """Check that both stacks saw the same samples; not tested if a training claims no parity."""
         trials = [(left.trial, right.trial) for left, right in pairs if left.trial and right.trial]
-        promise = parity_gates.class_of([trial for pair in trials for trial in pair])
-        outcome = parity.outcome(
-            promise, () if promise == "changes-training" else (parity_gates.ledger(trials, promise),)
+        promise = parity_gates.find_class([trial for pair in trials for trial in pair])
+        outcome = parity.sum_up_gates(
+            promise, () if promise == "changes-training" else (parity_gates.judge_ledgers(trials, promise),)
         )
         if outcome.passed is False:
             _note_passport(outcome, base, arm, pairs)
@@ -78,20 +78,22 @@ class ProcessRunner:
         if outcome.passed is False or not outcome.gates:
             return outcome
         promise = outcome.parity_class
-        outcome = parity.outcome(promise, (*outcome.gates, self._gradient(at, base, arm, promise, what, need_s)))
+        outcome = parity.sum_up_gates(
+            promise, (*outcome.gates, self._compare_gradients(at, base, arm, promise, what, need_s))
+        )
         _note_passport(outcome, base, arm, pairs)
         return outcome
 
-    def _gradient(self, at: str, base: Stack, arm: Stack, promise: Parity, what: str, need_s: float) -> Gate:
+    def _compare_gradients(self, at: str, base: Stack, arm: Stack, promise: Parity, what: str, need_s: float) -> Gate:
         limits = self._begin(what, need_s)
-        return parity_gates.gradient(
-            self._arm(_name_stack(base), base),
-            self._arm(_name_stack(arm), arm),
+        return parity_gates.judge_gradients(
+            self._make_arm(_name_stack(base), base),
+            self._make_arm(_name_stack(arm), arm),
             self.place / "gradients" / _name_stack(base),
             self.place / at / "gradient",
             promise,
             limits=limits,
-            progress=self._progress,
+            progress=self._report_progress,
         )
 
     def tune(
@@ -100,13 +102,13 @@ class ProcessRunner:
         """Find the fastest number of a rung."""
         limits = Limits(total_s=min(self._limit_s, self.budget.left_s() + GRACE_S))
         return search(
-            self._arm(what, stack),
+            self._make_arm(what, stack),
             key,
             self.place / at,
             steps=length.steps,
             warmup=length.warmup,
             limits=limits,
-            progress=self._progress,
+            progress=self._report_progress,
             resume=True,
             given=given,
             begins=lambda label: self.budget.check(f"{what}, {label}", need_s),
@@ -114,7 +116,7 @@ class ProcessRunner:
 
     def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Confirmation:
         """Run a fresh A/B of the start against a stack, with all gates."""
-        sides = sides_of([self._arm("naive", {}), self._arm("top", stack)], aa=False)
+        sides = list_sides([self._make_arm("naive", {}), self._make_arm("top", stack)], aa=False)
         for side in sides:
             side.folder = self.place / at / side.folder
         limits = self._begin("confirming the top", need_s, last=True)
@@ -125,7 +127,7 @@ class ProcessRunner:
             limits=limits,
             seed=self.start.config().run.seed,
         )
-        experiment = Experiment(sides, self.place / at, settings, self._progress)
+        experiment = Experiment(sides, self.place / at, settings, self._report_progress)
         name = self.start.name
         try:
             experiment.run()
@@ -151,13 +153,13 @@ class ProcessRunner:
             **{f"base/{run}": needs.base_s for run in runs},
             **{f"1-top/{run}": needs.arm_s for run in runs},
         }
-        return sum(need_s for part, need_s in parts.items() if finished(self.place / at / part) is None)
+        return sum(need_s for part, need_s in parts.items() if read_finished(self.place / at / part) is None)
 
     def reserve(self, seconds: float) -> None:
         """Keep this much of the budget for the last step."""
         self.budget.reserve_s = seconds
 
-    def _arm(self, name: str, stack: Stack) -> Arm:
+    def _make_arm(self, name: str, stack: Stack) -> Arm:
         return self.start.change(name, *list_overrides(stack))
 
     def _begin(self, what: str, need_s: float, *, last: bool = False) -> Limits:
@@ -165,13 +167,13 @@ class ProcessRunner:
         self._say(f"{what}; {self.budget.describe_left()}")
         return Limits(total_s=min(self._limit_s, self.budget.left_s() + GRACE_S))
 
-    def _progress(self, line: str) -> None:
+    def _report_progress(self, line: str) -> None:
         """Report progress; raise Spent once the budget and its grace are used up."""
         if self.budget.over():
             raise Spent(line.partition(":")[0])
         self._say(f"{line}; {self.budget.describe_left()}")
 
-    def _same_device(self, trial: Trial) -> None:
+    def _check_device(self, trial: Trial) -> None:
         """Raise ConfigError if a trial ran on another device: rates of two machines do not compare."""
         found = trial.measurement
         if trial.ok and found is not None:
@@ -190,7 +192,7 @@ def _note_passport(outcome: Outcome, base: Stack, arm: Stack, pairs: Sequence[tu
     if len(new := set(arm) - set(base)) == 1:
         trials = [ran.trial for _, ran in pairs if ran.trial]
         runs = tuple(trial.samples_per_s or 0.0 for trial in trials)
-        passports.keep(new.pop(), outcome, results.hardware(trials), Sample(name="arm", samples_per_s=runs))
+        passports.keep(new.pop(), outcome, results.read_hardware(trials), Sample(name="arm", samples_per_s=runs))
 
 
 def _name_stack(stack: Stack) -> str:

@@ -24,7 +24,7 @@ class Failed(Exception):
         super().__init__(text)
 
 
-def failed(trial: Trial, resume: Path | None = None, *, what: str = "the run failed") -> Failed:
+def make_failure(trial: Trial, resume: Path | None = None, *, what: str = "the run failed") -> Failed:
     """Return the error that ends a command when the unchanged training did not finish.
 
     Args:
@@ -79,7 +79,7 @@ def suggest_next(trial: Trial) -> str | None:
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 
 
-def first_rank() -> bool:
+def is_first_rank() -> bool:
     """Whether this process is rank 0, which prints for all: the other ranks run the same command."""
     return all(os.environ.get(name, "0") in ("0", "") for name in _RANKS)
 
@@ -89,10 +89,10 @@ def explained(config: Config, where: Path) -> Iterator[None]:
     """Turn an error or stop inside into a message, without secrets, that says where the partial report is."""
     hide = make_scrubber(config.values).text
     report = where / "report.md"
-    before = _written(report)
+    before = _measure_written(report)
 
     def partial() -> str:
-        new = _written(report) not in (None, before)
+        new = _measure_written(report) not in (None, before)
         return f"; the earlier steps are in {report}, flagged as partial" if new else ""
 
     try:
@@ -100,18 +100,18 @@ def explained(config: Config, where: Path) -> Iterator[None]:
     except FastLoopError as error:
         raise type(error)(got=hide(error.got), why=hide(error.why), do=hide(error.do), key=error.key) from None
     except KeyboardInterrupt:
-        raise Failed(f"fastloop: interrupted{partial()}" if first_rank() else "", exit_code=130) from None
+        raise Failed(f"fastloop: interrupted{partial()}" if is_first_rank() else "", exit_code=130) from None
     except SystemExit as error:
         if error.code != 143:  # raised by the user's code
             raise
-        raise Failed(f"fastloop: terminated{partial()}" if first_rank() else "", exit_code=143) from None
+        raise Failed(f"fastloop: terminated{partial()}" if is_first_rank() else "", exit_code=143) from None
     except Exception as error:
         told = "".join(traceback.format_exception(error)).rstrip("\n")
         last = f"fastloop: the run failed: {type(error).__name__}: {error}{partial()}"
         raise Failed(hide(f"{told}\n{last}")) from None
 
 
-def _written(path: Path) -> int | None:
+def _measure_written(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.is_file() else None
 
 

@@ -97,7 +97,7 @@ def keep(held: int, wait: Callable[[], int]) -> int:
         held: the descriptor of the socket that its supervisor holds.
         wait: returns the command's exit code, or the negative number of a signal.
     """
-    threading.Thread(target=_until_let_go, args=(held,), daemon=True).start()
+    threading.Thread(target=_wait_until_let_go, args=(held,), daemon=True).start()
     code = wait()
     end_descendants()
     if code < 0:
@@ -107,20 +107,20 @@ def keep(held: int, wait: Callable[[], int]) -> int:
 
 def adopt_orphans(on: bool) -> None:
     """Make this process, instead of init, adopt orphaned descendants; on Linux only."""
-    _control(PR_SET_CHILD_SUBREAPER, int(on))
+    _call_prctl(PR_SET_CHILD_SUBREAPER, int(on))
 
 
 def die_with_parent(number: int) -> None:
     """Send this process the given signal when its parent ends; on Linux only."""
-    _control(PR_SET_PDEATHSIG, number)
+    _call_prctl(PR_SET_PDEATHSIG, number)
 
 
-def _control(option: int, value: int) -> None:
+def _call_prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _until_let_go(held: int) -> None:
+def _wait_until_let_go(held: int) -> None:
     with contextlib.suppress(OSError):
         os.read(held, 1)
     end_descendants()
@@ -128,7 +128,7 @@ def _until_let_go(held: int) -> None:
 
 def list_descendants() -> set[int]:
     """Return the process ids of all descendants of this process."""
-    return {process.pid for process, _ in _descendants()}
+    return {process.pid for process, _ in _list_descendants()}
 
 
 def end_descendants(besides: Collection[int] = (), grace_s: float = 0.0) -> None:
@@ -139,7 +139,7 @@ def end_descendants(besides: Collection[int] = (), grace_s: float = 0.0) -> None
         grace_s: seconds that the others get to end by themselves.
     """
     begun = time.monotonic()
-    while remaining := [each for each in _descendants() if each[0].pid not in besides]:
+    while remaining := [each for each in _list_descendants() if each[0].pid not in besides]:
         spent = time.monotonic() - begun
         if spent > LIMIT_S + grace_s:
             return
@@ -150,7 +150,7 @@ def end_descendants(besides: Collection[int] = (), grace_s: float = 0.0) -> None
         time.sleep(0.02)
 
 
-def _descendants() -> list[tuple[psutil.Process, bool]]:
+def _list_descendants() -> list[tuple[psutil.Process, bool]]:
     """Return the living descendants, without zombies, and whether each one frees shared memory."""
     found = []
     for process in psutil.Process().children(recursive=True):

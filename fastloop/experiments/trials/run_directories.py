@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from fastloop.errors import ConfigError
-from fastloop.records.store import read, safe_name
+from fastloop.records.store import make_safe_name, read
 
 ROOT = Path("fastloop-runs")
 LOCK = ".lock"
@@ -46,7 +46,7 @@ def claim(name: str, out: str | None, *, force: bool = False) -> Place:
     Raises:
         ConfigError: it exists and is not empty (without `force`), or cannot be written.
     """
-    path, place = unclaimed(name, out), Place(Path())
+    path, place = name_unclaimed(name, out), Place(Path())
     try:
         if out is not None and path.is_dir() and any(path.iterdir()) and not force:
             raise ConfigError(
@@ -60,7 +60,7 @@ def claim(name: str, out: str | None, *, force: bool = False) -> Place:
         probe.unlink()
     except OSError as error:
         place.give_back()
-        raise _unwritable(path, error) from None
+        raise _explain_unwritable(path, error) from None
     return place
 
 
@@ -93,9 +93,9 @@ def describe_partial(path: Path) -> str:
     return f"fastloop: partial results are in {path}; continue with --resume {path}"
 
 
-def unclaimed(name: str, out: str | None) -> Path:
+def name_unclaimed(name: str, out: str | None) -> Path:
     """Return the run directory from the command line alone; ranks that write nothing need no more."""
-    return Path(out).expanduser() if out is not None else ROOT / safe_name(name) / _utc()
+    return Path(out).expanduser() if out is not None else ROOT / make_safe_name(name) / _format_utc()
 
 
 def _make(path: Path) -> Place:
@@ -115,11 +115,11 @@ def _make_fresh(path: Path) -> Place:
     return Place(fresh, (fresh, *parents))
 
 
-def _utc() -> str:
+def _format_utc() -> str:
     return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
+def _explain_unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         got=f"run directory {path}",
         why=f"it cannot be written: {error.strerror or error}",
@@ -140,7 +140,7 @@ def hold(path: Path) -> Iterator[None]:
     try:
         file = lock.open("a+")
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise _explain_unwritable(path, error) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

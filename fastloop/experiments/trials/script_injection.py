@@ -126,7 +126,7 @@ def _sweep() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def happened(private: Path) -> list[ScriptEvent]:
+def read_events(private: Path) -> list[ScriptEvent]:
     """Return the events that the callbacks in a command have recorded."""
     try:
         lines = (private / EVENTS).read_text(encoding="utf-8").splitlines()
@@ -177,14 +177,14 @@ def name_of(command: Sequence[str]) -> str:
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
-def notes(events: Sequence[ScriptEvent]) -> list[str]:
+def list_notes(events: Sequence[ScriptEvent]) -> list[str]:
     """Return remarks to show with a measurement."""
     trained = sum(event.event == "fit_began" for event in events)
     said = [f"fit was called {trained} times: the first that trained was measured"] if trained > 1 else []
     return said + [f"fastloop stayed out of a fit: {event.why}" for event in events if event.event == "gave_up"]
 
 
-def unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> str:
+def explain_unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> str:
     """Return why a command has left no measurement, in one line."""
     last = {event.event: event for event in events}
     after = f" with exit code {code}" if code else ""
@@ -211,7 +211,7 @@ def unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> str:
     return f"{name} ended{after} inside its fit{why}"
 
 
-def began_at(events: Sequence[ScriptEvent]) -> int | None:
+def find_first_step(events: Sequence[ScriptEvent]) -> int | None:
     """Return the step at which the measured fit began, above 0 if it loaded a checkpoint; None if unknown."""
     return next((event.step for event in events if event.event == "fit_began" and event.measured), None)
 

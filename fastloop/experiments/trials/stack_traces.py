@@ -66,10 +66,10 @@ def split(lines: Sequence[str]) -> tuple[list[str], list[str]]:
             inside = False
             rest.append(line)
     current = [frames for name, frames in stacks if name == "Current thread"] or [frames for _, frames in stacks[-1:]]
-    return _told(current), rest
+    return _write_stacks(current), rest
 
 
-def _told(stacks: Sequence[Sequence[str]]) -> list[str]:
+def _write_stacks(stacks: Sequence[Sequence[str]]) -> list[str]:
     """Format the stacks as lines, in the order in which they were written."""
     shown = [(*stack[:FRAMES], *(["  ..."] if len(stack) > FRAMES else [])) for stack in stacks]
     count = Counter(shown)

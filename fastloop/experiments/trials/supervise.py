@@ -112,11 +112,11 @@ def supervise(
             ranks = "" if why is None else _describe_ranks(folder)
             if why is not None and stacks:
                 ask(process.pid)
-                _gone(hold, LOOK_S)
-    step, tail = steps_done(folder)[0], last_lines(folder / STDERR)
+                _has_ended(hold, LOOK_S)
+    step, tail = read_steps_done(folder)[0], read_last_lines(folder / STDERR)
     return Ended(
         code=process.returncode,
-        cause=_cause(process.returncode, why, ranks, step, tail),
+        cause=_find_cause(process.returncode, why, ranks, step, tail),
         last_step=step,
         started=how,
         tail=tail,
@@ -135,14 +135,14 @@ def _held(started: tuple[Process, socket.socket], grace_s: float) -> Iterator[tu
         try:
             yield started
         finally:
-            if not _gone(hold, 0):
-                _signal(process, signal.SIGTERM)
-                _gone(hold, grace_s)
+            if not _has_ended(hold, 0):
+                _send_signal(process, signal.SIGTERM)
+                _has_ended(hold, grace_s)
     finally:  # also if the grace period was interrupted
         with contextlib.suppress(OSError):
             hold.send(b".")
-        _gone(hold, reaper.LIMIT_S + 1)
-        _signal(process, signal.SIGKILL)  # the leash is not reaped yet, so the group id is still valid
+        _has_ended(hold, reaper.LIMIT_S + 1)
+        _send_signal(process, signal.SIGKILL)  # the leash is not reaped yet, so the group id is still valid
         process.wait()
         hold.close()
 
@@ -158,13 +158,13 @@ class _Work:
         """Whether one of them has computed since the last check; False if the next check is not due yet."""
         if now - self._at < self._every_s:
             return False
-        spent = self._spent()
+        spent = self._sum_spent()
         enough = BUSY * (now - self._at)
         busy = any(seconds - self._before.get(each, 0.0) > enough for each, seconds in spent.items())
         self._at, self._before = now, spent
         return busy
 
-    def _spent(self) -> dict[psutil.Process, float]:
+    def _sum_spent(self) -> dict[psutil.Process, float]:
         """Return the CPU seconds of each process, including its children that have ended."""
         found = {}
         with contextlib.suppress(psutil.Error):
@@ -180,7 +180,7 @@ def _wait(
     """Wait for the end; returns why the command must be ended, or None if it ended by itself."""
     begun = alive = said = time.monotonic()
     before = _signs(folder)
-    while not _gone(hold, min(LOOK_S, limits.total_s, limits.silent_s)):
+    while not _has_ended(hold, min(LOOK_S, limits.total_s, limits.silent_s)):
         now, signs = time.monotonic(), _signs(folder)
         if work.done(now) or signs != before:
             before, alive = signs, now
@@ -192,7 +192,7 @@ def _wait(
             return f"wrote more than {MOST_OUTPUT >> 20} MiB of output"
         if progress is not None and now - said > SAY_S:
             said = now
-            step, steps = steps_done(folder)
+            step, steps = read_steps_done(folder)
             at = "starting" if step is None else f"step {step}" + (f" of {steps}" if steps else "")
             progress(f"{at}, {now - begun:.0f} s so far")
     return None
@@ -211,17 +211,17 @@ def _stamp(path: Path) -> tuple[int, int]:
     return seen.st_mtime_ns, seen.st_size
 
 
-def _gone(hold: socket.socket, patience_s: float) -> bool:
+def _has_ended(hold: socket.socket, patience_s: float) -> bool:
     """Whether the leash has ended or ends within this time."""
     return bool(select.select([hold], [], [], patience_s)[0])
 
 
-def _signal(process: Process, number: int) -> None:
+def _send_signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses once the whole group has ended
         os.killpg(process.pid, number)
 
 
-def steps_done(folder: Path) -> tuple[int | None, int | None]:
+def read_steps_done(folder: Path) -> tuple[int | None, int | None]:
     """Return the optimizer steps done and their total, from the command's ``beat``; None if unknown."""
     step, steps, _ = _read_beat(folder / BEAT)
     return step, steps if steps is not None and steps > 0 else None
@@ -261,7 +261,7 @@ def _describe_process(process: int | None) -> str | None:
     return "has ended" if state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE) else None
 
 
-def last_lines(path: Path) -> str:
+def read_last_lines(path: Path) -> str:
     """Return the end of a text file, without control sequences; empty if there is no file."""
     try:
         with path.open("rb") as file:
@@ -274,7 +274,7 @@ def last_lines(path: Path) -> str:
     return "\n".join([*stacks, *rest[-(BESIDE_STACKS if stacks else TAIL_LINES) :]])
 
 
-def _cause(code: int, why: str | None, ranks: str, step: int | None, tail: str) -> str | None:
+def _find_cause(code: int, why: str | None, ranks: str, step: int | None, tail: str) -> str | None:
     at = "" if step is None else f" at step {step}"
     if why is not None:
         return f"{why}{ranks or at}; it was ended"

@@ -134,7 +134,7 @@ def run_trial(
             [sys.executable, "-m", CHILD],
             run_dir,
             limits=limits,
-            env=environment(os.environ),
+            env=make_environment(os.environ),
             stdin=request,
             stacks=True,
             progress=say,
@@ -142,7 +142,7 @@ def run_trial(
     for name_of_output in (supervise.STDOUT, supervise.STDERR):
         hide_in(run_dir / name_of_output, hide)
     measurement, answer = load_results(run_dir, job.variation)
-    cause = ended.cause and _in_its_words(ended.cause, ended.tail)
+    cause = ended.cause and _quote_error(ended.cause, ended.tail)
     if cause is None and (answer if job.variation in ANSWERS else measurement) is None:
         cause = "it ended without a result"
     cause = cause or describe_dead_rank(run_dir, measurement)
@@ -164,9 +164,9 @@ def run_trial(
     return trial
 
 
-def quick_starts(*, scripts: bool = False) -> contextlib.AbstractContextManager[None]:
+def allow_quick_starts(*, scripts: bool = False) -> contextlib.AbstractContextManager[None]:
     """Inside this context, trials are forked if possible, from a process that has imported torch."""
-    return preloaded.quick_starts(environment(os.environ), scripts=scripts)
+    return preloaded.quick_starts(make_environment(os.environ), scripts=scripts)
 
 
 def hide_in(path: Path, hide: Scrubber) -> None:
@@ -219,7 +219,7 @@ def clear(run_dir: Path) -> None:
     shutil.rmtree(run_dir / LOGS, ignore_errors=True)
 
 
-def finished(run_dir: Path, variation: Variation = "as_it_is") -> Trial | None:
+def read_finished(run_dir: Path, variation: Variation = "as_it_is") -> Trial | None:
     """Return the earlier trial in a directory if it finished and was ok; otherwise None."""
     trial = store.load(run_dir / TRIAL, Trial)
     if trial is None or not trial.ok:
@@ -228,14 +228,14 @@ def finished(run_dir: Path, variation: Variation = "as_it_is") -> Trial | None:
     return dataclasses.replace(trial, run_dir=run_dir, measurement=measurement, answer=answer)
 
 
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
+def make_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return a child's variables: it finds the modules of this process, and is not a rank of another run."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_NOT_FOR_CHILDREN)}
     search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     return {**kept, "PYTHONPATH": search_path, "PYTHONSAFEPATH": "1"}
 
 
-def _in_its_words(cause: str, tail: str) -> str:
+def _quote_error(cause: str, tail: str) -> str:
     """Return the cause in the words of the child's configuration error, if there is one, without repeated prefixes."""
     cause = cause.replace("fastloop: the run failed: ", "", 1)
     said = tail.rpartition("fastloop: got ")[2].splitlines()

@@ -20,7 +20,7 @@ from typing import Any
 from fastloop.config.loading import Config
 from fastloop.errors import FastLoopError
 from fastloop.experiments.trials import supervise
-from fastloop.experiments.trials.failures import Failed, explained, first_rank
+from fastloop.experiments.trials.failures import Failed, explained, is_first_rank
 from fastloop.experiments.trials.trial import ANSWER, UNSAVED, Job, Request
 from fastloop.records import store
 from fastloop.records.run_files import PlanFile
@@ -41,7 +41,7 @@ def main() -> int:
         return _end(f"fastloop: {error}", error.exit_code)
     except Failed as failure:
         return _end(str(failure), failure.exit_code)
-    if answer is not None and first_rank():
+    if answer is not None and is_first_rank():
         store.write(out, {ANSWER: store.dump({"schema": store.SCHEMA, **answer})})
     return 0
 
@@ -65,7 +65,7 @@ def _do(job: Job, config: Config, out: Path) -> Mapping[str, Any] | None:
         "rates": work_count.measure_rates,
         "flops": lambda: work_count.count_flops(config, beat),
         "loader": lambda: loader_alone.measure(config, beat, job.counts, job.enough_ms),
-        "plan": lambda: store.to_json(PlanFile.of(dry_run.dry_run(config).plan)),
+        "plan": lambda: store.to_json(PlanFile.of(dry_run.plan_dry(config).plan)),
         "gradients": lambda: gradient_probe.measure(config, out, beat, job.reference),
     }
     if job.variation in answering:

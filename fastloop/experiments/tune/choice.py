@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from fastloop.experiments.trials.failures import FREE_MEMORY
-from fastloop.ladder import cards
+from fastloop.ladder import collect_cards
 from fastloop.records.card import SearchSpace, Tunable
 from fastloop.records.tuning import Point
-from fastloop.report.numbers import short
+from fastloop.report.numbers import format_short
 
 WORSE = 0.03
 """Two consecutive values that are slower than the best by more than this share end a search."""
@@ -31,7 +31,7 @@ enough is not measured."""
 
 def list_tunables() -> dict[str, Tunable]:
     """Return the tunable number of each rung that has one, in the ladder's order."""
-    return {rung: card.tunes for rung, card in cards().items() if card.tunes is not None}
+    return {rung: card.tunes for rung, card in collect_cards().items() if card.tunes is not None}
 
 
 def name_number(rung: str) -> str:
@@ -70,7 +70,7 @@ def is_hopeless(ms: Sequence[float | None]) -> bool:
     return len(ms) > 2 and all(each is None or each > best * (1 + WORSE) for each in ms[-2:])
 
 
-def next_value(
+def choose_next_value(
     tried: Mapping[int, float | None],
     bounds: Mapping[int, float],
     rest_ms: float,
@@ -156,21 +156,21 @@ def explain(
     elif best is None:
         fastest = min(others, key=lambda value: others[value])
         text = (
-            f"no value is more than {pct} faster than the training without {what}: {short(others[fastest], 'ms')}"
-            f" a step with {fastest}, {short(ms[base], 'ms')} without"
+            f"no value is more than {pct} faster than the training without {what}:"
+            f" {format_short(others[fastest], 'ms')} a step with {fastest}, {format_short(ms[base], 'ms')} without"
         )
     else:
         text = (
-            f"{best} is the smallest value within {pct} of the fastest: {short(ms[best], 'ms')} a step,"
-            f" {short(ms[base], 'ms')} without {what}"
+            f"{best} is the smallest value within {pct} of the fastest: {format_short(ms[best], 'ms')} a step,"
+            f" {format_short(ms[base], 'ms')} without {what}"
         )
     if number.trained == "replayed" and others:
         text += "; measured on replayed batches, which do not wait for the loader"
     if yours is not None and yours != best:
         text += f"; your value {yours} stays in effect" + ("" if best is None else " until you apply the patch")
     if loader_ms:
-        alone = ", ".join(f"{short(each)} with {value}" for value, each in loader_ms.items())
-        text += f"; alone, its loader takes {alone}, and the rest of the step {short(rest_ms, 'ms')}"
+        alone = ", ".join(f"{format_short(each)} with {value}" for value, each in loader_ms.items())
+        text += f"; alone, its loader takes {alone}, and the rest of the step {format_short(rest_ms, 'ms')}"
     if best is None:
         return text
     doubt = "; its window was too short for its queues" if first[best].why else ""

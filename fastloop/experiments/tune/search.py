@@ -16,23 +16,23 @@ from typing import Any
 from fastloop.config.loading import Config
 from fastloop.evidence import machine
 from fastloop.experiments.ab.arms import Arm, Ask, Progress
-from fastloop.experiments.ab.results import hardware
+from fastloop.experiments.ab.results import read_hardware
 from fastloop.experiments.trials.failures import ran_out_of_memory
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Trial, Variation, finished
+from fastloop.experiments.trials.trial import Trial, Variation, read_finished
 from fastloop.experiments.tune.choice import (
     AMPLE,
     FEW,
     OUT_OF_MEMORY,
     choose,
+    choose_next_value,
     explain,
     is_hopeless,
     list_tunables,
     list_values,
     name_number,
-    next_value,
 )
-from fastloop.ladder import cards, regroups
+from fastloop.ladder import collect_cards, regroups
 from fastloop.records.card import SearchSpace
 from fastloop.records.measurement import Measurement
 from fastloop.records.run_files import load_plan, load_verdicts
@@ -149,10 +149,10 @@ class _Search:
         self.points.update(
             (value, Point(value=value, step_ms=ms)) for value, ms in given.ms.items() if value not in self.points
         )
-        cpus = max(1, machine.usable_cpus() // self.config.run.devices)
+        cpus = max(1, machine.count_usable_cpus() // self.config.run.devices)
         tried = list_values(self.what, cpus=cpus, micro=given.micro, window=given.window, yours=self._yours)
         values = [value for value in tried if value not in self.points]
-        if self._number.trained != "loader" or len(values) <= FEW or not self._loader_first(values):
+        if self._number.trained != "loader" or len(values) <= FEW or not self._try_loader_first(values):
             self._train_each(values, variation)
         return self.summarize()
 
@@ -183,7 +183,7 @@ class _Search:
             if does_nothing or is_hopeless([each.step_ms for each in self.points.values()]):
                 return
 
-    def _loader_first(self, values: Sequence[int]) -> bool:
+    def _try_loader_first(self, values: Sequence[int]) -> bool:
         """Time the loader alone, then train with the counts that may be best; returns False if it cannot be timed."""
         rest = self._train("replayed", "enabled=false", variation="replayed", left="at most 5 more after it")
         self.rest_ms = rest_ms = make_point(0, rest, None).step_ms
@@ -192,7 +192,7 @@ class _Search:
         bounds = {value: max(rest_ms, ms) for value, ms in self.loader_ms.items()}
         while True:
             tried = {value: each.step_ms for value, each in self.points.items() if value}
-            value = next_value(tried, bounds, rest_ms, values, self._number.tolerance)
+            value = choose_next_value(tried, bounds, rest_ms, values, self._number.tolerance)
             if value is None:
                 return True
             self._measure(value, "one or two more may follow", "as_it_is")
@@ -214,7 +214,7 @@ class _Search:
 
     def _measure(self, value: int, left: str, variation: Variation) -> Trial:
         settings = {**dataclasses.asdict(getattr(self.config.ladder, self.what)), self._number.field: value}
-        ready = cards()[self.what].batches_ready(settings, value if self._number.trained == "loader" else 0)
+        ready = collect_cards()[self.what].batches_ready(settings, value if self._number.trained == "loader" else 0)
         trial = self._train(
             f"{self.what}-{value}",
             "enabled=true",
@@ -231,7 +231,7 @@ class _Search:
         self, label: str, *settings: str, variation: Variation, left: str, queued: int = 0, **loader: Any
     ) -> Trial:
         folder = self.place / label
-        if self.resume and (known := finished(folder, variation)) is not None:
+        if self.resume and (known := read_finished(folder, variation)) is not None:
             return known
         self.begins(label)
         if self.progress is not None:
@@ -248,13 +248,13 @@ class _Search:
         best = None if chosen == self._base else chosen
         patch = None if best is None else {"rungs": {self.what: {"enabled": True, self._number.field: best}}}
         points = tuple(self.points[value] for value in sorted(self.points))
-        first = finished(self.place / FIRST)
+        first = read_finished(self.place / FIRST)
         return Tuned(
             run_dir=str(self.place),
             name=self.config.name,
             what=self.what,
             key=name_number(self.what),
-            hardware=hardware([] if first is None else [first]),
+            hardware=read_hardware([] if first is None else [first]),
             points=points,
             as_it_is=self._base,
             loaders=tuple(LoaderTime(value=value, loader_ms=ms) for value, ms in self.loader_ms.items()),

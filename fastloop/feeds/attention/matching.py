@@ -66,7 +66,7 @@ def find_attention(softmax: Node, constants: Constants) -> Found:
     """
     _check_dim(softmax)
     result, weights, dropout, after = _follow_weights(softmax)
-    steps, before = _trace_back(_argument(softmax, 0, "input"))
+    steps, before = _trace_back(_read_argument(softmax, 0, "input"))
     product = before[-1]
     found = _read_products(product, result, weights)
     found.dropout, found.between = dropout, [*reversed(after), softmax, *before]
@@ -82,8 +82,8 @@ def find_attention(softmax: Node, constants: Constants) -> Found:
 
 
 def _check_dim(softmax: Node) -> None:
-    scores = _example(softmax)
-    dim = _argument(softmax, 1, "dim")
+    scores = _read_example(softmax)
+    dim = _read_argument(softmax, 1, "dim")
     if not isinstance(dim, int) or dim not in (-1, scores.dim() - 1):
         raise NoMatch("its softmax is not over the last dimension")
     if not 2 <= scores.dim() <= 4:
@@ -102,7 +102,7 @@ def _follow_weights(softmax: Node) -> tuple[Node, Node, Any, list[Node]]:
         if name in PRODUCTS:
             return user, weights, dropout, passed
         if name == "dropout":
-            rate, on = _argument(user, 1, "p", 0.5), _argument(user, 2, "training", True)
+            rate, on = _read_argument(user, 1, "p", 0.5), _read_argument(user, 2, "training", True)
             if not isinstance(on, bool) or dropout:
                 raise NoMatch("its weights have two dropouts, or one that the graph switches")
             dropout = rate if on else 0.0
@@ -126,8 +126,8 @@ def _trace_back(node: Any) -> tuple[list[tuple[str, Any]], list[Node]]:
         raise NoMatch("its scores are used elsewhere, too")
     name = name_of(node) or ""
     if name in PRODUCTS:
-        by = (_argument(node, 0, "input"), _argument(node, 3, "beta", 1)) if name == "baddbmm" else None
-        steps = [] if by is None else [("scale", _argument(node, 4, "alpha", 1)), ("baddbmm", by)]
+        by = (_read_argument(node, 0, "input"), _read_argument(node, 3, "beta", 1)) if name == "baddbmm" else None
+        steps = [] if by is None else [("scale", _read_argument(node, 4, "alpha", 1)), ("baddbmm", by)]
         return steps, [node]
     problem = NoMatch(f"its scores go through {name or node.op}")
     for what, inner, by in _read_step(name, node):
@@ -142,7 +142,7 @@ def _trace_back(node: Any) -> tuple[list[tuple[str, Any]], list[Node]]:
 
 def _read_step(name: str, node: Node) -> list[tuple[str, Any, Any]]:
     """List possible readings of a node: its operation on the scores, the argument with the scores, other operands."""
-    first, second = _argument(node, 0, "input"), _argument(node, 1, "other")
+    first, second = _read_argument(node, 0, "input"), _read_argument(node, 1, "other")
     plain = name.strip("_").removeprefix("i") if name.strip("_").startswith("i") else name.strip("_")
     if _casts(node):
         return [("cast", first, None)]
@@ -150,17 +150,17 @@ def _read_step(name: str, node: Node) -> list[tuple[str, Any, Any]]:
         return [("scale", first, second), ("scale", second, first)]
     if plain in ("div", "truediv", "divide", "true_divide") and not node.kwargs.get("rounding_mode"):
         return [("divide", first, second)]
-    if plain == "add" and _argument(node, 2, "alpha", 1) == 1:
+    if plain == "add" and _read_argument(node, 2, "alpha", 1) == 1:
         return [("add", first, second), ("add", second, first)]
-    if plain == "sub" and _argument(node, 2, "alpha", 1) == 1:
+    if plain == "sub" and _read_argument(node, 2, "alpha", 1) == 1:
         return [("subtract", first, second)]
     if plain == "masked_fill":
-        return [("bar", first, (_argument(node, 1, "mask"), _argument(node, 2, "value")))]
+        return [("bar", first, (_read_argument(node, 1, "mask"), _read_argument(node, 2, "value")))]
     if name == "where":
-        chosen, other = _argument(node, 1, "input"), _argument(node, 2, "other")
-        mask = _argument(node, 0, "condition")
+        chosen, other = _read_argument(node, 1, "input"), _read_argument(node, 2, "other")
+        mask = _read_argument(node, 0, "condition")
         if node.op == "call_method":  # scores.where(mask, other)
-            return [("allow", first, (_argument(node, 1, "condition"), other))]
+            return [("allow", first, (_read_argument(node, 1, "condition"), other))]
         return [("allow", chosen, (mask, other)), ("bar", other, (mask, chosen))]
     return []
 
@@ -184,7 +184,7 @@ def _read_steps(steps: list[tuple[str, Any]], found: Found, constants: Constants
                 found.scale, fills = found.scale * factor, [fill * abs(factor) for fill in fills]
             elif found.masks:
                 raise NoMatch("its scores are scaled after some were masked")
-            elif isinstance(by, Node) and all(size == 1 for size in _example(by).shape[-2:]):
+            elif isinstance(by, Node) and all(size == 1 for size in _read_example(by).shape[-2:]):
                 found.scale_by.append((by, what == "divide"))
             else:
                 raise NoMatch("its scores are not scaled by a single number")
@@ -196,7 +196,7 @@ def _read_steps(steps: list[tuple[str, Any]], found: Found, constants: Constants
         elif what in ("bar", "allow"):
             mask, value = by
             fill = _read_number(value, constants)
-            if fill is None or fill > NEVER or _example(mask).dtype != torch.bool:
+            if fill is None or fill > NEVER or _read_example(mask).dtype != torch.bool:
                 raise NoMatch("it does not fill masked scores with a large negative number")
             constants.hold(value)
             fills.append(fill)
@@ -225,7 +225,7 @@ def _read_number(value: Any, constants: Constants) -> float | None:
 
 def _find_causal(found: Found, product: Node, constants: Constants) -> None:
     """Drop the masks if they only let a query see itself and earlier keys: the call's ``is_causal`` does that."""
-    scores = _example(product)
+    scores = _read_example(product)
     size = read_size(scores.shape[-1])
     if read_size(scores.shape[-2]) != size:
         return
@@ -282,7 +282,7 @@ def _read_scores(product: Node) -> tuple[Node, Node]:
     _check_batches(left, right)
     assert isinstance(right, Node)
     key = product.graph.call_method("transpose", (right, -2, -1))
-    key.meta["example_value"] = _example(right).transpose(-2, -1)
+    key.meta["example_value"] = _read_example(right).transpose(-2, -1)
     return left, key  # type: ignore[return-value]
 
 
@@ -298,14 +298,14 @@ def _read_result(result: Node, weights: Node) -> tuple[Node, tuple[int, ...] | N
     assert isinstance(value, Node)
     if not swapped:
         return value, None
-    dims = _example(value).dim()
+    dims = _read_example(value).dim()
     back = result.graph.call_method("transpose", (value, -2, -1))
-    back.meta["example_value"] = _example(value).transpose(-2, -1)
+    back.meta["example_value"] = _read_example(value).transpose(-2, -1)
     return back, (*range(dims - 2), dims - 1, dims - 2)
 
 
 def _check_batches(left: Any, right: Any) -> None:
-    a, b = _example(left), _example(right)
+    a, b = _read_example(left), _read_example(right)
     if a.dim() != b.dim() or a.dim() < 2 or tuple(a.shape[:-2]) != tuple(b.shape[:-2]):
         raise NoMatch("one of its products broadcasts heads or samples")
 
@@ -359,14 +359,14 @@ def _permute(node: Node, letters: str, wanted: list[str]) -> Node:
         return node
     order = [letters.index(letter) for letter in wanted]
     made = node.graph.call_method("permute", (node, *order))
-    made.meta["example_value"] = _example(node).permute(order)
+    made.meta["example_value"] = _read_example(node).permute(order)
     return made
 
 
 def _check_types(product: Node, found: Found) -> None:
     """A single call computes in one dtype; autocast, if on, ensures that, as it does for the products."""
-    scores, out = _example(product).dtype, _example(found.result).dtype
-    given = {_example(each).dtype for each in (found.query, found.key, found.value)}
+    scores, out = _read_example(product).dtype, _read_example(found.result).dtype
+    given = {_read_example(each).dtype for each in (found.query, found.key, found.value)}
     if given != {out} and scores != out:
         raise NoMatch(f"its products have different dtypes: {scores} and {out}")
 
@@ -381,14 +381,14 @@ def _count_swaps(node: Node) -> int:
 
 
 def _casts(node: Node) -> bool:
-    return name_of(node) in CASTS and _example(node).is_floating_point()
+    return name_of(node) in CASTS and _read_example(node).is_floating_point()
 
 
-def _argument(node: Node, place: int, name: str, default: Any = None) -> Any:
+def _read_argument(node: Node, place: int, name: str, default: Any = None) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
-def _example(node: Any) -> torch.Tensor:
+def _read_example(node: Any) -> torch.Tensor:
     example = node.meta.get("example_value") if isinstance(node, Node) else None
     if not isinstance(example, torch.Tensor):
         raise NoMatch("one of its arguments is not a tensor")

@@ -63,7 +63,7 @@ def _replace(graph: Graph, found: Found) -> None:
         query, mask = _scale(graph, found), _make_mask(graph, found)
         settings: dict[str, Any] = {"dropout_p": found.dropout, "is_causal": found.causal, "scale": found.scale}
         if mask is not None and found.evens and not found.adds:
-            query, mask = _even_out(graph, query, mask)
+            query, mask = _neutralize_barred_rows(graph, query, mask)
         if mask is not None:
             settings["attn_mask"] = _spread(graph, mask, _count_dims(found), dims)
         three = [_spread(graph, each, dims, dims) for each in (query, found.key, found.value)]
@@ -122,7 +122,7 @@ def _make_mask(graph: Graph, found: Found) -> Node | None:
     return graph.call_function(torch.where, (allowed, added, -math.inf))
 
 
-def _even_out(graph: Graph, query: Node, mask: Node) -> tuple[Node, Node]:
+def _neutralize_barred_rows(graph: Graph, query: Node, mask: Node) -> tuple[Node, Node]:
     """Give fully masked rows equal weights: set their scores to 0 and let all count. The call alone would return 0."""
     some = graph.call_method("any", (mask, -1, True))
     query = graph.call_function(torch.mul, (query, some))

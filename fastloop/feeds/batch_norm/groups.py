@@ -136,7 +136,7 @@ def normalize_groups(
     Raises:
         ValueError: a group has only one value per channel.
     """
-    parts = _part(x, groups)
+    parts = _split_groups(x, groups)
     over = [dim for dim in range(parts.dim()) if dim not in (0, 2)]
     if x.numel() == groups * x.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
@@ -151,7 +151,7 @@ def normalize_groups(
     return output.to(x.dtype).flatten(0, 1), means.view(groups, -1), variances.view(groups, -1)
 
 
-def _part(x: torch.Tensor, groups: int) -> torch.Tensor:
+def _split_groups(x: torch.Tensor, groups: int) -> torch.Tensor:
     """View [groups * rows, channels, ...] as [groups, rows, channels, ...]."""
     return x.view(groups, x.shape[0] // groups, *x.shape[1:])
 
@@ -212,7 +212,7 @@ class MeansOfGroups:
             rows = (args[0] if args else kwargs["input"]).detach()
             if rows.shape[0] % self.groups.count:
                 raise ValueError(f"BatchNorm {name} gets {rows.shape[0]} rows of {self.groups.count} batches")
-            parts = _part(rows, self.groups.count)
+            parts = _split_groups(rows, self.groups.count)
             over = [dim for dim in range(parts.dim()) if dim not in (0, 2)]
             both = [each.mean(over, dtype=torch.float32) for each in (parts, parts.abs())]
             self._seen[-1].setdefault(name, []).append(torch.stack(both))

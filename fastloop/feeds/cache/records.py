@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from fastloop.evidence.machine import versions
+from fastloop.evidence.machine import read_versions
 
 FORMAT = 1
 """Incremented with every change of the format, so that records of older versions are never read."""
@@ -28,7 +28,7 @@ _PICTURES = ("1", "L", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I", "F", "
 
 def describe_versions() -> str:
     """Describe the versions of Python and of the packages that make samples. Imports none of them."""
-    found = versions(("numpy", "pillow", "torch", "torchvision"))
+    found = read_versions(("numpy", "pillow", "torch", "torchvision"))
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 

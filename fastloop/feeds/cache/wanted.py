@@ -47,7 +47,7 @@ class KeptSamples:
 
         places.sweep(places.find_shm_root())
         store, room = self._open()
-        cache = SampleCache(store, share_of(self.prefix, room))
+        cache = SampleCache(store, compute_share(self.prefix, room))
         self.live.append((cache, datasets.put_in(dataset, cache)))
         atexit.register(self.close)  # for a program that ends without its Trainer's teardown
         if any(datasets.list_marked(dataset)):  # these methods cache their results, for any loader
@@ -77,7 +77,7 @@ class KeptSamples:
             return server.open_server(self.url, name, info), room
         in_shm = self.store == "shm"
         root = places.find_shm_root() if in_shm else places.find_disk_root(self.path)
-        free = machine.disk_free_bytes(root) or 0
+        free = machine.read_disk_free_bytes(root) or 0
         already = sum(found.kept_bytes for found in places.list_caches(root) if found.path.name == name)
         room = min(self.budget_bytes or free, int(_SHARE_OF_FREE * free) + already)
         if not room:
@@ -104,7 +104,7 @@ class KeptSamples:
             cache.close()
 
 
-def share_of(prefix: PrefixFacts, room: int | None) -> float:
+def compute_share(prefix: PrefixFacts, room: int | None) -> float:
     """Return the share of the samples that a store has room for, 0 to 1."""
     if room is None or prefix.sample_bytes is None:
         return 1.0

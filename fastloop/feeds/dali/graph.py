@@ -179,7 +179,9 @@ class _Graph:
             self._resize(step)
         elif isinstance(step, CenterCrop):
             height, width = self._size()
-            self._slice([self._middle(height, step.size[0]), self._middle(width, step.size[1])], step.size, pads=True)
+            self._slice(
+                [self._find_middle(height, step.size[0]), self._find_middle(width, step.size[1])], step.size, pads=True
+            )
         elif isinstance(step, RandomResizedCrop):
             self._crop_and_resize(step)
         elif isinstance(step, RandomCrop):
@@ -191,7 +193,7 @@ class _Graph:
             else:
                 self.image = self.fn.flip(self.image, horizontal=flip)
         elif isinstance(step, ColorJitter):
-            self._jitter(step)
+            self._add_jitter(step)
 
     def _take_pins(self, step: ImageStep) -> dict[str, Any]:
         place = next(self.places)
@@ -218,7 +220,7 @@ class _Graph:
         size = self.fn.stack(step.size * height // short, step.size * width // short)
         self._fit(self.fn.cast(size, dtype=self.types.FLOAT), step.interpolation)
 
-    def _middle(self, whole: Any, part: int) -> Any:
+    def _find_middle(self, whole: Any, part: int) -> Any:
         """Return the start of a centered part: Python's ``round((whole - part) / 2)``, or half of the padding, as in
         torchvision, if the whole is smaller."""
         more, less = self._math.max(whole - part, 0), self._math.max(part - whole, 0)
@@ -266,7 +268,7 @@ class _Graph:
         drawn = self._math.floor(self.fn.random.uniform(range=[0.0, 1.0]) * (last + 1))
         return self.fn.cast(drawn, dtype=self.types.INT32)
 
-    def _jitter(self, step: ColorJitter) -> None:
+    def _add_jitter(self, step: ColorJitter) -> None:
         """Apply each factor like torchvision, but always in this order; torchvision draws a random order."""
         pins = self._take_pins(step) if self.pinned else {}
         for what in _list_drawn(step):

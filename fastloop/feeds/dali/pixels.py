@@ -173,13 +173,13 @@ def draw(steps: Sequence[ImageStep], size: Size) -> Pins | None:
             size = step.size
         elif isinstance(step, RandomResizedCrop):
             top, left, high, wide = transforms.RandomResizedCrop.get_params(image, list(step.scale), list(step.ratio))
-            drawn.append({"start": _ints(top, left), "shape": _ints(high, wide)})
+            drawn.append({"start": _draw_ints(top, left), "shape": _draw_ints(high, wide)})
             size = step.size
         elif isinstance(step, RandomCrop):
             left, top, right, bottom = step.padding
             padded = torch.empty((3, size[0] + top + bottom, size[1] + left + right), device="meta")
             top, left, _, _ = transforms.RandomCrop.get_params(padded, step.size)
-            drawn.append({"start": _ints(top, left)})
+            drawn.append({"start": _draw_ints(top, left)})
             size = step.size
         elif isinstance(step, RandomHorizontalFlip):
             drawn.append({"flip": np.int32(torch.rand(1).item() < step.p)})
@@ -195,7 +195,7 @@ def draw(steps: Sequence[ImageStep], size: Size) -> Pins | None:
     return drawn
 
 
-def _ints(*values: int) -> Any:
+def _draw_ints(*values: int) -> Any:
     return np.array(values, dtype=np.int32)
 
 

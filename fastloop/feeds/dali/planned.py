@@ -25,7 +25,7 @@ class DaliEngine:
     keeps: bool
     """Whether DALI's threads stay alive between epochs."""
 
-    def _machine(self) -> Any:
+    def _describe_machine(self) -> Any:
         import torch
 
         from fastloop.feeds.dali.graph import Machine
@@ -43,7 +43,7 @@ class DaliEngine:
         """
         from fastloop.feeds.dali.engine import try_pixels
 
-        found = try_pixels(loader, self.steps, self._machine())
+        found = try_pixels(loader, self.steps, self._describe_machine())
         say(
             f"DALI's pictures beside the dataset's own, {found.samples} samples with the same crops and flips: values"
             f" deviate by {found.mean:.2f} of 255 levels on average, {found.largest:.0f} at most"
@@ -54,4 +54,4 @@ class DaliEngine:
         """Return the engine that makes the loader's batches."""
         from fastloop.feeds.dali.engine import DaliLoader
 
-        return DaliLoader(loader, self.steps, self._machine(), batch_size=self.batch_size, keeps=self.keeps)
+        return DaliLoader(loader, self.steps, self._describe_machine(), batch_size=self.batch_size, keeps=self.keeps)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastloop.feeds.batch_tree import is_container, map_tensors, tensors
+from fastloop.feeds.batch_tree import is_container, iterate_tensors, map_tensors
 from fastloop.feeds.step_graph.recording import CudaRecorder
 
 _CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype)
@@ -42,7 +42,7 @@ class StaticStep:
         """Outputs of the last replayed forward."""
         self._run, self._parameters = run, parameters
         self._inputs = map_tensors(batch, lambda tensor: torch.empty_like(tensor).copy_(tensor))
-        self._slots = list(tensors(self._inputs))
+        self._slots = list(iterate_tensors(self._inputs))
         self._loss: torch.Tensor | None = None
         self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._forward: Callable[[], None] = lambda: None
@@ -111,7 +111,7 @@ class StaticStep:
     def fill(self, batch: Any) -> None:
         """Copy a batch into the step's input tensors."""
         with torch.no_grad():
-            for slot, tensor in zip(self._slots, tensors(batch), strict=True):
+            for slot, tensor in zip(self._slots, iterate_tensors(batch), strict=True):
                 slot.copy_(tensor, non_blocking=True)
 
     def let_go(self) -> None:

@@ -260,7 +260,7 @@ class TriedWorkers:
         """Yield the iterator's batches; if one takes long, report where its worker is."""
         begun, said = time.monotonic(), False
         while True:
-            is_there, asked = bool(loader_queue.batches_ready(source)), time.perf_counter()
+            is_there, asked = bool(loader_queue.count_ready(source)), time.perf_counter()
             try:
                 batch = next(source)
             except StopIteration:

@@ -16,7 +16,7 @@ from fastloop.report.drawing.curves import Curve
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
-def printable(text: str) -> str:
+def strip_unprintable(text: str) -> str:
     """Remove characters that XML cannot represent."""
     return _CONTROL.sub("", text)
 

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from fastloop.report.drawing.bars import NUMBER_ERRORS, Chart, choose_ink
 from fastloop.report.drawing.curves import Curve
-from fastloop.report.drawing.document import Document, printable
+from fastloop.report.drawing.document import Document, strip_unprintable
 from fastloop.report.drawing.markdown import CODE, to_markdown
 
 
@@ -37,7 +37,7 @@ def to_html(document: Document) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         loader=jinja2.FunctionLoader(source),
-        finalize=lambda value: printable(value) if type(value) is str else value,
+        finalize=lambda value: strip_unprintable(value) if type(value) is str else value,
     )
     made.filters |= {"split_code": CODE.split, "choose_ink": choose_ink}
     bars, curve = (vars(made.get_template(f"{name}.html.jinja").module)[name] for name in ("bars", "curve"))

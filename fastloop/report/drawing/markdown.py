@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fastloop.report.drawing.document import Card, Document, Section, Table, printable
+from fastloop.report.drawing.document import Card, Document, Section, Table, strip_unprintable
 
 CODE = re.compile(r"`([^`]+)`")
 _MARKUP = re.compile(r"[\\`*<|~]|(?<![^\W_])_|_(?![^\W_])")
@@ -26,7 +26,7 @@ def to_markdown(document: Document, note: str = "") -> str:
         escape(note),
         escape(document.closing),
     ]
-    return printable("\n\n".join(filter(None, parts))) + "\n"
+    return strip_unprintable("\n\n".join(filter(None, parts))) + "\n"
 
 
 def fence(text: str, language: str = "") -> str:

@@ -11,7 +11,7 @@ from fastloop.records.experiment import ArmResult, Comparison, ExperimentResult
 from fastloop.report.drawing.bars import Bar, Chart, Mark, Row, choose_ticks
 from fastloop.report.drawing.curves import Curve, Line
 from fastloop.report.experiments import verdict_words
-from fastloop.report.numbers import short
+from fastloop.report.numbers import format_short
 from fastloop.report.run.tables import cut
 
 COLOURS = ("#8f9aa5", "#2f6fb5", "#d9480f", "#2a9d74", "#b565a7", "#e8a317", "#7c6bc4", "#8a5a3c")
@@ -84,7 +84,7 @@ def chart_ratios(result: ExperimentResult) -> Chart:
 def _draw_ratio(arm: ArmResult, one: Comparison | None, index: int, band: tuple[float, float]) -> Row:
     """Draw an interval with a tick at its ratio, hatched if no ratio is claimed. The base, 0, has none."""
     colour, bars, marks = choose_colour(index), [Bar(*band, COLOURS[0], "band")], [Mark(1.0, "line")]
-    claimed = None if one is None or verdict_words.word(one) == "PARITY FAILED" else one.ratio
+    claimed = None if one is None or verdict_words.choose_word(one) == "PARITY FAILED" else one.ratio
     if one is not None and one.ci95 is not None:
         bars.append(Bar(*one.ci95, colour, "hatched" if claimed is None else "interval"))
     if claimed is not None:
@@ -105,5 +105,5 @@ def _describe(arm: ArmResult, one: Comparison | None, *, is_base: bool) -> str:
     if arm.failed and not (one and one.ci95):
         return "FAILED"
     if is_base:
-        return f"base, {short(median(arm.samples_per_s)) if arm.samples_per_s else 'n/a'} samples/s"
-    return "not judged" if one is None else verdict_words.headline(one, arm).partition(",")[0]
+        return f"base, {format_short(median(arm.samples_per_s)) if arm.samples_per_s else 'n/a'} samples/s"
+    return "not judged" if one is None else verdict_words.write_headline(one, arm).partition(",")[0]

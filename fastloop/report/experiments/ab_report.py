@@ -12,8 +12,8 @@ from fastloop.records.experiment import ArmResult, Comparison, ExperimentResult
 from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import ab_picture, verdict_words
-from fastloop.report.experiments.verdict_words import WORDS, describe_hardware, headline
-from fastloop.report.numbers import number, short
+from fastloop.report.experiments.verdict_words import WORDS, describe_hardware, write_headline
+from fastloop.report.numbers import format_number, format_short
 from fastloop.report.run.tables import cut
 
 Pair = tuple[Comparison, ArmResult]
@@ -33,33 +33,33 @@ AGAIN = (
 CLOSING = "Only these arms were compared, on this machine and with these versions; another GPU asks for its own A/B."
 
 
-def lines(result: ExperimentResult) -> list[str]:
+def write_lines(result: ExperimentResult) -> list[str]:
     """Return the terminal's output from comparison.json's content: at most 14 lines, verdict first."""
-    pairs = rank(result)
+    pairs = rank_arms(result)
     best = pairs[0] if pairs else None
     kinds = [
-        ("RATE", _rate(result, best)),
-        ("PARITY", [verdict_words.line(best[0].parity)] if best else []),
-        ("WHY", _why(result, best)),
+        ("RATE", _describe_rates(result, best)),
+        ("PARITY", [verdict_words.describe_parity(best[0].parity)] if best else []),
+        ("WHY", _list_reasons(result, best)),
         ("", [f"  {_describe(one, arm)}" for one, arm in pairs[1:]]),
-        ("ARMS", [verdict_words.together(result.comparisons)]),
-        ("INACTIVE", inactive(result, besides=" ".join(_why(result, best)))),
+        ("ARMS", [verdict_words.describe_shared_error_rate(result.comparisons)]),
+        ("INACTIVE", list_inactive(result, besides=" ".join(_list_reasons(result, best)))),
         ("FLAG", ["; ".join(result.flags)]),
-        ("FAILED", failures(result)),
+        ("FAILED", list_failures(result)),
         ("ON", [", ".join(describe_hardware(result.hardware))]),
         ("FILES", [result.run_dir]),
     ]
-    named = ": ".join(filter(None, [result.name, _against(result, best)]))
+    named = ": ".join(filter(None, [result.name, _describe_against(result, best)]))
     partial = "   PARTIAL: the experiment did not end" if result.partial else ""
-    return verdict_words.lay_out(f"fastloop {verdict(result)}   {named}".rstrip() + partial, kinds)
+    return verdict_words.lay_out(f"fastloop {describe_verdict(result)}   {named}".rstrip() + partial, kinds)
 
 
-def reports(result: ExperimentResult) -> dict[str, str]:
+def write_reports(result: ExperimentResult) -> dict[str, str]:
     """Return report.md and report.html from comparison.json's content."""
     return draw_reports(make_document(result))
 
 
-def rank(result: ExperimentResult) -> list[Pair]:
+def rank_arms(result: ExperimentResult) -> list[Pair]:
     """Return each comparison with its arm, the best first."""
     arms = {arm.name: arm for arm in result.arms}
     pairs = [(one, arms.get(one.arm, ArmResult(name=one.arm))) for one in result.comparisons]
@@ -68,25 +68,25 @@ def rank(result: ExperimentResult) -> list[Pair]:
 
 def _order(pair: Pair) -> tuple[int, bool, float]:
     """Sort key: by verdict, then arms with passed parity first, then by ratio."""
-    return WORDS.index(verdict_words.word(*pair)), not pair[0].parity.passed, -(pair[0].ratio or 0.0)
+    return WORDS.index(verdict_words.choose_word(*pair)), not pair[0].parity.passed, -(pair[0].ratio or 0.0)
 
 
 def make_document(result: ExperimentResult) -> Document:
     """Build the whole report, for Markdown and the HTML page."""
-    pairs = rank(result)
-    headline, best = verdict(result), pairs[0] if pairs else None
-    setting = (result.name, _against(result, best), *describe_hardware(result.hardware))
+    pairs = rank_arms(result)
+    headline, best = describe_verdict(result), pairs[0] if pairs else None
+    setting = (result.name, _describe_against(result, best), *describe_hardware(result.hardware))
     partial = ["PARTIAL: the experiment did not end"] if result.partial else []
-    parity = verdict_words.line(best[0].parity) if best else ""
-    together = verdict_words.together(result.comparisons)
+    parity = verdict_words.describe_parity(best[0].parity) if best else ""
+    together = verdict_words.describe_shared_error_rate(result.comparisons)
     also = [parity and f"Parity: {parity}.", *(_describe(*pair) for pair in pairs[1:]), together and f"{together}."]
     return Document(
         kind="A/B",
         verdict=headline[:1] + headline[1:].lower(),
-        tone=verdict_words.tone(headline),
-        lede=_lede(result, best),
+        tone=verdict_words.choose_tone(headline),
+        lede=_write_lede(result, best),
         also=tuple(filter(None, also)),
-        lines=tuple(lines(result)),
+        lines=tuple(write_lines(result)),
         run=tuple(filter(None, setting)),
         pictures=ab_picture.draw(result),
         flags=(*partial, *result.flags),
@@ -97,15 +97,15 @@ def make_document(result: ExperimentResult) -> Document:
     )
 
 
-def verdict(result: ExperimentResult) -> str:
+def describe_verdict(result: ExperimentResult) -> str:
     """Return the headline: that of the best arm, or that there is nothing to judge."""
-    pairs = rank(result)
+    pairs = rank_arms(result)
     if pairs:
-        return headline(*pairs[0])
+        return write_headline(*pairs[0])
     return "FAILED" if result.failures or any(arm.failed for arm in result.arms) else "INSUFFICIENT"
 
 
-def _against(result: ExperimentResult, best: Pair | None) -> str:
+def _describe_against(result: ExperimentResult, best: Pair | None) -> str:
     names = [_shorten(arm.name) for arm in result.arms[:1]] + ([_shorten(best[0].arm)] if best else [])
     return " vs ".join(names)
 
@@ -117,36 +117,36 @@ def _shorten(name: str) -> str:
 
 def _describe(one: Comparison, arm: ArmResult) -> str:
     """Describe one of the other arms in a line: verdict, interval, parity."""
-    claim = f"{headline(one, arm)}   {_shorten(one.arm)}"
-    if verdict_words.word(one, arm) == "PARITY FAILED":
-        return f"{claim}: {verdict_words.line(one.parity)}"
+    claim = f"{write_headline(one, arm)}   {_shorten(one.arm)}"
+    if verdict_words.choose_word(one, arm) == "PARITY FAILED":
+        return f"{claim}: {verdict_words.describe_parity(one.parity)}"
     if one.ci95 is None:
         return f"{claim}: {arm.failed or one.why or 'n/a'}"
     held = ", parity passed" if one.parity.passed else ""
-    return f"{claim} ({verdict_words.between(one)}, {verdict_words.level(one)}{held})"
+    return f"{claim} ({verdict_words.format_interval(one)}, {verdict_words.format_level(one)}{held})"
 
 
-def _rate(result: ExperimentResult, best: Pair | None) -> list[str]:
+def _describe_rates(result: ExperimentResult, best: Pair | None) -> list[str]:
     """Describe the medians of both arms and the interval of the ratio."""
     shown = [*result.arms[:1], *([best[1]] if best else [])]
-    rates = [f"{_shorten(arm.name)} {short(middle(arm))}" for arm in shown]
+    rates = [f"{_shorten(arm.name)} {format_short(compute_median_rate(arm))}" for arm in shown]
     rates[:1] = [f"{text} samples/s" for text in rates[:1]]
     if not rates or best is None:
         return [", ".join(rates)]
     one = best[0]
     sure = "no interval"
     if one.ci95 is not None:
-        sure = f"{verdict_words.level(one)} interval of the ratio {verdict_words.between(one)}"
-    visible = "" if one.mde_pct is None else f"; smallest visible difference {number(one.mde_pct)} %"
+        sure = f"{verdict_words.format_level(one)} interval of the ratio {verdict_words.format_interval(one)}"
+    visible = "" if one.mde_pct is None else f"; smallest visible difference {format_number(one.mde_pct)} %"
     return [f"{', '.join(rates)} ({_count(shown)}; {sure}){visible}{_explain_medians(one, shown)}"]
 
 
 def _explain_medians(one: Comparison, arms: Sequence[ArmResult]) -> str:
     """Return a remark if a ratio is claimed and the medians say the opposite; otherwise empty."""
-    middles, ratio = [middle(arm) for arm in arms], one.ratio
+    middles, ratio = [compute_median_rate(arm) for arm in arms], one.ratio
     if len(middles) < 2 or not middles[0] or not middles[1] or ratio is None:
         return ""
-    if verdict_words.word(one) not in ("FASTER", "SLOWER") or (middles[1] - middles[0]) * (ratio - 1) >= 0:
+    if verdict_words.choose_word(one) not in ("FASTER", "SLOWER") or (middles[1] - middles[0]) * (ratio - 1) >= 0:
         return ""
     return "; the medians point the other way, for only the ratio takes out the order of the runs"
 
@@ -160,23 +160,23 @@ def _count(arms: Sequence[ArmResult]) -> str:
     return f"{of}{' and '.join(map(str, counts))} runs"
 
 
-def _why(result: ExperimentResult, best: Pair | None) -> list[str]:
+def _list_reasons(result: ExperimentResult, best: Pair | None) -> list[str]:
     """Return the reason unless the lines above already give it."""
     if best is None:
-        return [_lede(result, best)]
-    if verdict_words.word(*best) in ("FASTER", "SLOWER") and best[0].parity.passed:
+        return [_write_lede(result, best)]
+    if verdict_words.choose_word(*best) in ("FASTER", "SLOWER") and best[0].parity.passed:
         return []
-    return [_lede(result, best).removesuffix(f"; {best[0].parity.why}")]
+    return [_write_lede(result, best).removesuffix(f"; {best[0].parity.why}")]
 
 
-def _lede(result: ExperimentResult, best: Pair | None) -> str:
+def _write_lede(result: ExperimentResult, best: Pair | None) -> str:
     if best is None:
         failed = [f"{arm.name}: {arm.failed}" for arm in result.arms if arm.failed]
         return "; ".join(failed) or "no arm could be compared with the base"
     return best[0].why or best[1].failed or "n/a"
 
 
-def inactive(result: ExperimentResult, *, besides: str = "") -> list[str]:
+def list_inactive(result: ExperimentResult, *, besides: str = "") -> list[str]:
     """List enabled rungs without effect, one line per arm, except those that `besides` names already."""
     found = []
     for arm in result.arms:
@@ -188,13 +188,13 @@ def inactive(result: ExperimentResult, *, besides: str = "") -> list[str]:
 
 
 def _make_sections(result: ExperimentResult, pairs: Sequence[Pair]) -> tuple[Section, ...]:
-    parity = verdict_words.table([(one.arm, one.parity) for one, _ in pairs])
-    tables = (_arms(result), _comparisons(pairs), parity, changed(result))
+    parity = verdict_words.tabulate_gates([(one.arm, one.parity) for one, _ in pairs])
+    tables = (_tabulate_arms(result), _tabulate_comparisons(pairs), parity, tabulate_changes(result))
     made = [Section(title=table.title, table=table) for table in tables]
-    for failure, line in zip(result.failures, failures(result), strict=True):
+    for failure, line in zip(result.failures, list_failures(result), strict=True):
         made.append(Section(title=f"Failed: {failure.arm}", text=(line,), code=failure.tail))
-    warm = number(result.warmup_steps, ",.0f")
-    how = f"{number(result.steps, ',.0f')} steps a run, {warm} of them before the window. {AGAIN}"
+    warm = format_number(result.warmup_steps, ",.0f")
+    how = f"{format_number(result.steps, ',.0f')} steps a run, {warm} of them before the window. {AGAIN}"
     return (
         *made,
         Section(title="Every run, in order", table=runs(result)),
@@ -203,15 +203,15 @@ def _make_sections(result: ExperimentResult, pairs: Sequence[Pair]) -> tuple[Sec
     )
 
 
-def _arms(result: ExperimentResult) -> Table:
+def _tabulate_arms(result: ExperimentResult) -> Table:
     """Tabulate each arm's results, and which of its rungs took effect."""
     rows = [
         (
             arm.name,
-            short(middle(arm)),
-            number(arm.step_ms, ",.2f"),
-            number(arm.peak_gib, ",.2f"),
-            number(arm.global_batch, ",.0f"),
+            format_short(compute_median_rate(arm)),
+            format_number(arm.step_ms, ",.2f"),
+            format_number(arm.peak_gib, ",.2f"),
+            format_number(arm.global_batch, ",.0f"),
             str(arm.runs),
             ", ".join(arm.active_rungs) or "none",
             ", ".join(f"{rung}: {arm.inactive_why.get(rung) or 'n/a'}" for rung in arm.inactive_rungs) or "none",
@@ -239,15 +239,15 @@ def _arms(result: ExperimentResult) -> Table:
     )
 
 
-def _comparisons(pairs: Sequence[Pair]) -> Table:
+def _tabulate_comparisons(pairs: Sequence[Pair]) -> Table:
     rows = [
         (
             one.arm,
-            verdict_words.word(one, arm),
-            verdict_words.times(one),
-            verdict_words.between(one),
-            verdict_words.level(one),
-            number(one.mde_pct, ",.1f", "%"),
+            verdict_words.choose_word(one, arm),
+            verdict_words.format_ratio(one),
+            verdict_words.format_interval(one),
+            verdict_words.format_level(one),
+            format_number(one.mde_pct, ",.1f", "%"),
             one.why or "n/a",
         )
         for one, arm in pairs
@@ -267,12 +267,12 @@ def _comparisons(pairs: Sequence[Pair]) -> Table:
 # -- the runs behind a comparison: their results, their failures, and the settings of their arms -----------------------
 
 
-def middle(arm: ArmResult) -> float | None:
+def compute_median_rate(arm: ArmResult) -> float | None:
     """Return the median rate of an arm's runs, in samples per second."""
     return median(arm.samples_per_s) if arm.samples_per_s else None
 
 
-def failures(result: ExperimentResult) -> list[str]:
+def list_failures(result: ExperimentResult) -> list[str]:
     """Describe each failed run in a line: cause, rank, last step."""
     found = []
     for failure in result.failures:
@@ -286,7 +286,7 @@ def failures(result: ExperimentResult) -> list[str]:
 def runs(result: ExperimentResult) -> Table:
     """Tabulate all runs that began, in order."""
     known = {
-        place: (str(seed), short(rate))
+        place: (str(seed), format_short(rate))
         for arm in result.arms
         for place, rate, seed in zip_longest(arm.places, arm.samples_per_s, arm.seeds[: len(arm.places)])
     }
@@ -300,7 +300,7 @@ def runs(result: ExperimentResult) -> Table:
     )
 
 
-def changed(result: ExperimentResult) -> Table:
+def tabulate_changes(result: ExperimentResult) -> Table:
     """Tabulate the settings of each arm that differ from the base."""
     rows = [
         (arm, key, _format(base), _format(other))

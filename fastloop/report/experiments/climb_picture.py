@@ -11,7 +11,7 @@ from fastloop.records.climb import ClimbFile
 from fastloop.report.drawing.bars import Bar, Chart, Entry, Mark, Row, choose_ticks
 from fastloop.report.experiments import climb_rows
 from fastloop.report.experiments.climb_rows import Step
-from fastloop.report.numbers import short
+from fastloop.report.numbers import format_short
 from fastloop.report.run.tables import cut
 
 _NAIVE, _STEP, _TOP, _PREDICTED = "#8f9aa5", "#2f6fb5", "#2a9d74", "#e8a317"
@@ -36,7 +36,7 @@ def draw(climb: ClimbFile) -> tuple[Chart, ...]:
         _draw_end("top", last, _TOP, limits),
     ]
     high = 1.04 * max(naive, last, *reached, *(rate for _, rate in ceilings))
-    legend = [Entry("dashed", "currentColor", name, f"{short(rate)} samples/s") for name, rate in ceilings]
+    legend = [Entry("dashed", "currentColor", name, f"{format_short(rate)} samples/s") for name, rate in ceilings]
     if any(step.predicted is not None for step in attempts):
         legend.append(Entry("diamond", _PREDICTED, "predicted before it was tried"))
     chart = Chart(
@@ -53,13 +53,13 @@ def draw(climb: ClimbFile) -> tuple[Chart, ...]:
 
 def describe(naive: float, attempts: Sequence[Step], top: float | None, ceilings: Sequence[tuple[str, float]]) -> str:
     """Describe the picture in words."""
-    tried = [f"{step.name} {short(step.rate)}{'' if step.kept else ' (rolled back)'}" for step in attempts]
-    ends = [f"top {short(top)}", *(f"{name} {short(rate)}" for name, rate in ceilings)]
-    return f"Samples per second: {', '.join([f'naive {short(naive)}', *tried, *ends])}."
+    tried = [f"{step.name} {format_short(step.rate)}{'' if step.kept else ' (rolled back)'}" for step in attempts]
+    ends = [f"top {format_short(top)}", *(f"{name} {format_short(rate)}" for name, rate in ceilings)]
+    return f"Samples per second: {', '.join([f'naive {format_short(naive)}', *tried, *ends])}."
 
 
 def _draw_end(name: str, rate: float, colour: str, limits: tuple[Mark, ...]) -> Row:
-    return Row(name=name, bars=(Bar(0, rate, colour),), marks=limits, value=short(rate), weight="strong")
+    return Row(name=name, bars=(Bar(0, rate, colour),), marks=limits, value=format_short(rate), weight="strong")
 
 
 def _draw_attempt(step: Step, before: float, limits: tuple[Mark, ...]) -> Row:
@@ -76,7 +76,7 @@ def _draw_attempt(step: Step, before: float, limits: tuple[Mark, ...]) -> Row:
         name=cut(step.name, NAME_LETTERS),
         bars=tuple(bars),
         marks=(*limits, *predicted),
-        value=short(step.rate),
+        value=format_short(step.rate),
         detail=saved if step.kept else "rolled back",
         note="" if step.kept else step.why or "n/a",
         weight="" if step.kept else "soft",

@@ -14,7 +14,7 @@ from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import climb_picture, climb_rows, verdict_words
 from fastloop.report.experiments.verdict_words import describe_hardware, put_on_one_line
-from fastloop.report.numbers import number, short
+from fastloop.report.numbers import format_number, format_short
 
 SCREEN = "screening proves nothing, only a fresh A/B test of the best stack against the baseline does"
 HOW = (
@@ -26,16 +26,18 @@ PARTIAL = "PARTIAL: the climb did not end"
 CLOSING = "Quote only the confirmed ratio: it comes from fresh runs that took no part in choosing."
 
 
-def lines(climb: ClimbFile) -> list[str]:
+def write_lines(climb: ClimbFile) -> list[str]:
     """Return the terminal's output: at most 14 lines, verdict first."""
     kept, back = _split(climb)
     notes = climb_rows.list_notes(climb)
     limits = ", ".join(
-        f"{name} {short(rate)}{f' ({notes[name]})' if name in notes else ''}"
+        f"{name} {format_short(rate)}{f' ({notes[name]})' if name in notes else ''}"
         for name, rate in climb_rows.list_ceilings(climb)
     )
     over_top = climb_rows.list_ceilings(climb, top=True) if kept else []
-    limits += f"; of the top: {', '.join(f'{name} {short(rate)}' for name, rate in over_top)}" if over_top else ""
+    limits += (
+        f"; of the top: {', '.join(f'{name} {format_short(rate)}' for name, rate in over_top)}" if over_top else ""
+    )
     why = _explain(climb)
     kinds = [
         ("PROOF" if climb.confirmed else "WHY", [why]),
@@ -50,20 +52,20 @@ def lines(climb: ClimbFile) -> list[str]:
         ("FILES", [climb.run_dir]),
     ]
     partial = f"   {PARTIAL}" if climb.partial else ""
-    first = f"fastloop {verdict(climb)}   {climb.name}".rstrip() + partial
+    first = f"fastloop {describe_verdict(climb)}   {climb.name}".rstrip() + partial
     return verdict_words.lay_out(first, kinds)
 
 
-def reports(climb: ClimbFile) -> dict[str, str]:
+def write_reports(climb: ClimbFile) -> dict[str, str]:
     """Return report.md and report.html."""
     return draw_reports(make_document(climb))
 
 
-def verdict(climb: ClimbFile) -> str:
+def describe_verdict(climb: ClimbFile) -> str:
     """Return the headline: the confirmed ratio, or why there is none."""
     kept, back = _split(climb)
     if climb.confirmed:
-        headline = verdict_words.headline(climb.confirmed)
+        headline = verdict_words.write_headline(climb.confirmed)
         return f"CONFIRMED {headline}" if headline.startswith("FASTER") else f"NOT CONFIRMED: {headline}"
     if kept:
         count = len(climb.stack.get("rungs") or {})
@@ -78,16 +80,18 @@ def verdict(climb: ClimbFile) -> str:
 
 def make_document(climb: ClimbFile) -> Document:
     """Build the whole report, for Markdown and the HTML page."""
-    headline = verdict(climb)
+    headline = describe_verdict(climb)
     good = (headline.startswith("CONFIRMED") and "," not in headline) or headline == "NOTHING TO GAIN"
     rates, error_pct = _compare_rates(climb), climb_rows.compute_median_error_pct(climb)
-    predicted = "" if error_pct is None else f"The predictions were off by {number(error_pct, ',.0f')} % (median)."
+    predicted = (
+        "" if error_pct is None else f"The predictions were off by {format_number(error_pct, ',.0f')} % (median)."
+    )
     return Document(
         kind="climb",
         verdict=headline[:1] + headline[1:].lower(),
         tone="good" if good else "unknown",
         lede=_explain(climb),
-        lines=tuple(lines(climb)),
+        lines=tuple(write_lines(climb)),
         also=tuple(filter(None, [f"{rates[:1].upper()}{rates[1:]}.", predicted])),
         run=tuple(filter(None, [climb.name, *describe_hardware(climb.hardware)])),
         flags=(PARTIAL,) if climb.partial else (),
@@ -98,7 +102,7 @@ def make_document(climb: ClimbFile) -> Document:
     )
 
 
-def ladder_yaml(climb: ClimbFile) -> str:
+def write_ladder_yaml(climb: ClimbFile) -> str:
     """Return the top as a ladder: only its rungs, each below its predicted and measured saving."""
     stack = climb.stack.get("rungs") or {}
     where = filter(None, [", ".join(describe_hardware(climb.hardware)), climb.date or ""])
@@ -108,15 +112,15 @@ def ladder_yaml(climb: ClimbFile) -> str:
         f"{_compare_rates(climb)}.",
         "Use it without any search: fastloop run CONF --config THIS_FILE, or FastLoop(THIS_FILE) in a script",
     ]
-    text = _comment(head, "") + ("rungs:\n" if stack else "rungs: {}\n")
+    text = _write_comment(head, "") + ("rungs:\n" if stack else "rungs: {}\n")
     shown = [each for each in climb.rungs if each.kept or each.takes_away]
     for name, settings in stack.items():
         figures = [_describe_figures(each) for each in shown if name in (each.rung, *each.patch.get("rungs", {}))]
-        text += _comment(figures or ["on from the start"], "  ") + indent(dump_yaml({name: settings}), "  ")
+        text += _write_comment(figures or ["on from the start"], "  ") + indent(dump_yaml({name: settings}), "  ")
     return text
 
 
-def _comment(texts: Sequence[str], margin: str) -> str:
+def _write_comment(texts: Sequence[str], margin: str) -> str:
     wrapped = [
         part
         for line in put_on_one_line(texts)
@@ -128,8 +132,8 @@ def _comment(texts: Sequence[str], margin: str) -> str:
 def _describe_figures(attempt: Attempt) -> str:
     if attempt.takes_away:
         return attempt.why
-    parity = verdict_words.line(attempt.parity) or "n/a"
-    change = f"step {short(attempt.step_ms_before)} to {short(attempt.step_ms_after)} ms"
+    parity = verdict_words.describe_parity(attempt.parity) or "n/a"
+    change = f"step {format_short(attempt.step_ms_before)} to {format_short(attempt.step_ms_after)} ms"
     return f"{attempt.name}: {climb_rows.describe_saving(attempt)}, {change}; parity {parity}"
 
 
@@ -141,9 +145,14 @@ def _split(climb: ClimbFile) -> tuple[list[Attempt], list[Attempt]]:
 
 def _describe_confirmation(found: Confirmation) -> str:
     """Describe the confirmation in a sentence."""
-    sure = f"{verdict_words.between(found)}, {verdict_words.level(found)}, {found.runs or 'n/a'} runs of each"
-    ratio = "" if verdict_words.word(found) == "PARITY FAILED" else f"{verdict_words.times(found)} ({sure}), "
-    return f"Best stack against baseline, fresh runs: {ratio}parity {verdict_words.line(found.parity) or 'n/a'}"
+    interval, level = verdict_words.format_interval(found), verdict_words.format_level(found)
+    sure = f"{interval}, {level}, {found.runs or 'n/a'} runs of each"
+    ratio = (
+        "" if verdict_words.choose_word(found) == "PARITY FAILED" else f"{verdict_words.format_ratio(found)} ({sure}), "
+    )
+    return (
+        f"Best stack against baseline, fresh runs: {ratio}parity {verdict_words.describe_parity(found.parity) or 'n/a'}"
+    )
 
 
 def _explain(climb: ClimbFile) -> str:
@@ -164,7 +173,9 @@ def _compare_rates(climb: ClimbFile) -> str:
     """Describe both ends of the climb as its trials measured them, without a ratio, which needs fresh runs."""
     ends = (("naive", climb.naive), ("top", climb.top))
     rates = [(name, climb_rows.compute_rate(climb, end), end.step_ms) for name, end in ends]
-    return ", ".join(f"{name} {short(rate)} samples/s ({short(step_ms, 'ms')} a step)" for name, rate, step_ms in rates)
+    return ", ".join(
+        f"{name} {format_short(rate)} samples/s ({format_short(step_ms, 'ms')} a step)" for name, rate, step_ms in rates
+    )
 
 
 def _list_dropped(climb: ClimbFile) -> list[str]:
@@ -175,19 +186,21 @@ def _list_dropped(climb: ClimbFile) -> list[str]:
 def _list_ladders(climb: ClimbFile) -> str:
     """List the shipped ladders with their measured rates, the fastest first."""
     rates = sorted(climb.ladders_samples_per_s.items(), key=lambda each: -(each[1] or 0.0))
-    return ", ".join(f"{name} {short(rate)}" for name, rate in rates) + (" samples/s, one run each" if rates else "")
+    return ", ".join(f"{name} {format_short(rate)}" for name, rate in rates) + (
+        " samples/s, one run each" if rates else ""
+    )
 
 
 def _describe_end(climb: ClimbFile) -> str:
     spent, budget = climb.spent_s, climb.budget_s
-    of = "" if budget is None else f" of {short(budget / 60)}"
-    time = "" if spent is None else f"{short(spent / 60)}{of} min spent"
+    of = "" if budget is None else f" of {format_short(budget / 60)}"
+    time = "" if spent is None else f"{format_short(spent / 60)}{of} min spent"
     return "; ".join(filter(None, [climb.stopped, time]))
 
 
 def _make_ceiling_table(climb: ClimbFile) -> Table:
     first, last = dict(climb_rows.list_ceilings(climb)), dict(climb_rows.list_ceilings(climb, top=True))
-    rows = [(name, number(first.get(name)), number(last.get(name))) for name in {**first, **last}]
+    rows = [(name, format_number(first.get(name)), format_number(last.get(name))) for name in {**first, **last}]
     notes = "".join(f"; {name} {how}" for name, how in climb_rows.list_notes(climb).items())
     note = (
         f"Each is from a trial with a cost removed{notes}. With other arithmetic the top may exceed those of the start."
@@ -203,7 +216,7 @@ def _make_ceiling_table(climb: ClimbFile) -> Table:
 
 def _make_sections(climb: ClimbFile) -> tuple[Section, ...]:
     rungs, ended = climb_rows.make_table(climb), _describe_end(climb)
-    parity = verdict_words.table(
+    parity = verdict_words.tabulate_gates(
         [(each.name, each.parity) for each in climb.rungs]
         + ([("naive vs top", climb.confirmed.parity)] if climb.confirmed else []),
         "rung",
@@ -215,7 +228,7 @@ def _make_sections(climb: ClimbFile) -> tuple[Section, ...]:
     )
     return (
         Section(title=rungs.title, table=rungs),
-        Section(title="The ladder", code=ladder_yaml(climb)),
+        Section(title="The ladder", code=write_ladder_yaml(climb)),
         Section(title="Parity", table=parity),
         Section(title="Ceilings", table=_make_ceiling_table(climb)),
         *([Section(title="Numbers that were tuned", listed=tuned)] if tuned else []),

@@ -8,7 +8,7 @@ from statistics import median
 from fastloop.records.climb import TOP, Attempt, ClimbFile, Speed
 from fastloop.records.experiment import Outcome
 from fastloop.report.drawing.document import Table
-from fastloop.report.numbers import number, short
+from fastloop.report.numbers import format_number, format_short
 
 CEILING = {"replayed": "replayed batches", "resident": "resident batch", "no_exchange": "no exchange"}
 
@@ -29,28 +29,28 @@ class Step:
 
 def list_steps(climb: ClimbFile) -> list[Step]:
     """List all attempts, in the order of the climb."""
-    per_step = samples_per_step(climb)
+    per_step = count_samples_per_step(climb)
     made = []
     for attempt in climb.rungs:
         if attempt.takes_away:
             continue
         before = attempt.step_ms_before
-        low, high = (_rate(per_step, _less(before, end)) for end in attempt.ci95_saved_ms or (None, None))
+        low, high = (_compute_rate(per_step, _subtract(before, end)) for end in attempt.ci95_saved_ms or (None, None))
         made.append(
             Step(
                 name=attempt.rung,
                 kept=attempt.kept,
                 why=attempt.why,
                 saved_ms=attempt.measured_saved_ms,
-                rate=_rate(per_step, attempt.step_ms_after),
-                predicted=_rate(per_step, _less(before, attempt.predicted_saved_ms)),
+                rate=_compute_rate(per_step, attempt.step_ms_after),
+                predicted=_compute_rate(per_step, _subtract(before, attempt.predicted_saved_ms)),
                 ends=None if low is None or high is None else (low, high),
             )
         )
     return made
 
 
-def samples_per_step(climb: ClimbFile) -> float | None:
+def count_samples_per_step(climb: ClimbFile) -> float | None:
     """Return the samples of one optimizer step on all ranks, which convert milliseconds to rates."""
     for end in (climb.naive, climb.top):
         if end.samples_per_s and end.step_ms:
@@ -58,17 +58,21 @@ def samples_per_step(climb: ClimbFile) -> float | None:
     return None
 
 
-def _rate(per_step: float | None, step_ms: float | None) -> float | None:
+def _compute_rate(per_step: float | None, step_ms: float | None) -> float | None:
     return None if per_step is None or step_ms is None or step_ms <= 0 else 1000 * per_step / step_ms
 
 
-def _less(before: float | None, saved: float | None) -> float | None:
+def _subtract(before: float | None, saved: float | None) -> float | None:
     return None if before is None or saved is None else before - saved
 
 
 def compute_rate(climb: ClimbFile, end: Speed) -> float | None:
     """Return the samples per second of the start or the top."""
-    return end.samples_per_s if end.samples_per_s is not None else _rate(samples_per_step(climb), end.step_ms)
+    return (
+        end.samples_per_s
+        if end.samples_per_s is not None
+        else _compute_rate(count_samples_per_step(climb), end.step_ms)
+    )
 
 
 def list_ceilings(climb: ClimbFile, *, top: bool = False) -> list[tuple[str, float]]:
@@ -96,15 +100,15 @@ def list_notes(climb: ClimbFile) -> dict[str, str]:
 def format_interval(attempt: Attempt) -> str:
     """Format the interval of the saved milliseconds; n/a without one."""
     ends = attempt.ci95_saved_ms
-    return "n/a" if ends is None else f"{short(ends[0])} to {short(ends[1])}"
+    return "n/a" if ends is None else f"{format_short(ends[0])} to {format_short(ends[1])}"
 
 
 def describe_saving(attempt: Attempt) -> str:
     """Describe a rung's measured and predicted saving in one phrase."""
     ends = "" if attempt.ci95_saved_ms is None else f"95 % interval {format_interval(attempt)}, "
     guess = attempt.predicted_saved_ms
-    predicted = "not predicted" if guess is None else f"predicted {short(guess)}"
-    return f"saved {short(attempt.measured_saved_ms, 'ms')} ({ends}{predicted})"
+    predicted = "not predicted" if guess is None else f"predicted {format_short(guess)}"
+    return f"saved {format_short(attempt.measured_saved_ms, 'ms')} ({ends}{predicted})"
 
 
 def compute_median_error_pct(climb: ClimbFile) -> float | None:
@@ -119,10 +123,10 @@ def make_table(climb: ClimbFile) -> Table:
         (
             f"{attempt.name}{f' ({attempt.family})' if attempt.family else ''}",
             _format_change(attempt),
-            short(attempt.predicted_saved_ms),
-            short(attempt.measured_saved_ms),
+            format_short(attempt.predicted_saved_ms),
+            format_short(attempt.measured_saved_ms),
             format_interval(attempt),
-            number(attempt.prediction_error_pct, "+,.0f"),
+            format_number(attempt.prediction_error_pct, "+,.0f"),
             _format_parity(attempt),
             f"{_name_outcome(attempt)}: {attempt.why or 'n/a'}",
         )
@@ -156,5 +160,5 @@ def _format_parity(attempt: Attempt) -> str:
 
 def _format_change(attempt: Attempt) -> str:
     """Format the step time before and after; n/a if the rung was not trained."""
-    before, after = short(attempt.step_ms_before), short(attempt.step_ms_after)
+    before, after = format_short(attempt.step_ms_before), format_short(attempt.step_ms_after)
     return "n/a" if before == after == "n/a" else f"{before} to {after}"

@@ -10,7 +10,7 @@ from fastloop.report.drawing.bars import Bar, Chart, Row, choose_ticks
 from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments.verdict_words import describe_hardware, lay_out
-from fastloop.report.numbers import short
+from fastloop.report.numbers import format_short
 from fastloop.report.run.tables import cut
 
 TITLE = "Step time of each value"
@@ -19,10 +19,10 @@ CLOSING = "A search ranks values by step time. It proves no speed-up: that takes
 _OTHER, _BEST = "#2f6fb5", "#2a9d74"
 
 
-def lines(tuning: TuningFile) -> list[str]:
+def write_lines(tuning: TuningFile) -> list[str]:
     """Return the terminal's output, verdict first."""
     tried = [(name_point(tuning, point), point) for point in list_points(tuning)]
-    curve = ", ".join(f"{name}: {short(point.step_ms)}" for name, point in tried if _ran(point))
+    curve = ", ".join(f"{name}: {format_short(point.step_ms)}" for name, point in tried if _ran(point))
     failed = "; ".join(f"{name}: {point.why or 'n/a'}" for name, point in tried if not _ran(point))
     kinds = [
         ("STEP", [f"{curve} ms" if curve else ""]),
@@ -33,16 +33,16 @@ def lines(tuning: TuningFile) -> list[str]:
         ("FILES", [tuning.run_dir]),
     ]
     named = ": ".join(filter(None, [tuning.name, f"tune {tuning.what or 'n/a'}"]))
-    first = f"fastloop {verdict(tuning)}   {named}{f'   {PARTIAL}' if tuning.partial else ''}"
+    first = f"fastloop {describe_verdict(tuning)}   {named}{f'   {PARTIAL}' if tuning.partial else ''}"
     return lay_out(first, kinds)
 
 
-def reports(tuning: TuningFile) -> dict[str, str]:
+def write_reports(tuning: TuningFile) -> dict[str, str]:
     """Return report.md and report.html."""
     return draw_reports(make_document(tuning))
 
 
-def verdict(tuning: TuningFile) -> str:
+def describe_verdict(tuning: TuningFile) -> str:
     """Return the headline: the key and its best value, or that no value is better than none."""
     return " ".join(_split_headline(tuning))
 
@@ -65,7 +65,7 @@ def make_document(tuning: TuningFile) -> Document:
         verdict=f"{start.capitalize()} {key}",
         tone="unknown" if tuning.best is None else "good",
         lede=tuning.why or "n/a",
-        lines=tuple(lines(tuning)),
+        lines=tuple(write_lines(tuning)),
         run=tuple(filter(None, [tuning.name, f"tune {tuning.what or 'n/a'}", *_describe_machine(tuning)])),
         flags=(PARTIAL,) if tuning.partial else (),
         pictures=chart(tuning),
@@ -82,7 +82,7 @@ def make_document(tuning: TuningFile) -> Document:
 def describe(tuning: TuningFile) -> str:
     """Describe the picture in words."""
     texts = [
-        f"{name_point(tuning, point)} {short(point.step_ms, 'ms') if _ran(point) else 'failed'}"
+        f"{name_point(tuning, point)} {format_short(point.step_ms, 'ms') if _ran(point) else 'failed'}"
         for point in list_points(tuning)
     ]
     return f"Milliseconds of a step for each value: {'; '.join(texts) or 'none'}."
@@ -93,8 +93,8 @@ def make_table(tuning: TuningFile) -> Table:
     rows = [
         (
             name_point(tuning, point),
-            short(point.step_ms),
-            short(point.samples_per_s),
+            format_short(point.step_ms),
+            format_short(point.samples_per_s),
             point.why or ("-" if _ran(point) else "n/a"),
         )
         for point in list_points(tuning)
@@ -131,7 +131,7 @@ def chart(tuning: TuningFile) -> tuple[Chart, ...]:
         Row(
             name=cut(name_point(tuning, point), 40),
             bars=(Bar(0, point.step_ms or 0.0, _BEST if _is_best(tuning, point) else _OTHER),) if _ran(point) else (),
-            value=short(point.step_ms, "ms") if _ran(point) else "failed",
+            value=format_short(point.step_ms, "ms") if _ran(point) else "failed",
             note="" if _ran(point) else point.why or "n/a",
             weight="strong" if _is_best(tuning, point) else "",
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from fastloop.records.experiment import ArmResult, Comparison, Gate, Hardware, Outcome, choose_digits
-from fastloop.report.drawing.document import Table, printable
+from fastloop.report.drawing.document import Table, strip_unprintable
 from fastloop.report.run.summary import join_lines
 
 WORDS = ("FASTER", "NO DIFFERENCE", "INCONCLUSIVE", "INSUFFICIENT", "SLOWER", "PARITY FAILED", "FAILED")
@@ -39,10 +39,10 @@ def lay_out(first: str, kinds: Sequence[tuple[str, Sequence[str]]]) -> list[str]
 
 def put_on_one_line(lines: Iterable[str]) -> list[str]:
     """Put each text on one line: a reason may be an exception's message with several lines."""
-    return [printable(" ".join(line.splitlines())).rstrip() for line in lines]
+    return [strip_unprintable(" ".join(line.splitlines())).rstrip() for line in lines]
 
 
-def word(comparison: Comparison, arm: ArmResult | None = None) -> str:
+def choose_word(comparison: Comparison, arm: ArmResult | None = None) -> str:
     """Return the verdict on one arm, from its comparison and its result."""
     if comparison.parity.passed is False:
         return "PARITY FAILED"
@@ -51,46 +51,46 @@ def word(comparison: Comparison, arm: ArmResult | None = None) -> str:
     return comparison.verdict.replace("_", " ").upper()
 
 
-def headline(comparison: Comparison, arm: ArmResult | None = None) -> str:
+def write_headline(comparison: Comparison, arm: ArmResult | None = None) -> str:
     """Return the verdict, with the ratio if one is claimed, and a doubt about parity if it matters."""
-    verdict, parity = word(comparison, arm), comparison.parity
+    verdict, parity = choose_word(comparison, arm), comparison.parity
     if verdict not in ("FASTER", "SLOWER") or comparison.ratio is None:
         return verdict
     doubt = "" if verdict == "SLOWER" or parity.passed else ", PARITY NOT SHOWN"
     doubt = ", NO PARITY CLAIMED" if doubt and parity.parity_class == "changes-training" else doubt
-    return f"{verdict} {times(comparison)}{doubt}"
+    return f"{verdict} {format_ratio(comparison)}{doubt}"
 
 
-def tone(headline: str) -> str:
+def choose_tone(headline: str) -> str:
     """Return the tone of a headline: good, bad or unknown."""
     if headline.startswith(("SLOWER", "PARITY FAILED", "FAILED")):
         return "bad"
     return "good" if headline.startswith("FASTER") and "," not in headline else "unknown"
 
 
-def times(comparison: Comparison) -> str:
+def format_ratio(comparison: Comparison) -> str:
     """Format the ratio: 1.32x."""
     return "n/a" if comparison.ratio is None else f"{comparison.ratio:.{choose_digits(comparison.ci95)}f}x"
 
 
-def between(comparison: Comparison) -> str:
+def format_interval(comparison: Comparison) -> str:
     """Format the interval of the ratio: 1.29 to 1.35."""
     ends, digits = comparison.ci95, choose_digits(comparison.ci95)
     return "n/a" if ends is None else f"{ends[0]:.{digits}f} to {ends[1]:.{digits}f}"
 
 
-def level(comparison: Comparison) -> str:
+def format_level(comparison: Comparison) -> str:
     """Format the confidence level of the interval."""
     return f"{100 * (1 - comparison.alpha):.4g} %"
 
 
-def together(comparisons: Sequence[Comparison]) -> str:
+def describe_shared_error_rate(comparisons: Sequence[Comparison]) -> str:
     """Say that several arms share one error rate; empty for a single arm, and for older files with one rate per arm."""
     if len(comparisons) < 2 or sum(one.alpha for one in comparisons) > ALPHA * (1 + 1e-9):
         return ""
     return (
-        f"{len(comparisons)} arms are judged together: each interval at {level(comparisons[0])}, so that all of them"
-        f" hold at once at {100 * (1 - ALPHA):g} %"
+        f"{len(comparisons)} arms are judged together: each interval at {format_level(comparisons[0])},"
+        f" so that all of them hold at once at {100 * (1 - ALPHA):g} %"
     )
 
 
@@ -100,7 +100,7 @@ _PASSED = {True: "passed", False: "FAILED", None: "could not tell"}
 HEAD = ("gate", "result", "deviation", "limit", "smallest visible", "why")
 
 
-def line(parity: Outcome) -> str:
+def describe_parity(parity: Outcome) -> str:
     """Describe class, outcome and gates in one line; empty if nothing is known about parity."""
     if parity == Outcome():
         return ""
@@ -128,11 +128,11 @@ def size(gate: Gate, figure: Literal["deviation", "limit", "visible"]) -> str:
     if value is None:
         return "n/a"
     if gate.name != "loss":
-        return share(value)
+        return format_share(value)
     return f"{value:{'+' if figure == 'deviation' else ''}.2g} %"
 
 
-def share(value: float) -> str:
+def format_share(value: float) -> str:
     """Format a number of any size in a few characters: 0.25, 3.1e-3."""
     if value == 0 or 0.01 <= abs(value) < 1000:
         return f"{value:.2g}"
@@ -140,7 +140,7 @@ def share(value: float) -> str:
     return f"{digits.removesuffix('.0')}e{int(power)}"
 
 
-def table(outcomes: Sequence[tuple[str, Outcome]], whose: str = "arm") -> Table:
+def tabulate_gates(outcomes: Sequence[tuple[str, Outcome]], whose: str = "arm") -> Table:
     """Tabulate the gates of several arms or rungs; if an arm's gates did not run, a row says why."""
     found = list[tuple[str, ...]]()
     for name, parity in outcomes:

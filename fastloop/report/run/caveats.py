@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastloop.records.measurement import CEILINGS, DISTURBED, Measurement, uneven
+from fastloop.records.measurement import CEILINGS, DISTURBED, Measurement, measure_unevenness
 from fastloop.records.plan import Finding
 
 DRIFTED_PCT = 10.0
@@ -16,11 +16,17 @@ LONG_STEPS = ("the mean step is", "took so long that")
 def list_caveats(seen: Measurement, findings: Sequence[Finding] = ()) -> list[str]:
     """Return the reasons to doubt the figures, as one text, without those that findings mention; empty if none."""
     is_named = any(words in finding.why for finding in findings for words in LONG_STEPS)
-    caveats = [*seen.state, *_no_trace(seen), *([] if is_named else _uneven(seen)), *_disturbed(seen), *_drifted(seen)]
+    caveats = [
+        *seen.state,
+        *_list_missing_trace(seen),
+        *([] if is_named else _list_unevenness(seen)),
+        *_list_disturbances(seen),
+        *_list_drift(seen),
+    ]
     return ["; ".join(caveats)] if caveats else []
 
 
-def _no_trace(seen: Measurement) -> list[str]:
+def _list_missing_trace(seen: Measurement) -> list[str]:
     """Report a requested trace that is missing or incomplete."""
     found = seen.kernels or {}
     if skipped := found.get("skipped"):
@@ -30,10 +36,10 @@ def _no_trace(seen: Measurement) -> list[str]:
     return [ended] if 0 < steps < wanted else []
 
 
-def _uneven(seen: Measurement) -> list[str]:
+def _list_unevenness(seen: Measurement) -> list[str]:
     """Report that a few long steps dominate the means."""
     known_ms = (seen.evidence.get("compilation") or {}).get("ms_per_step")
-    times = uneven(seen, known_ms or 0.0)
+    times = measure_unevenness(seen, known_ms or 0.0)
     return (
         []
         if times is None
@@ -41,7 +47,7 @@ def _uneven(seen: Measurement) -> list[str]:
     )
 
 
-def _disturbed(seen: Measurement) -> list[str]:
+def _list_disturbances(seen: Measurement) -> list[str]:
     now = seen.samples_per_s
     slow = [(name, rate) for name in CEILINGS if now and (rate := seen.ceilings.get(name)) and rate < DISTURBED * now]
     return [
@@ -51,7 +57,7 @@ def _disturbed(seen: Measurement) -> list[str]:
     ]
 
 
-def _drifted(seen: Measurement) -> list[str]:
+def _list_drift(seen: Measurement) -> list[str]:
     drifted = [look for look in seen.drift if (look.get("change_pct") or 0) >= DRIFTED_PCT]
     if not drifted:
         return []

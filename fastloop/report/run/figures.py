@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fastloop.records.measurement import Measurement
 from fastloop.report.drawing.bars import NUMBER_ERRORS, Bar, Chart, Entry, Row, choose_ticks
 from fastloop.report.drawing.curves import Curve, Line
-from fastloop.report.numbers import number, short
-from fastloop.report.run.optional_tables import real, sort_by_size
+from fastloop.report.numbers import format_number, format_short
+from fastloop.report.run.optional_tables import sort_by_size, to_finite_float
 from fastloop.report.run.ranks import read_ranks
 from fastloop.report.run.summary import STYLES, select_known
 from fastloop.report.run.tables import cut
@@ -55,13 +55,13 @@ def draw(seen: Measurement) -> dict[str, Chart | Curve]:
 
 def chart_step(seen: Measurement) -> Chart | None:
     """Draw the device's timeline as one bar, the host's below it, and a legend; None if no part is known."""
-    mean, parts = real(seen.step_ms.get("mean")), select_known(seen.parts_ms)
+    mean, parts = to_finite_float(seen.step_ms.get("mean")), select_known(seen.parts_ms)
     if mean is None or mean <= 0 or not parts:
         return None
-    device = _stack(parts, mean)
+    device = _draw_stack(parts, mean)
     end = device[-1].end if device else 0.0
     rest = mean - end if mean - end > 0.01 * mean else 0.0
-    host = _stack(select_known(seen.host_ms)) if seen.device != "cpu" else ()
+    host = _draw_stack(select_known(seen.host_ms)) if seen.device != "cpu" else ()
     high = max(mean, end, *(bar.end for bar in host))
     name = "GPU" if seen.device == "cuda" else seen.device[:5].upper()
     unknown = (Bar(end, mean, style="hatched"),) if rest else ()
@@ -69,12 +69,15 @@ def chart_step(seen: Measurement) -> Chart | None:
     if host:
         rows.append(Row(name="host", bars=host, weight="soft"))
     shown = [(STYLES[part], ms) for part, ms in parts.items() if _shows(ms, mean) or part == "data_wait"]
-    legend = [Entry("solid", style.colour, style.label, f"{short(ms)} ms", _share(ms, mean)) for style, ms in shown]
+    legend = [
+        Entry("solid", style.colour, style.label, f"{format_short(ms)} ms", _format_share(ms, mean))
+        for style, ms in shown
+    ]
     if rest:
-        legend.append(Entry("hatched", "", "not split further", f"{short(rest)} ms", _share(rest, mean)))
-    shares = ", ".join(f"{style.label} {short(ms)} ms" for style, ms in shown if _shows(ms, mean))
+        legend.append(Entry("hatched", "", "not split further", f"{format_short(rest)} ms", _format_share(rest, mean)))
+    shares = ", ".join(f"{style.label} {format_short(ms)} ms" for style, ms in shown if _shows(ms, mean))
     return Chart(
-        alt_text=f"A step of {number(mean, unit='ms')}: {shares or 'not split'}.",
+        alt_text=f"A step of {format_number(mean, unit='ms')}: {shares or 'not split'}.",
         rows=tuple(rows),
         high=high,
         unit=" ms",
@@ -88,11 +91,11 @@ def _shows(ms: float, mean: float) -> bool:
     return abs(ms) >= 0.0005 * mean and ms != 0
 
 
-def _share(ms: float, whole: float) -> str:
+def _format_share(ms: float, whole: float) -> str:
     return f"{100 * ms / whole:.1f} %"
 
 
-def _stack(parts: Mapping[str, float], mean: float | None = None) -> tuple[Bar, ...]:
+def _draw_stack(parts: Mapping[str, float], mean: float | None = None) -> tuple[Bar, ...]:
     """Put parts side by side, with their names and their shares of ``mean`` if given."""
     made, start = list[Bar](), 0.0
     for part, ms in parts.items():
@@ -113,12 +116,14 @@ def chart_kernels(seen: Measurement) -> Chart | None:
     longest = max((ms for _, _, bars in groups for _, ms in bars), default=0.0)
     if longest <= 0:
         return None
-    whole, rows = real(traced.get("step_ms")), list[Row]()
+    whole, rows = to_finite_float(traced.get("step_ms")), list[Row]()
     for head, colour, bars in groups:
         rows += [Row(name=head, height=0, weight="strong")] if bars else []
         for name, ms in bars:
-            share = _share(ms, whole) if whole else ""
-            rows.append(Row(name=cut(name, 16), bars=(Bar(0, ms, colour),), value=f"{short(ms)} ms", detail=share))
+            share = _format_share(ms, whole) if whole else ""
+            rows.append(
+                Row(name=cut(name, 16), bars=(Bar(0, ms, colour),), value=f"{format_short(ms)} ms", detail=share)
+            )
     return Chart(alt_text="Milliseconds a step of each kernel family and idle cause.", rows=tuple(rows), high=longest)
 
 
@@ -128,7 +133,7 @@ def chart_ranks(seen: Measurement) -> Chart | None:
     found = sorted(ranks, key=lambda rank: -(rank.mean_ms or 0.0))
     few = len(found) <= MOST_RANKS
     found = ranks if few else found[: MOST_RANKS // 2] + found[-MOST_RANKS // 2 :]
-    stacks = [_stack(select_known(rank.parts_ms or {})) for rank in found]
+    stacks = [_draw_stack(select_known(rank.parts_ms or {})) for rank in found]
     longest = max((bar.end for stack in stacks for bar in stack), default=0.0)
     if len(found) < 2 or longest <= 0:
         return None
@@ -137,7 +142,7 @@ def chart_ranks(seen: Measurement) -> Chart | None:
         Row(
             name=cut(f"{'n/a' if rank.rank is None else rank.rank} {rank.host or ''}", 14),
             bars=stack,
-            value=f"{number(rank.mean_ms)} ms",
+            value=f"{format_number(rank.mean_ms)} ms",
         )
         for rank, stack in zip(found, stacks, strict=True)
     ]
@@ -174,7 +179,7 @@ def trace_watts(seen: Measurement) -> Curve | None:
 
 def _read_series(seen: Measurement, name: str) -> tuple[tuple[float, float], ...]:
     """Return seconds and values of one reading, NaN for gaps; empty if it was never read."""
-    readings = [(real(row.get("t_s")), real(row.get(name))) for row in seen.timeline]
+    readings = [(to_finite_float(row.get("t_s")), to_finite_float(row.get(name))) for row in seen.timeline]
     points = [(seconds, math.nan if value is None else value) for seconds, value in readings if seconds is not None]
     return tuple(points) if any(not math.isnan(value) for _, value in points) else ()
 

@@ -33,7 +33,7 @@ def run_files(
 
     Args:
         env_json: the text of env.json.
-        name: the name of the recipe or configuration; for ``then`` and ``later`` see ``summary.lines``.
+        name: the name of the recipe or configuration; for ``then`` and ``later`` see ``summary.write_lines``.
     """
     document = build_document(
         seen,

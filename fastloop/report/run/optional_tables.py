@@ -11,7 +11,7 @@ from typing import Any
 
 from fastloop.records.measurement import CEILINGS, Measurement
 from fastloop.report.drawing.document import Table
-from fastloop.report.numbers import count_steps, format_flop_rate, number, short
+from fastloop.report.numbers import count_steps, format_flop_rate, format_number, format_short
 from fastloop.report.run.caveats import count_hunted_steps
 from fastloop.report.run.ranks import read_ranks
 from fastloop.report.run.summary import STYLES
@@ -58,7 +58,7 @@ def tabulate_gpu(seen: Measurement) -> Table:
     head = ("reading", "mean over the window")
     if all(seen.gpu.get(name) in (None, [], ()) for name in (*GPU, "throttle")):
         return Table("The GPU", head, ())
-    rows = [(label, short(seen.gpu.get(name), unit)) for name, (label, unit) in GPU.items()]
+    rows = [(label, format_short(seen.gpu.get(name), unit)) for name, (label, unit) in GPU.items()]
     reasons = seen.gpu.get("throttle")
     rows.append(("throttle reasons seen", "n/a" if reasons is None else ", ".join(map(str, reasons)) or "none"))
     return Table("The GPU", head, rows, numeric=(1,))
@@ -69,19 +69,19 @@ def tabulate_work(seen: Measurement) -> Table:
     least, where = ">= " if seen.flops.get("at_least") else "", " on the CPU" if seen.device == "cpu" else ""
     dtype = seen.peaks.get("dtype") or "the dtype in use"
     known = None not in (seen.joule_error_pct, seen.joule_per_sample)
-    error = f" (within {short(seen.joule_error_pct)} %)" if known else ""
-    per_sample, usd = real(seen.flops.get("per_sample")), seen.usd_per_million_samples
+    error = f" (within {format_short(seen.joule_error_pct)} %)" if known else ""
+    per_sample, usd = to_finite_float(seen.flops.get("per_sample")), seen.usd_per_million_samples
     rows = [
-        ("work per sample", _add_bound(short(None if per_sample is None else per_sample / 1e9, "GFLOP"), least)),
+        ("work per sample", _add_bound(format_short(None if per_sample is None else per_sample / 1e9, "GFLOP"), least)),
         ("rate per device", _add_bound(format_flop_rate(seen.tflop_per_s), least)),
         (f"MFU of {dtype}, by the data sheet", _format_mfu(seen, "dtype_in_use", "dtype_tflop_per_s", least)),
         ("MFU of bf16, by the data sheet", _format_mfu(seen, "datasheet", "datasheet_tflop_per_s", least)),
         ("MFU of a bf16 product measured here", _format_mfu(seen, "measured_peak", "measured_tflop_per_s", least)),
-        ("DRAM rate by the data sheet", short(seen.peaks.get("dram_tb_per_s"), "TB/s")),
-        ("DRAM rate of a copy measured here", short(seen.peaks.get("measured_copy_tb_per_s"), "TB/s")),
-        ("tokens per second, all ranks", short(seen.tokens_per_s)),
-        ("tokens per second without padding", short(seen.unpadded_tokens_per_s)),
-        ("energy of the board per sample", short(seen.joule_per_sample, "J") + error),
+        ("DRAM rate by the data sheet", format_short(seen.peaks.get("dram_tb_per_s"), "TB/s")),
+        ("DRAM rate of a copy measured here", format_short(seen.peaks.get("measured_copy_tb_per_s"), "TB/s")),
+        ("tokens per second, all ranks", format_short(seen.tokens_per_s)),
+        ("tokens per second without padding", format_short(seen.unpadded_tokens_per_s)),
+        ("energy of the board per sample", format_short(seen.joule_per_sample, "J") + error),
         ("price of a million samples", "n/a" if usd is None else f"${usd:,.2f}"),
     ]
     absent = [label for label, value in rows if value == "n/a"]
@@ -105,10 +105,10 @@ def _add_bound(text: str, least: str) -> str:
 
 
 def _format_mfu(seen: Measurement, kind: str, peak: str, least: str) -> str:
-    part, whole = seen.mfu.get(kind), real(seen.peaks.get(peak))
+    part, whole = seen.mfu.get(kind), to_finite_float(seen.peaks.get(peak))
     if part is None:
         return "n/a"
-    return f"{least}{short(100 * part)} %{'' if whole is None else f' of {short(whole)} TFLOP/s'}"
+    return f"{least}{format_short(100 * part)} %{'' if whole is None else f' of {format_short(whole)} TFLOP/s'}"
 
 
 def tabulate_kernels(seen: Measurement) -> list[Table]:
@@ -116,11 +116,11 @@ def tabulate_kernels(seen: Measurement) -> list[Table]:
     traced = seen.kernels or {}
     if traced.get("skipped") or not traced:
         return []
-    whole = real(traced.get("step_ms"))
+    whole = to_finite_float(traced.get("step_ms"))
     families = sort_by_size(traced.get("families_ms"))
     idle = sort_by_size(traced.get("idle_ms"))
-    rows = [(str(name), number(ms, ",.3f"), format_share(ms, whole)) for name, ms in families]
-    rows += [(f"idle: {name}", number(ms, ",.3f"), format_share(ms, whole)) for name, ms in idle]
+    rows = [(str(name), format_number(ms, ",.3f"), format_share(ms, whole)) for name, ms in families]
+    rows += [(f"idle: {name}", format_number(ms, ",.3f"), format_share(ms, whole)) for name, ms in idle]
     facts = [
         ("steps traced", "steps", ",d", ""),
         ("step under the tracer", "step_ms", ",.1f", " ms"),
@@ -130,13 +130,13 @@ def tabulate_kernels(seen: Measurement) -> list[Table]:
         ("the trace cost", "cost_s", ",.1f", " s"),
     ]
     note = "; ".join(
-        f"{label} {number(traced[key], form)}{unit}"
+        f"{label} {format_number(traced[key], form)}{unit}"
         for label, key, form, unit in facts
         if isinstance(traced.get(key), (int, float))
     )
     note = f"{note[:1].upper()}{note[1:]}. Families are unions over streams; families without time are left out."
     longest = [
-        (cut(str(kernel.get("name"))), number(kernel.get("ms"), ",.3f"))
+        (cut(str(kernel.get("name"))), format_number(kernel.get("ms"), ",.3f"))
         for kernel in traced.get("top") or ()
         if isinstance(kernel, Mapping)
     ]
@@ -148,7 +148,7 @@ def tabulate_kernels(seen: Measurement) -> list[Table]:
 
 def sort_by_size(sizes: Mapping[str, float | None] | None) -> list[tuple[str, float]]:
     """Return names and milliseconds of all entries above 0, longest first."""
-    found = [(str(name), real(ms)) for name, ms in (sizes or {}).items()]
+    found = [(str(name), to_finite_float(ms)) for name, ms in (sizes or {}).items()]
     return sorted(((name, ms) for name, ms in found if ms), key=lambda entry: -entry[1])
 
 
@@ -157,8 +157,8 @@ def tabulate_syncs(seen: Measurement) -> Table:
         (
             str(sync.get("where") or "n/a"),
             str(sync.get("what") or "n/a"),
-            short(sync.get("per_step")),
-            short(sync.get("ms_per_step")),
+            format_short(sync.get("per_step")),
+            format_short(sync.get("ms_per_step")),
             str(sync.get("instead") or "n/a"),
         )
         for sync in seen.syncs
@@ -171,9 +171,9 @@ def tabulate_syncs(seen: Measurement) -> Table:
 def tabulate_ceilings(seen: Measurement) -> Table:
     """Tabulate the rates that trials measured with costs removed, and this run's rate for comparison."""
     found = [(CEILING[name], seen.ceilings.get(name)) for name in CEILINGS]
-    rows = [(label, number(rate)) for label, rate in found if rate is not None]
+    rows = [(label, format_number(rate)) for label, rate in found if rate is not None]
     if rows:
-        rows.insert(0, ("this run", number(seen.samples_per_s)))
+        rows.insert(0, ("this run", format_number(seen.samples_per_s)))
     return Table(
         "Ceilings",
         ("if", "samples/s"),
@@ -184,7 +184,7 @@ def tabulate_ceilings(seen: Measurement) -> Table:
 
 
 def tabulate_hooks(seen: Measurement) -> Table:
-    rows = [(cut(name), number(ms, ",.3f")) for name, ms in sort_by_size(seen.hooks_ms)]
+    rows = [(cut(name), format_number(ms, ",.3f")) for name, ms in sort_by_size(seen.hooks_ms)]
     return Table("The slowest hooks", ("hook", "host ms a step"), rows, numeric=(1,))
 
 
@@ -197,8 +197,8 @@ def tabulate_ranks(seen: Measurement) -> Table:
         (
             "n/a" if rank.rank is None else str(rank.rank),
             rank.host or "n/a",
-            number(rank.mean_ms, ",.2f"),
-            *(number(rank.part_ms(part), ",.2f") for part in shown),
+            format_number(rank.mean_ms, ",.2f"),
+            *(format_number(rank.part_ms(part), ",.2f") for part in shown),
             *([rank.end or "normally"] if has_ends else []),
         )
         for rank in found
@@ -210,10 +210,10 @@ def tabulate_ranks(seen: Measurement) -> Table:
 def tabulate_drift(seen: Measurement) -> Table:
     rows = [
         (
-            short(check.get("at_s"), "s"),
+            format_short(check.get("at_s"), "s"),
             str(check.get("step", "n/a")),
-            number(check.get("step_ms"), ",.2f"),
-            number(check.get("change_pct"), "+,.1f"),
+            format_number(check.get("step_ms"), ",.2f"),
+            format_number(check.get("change_pct"), "+,.1f"),
             str(check.get("why") or ""),
         )
         for check in seen.drift
@@ -235,7 +235,7 @@ def list_missing(seen: Measurement) -> list[str]:
     return [text for title, text in how.items() if title not in shown]
 
 
-def real(value: Any) -> float | None:
+def to_finite_float(value: Any) -> float | None:
     """Return a finite number as a float; None for everything else."""
     counts = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if counts else None

@@ -12,7 +12,7 @@ from fastloop.records.yaml_text import dump_yaml
 from fastloop.report.drawing.bars import Chart
 from fastloop.report.drawing.curves import Curve
 from fastloop.report.drawing.document import Card, Document, Section, Table, Tile
-from fastloop.report.numbers import format_flop_rate, number, short
+from fastloop.report.numbers import format_flop_rate, format_number, format_short
 from fastloop.report.run import figures, optional_tables, summary, tables
 from fastloop.report.run.caveats import list_caveats
 
@@ -38,7 +38,7 @@ def build_document(
 
     Args:
         left_out: disabled rungs and how to try them, one line each.
-        name: the name of the recipe or configuration; for ``then`` and ``later`` see ``summary.lines``.
+        name: the name of the recipe or configuration; for ``then`` and ``later`` see ``summary.write_lines``.
     """
     pictures, titles = figures.draw(seen), summary.list_titles(findings)
     headline = summary.choose_title(titles)
@@ -47,11 +47,11 @@ def build_document(
     about = (summary.describe_setting(seen, name), summary.describe_devices(seen), summary.describe_window(seen))
     ceiling = summary.describe_first_ceiling(seen, findings).replace("   ", " \u00b7 ")
     sections = [
-        _findings(findings, titles, seen, then, later),
+        _list_findings(findings, titles, seen, then, later),
         *_narrow(seen, pictures),
-        _titled(tables.tabulate_parts(seen)),
-        *(_titled(table) for table in optional_tables.tabulate_all(seen) if len(table.head) != 2),
-        _rungs(plan, verdicts, seen),
+        _add_titles(tables.tabulate_parts(seen)),
+        *(_add_titles(table) for table in optional_tables.tabulate_all(seen) if len(table.head) != 2),
+        _list_rungs(plan, verdicts, seen),
         Section(title="What these figures depend on", listed=seen.state),
         Section(
             title="Configuration that differs from the baseline",
@@ -59,7 +59,7 @@ def build_document(
             code=changed_yaml.rstrip(),
             language="yaml",
         ),
-        _titled(tables.tabulate_environment(environment)),
+        _add_titles(tables.tabulate_environment(environment)),
         Section(title="Not measured", listed=tuple(optional_tables.list_missing(seen))),
         Section(
             title="Left out, and how to try it",
@@ -72,7 +72,7 @@ def build_document(
         verdict=_to_sentence(headline),
         tone="unknown" if headline in _UNKNOWN else "good" if is_good else "bad",
         lede=_capitalize(findings[0].why) if findings else "Nothing was watched.",
-        lines=tuple(summary.lines(seen, plan, verdicts, findings, name=name, then=then, later=later)),
+        lines=tuple(summary.write_lines(seen, plan, verdicts, findings, name=name, then=then, later=later)),
         run=tuple(filter(None, about)),
         also=tuple(f"Also {_to_sentence(title, start=False)}" for title in titles[1:]),
         flags=tuple(summary.list_flags(seen)),
@@ -80,7 +80,7 @@ def build_document(
         pictures=(pictures["step"],) if "step" in pictures else (),
         picture_title="Where the step goes",
         no_picture="n/a: no step was measured.",
-        tiles=_tiles(seen),
+        tiles=_list_tiles(seen),
         sections=tuple(section for section in sections if _has_content(section)),
         closing=CLOSING,
     )
@@ -90,7 +90,7 @@ def _has_content(section: Section) -> bool:
     return section != Section(title=section.title, is_narrow=section.is_narrow, is_folded=section.is_folded)
 
 
-def _titled(table: Table, *, is_narrow: bool = False) -> Section:
+def _add_titles(table: Table, *, is_narrow: bool = False) -> Section:
     return Section(title=table.title, table=table, is_narrow=is_narrow)
 
 
@@ -102,9 +102,9 @@ def _narrow(seen: Measurement, pictures: Mapping[str, Chart | Curve]) -> list[Se
         Section(title="Loss", pictures=drawn.get("loss", ()), notes=tables.describe_losses(seen), is_narrow=True),
         Section(title="Kernels and idle time", pictures=drawn.get("kernels", ()), is_narrow=True),
         Section(title="The ranks' steps", pictures=drawn.get("ranks", ()), is_narrow=True),
-        _titled(tables.tabulate_step(seen), is_narrow=True),
-        *(_titled(once, is_narrow=True) for once in [tables.tabulate_one_time(seen)] if once.rows),
-        *(_titled(table, is_narrow=True) for table in optional_tables.tabulate_all(seen) if len(table.head) == 2),
+        _add_titles(tables.tabulate_step(seen), is_narrow=True),
+        *(_add_titles(once, is_narrow=True) for once in [tables.tabulate_one_time(seen)] if once.rows),
+        *(_add_titles(table, is_narrow=True) for table in optional_tables.tabulate_all(seen) if len(table.head) == 2),
     ]
 
 
@@ -118,36 +118,36 @@ def _capitalize(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _tiles(seen: Measurement) -> tuple[Tile, ...]:
+def _list_tiles(seen: Measurement) -> tuple[Tile, ...]:
     """Return the few numbers that readers look for first."""
     fed, usd = summary.compute_fed_pct(seen), seen.usd_per_million_samples
     least = ">= " if seen.flops.get("at_least") else ""
     rate, _, unit = format_flop_rate(seen.tflop_per_s).partition(" ")
     mfu = seen.mfu.get("datasheet")
     found = [
-        ("step", number(seen.step_ms.get("mean")), "ms"),
-        ("rate", short(seen.samples_per_s), "samples/s"),
-        ("rate", "" if seen.tokens_per_s is None else short(seen.tokens_per_s), "tokens/s"),
+        ("step", format_number(seen.step_ms.get("mean")), "ms"),
+        ("rate", format_short(seen.samples_per_s), "samples/s"),
+        ("rate", "" if seen.tokens_per_s is None else format_short(seen.tokens_per_s), "tokens/s"),
         ("GPU fed", "" if fed is None else f"{fed:.0f}", "%"),
-        ("NVML busy", "" if seen.gpu.get("nvml_busy_pct") is None else short(seen.gpu["nvml_busy_pct"]), "%"),
-        ("lead", "" if seen.lead_ms is None else number(seen.lead_ms), "ms"),
+        ("NVML busy", "" if seen.gpu.get("nvml_busy_pct") is None else format_short(seen.gpu["nvml_busy_pct"]), "%"),
+        ("lead", "" if seen.lead_ms is None else format_number(seen.lead_ms), "ms"),
         ("work", "" if seen.tflop_per_s is None else f"{least}{rate}", unit),
-        ("MFU of bf16", "" if mfu is None else f"{least}{short(100 * mfu)}", "%"),
-        ("energy", "" if seen.joule_per_sample is None else short(seen.joule_per_sample), "J/sample"),
+        ("MFU of bf16", "" if mfu is None else f"{least}{format_short(100 * mfu)}", "%"),
+        ("energy", "" if seen.joule_per_sample is None else format_short(seen.joule_per_sample), "J/sample"),
         ("1e6 samples cost", "" if usd is None else f"${usd:,.2f}", ""),
-        ("peak memory", "" if seen.peak_gib is None else short(seen.peak_gib), "GiB"),
-        ("watching", number(seen.watch_us_per_step), "us a step"),
+        ("peak memory", "" if seen.peak_gib is None else format_short(seen.peak_gib), "GiB"),
+        ("watching", format_number(seen.watch_us_per_step), "us a step"),
     ]
     return tuple(Tile(label, value, "" if value == "n/a" else unit) for label, value, unit in found if value)
 
 
-def _findings(
+def _list_findings(
     findings: Sequence[Finding], titles: Sequence[str], seen: Measurement, then: Sequence[str], later: Sequence[str]
 ) -> Section:
     """Make a card for each finding that contains more than its title."""
     has_ceiling = bool(summary.describe_first_ceiling(seen, findings))
     cards = [
-        _card(finding, title, seen, is_first=not index, has_ceiling=has_ceiling and not index)
+        _make_card(finding, title, seen, is_first=not index, has_ceiling=has_ceiling and not index)
         for index, (finding, title) in enumerate(zip(findings, titles, strict=True))
     ]
     steps = [f"{word}: {', '.join(rungs)}" for word, rungs in (("Then", then), ("Later", later)) if rungs]
@@ -158,12 +158,12 @@ def _findings(
     )
 
 
-def _card(finding: Finding, title: str, seen: Measurement, *, is_first: bool, has_ceiling: bool) -> Card:
+def _make_card(finding: Finding, title: str, seen: Measurement, *, is_first: bool, has_ceiling: bool) -> Card:
     """Make a finding's card, without what the head of the report shows: the first finding's reason and ceiling."""
     return Card(
         name="" if finding.bottleneck == "none" else finding.bottleneck,
         title=_to_sentence(title),
-        share="" if finding.share_pct is None else f"{number(finding.share_pct)} % of the step",
+        share="" if finding.share_pct is None else f"{format_number(finding.share_pct)} % of the step",
         why="" if is_first else _capitalize(finding.why),
         detail=tuple(line for _, line in tables.list_details([finding], seen)),
         bound="" if has_ceiling else summary.describe_ceiling(finding, seen) or "",
@@ -171,7 +171,7 @@ def _card(finding: Finding, title: str, seen: Measurement, *, is_first: bool, ha
     )
 
 
-def _rungs(plan: Plan, verdicts: Sequence[Verdict], seen: Measurement) -> Section:
+def _list_rungs(plan: Plan, verdicts: Sequence[Verdict], seen: Measurement) -> Section:
     return Section(
         title="Rungs",
         table=tables.tabulate_rungs(verdicts),

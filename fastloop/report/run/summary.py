@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fastloop.records.measurement import ONE_TIME, PARTS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.yaml_text import dump_on_one_line
-from fastloop.report.numbers import count_steps, format_flop_rate, format_s, number, short
+from fastloop.report.numbers import count_steps, format_flop_rate, format_number, format_s, format_short
 from fastloop.report.run import caveats
 from fastloop.report.run.caveats import list_caveats
 from fastloop.report.run.ranks import read_ranks
@@ -70,7 +70,7 @@ def list_titles(findings: Sequence[Finding]) -> list[str]:
     return [finding.title or finding.bottleneck.replace("_", " ").upper() for finding in findings]
 
 
-def lines(
+def write_lines(
     seen: Measurement,
     plan: Plan,
     verdicts: Sequence[Verdict],
@@ -252,11 +252,11 @@ def list_pay_backs(seen: Measurement, verdicts: Sequence[Verdict]) -> list[str]:
         if after is None and not took_s:
             continue  # it has no one-time cost
         took = f"{verdict.rung} took {format_s(took_s)};" if took_s else f"{verdict.rung}:"
-        change = f"{short(abs(less_ms), 'ms')} {'less' if less_ms > 0 else 'more'}" if less_ms else "as fast"
+        change = f"{format_short(abs(less_ms), 'ms')} {'less' if less_ms > 0 else 'more'}" if less_ms else "as fast"
         if after is None:
             when = "would not pay back" if less_ms <= 0 else "when it would pay back is not known"
         else:
-            when = f"would pay back after about {short(_round(after))} steps"
+            when = f"would pay back after about {format_short(_round(after))} steps"
         has = "" if seen.total_steps is None else f", this run has {seen.total_steps:,d}"
         found.append(f"{took} on the rehearsed batch {change} (no verdict): {when}{has}")
     return found
@@ -281,7 +281,7 @@ def select_known(parts: Mapping[str, float | None]) -> dict[str, float]:
 def _draw_bar(seen: Measurement) -> str:
     """Draw the step as a bar of its parts; the unknown part is dotted."""
     mean = seen.step_ms.get("mean")
-    time = f"step {short(mean, 'ms') if mean is not None and 0 < mean < 1 else number(mean, unit='ms')}"
+    time = f"step {format_short(mean, 'ms') if mean is not None and 0 < mean < 1 else format_number(mean, unit='ms')}"
     parts = {part: ms for part, ms in select_known(seen.parts_ms).items() if ms > 0}
     if mean is None or not math.isfinite(mean) or mean <= 0 or not parts:
         return time
@@ -289,11 +289,11 @@ def _draw_bar(seen: Measurement) -> str:
     sizes = {STYLES[part].short[0]: ms for part, ms in parts.items()} | ({".": rest} if rest > 0.01 * mean else {})
     cells = _count_cells(list(sizes.values()))
     bar = "".join(letter * count for letter, count in zip(sizes, cells, strict=True))
-    named = [f"{STYLES[part].short} {short(ms)}" for part, ms in parts.items() if ms >= 0.01 * mean]
+    named = [f"{STYLES[part].short} {format_short(ms)}" for part, ms in parts.items() if ms >= 0.01 * mean]
     if "." in sizes:
-        named.append(f"...not split {short(rest)}")
+        named.append(f"...not split {format_short(rest)}")
     elif (small := sum(ms for ms in parts.values() if ms < 0.01 * mean)) >= 0.001 * mean:
-        named.append(f"others {short(small)}")
+        named.append(f"others {format_short(small)}")
     return f"{time} |{bar}| {'  '.join(named)}"
 
 
@@ -316,20 +316,20 @@ def compute_fed_pct(seen: Measurement) -> float | None:
 
 
 def _describe_rates(seen: Measurement) -> str:
-    phrases = [f"{short(seen.samples_per_s)} samples/s"]
+    phrases = [f"{format_short(seen.samples_per_s)} samples/s"]
     if seen.tokens_per_s is not None:
-        phrases.append(f"{short(seen.tokens_per_s)} tokens/s")
+        phrases.append(f"{format_short(seen.tokens_per_s)} tokens/s")
     if seen.lead_ms is not None:
-        phrases.append(f"lead {number(seen.lead_ms, unit='ms')}")
+        phrases.append(f"lead {format_number(seen.lead_ms, unit='ms')}")
     busy = seen.gpu.get("nvml_busy_pct")
-    nvml = "" if busy is None else f"NVML busy {short(busy)} %"
+    nvml = "" if busy is None else f"NVML busy {format_short(busy)} %"
     if (fed := compute_fed_pct(seen)) is not None:
         phrases.append(f"GPU fed {fed:.0f} %{f' ({nvml})' if nvml else ''}")
     elif nvml:
         phrases.append(nvml)
     if seen.joule_per_sample is not None:
-        phrases.append(f"{short(seen.joule_per_sample)} J/sample")
-    phrases.append(f"watching cost {number(seen.watch_us_per_step, unit='us a step')}")
+        phrases.append(f"{format_short(seen.joule_per_sample)} J/sample")
+    phrases.append(f"watching cost {format_number(seen.watch_us_per_step, unit='us a step')}")
     return "   ".join(phrases)
 
 
@@ -342,11 +342,11 @@ def describe_work(seen: Measurement) -> str:
     shares = [(seen.mfu.get("dtype_in_use"), f"of {dtype}"), (seen.mfu.get("datasheet"), "of bf16")]
     if dtype == "bf16":
         shares = shares[:1]
-    phrases = [f"{short(100 * share)} % {of}" for share, of in shares if share is not None]
+    phrases = [f"{format_short(100 * share)} % {of}" for share, of in shares if share is not None]
     equal = "" if not phrases else ": at least " if least else " = "
     text = f"{least}{format_flop_rate(seen.tflop_per_s)}{equal}{' and '.join(phrases)}"
     active = seen.gpu.get("tensor_active_pct")
-    return text if active is None else f"{text}   tensor cores {short(active)} % active"
+    return text if active is None else f"{text}   tensor cores {format_short(active)} % active"
 
 
 def describe_ceiling(finding: Finding, seen: Measurement) -> str | None:
@@ -354,7 +354,7 @@ def describe_ceiling(finding: Finding, seen: Measurement) -> str | None:
     pct = finding.ceiling_gain_pct
     if pct is None or not math.isfinite(pct) or seen.samples_per_s is None:
         return None
-    rate = short(seen.samples_per_s * (1 + pct / 100))
+    rate = format_short(seen.samples_per_s * (1 + pct / 100))
     if finding.ceiling_is_estimate:
         return f"at most {rate} samples/s (an estimate)"
     return f"at most {rate} samples/s ({1 + pct / 100:.{1 if pct >= 100 else 2}f}x, measured)"

@@ -9,7 +9,7 @@ from fastloop.records.measurement import PARTS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.run_files import Environment, Machine, TorchFlags
 from fastloop.report.drawing.document import Table
-from fastloop.report.numbers import format_s, number, short
+from fastloop.report.numbers import format_number, format_s, format_short
 from fastloop.report.run import summary
 from fastloop.report.run.summary import STYLES
 
@@ -20,25 +20,25 @@ NAME_LETTERS = 120
 def tabulate_step(seen: Measurement) -> Table:
     """Tabulate the step as a whole: time, spread, rate, memory, the cost of watching."""
     times = seen.step_ms
-    spread = f"{number(times.get('p10'), ',.3f')} to {number(times.get('p90'), ',.3f')}"
+    spread = f"{format_number(times.get('p10'), ',.3f')} to {format_number(times.get('p90'), ',.3f')}"
     unsure = ", too short to be sure of" if seen.window_too_short else ""
     counted = "n/a" if seen.total_steps is None else f"{seen.steps} of {seen.total_steps}{unsure}"
     rows = [
         ("steps in the window", counted),
         ("ended", "early: the fit did not end normally; these are partial figures" if seen.partial else "normally"),
-        ("step time, mean", number(times.get("mean"), ",.3f", "ms")),
-        ("median (p10 to p90)", f"{number(times.get('median'), ',.3f', 'ms')} ({spread})"),
-        ("of that, waiting for data", number(seen.parts_ms.get("data_wait"), ",.3f", "ms")),
-        ("samples per second, all ranks", number(seen.samples_per_s)),
-        ("samples per step, all ranks", number(seen.global_batch, ",d")),
-        ("samples per loader batch, one rank", number(seen.micro_batch, ",d")),
+        ("step time, mean", format_number(times.get("mean"), ",.3f", "ms")),
+        ("median (p10 to p90)", f"{format_number(times.get('median'), ',.3f', 'ms')} ({spread})"),
+        ("of that, waiting for data", format_number(seen.parts_ms.get("data_wait"), ",.3f", "ms")),
+        ("samples per second, all ranks", format_number(seen.samples_per_s)),
+        ("samples per step, all ranks", format_number(seen.global_batch, ",d")),
+        ("samples per loader batch, one rank", format_number(seen.micro_batch, ",d")),
         ("precision", seen.precision or "n/a"),
         ("devices", summary.describe_devices(seen)),
-        ("host runs ahead of the device by", number(seen.lead_ms, ",.2f", "ms")),
-        ("device work left when a step has been issued", number(seen.trail_ms, ",.2f", "ms")),
-        ("host blocked in forward, backward, optimizer", number(seen.blocked_ms, ",.2f", "ms")),
-        ("peak device memory", number(seen.peak_gib, ",.2f", "GiB")),
-        ("watching cost", number(seen.watch_us_per_step, unit="us a step")),
+        ("host runs ahead of the device by", format_number(seen.lead_ms, ",.2f", "ms")),
+        ("device work left when a step has been issued", format_number(seen.trail_ms, ",.2f", "ms")),
+        ("host blocked in forward, backward, optimizer", format_number(seen.blocked_ms, ",.2f", "ms")),
+        ("peak device memory", format_number(seen.peak_gib, ",.2f", "GiB")),
+        ("watching cost", format_number(seen.watch_us_per_step, unit="us a step")),
     ]
     return Table("The step", ("what", "value"), rows)
 
@@ -49,16 +49,16 @@ def tabulate_parts(seen: Measurement) -> Table:
     rows = [
         (
             STYLES[part].label,
-            number(seen.parts_ms.get(part), ",.3f"),
+            format_number(seen.parts_ms.get(part), ",.3f"),
             format_share(seen.parts_ms.get(part), mean),
-            number(seen.host_ms.get(part), ",.3f"),
+            format_number(seen.host_ms.get(part), ",.3f"),
         )
         for part in PARTS
     ]
     found = summary.select_known(seen.parts_ms)
     if found:
         total = sum(found.values())
-        rows.append(("sum of the known parts", number(total, ",.3f"), format_share(total, mean), "-"))
+        rows.append(("sum of the known parts", format_number(total, ",.3f"), format_share(total, mean), "-"))
     note = (
         "Means per optimizer step. The first column adds up to the step on the device's time line; the host's durations"
         " run beside it and are never added to it."
@@ -72,7 +72,7 @@ def format_share(part: float | None, whole: float | None) -> str:
     """Format a part as a percentage of the whole."""
     if part is None or whole is None or not whole > 0:
         return "n/a"
-    return number(100 * part / whole)
+    return format_number(100 * part / whole)
 
 
 def tabulate_one_time(seen: Measurement) -> Table:
@@ -85,7 +85,8 @@ def tabulate_one_time(seen: Measurement) -> Table:
     again = (seen.evidence.get("compilation") or {}).get("ms_per_step")
     note = "Of the whole fit, warm-up included. In no figure of the step."
     if again is not None:
-        note = f"Compiles went on through the timed steps, and {short(again, 'ms')} of each are theirs (host, other)."
+        ms = format_short(again, "ms")
+        note = f"Compiles went on through the timed steps, and {ms} of each are theirs (host, other)."
     return Table("One-time costs", ("cause", "seconds"), rows, numeric=(1,), note=note)
 
 
@@ -112,7 +113,7 @@ def describe_losses(seen: Measurement) -> tuple[str, ...]:
     if not seen.loss:
         return ("n/a",)
     if len(seen.loss) == 1:
-        return (f"{number(seen.loss[0], '.4f')} (1 point in measurement.json)",)
+        return (f"{format_number(seen.loss[0], '.4f')} (1 point in measurement.json)",)
     fifth = max(1, len(seen.loss) // 5)
     lost = sum(not math.isfinite(loss) for loss in seen.loss)
     every = "" if seen.loss_every <= 1 else f", one of every {seen.loss_every} steps"
@@ -125,7 +126,7 @@ def describe_losses(seen: Measurement) -> tuple[str, ...]:
 
 
 def _format_mean(values: Sequence[float]) -> str:
-    return number(sum(values) / len(values), ".4f")
+    return format_number(sum(values) / len(values), ".4f")
 
 
 def tabulate_environment(record: Environment) -> Table:

@@ -14,7 +14,7 @@ import torch
 from fastloop import ConfigError, FastLoop, Verdict
 from fastloop.bridge.apply.applier import Applier
 from fastloop.bridge.apply.changes import Changes
-from fastloop.config.loading import from_callback
+from fastloop.config.loading import load_callback_config
 from fastloop.errors import NotApplicable
 from fastloop.ladder import Ladder
 from fastloop.records.facts import Facts
@@ -61,7 +61,7 @@ class Fake:
 
 
 def loop_of(strict: bool = False, **rungs: Any) -> FastLoop:
-    config, _ = from_callback(None)
+    config, _ = load_callback_config(None)
     ladder: Any = Ladder(**rungs)
     return FastLoop.of(dataclasses.replace(config, ladder=ladder, strict=strict), out=None, quiet=True)
 

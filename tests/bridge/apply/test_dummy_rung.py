@@ -79,11 +79,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastloop
 from fastloop import FastLoop
-from fastloop.config.loading import from_callback
+from fastloop.config.loading import load_callback_config
 from fastloop.errors import ConfigError
-from fastloop.diagnose import findings
+from fastloop.diagnose import list_findings
 from fastloop.experiments.climb.candidates import Position, Start, choose
-from fastloop.ladder import Ladder, cards, manual
+from fastloop.ladder import Ladder, collect_cards, read_manual
 from fastloop.records.climb import Costs
 from fastloop.records.measurement import Measurement
 
@@ -133,7 +133,7 @@ def diagnosed(enabled=()):
     seen = Measurement(
         device="cpu", steps=50, step_ms={"mean": 100.0, "median": 100.0}, parts_ms=parts, host_ms=parts, evidence=loader
     )
-    return findings(seen, cards(), enabled)[0].patch
+    return list_findings(seen, collect_cards(), enabled)[0].patch
 
 
 def climbed():
@@ -150,8 +150,8 @@ ours, plain = fit(loop), fit(None)
 (step,) = loop.plan.steps
 found = {
     "package": fastloop.__file__,
-    "family": cards()["dummy"].family,
-    "manual": manual("dummy").splitlines()[0],
+    "family": collect_cards()["dummy"].family,
+    "manual": read_manual("dummy").splitlines()[0],
     "plan": [step.rung, step.status, dict(step.change.wants), list(step.change.notes)],
     "hooks": [ours.hooks, plain.hooks, len(ours.net._forward_hooks)],
     "same": torch.equal(ours.net.weight, plain.net.weight),

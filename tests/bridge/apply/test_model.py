@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.bridge.apply.read_training import evidence
+from fastloop.bridge.apply.read_training import read_evidence
 from tests.models import Regression
 
 
@@ -20,7 +20,7 @@ def net() -> torch.nn.Module:
 
 def seen(module: torch.nn.Module | None, **groups: Any) -> dict[str, Any]:
     optimizer = SimpleNamespace(param_groups=[groups])
-    return evidence(SimpleNamespace(lightning_module=module, datamodule=None, optimizers=[optimizer]))
+    return read_evidence(SimpleNamespace(lightning_module=module, datamodule=None, optimizers=[optimizer]))
 
 
 def test_a_plain_model() -> None:

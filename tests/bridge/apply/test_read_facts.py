@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from fastloop.bridge.apply import read_facts
-from fastloop.bridge.fit.strategy import mixed
+from fastloop.bridge.fit.strategy import mix_in
 from fastloop.records.facts import Facts
 from tests.models import Regression, loader, pairs, trainer
 
@@ -66,7 +66,7 @@ def test_what_the_trainer_was_told(settings: dict[str, Any], field: str, value: 
 
 def test_deepspeed_is_not_ddp_though_it_inherits_from_it() -> None:
     for kind, ddp, whole in ((DDPStrategy, True, True), (DeepSpeedStrategy, False, False)):
-        for made in (kind, mixed(kind)):
+        for made in (kind, mix_in(kind)):
             made = made.__new__(made)
             vars(made)["_ddp_kwargs"] = {}
             assert read_facts._is_ddp(made) == ddp
@@ -311,7 +311,7 @@ class Endless(IterableDataset[Any]):
     ],
 )
 def test_what_a_loader_is(made: Any, expected: dict[str, Any]) -> None:
-    found = read_facts.loader_facts(made())
+    found = read_facts.read_loader_facts(made())
     assert {name: getattr(found, name) for name in expected} == expected
 
 
@@ -325,7 +325,7 @@ def test_reading_takes_no_sample_and_draws_no_number() -> None:
 
     module = Suspect()
     states = random.getstate(), torch.get_rng_state().tolist(), repr(numpy.random.get_state())
-    found = read_facts.loader_facts(DataLoader(Counts(), shuffle=True))
+    found = read_facts.read_loader_facts(DataLoader(Counts(), shuffle=True))
     facts(module)
     assert Counts.taken == 0 and found.draws_random
     assert states == (random.getstate(), torch.get_rng_state().tolist(), repr(numpy.random.get_state()))
@@ -361,7 +361,7 @@ class Unsized(BatchSampler):
 
 
 def test_a_batch_sampler_without_a_size_is_no_error() -> None:
-    assert read_facts.loader_facts(DataLoader(pairs(4), batch_sampler=Unsized())).batch_size is None
+    assert read_facts.read_loader_facts(DataLoader(pairs(4), batch_sampler=Unsized())).batch_size is None
 
 
 def test_which_batchnorms_cannot_be_computed_batch_by_batch() -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fastloop import ConfigError, FastLoop, FastLoopError
-from fastloop.evidence.trace.other_profilers import in_use
+from fastloop.evidence.trace.other_profilers import find_other_profiler
 from fastloop.records.plan import Plan
 from tests.models import Regression, loader, trainer
 
@@ -211,8 +211,8 @@ def broken(*args: Any, **kwargs: Any) -> Any:
         ("fastloop.evidence.clock.loss_log.LossLog.add", None),
         ("fastloop.bridge.watch.loader_state.count_queued_batches", None),
         ("fastloop.bridge.watch.loader_state.gather_evidence", None),
-        ("fastloop.diagnose.findings", None),
-        ("fastloop.report.run.summary.lines", None),
+        ("fastloop.diagnose.list_findings", None),
+        ("fastloop.report.run.summary.write_lines", None),
         ("fastloop.bridge.fit.run_directory.write", None),
         ("fastloop.bridge.fit.callback.verify", WORKERS),
         ("fastloop.bridge.apply.applier.Applier.evidence", WORKERS),
@@ -227,7 +227,9 @@ def test_watching_fails_open(
     loop = FastLoop(config, out=tmp_path)
     assert fit(loop).losses == plain.losses
     assert len(warned) == 1 and "ZeroDivisionError: planted" in warned[0] and "training goes on" in warned[0], warned
-    assert _get_current_dispatch_mode_stack() == [] and in_use(cuda=False) is None, "nothing of ours goes on"
+    assert _get_current_dispatch_mode_stack() == [] and find_other_profiler(cuda=False) is None, (
+        "nothing of ours goes on"
+    )
     monkeypatch.undo()
     fit(loop)
     assert loop.measurement is not None and loop.measurement.total_steps == 16, "the next fit is watched again"

@@ -34,7 +34,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, loader: Any, *overrides: str, modul
             return loader
 
     monkeypatch.setattr(dry_run, "build_recipe", lambda config: (module or Regression(), Data()))
-    return dry_run.dry_run(load(str(NET), overrides=overrides))
+    return dry_run.plan_dry(load(str(NET), overrides=overrides))
 
 
 def test_a_plain_loader(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:

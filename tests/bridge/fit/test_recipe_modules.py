@@ -10,7 +10,7 @@ import pytest
 
 from fastloop.bridge.fit import recipe_modules, recipes
 from fastloop.config.loading import load
-from fastloop.config.shipped import shipped_root
+from fastloop.config.shipped import find_root
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -23,7 +23,7 @@ def test_it_is_where_the_variable_says_else_what_is_shipped(
         found = list(importlib.reload(recipe_modules).__path__)
     finally:
         recipe_modules.__path__[:] = before
-    assert found == [str(tmp_path if own else shipped_root() / "recipes")]
+    assert found == [str(tmp_path if own else find_root() / "recipes")]
 
 
 def test_what_was_pickled_before_the_file_moved_is_found() -> None:

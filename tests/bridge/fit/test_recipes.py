@@ -12,7 +12,7 @@ import pytest
 
 from fastloop.bridge.fit import recipe_modules, recipes
 from fastloop.config.loading import Config, load
-from fastloop.config.shipped import shipped
+from fastloop.config.shipped import find_shipped
 from fastloop.errors import ConfigError
 from tests.commands.command_line import ROOT
 from tests.trainings import NET
@@ -60,7 +60,7 @@ def test_two_folders_with_the_same_names(here: Path) -> None:
     assert [recipes.build_recipe(config)[0][1] for config in (first, second, first)] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("name", sorted(shipped("recipes")))
+@pytest.mark.parametrize("name", sorted(find_shipped("recipes")))
 @pytest.mark.short
 def test_shipped_ones_load_by_name(name: str) -> None:
     module = recipes.load(load(name))

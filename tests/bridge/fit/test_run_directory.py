@@ -16,8 +16,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from fastloop import FastLoop, diagnose
 from fastloop.bridge.fit import run_directory
-from fastloop.config.loading import from_callback, load
-from fastloop.ladder import cards
+from fastloop.config.loading import load, load_callback_config
+from fastloop.ladder import collect_cards
 from fastloop.records.measurement import PARTS, Measurement
 from fastloop.records.plan import Finding
 from tests.models import Regression, loader, trainer
@@ -172,15 +172,16 @@ def test_their_name_is_the_recipe_s_where_there_is_one_and_next_steps_follow_the
     waits = Finding(bottleneck="data_wait", share_pct=50.0, why="x", patch={"rungs": {"workers": {"enabled": True}}})
     seen = Measurement(device="cuda", evidence={"loader": {"kind": "DataLoader", "num_workers": 0, "usable_cpus": 8}})
     loop: Any = SimpleNamespace(config=config, findings=(waits,), measurement=seen)
-    assert run_directory.words(loop, Regression())["name"] == "cifar10"
-    assert (run_directory.words(loop, None)["then"], run_directory.words(loop, None)["later"]) == diagnose.next_steps(
-        (waits,), seen, cards()
-    )
-    assert "prefetch" in run_directory.words(loop, None)["then"]
+    assert run_directory.choose_words(loop, Regression())["name"] == "cifar10"
+    assert (
+        run_directory.choose_words(loop, None)["then"],
+        run_directory.choose_words(loop, None)["later"],
+    ) == diagnose.list_next_steps((waits,), seen, collect_cards())
+    assert "prefetch" in run_directory.choose_words(loop, None)["then"]
     loop.config = load("cifar10", more=["prefetch"])
-    assert "prefetch" not in run_directory.words(loop, None)["then"]
-    loop.config, _ = from_callback("safe")
-    assert run_directory.words(loop, Regression())["name"] == "Regression"
+    assert "prefetch" not in run_directory.choose_words(loop, None)["then"]
+    loop.config, _ = load_callback_config("safe")
+    assert run_directory.choose_words(loop, Regression())["name"] == "Regression"
 
 
 # -- where they go --------------------------------------------------------------------------------------------------

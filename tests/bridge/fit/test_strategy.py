@@ -24,8 +24,8 @@ PUBLIC = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "DeepSpeedStrat
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_mixed_class_keeps_its_namespace_and_layout(space: str, name: str) -> None:
     kind: Any = namespaces.load(space, f"strategies.{name}")
-    mixed = strategy.mixed(kind)
-    assert mixed is strategy.mixed(kind) and issubclass(mixed, kind) and namespaces.of(mixed) == space
+    mixed = strategy.mix_in(kind)
+    assert mixed is strategy.mix_in(kind) and issubclass(mixed, kind) and namespaces.find_namespace(mixed) == space
     assert mixed.__name__ == f"FastLoop_{name}"
     ours = [base for base in mixed.__mro__ if base.__module__ == "fastloop.bridge.fit.strategy"]
     assert all(issubclass(base, namespaces.load(space, "strategies.Strategy")) for base in ours) and len(ours) == 2
@@ -39,7 +39,7 @@ def test_a_mixed_class_keeps_its_namespace_and_layout(space: str, name: str) -> 
 def test_only_public_methods_of_lightnings_strategy_are_overridden() -> None:
     base: Any = namespaces.load("lightning.pytorch", "strategies.Strategy")
     ddp: Any = namespaces.load("lightning.pytorch", "strategies.DDPStrategy")
-    bases = [kind for kind in strategy.mixin("lightning.pytorch").__mro__ if "fastloop" in kind.__module__]
+    bases = [kind for kind in strategy.make_mixin("lightning.pytorch").__mro__ if "fastloop" in kind.__module__]
     ours = {name for kind in bases for name, value in vars(kind).items() if callable(value)} - {"__reduce_ex__"}
     assert ours and not [name for name in ours if name.startswith("_")]
     assert all(hasattr(base, name) or hasattr(ddp, name) for name in ours)
@@ -73,7 +73,7 @@ def test_calls_reach_the_applier_in_lightnings_order(named: bool) -> None:
     strategy.register()
     made = trainer(strategy="fastloop" if named else "auto")
     if not named:
-        made.strategy.__class__ = strategy.mixed(type(made.strategy))
+        made.strategy.__class__ = strategy.mix_in(type(made.strategy))
     plain, module, note = Regression(), Regression(), Note()
     module.load_state_dict(plain.state_dict())
     vars(made.strategy)["fastloop"] = note
@@ -109,7 +109,7 @@ def through_pickle(value: Any) -> Any:
 @pytest.mark.parametrize("name", ["auto", "fastloop", "fastloop_ddp", "fastloop_fsdp"])
 def test_copies_keep_their_class_and_leave_the_applier(how: Any, name: str) -> None:
     made = trainer(strategy=StrategyRegistry.get(name) if "fsdp" in name else name)  # the name needs a GPU
-    kind = type(made.strategy) if name != "auto" else strategy.mixed(type(made.strategy))
+    kind = type(made.strategy) if name != "auto" else strategy.mix_in(type(made.strategy))
     made.strategy.__class__ = kind
     vars(made.strategy)["fastloop"] = note = Note()
     twin = how(made.strategy)

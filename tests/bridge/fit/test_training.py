@@ -207,7 +207,7 @@ def test_without_a_step_there_is_no_rate(monkeypatch: pytest.MonkeyPatch, capsys
 # -- quiet ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("space", list(namespaces.installed()))
+@pytest.mark.parametrize("space", list(namespaces.list_installed()))
 def test_notices_are_kept_out_in_every_namespace(space: str, caplog: pytest.LogCaptureFixture) -> None:
     speaks = importlib.import_module(f"{space}.utilities.rank_zero")
     core = importlib.import_module("lightning_utilities.core.rank_zero")

@@ -16,7 +16,7 @@ from fastloop import FastLoop
 from fastloop.bridge.trials import ceilings
 from fastloop.bridge.trials.ceilings import FEWEST, MOST, NoExchange, Replay, replay
 from fastloop.errors import FastLoopError
-from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.batch_tree import count_rows
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from tests import models
 from tests.bridge.launch import python
@@ -274,7 +274,7 @@ def test_a_replay_answers_like_its_loader() -> None:
     assert len(stands_in) == 16 and stands_in.batch_size == 4 and stands_in.num_workers == 0
     first, second, third = list(stands_in)[:3]
     assert first["x"] is third["x"] is batches[0]["x"] and first is not third and second["x"] is batches[1]["x"]
-    assert samples(first) == 4 and not isinstance(stands_in, DeviceFeed)
+    assert count_rows(first) == 4 and not isinstance(stands_in, DeviceFeed)
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------

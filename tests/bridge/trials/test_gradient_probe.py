@@ -17,7 +17,7 @@ from fastloop.bridge.fit import recipe_modules
 from fastloop.bridge.trials import gradient_probe, gradient_state
 from fastloop.bridge.trials.gradient_probe import GradientProbe, measure
 from fastloop.experiments.trials.trial import Job, run_trial
-from fastloop.judge.parity import gradient_gate
+from fastloop.judge.parity import judge_gradient
 from fastloop.records import store
 from fastloop.records.experiment import Gate
 from fastloop.records.trial import GradientAnswer
@@ -30,7 +30,7 @@ def judge(*answers: Any) -> Gate:
     """The gradient gate between two answers, which may be as they read in answer.json."""
     base, arm = (store.decode(answer, GradientAnswer) for answer in answers)
     assert base is not None and arm is not None
-    return gradient_gate(base, arm)
+    return judge_gradient(base, arm)
 
 
 @pytest.fixture

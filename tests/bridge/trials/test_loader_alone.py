@@ -16,7 +16,7 @@ import torch
 
 from fastloop.bridge.fit import recipe_modules
 from fastloop.bridge.trials import loader_alone
-from fastloop.bridge.trials.loader_alone import measure, window
+from fastloop.bridge.trials.loader_alone import measure, time_window
 from fastloop.errors import FastLoopError, NotApplicable
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Job, run_trial
@@ -93,7 +93,7 @@ def test_more_workers_are_tried_while_they_help(
         step = ms[len(asked) - 1]
         return SimpleNamespace(found={"ms_per_step": step, "inactive": {}}, slowest_ms=step or float("inf"))
 
-    monkeypatch.setattr(loader_alone, "_alone", alone)
+    monkeypatch.setattr(loader_alone, "_time_alone", alone)
     found = several(counts=(2, 4, 8), enough_ms=enough_ms)
     assert [each.count for each in asked] == [2, 4, 8][:measured] and all(each.enabled for each in asked)
     assert [each["ms_per_step"] for each in found["counts"]] == ms[:measured]
@@ -173,7 +173,7 @@ def test_what_a_dataset_raises_comes_through_and_leaves_no_worker(
         assert newborns(), "the workers were there"
         raise ZeroDivisionError
 
-    monkeypatch.setattr(loader_alone, "_batches", lambda combined: lambda: next(combined) and raises())
+    monkeypatch.setattr(loader_alone, "_make_take", lambda combined: lambda: next(combined) and raises())
     with pytest.raises(ZeroDivisionError):
         measured("recipe.load_ms=1", *TWO)
     assert not newborns()
@@ -234,14 +234,14 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., loader_alone.Window
         clock, fills = Clock(), iter(ready)
         monkeypatch.setattr(loader_alone, "time", clock)
         monkeypatch.setattr(loader_alone.loader_state, "count_queued_batches", lambda trainer: held)
-        monkeypatch.setattr(loader_alone, "ready", lambda trainer: next(fills))
+        monkeypatch.setattr(loader_alone, "count_ready", lambda trainer: next(fills))
 
         def take() -> torch.Tensor:
             clock.now += next(seconds)
             return torch.zeros(4, 2)
 
         trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
-        return window(take, trainer)
+        return time_window(take, trainer)
 
     return run
 

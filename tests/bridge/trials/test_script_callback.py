@@ -18,7 +18,7 @@ from lightning.pytorch.tuner import Tuner
 from fastloop import FastLoop
 from fastloop.bridge import namespaces
 from fastloop.bridge.trials import script_callback
-from fastloop.bridge.trials.script_callback import Injected, callbacks
+from fastloop.bridge.trials.script_callback import Injected, add_callbacks
 from tests import models
 
 
@@ -46,14 +46,14 @@ class Orders:
 
 @pytest.fixture
 def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Orders]:
-    for _, connector in namespaces.found(script_callback.CONNECTOR):  # as it was, at the end of the test
+    for _, connector in namespaces.find_everywhere(script_callback.CONNECTOR):  # as it was, at the end of the test
         monkeypatch.setattr(connector, "configure_logger", connector.configure_logger)
     yield Orders(tmp_path, monkeypatch)
 
 
 def trainer(**settings: Any) -> Any:
     """A Trainer as Lightning makes it in the command."""
-    return models.trainer(**{**settings, "callbacks": [*settings.get("callbacks", []), *callbacks()]})
+    return models.trainer(**{**settings, "callbacks": [*settings.get("callbacks", []), *add_callbacks()]})
 
 
 def kinds(trainer: Any) -> list[str]:
@@ -84,13 +84,13 @@ def test_without_orders_there_is_nothing(set_to: str | None, tmp_path: Path, mon
     monkeypatch.delenv("FASTLOOP_EXEC", raising=False)
     if set_to is not None:
         monkeypatch.setenv("FASTLOOP_EXEC", set_to.format(tmp=tmp_path))
-    assert callbacks() == [] == script_callback.fabric()
+    assert add_callbacks() == [] == script_callback.add_to_fabric()
 
 
 def test_switched_off_it_is_nothing(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
     orders()
     monkeypatch.setenv("FASTLOOP_DISABLE", "1")
-    assert callbacks() == [] and not (orders.place / "events.jsonl").exists()
+    assert add_callbacks() == [] and not (orders.place / "events.jsonl").exists()
 
 
 def test_the_first_fit_that_trains_is_measured_and_no_other(orders: Orders) -> None:
@@ -184,7 +184,7 @@ def test_a_fit_of_another_process_comes_first(orders: Orders) -> None:
 def test_each_lightning_takes_it_for_its_own(name: str, orders: Orders) -> None:
     library = pytest.importorskip(name)
     orders()
-    kept = callbacks()
+    kept = add_callbacks()
     assert isinstance(kept[0], library.Callback)
 
     class Net(library.LightningModule):  # type: ignore[misc,name-defined]
@@ -293,14 +293,14 @@ def test_stacks_on_request(orders: Orders, capfd: pytest.CaptureFixture[str]) ->
 
     orders(stacks=True)
     try:
-        assert len(callbacks()) == 1
+        assert len(add_callbacks()) == 1
         os.kill(os.getpid(), signal.SIGUSR2)
         assert "test_stacks_on_request" in capfd.readouterr().err
     finally:
         faulthandler.unregister(signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, mine := lambda *_: None)
     try:
-        callbacks()
+        add_callbacks()
         assert signal.getsignal(signal.SIGUSR2) is mine
         os.kill(os.getpid(), signal.SIGUSR2)
         assert "test_stacks_on_request" not in capfd.readouterr().err, "the script's own use of the signal stands"
@@ -337,7 +337,7 @@ def test_a_disposable_run_keeps_lightnings_own_logs_to_itself(
 
     def make(**settings: Any) -> Any:
         quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        return library.Trainer(accelerator="cpu", callbacks=callbacks(), **quiet, **settings)
+        return library.Trainer(accelerator="cpu", callbacks=add_callbacks(), **quiet, **settings)
 
     first, second, named = make(), make(logger=True), make(default_root_dir=shell / "named")
     for each in (first, second, named):

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.bridge.trials import gradient_state
-from fastloop.judge.parity import gradient_gate
+from fastloop.judge.parity import judge_gradient
 from fastloop.records import store
 from fastloop.records.experiment import Gate
 from fastloop.records.trial import GradientAnswer
@@ -23,7 +23,7 @@ def judge(*answers: Any) -> Gate:
     """The gradient gate between two answers, as they read in answer.json."""
     base, arm = (store.decode(answer, GradientAnswer) for answer in answers)
     assert base is not None and arm is not None
-    return gradient_gate(base, arm)
+    return judge_gradient(base, arm)
 
 
 class Convolutions(Twin):

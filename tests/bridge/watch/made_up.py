@@ -13,7 +13,7 @@ import torch
 from fastloop.bridge.watch.phases import BODY
 from fastloop.bridge.watch.window import Watch
 from fastloop.config.loading import WatchSettings
-from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.batch_tree import count_rows
 
 CPU = torch.device("cpu")
 
@@ -77,6 +77,6 @@ def run(
                     fetch()
                 time.passes(compute_s)
             given = [torch.zeros(4, 2)] if batch is None else batch
-            watch.batch_end(torch.tensor(1.0 / batches), given, samples(given), number == batches - 1, batches)
+            watch.batch_end(torch.tensor(1.0 / batches), given, count_rows(given), number == batches - 1, batches)
         if between is not None:
             between()

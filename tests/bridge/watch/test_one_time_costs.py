@@ -253,7 +253,7 @@ def test_steps_that_turn_out_slower_than_rehearsed_are_said_first(from_step: int
     assert (rehearsed.eager_ms < 15) is bool(from_step), "or there was nothing to compare with"
     assert (first.title == "SLOWER WITH AMP") is bool(from_step), loop.findings
     if from_step:
-        line = summary.lines(seen(loop), loop.plan, loop.verdicts, loop.findings)[0]
+        line = summary.write_lines(seen(loop), loop.plan, loop.verdicts, loop.findings)[0]
         assert "with amp, without rungs the rehearsed batch took" in line and "(n = 31, slower by" in line
         assert first.patch == {"rungs": {"amp": {"enabled": False}}}
 

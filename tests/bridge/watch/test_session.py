@@ -455,7 +455,7 @@ def test_a_profiler_that_is_replaced_is_said_and_the_steps_before_it_stand(step:
 def test_a_crowded_machine_is_named(share: float | None, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     began = perf_counter()
     wait = (lambda: None) if share is None else (lambda: share * (perf_counter() - began))
-    monkeypatch.setattr(machine, "cpu_wait_s", wait)
+    monkeypatch.setattr(machine, "read_cpu_wait_s", wait)
     loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
     trainer(max_epochs=2, callbacks=[loop]).fit(Regression(), loader())
     assert loop.measurement is not None

@@ -19,11 +19,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
         made.append(which)
         return SimpleNamespace(**which)
 
-    off_cpu._stream.cache_clear()
+    off_cpu._open_stream.cache_clear()
     monkeypatch.setattr(torch.cuda, "Stream", new)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"torch's of {device}")
     yield made  # type: ignore[misc]
-    off_cpu._stream.cache_clear()
+    off_cpu._open_stream.cache_clear()
 
 
 def test_one_object_per_stream(monkeypatch: pytest.MonkeyPatch, made: list[dict[str, int]]) -> None:

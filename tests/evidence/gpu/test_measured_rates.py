@@ -138,7 +138,7 @@ def device(cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(module, "find_uuid", lambda _: UUID)
-    monkeypatch.setattr(module, "_product_ms", lambda n, _: settings["product"](n))
+    monkeypatch.setattr(module, "_time_product_ms", lambda n, _: settings["product"](n))
     monkeypatch.setattr(module, "_copy_ms", lambda size, _: settings["copy"](size))
     return settings
 

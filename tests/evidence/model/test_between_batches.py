@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler
 
-from fastloop.evidence.model.between_batches import list_changers, list_draws, sampler_hazards
+from fastloop.evidence.model.between_batches import find_sampler_hazards, list_changers, list_draws
 
 DATA = TensorDataset(torch.zeros(8))
 LOSSES = {"last": 0.0}
@@ -112,8 +112,8 @@ def test_samplers_that_draw_between_two_indices() -> None:
 def test_samplers_of_torch_and_plain_ones_of_the_users_look_at_nothing() -> None:
     weighted = WeightedRandomSampler([0.5] * 8, 8)
     for sampler in (RandomSampler(DATA), weighted, BatchSampler(RandomSampler(DATA), 4, False), ByLoss(order=[1])):
-        assert sampler_hazards(sampler, DATA, [Feeds([]), L.LightningModule()]) == ()
-    assert sampler_hazards(ReadsModule(), DATA, [Feeds([])]) == ()
+        assert find_sampler_hazards(sampler, DATA, [Feeds([]), L.LightningModule()]) == ()
+    assert find_sampler_hazards(ReadsModule(), DATA, [Feeds([])]) == ()
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,14 @@ def test_samplers_of_torch_and_plain_ones_of_the_users_look_at_nothing() -> None
     ],
 )
 def test_what_a_sampler_holds_of_the_training(held: Any, hazard: str | None) -> None:
-    assert sampler_hazards(ByLoss(**held), DATA) == (() if hazard is None else (hazard,))
+    assert find_sampler_hazards(ByLoss(**held), DATA) == (() if hazard is None else (hazard,))
     inner = BatchSampler(ByLoss(**held), 2, False)
     expected = () if hazard is None else (hazard.replace("sampler.", "sampler.sampler."),)
-    assert sampler_hazards(inner, DATA) == expected
+    assert find_sampler_hazards(inner, DATA) == expected
 
 
 def test_a_sampler_that_is_told_of_losses() -> None:
-    assert sampler_hazards(Hears(losses=[0.0]), DATA) == (
+    assert find_sampler_hazards(Hears(losses=[0.0]), DATA) == (
         "sampler.losses is changed by its update()",
         "sampler.losses is changed by its note()",
     )
@@ -142,10 +142,12 @@ def test_a_sampler_that_is_told_of_losses() -> None:
 def test_what_a_sampler_shares_with_who_changes_it() -> None:
     losses = [0.0]
     sampler = ByLoss(losses=losses)
-    assert sampler_hazards(sampler, DATA, [Feeds(losses)]) == ("sampler.losses is held by Feeds (held) too",)
-    assert sampler_hazards(sampler, DATA, [Feeds(sampler)]) == ("sampler is held by Feeds (held) too",)
-    assert sampler_hazards(sampler, DATA, [Keeps(losses), Feeds([0.0])]) == ()
-    assert sampler_hazards(ReadsModule(), DATA, [WritesGlobal()]) == ("LOSSES is held by WritesGlobal (LOSSES) too",)
+    assert find_sampler_hazards(sampler, DATA, [Feeds(losses)]) == ("sampler.losses is held by Feeds (held) too",)
+    assert find_sampler_hazards(sampler, DATA, [Feeds(sampler)]) == ("sampler is held by Feeds (held) too",)
+    assert find_sampler_hazards(sampler, DATA, [Keeps(losses), Feeds([0.0])]) == ()
+    assert find_sampler_hazards(ReadsModule(), DATA, [WritesGlobal()]) == (
+        "LOSSES is held by WritesGlobal (LOSSES) too",
+    )
 
 
 def test_the_dataset_in_a_sampler_is_not_looked_at() -> None:
@@ -157,7 +159,7 @@ def test_the_dataset_in_a_sampler_is_not_looked_at() -> None:
             return 8
 
     dataset = Teaches()
-    assert sampler_hazards(RandomSampler(dataset), dataset) == ()
+    assert find_sampler_hazards(RandomSampler(dataset), dataset) == ()
 
 
 # -- between epochs ---------------------------------------------------------------------------------------------------

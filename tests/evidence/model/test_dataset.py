@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fastloop.evidence.model import dataset as dataset_module
-from fastloop.evidence.model.dataset import draws_random, list_long, unpicklable, walk, worker_hazards
+from fastloop.evidence.model.dataset import draws_random, find_unpicklable, find_worker_hazards, list_long, walk
 
 
 class Items(Dataset):
@@ -76,8 +76,8 @@ def test_a_plain_dataset_is_fit_for_workers() -> None:
         root=Path("/"),
         transform=str.upper,
     )
-    assert worker_hazards(plain) == () and worker_hazards(TensorDataset(torch.zeros(3))) == ()
-    assert worker_hazards(Caching()) == () and worker_hazards(Subset(plain, [0])) == ()
+    assert find_worker_hazards(plain) == () and find_worker_hazards(TensorDataset(torch.zeros(3))) == ()
+    assert find_worker_hazards(Caching()) == () and find_worker_hazards(Subset(plain, [0])) == ()
 
 
 @pytest.mark.parametrize(
@@ -90,18 +90,20 @@ def test_a_plain_dataset_is_fit_for_workers() -> None:
     ],
 )
 def test_open_handles_are_named(member: Any, handle: str) -> None:
-    found = worker_hazards(Subset(Items(store={"train": [member]}), [0]))
+    found = find_worker_hazards(Subset(Items(store={"train": [member]}), [0]))
     assert found == (f"dataset.dataset.store['train'][0] is an open {handle} handle; open it in __getitem__ instead",)
 
 
 def test_a_real_sqlite_connection_and_a_real_file(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "a.db")
-    assert worker_hazards(Items(db=connection)) == (
+    assert find_worker_hazards(Items(db=connection)) == (
         "dataset.db is an open sqlite3 handle; open it in __getitem__ instead",
     )
     connection.close()
     with open(tmp_path / "a.bin", "wb+") as file:
-        assert worker_hazards(Items(f=file)) == ("dataset.f is an open file handle; open it in __getitem__ instead",)
+        assert find_worker_hazards(Items(f=file)) == (
+            "dataset.f is an open file handle; open it in __getitem__ instead",
+        )
 
 
 def test_handles_hidden_in_callables_are_found() -> None:
@@ -117,9 +119,11 @@ def test_handles_hidden_in_callables_are_found() -> None:
     def closure(index: int) -> Any:
         return handle, index
 
-    assert worker_hazards(Items(read=Reader().read))[0].startswith("dataset.read.__self__.h5 is an open h5py")
-    assert worker_hazards(Items(read=functools.partial(len, handle)))[0].startswith("dataset.read.args[0] is an open")
-    assert worker_hazards(Items(read=closure))[0].startswith("dataset.read.<closure handle> is an open h5py")
+    assert find_worker_hazards(Items(read=Reader().read))[0].startswith("dataset.read.__self__.h5 is an open h5py")
+    assert find_worker_hazards(Items(read=functools.partial(len, handle)))[0].startswith(
+        "dataset.read.args[0] is an open"
+    )
+    assert find_worker_hazards(Items(read=closure))[0].startswith("dataset.read.<closure handle> is an open h5py")
 
 
 def test_cuda_tensors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +131,7 @@ def test_cuda_tensors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         is_cuda = True
 
     tensor = torch.zeros(2).as_subclass(Cuda)
-    assert worker_hazards(TensorDataset(torch.zeros(2), tensor)) == (
+    assert find_worker_hazards(TensorDataset(torch.zeros(2), tensor)) == (
         "dataset.tensors[1] is a CUDA tensor, which a forked worker cannot use",
     )
 
@@ -145,7 +149,7 @@ def test_cuda_tensors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_state_that_changes_between_epochs_is_named(dataset: Any, place: str) -> None:
     expected = f"{place} changes between epochs or samples, and workers hold copies of it"
-    assert worker_hazards(dataset) == (expected,)
+    assert find_worker_hazards(dataset) == (expected,)
 
 
 def test_looking_touches_nothing() -> None:
@@ -166,7 +170,7 @@ def test_looking_touches_nothing() -> None:
             raise AssertionError("a sample was taken")
 
     dataset = Untouched(table=Lazy(), module=types, many=list(range(10**6)))
-    assert worker_hazards(dataset) == () and draws_random(dataset) == ()
+    assert find_worker_hazards(dataset) == () and draws_random(dataset) == ()
 
 
 def test_walking_is_bounded_and_ends_in_circles() -> None:
@@ -242,12 +246,12 @@ def test_random_draws_are_found_behind_super_and_helper_functions() -> None:
 
 
 def test_unpicklable_names_the_innermost_place() -> None:
-    assert unpicklable(Items(a=1)) is None
-    found = unpicklable(Items(transform=[str.upper, lambda image: image]))
+    assert find_unpicklable(Items(a=1)) is None
+    found = find_unpicklable(Items(transform=[str.upper, lambda image: image]))
     assert found is not None and found.startswith("dataset.transform[1] (") and "<lambda>)" in found
-    assert unpicklable(Items(deep={"lock": threading.Lock()})) == "dataset.deep['lock'] (lock)"
-    assert unpicklable(functools.partial(max, threading.Lock()), "collate_fn") == "collate_fn.args[0] (lock)"
-    assert "<lambda>" in str(unpicklable(lambda batch: batch, "collate_fn"))
+    assert find_unpicklable(Items(deep={"lock": threading.Lock()})) == "dataset.deep['lock'] (lock)"
+    assert find_unpicklable(functools.partial(max, threading.Lock()), "collate_fn") == "collate_fn.args[0] (lock)"
+    assert "<lambda>" in str(find_unpicklable(lambda batch: batch, "collate_fn"))
 
 
 # -- what copies in workers would mix up or change -------------------------------------------------------------------
@@ -299,20 +303,20 @@ def ask_global(samples: Any) -> Any:
     ],
 )
 def test_what_workers_would_share_or_copy_is_named(member: Any, reason: str) -> None:
-    (found,) = worker_hazards(Items(member=member))
+    (found,) = find_worker_hazards(Items(member=member))
     assert found.startswith("dataset.member") and reason in found
-    assert reason in worker_hazards(Items(), functools.partial(max, member))[0]
+    assert reason in find_worker_hazards(Items(), functools.partial(max, member))[0]
 
 
 def test_what_a_dataset_reads_from_its_module_is_looked_at() -> None:
-    assert worker_hazards(AsksGlobal())[0].startswith("REMOTE.pool['one'] (socket) is a connection")
-    assert worker_hazards(Items(), ask_global)[0].startswith("REMOTE.pool['one'] (socket) is a connection")
+    assert find_worker_hazards(AsksGlobal())[0].startswith("REMOTE.pool['one'] (socket) is a connection")
+    assert find_worker_hazards(Items(), ask_global)[0].startswith("REMOTE.pool['one'] (socket) is a connection")
 
     class NamesOnly(Items):
         def __getitem__(self, index: int) -> Any:
             return index.REMOTE  # type: ignore[attr-defined]
 
-    assert worker_hazards(NamesOnly()) == ()
+    assert find_worker_hazards(NamesOnly()) == ()
 
 
 def test_what_a_method_reads_from_the_function_around_its_class_is_looked_at() -> None:
@@ -322,9 +326,9 @@ def test_what_a_method_reads_from_the_function_around_its_class_is_looked_at() -
         def __getitem__(self, index: int) -> Any:
             return held["one"], index
 
-    assert worker_hazards(Asks()) == ()
+    assert find_worker_hazards(Asks()) == ()
     held["one"] = CONNECTION
-    assert worker_hazards(Asks())[0].startswith("held['one'] (socket) is a connection")
+    assert find_worker_hazards(Asks())[0].startswith("held['one'] (socket) is a connection")
 
 
 CALLS = 0
@@ -414,7 +418,7 @@ def make_counter() -> Any:
 )
 def test_counters_under_any_name_are_found(dataset: Any, collate: Any, place: str) -> None:
     expected = f"{place} changes between epochs or samples, and workers hold copies of it"
-    assert worker_hazards(dataset, collate) == (expected,)
+    assert find_worker_hazards(dataset, collate) == (expected,)
 
 
 class Harmless(Items):
@@ -446,16 +450,16 @@ def stack(samples: Any) -> Any:
 
 
 def test_what_ordinary_datasets_do_is_no_state() -> None:
-    assert worker_hazards(Harmless(), stack) == ()
-    assert worker_hazards(Items(transform=functools.partial(stack)), lambda samples: stack(samples)) == ()
-    assert worker_hazards(Subset(TensorDataset(torch.zeros(3)), [0]), torch.utils.data.default_collate) == ()
+    assert find_worker_hazards(Harmless(), stack) == ()
+    assert find_worker_hazards(Items(transform=functools.partial(stack)), lambda samples: stack(samples)) == ()
+    assert find_worker_hazards(Subset(TensorDataset(torch.zeros(3)), [0]), torch.utils.data.default_collate) == ()
 
 
 def test_transforms_of_libraries_are_no_state() -> None:
     from torchvision import transforms
 
     composed = transforms.Compose([transforms.RandomCrop(8), transforms.ColorJitter(), transforms.ToTensor()])
-    assert worker_hazards(Items(transform=composed)) == ()
+    assert find_worker_hazards(Items(transform=composed)) == ()
 
 
 def test_long_lists_are_told_with_their_place(monkeypatch: pytest.MonkeyPatch) -> None:

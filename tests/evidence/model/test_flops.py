@@ -129,12 +129,12 @@ def test_attention_is_counted_as_torch_does_where_torch_can() -> None:
     from fastloop.evidence.model import flops
 
     q, k, v, grad = (torch.empty(2, 4, 6, 8), torch.empty(2, 4, 5, 8), torch.empty(2, 4, 5, 3), torch.empty(2, 4, 6, 3))
-    assert flops._attention(q, k, v)[1] == sdpa_flop_count(q.shape, k.shape, v.shape)
+    assert flops._count_attention(q, k, v)[1] == sdpa_flop_count(q.shape, k.shape, v.shape)
     theirs = sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
-    assert sum(flops._attention_backward(grad, q, k, v)[1:]) == theirs
+    assert sum(flops._count_attention_backward(grad, q, k, v)[1:]) == theirs
     with pytest.raises(AssertionError):
         sdpa_flop_count(q.shape, k[:, :2].shape, v[:, :2].shape)
-    assert flops._attention(q, k[:, :2], v[:, :2]) == flops._attention(q, k, v)  # grouped queries
+    assert flops._count_attention(q, k[:, :2], v[:, :2]) == flops._count_attention(q, k, v)  # grouped queries
 
 
 def test_a_residual_network_counts_as_torch_counts_it() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from fastloop.evidence.model.dataset import draws_random
-from fastloop.evidence.model.thread_safety import list_shared_draws, thread_hazards
+from fastloop.evidence.model.thread_safety import find_thread_hazards, list_shared_draws
 
 COUNT = {"samples": 0}
 WRITTEN = "is written while a sample is made, and threads would write it at once"
@@ -173,7 +173,7 @@ def typed(source: str) -> Any:
     ],
 )
 def test_what_threads_cannot_share(dataset: Any, expected: str) -> None:
-    assert thread_hazards(dataset, default_collate) == (expected,)
+    assert find_thread_hazards(dataset, default_collate) == (expected,)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_what_threads_cannot_share(dataset: Any, expected: str) -> None:
     ],
 )
 def test_what_they_can(dataset: Any) -> None:
-    assert thread_hazards(dataset, default_collate) == ()
+    assert find_thread_hazards(dataset, default_collate) == ()
 
 
 def test_a_mapped_file_can_be_shared_and_one_that_is_read_on_cannot(tmp_path: Path) -> None:
@@ -198,15 +198,15 @@ def test_a_mapped_file_can_be_shared_and_one_that_is_read_on_cannot(tmp_path: Pa
             return self.mapped.read(1)
 
     table = np.memmap(tmp_path / "table", np.uint8, "w+", shape=(3,))
-    assert thread_hazards(Items(table=table)) == ()
-    assert thread_hazards(Reads(mapped=table._mmap)) == (f"dataset.mapped {WRITTEN}",)
+    assert find_thread_hazards(Items(table=table)) == ()
+    assert find_thread_hazards(Reads(mapped=table._mmap)) == (f"dataset.mapped {WRITTEN}",)
 
 
 def test_a_collate_function_handles_and_connections() -> None:
-    assert thread_hazards(Items(), collate_counting) == (f"collate_fn (the outer COUNT) {WRITTEN}",)
+    assert find_thread_hazards(Items(), collate_counting) == (f"collate_fn (the outer COUNT) {WRITTEN}",)
     ends = socket.socketpair()
     with tempfile.TemporaryFile() as file:
-        found = thread_hazards(Items(file=file, ends=ends))
+        found = find_thread_hazards(Items(file=file, ends=ends))
     for end in ends:
         end.close()
     assert "dataset.file is an open file handle, which threads would share; open it in __getitem__ instead" in found
@@ -215,8 +215,8 @@ def test_a_collate_function_handles_and_connections() -> None:
 
 def test_an_installed_dataset_that_seeds_the_shared_generator() -> None:
     datasets = pytest.importorskip("torchvision.datasets")
-    assert thread_hazards(datasets.FakeData()) == (f"dataset (FakeData) {DRAWN}",)
-    assert thread_hazards(datasets.MNIST.__new__(datasets.MNIST)) == ()
+    assert find_thread_hazards(datasets.FakeData()) == (f"dataset (FakeData) {DRAWN}",)
+    assert find_thread_hazards(datasets.MNIST.__new__(datasets.MNIST)) == ()
 
 
 def test_torchvisions_draws_can_be_given_a_generator_and_others_cannot() -> None:
@@ -250,5 +250,5 @@ def test_a_buffer_that_threads_share_does_go_wrong() -> None:
         each.start()
     for each in threads:
         each.join()
-    assert got[0] == got[1] and thread_hazards(dataset) != ()
+    assert got[0] == got[1] and find_thread_hazards(dataset) != ()
     assert [int(batch) for batch in DataLoader(Items(), batch_size=1)] == [0, 1, 2, 3]

@@ -127,7 +127,7 @@ def test_packages_in_a_folder_of_any_name(tmp_path: Any, monkeypatch: pytest.Mon
     apply = (f"{tmp_path}/extra/lightning/fabric/utilities/apply_func.py", "lightning.fabric.utilities.apply_func")
     monkeypatch.syspath_prepend(str(tmp_path / "extra"))
     (tmp_path / "extra" / "torch_geometric-2.8.1.dist-info").mkdir(parents=True)
-    for cache in (call_site._find_owner, call_site._has_packages, call_site._short):
+    for cache in (call_site._find_owner, call_site._has_packages, call_site._shorten_path):
         cache.cache_clear()
     found = called(SCRIPT, FIT, LOOP, USER, scatter, TORCH)
     assert (found.where, found.inside) == ("project/train.py:3", "torch_geometric/utils/_scatter.py:3")
@@ -204,7 +204,7 @@ def test_the_frameworks_own_reasons(frame: Frame, cause: Cause | None) -> None:
 )
 def test_a_callback_is_called_as_its_user_wrote_it(given: dict[str, Any], name: str) -> None:
     callback = type("Saves", (), given)()
-    assert call_site._as_configured(callback) == name
+    assert call_site._describe_callback(callback) == name
 
 
 def test_the_expression_itself() -> None:
@@ -226,12 +226,12 @@ def test_the_name_under_which_a_tensor_is_logged() -> None:
 
 
 def test_paths_are_short_and_tell_nothing_of_the_machine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    call_site._short.cache_clear()
+    call_site._shorten_path.cache_clear()
     monkeypatch.chdir(tmp_path)
-    assert call_site._short(str(tmp_path / "models" / "net.py")) == "models/net.py"
-    assert call_site._short("/home/somebody/deep/down/net.py") == "down/net.py"
-    assert call_site._short(f"{PACKAGES}/timm/models/vit.py") == "timm/models/vit.py"
-    call_site._short.cache_clear()
+    assert call_site._shorten_path(str(tmp_path / "models" / "net.py")) == "models/net.py"
+    assert call_site._shorten_path("/home/somebody/deep/down/net.py") == "down/net.py"
+    assert call_site._shorten_path(f"{PACKAGES}/timm/models/vit.py") == "timm/models/vit.py"
+    call_site._shorten_path.cache_clear()
 
 
 def test_no_frames_at_all() -> None:

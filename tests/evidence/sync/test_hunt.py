@@ -216,7 +216,7 @@ def test_arguments_of_backward_arrive() -> None:
 def test_explicit_synchronisations_are_seen_and_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append(1))
-    owners = syncs._explicit()
+    owners = syncs._list_explicit()
     assert len(owners) >= 4
     before = [vars(owner).get(name) for owner, name in owners]
     shown, filters = warnings.showwarning, list(warnings.filters)

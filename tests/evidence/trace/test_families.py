@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastloop.evidence.trace.families import of_kernel, of_operator
+from fastloop.evidence.trace.families import classify_kernel, classify_operator
 from fastloop.records.measurement import FAMILIES
 
 KERNELS = {
@@ -111,9 +111,9 @@ def test_every_family_is_tried() -> None:
 
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in KERNELS.items() for name in names])
 def test_kernels(family: str, name: str) -> None:
-    assert of_kernel(name) == family
+    assert classify_kernel(name) == family
 
 
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in OPERATORS.items() for name in names])
 def test_operators(family: str, name: str) -> None:
-    assert of_operator(name) == family
+    assert classify_operator(name) == family

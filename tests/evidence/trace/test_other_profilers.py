@@ -11,19 +11,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fastloop.evidence.trace import other_profilers
-from fastloop.evidence.trace.other_profilers import in_use
+from fastloop.evidence.trace.other_profilers import find_other_profiler
 
 CPU = [ProfilerActivity.CPU]
 
 
 def test_nobody() -> None:
-    assert in_use(cuda=False) is None and in_use(cuda=True) is None
+    assert find_other_profiler(cuda=False) is None and find_other_profiler(cuda=True) is None
 
 
 @pytest.mark.parametrize("kind", ["torch.profiler", "autograd"])
 def test_a_running_profiler(kind: str) -> None:
     with profile(activities=CPU) if kind == "torch.profiler" else torch.autograd.profiler.profile():
-        assert "already running" in str(in_use(cuda=False))
+        assert "already running" in str(find_other_profiler(cuda=False))
     assert not torch.autograd._profiler_enabled()
 
 
@@ -32,9 +32,9 @@ def test_one_that_waits_for_its_turn() -> None:
     waiting = profile(activities=CPU, schedule=schedule(wait=100, warmup=1, active=1))
     with waiting:
         assert not torch.autograd._profiler_enabled(), "or this test shows nothing"
-        assert "may start again" in str(in_use(cuda=False))
+        assert "may start again" in str(find_other_profiler(cuda=False))
     del waiting
-    assert in_use(cuda=False) is None
+    assert find_other_profiler(cuda=False) is None
 
 
 def test_one_that_is_garbage_is_nobody() -> None:
@@ -43,8 +43,8 @@ def test_one_that_is_garbage_is_nobody() -> None:
         gone: Any = profile(activities=CPU)
         gone.itself = gone
         del gone
-        assert other_profilers._alive(), "or this test shows nothing"
-        assert in_use(cuda=False) is None
+        assert other_profilers._has_profiler(), "or this test shows nothing"
+        assert find_other_profiler(cuda=False) is None
     finally:
         gc.enable()
 
@@ -56,7 +56,7 @@ def test_looking_for_profilers_runs_nobody_s_code() -> None:
             raise AssertionError("asked for its class")
 
     lies = Lies()
-    assert in_use(cuda=False) is None
+    assert find_other_profiler(cuda=False) is None
     with pytest.raises(AssertionError):
         isinstance(lies, profile)
 
@@ -75,9 +75,9 @@ def test_looking_for_profilers_runs_nobody_s_code() -> None:
 )
 def test_a_tool_of_nvidia_s(monkeypatch: pytest.MonkeyPatch, name: str, tool: str) -> None:
     monkeypatch.setenv(name, "1")
-    reason = in_use(cuda=True)
+    reason = find_other_profiler(cuda=True)
     assert reason is not None and tool in reason and name in reason
-    assert in_use(cuda=False) is None, "on the CPU they are in nobody's way"
+    assert find_other_profiler(cuda=False) is None, "on the CPU they are in nobody's way"
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,4 @@ def test_a_loaded_library(monkeypatch: pytest.MonkeyPatch, maps: str | None, att
         return maps
 
     monkeypatch.setattr(Path, "read_text", read)
-    assert ("is loaded" in str(in_use(cuda=True))) == attached
+    assert ("is loaded" in str(find_other_profiler(cuda=True))) == attached

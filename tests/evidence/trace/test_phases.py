@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fastloop.evidence.trace.chrome import load
-from fastloop.evidence.trace.phases import Phases, Reached, phases_of
+from fastloop.evidence.trace.phases import Phases, Reached, list_phases
 from tests.evidence.trace.made import ADD, ALL_REDUCE, GEMM, MAIN, Recording
 
 
 def phases(made: Recording) -> Phases:
-    return phases_of(load(made.trace()), MAIN)
+    return list_phases(load(made.trace()), MAIN)
 
 
 def test_the_innermost_phase_owns_a_moment() -> None:

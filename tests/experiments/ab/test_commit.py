@@ -16,7 +16,7 @@ from fastloop.errors import ConfigError
 from fastloop.experiments.ab import commit
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.ab.commit import Versus
-from fastloop.experiments.ab.script_arms import ScriptArm, command_of
+from fastloop.experiments.ab.script_arms import ScriptArm, make_command
 from tests.commands.command_line import ROOT, run, strictly
 
 TRAIN = """
@@ -74,7 +74,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_starts: None) ->
 
 
 def versus(ref: str = "HEAD", *, aa: bool = False, say: Any = lambda _: None) -> Any:
-    arm = ScriptArm(name="base", command=command_of("train.py"), overrides=("watch.warmup_steps=2",))
+    arm = ScriptArm(name="base", command=make_command("train.py"), overrides=("watch.warmup_steps=2",))
     return commit.compare_with(ref, arm, aa=aa, say=say)
 
 
@@ -161,7 +161,7 @@ def test_the_base_has_the_commits_files_and_the_data(jobs: Path, monkeypatch: py
 def test_from_another_folder_only_the_script_moves(jobs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (jobs / "parts.py").write_text(FAST)
     monkeypatch.chdir(jobs.parents[1])
-    arm = ScriptArm(name="base", command=command_of("repo/jobs/train.py", "--out results --data=repo/jobs/data"))
+    arm = ScriptArm(name="base", command=make_command("repo/jobs/train.py", "--out results --data=repo/jobs/data"))
     with commit.compare_with("HEAD", arm, aa=False, say=lambda _: None) as found:
         base = arms(found)[0]
         assert base.place.cwd is None

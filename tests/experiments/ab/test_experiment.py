@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fastloop.experiments.ab import experiment, results
-from fastloop.experiments.ab.experiment import Experiment, Settings, enough_steps, promised
-from fastloop.experiments.ab.sides import sides_of
-from fastloop.experiments.trials.trial import finished
+from fastloop.experiments.ab.experiment import Experiment, Settings, classify_promise, count_enough_steps
+from fastloop.experiments.ab.sides import list_sides
+from fastloop.experiments.trials.trial import read_finished
 from fastloop.records.store import to_json
 from fastloop.report.experiments import ab_report
 from tests.experiments.made_arms import MadeArm
@@ -37,7 +37,7 @@ def carried_out(
 ) -> Experiment:
     base = BASE.but() if arms[0].name != "base" else arms[0]
     others = arms if arms[0].name != "base" else arms[1:]
-    sides = sides_of([base, *others], aa=aa)
+    sides = list_sides([base, *others], aa=aa)
     for side in sides:
         side.folder = place / side.folder
     made = Experiment(sides, place, Settings(**{"steps": 40, **settings}), (said if said is not None else []).append)
@@ -82,7 +82,9 @@ def test_resuming_repeats_nothing_that_finished(tmp_path: Path) -> None:
     stops = Stops(**{field.name: getattr(AMP, field.name) for field in dataclasses.fields(AMP)} | {"calls": []})
     with pytest.raises(Stop):
         carried_out(tmp_path, BASE.but(), stops)
-    assert finished(tmp_path / "1-amp" / "run-1") is not None and finished(tmp_path / "1-amp" / "run-2") is None
+    assert (
+        read_finished(tmp_path / "1-amp" / "run-1") is not None and read_finished(tmp_path / "1-amp" / "run-2") is None
+    )
     base, amp = BASE.but(), AMP.but()
     resumed = carried_out(tmp_path, base, amp)
     assert runs(amp) == ["run-2", "run-3", "run-4"] and "warm-up" not in runs(base) and "run-1" not in runs(base)
@@ -199,8 +201,8 @@ def test_steps_of_a_window_are_enough_for_its_queues_and_its_seconds(tmp_path: P
     assert done.base.steps == 7 + 1000 and {side.steps for side in done.sides} == {1007}  # ten seconds at 10 ms a step
     slow = AMP.but(queued=40, step_ms=900.0)
     trial = slow.run("x", tmp_path / "slow" / "run-0", experiment.Ask())
-    assert enough_steps(trial) == 401  # forty batches of one step each, ten times
-    assert enough_steps(BASE.but(step_ms=900.0).run("x", tmp_path / "few" / "run-0", experiment.Ask())) == 50
+    assert count_enough_steps(trial) == 401  # forty batches of one step each, ten times
+    assert count_enough_steps(BASE.but(step_ms=900.0).run("x", tmp_path / "few" / "run-0", experiment.Ask())) == 50
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ def test_steps_of_a_window_are_enough_for_its_queues_and_its_seconds(tmp_path: P
     ],
 )
 def test_what_other_settings_promise(keys: list[str], same: bool, expected: str) -> None:
-    assert promised(keys, same_batch=same) == expected
+    assert classify_promise(keys, same_batch=same) == expected
 
 
 def test_the_time_left_is_said(tmp_path: Path) -> None:
@@ -229,7 +231,7 @@ def test_a_run_is_called_the_same_everywhere(tmp_path: Path) -> None:
     result = results.write(done, "mine", partial=False)
     assert any(line.startswith("amp, run-2 (3 of 5)") for line in said), "while it runs"
     assert any(line.startswith("amp, run-2 failed: killed by SIGKILL") for line in said), "when it fails"
-    assert ab_report.failures(result)[0].startswith("amp, run-2: killed by SIGKILL"), "in the report"
+    assert ab_report.list_failures(result)[0].startswith("amp, run-2: killed by SIGKILL"), "in the report"
     assert json.loads((tmp_path / "1-amp" / "run-2" / "trial.json").read_text())["name"] == "amp, run-2", "on the disk"
 
 
@@ -245,13 +247,13 @@ def test_a_run_that_did_not_begin_where_the_others_did_is_none(tmp_path: Path) -
 
 def test_what_checkpoints_have_to_do_with_it_is_flagged(tmp_path: Path) -> None:
     both = {"began": lambda _: 120, "unsaved": True}
-    found = results.flags(carried_out(tmp_path, BASE.but(**both), AMP.but(**both)).sides)
+    found = results.list_flags(carried_out(tmp_path, BASE.but(**both), AMP.but(**both)).sides)
     assert found == [
         "all runs began at step 120, from a checkpoint that the script loads",
         "checkpoints outside of the run directories were not written, so the time for that is missing,"
         " in all arms alike",
     ]
-    assert results.flags(carried_out(tmp_path / "plain", AMP.but(began=lambda _: 0)).sides) == []
+    assert results.list_flags(carried_out(tmp_path / "plain", AMP.but(began=lambda _: 0)).sides) == []
 
 
 def test_of_an_arm_without_a_run_nothing_is_said_to_have_taken_or_not(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from fastloop.commands.ab import arms_of, request
+from fastloop.commands.ab import list_arms, request
 from fastloop.config.loading import load
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab import resume
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.ab.experiment import PARITY
-from fastloop.experiments.ab.sides import sides_of
+from fastloop.experiments.ab.sides import list_sides
 from fastloop.records.experiment import Manifest
 from fastloop.records.store import save
 from tests.experiments.made_arms import MadeArm
@@ -30,7 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told(command: tuple[str, ...] = (), base: str = "cifar10", **shown: Any) -> Manifest:
     asked = request(base=base, overrides=(), vs=("p.yaml", "layout"), more=(), runs="5", steps="auto")
-    sides = sides_of(arms_of(asked), aa=False)
+    sides = list_sides(list_arms(asked), aa=False)
     return resume.describe(sides, command, (asked.vs,), Manifest(**{"runs": 5, "band_pct": 3.0, **shown}))
 
 

@@ -27,8 +27,8 @@ def rewrite(trial: Trial, name: str, content: Any) -> None:
 
 def test_the_weakest_class_of_the_plans_counts(tmp_path: Path) -> None:
     exact, loose = trial(tmp_path / "a"), trial(tmp_path / "b", parity_class="approximate")
-    assert parity_gates.class_of([exact]) == "exact" and parity_gates.class_of([exact, loose]) == "approximate"
-    assert parity_gates.class_of([]) == "exact"
+    assert parity_gates.find_class([exact]) == "exact" and parity_gates.find_class([exact, loose]) == "approximate"
+    assert parity_gates.find_class([]) == "exact"
 
 
 def test_a_rung_took_if_it_took_in_every_run(tmp_path: Path) -> None:
@@ -40,29 +40,29 @@ def test_the_ledger_is_compared_run_by_run_and_rank_by_rank(tmp_path: Path) -> N
     bases = [trial(tmp_path / "base", n) for n in range(2)]
     arms = [trial(tmp_path / "arm", n) for n in range(2)]
     pairs = list(zip(bases, arms, strict=True))
-    assert parity_gates.ledger(pairs, "exact").passed is True
-    assert parity_gates.ledger([(bases[0], arms[1])], "exact").passed is False, "another seed has other samples"
+    assert parity_gates.judge_ledgers(pairs, "exact").passed is True
+    assert parity_gates.judge_ledgers([(bases[0], arms[1])], "exact").passed is False, "another seed has other samples"
     rank_1 = json.loads((bases[0].run_dir / "ledger.json").read_text()) | {"rank": 1}
     rewrite(bases[0], "ledger-1.json", rank_1)
     assert (
-        parity_gates.ledger(pairs, "exact").passed is None
-        and "ledger-1.json" in parity_gates.ledger(pairs, "exact").why
+        parity_gates.judge_ledgers(pairs, "exact").passed is None
+        and "ledger-1.json" in parity_gates.judge_ledgers(pairs, "exact").why
     )
     rank_1["steps"][4][0] = "other"
     rewrite(arms[0], "ledger-1.json", rank_1)
-    assert parity_gates.ledger(pairs, "exact").passed is False
+    assert parity_gates.judge_ledgers(pairs, "exact").passed is False
 
 
 def test_a_rank_that_ended_badly_is_no_rank_that_saw_the_same(tmp_path: Path) -> None:
     base, arm = trial(tmp_path / "base"), trial(tmp_path / "arm")
     both = [Measurement(world_size=2)] * 2
     pairs = [tuple(replace(each, measurement=seen) for each, seen in zip((base, arm), both, strict=True))]
-    gate = parity_gates.ledger(pairs, "exact")  # type: ignore[arg-type]
+    gate = parity_gates.judge_ledgers(pairs, "exact")  # type: ignore[arg-type]
     assert gate.passed is None and gate.is_testable and gate.why == "a run left no ledger-1.json", "it was killed"
     for side in (base, arm):
         content = json.loads((side.run_dir / "ledger.json").read_text()) | {"rank": 1, "partial": side is arm}
         rewrite(side, "ledger-1.json", content)
-    gate = parity_gates.ledger(pairs, "exact")  # type: ignore[arg-type]
+    gate = parity_gates.judge_ledgers(pairs, "exact")  # type: ignore[arg-type]
     assert gate.passed is None and gate.is_testable
     assert gate.why == "rank 1 of the arm did not come to the end of its training"
 
@@ -71,12 +71,12 @@ def test_merged_windows_may_have_fewer_backwards(tmp_path: Path) -> None:
     base, arm = trial(tmp_path / "base"), trial(tmp_path / "arm")
     content = json.loads((base.run_dir / "ledger.json").read_text())
     rewrite(base, "ledger.json", content | {"steps": [[ids, size, 4, lr] for ids, size, _, lr in content["steps"]]})
-    assert parity_gates.ledger([(base, arm)], "exact").passed is False, "three of four backwards are missing"
+    assert parity_gates.judge_ledgers([(base, arm)], "exact").passed is False, "three of four backwards are missing"
     rewrite(arm, "plan.json", {"rungs": [{"rung": "batch", "status": "planned", "wants": {"loader.window": 4}}]})
     assert (
         parity_gates.regroups(arm)
         and not parity_gates.regroups(base)
-        and parity_gates.ledger([(base, arm)], "exact").passed is True
+        and parity_gates.judge_ledgers([(base, arm)], "exact").passed is True
     )
     rewrite(arm, "plan.json", {"rungs": [{"rung": "batch", "status": "skipped", "wants": {"loader.window": 4}}]})
     assert not parity_gates.regroups(arm)
@@ -116,7 +116,7 @@ def test_another_shuffle_passes_where_augmentations_moved(base: str, arm: str, p
             row[0] = order if number >= 10 else row[0]
         epochs = [[10, 640, True, "all", 0], [20, 640, True, "all", 0]]
         rewrite(side, "ledger.json", content | {"epochs": epochs, "dataset": 640, "own_order": False})
-    gate = parity_gates.ledger([(runs[0], runs[1])], "exact")
+    gate = parity_gates.judge_ledgers([(runs[0], runs[1])], "exact")
     assert gate.passed is passes and (gate.detail == {"step": 11, "differs": "samples"}) is not passes
 
 
@@ -128,26 +128,27 @@ def test_other_content_of_an_approximate_arm_may_be_augmentation(
     for side, content in ((base, "this"), (arm, "that")):
         ledger = json.loads((side.run_dir / "ledger.json").read_text()) | {"ids": "content"}
         rewrite(side, "ledger.json", ledger | {"steps": [[content, *row[1:]] for row in ledger["steps"]]})
-    gate = parity_gates.ledger([(base, arm)], parity_class)
+    gate = parity_gates.judge_ledgers([(base, arm)], parity_class)
     assert gate.passed is passed and ("augmentation" in gate.why) is (passed is None)
-    assert parity_gates.outcome([(base, arm)], None, parity_class).gates[0].passed is passed
+    assert parity_gates.judge_parity([(base, arm)], None, parity_class).gates[0].passed is passed
 
 
 def test_the_gradient_of_the_base_serves_all_arms_and_is_not_taken_twice(tmp_path: Path) -> None:
     base, good, bad = MadeArm(), MadeArm(name="good"), MadeArm(name="bad", wrong="gradient")
     found = [
-        parity_gates.gradient(base, arm, tmp_path / "base", tmp_path / arm.name, "approximate") for arm in (good, bad)
+        parity_gates.judge_gradients(base, arm, tmp_path / "base", tmp_path / arm.name, "approximate")
+        for arm in (good, bad)
     ]
     assert [gate.passed for gate in found] == [True, False]
     assert len(base.calls) == 1 and good.calls[0][1].reference == (tmp_path / "base").absolute()
-    parity_gates.gradient(base, good, tmp_path / "base", tmp_path / "good", "approximate")
+    parity_gates.judge_gradients(base, good, tmp_path / "base", tmp_path / "good", "approximate")
     assert len(good.calls) == 1
     parity_gates.sweep(tmp_path)
     assert not list(tmp_path.rglob("*.pt"))
-    assert parity_gates.gradient(base, good, tmp_path / "base", tmp_path / "good", "approximate").passed is True
+    assert parity_gates.judge_gradients(base, good, tmp_path / "base", tmp_path / "good", "approximate").passed is True
     assert len(base.calls) == 1, "what both said is still there"
     late = MadeArm(name="late")
-    parity_gates.gradient(base, late, tmp_path / "base", tmp_path / "late", "approximate")
+    parity_gates.judge_gradients(base, late, tmp_path / "base", tmp_path / "late", "approximate")
     assert len(base.calls) == 2, "a new arm needs the base's gradient itself"
 
 
@@ -158,13 +159,13 @@ def test_a_gradient_that_cannot_be_taken_is_no_verdict(tmp_path: Path, who: str)
             return Trial(name=label, ok=False, cause="out of memory", seconds=1, run_dir=folder, code=1)
 
     base, arm = (Dies(), MadeArm()) if who == "base" else (MadeArm(), Dies(name="arm"))
-    gate = parity_gates.gradient(base, arm, tmp_path / "a", tmp_path / "b", "exact")
+    gate = parity_gates.judge_gradients(base, arm, tmp_path / "a", tmp_path / "b", "exact")
     assert gate.passed is None and f"the {who}'s gradient could not be taken: out of memory" in gate.why
     runs = [trial(tmp_path / "base"), trial(tmp_path / "arm")]
-    assert to_json(parity_gates.outcome([(runs[0], runs[1])], gate, "exact"))["undecided"] == ["gradient"]
+    assert to_json(parity_gates.judge_parity([(runs[0], runs[1])], gate, "exact"))["undecided"] == ["gradient"]
 
 
 def test_without_runs_there_is_no_outcome(tmp_path: Path) -> None:
-    assert parity_gates.outcome([], None, "exact").passed is None
-    told = to_json(parity_gates.outcome([(trial(tmp_path / "a"), trial(tmp_path / "b"))], None, "exact"))
+    assert parity_gates.judge_parity([], None, "exact").passed is None
+    told = to_json(parity_gates.judge_parity([(trial(tmp_path / "a"), trial(tmp_path / "b"))], None, "exact"))
     assert told["class"] == "exact" and [gate["name"] for gate in told["gates"]] == ["ledger", "loss"]

@@ -11,7 +11,7 @@ import pytest
 
 from fastloop.experiments.ab import passports, results
 from fastloop.experiments.ab.experiment import Experiment, Settings, Side
-from fastloop.experiments.ab.sides import sides_of
+from fastloop.experiments.ab.sides import list_sides
 from fastloop.records.store import to_json
 from tests.experiments.made_arms import MadeArm
 
@@ -22,7 +22,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def done(place: Path, *arms: MadeArm) -> Experiment:
-    sides = sides_of([MadeArm(), *arms], aa=True)
+    sides = list_sides([MadeArm(), *arms], aa=True)
     for side in sides:
         side.folder = place / side.folder
     made = Experiment(sides, place, Settings(steps=40, runs=3), lambda _: None)
@@ -79,12 +79,12 @@ def measured(side: Side, number: int, **changes: Any) -> None:
 
 def test_throttling_and_short_windows_are_flagged_once_for_an_arm_with_its_runs(tmp_path: Path) -> None:
     made = done(tmp_path, amp())
-    assert results.flags(made.sides) == []
+    assert results.list_flags(made.sides) == []
     measured(made.sides[1], 1, state=("the GPU's clocks were held back: hw_thermal 12 %",), window_too_short=True)
     for number in (0, 1, 2):
         crowded = f"the training waited for a CPU for about {10 * number + 40} % of the time"
         measured(made.base, number, state=(crowded,), window_too_short=True)
-    assert results.flags(made.sides) == [
+    assert results.list_flags(made.sides) == [
         "base, run-0 to run-2: the training waited for a CPU for about 40 to 60 % of the time",
         "base, run-0 to run-2 and amp, run-1: the window is too short for its queues",
         "amp, run-1: the GPU's clocks were held back: hw_thermal 12 %",
@@ -95,18 +95,18 @@ def test_throttling_and_short_windows_are_flagged_once_for_an_arm_with_its_runs(
     ("numbers", "said"), [([4], "run-4"), ([0, 1, 2], "run-0 to run-2"), ([1, 3, 4, 7], "run-1, run-3 to run-4, run-7")]
 )
 def test_runs_in_few_letters(numbers: list[int], said: str) -> None:
-    assert results.spans(numbers) == said
+    assert results.format_spans(numbers) == said
 
 
 def test_runs_of_several_environments_are_flagged_with_what_differs(tmp_path: Path) -> None:
     made = done(tmp_path, amp(), MadeArm(name="two", overrides=("run.devices=2",)))
     for number in made.sides[2].runs:  # by intention
         measured(made.sides[2], number, world_size=2)
-    assert results.mixed(made.sides) == []
+    assert results.list_mixed_environments(made.sides) == []
     other = made.base.runs[2]
     (other.run_dir / "env.json").write_text(json.dumps({"versions": {"torch": "2.10.0"}, "driver": None}))
     measured(made.base, 2, device_name="another GPU")
-    assert results.mixed(made.sides) == [
+    assert results.list_mixed_environments(made.sides) == [
         "the runs come from different environments: device a GPU and another GPU, torch 2.11.0 and 2.10.0"
     ]
     measured(made.sides[2], 1, world_size=4)
@@ -173,4 +173,4 @@ FIRST_RANK = """\
     ],
 )
 def test_the_rank_that_failed_is_named_where_there_is_one(tail: str, rank: int | None) -> None:
-    assert results.rank_in(tail) == rank
+    assert results.find_blamed_rank(tail) == rank

@@ -46,7 +46,7 @@ def refused(
 ) -> str:
     """Why it is refused; empty where it is not."""
     ran(place / "base" / "run-0", before, device, **more)
-    patch.setattr(facts, "environment", lambda *_: now)
+    patch.setattr(facts, "read_environment", lambda *_: now)
     try:
         resume.refuse_others(place, [place / "base", place / "1-amp"])
     except ConfigError as error:

@@ -18,10 +18,10 @@ from fastloop.config.loading import diff
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab import script_arms
 from fastloop.experiments.ab.arms import Arm, Ask
-from fastloop.experiments.ab.script_arms import ScriptArm, command_of, under_this_python
+from fastloop.experiments.ab.script_arms import ScriptArm, make_command, runs_under_this_python
 from fastloop.experiments.trials import supervise
 from fastloop.experiments.trials.supervise import Ended, Limits
-from fastloop.experiments.trials.trial import Trial, finished
+from fastloop.experiments.trials.trial import Trial, read_finished
 from fastloop.records.measurement import Measurement
 from fastloop.records.store import decode
 from fastloop.records.trial import GradientAnswer, ScriptEvent
@@ -40,7 +40,7 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_starts: Non
 
 
 def arm(args: str = "", **settings: Any) -> ScriptArm:
-    return ScriptArm(name="arm", command=command_of(str(TRAIN), args), **settings)
+    return ScriptArm(name="arm", command=make_command(str(TRAIN), args), **settings)
 
 
 def test_what_surely_runs_under_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,10 +50,10 @@ def test_what_surely_runs_under_this_python(tmp_path: Path, monkeypatch: pytest.
         (place / name).touch(mode=0o755)
     monkeypatch.setattr(sys, "executable", str(own / "python"))
     monkeypatch.setenv("PATH", os.pathsep.join((str(own), str(other))))
-    assert under_this_python([str(own / "python"), "x.py"]) and under_this_python(["torchrun", "x.py"])
-    assert not under_this_python(["python3", "x.py"]), "of another environment"
-    assert not under_this_python(["srun", "python", "x.py"]), "maybe of another machine"
-    assert not under_this_python(["nothing"])
+    assert runs_under_this_python([str(own / "python"), "x.py"]) and runs_under_this_python(["torchrun", "x.py"])
+    assert not runs_under_this_python(["python3", "x.py"]), "of another environment"
+    assert not runs_under_this_python(["srun", "python", "x.py"]), "maybe of another machine"
+    assert not runs_under_this_python(["nothing"])
 
 
 def told(path: Path) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def test_a_run_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newb
     assert {"measurement.json", "report.md", "ledger.json", "trial.json", "stdout.txt", "stderr.txt", "beat"} <= names
     verdicts = told(found.run_dir / "verdicts.json")["verdicts"]
     assert [(each["rung"], each["took"]) for each in verdicts] == [("amp", True)]
-    assert finished(found.run_dir) == found and told(found.run_dir / "trial.json")["name"] == "arm 1"
+    assert read_finished(found.run_dir) == found and told(found.run_dir / "trial.json")["name"] == "arm 1"
     seen = told(tmp_path / "seen.json")
     environ: Mapping[str, str] = seen["environ"]
     assert (environ["PL_GLOBAL_SEED"], environ["PL_TRAINER_X"], seen["cwd"]) == ("7", "mine", str(tmp_path))
@@ -124,7 +124,7 @@ def test_the_logs_of_a_trial_are_in_its_folder(tmp_path: Path) -> None:
     assert [each.name for each in in_a_shell] == ["version_0"] and Path("read.txt").read_text()
     Path("read.txt").unlink()
     for number in range(2):
-        logs = ScriptArm(name="arm", command=command_of(str(script)))
+        logs = ScriptArm(name="arm", command=make_command(str(script)))
         found = logs.run("arm", tmp_path / "a" / str(number), Ask(steps=8, warmup=2))
         assert found.ok and found.code == 0, found.tail
         assert [each.name for each in (found.run_dir / "lightning_logs").iterdir()] == ["version_0"]
@@ -169,7 +169,7 @@ def test_the_users_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
 def test_why_there_is_no_rate(args: str, ask: Ask, cause: str, tmp_path: Path) -> None:
     (tmp_path / "measurement.json").write_text('{"samples_per_s": 99}')
     found = arm(args).run("arm", tmp_path, ask)
-    assert not found.ok and found.samples_per_s is None and finished(tmp_path) is None
+    assert not found.ok and found.samples_per_s is None and read_finished(tmp_path) is None
     assert found.cause is not None and found.cause.startswith(cause)
     assert not any(SECRET in path.read_text() for path in tmp_path.glob("*.json"))
     assert SECRET not in found.tail and ("ValueError" in found.tail) is ("raises" in args)
@@ -187,18 +187,18 @@ def test_a_script_that_hangs_is_ended_and_says_where(tmp_path: Path, newborns: C
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_a_run_in_which_a_rank_died_has_failed_although_the_first_ended_well(tmp_path: Path) -> None:
-    tries = ScriptArm(name="arm", command=command_of(str(TRAIN.parents[1] / "planted_scripts" / "uneven.py")))
+    tries = ScriptArm(name="arm", command=make_command(str(TRAIN.parents[1] / "planted_scripts" / "uneven.py")))
     found = tries.run("arm", tmp_path, Ask(steps=60, warmup=5, ledger=True))
     assert found.code == 0 and found.measurement is not None and not found.measurement.partial, "rank 0 saw nothing"
     assert found.measurement.total_steps == 45 and not told(tmp_path / "ledger.json")["partial"]
-    assert not found.ok and found.samples_per_s is None and finished(tmp_path) is None
+    assert not found.ok and found.samples_per_s is None and read_finished(tmp_path) is None
     # It may be killed with the run, when rank 0 has gone, before it has said that the connection was closed.
     assert re.match(r"rank 1 died in its fit( at step 45: RuntimeError: .+|: it was killed)", found.cause or "")
 
 
 def test_what_is_no_lightning_script(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("print('hello')\n")
-    tries = ScriptArm(name="arm", command=command_of("plain.py"))
+    tries = ScriptArm(name="arm", command=make_command("plain.py"))
     found = tries.run("arm", tmp_path / "a", Ask())
     assert (found.ok, found.code, found.last_step) == (False, 0, None)
     assert found.cause is not None and found.cause.startswith("plain is not a Lightning script")
@@ -236,16 +236,16 @@ KILLED = Ended(code=-9, cause="killed by SIGKILL at step 9", seconds=1.0, last_s
 )
 def test_a_fit_that_came_to_its_end_counts(measured: dict[str, Any] | None, ended: Ended, cause: str | None) -> None:
     events = [] if measured is None else [ScriptEvent(event="exception", why="SystemExit: 0")]
-    found = script_arms._cause("x", decode(measured, Measurement), 20, ended, events)
+    found = script_arms._find_cause("x", decode(measured, Measurement), 20, ended, events)
     assert found is cause if cause is None else str(found).startswith(cause)
 
 
 def test_a_fit_ends_on_all_its_ranks() -> None:
     whole = Measurement(samples_per_s=3.0, total_steps=30, world_size=2)
     died = ScriptEvent(event="exception", rank=1, step=12, measured=True, why="RuntimeError: closed")
-    cause = script_arms._cause("x", whole, 20, WELL, [ScriptEvent(event="fit_ended", measured=True), died])
+    cause = script_arms._find_cause("x", whole, 20, WELL, [ScriptEvent(event="fit_ended", measured=True), died])
     assert cause == "rank 1 died in its fit at step 12: RuntimeError: closed"
-    assert script_arms._cause("x", whole, 20, WELL, [replace(died, measured=False)]) is None, "of another fit"
+    assert script_arms._find_cause("x", whole, 20, WELL, [replace(died, measured=False)]) is None, "of another fit"
 
 
 @pytest.mark.parametrize(("answer", "code", "ok"), [({"deviation": 0.0}, 0, True), (None, 0, False), (None, 1, False)])
@@ -291,20 +291,20 @@ def test_the_configuration_is_the_callbacks(tmp_path: Path) -> None:
 
 
 def test_the_command_behind_a_script(tmp_path: Path) -> None:
-    assert command_of(str(TRAIN), "--lr 0.1 --name 'a b'")[1:] == (str(TRAIN), "--lr", "0.1", "--name", "a b")
-    assert command_of(str(TRAIN))[0] == sys.executable
-    assert command_of(f"env -i python {TRAIN}", "-x") == ("env", "-i", "python", str(TRAIN), "-x")
+    assert make_command(str(TRAIN), "--lr 0.1 --name 'a b'")[1:] == (str(TRAIN), "--lr", "0.1", "--name", "a b")
+    assert make_command(str(TRAIN))[0] == sys.executable
+    assert make_command(f"env -i python {TRAIN}", "-x") == ("env", "-i", "python", str(TRAIN), "-x")
     spaced = tmp_path / "my scripts" / "train it.py"
     spaced.parent.mkdir()
     spaced.touch()
-    assert command_of(str(spaced), "-x") == (sys.executable, str(spaced), "-x")
-    assert command_of(f"env -i python '{spaced}'") == ("env", "-i", "python", str(spaced))
+    assert make_command(str(spaced), "-x") == (sys.executable, str(spaced), "-x")
+    assert make_command(f"env -i python '{spaced}'") == ("env", "-i", "python", str(spaced))
     with pytest.raises(ConfigError, match=r"--script no\.py\n  why there is no such file"):
-        command_of("no.py")
+        make_command("no.py")
     with pytest.raises(ConfigError, match="cannot be parsed"):
-        command_of(str(TRAIN), "'open")
+        make_command(str(TRAIN), "'open")
     with pytest.raises(ConfigError, match="there is no such command"):
-        command_of("torchrum train.py")
+        make_command("torchrum train.py")
 
 
 @pytest.mark.parametrize(("name", "value"), [("FASTLOOP_DISABLE", "1"), ("WORLD_SIZE", "2")])

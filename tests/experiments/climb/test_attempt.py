@@ -158,7 +158,7 @@ def test_pairs_that_differ_but_agree_give_an_answer(factor: float, disturbed: st
 def gated(gradient: Gate, promise: Parity = "approximate") -> Any:
     class Gated(SimulatedRunner):
         def check_parity(self, *asked: Any, **named: Any) -> Outcome:
-            return parity.outcome(promise, (Gate(name="ledger", passed=True, why="equal"), gradient))
+            return parity.sum_up_gates(promise, (Gate(name="ledger", passed=True, why="equal"), gradient))
 
     return tried(Gated(Machine()), AMP)
 

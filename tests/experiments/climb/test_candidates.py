@@ -208,7 +208,7 @@ def test_of_the_shipped_ladders_the_fastest_comes_first() -> None:
 @pytest.mark.parametrize(("saved", "rest"), [(-20.0, {"dali", "fused", "layout"}), (-30.0, {"fused", "layout"})])
 def test_what_made_the_step_much_longer_is_not_tried_with_the_rest_of_its_ladder(saved: float, rest: set[str]) -> None:
     whole = {rung: {"enabled": True} for rung in ("pin", "dali", "layout", "fused")}
-    start = Start(ladders={"full": whole}, enabled=frozenset(candidates.cards()) - {*whole})
+    start = Start(ladders={"full": whole}, enabled=frozenset(candidates.collect_cards()) - {*whole})
     costs = Costs(now_ms=50, replayed_ms=20, resident_ms=20, loader_ms=45)
     rows = [row("pin", "kept"), row("dali", "not_faster", at=1, measured_saved_ms=saved)]
     rows += [row(each, "not_faster", at=1) for each in ("layout", "fused")]

@@ -16,7 +16,7 @@ from fastloop.experiments.climb.candidates import make_patch
 from fastloop.experiments.climb.interface import Result
 from fastloop.experiments.climb.loop import BESIDE, Climb
 from fastloop.experiments.climb.measuring import pool_spreads
-from fastloop.ladder import cards
+from fastloop.ladder import collect_cards
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, Rates
 from tests.experiments.simulated_runner import BATCH, START_S, Disturbed, Machine, SimulatedRunner, make_climb
@@ -404,7 +404,7 @@ def test_a_ladder_that_does_not_fit_leaves_its_time_to_the_others() -> None:
     begun: list[float] = []
     whole = SimulatedRunner(COMPUTED, before=lambda at: begun.append(whole.now) if "ladder-full" in at else None)
     make_climb(whole, ladders=list_shipped()).climb()
-    compile_s = cards()["compile"].first_start_s
+    compile_s = collect_cards()["compile"].first_start_s
     climb = make_climb(SimulatedRunner(COMPUTED).with_budget(begun[0] + START_S + compile_s), ladders=list_shipped())
     with pytest.raises(Spent, match=r"ladder-full: first run"):
         climb.climb()

@@ -15,7 +15,7 @@ from fastloop.experiments.climb.attempt import BaseFailed
 from fastloop.experiments.climb.budget import GRACE_S, Budget, Length, Spent
 from fastloop.experiments.climb.interface import Needs, Result
 from fastloop.experiments.climb.runner import ProcessRunner
-from fastloop.experiments.trials.trial import Job, Trial, finished
+from fastloop.experiments.trials.trial import Job, Trial, read_finished
 from fastloop.experiments.tune.search import KnownTimes
 from fastloop.records import store
 from fastloop.records.experiment import Gate
@@ -102,7 +102,7 @@ def test_a_stack_is_trained_in_its_folder_and_found_again(world: World, clock: C
     first = run(bench)
     ((label, job, ask, limits),) = world.asked
     assert label == "amp: predicting" and job.overrides == ("rungs.amp.enabled=true",) and ask.steps == 9
-    assert limits.total_s == 300 and finished(tmp_path / "01-amp/predict-1") is not None
+    assert limits.total_s == 300 and read_finished(tmp_path / "01-amp/predict-1") is not None
     assert (
         said[0] == "amp: predicting; 17 min of the budget left" and "step 1 of 2; 17 min of the budget left" in said[1]
     )
@@ -343,7 +343,7 @@ def test_what_is_left_of_a_confirmation(world: World, clock: Clock, gate: dict[s
     assert bench.estimate_confirmation_s("confirm-1", needs) == 2 * 1000, "the gradients are made up here"
     assert bench.estimate_confirmation_s("confirm-2", needs) > 2 * 1000
     for place in ("parity", "1-top/gradients"):
-        world.run(bench._arm("naive", {}), place, tmp_path / "confirm-1" / place, Ask())
+        world.run(bench._make_arm("naive", {}), place, tmp_path / "confirm-1" / place, Ask())
     assert bench.estimate_confirmation_s("confirm-1", needs) == 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastloop.experiments.trials.failures import Failed, failed, ran_out_of_memory
+from fastloop.experiments.trials.failures import Failed, make_failure, ran_out_of_memory
 from fastloop.records.trial import Trial
 
 
@@ -36,26 +36,30 @@ def trial(cause: str | None, tail: str = "", code: int = 1) -> Trial:
     ],
 )
 def test_a_failure_says_what_to_do_next(cause: str, do: str) -> None:
-    cause_line, do_line = str(failed(trial(cause))).splitlines()
+    cause_line, do_line = str(make_failure(trial(cause))).splitlines()
     assert cause_line == f"fastloop: the run failed: {cause}" and do_line.startswith("  do  ") and do in do_line
 
 
 def test_a_failure_says_how_to_go_on_where_that_is_possible() -> None:
-    text = str(failed(trial("killed by SIGKILL at step 12: out of memory, or killed from outside"), Path("climbs/a")))
+    text = str(
+        make_failure(trial("killed by SIGKILL at step 12: out of memory, or killed from outside"), Path("climbs/a"))
+    )
     assert text.endswith("fewer workers or smaller batches; unchanged, it goes on with --resume climbs/a")
     unknown = trial("exit code 1: no luck")
-    assert str(failed(unknown, Path("b"))).endswith("exit code 1: no luck\n  do  unchanged, it goes on with --resume b")
-    assert "  do  " not in str(failed(unknown)), "nothing is known to do"
+    assert str(make_failure(unknown, Path("b"))).endswith(
+        "exit code 1: no luck\n  do  unchanged, it goes on with --resume b"
+    )
+    assert "  do  " not in str(make_failure(unknown)), "nothing is known to do"
 
 
 def test_what_the_configuration_said_is_not_explained_again() -> None:
-    own = failed(trial("exit code 2: got it", "fastloop: got it\n  why\n  do  that", code=2), Path("b"))
+    own = make_failure(trial("exit code 2: got it", "fastloop: got it\n  why\n  do  that", code=2), Path("b"))
     assert str(own) == "fastloop: got it\n  why\n  do  that" and own.exit_code == 2
 
 
 def test_a_script_that_ends_with_2_is_not_taken_for_our_own_words() -> None:
     usage = "usage: train.py [-h] --name NAME\ntrain.py: error: the following arguments are required: --name"
-    found = failed(trial("exit code 2: train.py: error: required: --name", usage, code=2), what="the base failed")
+    found = make_failure(trial("exit code 2: train.py: error: required: --name", usage, code=2), what="the base failed")
     assert str(found).splitlines()[2:] == ["fastloop: the base failed: exit code 2: train.py: error: required: --name"]
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from fastloop.experiments.trials import preloaded
 from fastloop.experiments.trials import supervise as seam
-from fastloop.experiments.trials.supervise import Ended, Limits, last_lines, supervise
-from fastloop.experiments.trials.trial import environment
+from fastloop.experiments.trials.supervise import Ended, Limits, read_last_lines, supervise
+from fastloop.experiments.trials.trial import make_environment
 from tests.commands.command_line import ROOT, wait_for
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all is executed"), pytest.mark.timeout(250)]
@@ -47,7 +47,7 @@ print(torch.get_num_threads(), torch.cuda._is_in_bad_fork(), file=sys.stderr)
 def server() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONHASHSEED", "7")
-        with preloaded.quick_starts(environment(os.environ), scripts=True):
+        with preloaded.quick_starts(make_environment(os.environ), scripts=True):
             assert preloaded._server is not None and preloaded._server.greet().why is None
             yield
 
@@ -73,9 +73,9 @@ def try_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
                     os.lseek(settings["stdin"], 0, os.SEEK_SET)
                 if not forks:
                     patch.setattr(preloaded, "_server", None)
-                ended = supervise(command, tmp_path, env=environment(os.environ), **settings)
+                ended = supervise(command, tmp_path, env=make_environment(os.environ), **settings)
             assert (ended.started == "forked") is forks, ended.started
-            found.append((ended, (tmp_path / "stdout.txt").read_text(), last_lines(tmp_path / "stderr.txt")))
+            found.append((ended, (tmp_path / "stdout.txt").read_text(), read_last_lines(tmp_path / "stderr.txt")))
         return found
 
     return run
@@ -166,7 +166,7 @@ def test_what_a_fork_cannot_give_is_executed(why: str, script: Path, tmp_path: P
         command = ["env", "-u", "PYTHONSAFEPATH", *command]
     else:
         command[0] = "/bin/true"
-    ended = supervise(command, tmp_path, env=environment(os.environ))
+    ended = supervise(command, tmp_path, env=make_environment(os.environ))
     assert ended.code == 0 and ended.started is not None and ended.started.startswith("a new interpreter: ")
     in_the_script = why in ("names", "imports", "module", "folder")
     assert {"option": "options", "python": "not the Python"}.get(why, "OMP" if in_the_script else why) in ended.started
@@ -182,7 +182,7 @@ def test_draws_of_two_trials_differ(script: Path, tmp_path: Path) -> None:
     script.write_text("import random, numpy, torch\nprint(random.random(), numpy.random.rand(), float(torch.rand(1)))")
     drawn: set[str] = set()
     for _ in range(2):
-        assert supervise([sys.executable, str(script)], tmp_path, env=environment(os.environ)).started == "forked"
+        assert supervise([sys.executable, str(script)], tmp_path, env=make_environment(os.environ)).started == "forked"
         drawn |= {*(tmp_path / "stdout.txt").read_text().split()}
     assert len(drawn) == 6
 
@@ -193,7 +193,7 @@ def test_a_script_that_seeds_nothing_begins_with_the_seed_of_its_run(script: Pat
     for seed in ("3", "3", "4"):
         place = tmp_path / str(len(said))
         place.mkdir()
-        supervise([sys.executable, str(script)], place, env={**environment(os.environ), "PL_GLOBAL_SEED": seed})
+        supervise([sys.executable, str(script)], place, env={**make_environment(os.environ), "PL_GLOBAL_SEED": seed})
         said.append((place / "stdout.txt").read_text())
     assert said[0] == said[1] and not set(said[1].split()) & set(said[2].split())
 
@@ -210,7 +210,7 @@ def test_an_environment_may_be_larger_than_a_message_of_a_socket(
         monkeypatch.setenv(f"LARGE_{number}", "é" * 60_000)
     script = tmp_path / "counts.py"
     script.write_text("import os\nprint(sum(len(v) for k, v in os.environ.items() if k.startswith('LARGE_')))\n")
-    with preloaded.quick_starts(environment(os.environ), scripts=True):
+    with preloaded.quick_starts(make_environment(os.environ), scripts=True):
         forked, executed = try_both(sys.executable, str(script))
     assert forked[1] == executed[1] == "240000\n"
 
@@ -218,11 +218,11 @@ def test_an_environment_may_be_larger_than_a_message_of_a_socket(
 def test_a_server_that_is_gone_leaves_trials_as_they_were(script: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preloaded, "_server", None)
-        with preloaded.quick_starts(environment(os.environ), scripts=True):
+        with preloaded.quick_starts(make_environment(os.environ), scripts=True):
             assert preloaded._server is not None and preloaded._server.greet().why is None
             script.write_text("")
             os.kill(preloaded._server.pid, signal.SIGKILL)
-            ended = supervise([sys.executable, str(script)], tmp_path, env=environment(os.environ))
+            ended = supervise([sys.executable, str(script)], tmp_path, env=make_environment(os.environ))
     assert ended.code == 0 and ended.started == "a new interpreter: the process that forks is gone"
 
 
@@ -237,10 +237,11 @@ def test_the_server_and_its_trial_end_with_their_owner(tmp_path: Path) -> None:
             "import os, sys\nfrom pathlib import Path\n"
             "from fastloop.experiments.trials import preloaded\n"
             "from fastloop.experiments.trials.supervise import supervise\n"
-            "from fastloop.experiments.trials.trial import environment\n"
-            "with preloaded.quick_starts(environment(os.environ), scripts=True):\n"
+            "from fastloop.experiments.trials.trial import make_environment\n"
+            "with preloaded.quick_starts(make_environment(os.environ), scripts=True):\n"
             "    print(preloaded._server.pid, flush=True)\n"
-            f"    supervise([sys.executable, {str(sleeps)!r}], Path({str(tmp_path)!r}), env=environment(os.environ))\n",
+            f"    supervise([sys.executable, {str(sleeps)!r}], Path({str(tmp_path)!r}),"
+            " env=make_environment(os.environ))\n",
         ],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

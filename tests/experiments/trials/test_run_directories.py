@@ -29,7 +29,7 @@ def test_the_default_place(here: Path) -> None:
 
 
 def test_runs_of_the_same_second_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directories, "_utc", lambda: "20261120T093000Z")
+    monkeypatch.setattr(run_directories, "_format_utc", lambda: "20261120T093000Z")
     names = [run_directories.claim("gpt2", None).path.name for _ in range(3)]
     assert names == ["20261120T093000Z", "20261120T093000Z-2", "20261120T093000Z-3"]
 
@@ -106,8 +106,8 @@ def test_giving_back_takes_away_only_what_was_made_and_is_empty(here: Path) -> N
 
 
 def test_ranks_that_write_nothing_make_nothing(here: Path) -> None:
-    assert run_directories.unclaimed("gpt2", "a/b") == Path("a/b")
-    assert run_directories.unclaimed("gp t2", None).parent == Path("fastloop-runs/gp-t2")
+    assert run_directories.name_unclaimed("gpt2", "a/b") == Path("a/b")
+    assert run_directories.name_unclaimed("gp t2", None).parent == Path("fastloop-runs/gp-t2")
     assert below(here) == []
 
 

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 
 from fastloop.bridge.trials import script_callback
-from fastloop.config.loading import from_callback, load
+from fastloop.config.loading import load, load_callback_config
 from fastloop.errors import ConfigError
 from fastloop.experiments.trials import script_injection
 from fastloop.experiments.trials.script_injection import (
-    began_at,
     carried,
     check,
-    happened,
+    explain_unmeasured,
+    find_first_step,
+    list_notes,
     make_orders,
     name_of,
-    notes,
+    read_events,
     step_of,
-    unmeasured,
 )
 from fastloop.records.store import load as load_record
 from fastloop.records.trial import ScriptEvent, ScriptOrders
@@ -149,12 +149,12 @@ def door(variables: dict[str, str], code: str = "") -> str:
 def test_where_fastloop_cannot_be_imported_the_command_goes_on_and_the_reason_is_told(tmp_path: Path) -> None:
     with carried(ScriptOrders(out="x"), {}) as (variables, private):
         assert door(variables) == "[] []"
-        broken = happened(private)
+        broken = read_events(private)
         assert [each.event for each in broken] == ["broken", "broken"] and "No module named" in broken[0].why
         (tmp_path / "fastloop").mkdir()  # a folder of the user's by that name is no package
         path = f"{variables['PYTHONPATH']}:{tmp_path}"
         assert door({**variables, "PYTHONPATH": path}, code="import fastloop") == "[] []"
-        assert happened(private)[2].why == broken[0].why, "it got as far as without that folder"
+        assert read_events(private)[2].why == broken[0].why, "it got as far as without that folder"
 
 
 def test_one_that_would_overwrite_its_checkpoints_does_not_go_on() -> None:
@@ -162,20 +162,20 @@ def test_one_that_would_overwrite_its_checkpoints_does_not_go_on() -> None:
         with pytest.raises(subprocess.CalledProcessError) as ended:
             door(variables)
         assert "fastloop cannot be imported by this Python: ModuleNotFoundError" in ended.value.stderr
-        assert [each.event for each in happened(private)] == ["broken"]
+        assert [each.event for each in read_events(private)] == ["broken"]
 
 
 def test_a_command_that_outlives_it_or_has_no_orders_is_left_alone() -> None:
     with carried(ScriptOrders(), {}) as (variables, private):
         for other in ({}, {"FASTLOOP_EXEC": ""}, {"FASTLOOP_EXEC": "/elsewhere/orders.json"}):
             assert door({"PYTHONPATH": variables["PYTHONPATH"], **other}) == "[] []"
-        assert happened(private) == []
+        assert read_events(private) == []
 
 
 def test_what_was_told_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:
-    assert happened(tmp_path) == []
+    assert read_events(tmp_path) == []
     (tmp_path / "events.jsonl").write_text('{"event": "fit"}\n{"event": "exc')
-    assert happened(tmp_path) == [event("fit")]
+    assert read_events(tmp_path) == [event("fit")]
 
 
 # -- the orders -------------------------------------------------------------------------------------------------------
@@ -198,9 +198,9 @@ def test_a_callback_gets_what_was_written_and_nothing_else(tmp_path: Path) -> No
     mapping = make_orders(config, tmp_path).config
     assert set(mapping) == {"watch", "strict", "rungs"} and mapping["watch"] == {"warmup_steps": 3}
     assert mapping["rungs"]["workers"]["count"] == 2 and "batch" not in mapping["rungs"]
-    again, ignored = from_callback(json.loads(json.dumps(mapping)))
+    again, ignored = load_callback_config(json.loads(json.dumps(mapping)))
     assert (again.ladder, again.watch, again.strict, ignored) == (config.ladder, config.watch, True, ())
-    assert make_orders(from_callback(None)[0], tmp_path).config == {}
+    assert make_orders(load_callback_config(None)[0], tmp_path).config == {}
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -259,24 +259,24 @@ MADE, FIT, BEGAN = event("constructed"), event("fit", measured=True), event("fit
     ],
 )
 def test_why_nothing_was_measured(events: list[ScriptEvent], code: int, said: str) -> None:
-    assert said in unmeasured("train", events, code)
+    assert said in explain_unmeasured("train", events, code)
 
 
 def test_what_to_know_beside_a_measurement() -> None:
     ended = event("fit_ended", measured=True, step=9)
     once = [MADE, FIT, BEGAN, ended]
-    assert notes(once) == [] and step_of(once) == 9
+    assert list_notes(once) == [] and step_of(once) == 9
     twice = [
         *once,
         event("fit", measured=False),
         event("fit_began", measured=False, step=0),
         event("fit_ended", measured=False, step=3),
     ]
-    assert notes(twice) == ["fit was called 2 times: the first that trained was measured"] and step_of(twice) == 9
+    assert list_notes(twice) == ["fit was called 2 times: the first that trained was measured"] and step_of(twice) == 9
     assert step_of([MADE, FIT, BEGAN]) is None
 
 
 def test_where_the_measured_fit_began() -> None:
     other = event("fit_began", measured=False, step=3)
-    assert began_at([MADE, FIT, other, event("fit_began", measured=True, step=40)]) == 40
-    assert began_at([MADE, FIT, BEGAN]) == 0 and began_at([MADE, FIT, other]) is None
+    assert find_first_step([MADE, FIT, other, event("fit_began", measured=True, step=40)]) == 40
+    assert find_first_step([MADE, FIT, BEGAN]) == 0 and find_first_step([MADE, FIT, other]) is None

@@ -17,7 +17,7 @@ import pytest
 
 from fastloop.experiments.trials import supervise as seam
 from fastloop.experiments.trials.stack_traces import FRAMES
-from fastloop.experiments.trials.supervise import Ended, Limits, last_lines, steps_done, supervise
+from fastloop.experiments.trials.supervise import Ended, Limits, read_last_lines, read_steps_done, supervise
 from tests.commands.command_line import ROOT, wait_for
 from tests.experiments.trials.test_reaper import gone, pids, python
 
@@ -71,7 +71,7 @@ def waited(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seam, "time", SimpleNamespace(monotonic=lambda: now_s))
-        patch.setattr(seam, "_gone", gone)
+        patch.setattr(seam, "_has_ended", gone)
         work: Any = SimpleNamespace(done=computes)
         return seam._wait(None, folder, Limits(**limits), progress, work)  # type: ignore[arg-type]
 
@@ -343,11 +343,11 @@ def test_ranks_that_are_level_are_not_named(tmp_path: Path) -> None:
 def test_steps_as_the_beat_says(beat: str | None, steps: tuple[int | None, int | None], tmp_path: Path) -> None:
     if beat is not None:
         (tmp_path / "beat").write_text(beat)
-    assert steps_done(tmp_path) == steps
+    assert read_steps_done(tmp_path) == steps
 
 
 def test_the_last_lines_are_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "err"
     path.write_bytes(b"first\n" + 9 * b"x\n" + b"\xff\x1b[31mred\x1b[0m\r 10%|x\r\n\n" + b"last \xc3\xa4\n")
-    assert last_lines(path) == 9 * "x\n" + "\ufffdred\n 10%|x\nlast ä"
-    assert last_lines(tmp_path / "none") == ""
+    assert read_last_lines(path) == 9 * "x\n" + "\ufffdred\n 10%|x\nlast ä"
+    assert read_last_lines(tmp_path / "none") == ""

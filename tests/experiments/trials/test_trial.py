@@ -15,7 +15,7 @@ import pytest
 from fastloop.errors import ConfigError
 from fastloop.experiments.trials import trial
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, Request, Trial, environment, finished, forget, run_trial
+from fastloop.experiments.trials.trial import Job, Request, Trial, forget, make_environment, read_finished, run_trial
 from fastloop.records.measurement import Measurement
 from fastloop.records.store import decode, dump
 from tests.commands.command_line import run
@@ -55,7 +55,7 @@ def test_a_training_that_went_well(
     texts = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert len(texts) > 8 and not any(SECRET in text for text in texts)
     assert not newborns()
-    again = finished(found.run_dir)
+    again = read_finished(found.run_dir)
     assert again == found, "read on another day it is the same"
     row = json.loads((found.run_dir / "trial.json").read_text())
     assert (row["name"], row["ok"], row["samples_per_s"], row["schema"]) == ("arm 1", True, found.samples_per_s, 1)
@@ -70,7 +70,7 @@ def test_a_training_that_raised_and_no_secret_in_what_is_said(tmp_path: Path) ->
     assert found.cause.startswith("exit code 1 at step 25: ValueError: no luck with the key")
     assert "ValueError" in found.tail and found.measurement is not None and found.measurement.partial is True
     assert not any(SECRET in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
-    assert finished(tmp_path) is None
+    assert read_finished(tmp_path) is None
 
 
 def test_a_training_that_prints_its_key_leaves_it_in_no_file(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_checkpoints_elsewhere_are_left_alone_and_those_of_its_own_are_not(tmp_p
     mine.write_text("of the real run")
     saving = net("run.max_steps=25", f"recipe.elsewhere={mine.parent}")
     found = run_trial("arm", saving, tmp_path / "a")
-    assert found.ok and found.unsaved and finished(found.run_dir) == found
+    assert found.ok and found.unsaved and read_finished(found.run_dir) == found
     assert (found.run_dir / "checkpoints" / "last.ckpt").is_file()
     gradients = run_trial("gradients", replace(saving, variation="gradients"), tmp_path / "b")
     assert gradients.ok, gradients.tail
@@ -187,7 +187,7 @@ def test_a_child_is_no_part_of_another_run() -> None:
         "SLURM_JOB_ID": "3",
         "PYTHONPATH": "/elsewhere",
     }
-    child = environment(given)
+    child = make_environment(given)
     assert set(child) == {"HOME", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "PYTHONPATH", "PYTHONSAFEPATH"}
     assert str(Path(trial.__file__).parents[3]) in child["PYTHONPATH"].split(os.pathsep)
 

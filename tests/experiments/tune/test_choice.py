@@ -6,10 +6,10 @@ import pytest
 
 from fastloop.experiments.tune.choice import (
     choose,
+    choose_next_value,
     explain,
     is_hopeless,
     list_values,
-    next_value,
     pick_promising,
     pick_worth_measuring,
 )
@@ -79,7 +79,7 @@ def searched(truth: dict[int, float | None], loader_ms: dict[int, float], rest_m
     """The values that are trained with, in order."""
     bounds = {value: max(rest_ms, ms) for value, ms in loader_ms.items()}
     tried: dict[int, float | None] = {}
-    while (value := next_value(tried, bounds, rest_ms, tuple(truth), 0.02)) is not None:
+    while (value := choose_next_value(tried, bounds, rest_ms, tuple(truth), 0.02)) is not None:
         assert value not in tried and len(tried) <= len(truth)
         tried[value] = truth[value]
     return list(tried)

@@ -18,7 +18,7 @@ from torchvision import transforms as T
 from fastloop.errors import NotApplicable
 from fastloop.feeds.cache import places
 from fastloop.feeds.cache.prefixes import read_prefix
-from fastloop.feeds.cache.wanted import KeptSamples, share_of
+from fastloop.feeds.cache.wanted import KeptSamples, compute_share
 from fastloop.records import store
 from fastloop.records.facts import PrefixFacts
 from tests.feeds.cache.pictures import Arrays, folder
@@ -158,4 +158,4 @@ def test_it_can_be_written_down(tmp_path: Path) -> None:
 )
 def test_shares(room: int | None, size: int | None, share: float) -> None:
     prefix = PrefixFacts(what="", dataset="", fingerprint="", samples=100, sample_bytes=size)
-    assert share_of(prefix, room) == pytest.approx(share)
+    assert compute_share(prefix, room) == pytest.approx(share)

@@ -291,12 +291,12 @@ SMALL_SHM = """
     def collate(samples): return torch.stack(samples).clone()
 
     if __name__ == "__main__":
-        from fastloop.evidence.machine import shm_free_bytes
+        from fastloop.evidence.machine import read_shm_free_bytes
         from fastloop.feeds.lazy_loader import LazyLoader
         from fastloop.feeds.workers.tried_workers import TriedWorkers
         down = []
         loader = DataLoader(Heavy(), 2, num_workers=2, collate_fn=collate, timeout=15 * (sys.argv[1] == "plain"))
-        room = shm_free_bytes() if sys.argv[1] == "known" else None
+        room = read_shm_free_bytes() if sys.argv[1] == "known" else None
         tried = TriedWorkers(room_bytes=room, step_down=lambda *a: down.append(a[0]), warn=print, turn_off="")
         source = loader if sys.argv[1] == "plain" else LazyLoader(loader, epochs=tried.batches)
         print([float(batch[0, 0]) for batch in source], down[-1])

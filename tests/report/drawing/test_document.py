@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastloop.report.drawing.curves import Curve, Line
-from fastloop.report.drawing.document import Card, Document, Section, Table, printable
+from fastloop.report.drawing.document import Card, Document, Section, Table, strip_unprintable
 from fastloop.report.drawing.html import draw_reports, to_html
 from fastloop.report.drawing.markdown import to_markdown
 from tests.report.run.test_html import Page
@@ -93,7 +93,7 @@ def test_without_a_picture_the_page_says_so() -> None:
 
 @pytest.mark.parametrize("text", ["a\x00b", "a\x1bb", "a\ud800b", "a\uffffb", "a\x7fb"])
 def test_printable(text: str) -> None:
-    assert printable(text) == "ab" and printable("\u00fc\n\t\u20ac") == "\u00fc\n\t\u20ac"
+    assert strip_unprintable(text) == "ab" and strip_unprintable("\u00fc\n\t\u20ac") == "\u00fc\n\t\u20ac"
 
 
 def test_cards_narrow_sections_and_code_in_lists_are_drawn_in_both() -> None:

@@ -30,7 +30,7 @@ def test_any_content_is_drawn_or_left_out(run: str) -> None:
     content = AB[run]()
     pictures = ab_report.make_document(result_of(content)).pictures
     assert len(pictures) == (0 if run in ("base-failed", "nulls", "nothing") else 2)
-    page = Page(ab_report.reports(result_of(content))["report.html"])
+    page = Page(ab_report.write_reports(result_of(content))["report.html"])
     assert page.tags.count("svg") == bool(pictures) and "nan" not in page.said.lower().replace("finance", "")
 
 

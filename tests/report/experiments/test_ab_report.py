@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fastloop.report
-from fastloop.report.drawing.document import printable
+from fastloop.report.drawing.document import strip_unprintable
 from fastloop.report.experiments import ab_report
 from tests.report.made_experiments import AB, JAPANESE, LONG, judged, result_of
 from tests.report.made_experiments import versus as made
@@ -23,7 +23,7 @@ def test_the_whole_answer() -> None:
     content = AB["faster"]()
     content["flags"] = ["a foreign process was there"]
     content["failures"] = [{"arm": "amp", "run": "run-1", "cause": "killed", "rank": 1, "last_step": 41, "tail": "x"}]
-    assert ab_report.lines(result_of(content)) == [
+    assert ab_report.write_lines(result_of(content)) == [
         "fastloop FASTER 1.32x   resnet50: base vs amp",
         "RATE     base 343 samples/s, amp 453 (medians of 5 runs of each; 95 % interval of the ratio 1.29 to 1.35);"
         " smallest visible difference 3.1 %",
@@ -40,7 +40,7 @@ def test_a_reason_is_given_once() -> None:
     content = AB["faster"]()
     content["arms"][1] |= {"active_rungs": [], "inactive_rungs": ["amp"], "inactive_why": {"amp": "no CUDA"}}
     content["comparisons"][0] |= {"verdict": "inconclusive", "why": "no changed rung took effect: amp (no CUDA)"}
-    assert "\n".join(ab_report.lines(result_of(content))).count("no CUDA") == 1
+    assert "\n".join(ab_report.write_lines(result_of(content))).count("no CUDA") == 1
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ def test_a_reason_is_given_once() -> None:
 )
 def test_the_headline(run: str, said: str) -> None:
     content = AB[run]()
-    assert re.split(" {3}|$", ab_report.lines(result_of(content))[0])[0] == f"fastloop {said}"
-    assert f"<h1>{said[:1]}{said[1:].lower()}</h1>" in ab_report.reports(result_of(content))["report.html"]
+    assert re.split(" {3}|$", ab_report.write_lines(result_of(content))[0])[0] == f"fastloop {said}"
+    assert f"<h1>{said[:1]}{said[1:].lower()}</h1>" in ab_report.write_reports(result_of(content))["report.html"]
 
 
 @pytest.mark.parametrize("run", sorted(AB))
 def test_at_most_fourteen_lines_and_every_failure_in_them(run: str) -> None:
     content = AB[run]()
-    lines = ab_report.lines(result_of(content))
+    lines = ab_report.write_lines(result_of(content))
     assert 2 < len(lines) <= 14 and not any("\n" in line or line != line.rstrip() for line in lines)
     for failure in content.get("failures") or ():
         assert any(f"{failure['arm']}, {failure['run']}: {failure['cause']}" in line for line in lines)
@@ -77,16 +77,20 @@ def test_at_most_fourteen_lines_and_every_failure_in_them(run: str) -> None:
 @pytest.mark.parametrize("run", ["parity", "one-run", "same", "base-failed"])
 def test_no_ratio_is_claimed_where_none_is_shown(run: str) -> None:
     content = AB[run]()
-    (header,) = re.findall(r"<header.*?</header>", ab_report.reports(result_of(content))["report.html"], flags=re.S)
-    assert not any(RATIO.search(line) for line in ab_report.lines(result_of(content))) and not RATIO.search(header)
-    assert RATIO.search(ab_report.lines(result_of(AB["faster"]()))[0]), "the pattern would find one"
+    (header,) = re.findall(
+        r"<header.*?</header>", ab_report.write_reports(result_of(content))["report.html"], flags=re.S
+    )
+    assert not any(RATIO.search(line) for line in ab_report.write_lines(result_of(content))) and not RATIO.search(
+        header
+    )
+    assert RATIO.search(ab_report.write_lines(result_of(AB["faster"]()))[0]), "the pattern would find one"
 
 
 def test_of_several_arms_the_best_stands_first_and_each_has_a_line() -> None:
     content = AB["six"]()
-    order = [one.arm for one, _ in ab_report.rank(result_of(content))]
+    order = [one.arm for one, _ in ab_report.rank_arms(result_of(content))]
     assert order[:2] == [LONG, JAPANESE] and order[3:] == ["layout", "amp", "broken"]
-    text = "\n".join(ab_report.lines(result_of(content)))
+    text = "\n".join(ab_report.write_lines(result_of(content)))
     assert "NO DIFFERENCE   \u5c4e" in text and "SLOWER 0.90x   layout (0.88 to 0.92, 95 %, parity passed)" in text
     assert "PARITY FAILED   amp: approximate, FAILED: ledger equal, gradient 0.75 (limit 0.05) FAILED" in text
     assert "FAILED   broken: out of memory" in text
@@ -96,19 +100,19 @@ def test_a_shown_parity_goes_before_a_larger_ratio_without_one() -> None:
     arms = {"base": 1.0, "bold": 2.0, "sure": 1.5}
     parity = {"class": "approximate", "passed": None, "why": "not tested", "gates": []}
     content = made(arms, [judged("bold", 2.0, parity=parity), judged("sure", 1.5)])
-    assert ab_report.verdict(result_of(content)) == "FASTER 1.50x"
+    assert ab_report.describe_verdict(result_of(content)) == "FASTER 1.50x"
 
 
 def test_unequal_numbers_of_runs_are_said() -> None:
     content = AB["faster"]()
     content["arms"][1]["samples_per_s"].pop()
-    assert "(medians of 5 and 4 runs; 95 % interval" in ab_report.lines(result_of(content))[1]
-    assert "(1 run of each; no interval)" in ab_report.lines(result_of(AB["one-run"]()))[1]
+    assert "(medians of 5 and 4 runs; 95 % interval" in ab_report.write_lines(result_of(content))[1]
+    assert "(1 run of each; no interval)" in ab_report.write_lines(result_of(AB["one-run"]()))[1]
 
 
 def test_medians_that_point_the_other_way_are_explained() -> None:
     def rate(ratio: float, arm: float, **more: Any) -> str:
-        return ab_report.lines(result_of(made({"base": 344.0, "b": arm}, [judged("b", ratio, **more)])))[1]
+        return ab_report.write_lines(result_of(made({"base": 344.0, "b": arm}, [judged("b", ratio, **more)])))[1]
 
     said = "the medians point the other way, for only the ratio takes out the order of the runs"
     assert said in rate(1.32, 300.0) and said in rate(0.8, 400.0)
@@ -120,7 +124,9 @@ def test_arms_that_are_judged_together_say_so() -> None:
     def told(alpha: float, arms: int = 3) -> tuple[str, str]:
         names = [f"arm{number}" for number in range(arms)]
         content = made({"base": 1.0, **dict.fromkeys(names, 1.3)}, [judged(name, 1.3, alpha=alpha) for name in names])
-        return "\n".join(ab_report.lines(result_of(content))), ab_report.reports(result_of(content))["report.md"]
+        return "\n".join(ab_report.write_lines(result_of(content))), ab_report.write_reports(result_of(content))[
+            "report.md"
+        ]
 
     said = "3 arms are judged together: each interval at 98.33 %, so that all of them hold at once at 95 %"
     lines, report = told(0.05 / 3)
@@ -134,13 +140,13 @@ def test_arms_that_are_judged_together_say_so() -> None:
 def test_both_reports_hold_every_cell(run: str) -> None:
     content = AB[run]()
     text, page = (
-        ab_report.reports(result_of(content))["report.md"],
-        Page(ab_report.reports(result_of(content))["report.html"]),
+        ab_report.write_reports(result_of(content))["report.md"],
+        Page(ab_report.write_reports(result_of(content))["report.html"]),
     )
     plain = " ".join(text.replace("\\", "").split())
     document = ab_report.make_document(result_of(content))
     rows = [row for section in document.sections if section.table for row in section.table.rows]
-    cells = [" ".join(printable(cell).split()) for row in rows for cell in row]
+    cells = [" ".join(strip_unprintable(cell).split()) for row in rows for cell in row]
     assert [cell for cell in cells if cell not in page.said] == [] and page.wrong == [] and page.open == []
     assert [cell for cell in cells if cell.replace("\\", "") not in plain] == []
     titles = {section.title for section in document.sections}
@@ -156,7 +162,7 @@ def test_both_reports_hold_every_cell(run: str) -> None:
 
 
 def test_the_page_is_offline_and_hostile_names_stay_text() -> None:
-    text = ab_report.reports(result_of(AB["six"]()))["report.html"]
+    text = ab_report.write_reports(result_of(AB["six"]()))["report.html"]
     page = Page(text)
     assert not {"script", "link", "iframe", "img", "object"} & set(page.tags) and "<script>alert('x')" in page.said
     assert set(re.findall(r"\w{1,20}://[^\s\"'<]+", text)) <= {
@@ -168,16 +174,16 @@ def test_the_page_is_offline_and_hostile_names_stay_text() -> None:
 
 
 def test_failures_have_their_stderr_and_unknowns_are_na() -> None:
-    said = Page(ab_report.reports(result_of(AB["six"]()))["report.html"]).said
+    said = Page(ab_report.write_reports(result_of(AB["six"]()))["report.html"]).said
     assert "Failed: broken" in said and "Traceback <script>" in said and "torch.OutOfMemoryError" in said
-    assert "n/a: no run finished." in Page(ab_report.reports(result_of(AB["base-failed"]()))["report.html"]).said
-    row = next(row for row in ab_report._arms(result_of(AB["six"]())).rows if row[0] == "broken")
+    assert "n/a: no run finished." in Page(ab_report.write_reports(result_of(AB["base-failed"]()))["report.html"]).said
+    row = next(row for row in ab_report._tabulate_arms(result_of(AB["six"]())).rows if row[0] == "broken")
     assert row == ("broken", "n/a", "n/a", "n/a", "n/a", "0", "none", "none", "out of memory")
 
 
 def test_how_it_was_done_is_said() -> None:
     content = AB["faster"]()
-    text = ab_report.reports(result_of(content))["report.md"]
+    text = ab_report.write_reports(result_of(content))["report.md"]
     assert "300 steps a run, 100 of them before the window." in text
     assert "four times out of five" in text and "rungs.amp.enabled" in text
 

@@ -12,7 +12,7 @@ import yaml
 from fastloop.config import loading
 from fastloop.records.climb import ClimbFile
 from fastloop.records.store import decode
-from fastloop.report.drawing.document import printable
+from fastloop.report.drawing.document import strip_unprintable
 from fastloop.report.experiments import climb_report
 from fastloop.report.run.tables import Table
 from tests.report.made_experiments import BROKEN, CLAIMLESS, CLIMBS, JAPANESE, climb, rung
@@ -43,83 +43,86 @@ RATIO = re.compile(r"\d(\.\d+)?x\b")
 )
 def test_the_headline(run: str, said: str, tone: str) -> None:
     content = CLIMBS[run]()
-    assert climb_report.verdict(opened(content)) == said and climb_report.lines(opened(content))[0].startswith(
-        f"fastloop {said}"
-    )
-    assert f'<header class="{tone}">' in climb_report.reports(opened(content))["report.html"]
+    assert climb_report.describe_verdict(opened(content)) == said and climb_report.write_lines(opened(content))[
+        0
+    ].startswith(f"fastloop {said}")
+    assert f'<header class="{tone}">' in climb_report.write_reports(opened(content))["report.html"]
 
 
 @pytest.mark.parametrize("run", ["screened", "long", "none-kept", "unproven", "nulls"])
 def test_without_a_confirmation_there_is_no_ratio_at_all(run: str) -> None:
     content = CLIMBS[run]() | {"hardware": {}}
-    ladder = climb_report.ladder_yaml(opened(content))
-    both = climb_report.reports(opened(content))
-    text = "\n".join(climb_report.lines(opened(content))) + Page(both["report.html"]).said + both["report.md"]
+    ladder = climb_report.write_ladder_yaml(opened(content))
+    both = climb_report.write_reports(opened(content))
+    text = "\n".join(climb_report.write_lines(opened(content))) + Page(both["report.html"]).said + both["report.md"]
     assert not RATIO.search(text) and not RATIO.search(ladder)
-    assert RATIO.search(climb_report.ladder_yaml(opened(CLIMBS["climbed"]()))), "the pattern would find one"
+    assert RATIO.search(climb_report.write_ladder_yaml(opened(CLIMBS["climbed"]()))), "the pattern would find one"
 
 
 def test_a_confirmation_that_is_not_faster_confirms_nothing() -> None:
     proof = {"ratio": 1.0, "ci95": [0.99, 1.01], "verdict": "no_difference", "runs": 5, "parity": None}
     assert (
-        climb_report.verdict(opened(climb([rung("a", 9, 1)], 8.0, confirmed=proof))) == "NOT CONFIRMED: NO DIFFERENCE"
+        climb_report.describe_verdict(opened(climb([rung("a", 9, 1)], 8.0, confirmed=proof)))
+        == "NOT CONFIRMED: NO DIFFERENCE"
     )
     other = {**proof, "ratio": 1.2, "ci95": [1.1, 1.3], "verdict": "faster", "parity": CLAIMLESS}
-    said = climb_report.verdict(opened(climb([rung("a", 9, 1)], 8.0, confirmed=other)))
+    said = climb_report.describe_verdict(opened(climb([rung("a", 9, 1)], 8.0, confirmed=other)))
     assert said == "CONFIRMED FASTER 1.20x, NO PARITY CLAIMED"
 
 
 def test_a_budget_that_ran_out_is_not_nothing_to_gain() -> None:
-    assert climb_report.verdict(opened(climb([], 743.0, stopped="the budget is gone"))) == "NOT FINISHED"
-    assert climb_report.verdict(opened(climb([], 743.0, stopped="no ceiling is above 3 %"))) == "NOTHING TO GAIN"
-    assert climb_report.verdict(opened(climb([], 743.0, partial=True))) == "NOT FINISHED"
+    assert climb_report.describe_verdict(opened(climb([], 743.0, stopped="the budget is gone"))) == "NOT FINISHED"
+    assert (
+        climb_report.describe_verdict(opened(climb([], 743.0, stopped="no ceiling is above 3 %"))) == "NOTHING TO GAIN"
+    )
+    assert climb_report.describe_verdict(opened(climb([], 743.0, partial=True))) == "NOT FINISHED"
 
 
 def test_nothing_to_gain_has_its_reason_beneath() -> None:
     none = climb([rung("amp", 743, -2, kept=False)], 743.0, stopped="nothing to gain: no ceiling is above 3 %")
-    assert climb_report.lines(opened(none))[0].startswith("fastloop NOTHING TO GAIN ")
-    assert climb_report.lines(opened(none))[1] == "WHY      no ceiling is above 3 %"
+    assert climb_report.write_lines(opened(none))[0].startswith("fastloop NOTHING TO GAIN ")
+    assert climb_report.write_lines(opened(none))[1] == "WHY      no ceiling is above 3 %"
     assert climb_report.make_document(opened(none)).lede == "no ceiling is above 3 %"
 
 
 def test_a_faster_rung_that_broke_the_training_is_not_nothing_to_gain() -> None:
     lost = rung("amp", 743, 200, kept=False, parity=BROKEN)
     content = climb([lost, rung("pin", 743, -2, kept=False, parity=BROKEN)], 743.0, stopped="no rung is left")
-    assert climb_report.verdict(opened(content)) == "NOTHING KEPT: PARITY FAILED"
-    assert climb_report.lines(opened(content))[1] == "WHY      Faster, but parity failed: amp"
-    assert '<header class="unknown">' in climb_report.reports(opened(content))["report.html"]
+    assert climb_report.describe_verdict(opened(content)) == "NOTHING KEPT: PARITY FAILED"
+    assert climb_report.write_lines(opened(content))[1] == "WHY      Faster, but parity failed: amp"
+    assert '<header class="unknown">' in climb_report.write_reports(opened(content))["report.html"]
     slower = climb([rung("pin", 743, -2, kept=False, parity=BROKEN)], 743.0)
-    assert climb_report.verdict(opened(slower)) == "NOTHING TO GAIN"
+    assert climb_report.describe_verdict(opened(slower)) == "NOTHING TO GAIN"
 
 
 @pytest.mark.parametrize("ended", ["odd", "undecided"])
 def test_without_an_answer_it_is_not_nothing_to_gain(ended: str) -> None:
     open_, other = (rung(name, 743, 200, kept=False, **{"try": name}) for name in ("amp", "pin"))
     content = climb([open_ | {"ended": ended}, other | {"ended": "not_faster"}], 743.0)
-    assert climb_report.verdict(opened(content)) == "NOTHING KEPT, NOT ALL COULD BE JUDGED"
-    assert climb_report.lines(opened(content))[1] == "WHY      No answer on amp"
-    assert '<header class="unknown">' in climb_report.reports(opened(content))["report.html"]
+    assert climb_report.describe_verdict(opened(content)) == "NOTHING KEPT, NOT ALL COULD BE JUDGED"
+    assert climb_report.write_lines(opened(content))[1] == "WHY      No answer on amp"
+    assert '<header class="unknown">' in climb_report.write_reports(opened(content))["report.html"]
     answered = climb([open_ | {"ended": ended}, open_ | {"ended": "not_faster"}], 743.0)
-    assert climb_report.verdict(opened(answered)) == "NOTHING TO GAIN"
+    assert climb_report.describe_verdict(opened(answered)) == "NOTHING TO GAIN"
 
 
 @pytest.mark.parametrize("run", sorted(CLIMBS))
 def test_at_most_fourteen_lines_and_every_rung_in_them(run: str) -> None:
     content = CLIMBS[run]()
-    lines = climb_report.lines(opened(content))
+    lines = climb_report.write_lines(opened(content))
     assert len(lines) <= 14 and not any("\n" in line or line != line.rstrip() for line in lines)
     text = "\n".join(lines)
     for one in content.get("rungs") or ():
-        assert printable(one["rung"]).strip() in text
+        assert strip_unprintable(one["rung"]).strip() in text
     assert ("PARTIAL" in lines[0]) is bool(content.get("partial"))
 
 
 def test_the_lines_say_predicted_measured_and_why_not() -> None:
-    lines = climb_report.lines(opened(CLIMBS["climbed"]()))
+    lines = climb_report.write_lines(opened(CLIMBS["climbed"]()))
     assert "KEPT     workers: saved 560 ms (95 % interval 556 to 564, predicted 590)" in lines
     assert "NOT KEPT layout: not faster within the noise" in lines
     assert "STOPPED  no ceiling is above 3 %; 14.1 of 20 min spent" in lines
-    ended = climb_report.lines(opened(climb([], 743.0, stopped="the budget is gone")))
+    ended = climb_report.write_lines(opened(climb([], 743.0, stopped="the budget is gone")))
     assert sum("the budget is gone" in line for line in ended) == 1 and "STOPPED  14.1 of 20 min spent" in ended
     assert "CEILINGS replayed batches 2,697, resident batch 2,720 samples/s" in lines
 
@@ -127,11 +130,11 @@ def test_the_lines_say_predicted_measured_and_why_not() -> None:
 @pytest.mark.parametrize("run", sorted(CLIMBS))
 def test_both_reports_hold_every_cell_and_the_ladder(run: str) -> None:
     content = CLIMBS[run]()
-    both = climb_report.reports(opened(content))
+    both = climb_report.write_reports(opened(content))
     text, page = both["report.md"], Page(both["report.html"])
     plain = " ".join(text.replace("\\", "").split())
     cells = [
-        " ".join(printable(cell).split())
+        " ".join(strip_unprintable(cell).split())
         for section in climb_report.make_document(opened(content)).sections
         if section.table
         for row in section.table.rows
@@ -139,7 +142,7 @@ def test_both_reports_hold_every_cell_and_the_ladder(run: str) -> None:
     ]
     assert [cell for cell in cells if cell not in page.said or cell.replace("\\", "") not in plain] == []
     assert page.wrong == [] and page.open == [] and "script" not in page.tags
-    assert " ".join(climb_report.ladder_yaml(opened(content)).split()) in page.said
+    assert " ".join(climb_report.write_ladder_yaml(opened(content)).split()) in page.said
 
 
 def ceilings(content: dict[str, Any]) -> Table:
@@ -161,24 +164,24 @@ def test_a_ceiling_that_no_trial_has_measured_says_so() -> None:
     )
     assert any(
         line.endswith("resident batch 2,720 (as replayed: copies take 1 ms) samples/s")
-        for line in climb_report.lines(opened(content))
+        for line in climb_report.write_lines(opened(content))
     )
-    text = climb_report.reports(opened(content))
+    text = climb_report.write_reports(opened(content))
     assert all("copies take 2 ms" in text[name] for name in ("report.md", "report.html"))
 
 
 def test_ceilings_and_ways_are_told_by_name() -> None:
     content = CLIMBS["climbed"]() | {"ceilings_top_samples_per_s": {"replayed": 3100.0, "resident": 2900.0}}
     content["rungs"][0]["try"] = "workers-persistent"
-    said = "\n".join(climb_report.lines(opened(content)))
+    said = "\n".join(climb_report.write_lines(opened(content)))
     assert (
         "CEILINGS replayed batches 2,697, resident batch 2,720; of the top: resident batch 2,900, replayed batches"
         " 3,100 samples/s"
         in said
         and "workers-persistent: saved" in said
     )
-    assert "workers-persistent: saved" in climb_report.ladder_yaml(opened(content))
-    assert "of the top" not in "\n".join(climb_report.lines(opened(CLIMBS["climbed"]()))), "where none is known"
+    assert "workers-persistent: saved" in climb_report.write_ladder_yaml(opened(content))
+    assert "of the top" not in "\n".join(climb_report.write_lines(opened(CLIMBS["climbed"]()))), "where none is known"
 
 
 def test_ceilings_of_both_ends_stand_side_by_side() -> None:
@@ -193,13 +196,13 @@ def test_ceilings_of_both_ends_stand_side_by_side() -> None:
 
 def loaded(content: dict[str, Any], folder: Path) -> loading.Config:
     path = folder / "ladder.yaml"
-    path.write_text(climb_report.ladder_yaml(opened(content)), encoding="utf-8")
+    path.write_text(climb_report.write_ladder_yaml(opened(content)), encoding="utf-8")
     return loading.load("resnet50", more=[str(path)])
 
 
 def test_the_ladder_is_the_stack_and_loads(tmp_path: Path) -> None:
     content = CLIMBS["climbed"]()
-    assert yaml.safe_load(climb_report.ladder_yaml(opened(content))) == content["stack"]
+    assert yaml.safe_load(climb_report.write_ladder_yaml(opened(content))) == content["stack"]
     ladder = loaded(content, tmp_path).ladder
     assert {name for name, one in ladder.rungs() if one.enabled} == {"workers", "pin", "prefetch", "amp", "batch"}
     assert ladder.workers.count == 8 and ladder.amp.mode == "bf16-mixed"
@@ -210,7 +213,7 @@ def test_an_empty_ladder_loads(tmp_path: Path) -> None:
 
 
 def test_each_rung_stands_under_its_figures() -> None:
-    text = " ".join(climb_report.ladder_yaml(opened(CLIMBS["climbed"]())).replace("#", "").split())
+    text = " ".join(climb_report.write_ladder_yaml(opened(CLIMBS["climbed"]())).replace("#", "").split())
     head, workers = text.split("rungs:", 1)
     assert "7.52x (7.31 to 7.74, 95 %, 5 runs of each), parity approximate, passed" in head
     assert "1x NVIDIA H200, torch 2.11.0" in head and "2026-11-03" in head
@@ -219,7 +222,7 @@ def test_each_rung_stands_under_its_figures() -> None:
     )
     assert "layout" not in text, "what was rolled back is no part of the ladder"
     stack = {"rungs": {"pin": {"enabled": True}}}
-    assert "# on from the start\n  pin:" in climb_report.ladder_yaml(opened(climb([], 743.0, stack=stack)))
+    assert "# on from the start\n  pin:" in climb_report.write_ladder_yaml(opened(climb([], 743.0, stack=stack)))
 
 
 @pytest.mark.parametrize(
@@ -232,5 +235,5 @@ def test_no_text_leaves_its_comment(text: str, tmp_path: Path) -> None:
     content = climb([one], 738.0, name=text, hardware={"device_name": text}, date=text, stopped=text)
     content["rungs"].append({**one, "rung": text})
     content["rungs"][1]["patch"] = content["rungs"][0]["patch"]
-    assert yaml.safe_load(climb_report.ladder_yaml(opened(content))) == {"rungs": {"amp": {"enabled": True}}}
+    assert yaml.safe_load(climb_report.write_ladder_yaml(opened(content))) == {"rungs": {"amp": {"enabled": True}}}
     assert loaded(content, tmp_path).ladder.amp.enabled

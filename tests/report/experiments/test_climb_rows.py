@@ -31,7 +31,7 @@ def test_what_is_not_known_is_none() -> None:
     content = climb([rung("amp", 700.0, None, kept=False)], 743.0)
     (step,) = climb_rows.list_steps(opened(content))
     assert (step.rate, step.predicted, step.ends, step.saved_ms, step.kept) == (None, None, None, None, False)
-    assert climb_rows.list_steps(opened({})) == [] and climb_rows.samples_per_step(opened({})) is None
+    assert climb_rows.list_steps(opened({})) == [] and climb_rows.count_samples_per_step(opened({})) is None
     (nothing,) = climb_rows.list_steps(opened({"rungs": [{"rung": "amp", "step_ms_after": 3.0}]}))
     assert nothing.rate is None, "milliseconds alone make no rate"
 

@@ -32,20 +32,24 @@ def outcome(content: dict[str, Any]) -> Outcome:
     ids=["held", "broken", "unknown", "claimless", "nothing", "claims-none", "not-testable"],
 )
 def test_parity_in_a_line(parity: dict[str, Any], said: str) -> None:
-    assert verdict_words.line(outcome(parity)) == said
+    assert verdict_words.describe_parity(outcome(parity)) == said
 
 
 def test_a_lower_loss_has_its_sign_and_a_note_of_a_gate_is_shown() -> None:
     lower = gate("loss", deviation=-0.12, limit=0.5)
-    assert verdict_words.line(outcome({**HELD, "gates": [lower]})) == "approximate, passed: loss -0.12 % (limit 0.5 %)"
+    assert (
+        verdict_words.describe_parity(outcome({**HELD, "gates": [lower]}))
+        == "approximate, passed: loss -0.12 % (limit 0.5 %)"
+    )
     noted = gate("gradient", deviation=0.0, detail={"note": "only the arm clips"})
     assert (
-        verdict_words.line(outcome({**HELD, "gates": [noted]})) == "approximate, passed: gradient 0; only the arm clips"
+        verdict_words.describe_parity(outcome({**HELD, "gates": [noted]}))
+        == "approximate, passed: gradient 0; only the arm clips"
     )
 
 
 def test_changes_training_does_not_hide_a_failed_gate() -> None:
-    assert "FAILED" in verdict_words.line(outcome({**BROKEN, "class": "changes-training"}))
+    assert "FAILED" in verdict_words.describe_parity(outcome({**BROKEN, "class": "changes-training"}))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +57,7 @@ def test_changes_training_does_not_hide_a_failed_gate() -> None:
     [(0.0, "0"), (0.25, "0.25"), (3.1e-3, "3.1e-3"), (1e-5, "1e-5"), (1.234e6, "1.2e6"), (-0.04, "-0.04")],
 )
 def test_deviations_of_any_size_are_short(value: float, said: str) -> None:
-    assert verdict_words.share(value) == said
+    assert verdict_words.format_share(value) == said
 
 
 def test_what_was_not_measured_is_na() -> None:
@@ -64,11 +68,11 @@ def test_what_was_not_measured_is_na() -> None:
 
 
 def test_the_table_has_every_gate_with_limit_and_what_it_could_see() -> None:
-    table = verdict_words.table([("amp", outcome(HELD)), ("none", Outcome(why="base failed"))])
+    table = verdict_words.tabulate_gates([("amp", outcome(HELD)), ("none", Outcome(why="base failed"))])
     assert [row[:6] for row in table.rows] == [
         ("amp (approximate)", "ledger", "passed", "n/a", "n/a", "n/a"),
         ("amp (approximate)", "gradient", "passed", "3.1e-3", "0.05", "1e-4"),
         ("amp (approximate)", "loss", "passed", "+0.1 %", "0.5 %", "0.2 %"),
         ("none", "none", "could not tell", "n/a", "n/a", "n/a"),
     ]
-    assert table.rows[3][-1] == "base failed" and verdict_words.table([]).note == "n/a: no gate ran."
+    assert table.rows[3][-1] == "base failed" and verdict_words.tabulate_gates([]).note == "n/a: no gate ran."

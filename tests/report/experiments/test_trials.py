@@ -20,18 +20,21 @@ def test_every_run_has_a_row_in_the_order_they_ran() -> None:
 def test_failures_name_cause_rank_and_last_step() -> None:
     failure = {"arm": "amp", "run": "run-1", "cause": "killed", "rank": 1, "last_step": 41, "tail": "x"}
     content = {"failures": [failure, {"arm": "b", "run": None, "cause": None, "rank": None, "last_step": 0}]}
-    assert ab_report.failures(result_of(content)) == ["amp, run-1: killed, rank 1, last step 41", "b: n/a, last step 0"]
+    assert ab_report.list_failures(result_of(content)) == [
+        "amp, run-1: killed, rank 1, last step 41",
+        "b: n/a, last step 0",
+    ]
 
 
 def test_settings_that_differ() -> None:
     content = {"config_diff": {"amp": [["rungs.amp.enabled", False, True], ["a.b", "-", [1, "\u72ac"]], ["odd"]]}}
-    assert tuple(ab_report.changed(result_of(content)).rows) == (
+    assert tuple(ab_report.tabulate_changes(result_of(content)).rows) == (
         ("amp", "rungs.amp.enabled", "false", "true"),
         ("amp", "a.b", "-", '[1, "\u72ac"]'),
     )
-    assert "A/A test" in ab_report.changed(result_of({"config_diff": {"a": []}})).note
+    assert "A/A test" in ab_report.tabulate_changes(result_of({"config_diff": {"a": []}})).note
 
 
 def test_the_middle_run() -> None:
-    assert ab_report.middle(ArmResult(name="a", samples_per_s=(1.0, 9.0, 2.0))) == 2.0
-    assert ab_report.middle(ArmResult(name="a")) is None
+    assert ab_report.compute_median_rate(ArmResult(name="a", samples_per_s=(1.0, 9.0, 2.0))) == 2.0
+    assert ab_report.compute_median_rate(ArmResult(name="a")) is None

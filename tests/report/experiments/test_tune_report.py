@@ -24,17 +24,17 @@ def opened(content: dict[str, Any]) -> TuningFile:
 @pytest.mark.parametrize("run", sorted(TUNES))
 def test_any_content_makes_a_whole_report(run: str) -> None:
     content = TUNES[run]()
-    both = tune_report.reports(opened(content))
+    both = tune_report.write_reports(opened(content))
     page, text = Page(both["report.html"]), both["report.md"]
     assert page.wrong == [] and page.open == [] and "script" not in page.tags
     assert not re.search(r"\b(nan|inf)\b", page.said)
     assert page.tags.count("figure") == (run != "nothing") and tune_report.CLOSING in text
-    assert not any("\n" in line or line != line.rstrip() for line in tune_report.lines(opened(content)))
+    assert not any("\n" in line or line != line.rstrip() for line in tune_report.write_lines(opened(content)))
 
 
 def test_the_whole_answer() -> None:
     content = tune([(0, 700.0, ""), (2, 402.0, ""), (8, 121.2, ""), (16, None, "killed\nby the system")], 8)
-    assert tune_report.lines(opened(content | {"as_it_is": 0, "why": "it is the quickest"})) == [
+    assert tune_report.write_lines(opened(content | {"as_it_is": 0, "why": "it is the quickest"})) == [
         "fastloop BEST rungs.workers.count = 8   resnet50: tune workers",
         "STEP     0 (as it is): 700, 2: 402, 8 (best): 121 ms",
         "WHY      it is the quickest",
@@ -55,15 +55,15 @@ def test_the_whole_answer() -> None:
     ids=["none", "failed", "empty", "zero"],
 )
 def test_the_headline(content: dict[str, Any], said: str) -> None:
-    assert tune_report.verdict(opened(content)) == said and tune_report.lines(opened(content))[0].startswith(
-        f"fastloop {said}"
-    )
+    assert tune_report.describe_verdict(opened(content)) == said and tune_report.write_lines(opened(content))[
+        0
+    ].startswith(f"fastloop {said}")
 
 
 def test_the_patch_is_yaml_to_copy() -> None:
-    page = tune_report.reports(opened(TUNES["workers"]()))["report.html"]
+    page = tune_report.write_reports(opened(TUNES["workers"]()))["report.html"]
     assert re.search(r'<pre class="copy"[^>]*>rungs:\n  workers:\n    enabled: true\n    count: 8</pre>', page)
-    assert "YAML patch" not in tune_report.reports(opened(TUNES["all-failed"]()))["report.html"]
+    assert "YAML patch" not in tune_report.write_reports(opened(TUNES["all-failed"]()))["report.html"]
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_the_best_is_marked_and_failures_have_their_causes() -> None:
 
 def test_a_search_that_was_stopped_has_no_verdict() -> None:
     content = TUNES["workers"]() | {"partial": True, "best": None, "patch": None, "why": "it was stopped"}
-    assert tune_report.verdict(opened(content)) == "NOT FINISHED rungs.workers.count"
-    assert tune_report.lines(opened(content))[0].endswith("PARTIAL: the search did not end")
+    assert tune_report.describe_verdict(opened(content)) == "NOT FINISHED rungs.workers.count"
+    assert tune_report.write_lines(opened(content))[0].endswith("PARTIAL: the search did not end")
 
 
 def test_no_speed_up_is_claimed() -> None:
     for run in TUNES.values():
-        page = Page(tune_report.reports(opened(run() | {"hardware": {}}))["report.html"])
+        page = Page(tune_report.write_reports(opened(run() | {"hardware": {}}))["report.html"])
         assert not re.search(r"\d(\.\d+)?x\b|speed-up of|faster", page.said)

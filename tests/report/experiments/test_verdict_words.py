@@ -39,12 +39,12 @@ def comparison(content: dict[str, Any]) -> Comparison:
     ids=["faster", "parity-open", "claimless", "broken", "slower", "same", "open", "none", "empty", "half", "odd"],
 )
 def test_a_verdict_in_a_headline(one: dict[str, Any], said: str, tone: str) -> None:
-    assert verdict_words.headline(comparison(one)) == said and verdict_words.tone(said) == tone
+    assert verdict_words.write_headline(comparison(one)) == said and verdict_words.choose_tone(said) == tone
 
 
 def test_an_arm_without_an_interval_that_failed() -> None:
-    assert verdict_words.word(comparison(made_experiments.judged("a", None)), KILLED) == "FAILED"
-    assert verdict_words.word(comparison(made_experiments.judged("a", 1.3)), KILLED) == "FASTER", (
+    assert verdict_words.choose_word(comparison(made_experiments.judged("a", None)), KILLED) == "FAILED"
+    assert verdict_words.choose_word(comparison(made_experiments.judged("a", 1.3)), KILLED) == "FASTER", (
         "the runs before it count"
     )
 
@@ -63,18 +63,25 @@ def test_an_arm_without_an_interval_that_failed() -> None:
     ids=["plain", "near", "holds-1", "tiny", "below", "none", "half"],
 )
 def test_rounding_never_hides_on_which_side_of_1_an_interval_lies(ends: Any, said: str) -> None:
-    assert verdict_words.between(comparison({"ratio": 1.0, "ci95": ends})) == said
+    assert verdict_words.format_interval(comparison({"ratio": 1.0, "ci95": ends})) == said
 
 
 @pytest.mark.parametrize(("alpha", "said"), [(0.05, "95 %"), (0.0125, "98.75 %"), (None, "95 %")])
 def test_the_level(alpha: float | None, said: str) -> None:
-    assert verdict_words.level(comparison({"alpha": alpha})) == said
+    assert verdict_words.format_level(comparison({"alpha": alpha})) == said
 
 
 def test_arms_are_judged_together_where_the_file_says_so() -> None:
     shared, own = comparison({"alpha": 0.0125}), comparison({"alpha": None})
-    assert verdict_words.together([shared] * 4).startswith("4 arms are judged together: each interval at 98.75 %")
-    assert verdict_words.together([own] * 2) == "" == verdict_words.together([shared]) == verdict_words.together([])
+    assert verdict_words.describe_shared_error_rate([shared] * 4).startswith(
+        "4 arms are judged together: each interval at 98.75 %"
+    )
+    assert (
+        verdict_words.describe_shared_error_rate([own] * 2)
+        == ""
+        == verdict_words.describe_shared_error_rate([shared])
+        == verdict_words.describe_shared_error_rate([])
+    )
 
 
 def test_the_band_is_settable() -> None:

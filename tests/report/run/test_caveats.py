@@ -24,7 +24,7 @@ def test_no_doubt(kernels: Any) -> None:
 
 
 def test_a_trace_that_was_asked_for_and_is_not_there_is_said() -> None:
-    lines = summary.lines(seen(kernels={"skipped": "only one can run"}), Plan(), [], [])
+    lines = summary.write_lines(seen(kernels={"skipped": "only one can run"}), Plan(), [], [])
     assert lines[-1] == "NOTE     no trace: only one can run"
 
 
@@ -61,7 +61,7 @@ def test_long_steps_are_told_of_once(parts: Any, pauses: Any, told: str) -> None
         device="cpu",
         evidence={"pauses": pauses},
     )
-    text = "\n".join(summary.lines(run, Plan(), [], findings(run)))
+    text = "\n".join(summary.write_lines(run, Plan(), [], findings(run)))
     assert told in text and sum(text.count(words) for words in caveats.LONG_STEPS) == 1, text
 
 

@@ -158,4 +158,4 @@ def test_synchronisations_and_drift() -> None:
     [(1, 1.0), (0.5, 0.5), (None, None), (True, None), ("1", None), (float("nan"), None), (float("inf"), None)],
 )
 def test_what_counts_as_a_number(value: object, number: float | None) -> None:
-    assert optional_tables.real(value) == number
+    assert optional_tables.to_finite_float(value) == number

@@ -53,7 +53,7 @@ def test_the_whole() -> None:
         Verdict(rung="pin", took=False, why="needs CUDA"),
         Verdict(rung="fused", took=None, why="not seen"),
     ]
-    lines = summary.lines(SEEN, planned("workers", "amp"), verdicts, [WAITS], report="runs/x/report.md")
+    lines = summary.write_lines(SEEN, planned("workers", "amp"), verdicts, [WAITS], report="runs/x/report.md")
     assert lines == [
         "fastloop STARVED BY DATA   2x cuda   steps 21-60",
         "  the device was idle for 8 of 10 ms",
@@ -78,22 +78,24 @@ def test_what_a_rung_changes_besides_is_said_once_it_took() -> None:
         )
     )
     both = [Verdict(rung="batch", took=True, why="x"), Verdict(rung="workers", took=True, why="y")]
-    changes = [line for line in summary.lines(SEEN, plan, both, []) if line.startswith("CHANGES")]
+    changes = [line for line in summary.write_lines(SEEN, plan, both, []) if line.startswith("CHANGES")]
     assert changes == ["CHANGES  batch: hooks count steps; validation stays"]
     refused = [dataclasses.replace(both[0], took=False), both[1]]
-    assert not [line for line in summary.lines(SEEN, plan, refused, []) if line.startswith("CHANGES")]
+    assert not [line for line in summary.write_lines(SEEN, plan, refused, []) if line.startswith("CHANGES")]
 
 
 @pytest.mark.parametrize("parity", ["exact", "approximate", "changes-training"])
 def test_what_took_is_under_the_plans_parity_class(parity: str) -> None:
     verdicts = [Verdict(rung="amp", took=True, why="x")]
-    (line,) = [line for line in summary.lines(SEEN, planned("amp", parity=parity), verdicts, []) if "TOOK" in line]
+    (line,) = [
+        line for line in summary.write_lines(SEEN, planned("amp", parity=parity), verdicts, []) if "TOOK" in line
+    ]
     assert line == f"TOOK     [{parity}] amp (x)"
-    assert not [line for line in summary.lines(SEEN, planned("amp"), [], []) if "TOOK" in line]
+    assert not [line for line in summary.write_lines(SEEN, planned("amp"), [], []) if "TOOK" in line]
 
 
 def test_what_was_not_measured_is_na_and_never_0() -> None:
-    lines = summary.lines(Measurement(total_steps=3), Plan(), [], [])
+    lines = summary.write_lines(Measurement(total_steps=3), Plan(), [], [])
     assert lines == [
         "fastloop NOT MEASURED   1x cpu   3 steps, none of them measured",
         "step n/a",
@@ -113,7 +115,7 @@ def test_what_was_not_measured_is_na_and_never_0() -> None:
     ],
 )
 def test_numbers(value: Any, form: str, unit: str, text: str) -> None:
-    assert numbers.number(value, form, unit) == text
+    assert numbers.format_number(value, form, unit) == text
 
 
 @pytest.mark.parametrize(
@@ -126,9 +128,9 @@ def test_numbers(value: Any, form: str, unit: str, text: str) -> None:
     ],
 )
 def test_flags(change: dict[str, Any], flag: str) -> None:
-    first = summary.lines(dataclasses.replace(SEEN, **change), Plan(), [], [WAITS])[0]
+    first = summary.write_lines(dataclasses.replace(SEEN, **change), Plan(), [], [WAITS])[0]
     assert first.endswith(f"   {flag}")
-    assert flag not in summary.lines(SEEN, Plan(), [], [WAITS])[0]
+    assert flag not in summary.write_lines(SEEN, Plan(), [], [WAITS])[0]
 
 
 @pytest.mark.parametrize(
@@ -158,13 +160,13 @@ def test_the_steps_measured_are_those_of_the_window_and_not_the_last_ones(change
 )
 def test_a_short_step_has_more_digits(mean: float | None, text: str) -> None:
     seen = dataclasses.replace(SEEN, step_ms={"mean": mean}, parts_ms={})
-    assert text in summary.lines(seen, Plan(), [], [])
+    assert text in summary.write_lines(seen, Plan(), [], [])
 
 
 def test_a_rounding_error_is_no_part_of_the_step() -> None:
     parts = {"data_wait": 6.0, "forward": 4.0, "unexplained": 1e-15}
     seen = dataclasses.replace(SEEN, step_ms={"mean": 10.0}, parts_ms=parts)
-    assert summary.lines(seen, Plan(), [], [])[1].endswith("| Wait 6  fwd 4")
+    assert summary.write_lines(seen, Plan(), [], [])[1].endswith("| Wait 6  fwd 4")
 
 
 @pytest.mark.parametrize(("device", "free"), [("cpu", "the loop itself"), ("cuda", "launches")])
@@ -183,7 +185,7 @@ def test_at_most_twelve_lines_and_no_reason_left_out(inactive: int, unknown: int
         for number, took in enumerate([False] * inactive + [None] * unknown + [True] * 2)
     ]
     findings = [dataclasses.replace(WAITS, patch={"rungs": {f"fix{number}": {"enabled": True}}}) for number in range(4)]
-    lines = summary.lines(SEEN, planned("rung0"), verdicts, findings, report)
+    lines = summary.write_lines(SEEN, planned("rung0"), verdicts, findings, report)
     assert len(lines) <= 12
     text = "\n".join(lines)
     for verdict in verdicts:
@@ -206,7 +208,7 @@ def test_rungs_whose_reasons_begin_alike_share_a_line_and_the_reason_comes_first
         "prefetch": "needs CUDA; this run is on cpu, where there is no copy to hide",
     }
     verdicts = [Verdict(rung=rung, took=False, why=why) for rung, why in reasons.items()]
-    assert [line for line in summary.lines(SEEN, Plan(), verdicts, [WAITS]) if line.startswith("INACTIVE")] == [
+    assert [line for line in summary.write_lines(SEEN, Plan(), verdicts, [WAITS]) if line.startswith("INACTIVE")] == [
         "INACTIVE needs CUDA (pin, prefetch)",
         f"INACTIVE {reasons['overlap']} (overlap)",
     ]
@@ -218,19 +220,19 @@ def test_a_patch_says_against_what_it_helps_where_that_is_not_the_headline() -> 
         dataclasses.replace(WAITS, title=title, patch=rung and {"rungs": {rung: {"enabled": True}}})
         for title, rung in fixes.items()
     ]
-    lines = summary.lines(SEEN, Plan(), [], findings)
+    lines = summary.write_lines(SEEN, Plan(), [], findings)
     assert [line for line in lines if line.startswith("FIX")] == [
         "FIX      rungs.workers {enabled: true}   against STARVED BY DATA",
         "FIX      rungs.amp {enabled: true}   against BUSY",
     ]
-    assert "FIX      rungs.amp {enabled: true}" in summary.lines(SEEN, Plan(), [], findings[2:])
+    assert "FIX      rungs.amp {enabled: true}" in summary.write_lines(SEEN, Plan(), [], findings[2:])
 
 
 def test_all_kinds_of_lines_together_are_twelve() -> None:
     seen, findings, verdicts, plan, name = samples.gpt2()
     verdicts = tuple(Verdict(rung=f"{took}", took=took, why="x") for took in (True, False, None))
     seen = dataclasses.replace(seen, partial=True, state=("hot",), tokens_per_s=1.0)
-    lines = summary.lines(seen, plan, verdicts, findings, "r.md", name, ("a",), ("b",))
+    lines = summary.write_lines(seen, plan, verdicts, findings, "r.md", name, ("a",), ("b",))
     assert len(lines) <= 12 and [line.split()[0] for line in lines[-8:]] == [
         "TOOK",
         "INACTIVE",
@@ -245,7 +247,7 @@ def test_all_kinds_of_lines_together_are_twelve() -> None:
 
 def test_ranks_say_what_ended_them() -> None:
     seen, findings, verdicts, plan, name = samples.died()
-    first = summary.lines(seen, plan, verdicts, findings, None, name)[0]
+    first = summary.write_lines(seen, plan, verdicts, findings, None, name)[0]
     assert first.endswith("PARTIAL: the fit did not end normally (rank 0: RuntimeError, rank 1: ValueError)")
     alone = dataclasses.replace(
         seen, partial=False, ranks=(seen.ranks[0] | {"ended_by": None, "partial": False}, seen.ranks[1])
@@ -255,14 +257,16 @@ def test_ranks_say_what_ended_them() -> None:
 
 def test_a_reason_of_several_lines_takes_one() -> None:
     verdicts = [Verdict(rung="compile", took=False, why="RuntimeError: first\n  second\r\nthird")]
-    lines = summary.lines(SEEN, Plan(), verdicts, [dataclasses.replace(WAITS, why="a\nb")])
+    lines = summary.write_lines(SEEN, Plan(), verdicts, [dataclasses.replace(WAITS, why="a\nb")])
     assert "  a b" in lines and [line for line in lines if "\n" in line or "\r" in line] == []
     assert "INACTIVE RuntimeError: first   second third (compile)" in lines
 
 
 def test_the_first_screen_of_the_naive_resnet50() -> None:
     seen, findings, verdicts, plan, name = samples.resnet50()
-    lines = summary.lines(seen, plan, verdicts, findings, "r.md", name, then=("prefetch", "cache"), later=("amp",))
+    lines = summary.write_lines(
+        seen, plan, verdicts, findings, "r.md", name, then=("prefetch", "cache"), later=("amp",)
+    )
     assert lines == [
         "fastloop STARVED BY DATA   resnet50 64 x 4 32-true   1x H200   steps 51-250",
         "  the GPU was idle for 86 % of each step: Python was decoding JPEGs",
@@ -278,7 +282,7 @@ def test_the_first_screen_of_the_naive_resnet50() -> None:
 
 def test_the_first_screen_of_the_naive_gpt2() -> None:
     seen, findings, verdicts, plan, name = samples.gpt2()
-    text = "\n".join(summary.lines(seen, plan, verdicts, findings, name=name, later=("amp",)))
+    text = "\n".join(summary.write_lines(seen, plan, verdicts, findings, name=name, later=("amp",)))
     for words in (
         "BUSY, NOT FAST: FP32 MATH   gpt2 8 x 8 32-true",
         "also BUSY, NOT FAST: MEMORY-BOUND: elementwise",
@@ -295,7 +299,7 @@ def test_the_first_screen_of_the_naive_gpt2() -> None:
 def test_a_finding_s_title_is_said_or_else_its_name() -> None:
     old = [dataclasses.replace(WAITS, bottleneck=name, title="") for name in ("callbacks_logging", "h2d")]
     assert summary.list_titles([WAITS, *old]) == ["STARVED BY DATA", "CALLBACKS LOGGING", "H2D"]
-    lines = summary.lines(SEEN, Plan(), [], [dataclasses.replace(WAITS, title="A"), *old])
+    lines = summary.write_lines(SEEN, Plan(), [], [dataclasses.replace(WAITS, title="A"), *old])
     assert lines[0].startswith("fastloop A   ") and lines[2].startswith("  also CALLBACKS LOGGING: ")
 
 
@@ -308,7 +312,7 @@ def test_every_part_has_a_letter_of_its_own() -> None:
 @pytest.mark.parametrize("run", sorted(samples.RUNS))
 def test_forty_columns_hold_the_verdict_and_the_bar(run: str) -> None:
     seen, findings, verdicts, plan, name = samples.RUNS[run]()
-    lines = summary.lines(seen, plan, verdicts, findings, "r.md", name, then=("a",), later=("b",))
+    lines = summary.write_lines(seen, plan, verdicts, findings, "r.md", name, then=("a",), later=("b",))
     assert len(lines) <= 12 and not any("\n" in line for line in lines)
     if run not in ("empty", "hostile"):
         (bar,) = [line for line in lines if line.startswith("step ")]
@@ -329,15 +333,15 @@ def test_forty_columns_hold_the_verdict_and_the_bar(run: str) -> None:
 )
 def test_the_bar_is_drawn_from_what_is_known(parts: dict[str, Any], bar: str) -> None:
     seen = dataclasses.replace(SEEN, step_ms={"mean": 1.0}, parts_ms=parts)
-    line = next(line for line in summary.lines(seen, Plan(), [], []) if line.startswith("step"))
+    line = next(line for line in summary.write_lines(seen, Plan(), [], []) if line.startswith("step"))
     assert line.startswith(f"step 1.0 ms |{bar}| ")
 
 
 @pytest.mark.parametrize("step", [{}, {"mean": None}, {"mean": 0.0}, {"mean": float("nan")}])
 def test_no_bar_without_a_step(step: dict[str, Any]) -> None:
-    lines = summary.lines(dataclasses.replace(SEEN, step_ms=step), Plan(), [], [])
+    lines = summary.write_lines(dataclasses.replace(SEEN, step_ms=step), Plan(), [], [])
     assert lines[1].startswith("step ") and "|" not in lines[1]
-    assert "|" in summary.lines(SEEN, Plan(), [], [])[1]
+    assert "|" in summary.write_lines(SEEN, Plan(), [], [])[1]
 
 
 @pytest.mark.parametrize(
@@ -358,8 +362,8 @@ def test_no_bar_without_a_step(step: dict[str, Any]) -> None:
     ],
 )
 def test_short_numbers(value: Any, text: str) -> None:
-    assert numbers.short(value) == text
-    assert numbers.short(value, "ms") == ("n/a" if text == "n/a" else f"{text} ms")
+    assert numbers.format_short(value) == text
+    assert numbers.format_short(value, "ms") == ("n/a" if text == "n/a" else f"{text} ms")
 
 
 @pytest.mark.parametrize(
@@ -404,12 +408,12 @@ def test_rates_of_arithmetic(rate: float | None, said: str) -> None:
 def test_there_is_no_colour() -> None:
     for run in samples.RUNS.values():
         seen, findings, verdicts, plan, name = run()
-        assert "\x1b" not in "".join(summary.lines(seen, plan, verdicts, findings, "r", name))
+        assert "\x1b" not in "".join(summary.write_lines(seen, plan, verdicts, findings, "r", name))
 
 
 def test_no_word_of_a_speed_up() -> None:
     reasons = [Verdict(rung=name, took=took, why="why") for name, _ in Ladder().rungs() for took in (True, False, None)]
-    lines = summary.lines(SEEN, planned(), reasons, [WAITS], "report.md")
+    lines = summary.write_lines(SEEN, planned(), reasons, [WAITS], "report.md")
     assert BOAST.findall("\n".join(lines)) == []
     assert BOAST.findall("1.8x as fast; a speed-up of 3; FASTER than; gains 5 %")
 
@@ -419,10 +423,10 @@ ONCE = {"compile": 41.2, "validation_compile": 9.87, "workers": 3.21, "rehearsal
 
 def test_one_time_costs_are_one_line() -> None:
     seen = dataclasses.replace(SEEN, one_time_s=ONCE)
-    lines = summary.lines(seen, planned(), [], [WAITS])
+    lines = summary.write_lines(seen, planned(), [], [WAITS])
     assert "ONE-TIME compile 41 s, validation compile 9.9 s, workers 3.2 s, new 2.0 s" in lines
     for nothing in ({}, {"compile": 0.0, "workers": None}):
-        quiet = summary.lines(dataclasses.replace(SEEN, one_time_s=nothing), planned(), [], [WAITS])
+        quiet = summary.write_lines(dataclasses.replace(SEEN, one_time_s=nothing), planned(), [], [WAITS])
         assert not [line for line in quiet if "ONE-TIME" in line], nothing
 
 
@@ -474,7 +478,7 @@ def test_one_time_costs_are_one_line() -> None:
 def test_a_rehearsal_says_when_it_would_pay_back(changed_ms: float, after: float, once: Any, said: str) -> None:
     tried = Rehearsed(deviation=1e-3, eager_ms=40.0, changed_ms=changed_ms)
     verdict = Verdict(rung="compile", took=False, why="no", rehearsed=tried, pays_back_after_steps=after)
-    lines = summary.lines(dataclasses.replace(SEEN, one_time_s=once), planned(), [verdict], [WAITS])
+    lines = summary.write_lines(dataclasses.replace(SEEN, one_time_s=once), planned(), [verdict], [WAITS])
     assert f"PAY-BACK {said}" in lines and not BOAST.findall(said)
     without = [Verdict(rung="amp", took=True, rehearsed=Rehearsed()), Verdict(rung="pin", took=True)]
     assert summary.list_pay_backs(SEEN, without) == []
@@ -507,7 +511,7 @@ def test_an_alarm_stands_in_the_first_line_and_all_fits() -> None:
         for took in (True, False, None)
     ]
     seen = dataclasses.replace(SEEN, one_time_s=ONCE, tflop_per_s=3.0, state=("throttled",))
-    lines = summary.lines(seen, planned(), verdicts, [storm, slow, WAITS], "report.md")
+    lines = summary.write_lines(seen, planned(), verdicts, [storm, slow, WAITS], "report.md")
     assert lines[0].startswith("fastloop COMPILING AGAIN AND AGAIN: 37 times, 98 s of 122 s; n = 60   ")
     assert len(lines) <= 12 and sum("pay back" in line for line in lines) == 1, "all in one line"
     assert lines[0].partition("   ")[0] == "fastloop COMPILING AGAIN AND AGAIN: 37 times, 98 s of 122 s; n = 60"

@@ -49,7 +49,7 @@ def test_that_there_are_none_is_said_only_where_all_were_looked_for() -> None:
 
 def test_the_line_is_among_those_that_a_person_reads_first() -> None:
     seen, findings, verdicts, plan, _ = samples.gpt2()
-    assert "SYNC     gpt2.py:88 Tensor.item(), 0.9 ms a step" in summary.lines(seen, plan, verdicts, findings)
+    assert "SYNC     gpt2.py:88 Tensor.item(), 0.9 ms a step" in summary.write_lines(seen, plan, verdicts, findings)
     hunted = dataclasses.replace(samples.cpu().seen, evidence={"syncs": {"hunted_steps": 5}})
-    assert "SYNC     none found, in 5 steps" in summary.lines(hunted, Plan(), (), ())
-    assert "SYNC" not in "".join(summary.lines(samples.cpu().seen, Plan(), (), ()))
+    assert "SYNC     none found, in 5 steps" in summary.write_lines(hunted, Plan(), (), ())
+    assert "SYNC" not in "".join(summary.write_lines(samples.cpu().seen, Plan(), (), ()))

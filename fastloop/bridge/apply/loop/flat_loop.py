@@ -28,7 +28,7 @@ class HookCalls:
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:
-        space = namespaces.of(trainer)
+        space = namespaces.find_namespace(trainer)
         base, callback, precision, mixed = (
             namespaces.load(space, path)
             for path in (
@@ -62,7 +62,7 @@ class HookCalls:
 
     def bind_to(self, *owners: Any) -> Iterator[tuple[Any, str, Any]]:
         """Yield what to set on Lightning's objects: copies of their functions that call hooks through this object."""
-        theirs = namespaces.load(namespaces.of(owners[0]), "trainer.call")
+        theirs = namespaces.load(namespaces.find_namespace(owners[0]), "trainer.call")
         for owner in owners:
             for name in set(dir(type(owner))) - set(vars(owner)):
                 function = getattr(type(owner), name)
@@ -127,7 +127,7 @@ class FlatLoop:
     """
 
     def __init__(self, trainer: Any, module: Any, calls: HookCalls) -> None:
-        space = namespaces.of(trainer)
+        space = namespaces.find_namespace(trainer)
         self._trainer, self._module, self._strategy, self._calls = trainer, module, trainer.strategy, calls
         self._loop, self._connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
         self._automatic = self._loop.automatic_optimization
@@ -274,12 +274,12 @@ class FlatLoop:
         trainer, strategy = self._trainer, self._strategy
         if not self._moves_plainly or "batch_to_device" in vars(strategy) or strategy.fastloop is None:
             return self._calls._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
-        args = batch, self._transfer, 0
+        args = batch, self._transfer_batch, 0
         return self._calls._run(
             trainer, "[Strategy]", strategy, strategy.fastloop.to_device, "batch_to_device", args, {}
         )
 
-    def _transfer(self, batch: Any) -> Any:
+    def _transfer_batch(self, batch: Any) -> Any:
         """``LightningModule._apply_batch_transfer_handler``."""
         batch = self._call_batch_hook("transfer_batch_to_device", batch, self._strategy.root_device, 0)
         return self._call_batch_hook("on_after_batch_transfer", batch, 0)

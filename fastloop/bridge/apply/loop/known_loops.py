@@ -69,7 +69,7 @@ _WRAPPED_BY_PYTHON = contextlib.contextmanager(lambda: iter(())).__code__
 
 def explain_unknown(trainer: Any, module: Any) -> str | None:
     """Why Lightning's own loop must stay; None if the replacement makes no visible difference."""
-    space, owner = namespaces.of(trainer), type(module)
+    space, owner = namespaces.find_namespace(trainer), type(module)
     if not isinstance(trainer.profiler, namespaces.load(space, "profilers.PassThroughProfiler")):
         return f"{trainer.profiler.__class__.__name__} tells of every hook"  # ours wraps the user's profiler
     if logging.getLogger(f"{space}.trainer.call").isEnabledFor(logging.DEBUG):

@@ -151,7 +151,7 @@ class ThinLoop:
 
     def _refresh_less(self) -> None:
         bar: Any = getattr(self._trainer, "progress_bar_callback", None)
-        name, space = "on_train_batch_end", namespaces.of(self._trainer)
+        name, space = "on_train_batch_end", namespaces.find_namespace(self._trainer)
         theirs = [getattr(namespaces.load(space, f"callbacks.{kind}"), name) for kind in BARS]
         if (has := getattr(type(bar), name, None)) not in theirs or name in vars(bar):
             return

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from fastloop.evidence.worker_limits import count_used_batches
-from fastloop.feeds.accumulation_windows import batches_between_validations
+from fastloop.feeds.accumulation_windows import count_batches_between_validations
 from fastloop.feeds.window_batches import WindowSampler
 from fastloop.records.plan import Undo
 
@@ -40,7 +40,7 @@ class Merge:
         self._batches = count_used_batches(len(loader), limit)
         self.trainer.limit_train_batches = 1.0
         if isinstance(interval, int) or (isinstance(interval, float) and interval != 1.0):
-            every = batches_between_validations(self._batches, interval)
+            every = count_batches_between_validations(self._batches, interval)
             self.trainer.val_check_interval = math.ceil(every / self.window)
         sampler: Any = loader.batch_sampler
         self.windows = WindowSampler(sampler, self.window, self._batches)
@@ -109,7 +109,7 @@ class Merge:
             self._count(self._count_batches)
             trainer.fit_loop.max_batches = self._batches
             if isinstance(trainer.val_check_interval, (int, float)):
-                trainer.val_check_batch = batches_between_validations(self._batches, trainer.val_check_interval)
+                trainer.val_check_batch = count_batches_between_validations(self._batches, trainer.val_check_interval)
 
 
 class _InBatches(int):

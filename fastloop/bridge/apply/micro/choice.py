@@ -18,7 +18,7 @@ from fastloop.bridge.apply.rehearse.rehearsal import gather
 from fastloop.errors import FastLoopError
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_norm.groups import BatchGroups
-from fastloop.feeds.batch_tree import samples
+from fastloop.feeds.batch_tree import count_rows
 from fastloop.feeds.splitting import CannotSplit, Piece, cut, cut_at, get_loss
 from fastloop.judge.micro_batch import FoundSize, list_sizes
 
@@ -137,7 +137,7 @@ class PieceChoice:
         self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]
     ) -> None:
         """Find the micro-batch's size on the first window; if it is that of the user's own batches, these stay."""
-        own, batches = (samples(batch), 1) if window is None else (window.sizes[0], len(window.sizes))
+        own, batches = (count_rows(batch), 1) if window is None else (window.sizes[0], len(window.sizes))
         trial = self._make_trial(strategy, batch, window, rest, own or 1)
         try:
             if (apart := self.windows.find_apart(batch)) is not None:
@@ -162,7 +162,7 @@ class PieceChoice:
         self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]
     ) -> None:
         """Choose a smaller micro-batch if this batch's samples are longer than the search's and need it."""
-        own = (samples(batch) or 1) if window is None else window.sizes[0]
+        own = (count_rows(batch) or 1) if window is None else window.sizes[0]
         if not search.meets_longer(batch, own):
             return
         with self._one_time.span("rehearsal"):
@@ -182,7 +182,7 @@ class PieceChoice:
 
     def _split(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> list[Piece]:
         """Pieces of one of the user's batches, or the batch itself if the pieces would change its gradient."""
-        whole = [Piece(batch, samples(batch) or 0, 1.0)]
+        whole = [Piece(batch, count_rows(batch) or 0, 1.0)]
         if self.refused is not None:
             self._steps, self.uncut = self._steps + 1, self.uncut + 1
             return whole
@@ -217,7 +217,7 @@ class PieceChoice:
         """The user's batches of a window, and why they should not be merged. Empty if a hook changed the merged batch
         such that it cannot be cut into them again."""
         if (apart := self.windows.find_apart(batch)) is not None:
-            return [Piece(each, samples(each) or 0, 1 / window.full) for each in apart[0]], apart[1]
+            return [Piece(each, count_rows(each) or 0, 1 / window.full) for each in apart[0]], apart[1]
         try:
             return cut_at(batch, *window), self.refused
         except CannotSplit as error:
@@ -252,7 +252,7 @@ class PieceChoice:
             self.uncut, self._problem = self.uncut + 1, self._problem or str(reason)
             # A short last window keeps the weight that accumulation would have given it.
             share = 1.0 if window is None else len(window.sizes) / window.full
-            rows, sizes = samples(batch) or 0, window.sizes if window else ()
+            rows, sizes = count_rows(batch) or 0, window.sizes if window else ()
             groups = len(sizes) if len(set(sizes)) == 1 and sum(sizes) == rows else 1
             pieces = [Piece(batch, sum(sizes) if window else rows, share, groups)]
         self._steps += 1
@@ -263,7 +263,7 @@ class PieceChoice:
 
     def _check_size(self, batch: Any, trainer: Any) -> None:
         """Refuse a batch whose first dimension is not its samples: a list of images [C, H, W] would be cut in C."""
-        rows = samples(batch)
+        rows = count_rows(batch)
         if self.whole is None or rows is None:
             return
         last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch

@@ -24,7 +24,7 @@ from fastloop.evidence.model.dropout import switch_off_dropout, without_function
 from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, measure_difference, sample_gradient
 from fastloop.feeds.batch_norm.groups import BatchGroups, MeansOfGroups
 from fastloop.feeds.batch_tree import map_tensors
-from fastloop.feeds.splitting import Piece, cut, mean
+from fastloop.feeds.splitting import Piece, average, cut
 from fastloop.feeds.token_counts import Counter, list_counters
 
 MOST_COPIED_BYTES = 2**32
@@ -134,7 +134,7 @@ def _find_token_means(
     for name, value in whole.items():
         parts = [piece[name] for piece in pieces if name in piece]
         if len(parts) == len(pieces):
-            names |= {name} if abs(mean(parts, weights) - value) < abs(mean(parts, samples) - value) else set()
+            names |= {name} if abs(average(parts, weights) - value) < abs(average(parts, samples) - value) else set()
     return frozenset(names)
 
 
@@ -225,7 +225,7 @@ def unwritten(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 def quiet(strategy: Any, log: Callable[..., None] = lambda *_args, **_named: None) -> Iterator[None]:
     """Run without logging (`log` gets the values instead), recording and compiling."""
     module, trainer = strategy.lightning_module, strategy.lightning_module.trainer
-    dummy = namespaces.load(namespaces.of(strategy), "loggers.logger.DummyLogger")
+    dummy = namespaces.load(namespaces.find_namespace(strategy), "loggers.logger.DummyLogger")
     with contextlib.ExitStack() as undo:
         undo.enter_context(unrecorded())
         undo.enter_context(attribute(module, "log", log))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastloop.feeds.splitting import Piece, mean
+from fastloop.feeds.splitting import Piece, average
 
 _EXTREMES = {"max": torch.max, "min": torch.min}
 
@@ -87,7 +87,7 @@ def _combine(calls: Sequence[_Call], reduce: Any) -> Any:
     how = reduce.lower() if isinstance(reduce, str) else getattr(reduce, "__name__", "")
     if how in ("mean", "avg"):
         weighed = [value.float() if _is_narrow(value) else value for value in values]
-        return mean(weighed, [call.share for call in calls])
+        return average(weighed, [call.share for call in calls])
     if how == "sum":
         return sum(values[1:], start=values[0])
     if how in _EXTREMES:

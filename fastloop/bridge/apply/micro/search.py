@@ -27,7 +27,7 @@ from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.errors import NotApplicable, is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.feeds.batch_norm.groups import BatchGroups
-from fastloop.feeds.batch_tree import map_tensors, samples, tensors
+from fastloop.feeds.batch_tree import count_rows, iterate_tensors, map_tensors
 from fastloop.feeds.splitting import Piece
 from fastloop.judge import micro_batch as judge
 from fastloop.judge.micro_batch import FoundSize
@@ -111,7 +111,7 @@ class SizeSearch:
 
     def meets_longer(self, batch: Any, own: int) -> bool:
         """Whether its samples are longer than all before and would run in pieces other than the user's `own` size."""
-        return measure_length(batch) > self.longest and min(self.sizes[-1], samples(batch) or 0) != own
+        return measure_length(batch) > self.longest and min(self.sizes[-1], count_rows(batch) or 0) != own
 
     def fit_longer(self, strategy: Any, batch: Any, trial: Trial) -> FoundSize | None:
         """The size for this batch and later ones, if its longer samples need a smaller one.
@@ -120,7 +120,7 @@ class SizeSearch:
         in their pieces.
         """
         length, most = measure_length(batch), self.sizes[-1]
-        if (samples(batch) or 0) >= most:
+        if (count_rows(batch) or 0) >= most:
             self.longest = length
         run = _Run(self, strategy, self.sizes, trial)
         fits = run.find_fitting()
@@ -139,7 +139,7 @@ class SizeSearch:
 
 def measure_length(batch: Any) -> float:
     """Tensor elements in a batch per sample: its padded number of tokens, or pixels."""
-    return sum(each.numel() for each in tensors(batch) if each.dim()) / (samples(batch) or 1)
+    return sum(each.numel() for each in iterate_tensors(batch) if each.dim()) / (count_rows(batch) or 1)
 
 
 class _Run:
@@ -162,7 +162,7 @@ class _Run:
     @functools.cached_property
     def key(self) -> str:
         """The key under which an earlier run's answer is valid. Raises as `take` does if there is nothing to try."""
-        shapes = [(tuple(each.shape), str(each.dtype)) for each in tensors(self.take(self.own).batch)]
+        shapes = [(tuple(each.shape), str(each.dtype)) for each in iterate_tensors(self.take(self.own).batch)]
         return repr((self.given.key, self.given.target, self.sizes, shapes))
 
     def search(self) -> FoundSize:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fastloop.feeds.batch_tree import Window, samples
+from fastloop.feeds.batch_tree import Window, count_rows
 from fastloop.feeds.concatenation import CannotConcatenate, concatenate
 from fastloop.feeds.window_batches import WindowSampler
 
@@ -49,7 +49,7 @@ class MergedWindows:
             except CannotConcatenate as error:
                 reason = str(error)
             else:
-                self._joined = whole, tuple(samples(batch) or 0 for batch in batches)
+                self._joined = whole, tuple(count_rows(batch) or 0 for batch in batches)
                 return whole
         self._apart = batches, reason
         return batches[-1]
@@ -89,7 +89,7 @@ class MergedWindows:
             if self._joined is not None:
                 sizes = self._joined[1]
             elif len(sizes) == 1:  # a collate function may have dropped samples
-                sizes = (samples(batch) or sizes[0],)
+                sizes = (count_rows(batch) or sizes[0],)
             self._read = number, Merged(sizes, self.sampler.window)
         return self._read[1]
 

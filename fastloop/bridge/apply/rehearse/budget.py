@@ -84,7 +84,7 @@ class Budget:
     def add_one_time(self, step: Step, seconds: float) -> None:
         """Exclude the one-time cost of a rung's first call from the rehearsal's share, and remember it."""
         self._began_s += seconds
-        self.memory.keep_first_call_s(step.rung, self._settings(step), seconds)
+        self.memory.keep_first_call_s(step.rung, self._read_settings(step), seconds)
 
     def may_play(self, ms: float, share: float) -> bool:
         """Whether one more play of `ms` milliseconds fits into a share of the rehearsal's time."""
@@ -116,7 +116,7 @@ class Budget:
 
     def refuse(self, step: Step) -> str | None:
         """Why a rung is not even tried; None if it may be tried."""
-        known = self.memory.find_failure(step.rung, self._settings(step))
+        known = self.memory.find_failure(step.rung, self._read_settings(step))
         if known is not None:
             return f"it failed here on {known.date}: {known.why}; to try it again, delete {self.memory.path}"
         if not self.terms.weighs_costs or step.change.rehearse != "modules":
@@ -130,7 +130,7 @@ class Budget:
 
     def keep_failure(self, step: Step, why: str) -> None:
         """Note that a rung failed, for later runs."""
-        self.memory.keep_failure(step.rung, self._settings(step), why)
+        self.memory.keep_failure(step.rung, self._read_settings(step), why)
 
     def limit_s(self, step: Step) -> float:
         """Time limit for trying a rung. A compile that must pay back may take no longer than the run can still save."""
@@ -143,7 +143,7 @@ class Budget:
     def _spent_s(self) -> float:
         return time.perf_counter() - self._began_s
 
-    def _settings(self, step: Step) -> Any:
+    def _read_settings(self, step: Step) -> Any:
         settings, modules = self._settings_of(step.rung), step.change.first_call_of
         return (settings, modules) if modules else settings
 
@@ -152,7 +152,7 @@ class Budget:
         return wanted == "required" or (wanted == "auto" and step.rung in self.terms.by_ladder)
 
     def _expect_first_call_s(self, step: Step) -> float:
-        known = self.memory.find_first_call_s(step.rung, self._settings(step))
+        known = self.memory.find_first_call_s(step.rung, self._read_settings(step))
         if known is not None:
             return known
         modules = [self._root.get_submodule(name) for name in step.change.first_call_of] or self._modules

@@ -12,7 +12,7 @@ import torch
 
 from fastloop.bridge.apply.rehearse.played import Played, synchronize
 from fastloop.errors import let_through
-from fastloop.feeds.batch_tree import tensors
+from fastloop.feeds.batch_tree import iterate_tensors
 
 MOST_BYTES = 256 * 2**20
 """Limit for the copied parameters of one optimizer; the largest ones that fit are copied."""
@@ -88,5 +88,5 @@ def count_state_bytes(optimizer: Any) -> int:
     except Exception as error:  # such as one that needs a closure
         let_through(error)
         return STATE_COPIES * whole
-    made = sum(each.nbytes for state in twin.state.values() for each in tensors(state))
+    made = sum(each.nbytes for state in twin.state.values() for each in iterate_tensors(state))
     return int(whole * made / max(1, sum(own.nbytes for _, own in pairs)))

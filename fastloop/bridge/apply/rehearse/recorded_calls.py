@@ -18,7 +18,7 @@ from fastloop.bridge.apply.rehearse.played import Played, synchronize
 from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.errors import NotApplicable
 from fastloop.feeds.batch_norm.groups import BatchGroups
-from fastloop.feeds.batch_tree import is_container, map_tensors, rebuild, tensors
+from fastloop.feeds.batch_tree import is_container, iterate_tensors, map_tensors, rebuild
 
 MOST_CALLS = 4
 """Limit per module: a discriminator is called on real and on generated samples, with different arguments."""
@@ -75,7 +75,7 @@ class CallRecorder:
 
     def note_batch(self, batch: Any) -> None:
         """Remember the tensors of the batch that is about to be trained on."""
-        self._of_batch = {id(each): each for each in tensors(batch)}
+        self._of_batch = {id(each): each for each in iterate_tensors(batch)}
 
     def stop(self) -> None:
         """Remove the hooks. Idempotent."""
@@ -95,8 +95,8 @@ class CallRecorder:
                 return
             try:
                 trained = tuple(parameter.requires_grad for parameter in module.parameters())
-                own = any(id(each) in self._of_batch for each in tensors([args, kwargs]))
-                given = enumerate(tensors([args, kwargs]))
+                own = any(id(each) in self._of_batch for each in iterate_tensors([args, kwargs]))
+                given = enumerate(iterate_tensors([args, kwargs]))
                 sources = {place: self._made[key][0] for place, each in given if (key := _locate(each)) in self._made}
                 copies = copy_value(args), copy_value(kwargs)
                 self._current[name] = len(self.calls)
@@ -258,7 +258,7 @@ class Player:
         wanted = {
             f"{call.name}.{name}": parameter for name, parameter in module.named_parameters() if parameter.requires_grad
         }
-        wanted |= {f"{index}:{place}": each for place, each in enumerate(tensors(inputs)) if each.requires_grad}
+        wanted |= {f"{index}:{place}": each for place, each in enumerate(iterate_tensors(inputs)) if each.requires_grad}
         with torch.enable_grad():
             gradients = torch.autograd.grad(
                 [each for _, each in live],
@@ -349,7 +349,7 @@ def _toggled(module: torch.nn.Module, trained: Sequence[bool]) -> Iterator[None]
 
 def _find_tensors(output: Any) -> Iterator[torch.Tensor]:
     """The tensors in an output; for an object that is not a container, those in its attributes."""
-    found = list(tensors(output))
+    found = list(iterate_tensors(output))
     if not found and hasattr(output, "__dict__"):
-        found = list(tensors(vars(output)))
+        found = list(iterate_tensors(vars(output)))
     yield from found

@@ -56,25 +56,25 @@ class Remembered:
         return self.folder / FILE
 
     def find_failure(self, rung: str, settings: Any) -> Failure | None:
-        return self._read().failures.get(self._key(rung, settings))
+        return self._read().failures.get(self._make_key(rung, settings))
 
     def find_first_call_s(self, rung: str, settings: Any) -> float | None:
-        return self._read().first_call_s.get(self._key(rung, settings))
+        return self._read().first_call_s.get(self._make_key(rung, settings))
 
     def keep_failure(self, rung: str, settings: Any, why: str) -> None:
         date = datetime.now(timezone.utc).date().isoformat()
-        self._keep("failures", self._key(rung, settings), Failure(rung=rung, why=why, date=date))
+        self._keep("failures", self._make_key(rung, settings), Failure(rung=rung, why=why, date=date))
 
     def keep_first_call_s(self, rung: str, settings: Any, seconds: float) -> None:
-        self._keep("first_call_s", self._key(rung, settings), seconds)
+        self._keep("first_call_s", self._make_key(rung, settings), seconds)
 
     def find_size(self, settings: str) -> int | None:
-        return self._read().sizes.get(self._key("", settings))
+        return self._read().sizes.get(self._make_key("", settings))
 
     def keep_size(self, settings: str, size: int) -> None:
-        self._keep("sizes", self._key("", settings), size)
+        self._keep("sizes", self._make_key("", settings), size)
 
-    def _key(self, rung: str, settings: Any) -> str:
+    def _make_key(self, rung: str, settings: Any) -> str:
         return _digest(rung, repr(settings), self._model)
 
     def _read(self) -> RehearsalsFile:

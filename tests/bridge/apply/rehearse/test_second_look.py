@@ -126,7 +126,7 @@ def test_a_users_own_slow_rung_stays_and_is_the_first_line(monkeypatch: pytest.M
     assert len(rung.applied) - len(rung.removed) == 0 and len(rung.applied) == 3, "on, and twice on again"
     finding = loop.findings[0]
     assert finding.title == "SLOWER WITH AMP" and "(n = 8 each, slower by" in finding.alarm
-    head = summary.lines(loop.measurement, loop.plan, loop.verdicts, loop.findings)[0]
+    head = summary.write_lines(loop.measurement, loop.plan, loop.verdicts, loop.findings)[0]
     assert finding.alarm in head
 
 
