@@ -223,7 +223,9 @@ def test_nothing_is_written_over_without_force(pretend: Callable[[Tuned], Any], 
 def test_a_loader_that_sleeps_gets_workers(
     monkeypatch: pytest.MonkeyPatch, newborns: Callable[[], list[psutil.Process]]
 ) -> None:
-    monkeypatch.setattr(searching.machine, "usable_cpus", lambda: 2)  # it sleeps: one CPU is enough for two workers
+    monkeypatch.setattr(
+        searching.machine, "count_usable_cpus", lambda: 2
+    )  # it sleeps: one CPU is enough for two workers
     answer = measure_anew(
         lambda: asked("workers", "recipe.load_ms=60", force=True),
         lambda answer: bool(answer.json) and answer.json["best"] == 2,

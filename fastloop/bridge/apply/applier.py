@@ -296,6 +296,7 @@ class Applier:
                 compares=not changed.wants.get("step.loss_is_mean"),
                 warn=self.warn,
                 one_time=self.one_time,
+                list_held=lambda: sorted(self._live.held),
                 groups=site.groups if changed.wants.get("step.batch_norm") == "groups" else None,
             )
             self.micro = MicroBatches(choice)

@@ -151,9 +151,9 @@ class Ledger(Callback):
         rows = first.samples if first is not None and first.samples is not None else count_samples(batch)
         self._samples = None if self._samples is None or rows is None else self._samples + rows
         self._in_epoch = None if self._in_epoch is None or rows is None else self._in_epoch + rows
-        self._plan += self._pieces(trainer.strategy, first, batch)
+        self._plan += self._plan_pieces(trainer.strategy, first, batch)
 
-    def _pieces(self, strategy: Any, part: Batch | None, batch: Any) -> int:
+    def _plan_pieces(self, strategy: Any, part: Batch | None, batch: Any) -> int:
         """Number of backwards planned for this batch."""
         micro: MicroBatches | None = getattr(getattr(strategy, "fastloop", None), "micro", None)
         if micro is None or (rows := count_rows(batch)) is None:

@@ -27,10 +27,10 @@ from fastloop.records.trial import ScriptEvent, ScriptOrders
 ORDERS, EVENTS = "FASTLOOP_EXEC", "events.jsonl"
 """The same values as in ``bridge/trials/script_callback.py``."""
 GROUPS = {
-    "lightning.pytorch": "callbacks",
-    "pytorch_lightning": "callbacks",
-    "lightning.fabric": "fabric",
-    "lightning_fabric": "fabric",
+    "lightning.pytorch": "add_callbacks",
+    "pytorch_lightning": "add_callbacks",
+    "lightning.fabric": "add_to_fabric",
+    "lightning_fabric": "add_to_fabric",
 }
 """Packages that look for callbacks, and our function for each. Source: lightning/fabric/utilities/registry.py."""
 DOOR = '''"""Of one fastloop command; gone when that has ended."""
@@ -64,12 +64,12 @@ def _ours(name):
         return []
 
 
-def callbacks():
-    return _ours("callbacks")
+def add_callbacks():
+    return _ours("add_callbacks")
 
 
-def fabric():
-    return _ours("fabric")
+def add_to_fabric():
+    return _ours("add_to_fabric")
 '''
 """The entry points' target: it loads fastloop, or if the command's Python cannot import it, records the reason."""
 PREFIX, HELD = "fastloop-exec-", "held"

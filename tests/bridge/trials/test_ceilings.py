@@ -127,11 +127,11 @@ def test_only_full_batches_are_replayed_and_epochs_stay_as_long(size: int, kept:
 
 def test_batches_are_kept_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     data, loader = loaded()
-    monkeypatch.setattr(ceilings.machine, "memory_bytes", lambda: 3 * 8 * (32 + 8) / ceilings.MEMORY_SHARE)
+    monkeypatch.setattr(ceilings.machine, "read_memory_bytes", lambda: 3 * 8 * (32 + 8) / ceilings.MEMORY_SHARE)
     fit(loader, max_steps=20)
     assert data.read == 3 * 8
     data.reads.zero_()
-    monkeypatch.setattr(ceilings.machine, "memory_bytes", lambda: 1)
+    monkeypatch.setattr(ceilings.machine, "read_memory_bytes", lambda: 1)
     fit(loader, max_steps=20)
     assert data.read == FEWEST * 8
 

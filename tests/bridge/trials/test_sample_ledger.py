@@ -286,7 +286,7 @@ def test_it_stops_at_ten_thousand_steps_and_on_a_full_disk(tmp_path: Path) -> No
 
 
 def test_a_fault_of_its_own_costs_only_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "_pieces", lambda *_: 1 / 0)
+    monkeypatch.setattr(Ledger, "_plan_pieces", lambda *_: 1 / 0)
     found, module = ledger(tmp_path)
     assert len(module.losses) == 12 and found["ids"] is None and "ZeroDivisionError" in found["why"]
 

@@ -227,13 +227,13 @@ def test_a_step_that_fetches_for_itself(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_event_a_batch_and_the_phases_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, clock = Machine(monkeypatch, most_ahead=80), Clock(CUDA, warmup_steps=0)
     recorded, kinds = [0], []
-    record = type(clock)._event
+    record = type(clock)._record_event
 
     def counted(self: Clock) -> Any:
         recorded[0] += 1
         return record(self)
 
-    monkeypatch.setattr(Clock, "_event", counted)
+    monkeypatch.setattr(Clock, "_record_event", counted)
     for _ in range(2000):
         before = recorded[0]
         step(machine, clock)

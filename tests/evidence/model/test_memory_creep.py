@@ -65,7 +65,7 @@ def foresee(monkeypatch: pytest.MonkeyPatch, taken: Callable[[int], float], hour
     """The warnings of a fit of 1,000 steps an hour, asked every quarter of an hour."""
     now, step = [100.0], [0]
     monkeypatch.setattr(memory_creep.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(memory_creep.machine, "memory_free_bytes", lambda: int(free_gib * 2**30))
+    monkeypatch.setattr(memory_creep.machine, "read_memory_free_bytes", lambda: int(free_gib * 2**30))
     log, said = MemoryLog(torch.device("cpu")), list[str | None]()
     log._read = {memory_creep.HOST: lambda: int(taken(step[0]) * MIB)}
     for step[0] in range(int(1000 * hours)):

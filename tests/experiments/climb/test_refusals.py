@@ -17,7 +17,7 @@ MODEL = {"compiled": False, "convs": 20}
 
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.machine, "cxx_compiler", lambda environ: "/usr/bin/g++")
+    monkeypatch.setattr(module.machine, "find_cxx_compiler", lambda environ: "/usr/bin/g++")
 
 
 def read_result(loader: Any = LOADER, model: Any = MODEL, **changes: Any) -> Measurement:
@@ -55,7 +55,7 @@ def test_without_a_device_there_is_nothing_to_copy() -> None:
 
 
 def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.machine, "cxx_compiler", lambda environ: None)
+    monkeypatch.setattr(module.machine, "find_cxx_compiler", lambda environ: None)
     assert "no" not in find_refusals(read_result()) and "C++ compiler" in find_refusals(read_result())["compile"]
 
 

@@ -225,13 +225,13 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def ledger(trials: Any, *rest: Any) -> Gate:
         return Gate(name="ledger", passed=said["ledger"], why="x")
 
-    monkeypatch.setattr(module.parity_gates, "ledger", ledger)
+    monkeypatch.setattr(module.parity_gates, "judge_ledgers", ledger)
 
     def gradient(base: Any, arm: Any, base_folder: Path, folder: Path, *rest: Any, **more: Any) -> Gate:
         said["folders"].append((base.job.overrides, arm.job.overrides, base_folder, folder))
         return Gate(name="gradient", passed=said["gradient"], why="y", detail={"testable": False})
 
-    monkeypatch.setattr(module.parity_gates, "gradient", gradient)
+    monkeypatch.setattr(module.parity_gates, "judge_gradients", gradient)
     return said
 
 

@@ -133,7 +133,7 @@ def test_both_ends_use_the_same_names() -> None:
 
 def door(variables: dict[str, str], code: str = "") -> str:
     """What the entry point gives in a Python without torch and Lightning, which need the site directory."""
-    program = f"import _fastloop_exec as door; {code}\nprint(door.callbacks(), door.fabric())"
+    program = f"import _fastloop_exec as door; {code}\nprint(door.add_callbacks(), door.add_to_fabric())"
     done = subprocess.run(
         [sys.executable, "-S", "-c", program],
         env={"PATH": os.environ["PATH"], **variables},

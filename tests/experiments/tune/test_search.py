@@ -95,7 +95,7 @@ class World:
 def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Tuned]:
     def run(world: World, what: str, *overrides: str, cpus: int = 2, **settings: Any) -> Tuned:
         monkeypatch.setattr(arms, "run_trial", world.run_trial)
-        monkeypatch.setattr(searching.machine, "usable_cpus", lambda: cpus)
+        monkeypatch.setattr(searching.machine, "count_usable_cpus", lambda: cpus)
         arm = ConfigArm(name="slow", job=Job(conf=str(SLOW), overrides=overrides))
         return search(arm, what, tmp_path / "place", progress=world.said.append, **settings)
 

@@ -6,13 +6,13 @@ over samples. Its pieces are then the user's own batches, as in the user's own a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from fastloop.bridge.apply.micro.gradient_check import TakeLoss, Weighing, explain_difference, weigh_pieces
-from fastloop.bridge.apply.micro.search import SizeSearch, Trial, measure_length
+from fastloop.bridge.apply.micro.search import SizeSearch, Trial, fits_in_memory, measure_length
 from fastloop.bridge.apply.micro.windows import Merged, MergedWindows
 from fastloop.bridge.apply.rehearse.rehearsal import gather
 from fastloop.errors import FastLoopError
@@ -21,6 +21,9 @@ from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import count_rows
 from fastloop.feeds.splitting import CannotSplit, Piece, cut, cut_at, get_loss
 from fastloop.judge.micro_batch import FoundSize, list_sizes
+
+LIMITED = ("cuda",)
+"""Devices on which a step is tried before it may run out of memory."""
 
 
 class Chosen(NamedTuple):
@@ -55,6 +58,7 @@ class PieceChoice:
         compares: bool = True,
         warn: Callable[[str], None] = lambda _line: None,
         one_time: OneTime | None = None,
+        list_held: Callable[[], Collection[str]] = tuple,
         groups: BatchGroups | None = None,
     ) -> None:
         self._search = micro if isinstance(micro, SizeSearch) else None
@@ -62,7 +66,7 @@ class PieceChoice:
         """Samples per piece; 0 until the search has found it."""
         self._rung, self._strict, self._warn = rung, strict, warn
         self._compares, self._undecided = compares, compares or groups is not None
-        self._one_time = one_time or OneTime()
+        self._one_time, self._list_held = one_time or OneTime(), list_held
         self.groups = groups
         self.windows = MergedWindows()
         self.whole: tuple[int, int] | None = None
@@ -71,7 +75,7 @@ class PieceChoice:
         """Why no window is merged, or no batch cut, in this run."""
         self.weighing: Weighing | None = None
         self._found: FoundSize | None = None
-        self._misfit = False
+        self._misfit = self._waits_for_room = False
         self._problem: str | None = None
         self._steps = self._changed = self._apart_steps = 0
         self.uncut = 0
@@ -117,7 +121,8 @@ class PieceChoice:
         if len(window.sizes) == 1:
             return Chosen(self._cut(batch, trainer, window), apart=self.refused is not None)
         own, reason = self._list_own(batch, window)
-        if self._undecided:
+        reason = reason or self._explain_no_room(strategy, batch, window, rest)
+        if self._undecided and not (own and self._waits_for_room):
             self._undecided = False
             if reason is None:
                 merged = cut(batch, self.micro, window, whole_batches=self.groups is not None)
@@ -239,6 +244,21 @@ class PieceChoice:
         if reason is not None:
             self._check_strict(reason, "batch by batch")
         return reason
+
+    def _explain_no_room(self, strategy: Any, batch: Any, window: Merged, rest: Sequence[Any]) -> str | None:
+        """Why this window must not be merged yet; None if it may. The first step runs without rungs such as amp, and
+        may need more memory than all later ones."""
+        self._waits_for_room = False
+        held = self._list_held() if strategy.root_device.type in LIMITED else ()
+        if not held or self._search is not None or self.micro <= max(window.sizes):
+            return None
+        with self._one_time.span("rehearsal"):
+            trial = self._make_trial(strategy, batch, window, rest, window.sizes[0])
+            fits = fits_in_memory(strategy, self.micro, trial)
+        if strategy.reduce_boolean_decision(fits, all=True):
+            return None
+        self._waits_for_room = True
+        return f"micro-batches of {self.micro} do not fit without {', '.join(held)}, which start after the first step"
 
     # -- cutting ----------------------------------------------------------------------------------------------------
 

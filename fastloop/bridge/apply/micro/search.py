@@ -137,6 +137,12 @@ class SizeSearch:
         return FoundSize(size=fits, why=f"{most} did not fit longer samples that came later")
 
 
+def fits_in_memory(strategy: Any, size: int, trial: Trial) -> bool:
+    """Whether a piece of this size runs now, next to the optimizer's state to come. Leaves no trace."""
+    run = _Run(SizeSearch(target=1.0), strategy, [size], trial)
+    return run.find_fitting() is not None or not run.limit.startswith("by memory")
+
+
 def measure_length(batch: Any) -> float:
     """Tensor elements in a batch per sample: its padded number of tokens, or pixels."""
     return sum(each.numel() for each in iterate_tensors(batch) if each.dim()) / (count_rows(batch) or 1)

@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from fastloop.bridge.apply.micro import accumulation
+from fastloop.bridge.apply.micro import accumulation, choice, search
 from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.feeds.batch_tree import Window
@@ -484,3 +484,23 @@ def test_after_a_fit_that_raised(tmp_path: Path) -> None:
     # The plain run stopped in the first batch of a window, the merged one in the window: both were about to begin it.
     assert plain.pop("progress")["total"]["completed"] == merged.pop("progress")["total"]["completed"] == 4
     assert merged == plain
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_first_step_that_only_rungs_make_fit_runs_batch_by_batch(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-batch that amp makes fit: amp starts after the first step, which would run out of memory without it."""
+    tried = list[int]()
+
+    def play(_run: Any, size: int, _piece: Any) -> float:
+        tried.append(size)
+        if not fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return 1.0
+
+    monkeypatch.setattr(choice, "LIMITED", ("cpu",))
+    monkeypatch.setattr(search._Run, "_play", play)
+    ours = run({**MERGE, "amp": {}}, EVEN(), Net, max_epochs=2, **ACCUMULATE)
+    seen = ours.seen("batch")
+    assert tried == [16] and ours.verdict("amp").took and ours.verdict("batch").took and ours.trainer.global_step == 6
+    assert (seen["apart_steps"], seen["changed_steps"]) == ((0, 6) if fits else (1, 5)), seen
+    assert fits or "micro-batches of 16 do not fit without amp, which start after the first step" in seen["apart_why"]
