@@ -3,8 +3,8 @@
     python -m benchmarks.batch_norm [--groups 4] [--steps 15] [--rounds 3] [--ways ordinary,shipped] [--budget 150]
 
 ordinary  torch's own BatchNorm over the whole batch, which is another training
-shipped   `normalize_groups`: var_mean; weight and bias are [channels]: five sums of two shapes in the backward
-shifted   sums and squares of what is left after a guess of the mean; two sums in the backward
+shipped   `normalize_groups`: sums and squares of the differences from a guess of the mean; two sums in the backward
+moments   var_mean; weight and bias are [channels]: five sums of two shapes in the backward
 explicit  var_mean, and a backward that is written out, with two sums
 gathered  var_mean; weight and bias meet the pixels as [groups, channels]: four sums of one shape
 
@@ -38,22 +38,13 @@ def normalize_gathered(x: torch.Tensor, weight: Any, bias: Any, eps: float, grou
     return output.to(x.dtype).flatten(0, 1), means.view(groups, -1), variances.view(groups, -1)
 
 
-def normalize_shifted(x: torch.Tensor, weight: Any, bias: Any, eps: float, groups: int) -> Any:
-    """Sums of what is left when the mean of eight of the group's own values is taken away: the mean lies at most
-    sqrt(values) standard deviations from that guess, so the difference of the squares keeps its digits. A zero hands on
-    the mean's gradient: the backward has two sums over the same dimensions. Of a guess by 4 to 7 values Inductor
-    writes the difference to memory; an output that is a view is scattered where a ReLU changes it in place."""
+def normalize_moments(x: torch.Tensor, weight: Any, bias: Any, eps: float, groups: int) -> Any:
+    """As anybody would write it."""
     parts, over = split(x, groups)
-    wide, values = parts.float(), x.numel() // (groups * x.shape[1])
-    near = wide.detach()[:, :8, :, :1, :1].mean(1, keepdim=True)
-    rest = wide - near
-    offsets = rest.sum(over, keepdim=True) / values
-    variances = rest.square().sum(over, keepdim=True) / values - offsets.square()
-    scale = torch.rsqrt(variances + eps) * weight.view(-1, 1, 1)
-    shift = (offsets.detach() - offsets) * scale + bias.view(-1, 1, 1)
-    means = near + offsets.detach()
-    output = ((wide - means) * scale + shift).flatten(0, 1).to(x.dtype, copy=True)
-    return output, means.view(groups, -1), variances.view(groups, -1)
+    wide = parts.float()
+    variances, means = torch.var_mean(wide, dim=over, correction=0, keepdim=True)
+    output = (wide - means) * torch.rsqrt(variances + eps) * weight.view(-1, 1, 1) + bias.view(-1, 1, 1)
+    return output.to(x.dtype).flatten(0, 1), means.view(groups, -1), variances.view(groups, -1)
 
 
 def normalize_explicit(x: torch.Tensor, weight: Any, bias: Any, eps: float, groups: int) -> Any:
@@ -97,7 +88,7 @@ WAYS: dict[str, Any] = {
     "shipped": batch_norm.normalize_groups,
     "explicit": normalize_explicit,
     "gathered": normalize_gathered,
-    "shifted": normalize_shifted,
+    "moments": normalize_moments,
 }
 
 

@@ -26,6 +26,10 @@ ROUNDING = 1e-3
 """Relative to a layer's mean magnitude: smaller differences are rounding, even if the batches are nearly alike."""
 
 
+GUESSED = 8
+"""Values of a group from which its mean is guessed. With 4 to 7, Inductor writes the differences to memory."""
+
+
 class BatchGroups:
     """The number of user batches in the current calls, and the layers that use it."""
 
@@ -124,6 +128,11 @@ def normalize_groups(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Apply batch normalization separately to each of `groups` equal runs of rows. Inductor fuses it.
 
+    The statistics are sums of the differences from a guess, the mean of `GUESSED` values of the group. The mean of n
+    values is at most sqrt(n / GUESSED) standard deviations from that guess, so the variance, a difference of squares,
+    loses at most a factor n / GUESSED of its precision, and almost always none. A zero carries the mean's gradient, so
+    that the backward has two sums over the same dimensions: a ResNet-50 trains at 6,573 images/s on an H200, as with
+    torch's own BatchNorm (6,568), against 5,526 with `torch.var_mean` (benchmarks/results/batch_norm_h200_202611.md).
     A reduction over merged dimensions, [groups, rows * height * width, channels], took Inductor minutes to compile.
 
     Args:
@@ -136,19 +145,27 @@ def normalize_groups(
     Raises:
         ValueError: a group has only one value per channel.
     """
-    parts = _split_groups(x, groups)
-    over = [dim for dim in range(parts.dim()) if dim not in (0, 2)]
-    if x.numel() == groups * x.shape[1]:
+    parts, values = _split_groups(x, groups), x.numel() // (groups * x.shape[1])
+    if values == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
-    wide = parts.float() if x.dtype in (torch.float16, torch.bfloat16) else parts
-    variances, means = torch.var_mean(wide, dim=over, correction=0, keepdim=True)
-    output = (wide - means) * torch.rsqrt(variances + eps)
+    over = [dim for dim in range(parts.dim()) if dim not in (0, 2)]
     shape = (1, 1, -1, *[1] * (parts.dim() - 3))
+    wide = parts.float() if x.dtype in (torch.float16, torch.bfloat16) else parts
+    corner = (slice(None), slice(GUESSED), slice(None), *[slice(1)] * (parts.dim() - 3))
+    guess = wide.detach()[corner].mean(1, keepdim=True)
+    rest = wide - guess
+    offsets = rest.sum(over, keepdim=True) / values
+    variances = rest.square().sum(over, keepdim=True) / values - offsets.square()
+    means = guess + offsets.detach()
+    scale = torch.rsqrt(variances + eps)
     if weight is not None:
-        output = output * weight.view(shape)
+        scale = scale * weight.view(shape)
+    shift = (offsets.detach() - offsets) * scale
     if bias is not None:
-        output = output + bias.view(shape)
-    return output.to(x.dtype).flatten(0, 1), means.view(groups, -1), variances.view(groups, -1)
+        shift = shift + bias.view(shape)
+    # A copy: Inductor scatters into a view where a ReLU changes it in place.
+    output = ((wide - means) * scale + shift).flatten(0, 1).to(x.dtype, copy=True)
+    return output, means.view(groups, -1), variances.view(groups, -1)
 
 
 def _split_groups(x: torch.Tensor, groups: int) -> torch.Tensor:
