@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 from fastloop.experiments.trials import become, reaper
 
@@ -67,22 +67,26 @@ class Reply:
     why: str = "the process that forks is gone"
 
 
-def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+Message = Greeting | Request | Reply
+Sent = TypeVar("Sent", Greeting, Request, Reply)
+
+
+def send(connection: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
     """Send a message in an unnamed file: a socket message holds about 200 kB, and the variables alone may need more."""
     memory = getattr(os, "memfd_create", None)  # some builds of Python lack it
     with tempfile.TemporaryFile() if memory is None else os.fdopen(memory("fastloop"), "w+b") as file:
-        file.write(json.dumps(message).encode())
+        file.write(json.dumps(vars(message)).encode())
         file.seek(0)
         socket.send_fds(connection, [b"."], [file.fileno(), *descriptors])
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Receive the next message and its descriptors; an empty message if the other process is gone."""
+def receive(connection: socket.socket, kind: type[Sent]) -> tuple[Sent | None, list[int]]:
+    """Receive the next message and its descriptors; None if the other process is gone."""
     said, descriptors, _, _ = socket.recv_fds(connection, 1, MOST_DESCRIPTORS)
     if not said:
-        return {}, []
+        return None, []
     with os.fdopen(descriptors[0], "rb") as file:
-        return dict(json.load(file)), descriptors[1:]
+        return kind(**json.load(file)), descriptors[1:]
 
 
 def main() -> None:
@@ -102,7 +106,7 @@ def main() -> None:
         except ImportError:
             continue
         except BaseException as error:
-            send(connection, {"why": f"{name} could not be imported: {error}"})
+            send(connection, Greeting(why=f"{name} could not be imported: {error}"))
             return
     added = {name: value for name, value in os.environ.items() if environ.get(name) != value}
     tops = {name.partition(".")[0] for name in sys.modules} - {"fastloop", "__main__", "__mp_main__"}
@@ -112,17 +116,16 @@ def main() -> None:
     os.waitpid(child, 0)  # OpenBLAS ends its thread pools before a fork, and restarts them at the next computation
     gc.collect()
     gc.freeze()
-    send(connection, {"environ": environ, "roots": roots, "path": path})
+    send(connection, Greeting(environ=environ, roots=roots, path=tuple(path)))
     _serve(connection, path, added, keeps_ours=len(sys.argv) > 3)
 
 
 def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, str], *, keeps_ours: bool) -> None:
     """Fork processes and report how they ended, until the requesting process is gone."""
     while True:
-        message, descriptors = receive(connection)
-        if not message:
+        request, descriptors = receive(connection, Request)
+        if request is None:
             return
-        request = Request(**message)
         if request.wait is not None:
             answer = Reply(code=os.waitstatus_to_exitcode(os.waitpid(request.wait, 0)[1]))
         elif (threads := count_threads()) != 1:
@@ -135,7 +138,7 @@ def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, s
             answer = Reply(pid=pid)
         for each in descriptors:
             os.close(each)
-        send(connection, vars(answer))
+        send(connection, answer)
 
 
 def count_threads() -> int:

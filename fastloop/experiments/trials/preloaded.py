@@ -73,8 +73,8 @@ class Server:
     def ask(self, request: Request, descriptors: Sequence[int] = ()) -> Reply:
         """Send a request and return the reply."""
         with contextlib.suppress(OSError):
-            send(self._socket, vars(request), descriptors)
-            return Reply(**receive(self._socket)[0])
+            send(self._socket, request, descriptors)
+            return receive(self._socket, Reply)[0] or Reply()
         return Reply()
 
     def greet(self) -> Greeting:
@@ -82,8 +82,7 @@ class Server:
         if self._greeting is None:
             self._greeting = Greeting(why="nothing could be imported ahead of it")
             with contextlib.suppress(OSError):
-                if said := receive(self._socket)[0]:
-                    self._greeting = Greeting(**said)
+                self._greeting = receive(self._socket, Greeting)[0] or self._greeting
         return self._greeting
 
     def stop(self) -> None:

@@ -239,11 +239,11 @@ def test_watching_fails_open(
     "place",
     [
         "apply.read_facts.run_facts",
-        "apply.read_facts.loader_facts",
+        "apply.read_facts.read_loader_facts",
         "apply.applier.plan",
         "apply.applier.TrainLoaders",
         "apply.loaders.clone",
-        "fit.strategy.mixed",
+        "fit.strategy.mix_in",
     ],
 )
 def test_a_rung_that_cannot_be_applied_is_skipped_with_the_reason(
