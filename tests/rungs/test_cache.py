@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -291,11 +292,16 @@ CRASH = """
 """
 
 
-def list_workers(folder: Path) -> list[int]:
+def list_workers(folder: Path) -> list[psutil.Process]:
     """Processes that were forked from the program above."""
-    processes = psutil.process_iter(["cmdline", "status"])
-    live = [each for each in processes if each.info["status"] != psutil.STATUS_ZOMBIE]
-    return [each.pid for each in live if str(folder) in (each.info["cmdline"] or ())]
+    return [each for each in psutil.process_iter(["cmdline"]) if str(folder) in (each.info["cmdline"] or ())]
+
+
+def is_over(process: psutil.Process) -> bool:
+    """Whether it holds no files any more; its command line is gone before they are."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 @pytest.mark.slow
@@ -306,10 +312,10 @@ def test_a_killed_run_leaves_what_the_next_can_use_or_sweep(store: str, tmp_path
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert killed.stdout is not None and "epoch\n" in iter(killed.stdout.readline, "")
     assert (tmp_path / "shm").exists() == (store == "shm"), "the fault fired"
-    assert killed.pid in list_workers(tmp_path)
+    assert killed.pid in [each.pid for each in (workers := list_workers(tmp_path))]
     killed.send_signal(signal.SIGKILL)
     killed.wait(100)
-    wait_for(lambda: not list_workers(tmp_path))  # they look for their parent every five seconds
+    wait_for(lambda: all(map(is_over, workers)))  # they look for their parent every five seconds
     ours = run({"cache": {"store": store}}, loader(tmp_path / "pictures"), Pictures, max_epochs=2)
     assert ours.seen("cache")["misses"] == (12 if store == "shm" else 0)
     killed.stdout.close()
