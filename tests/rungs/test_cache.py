@@ -312,7 +312,8 @@ def test_a_killed_run_leaves_what_the_next_can_use_or_sweep(store: str, tmp_path
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert killed.stdout is not None and "epoch\n" in iter(killed.stdout.readline, "")
     assert (tmp_path / "shm").exists() == (store == "shm"), "the fault fired"
-    assert killed.pid in [each.pid for each in (workers := list_workers(tmp_path))]
+    workers = list_workers(tmp_path)
+    assert killed.pid in [each.pid for each in workers]
     killed.send_signal(signal.SIGKILL)
     killed.wait(100)
     wait_for(lambda: all(map(is_over, workers)))  # they look for their parent every five seconds
