@@ -107,6 +107,9 @@ class Bounded(Disguised):
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.inner), self.count())
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.copy, (self.inner,)  # copies and pickles of its loader have no part in this run
+
 
 def name_sampler(loader: DataLoader[Any]) -> str:
     """Name of the attribute that yields the indices of its batches."""
