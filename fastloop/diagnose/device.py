@@ -110,14 +110,14 @@ def find_padding(step: Attribution, _rungs: Rungs) -> Finding | None:
     if not every or real is None or spent is None:
         return None
     padded = max(0.0, 1 - real / every)
-    if (cost := weigh(step, "padding", padded * spent, worth_pct=CPU_WORTH_PCT)) is None:
+    if (cost := weigh(step, "compute_bound", padded * spent, worth_pct=CPU_WORTH_PCT)) is None:
         return None
     facts = f"{100 * padded:.0f} % of the tokens are padding, on which about {cost.time} are spent"
     advice = (
         "no rung helps with this: pad each batch only to its longest sample (in the collate function), and batch"
         " samples of like length"
     )
-    found = cost.explain(facts, Remedy(None, advice), title="BUSY WITH PADDING")
+    found = cost.explain(facts, Remedy(None, advice), title="BUSY, NOT FAST: PADDING")
     return dataclasses.replace(found, share_pct=None, ceiling_gain_pct=None) if step.on_gpu else found
 
 

@@ -6,7 +6,7 @@ from fastloop.diagnose.attribution import COMPUTE, WORTH_NAMING_PCT, Attribution
 from fastloop.diagnose.finding import ORDINARY_MS, weigh
 from fastloop.diagnose.remedies import Remedy, Rungs
 from fastloop.records.plan import Finding
-from fastloop.records.readings import CPU_WORTH_PCT, read_activity, to_number
+from fastloop.records.readings import CPU_WORTH_PCT, convolves, read_activity, to_number
 
 TINY_STEP_MS = 5.0
 """Below this, a CPU step is short compared with the overhead of any training loop."""
@@ -16,6 +16,8 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 SCHEDULER = ("lr_scheduler_step",)
 ASIDE = 2 / 3
 """Of a forward: work without gradients that is clearly more than layers without weights or a cheap backward."""
+ASIDE_OF_CONVOLUTIONS = 0.9
+"""The same where the model convolves: a first convolution and its pooling take 5 times as long forward as backward."""
 WORTH_SAYING = 0.1
 """Smallest share of ``host_other`` that is listed separately."""
 COLLECT_LESS = (
@@ -193,8 +195,11 @@ def _find_aside(step: Attribution) -> float:
     takes as long as the work, or longer."""
     forward, backward = step.parts_ms.get("forward", 0.0), step.parts_ms.get("backward", 0.0)
     asleep = (step.inside.blocked if step.inside else None) or 0.0
-    more = forward - backward - asleep
-    return more if backward and more >= ASIDE * forward else 0.0
+    more, seen = forward - backward - asleep, step.measured
+    if (seen.evidence.get("model") or {}).get("calls_backward"):
+        return 0.0  # gradients computed inside training_step count as its own time
+    least = ASIDE_OF_CONVOLUTIONS if convolves(seen) else ASIDE
+    return more if backward and more >= least * forward else 0.0
 
 
 def _describe_passes(step: Attribution) -> str:

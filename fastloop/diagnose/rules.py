@@ -66,7 +66,7 @@ def _apply_rules(step: Attribution, rungs: Rungs) -> list[Finding]:
     hidden = [finding for finding in named if finding not in each]
     found = _fit_into_the_step(each)
     if len(found) > 1 and step.gpu_use == "well_used":  # good GPU use is no excuse for, say, a slow validation
-        found = [finding for finding in found if finding.bottleneck != "compute_bound"]
+        found = [one for one in found if one.bottleneck != "compute_bound" or one.share_pct is None]  # padding stays
     if not found:
         return [no_bottleneck.explain_none(step, hidden)]
     beside = filter(None, (between_steps.describe_pauses(step, hidden), *no_bottleneck.list_doubts(step)))

@@ -365,7 +365,7 @@ def test_a_slow_optimizer_on_the_cpu(
 def test_tokens_that_are_padding(real: float | None, share: float | None) -> None:
     seen = on_cpu(forward=15.0, backward=22.0, optimizer=1.0, tokens_per_s=1000.0, unpadded_tokens_per_s=real)
     (finding,) = findings(seen)
-    assert (finding.title == "BUSY WITH PADDING") is (share is not None) and finding.patch is None
+    assert (finding.title == "BUSY, NOT FAST: PADDING") is (share is not None) and finding.patch is None
     assert finding.share_pct == (None if share is None else pytest.approx(share))
     if share is not None:
         assert "60 % of the tokens are padding, on which about 22.2 of 40.0 ms a step are spent" in finding.why
@@ -374,4 +374,5 @@ def test_tokens_that_are_padding(real: float | None, share: float | None) -> Non
 def test_beside_what_owns_the_time_of_a_gpu_padding_has_no_share() -> None:
     plain = findings(gpt2_naive())
     *others, last = findings(gpt2_naive(tokens_per_s=1000.0, unpadded_tokens_per_s=400.0))
-    assert others == [*plain] and last.title == "BUSY WITH PADDING" and last.share_pct is None
+    assert others == [*plain] and last.title == "BUSY, NOT FAST: PADDING" and last.share_pct is None
+    assert last.bottleneck == "compute_bound"  # others read the names: no new ones

@@ -337,6 +337,16 @@ def test_work_without_gradients_in_a_training_step(
         assert "training_step takes 30.0 of 40.0 ms a step, its backward only 5.0" in finding.why
 
 
+@pytest.mark.parametrize(
+    ("model", "backward", "is_named"),
+    [({"convs": 1}, 5.0, False), ({"convs": 1}, 1.0, True), ({"calls_backward": True}, 1.0, False)],
+    ids=["pooled convolution", "frozen convolutions", "own backward"],
+)
+def test_a_forward_that_takes_long_without_work_aside(model: dict[str, Any], backward: float, is_named: bool) -> None:
+    (finding, *_) = findings(on_cpu(forward=30.0, backward=backward, optimizer=1.0, evidence={"model": model}))
+    assert (finding.title == "WORK WITHOUT GRADIENTS") is is_named
+
+
 def test_a_hook_takes_no_longer_than_all_hooks() -> None:
     (finding,) = findings(on_cpu(callbacks_logging=10.0, hooks_ms={"self.log": 12.0}))
     assert "(slowest: self.log 10.00 ms)" in finding.why

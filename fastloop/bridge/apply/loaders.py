@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sized
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -26,6 +28,9 @@ from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import CACHE_FILL
 from fastloop.records.plan import Plan, Undo, changes_loader
+
+_FETCHERS = "/loops/fetchers.py"
+"""Lightning's file with the only code that asks the train loaders for batches."""
 
 
 class TrainLoaders:
@@ -202,9 +207,9 @@ class TrainLoaders:
 
     def _count_asked(self, facts: Facts) -> int | None:
         """Batches that Lightning asks a loader for in an epoch, or in its rest where the sampler starts anew: in a run
-        that is resumed, or as the shorter of several. None where it asks on, the user's step asks, or windows count."""
+        that is resumed, or as the shorter of several. None where it asks on, the user's code asks, or windows count."""
         most = self.trainer.num_training_batches
-        if math.isinf(most) or facts.steps_with_iterator or self._merge is not None:
+        if math.isinf(most) or facts.steps_with_iterator or self._merge is not None or not _is_loop_asking():
             return None
         goes_on = self.place.saved is not None
         return int(most) - (0 if goes_on else self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
@@ -301,6 +306,14 @@ class TrainLoaders:
                 changed._iterator = None
         # They refer to us too, and the reference cycle would keep their workers alive until garbage collection.
         self._originals, self._before_reload = {}, {}
+
+
+def _is_loop_asking() -> bool:
+    """Whether this call comes from Lightning's fetcher, and not from a callback that reads the loader itself."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.endswith(_FETCHERS):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _read_plain_sizes(sampler: Any) -> tuple[int, int] | None:

@@ -256,6 +256,11 @@ def _find_methods(module: torch.nn.Module, pattern: str) -> Iterator[str]:
             yield f"{type(module).__name__}.{name}"
 
 
+def list_methods(module: torch.nn.Module, pattern: str) -> list[str]:
+    """The module's own methods for training whose source contains `pattern`."""
+    return [*_find_methods(module, pattern)]
+
+
 def compile_targets(module: torch.nn.Module) -> Iterator[str]:
     """Names of the modules worth compiling: the outermost inner modules that hold parameters.
 

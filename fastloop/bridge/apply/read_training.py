@@ -27,7 +27,8 @@ def find_precision(trainer: Any, module: torch.nn.Module) -> str:
 
 def read_evidence(trainer: Any) -> dict[str, Any]:
     """Whether the model is compiled and channels-last, its optimizers fused, how many 2-D convolutions and
-    attentions written by hand it has, and which batch transfer hooks are the user's."""
+    attentions written by hand it has, whether its own code computes gradients, and which batch transfer hooks are the
+    user's."""
     module = trainer.lightning_module
     if module is None:
         return {}
@@ -41,6 +42,7 @@ def read_evidence(trainer: Any) -> dict[str, Any]:
         "fused": bool(groups) and all(bool(group.get("fused")) for group in groups),
         "convs": len(convolutions),
         "attends_by_hand": len({*attention.list_candidates(module), *attention.list_switchable(module)}),
+        "calls_backward": bool(read_facts.list_methods(module, r"\.backward\s*\(|\bgrad\s*\(")),
         "classes": find_large(module),
         "transfer_hooks": [
             hook for hook in read_facts.TRANSFER_HOOKS if read_facts.find_hook_owner(trainer, hook) is not None

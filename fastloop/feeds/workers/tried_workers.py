@@ -201,7 +201,7 @@ class TriedWorkers:
         self._made_ms: Any = ()
         self._took_ms: list[float] = []
         self._room_bytes, self._step_down, self._warn, self._turn_off = room_bytes, step_down, warn, turn_off
-        self._drawn = _Drawn(None)
+        self._drawn, self._is_loading = _Drawn(None), False
         self._whereabouts = Whereabouts()
         self._batch_bytes: int | None = None
 
@@ -211,6 +211,16 @@ class TriedWorkers:
         Raises:
             FastLoopError: no batch came for LIMIT_S; says where the worker is.
         """
+        if self._is_loading and loader._iterator is None:  # a callback reads the loader too, in mid-epoch
+            yield from begin()
+            return
+        self._is_loading = True
+        try:
+            yield from self._load(loader, begin)
+        finally:
+            self._is_loading = False
+
+    def _load(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         # A caller that knows the epoch's length stops at its last batch, so reset what that batch may have set.
         self._drawn.resumes, self._drawn.pending = False, deque()
         while loader.num_workers:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Iterator
 from itertools import cycle
@@ -178,6 +180,34 @@ def test_a_sampler_that_starts_anew_in_mid_epoch_is_asked_for_what_is_left(
     settings |= {"ckpt": tmp_path / "step=7.ckpt"}
     plain, ours = both({rung: {}}, lambda: batches(batch_size=4, sampler=Moves()), **settings)
     assert len(ours.module.samples) == 8 and same(plain, ours)
+
+
+class Looks(L.Callback):
+    """Reads the train loader itself, in mid-epoch and after it, and a copy of it."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def _read(self, loader: Any) -> None:
+        self.seen.append(sum(1 for _ in loader))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self._read(trainer.train_dataloader)
+            self._read(copy.deepcopy(trainer.train_dataloader))
+            self._read(pickle.loads(pickle.dumps(trainer.train_dataloader)))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self._read(trainer.train_dataloader)
+
+
+@pytest.mark.parametrize("rung", ["workers", "prefetch"])
+def test_a_callback_that_reads_the_train_loader_gets_all_of_it(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed_on_cpu(monkeypatch)
+    looks = Looks()
+    rungs: Any = {"workers": {"count": 2, "persistent": False}, "prefetch": {}}
+    ours = run({rung: rungs[rung]}, batches(batch_size=4), callbacks=(looks,), max_epochs=2, limit_train_batches=3)
+    assert ours.reason(rung) is None and looks.seen == [5] * 8
 
 
 def test_a_stream_that_outlives_an_epoch_loses_nothing_to_the_feed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ def test_a_plain_model() -> None:
         "convs": 2,
         "transfer_hooks": [],
         "attends_by_hand": 0,
+        "calls_backward": False,
         "classes": 0,
         "parameters": 3 * 8 * 9 + 8 + 64 + 8 + 16 + 2,
     }
@@ -62,3 +63,15 @@ def test_batch_transfer_hooks_of_the_users_own() -> None:
             return batch
 
     assert seen(Moves())["transfer_hooks"] == ["transfer_batch_to_device"] and not seen(Regression())["transfer_hooks"]
+
+
+def test_gradients_that_the_users_code_computes() -> None:
+    class Steps(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            super().training_step(batch, batch_idx).backward()
+
+    class Hands(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.manual_backward(super().training_step(batch, batch_idx))
+
+    assert seen(Steps())["calls_backward"] and not seen(Hands())["calls_backward"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fastloop.evidence.model import optimizer_cost
 from fastloop.evidence.model.optimizer_cost import MOST_ELEMENTS, describe_optimizers, estimate_fusing_ms
@@ -68,3 +69,27 @@ def test_the_training_notices_nothing() -> None:
 def test_optimizers_of_ones_own_are_named() -> None:
     both = [Own(parameters((3,))), torch.optim.Adam(parameters((3,)))]
     assert describe_optimizers(both) == {"own": ["Own"], "fusing_saves_ms": pytest.approx(2.0)}
+
+
+def test_sparse_gradients_have_no_fused_form() -> None:
+    rows = torch.nn.Embedding(9, 3, sparse=True)
+    optimizer = torch.optim.SGD(rows.parameters())
+    rows(torch.zeros(1, dtype=torch.int64)).sum().backward()  # type: ignore[no-untyped-call]
+    assert estimate_fusing_ms(optimizer) is None
+
+
+def test_hooks_of_all_optimizers_are_not_called_for_copies() -> None:
+    calls: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda *given: calls.append(given))
+    try:
+        assert estimate_fusing_ms(torch.optim.Adam(parameters((3,)))) is None and not calls
+    finally:
+        handle.remove()
+
+
+def test_an_optimizer_of_ones_own_that_is_fused_already_is_not_blamed() -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    assert describe_optimizers([Mine(parameters((3,)), fused=True)])["own"] == []
+    assert describe_optimizers([Mine(parameters((3,)))])["own"] == ["Mine"]
