@@ -44,7 +44,7 @@ def list_findings(
     Args:
         seen: the measurement; ``evidence["loader"]`` describes how the data was loaded, and ``evidence["model"]``, if
             present, what the user's code does already (``compiled``, ``channels_last``, ``fused``, and its ``convs``).
-        cards: all rungs' cards, as returned by ``fastloop.ladder.cards``.
+        cards: all rungs' cards, as returned by ``fastloop.ladder.collect_cards``.
         enabled: enabled rungs, which no patch proposes again.
         verdicts: whether these took effect, and their rehearsals.
     """

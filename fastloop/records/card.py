@@ -1,7 +1,7 @@
 """The card of a rung: all that other files know about it. It is in the rung's own file; no other file names a rung.
 
-Diagnosis, climb, tune, gates and reports get the cards from `fastloop.ladder.cards` and read them; to make a new rung
-known to all of them, add it as a field of the ladder.
+Diagnosis, climb, tune, gates and reports get the cards from `fastloop.ladder.collect_cards` and read them; to make a
+new rung known to all of them, add it as a field of the ladder.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Host:
 
     def _pace_garbage(self, site: Site) -> Applied:
         """Collect what is young every few batches, and everything once in a while."""
-        if not gc.isenabled():
+        if not gc.isenabled() or not gc.get_threshold()[0]:  # Python has two ways to turn it off
             why = "your script turned the garbage collector off; your choice stands"
             return Applied(undo=lambda: None, probe=lambda: {"gc_refused": why})
         every = AUTO_STEPS if self.gc_every_steps == "auto" else self.gc_every_steps or 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -140,13 +142,17 @@ def test_undo(raises: bool) -> None:
     assert module.found["threshold"] == MOST_YOUNG and (gc.get_threshold(), gc.isenabled()) == before
 
 
-def test_a_collector_that_the_user_set_stays_as_it_is() -> None:
-    gc.disable()
+@pytest.mark.parametrize("off", [gc.disable, partial(gc.set_threshold, 0)], ids=["disabled", "threshold"])
+def test_a_collector_that_the_user_set_stays_as_it_is(off: Callable[[], None]) -> None:
+    before = gc.get_threshold()
+    off()
+    chosen, module = (gc.get_threshold(), gc.isenabled()), seeded(Litter)
     try:
-        watcher, _ = fit(GARBAGE, seeded(Litter))
-        assert not gc.isenabled()
+        watcher, _ = fit(GARBAGE, module)
+        assert (gc.get_threshold(), gc.isenabled()) == chosen and module.found["threshold"] == chosen[0][0]
     finally:
         gc.enable()
+        gc.set_threshold(*before)
     assert "your script turned the garbage collector off; your choice stands" in verdict(watcher, "host").why
 
 

@@ -75,7 +75,7 @@ class PieceChoice:
         """Why no window is merged, or no batch cut, in this run."""
         self.weighing: Weighing | None = None
         self._found: FoundSize | None = None
-        self._misfit = self._waits_for_room = False
+        self._misfit = False
         self._problem: str | None = None
         self._steps = self._changed = self._apart_steps = 0
         self.uncut = 0
@@ -121,8 +121,9 @@ class PieceChoice:
         if len(window.sizes) == 1:
             return Chosen(self._cut(batch, trainer, window), apart=self.refused is not None)
         own, reason = self._list_own(batch, window)
-        reason = reason or self._explain_no_room(strategy, batch, window, rest)
-        if self._undecided and not (own and self._waits_for_room):
+        no_room = self._explain_no_room(strategy, batch, window, rest, tries=reason is None)
+        reason = reason or no_room
+        if self._undecided and no_room is None:
             self._undecided = False
             if reason is None:
                 merged = cut(batch, self.micro, window, whole_batches=self.groups is not None)
@@ -130,9 +131,9 @@ class PieceChoice:
             self.refused = reason = self._agree(strategy, reason)
         if reason is None or not own:
             return Chosen(self._cut(batch, trainer, window))
-        if not self._apart_why:
-            self._apart_why = reason
-            self._warn(f"{self._rung}: {'windows run' if self.refused else 'a window runs'} batch by batch: {reason}")
+        if (why := self.refused or reason) != self._apart_why and (self.refused or not self._apart_why):
+            self._apart_why = why
+            self._warn(f"{self._rung}: {'windows run' if self.refused else 'a window runs'} batch by batch: {why}")
         self._steps, self._apart_steps = self._steps + 1, self._apart_steps + 1
         return Chosen(own, apart=True)
 
@@ -245,19 +246,25 @@ class PieceChoice:
             self._check_strict(reason, "batch by batch")
         return reason
 
-    def _explain_no_room(self, strategy: Any, batch: Any, window: Merged, rest: Sequence[Any]) -> str | None:
-        """Why this window must not be merged yet; None if it may. The first step runs without rungs such as amp, and
-        may need more memory than all later ones."""
-        self._waits_for_room = False
+    def _explain_no_room(
+        self, strategy: Any, batch: Any, window: Merged, rest: Sequence[Any], *, tries: bool
+    ) -> str | None:
+        """Why no rank must merge its window yet; None if they may. The first step runs without rungs such as amp, and
+        may need more memory than all later ones.
+
+        Args:
+            tries: this rank would merge its window. All ranks must call this: they ask each other.
+        """
         held = self._list_held() if strategy.root_device.type in LIMITED else ()
-        if not held or self._search is not None or self.micro <= max(window.sizes):
+        if not held or self._search is not None:
             return None
-        with self._one_time.span("rehearsal"):
-            trial = self._make_trial(strategy, batch, window, rest, window.sizes[0])
-            fits = fits_in_memory(strategy, self.micro, trial)
+        fits = True
+        if tries and self.micro > max(window.sizes):
+            with self._one_time.span("rehearsal"):
+                trial = self._make_trial(strategy, batch, window, rest, window.sizes[0])
+                fits = fits_in_memory(strategy, self.micro, trial)
         if strategy.reduce_boolean_decision(fits, all=True):
             return None
-        self._waits_for_room = True
         return f"micro-batches of {self.micro} do not fit without {', '.join(held)}, which start after the first step"
 
     # -- cutting ----------------------------------------------------------------------------------------------------

@@ -139,8 +139,10 @@ class SizeSearch:
 
 def fits_in_memory(strategy: Any, size: int, trial: Trial) -> bool:
     """Whether a piece of this size runs now, next to the optimizer's state to come. Leaves no trace."""
-    run = _Run(SizeSearch(target=1.0), strategy, [size], trial)
-    return run.find_fitting() is not None or not run.limit.startswith("by memory")
+    run, fits = _Run(SizeSearch(target=1.0), strategy, [size], trial), None
+    with contextlib.suppress(NotApplicable), unwritten(list(run.module.parameters())):
+        fits = run.find_fitting()
+    return fits is not None or not run.limit.startswith("by memory")
 
 
 def measure_length(batch: Any) -> float:

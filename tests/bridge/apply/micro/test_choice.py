@@ -1,0 +1,99 @@
+"""Which pieces a batch runs in, where a first step may need more memory than all later ones."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop.bridge.apply.micro import choice
+from fastloop.bridge.apply.micro.choice import PieceChoice
+from fastloop.feeds.batch_tree import Window
+from tests.runs import Net, batches, run
+
+MERGE, ACCUMULATE = {"batch": {"micro_batch": 16}}, {"accumulate_grad_batches": 4}
+ROOM = "micro-batches of 4 do not fit without amp, which start after the first step"
+
+
+class Ranks:
+    """The exchanges of two ranks, each of which is a thread. A rank that asks alone raises BrokenBarrierError."""
+
+    root_device = torch.device("cpu")
+    lightning_module = SimpleNamespace(training_step=None)
+
+    def __init__(self) -> None:
+        self.barrier, self.told = threading.Barrier(2, timeout=10), dict[int, bool]()
+
+    def reduce_boolean_decision(self, decision: bool, *, all: bool) -> bool:
+        assert all
+        self.told[threading.get_ident()] = decision
+        self.barrier.wait()
+        answer = False not in self.told.values()
+        self.barrier.wait()
+        return answer
+
+
+def choose_windows(ranks: Any, windows: Sequence[Any], held: Sequence[Sequence[str]]) -> list[tuple[bool, int, Any]]:
+    """For each window: whether it runs apart, in how many pieces, and the reason of the first that does."""
+    waiting = list[str]()
+    made = PieceChoice(4, rung="batch", list_held=lambda: waiting)
+    made.windows.sampler = SimpleNamespace(window=2, sizes=deque([(2, 2)] * len(windows)))  # type: ignore[assignment]
+    found = []
+    for number, batch in enumerate(windows):
+        waiting[:] = held[number]
+        shown = made.windows.show(batch, made.refused) if isinstance(batch, Window) else batch
+        trainer = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=number))
+        pieces, apart = made.choose(ranks, trainer, shown, (number,))
+        found.append((apart, len(pieces), made.evidence()["apart_why"]))
+    return found
+
+
+@pytest.mark.parametrize("differs", ["first", "second"])
+def test_ranks_ask_each_other_equally_often(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's window is not one batch while the other rank's does not fit: neither may wait for the other."""
+    monkeypatch.setattr(choice, "LIMITED", ("cpu",))
+    monkeypatch.setattr(choice, "fits_in_memory", lambda *_: False)
+    monkeypatch.setattr(choice, "explain_difference", lambda *_: None)
+    ranks, whole, uneven = Ranks(), torch.zeros(4, 3), Window([torch.zeros(2, 3), torch.zeros(2, 4)])
+    first = [uneven, whole, whole] if differs == "first" else [whole, uneven, whole]
+    held = [["amp"], ["amp"], []]
+    with ThreadPoolExecutor(2) as threads:
+        one = threads.submit(choose_windows, ranks, first, held)
+        other = threads.submit(choose_windows, ranks, [whole] * 3, held)
+    assert [each[:2] for each in other.result()] == [(True, 2), (True, 2), (False, 1)]
+    assert other.result()[0][2] == ROOM and [each[:2] for each in one.result()] == [(True, 2), (True, 2), (False, 1)]
+
+
+def test_a_refusal_after_a_step_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "LIMITED", ("cpu",))
+    monkeypatch.setattr(choice, "fits_in_memory", lambda *_: False)
+    monkeypatch.setattr(choice, "explain_difference", lambda *_: "the loss is not a mean over samples")
+    ours = run({**MERGE, "amp": {}}, batches(96, shuffle=True), Net, max_epochs=2, **ACCUMULATE)
+    assert ours.verdict("batch").took is False
+    assert "windows run batch by batch: the loss is not a mean over samples" in ours.verdict("batch").why
+
+
+class Counts(Net):
+    """Writes to a parameter in training_step, as a momentum encoder is updated."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.count = torch.nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def training_step(self, *args: Any, **named: Any) -> Any:
+        with torch.no_grad():
+            self.count.add_(1)
+        return super().training_step(*args, **named)
+
+
+def test_trying_whether_a_window_fits_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "LIMITED", ("cpu",))
+    ours = run({**MERGE, "amp": {}}, batches(96, shuffle=True), Counts, max_epochs=1, **ACCUMULATE)
+    assert ours.verdict("batch").took is False and "changes parameters" in ours.verdict("batch").why
+    assert float(ours.module.count) == 12
