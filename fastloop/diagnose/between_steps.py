@@ -10,7 +10,7 @@ from fastloop.diagnose.remedies import Rungs
 from fastloop.records import measurement
 from fastloop.records.measurement import GAPS
 from fastloop.records.plan import Finding
-from fastloop.records.readings import read_loader, to_number
+from fastloop.records.readings import read_loader, restarts_workers, to_number
 
 MOSTLY = 0.5
 """A finding is a cost of each step only if at least this share of it remains without single pauses."""
@@ -37,8 +37,8 @@ def find_checkpoint(step: Attribution, rungs: Rungs) -> Finding | None:
 def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
     """Find idle time at the end of an epoch, when loaders restart and hooks run."""
     advice, found, beside = "make epochs longer, or do less in end-of-epoch hooks", read_loader(step.measured), ""
-    if workers := found.get("num_workers"):
-        advice = f"keep your loader's {workers} workers between epochs: persistent_workers=True"
+    if restarts_workers(step.measured):
+        advice = f"keep your loader's {found['num_workers']} workers between epochs: persistent_workers=True"
         if (took_s := to_number(found.get("worker_restart_s"))) is not None:
             times = found.get("worker_restarts")
             beside = f"; workers were started anew {times} times, {took_s:.2g} s each until their first batch"

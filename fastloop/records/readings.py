@@ -151,6 +151,12 @@ def read_loader(seen: Measurement) -> Mapping[str, Any]:
     return seen.evidence.get("loader") or {}
 
 
+def restarts_workers(seen: Measurement) -> bool:
+    """Whether the loader's workers are started anew for each epoch."""
+    loader = read_loader(seen)
+    return bool(loader.get("num_workers")) and not loader.get("persistent_workers")
+
+
 def does_already(seen: Measurement, what: str) -> bool:
     """Whether the user's own script already does this: ``compiled``, ``channels_last``, ``fused``."""
     return bool((seen.evidence.get("model") or {}).get(what))

@@ -27,7 +27,7 @@ from fastloop.records.card import Card, ClimbState, Tunable, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Parity, Verdict
-from fastloop.records.readings import is_worth_handing_over, read_loader
+from fastloop.records.readings import is_worth_handing_over, read_loader, restarts_workers
 
 MOST = 8
 """Upper limit for `auto`: more workers seldom pay off and slow the launching thread down."""
@@ -59,7 +59,7 @@ CARD = Card(
         and bool(read_loader(seen).get("map_style"))
         and is_worth_handing_over(seen)
     ),
-    advice={"epoch_gap": lambda seen, on: KEEP if on and read_loader(seen).get("num_workers") else None},
+    advice={"epoch_gap": lambda seen, on: KEEP if on and restarts_workers(seen) else None},
     variants=_list_variants,
     tunes=Tunable(
         field="count",

@@ -33,6 +33,8 @@ def test_from_five_per_cent_on(name: str, ms: float, named: bool) -> None:
         ({"num_workers": 4}, (), "your loader's 4 workers between epochs: persistent_workers=True"),
         ({"num_workers": 4}, ("workers",), "rungs.workers.persistent: true"),
         ({"num_workers": 0}, (), "make epochs longer"),
+        ({"num_workers": 4, "persistent_workers": True}, (), "make epochs longer"),
+        ({"num_workers": 4, "persistent_workers": True}, ("workers",), "make epochs longer"),
     ],
 )
 def test_workers_that_start_anew_each_epoch(loader: dict[str, Any], enabled: tuple[str, ...], advice: str) -> None:

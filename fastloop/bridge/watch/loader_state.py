@@ -98,6 +98,7 @@ def gather_evidence(trainer: Any) -> dict[str, Any]:
     return {
         "kind": type(found[0]).__name__,
         "num_workers": min(workers) if workers else None,
+        "persistent_workers": all(bool(getattr(loader, "persistent_workers", False)) for loader in own),
         "map_style": not any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in found),
         "usable_cpus": machine.count_usable_cpus(),
         "queued_batches": count_queued_batches(trainer),
