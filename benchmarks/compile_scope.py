@@ -24,7 +24,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.cases import ROOT, Case, make_parser, run_cases, wait
-from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply import read_model
 from fastloop.feeds.compiled_calls import CompiledCall, put_in
 from recipes import gpt2
 
@@ -35,7 +35,7 @@ def measure(scope: str, size: str, device: str, batch: int, steps: int, mode: st
     module, _ = gpt2.build(gpt2.Settings(size=size))
     module.to(device)
     context, width = module.place.shape
-    groups = read_facts.read_module(module)["repeated_blocks"]
+    groups = read_model.read_module(module)["repeated_blocks"]
     targets = {"model": ["blocks"], "blocks": [name for group in groups for name in group], "eager": []}[scope]
     codes: dict[Any, Any] = {}
     calls = [CompiledCall(module.get_submodule(each), each, codes, mode=mode, dynamic=None) for each in targets]

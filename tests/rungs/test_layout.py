@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastloop.bridge.apply.read_facts import read_module
+from fastloop.bridge.apply.read_model import read_module
 from fastloop.errors import NotApplicable
 from fastloop.feeds.batch_tree import InputsChannelsLast
 from fastloop.records.facts import Facts

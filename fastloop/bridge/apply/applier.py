@@ -84,7 +84,7 @@ class Applier:
     def model_built(self, trainer: Any, strategy: Any) -> None:
         """The module is built and restored, but not yet on its device or wrapped."""
         try:
-            facts = read_facts.run_facts(trainer, strategy)
+            facts = read_facts.read_run_facts(trainer, strategy)
             planned = plan(self.ladder, facts)
         except FastLoopError:
             raise

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.read_facts import overrides
+from fastloop.bridge.apply.read_model import overrides
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.bridge.apply.rehearse.untouched import HOOKS, Kept, keep_random_streams

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import collections
-import inspect
 import multiprocessing
 import os
-import re
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,35 +12,23 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge import namespaces
+from fastloop.bridge.apply.read_model import overrides, read_module
 from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
-from fastloop.evidence.model.picture_views import list_names, list_views
-from fastloop.feeds import call_shapes
-from fastloop.feeds.attention import candidates as attention
-from fastloop.feeds.batch_norm import groups
 from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
 from fastloop.feeds.images.reading import read_facts as read_images
 from fastloop.feeds.lazy_loader import makes_iterators
-from fastloop.feeds.loss.cross_entropy import find_large
 from fastloop.feeds.place.draws import explain_lost_place
 from fastloop.feeds.workers.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
-_LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
-_MERGES = re.compile(r"\.view\(.*(-1|\*)|\.view_as\(")
-_SCALED = (".training_step", ".backward", ".on_after_backward")
-_UNSCALED = (".on_before_optimizer_step", ".on_before_zero_grad", ".configure_gradient_clipping")
-"""Hooks that run after a loss scaler has unscaled the gradients."""
-_BEFORE_STEPS = re.compile(r"__init__|prepare_data|setup|configure_\w+|\w+_dataloader")
-_BEFORE_STEPS_OR_FORWARD = re.compile(rf"{_BEFORE_STEPS.pattern}|forward")
 
 
-def run_facts(trainer: Any, strategy: Any) -> Facts:
+def read_run_facts(trainer: Any, strategy: Any) -> Facts:
     """Facts of the machine, the run and the built model; no loader yet."""
     module, device = strategy.lightning_module, strategy.root_device
     kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
@@ -128,189 +111,12 @@ def _read_limit(value: Any) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
 
 
-def overrides(owner: Any, name: str) -> bool:
-    """Whether a LightningModule or DataModule overrides one of Lightning's hooks."""
-    own = getattr(owner, "__dict__", {}).get(name) is not None  # None: a hook that is switched off
-    for base in type(owner).__mro__:
-        if own or name in vars(base):
-            return own or not base.__module__.startswith(_LIGHTNING)
-    return False
-
-
 def find_hook_owner(trainer: Any, hook: str) -> Any:
     """The object that overrides a batch transfer hook, the DataModule before the module as in Lightning, or None."""
     for owner in (trainer.datamodule, trainer.lightning_module):
         if owner is not None and overrides(owner, hook):
             return owner
     return None
-
-
-def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[str, Any]:
-    """What the model consists of, and what its methods do according to their source.
-
-    Args:
-        syncs_norms: the strategy will convert every BatchNorm to SyncBatchNorm.
-    """
-    named = dict(module.named_modules())
-    norms = {name: part for name, part in named.items() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)}
-    convs = tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d))
-    training_step = getattr(module, "training_step", None)
-    return {
-        "batchnorms": tuple(norms),
-        "other_batchnorms": tuple(
-            name for name, part in norms.items() if syncs_norms or not isinstance(part, groups.KINDS)
-        ),
-        "convs": convs,
-        "attends_by_hand": (*attention.list_switchable(module), *attention.list_candidates(module)),
-        "attends_by_call": tuple(attention.list_sdpa(module)),
-        "classes": find_large(module),
-        "not_mean_losses": tuple(_find_other_losses(module, named)),
-        "autocasts": tuple(_find_methods(module, r"\bautocast\s*\(")),
-        "views": tuple(_find_views(module)) if convs else (),
-        "inner_views": tuple(_find_inner_views(named.values())) if convs else (),
-        "detaches_grads": tuple(_find_methods(module, r"\bgrad\.detach_\(")),
-        "refused_losses": (
-            *(name for name, part in named.items() if isinstance(part, torch.nn.BCELoss)),
-            *(name.partition(".")[2] for name in _find_methods(module, r"\bbinary_cross_entropy\(")),
-        ),
-        "handles_grads": (
-            *(each for each in _find_methods(module, r"(?<!autograd)(?<!\bfunc)\.grad\b") if each.endswith(_SCALED)),
-            *(each for each in _find_methods(module, r"\bclip_grad") if not each.endswith(_UNSCALED)),
-        ),
-        "compiled_by_user": tuple(name or type(module).__name__ for name in named if is_compiled(named[name])),
-        "compile_targets": tuple(compile_targets(module)),
-        "repeated_blocks": tuple(_group_repeated(module)),
-        "grad_hooks": any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters()),
-        "steps_with_iterator": callable(training_step)
-        and "dataloader_iter" in inspect.signature(training_step).parameters,
-    }
-
-
-def _find_other_losses(module: torch.nn.Module, named: dict[str, torch.nn.Module]) -> Iterator[str]:
-    for name, part in named.items():
-        if type(part).__name__.endswith("Loss"):
-            if getattr(part, "reduction", "mean") in ("sum", "none"):
-                yield f"{name} ({type(part).__name__} with reduction={part.reduction!r})"
-            elif getattr(part, "weight", None) is not None:
-                yield f"{name} ({type(part).__name__} divides by its class weights)"
-    for method in _find_methods(module, r"""reduction\s*=\s*["'](sum|none)["']"""):
-        yield f"{method} uses reduction='sum' or 'none'"
-    for method in _find_methods(module, r"\b(cross_entropy|nll_loss)\(.*\bweight\s*="):
-        yield f"{method} divides by its class weights"
-
-
-def _find_views(module: torch.nn.Module) -> Iterator[str]:
-    """Calls of `view` in code outside the rehearsed modules that may get images: steps, losses, helpers."""
-    methods = {name: member for base in type(module).__mro__[::-1] for name, member in vars(base).items()}
-    is_left_out = _BEFORE_STEPS.fullmatch if "" not in compile_targets(module) else _BEFORE_STEPS_OR_FORWARD.fullmatch
-    users = [
-        base for base in type(module).__mro__ if not base.__module__.startswith((*_LIGHTNING, "torch.", "builtins"))
-    ]
-    named = {each for base in users for member in vars(base).values() for each in list_names(member)}
-    targets = [module.get_submodule(name) for name in _find_outermost(module, "")]
-    played = [target for target in targets if not named.intersection(_list_other_methods(type(target)))]
-    rehearsed = {id(part) for target in played for part in target.modules()}
-    yield from list_views(
-        [
-            *(member for name, member in methods.items() if not is_left_out(name)),
-            *(part for part in module.modules() if part is not module and id(part) not in rehearsed),
-            *(value for name, value in vars(module).items() if name not in vars(torch.nn.Module())),
-        ]
-    )
-
-
-def _list_other_methods(kind: type) -> Iterator[str]:
-    """Methods of a module class that may be called besides its forward, such as ``encode``."""
-    bases = [base for base in kind.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
-    members = [(name, member) for base in bases for name, member in vars(base).items()]
-    yield from (name for name, member in members if inspect.isfunction(member) and name not in ("__init__", "forward"))
-
-
-def _find_inner_views(modules: Iterable[torch.nn.Module]) -> Iterator[str]:
-    for kind in dict.fromkeys(map(type, modules)):
-        if not kind.__module__.startswith(("torch.", "torchvision.")):
-            yield from (
-                f"{kind.__name__}.{name}" for name, source in _read_user_methods(kind) if _MERGES.search(source)
-            )
-
-
-def _read_user_methods(module: torch.nn.Module | type) -> Iterator[tuple[str, str]]:
-    """Name and source, without comments, of the methods that the user's own classes define."""
-    for base in (module if isinstance(module, type) else type(module)).__mro__:
-        if base.__module__.startswith((*_LIGHTNING, "torch.", "builtins")):
-            continue
-        for name, member in vars(base).items():
-            function = inspect.unwrap(member) if callable(member) else None
-            if inspect.isfunction(function):
-                try:
-                    yield name, ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function))))
-                except (OSError, TypeError, SyntaxError):  # typed at a prompt, or compiled: no source
-                    continue
-
-
-def _find_methods(module: torch.nn.Module, pattern: str) -> Iterator[str]:
-    for name, source in _read_user_methods(module):
-        if name.startswith(("validation", "test", "predict")):
-            continue
-        if re.search(pattern, source):
-            yield f"{type(module).__name__}.{name}"
-
-
-def list_methods(module: torch.nn.Module, pattern: str) -> list[str]:
-    """The module's own methods for training whose source contains `pattern`."""
-    return [*_find_methods(module, pattern)]
-
-
-def compile_targets(module: torch.nn.Module) -> Iterator[str]:
-    """Names of the modules worth compiling: the outermost inner modules that hold parameters.
-
-    If the LightningModule holds only bare layers and calls its own ``forward``, that is the target (written as '').
-    With DDP, Lightning borrows ``forward`` for the training step, so the layers are the targets.
-    """
-    targets = list(_find_outermost(module, ""))
-    layers = [
-        name
-        for name in targets
-        if type(module.get_submodule(name)).__module__.startswith("torch.nn.modules.")
-        and not list(module.get_submodule(name).children())
-    ]
-    if targets and len(layers) == len(targets) and overrides(module, "forward"):
-        calls_itself = any(re.search(r"\bself\(", source) for name, source in _read_user_methods(module))
-        if calls_itself and not torch.distributed.is_initialized():
-            targets = [""]
-    yield from targets
-
-
-def _find_outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:
-    for name, child in module.named_children():
-        if type(child).__module__.startswith("torchmetrics.") or not any(True for _ in child.parameters()):
-            continue
-        if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
-            yield from _find_outermost(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def _group_repeated(module: torch.nn.Module) -> Iterable[tuple[str, ...]]:
-    """Names of the repeated blocks, grouped by class and shapes."""
-    groups: dict[Any, tuple[str, ...]] = {}
-    for name in _find_repeated(module, ""):
-        kind = call_shapes.describe_kind(module.get_submodule(name))
-        groups[kind] = (*groups.get(kind, ()), name)
-    return groups.values()
-
-
-def _find_repeated(module: torch.nn.Module, prefix: str) -> Iterator[str]:
-    """Members of layer lists that contain layers themselves and whose class occurs more than once in the list."""
-    is_list = isinstance(module, _LISTS)
-    kinds = collections.Counter(type(child) for child in module.children())
-    for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        holds = not isinstance(child, _LISTS) and any(True for _ in child.children())
-        if is_list and holds and kinds[type(child)] > 1 and any(True for _ in child.parameters()):
-            yield path
-        else:
-            yield from _find_repeated(child, path)
 
 
 def read_loader_facts(
@@ -390,13 +196,3 @@ def count_batches(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
-
-
-def is_compiled(module: Any) -> bool:
-    """Whether the module's calls are compiled, by us or by the user."""
-    return (
-        type(module).__name__ == "OptimizedModule"
-        or vars(module).get("_compiled_call_impl") is not None
-        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
-        or getattr(module, "_compiler_ctx", None) is not None  # how Lightning marks trainer.fit(torch.compile(module))
-    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply import read_facts, read_model
 from fastloop.bridge.watch import measurement
 from fastloop.feeds.attention import candidates as attention
 from fastloop.feeds.loss.cross_entropy import find_large
@@ -15,7 +15,7 @@ from fastloop.feeds.loss.cross_entropy import find_large
 def find_precision(trainer: Any, module: torch.nn.Module) -> str:
     """The coarsest arithmetic that a training may use, by its name in `parity.TAU`."""
     name = str(trainer.strategy.precision_plugin.precision)
-    if "bf16" in name or any(read_facts.read_module(module)["autocasts"]):
+    if "bf16" in name or any(read_model.read_module(module)["autocasts"]):
         return "bf16"
     if "16" in name or "64" in name:
         return "fp16" if "16" in name else "fp64"
@@ -37,12 +37,12 @@ def read_evidence(trainer: Any) -> dict[str, Any]:
     wide = [inner.weight for inner in convolutions if inner.weight.dim() == 4 and max(inner.weight.shape[2:]) > 1]
     groups = [group for optimizer in trainer.optimizers for group in getattr(optimizer, "param_groups", [])]
     return {
-        "compiled": any(read_facts.is_compiled(inner) for inner in module.modules()),
+        "compiled": any(read_model.is_compiled(inner) for inner in module.modules()),
         "channels_last": bool(wide) and all(weight.is_contiguous(memory_format=torch.channels_last) for weight in wide),
         "fused": bool(groups) and all(bool(group.get("fused")) for group in groups),
         "convs": len(convolutions),
         "attends_by_hand": len({*attention.list_candidates(module), *attention.list_switchable(module)}),
-        "calls_backward": bool(read_facts.list_methods(module, r"\.backward\s*\(|\bgrad\s*\(")),
+        "calls_backward": bool(read_model.list_methods(module, r"\.backward\s*\(|\bgrad\s*\(")),
         "classes": find_large(module),
         "transfer_hooks": [
             hook for hook in read_facts.TRANSFER_HOOKS if read_facts.find_hook_owner(trainer, hook) is not None

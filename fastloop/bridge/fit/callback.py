@@ -321,7 +321,7 @@ class FastLoop(Callback):
         """Feeds that the train loader cannot have, so that the diagnosis does not propose them."""
         applier, (found, *_) = self._applier, loader_state.find_loaders(trainer)
         facts = None if applier is None else applier.facts  # read before rungs changed the objects
-        facts = facts or read_facts.run_facts(trainer, trainer.strategy)
+        facts = facts or read_facts.read_run_facts(trainer, trainer.strategy)
         if applier is not None and applier.loaders is not None:
             found = applier.loaders.find_original(found)
         others = [trainer.lightning_module, *trainer.callbacks]

@@ -54,7 +54,7 @@ def plan_dry(config: Config) -> DryRun:
         raise make_no_batches_error("a train loader of 0 batches")
     size = _measure_sample(loader) if loader_facts.map_style else None
     facts = dataclasses.replace(
-        read_facts.run_facts(trainer, trainer.strategy),
+        read_facts.read_run_facts(trainer, trainer.strategy),
         resuming=config.run.resume is not None,
         loader=dataclasses.replace(loader_facts, sample_bytes=size),
     )

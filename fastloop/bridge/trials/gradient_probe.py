@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from fastloop.bridge.apply import read_facts, read_training
+from fastloop.bridge.apply import read_facts, read_model, read_training
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.trials import ceilings, determinism, gradient_state
@@ -141,7 +141,7 @@ class GradientProbe(Callback):
         return batches
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if not read_facts.run_facts(trainer, trainer.strategy).plain_gradients:
+        if not read_facts.read_run_facts(trainer, trainer.strategy).plain_gradients:
             self.why = f"{type(trainer.strategy).__name__} keeps no whole gradients in the parameters"
         determinism.make_deterministic()
         self._undo.callback(switch_off_dropout(pl_module))
@@ -305,7 +305,7 @@ def _compare(known: Mapping[str, Any], done: Round) -> dict[str, Any]:
 
 def _clips(trainer: Any, module: Any) -> str | None:
     """How gradients are clipped; None if they are not."""
-    if read_facts.overrides(module, "configure_gradient_clipping"):
+    if read_model.overrides(module, "configure_gradient_clipping"):
         return "in configure_gradient_clipping"
     limit, how = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     return f"by {getattr(how, 'value', how) or 'norm'} to {limit:g}" if limit else None

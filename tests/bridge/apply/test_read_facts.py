@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply import read_facts, read_model
 from fastloop.bridge.fit.strategy import mix_in
 from fastloop.records.facts import Facts
 from tests.models import Regression, loader, pairs, trainer
@@ -23,7 +23,7 @@ from tests.models import Regression, loader, pairs, trainer
 def facts(module: Any = None, **settings: Any) -> Facts:
     made = trainer(**settings)
     made.strategy.connect(module or Regression())
-    return read_facts.run_facts(made, made.strategy)
+    return read_facts.read_run_facts(made, made.strategy)
 
 
 def test_a_plain_run() -> None:
@@ -89,7 +89,7 @@ class DataHooks(L.LightningDataModule):
 def test_hooks_of_the_user_and_who_has_them() -> None:
     made, module = trainer(), Hooks()
     made.strategy.connect(module)
-    found = read_facts.run_facts(made, made.strategy)
+    found = read_facts.read_run_facts(made, made.strategy)
     assert found.transfer_hooks == ("on_after_batch_transfer",)
     assert read_facts.find_hook_owner(made, "on_after_batch_transfer") is module
     made.datamodule = data = DataHooks()  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ def test_hooks_of_the_user_and_who_has_them() -> None:
     assert read_facts.find_hook_owner(made, "transfer_batch_to_device") is None
     plain = Regression()
     plain.transfer_batch_to_device = lambda *args: None  # type: ignore[method-assign,assignment]
-    assert read_facts.overrides(plain, "transfer_batch_to_device")
+    assert read_model.overrides(plain, "transfer_batch_to_device")
 
 
 class Early(Regression):
@@ -146,7 +146,7 @@ def test_a_package_whose_name_begins_like_lightnings_is_the_users() -> None:
         (Regression,),
         {"on_before_batch_transfer": lambda self, batch, index: batch, "__module__": "pytorch_lib.models"},
     )
-    assert read_facts.overrides(kind(), "on_before_batch_transfer")
+    assert read_model.overrides(kind(), "on_before_batch_transfer")
 
 
 class Suspect(Regression):
@@ -245,8 +245,8 @@ class Listed(L.LightningModule):
 
 
 def test_compile_targets_are_the_outermost_modules_with_parameters() -> None:
-    assert list(read_facts.compile_targets(Bare())) == [""]
-    assert list(read_facts.compile_targets(Listed())) == ["blocks.0", "blocks.1", "head"]
+    assert list(read_model.list_compile_targets(Bare())) == [""]
+    assert list(read_model.list_compile_targets(Listed())) == ["blocks.0", "blocks.1", "head"]
 
 
 def compile_in_place(net: torch.nn.Module) -> torch.nn.Module:
@@ -374,7 +374,7 @@ def test_which_batchnorms_cannot_be_computed_batch_by_batch() -> None:
     model = torch.nn.ModuleDict(
         {"plain": torch.nn.BatchNorm1d(2), "like": Like(2), "synced": torch.nn.SyncBatchNorm(2), "own": Own(2)}
     )
-    found = read_facts.read_module(model)
+    found = read_model.read_module(model)
     assert found["batchnorms"] == ("plain", "like", "synced", "own")
     assert found["other_batchnorms"] == ("synced", "own")
-    assert read_facts.read_module(model, syncs_norms=True)["other_batchnorms"] == found["batchnorms"]
+    assert read_model.read_module(model, syncs_norms=True)["other_batchnorms"] == found["batchnorms"]

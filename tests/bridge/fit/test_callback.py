@@ -238,7 +238,7 @@ def test_watching_fails_open(
 @pytest.mark.parametrize(
     "place",
     [
-        "apply.read_facts.run_facts",
+        "apply.read_facts.read_run_facts",
         "apply.read_facts.read_loader_facts",
         "apply.applier.plan",
         "apply.applier.TrainLoaders",
