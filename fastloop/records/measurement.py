@@ -23,8 +23,8 @@ PARTS = (
 GAPS = ("validation", "checkpoint", "epoch_gap")
 """Parts that do not occur in every step."""
 COMPILE, VALIDATION_COMPILE, AUTOTUNE = "compile", "validation_compile", "autotune"
-WORKERS, REHEARSAL, CACHE_FILL = "workers", "rehearsal", "cache_fill"
-ONE_TIME = (COMPILE, VALIDATION_COMPILE, AUTOTUNE, WORKERS, REHEARSAL, CACHE_FILL)
+WORKERS, REHEARSAL, FIRST_CALLS, CACHE_FILL = "workers", "rehearsal", "first_calls", "cache_fill"
+ONE_TIME = (COMPILE, VALIDATION_COMPILE, AUTOTUNE, WORKERS, REHEARSAL, FIRST_CALLS, CACHE_FILL)
 """Causes of costs that occur once per fit, in the order in which reports list them."""
 MEMORY = "memory"
 """Key of the evidence on memory growth: its pace, the steps left, what keeps the tensors; absent if none."""

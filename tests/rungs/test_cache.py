@@ -300,7 +300,7 @@ def list_workers(folder: Path) -> list[psutil.Process]:
 def is_over(process: psutil.Process) -> bool:
     """Whether it holds no files any more; its command line is gone before they are."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status() == psutil.STATUS_ZOMBIE
+        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() < 2  # other threads hold them, too
     return True
 
 

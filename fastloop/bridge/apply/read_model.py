@@ -23,6 +23,8 @@ LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
 """How the names of Lightning's own modules begin."""
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _MERGES = re.compile(r"\.view\(.*(-1|\*)|\.view_as\(")
+_WORKS = re.compile(r"\.(linear|conv\dd|matmul|bmm|einsum|cross_entropy)\(| @ ")
+"""Products and losses in a method's source."""
 _SCALED = (".training_step", ".backward", ".on_after_backward")
 _UNSCALED = (".on_before_optimizer_step", ".on_before_zero_grad", ".configure_gradient_clipping")
 """Hooks that run after a loss scaler has unscaled the gradients."""
@@ -160,21 +162,23 @@ def list_methods(module: torch.nn.Module, pattern: str) -> list[str]:
 def list_compile_targets(module: torch.nn.Module) -> Iterator[str]:
     """Names of the modules worth compiling: the outermost inner modules that hold parameters.
 
-    If the LightningModule holds only bare layers and calls its own ``forward``, that is the target (written as '').
-    With DDP, Lightning borrows ``forward`` for the training step, so the layers are the targets.
+    If the LightningModule calls its own ``forward``, and that does the work itself (it only joins bare layers, or has
+    products or a loss of its own), it is the target (written as ''). With DDP, Lightning borrows ``forward`` for the
+    training step, so the inner modules are the targets.
     """
     targets = list(_find_outermost(module, ""))
-    layers = [
-        name
-        for name in targets
-        if type(module.get_submodule(name)).__module__.startswith("torch.nn.modules.")
-        and not list(module.get_submodule(name).children())
-    ]
-    if targets and len(layers) == len(targets) and overrides(module, "forward"):
-        calls_itself = any(re.search(r"\bself\(", source) for name, source in _read_user_methods(module))
-        if calls_itself and not torch.distributed.is_initialized():
-            targets = [""]
+    if targets and overrides(module, "forward") and not torch.distributed.is_initialized():
+        sources = dict([*_read_user_methods(module)][::-1])  # the most derived class's last
+        if any(re.search(r"\bself\(", source) for source in sources.values()):
+            are_layers = all(_is_layer(module.get_submodule(name)) for name in targets)
+            if are_layers or _WORKS.search(sources.get("forward", "")):
+                targets = [""]
     yield from targets
+
+
+def _is_layer(module: torch.nn.Module) -> bool:
+    """Whether this is a bare layer of torch's own."""
+    return type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
 
 
 def _find_outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:

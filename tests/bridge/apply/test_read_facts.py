@@ -244,9 +244,32 @@ class Listed(L.LightningModule):
         self.head = torch.nn.Linear(2, 2)
 
 
+class Tied(Bare):
+    """A model whose output layer has the embedding's weight, and so no module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(self.one, self.two)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(self.body(x), self.one.weight)
+
+
+class Joined(Tied):
+    """Only hands its batch to an inner module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
 def test_compile_targets_are_the_outermost_modules_with_parameters() -> None:
-    assert list(read_model.list_compile_targets(Bare())) == [""]
     assert list(read_model.list_compile_targets(Listed())) == ["blocks.0", "blocks.1", "head"]
+    assert list(read_model.list_compile_targets(Joined())) == ["one", "two", "body"]
+
+
+@pytest.mark.parametrize("module", [Bare(), Tied()], ids=["bare layers", "its own product"])
+def test_a_forward_that_does_the_work_itself_is_compiled_as_a_whole(module: Any) -> None:
+    assert list(read_model.list_compile_targets(module)) == [""]
 
 
 def compile_in_place(net: torch.nn.Module) -> torch.nn.Module:

@@ -82,9 +82,10 @@ class Budget:
         return self.base_ms * self.terms.batches_per_step
 
     def add_one_time(self, step: Step, seconds: float) -> None:
-        """Exclude the one-time cost of a rung's first call from the rehearsal's share, and remember it."""
+        """Exclude the one-time cost of a rung's first call from the rehearsal's share; remember that of a compile."""
         self._began_s += seconds
-        self.memory.keep_first_call_s(step.rung, self._read_settings(step), seconds)
+        if is_costly(step):
+            self.memory.keep_first_call_s(step.rung, self._read_settings(step), seconds)
 
     def may_play(self, ms: float, share: float) -> bool:
         """Whether one more play of `ms` milliseconds fits into a share of the rehearsal's time."""

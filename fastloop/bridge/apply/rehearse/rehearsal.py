@@ -22,7 +22,7 @@ from fastloop.bridge.apply.rehearse.optimizer_twins import step_twins
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Player
 from fastloop.bridge.apply.rehearse.remembered import Remembered
-from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
+from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, explain, find_cause, limited
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import FastLoopError, NotApplicable, describe
 from fastloop.evidence.model import dynamo_graphs
@@ -36,8 +36,8 @@ UNCOUNTED_BATCHES = 8
 OPTIMIZER_LIMIT = 1e-2
 """Largest deviation of an optimizer's step: comparing small differences of large weights amplifies rounding."""
 MOST_PLAYS = 3
-BASE_SHARE = 0.25
-"""Share of a rehearsal's time that may go into timing the unchanged modules more precisely."""
+BASE_SHARE, CHANGED_SHARE = 0.25, 0.6
+"""Share of a rehearsal's time up to which the unchanged modules, and the changed ones, are timed more precisely."""
 ENOUGH_MS = 300.0
 """Play time that suffices for one timing."""
 Answer = TypeVar("Answer")
@@ -61,8 +61,11 @@ class Rehearsal:
         self.site, self.steps, self.terms, self.hands = site, list(steps), terms, hands
         self._recorder = CallRecorder(site.module, site.facts.compile_targets, site.groups)
         self._began_at = site.trainer.global_step
-        self._base = Played()
-        self._without_dropout: Played | None = None
+        self.first_calls: list[tuple[str, float, float]] = []
+        """Rungs other than compiles, with when their first call began and by how many seconds it exceeded the second:
+        kernels that torch loads and plans once, here or in the first step that uses them."""
+        self._unchanged: dict[bool, Played] = {}
+        """The unchanged modules' results, with dropout (True) and without."""
         self._first_began_s, self._first_ms = 0.0, math.inf
         self._batches = 0
 
@@ -109,11 +112,13 @@ class Rehearsal:
                 return refused
             problem = self._play_unchanged()
             self._heed_time_left()
+            problem = problem or self._play_with_dropout()
             for step in self.steps:
                 outcomes.append(self._try_step(step, problem, outcomes))
             return self._drop_slow(outcomes)
         finally:
-            self.site.recorded, self._base, self._without_dropout = {}, Played(), None
+            self.site.recorded = {}
+            self._unchanged.clear()
             self._recorder.calls.clear()
 
     def _play_unchanged(self) -> str | None:
@@ -123,21 +128,40 @@ class Rehearsal:
             problem = f"under {self.site.facts.strategy} ranks exchange data inside a module's call"
         elif problem is None and not self._recorder.calls:
             problem = "no module with parameters was called in the first step"
-        if problem is None:
-            try:
-                with limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"):
-                    if self.site.trainer.world_size > 1 and not self.site.facts.compiled_by_user:
-                        with RefuseCollectives():  # type: ignore[no-untyped-call]
-                            self._player.play()  # ranks play different numbers of times
-                    began = time.perf_counter()
-                    self._base = self._player.play()
-                    self._budget.play_s = time.perf_counter() - began
-                    self._budget.base_ms = self._read_ms(self._base.ms, BASE_SHARE)
-            except Exception as error:
-                problem = f"its calls cannot be replayed: {_explain(error)}"
+        wanted = {self._keeps_dropout(step) for step in self.steps if step.change.rehearse == "modules"}
+        if wanted:
+            problem = problem or self._play_base(dropout=False not in wanted)
         problems, times_ms = zip(*gather(self.site.trainer, (problem, self._budget.base_ms)), strict=True)
         self._budget.base_ms = max(times_ms)
         return next((each for each in problems if each is not None), None)
+
+    def _play_with_dropout(self) -> str | None:
+        """Record the unchanged modules' results with dropout too, if a rung that will be tried needs them."""
+        missing = [step for step in self.steps if is_costly(step) and self._unchanged.keys() == {False}]
+        if all(self._refuse(each) is not None for step in missing for each in (step, find_cheapest(step))):
+            return None
+        problems = gather(self.site.trainer, self._play_base(dropout=True))
+        return next((each for each in problems if each is not None), None)
+
+    def _play_base(self, *, dropout: bool) -> str | None:
+        """Play the unchanged modules. The first time their time is taken, too. Returns why it failed, or None."""
+        try:
+            with limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"):
+                if self.site.trainer.world_size > 1 and not self.site.facts.compiled_by_user and not self._unchanged:
+                    with RefuseCollectives():  # type: ignore[no-untyped-call]
+                        self._player.play()  # ranks play different numbers of times
+                began = time.perf_counter()
+                self._unchanged[dropout] = base = self._player.play(dropout=dropout)
+                if len(self._unchanged) == 1:
+                    self._budget.play_s = time.perf_counter() - began
+                    self._budget.base_ms = self._read_ms(base.ms, dropout=dropout, share=BASE_SHARE)
+        except Exception as error:
+            return f"its calls cannot be replayed: {explain(error)}"
+        return None
+
+    def _keeps_dropout(self, step: Step) -> bool:
+        """Whether a rung is tried with dropout: a compiled module would recompile without it."""
+        return is_costly(step) or not self._player.has_dropout()
 
     def _heed_time_left(self) -> None:
         """Limit the steps left by ``max_time``, which may end a run early. All ranks use the same number."""
@@ -189,8 +213,8 @@ class Rehearsal:
         except Exception as error:
             # A time limit may be specific to this run, another process may hold the memory, and an optimizer's twin may
             # fail for unrelated reasons.
-            fault = _explain(error)
-            passing = _find_cause(error, (TimeLimit, torch.cuda.OutOfMemoryError)) is not None
+            fault = explain(error)
+            passing = find_cause(error, (TimeLimit, torch.cuda.OutOfMemoryError)) is not None
             is_lasting = step.change.rehearse == "modules" and (limit_s == COSTLY_LIMIT_S or not passing)
         else:
             if outcome.fault is not None:
@@ -201,24 +225,23 @@ class Rehearsal:
         return Outcome(rung=step.rung, fault=fault, is_lasting=is_lasting)
 
     def _try_modules(self, step: Step, before: Sequence[Outcome]) -> Outcome:
-        # A compiled module draws different random numbers, and would recompile without dropout.
-        dropout = is_costly(step) or not self._player.has_dropout()
-        if not dropout and self._without_dropout is None:  # no rung that changes modules is on yet
-            self._without_dropout = self._player.play(dropout=False)
+        dropout = self._keeps_dropout(step)
         self.hands.apply(step)
+        began = time.perf_counter()
         first = self._player.play(dropout=dropout)
-        deviation = measure_deviation(self._base if dropout else self._without_dropout or self._base, first)
+        deviation = measure_deviation(self._unchanged[dropout], first)
         captured = dynamo_graphs.count_captured() if is_costly(step) else 0
-        second = self._player.play()
+        second = self._player.play(dropout=dropout)
         if is_costly(step) and dynamo_graphs.count_captured() > captured:
             return Outcome(rung=step.rung, fault="it compiled again for calls of the same shapes")
-        first_s = self._note_first_call(step, first, second)
+        first_s = max(0.0, first.ms - second.ms) / 1e3
+        self._note_first_call(step, began, first_s)
         precision = find_precision(self.site.trainer, self.site.module)
         fault: str | None = None
         told: float | None = deviation.largest
         if not judge.is_close(deviation, precision):
             fault, told = judge.find_fault(deviation, self._measure_rounding(first, precision, dropout), precision)
-        changed_ms = self._read_ms(second.ms)
+        changed_ms = self._read_ms(second.ms, dropout=dropout, share=CHANGED_SHARE)
         saved_ms = (judge.find_last_ms(before, self._budget.base_ms) - changed_ms) * self.terms.batches_per_step
         return Outcome(
             rung=step.rung,
@@ -228,7 +251,7 @@ class Rehearsal:
             rehearsed=Rehearsed(
                 deviation=told, eager_ms=self._budget.base_ms, changed_ms=changed_ms, of_batch=self._recorder.is_whole
             ),
-            pays_back_after_steps=judge.count_pay_back_steps(first_s, saved_ms) if first_s is not None else None,
+            pays_back_after_steps=judge.count_pay_back_steps(first_s, saved_ms) if is_costly(step) else None,
         )
 
     def _try_optimizers(self, step: Step, _before: Sequence[Outcome]) -> Outcome:
@@ -281,11 +304,11 @@ class Rehearsal:
 
     # -- readings -------------------------------------------------------------------------------------------------
 
-    def _read_ms(self, first_ms: float, share: float = 1.0) -> float:
+    def _read_ms(self, first_ms: float, *, dropout: bool, share: float) -> float:
         """The shortest of a few plays, as many as fit into this share of the rehearsal's time."""
         shortest, plays, spent_ms = first_ms, 1, first_ms
         while plays < MOST_PLAYS and spent_ms < ENOUGH_MS and self._budget.may_play(first_ms, share):
-            played_ms = self._player.play().ms
+            played_ms = self._player.play(dropout=dropout).ms
             shortest, plays, spent_ms = min(shortest, played_ms), plays + 1, spent_ms + played_ms
         return shortest
 
@@ -297,13 +320,11 @@ class Rehearsal:
         gradients = [each.gradients for each in (rounded, drawn) if each.gradients is not None]
         return Deviation(outputs=max(rounded.outputs, drawn.outputs), gradients=max(gradients, default=None))
 
-    def _note_first_call(self, step: Step, first: Played, second: Played) -> float | None:
-        """Seconds by which the first call exceeds the second, for a rung with a one-time cost; else None."""
-        if not is_costly(step):
-            return None
-        seconds = max(0.0, first.ms - second.ms) / 1e3
+    def _note_first_call(self, step: Step, began: float, seconds: float) -> None:
+        """Seconds by which a rung's first call exceeded its second: training would spend them without a rehearsal."""
         self._budget.add_one_time(step, seconds)
-        return seconds
+        if not is_costly(step):  # compiles are noted where they happen
+            self.first_calls.append((step.rung, began, seconds))
 
     # -- the run around it ----------------------------------------------------------------------------------------
 
@@ -312,7 +333,7 @@ class Rehearsal:
             self.hands.apply(step)
         except Exception as error:
             self.hands.unapply(step)
-            return Outcome(rung=step.rung, fault=_explain(error), is_lasting=False)
+            return Outcome(rung=step.rung, fault=explain(error), is_lasting=False)
         return Outcome(rung=step.rung)
 
     def _agree(self, step: Step, mine: Outcome) -> Outcome:
@@ -357,7 +378,7 @@ class Rehearsal:
         except Exception as error:
             raise FastLoopError(
                 got=f"a GPU that does not answer after the rehearsal of {step.rung}",
-                why=_explain(error),
+                why=explain(error),
                 do=f"write rungs.{step.rung}.enabled: false",
             ) from error
 
@@ -369,18 +390,3 @@ def gather(trainer: Any, mine: Answer) -> list[Answer]:
     every: list[Any] = [None] * trainer.world_size
     torch.distributed.all_gather_object(every, mine)
     return every
-
-
-def _explain(error: Exception) -> str:
-    """Describe the error. A compile may wrap a `TimeLimit` raised inside it in its own error; an exception that a
-    signal handler raised passes through."""
-    limit = _find_cause(error, (TimeLimit,))
-    return describe(error) if limit is None else str(limit)
-
-
-def _find_cause(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
-    """The error itself or one in its chain of causes, if it is of these kinds; else None."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, kinds):
-        cause = cause.__cause__ or cause.__context__
-    return cause

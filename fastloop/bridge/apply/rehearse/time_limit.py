@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from fastloop.errors import describe
+
 GRACE_S = 60.0
 """If native code does not return to Python within this time after the limit, the process ends."""
 SILENT_S = 2.0
@@ -112,3 +114,18 @@ def announced(what: str, say: Callable[[str], None]) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+def explain(error: Exception) -> str:
+    """Describe the error. A compile may wrap a `TimeLimit` raised inside it in its own error; an exception that a
+    signal handler raised passes through."""
+    limit = find_cause(error, (TimeLimit,))
+    return describe(error) if limit is None else str(limit)
+
+
+def find_cause(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
+    """The error itself or one in its chain of causes, if it is of these kinds; else None."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, kinds):
+        cause = cause.__cause__ or cause.__context__
+    return cause

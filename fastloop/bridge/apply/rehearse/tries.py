@@ -12,6 +12,7 @@ from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
 from fastloop.judge.rehearsal import Outcome
+from fastloop.records.measurement import FIRST_CALLS
 from fastloop.records.plan import Step
 
 MOST_BATCHES = 16
@@ -104,6 +105,10 @@ class Tries:
             why = f"the rehearsal failed: {describe(error)}"
             self._warn(f"its rungs are off: {why}")
             outcomes = self._drop(rehearsal.steps, why, is_lasting=True)
+        kept = {outcome.rung for outcome in outcomes if outcome.fault is None}
+        for rung, began, seconds in rehearsal.first_calls:
+            if rung in kept:
+                self._one_time.add_span(FIRST_CALLS, began, began + seconds)
         self._settle(outcomes)
         hands = dataclasses.replace(self._hands, unapply=self._pause)
         self._look = SecondLook.after(rehearsal, outcomes, hands, self._first_sizes)
