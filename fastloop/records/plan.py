@@ -137,6 +137,9 @@ class Change:
     if that succeeds. Before that, sanity validation included, none of the actions has run."""
     pay_back: PayBack | None = None
     """Whether the rest of the run must recover the one-time cost of the first call; None if there is no such cost."""
+    first_call_s: float = 0.0
+    """Rough time by which the first call takes longer than the second, where `pay_back` is None. A rung of a shipped
+    ladder is tried only if that fits into the rehearsal's share of the run."""
     first_call_of: tuple[str, ...] = ()
     """Names of the modules that the first call compiles; empty: all."""
     cheaper: Change | None = None

@@ -29,6 +29,9 @@ KERNELS = {
 }
 """Kernels by torch's names; the first that supports a call runs it: some do not support masks, or some head widths."""
 
+CAPTURE_S = 1.0
+"""What capturing graphs takes in the first call, with importing torch's compiler."""
+
 CARD = Card(
     family="compute",
     does="a fused kernel computes attention and never writes its scores to memory",
@@ -64,7 +67,8 @@ class Attention:
                 f"{ready} calls scaled_dot_product_attention already, and torch's own backend order stands"
             )
         action = Action(keys=("model.attention",), when="model", do=self._attend)
-        return Change(parity="approximate", evaluation=True, actions=(action,), rehearse="modules")
+        how: Any = {"rehearse": "modules", "first_call_s": CAPTURE_S}
+        return Change(parity="approximate", evaluation=True, actions=(action,), **how)
 
     def _attend(self, site: Site) -> Applied:
         from torch._dynamo.utils import counters

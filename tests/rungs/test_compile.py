@@ -220,13 +220,12 @@ def test_equal_blocks_are_compiled_once(backend: list[str]) -> None:
 
 def test_blocks_where_the_model_cannot_pay_back(backend: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A second may be spent on each of ten layers; the model has 18, a block two."""
-    monkeypatch.setattr(budget, "BASE_S", 0.0)
     monkeypatch.setattr(budget.Remembered, "find_first_call_s", lambda *_: None)
     monkeypatch.setattr(judge, "explain_no_pay_back", lambda cost_s, *_: None if cost_s <= 10 else "too dear")
     tried: list[str] = []
     for per_layer_s in (0.5, 1.0, 10.0):
         backend.clear()
-        monkeypatch.setattr(budget, "PER_LAYER_S", per_layer_s)
+        monkeypatch.setattr(budget, "COMPILE_S", {"cpu": (0.0, per_layer_s)})
         settings = {"compile": {"enabled": True, "pay_back": "required"}}
         watcher = FastLoop({"rungs": settings, "watch": {"warmup_steps": 1}}, quiet=True)
         models.trainer(callbacks=[watcher]).fit(seeded(Deep), models.loader())

@@ -18,8 +18,10 @@ from fastloop.records.plan import Step
 LEAST_LIMIT_S, LIMIT_S = 10.0, 60.0
 COSTLY_LIMIT_S = 600.0
 """For a rung with a one-time cost, such as a compile."""
-BASE_S, PER_LAYER_S = 5.0, 0.3
-"""Rough compile time of a model if unknown: a constant, plus a time for each of its layers."""
+COMPILE_S = {"cpu": (20.0, 0.4), "other": (5.0, 0.3)}
+"""Rough compile time of a model if unknown, by device: a constant, plus a time for each layer. C++ is slow."""
+PATIENCE = 3.0
+"""Times the expected compile time after which a compile that must pay back is given up."""
 ENDLESS = 10**9
 """Optimizer steps assumed for a run without an end."""
 LEAST_PLAYS = 3
@@ -125,7 +127,8 @@ class Budget:
         if self._must_pay_back(step):
             return judge.explain_no_pay_back(self._expect_first_call_s(step), self.step_ms, self.terms.steps_left)
         allowed_s = judge.limit_rehearsal_s(self.terms.steps_left, self.step_ms)
-        if step.rung in self.terms.by_ladder and self._spent_s + 2 * self.play_s > allowed_s:
+        needed_s = self._spent_s + 2 * self.play_s + step.change.first_call_s
+        if step.rung in self.terms.by_ladder and needed_s > allowed_s:
             return f"this run is too short to try it: trying may take 5 % of what is left, {allowed_s:.2g} s"
         return None
 
@@ -134,11 +137,18 @@ class Budget:
         self.memory.keep_failure(step.rung, self._read_settings(step), why)
 
     def limit_s(self, step: Step) -> float:
-        """Time limit for trying a rung. A compile that must pay back may take no longer than the run can still save."""
+        """Time limit for trying a rung. A compile that must pay back may take no longer than the run can still save,
+        and no more than a few times what was expected: if it does not end, its time is lost."""
         left = self.terms.steps_left if self.terms.weighs_costs and self._must_pay_back(step) else None
         if not is_costly(step) or left is None:
             return COSTLY_LIMIT_S if is_costly(step) else LIMIT_S
-        return min(COSTLY_LIMIT_S, max(LEAST_LIMIT_S, judge.BEST_SAVING * self.step_ms * left / 1e3))
+        saves_s = judge.BEST_SAVING * self.step_ms * left / 1e3
+        return min(COSTLY_LIMIT_S, max(LEAST_LIMIT_S, min(saves_s, PATIENCE * self._expect_first_call_s(step))))
+
+    def note_limit(self, step: Step, limit_s: float) -> None:
+        """A first call took longer than its limit: the next run expects at least that."""
+        if is_costly(step):
+            self.memory.keep_first_call_s(step.rung, self._read_settings(step), limit_s)
 
     @property
     def _spent_s(self) -> float:
@@ -158,7 +168,9 @@ class Budget:
             return known
         modules = [self._root.get_submodule(name) for name in step.change.first_call_of] or self._modules
         layers = sum(not list(inner.children()) for module in modules for inner in module.modules())
-        return BASE_S + PER_LAYER_S * layers
+        device = next((each.device.type for each in self._root.parameters()), "")
+        base_s, per_layer_s = COMPILE_S["cpu" if device == "cpu" else "other"]
+        return base_s + per_layer_s * layers
 
 
 def is_costly(step: Step) -> bool:

@@ -215,6 +215,8 @@ class Rehearsal:
             # fail for unrelated reasons.
             fault = explain(error)
             passing = find_cause(error, (TimeLimit, torch.cuda.OutOfMemoryError)) is not None
+            if find_cause(error, (TimeLimit,)) is not None:
+                self._budget.note_limit(step, limit_s)
             is_lasting = step.change.rehearse == "modules" and (limit_s == COSTLY_LIMIT_S or not passing)
         else:
             if outcome.fault is not None:
@@ -235,7 +237,8 @@ class Rehearsal:
         if is_costly(step) and dynamo_graphs.count_captured() > captured:
             return Outcome(rung=step.rung, fault="it compiled again for calls of the same shapes")
         first_s = max(0.0, first.ms - second.ms) / 1e3
-        self._note_first_call(step, began, first_s)
+        if is_costly(step) or second.ms <= judge.SLOWER * self._budget.base_ms:  # else it will hardly stay
+            self._note_first_call(step, began, first_s)
         precision = find_precision(self.site.trainer, self.site.module)
         fault: str | None = None
         told: float | None = deviation.largest

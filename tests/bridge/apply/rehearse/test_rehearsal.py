@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -383,6 +384,60 @@ def test_a_hang_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(loop) == (False, "it took longer than 1 s") and rehearsed == plain
 
 
+def test_a_compile_that_reached_its_limit_is_expected_to_take_as_long_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expected are 10 ms, and it is stopped after a second. The control: the first run tries it."""
+    tried: list[int] = []
+
+    def slow(original: Callable[..., Any]) -> Callable[..., Any]:
+        tried.append(1)
+        return lambda *_, **__: time.sleep(60)
+
+    monkeypatch.setattr(budget, "LEAST_LIMIT_S", 1.0)
+    monkeypatch.setattr(budget, "COMPILE_S", {"cpu": (0.01, 0.0)})
+    plant(monkeypatch, slow, pay_back="required")
+    loop, _, _ = fit(config("amp"), Brief(), steps=500, max_epochs=100)
+    assert read(loop) == (False, "it took longer than 1 s") and len(tried) == 1
+    monkeypatch.setattr(budget.judge, "BEST_SAVING", 1e-4)
+    loop, _, _ = fit(config("amp"), Brief(), steps=500, max_epochs=100)
+    took, why = read(loop)
+    assert took is False and why.startswith("it takes about 1 s once") and len(tried) == 1
+
+
+@pytest.mark.parametrize("fault", [None, "raises later"])
+def test_what_only_the_first_call_takes_is_no_rehearsal_if_the_rung_stays(
+    fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, usual = itertools.count(), Inner.forward  # a list would be put back
+
+    def slow(self: Inner, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        time.sleep(0.02)
+        return usual(self, x, **how)
+
+    def cold(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.0 if next(calls) else 0.4)
+            return (1.2 if fault else 1.0) * usual(original.__self__, *args, **kwargs)  # type: ignore[attr-defined]
+
+        return forward
+
+    monkeypatch.setattr(Inner, "forward", slow)
+    plant(monkeypatch, cold)
+    loop, _, _ = fit(config("amp"))
+    assert loop is not None and loop.measurement is not None
+    spent = loop.measurement.one_time_s
+    assert (read(loop)[0] is True) == (fault is None)
+    assert (spent["first_calls"] > 0.3) == (fault is None) and (spent["rehearsal"] > 0.4) == (fault is not None)
+
+
+def test_a_capture_that_takes_longer_than_its_share_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    long: dict[str, Any] = {"steps": 3000, "max_epochs": 1000}
+    for seconds, took in ((0.0, True), (60.0, False)):
+        plant(monkeypatch, lambda old: old, first_call_s=seconds)
+        loop, _, _ = fit(config("amp"), Brief(), by_ladder=("amp",), **long)
+        assert read(loop)[0] is took and (took or "too short to try it" in read(loop)[1])
+    assert read(fit(config("amp"), Brief(), **long)[0])[0] is True, "the user's own word stands"
+
+
 def test_a_known_failure_is_skipped_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tried: list[int] = []
 
@@ -442,6 +497,24 @@ def test_scripted_modules_take_no_hooks() -> None:
 def test_both_halves_of_complex_numbers_are_compared() -> None:
     plain, other = (Played(outputs=[torch.tensor([3 + 4j, 1j * imaginary])]) for imaginary in (0, 1))
     assert measure_deviation(plain, other).outputs == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ([3.0, 4.0], [3.0, 4.5], (0.1, True)),
+        ([3e-30, 4e-30], [3e-30, 4.5e-30], (0.1, True)),  # their squares are no float32
+        ([3e30, 4e30], [3e30, 4.5e30], (0.1, True)),
+        ([float("inf"), 4.0], [float("inf"), 4.4], (0.1, True)),
+        ([3.0, 4.0], [3.0, float("nan")], (float("inf"), False)),
+        ([0.0, 0.0], [0.0, 0.0], (0.0, True)),
+        ([0.0, 0.0], [0.0, 1.0], (float("inf"), True)),
+    ],
+    ids=["usual", "small", "large", "infinite in both", "not finite", "nothing", "something from nothing"],
+)
+def test_deviation_of_any_numbers(before: list[float], after: list[float], expected: tuple[float, bool]) -> None:
+    found = measure_deviation(Played(outputs=[torch.tensor(before)]), Played(outputs=[torch.tensor(after)]))
+    assert (found.outputs, found.finite) == (pytest.approx(expected[0], rel=1e-5), expected[1])
 
 
 def test_training_may_end_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
