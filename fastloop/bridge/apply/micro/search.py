@@ -259,7 +259,8 @@ class _Run:
     def play_plain(self, sizes: Sequence[int]) -> None:
         """Run sizes as the first step will, until one does not fit; records the results in `ran` and `peaks`."""
         alone = self.strategy.lightning_module.trainer.world_size == 1
-        with quiet(self.strategy), untouched(self.module):
+        with quiet(self.strategy), untouched(self.module), contextlib.ExitStack() as after:
+            after.callback(self._reset_peak)  # memory that only trials took is no peak of the training
             for size in sizes:
                 predicted = judge.predict_bytes(self.peaks, size)
                 if self.room is not None and predicted is not None and predicted > self.room:
