@@ -38,7 +38,8 @@ def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
     """Find idle time at the end of an epoch, when loaders restart and hooks run."""
     advice, found, beside = "make epochs longer, or do less in end-of-epoch hooks", read_loader(step.measured), ""
     if restarts_workers(step.measured):
-        advice = f"keep your loader's {found['num_workers']} workers between epochs: persistent_workers=True"
+        if found.get("can_keep_workers") is not False:
+            advice = f"keep your loader's {found['num_workers']} workers between epochs: persistent_workers=True"
         if (took_s := to_number(found.get("worker_restart_s"))) is not None:
             times = found.get("worker_restarts")
             beside = f"; workers were started anew {times} times, {took_s:.2g} s each until their first batch"

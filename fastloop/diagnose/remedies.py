@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fastloop.records.card import DEVICE, Cards
+from fastloop.records.card import DEVICE, Cards, Settings
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Verdict
 
@@ -40,14 +40,23 @@ class Rungs:
         If there is none, the text says what to do: advice from a rung's card, or else `instead`.
         """
         rungs = self.list_against(cause)
-        if free := [rung for rung in rungs if self.is_available(seen, rung)]:
-            chosen = {rung: self.cards[rung] for rung in (free if together else free[:1])}
-            words = [card.does if isinstance(card.does, str) else card.does(seen) for card in chosen.values()]
-            return Remedy({"rungs": {rung: card.patch(seen) for rung, card in chosen.items()}}, "; ".join(words))
+        free = [(rung, remedy) for rung in rungs if (remedy := self._find_remedy(seen, rung, cause)) is not None]
+        if chosen := free if together else free[:1]:
+            patch = {"rungs": {rung: fields for rung, (fields, _) in chosen}}
+            return Remedy(patch, "; ".join(says for _, (_, says) in chosen))
         on = [rung for rung in rungs if rung in self.enabled]
         idle = list(filter(None, map(self._explain_idle, on)))
         helps = NO_RUNG.replace("no rung", "no further rung") if on and not idle else NO_RUNG
         return Remedy(None, f"{helps}: {'; '.join([*idle, self.advise(seen, cause) or instead])}")
+
+    def _find_remedy(self, seen: Measurement, rung: str, cause: str) -> tuple[Settings, str] | None:
+        """Return the fields of a rung's patch against this cause, and what it does; None if it cannot help."""
+        card = self.cards[rung]
+        if (special := card.remedies.get(cause)) is not None:
+            return None if rung in self.enabled else special(seen)
+        if not self.is_available(seen, rung):
+            return None
+        return card.patch(seen), card.does if isinstance(card.does, str) else card.does(seen)
 
     def _explain_idle(self, rung: str) -> str | None:
         """Explain by its verdict why an enabled rung had no effect; None if it had one."""

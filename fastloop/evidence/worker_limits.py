@@ -69,8 +69,16 @@ def describe_sampler_draws(loader: LoaderFacts) -> tuple[str, ...]:
     return (f"{named} draws random numbers between samples, now before the training's own: either may differ",)
 
 
-def can_keep_theirs(loader: LoaderFacts) -> bool:
-    """Whether the user's own workers, which restart every epoch, may survive an epoch."""
+def can_keep_theirs(facts: Facts) -> bool:
+    """Whether the user's own workers, which restart every epoch, can survive one, and nothing speaks against it."""
+    loader = facts.loader
+    if loader is None or facts.reload_every_n_epochs or loader.may_change:
+        return False
+    return may_survive(loader)
+
+
+def may_survive(loader: LoaderFacts) -> bool:
+    """Whether the user's own workers, which restart every epoch, can survive an epoch."""
     own = loader.num_workers and not loader.persistent_workers and loader.engine is None
     return bool(own) and loader.is_dataloader and loader.map_style and not loader.stateful and not loader.own_iterator
 

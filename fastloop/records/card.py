@@ -139,6 +139,9 @@ class Card:
     is on, and returns None if it has no better advice."""
     patch: Callable[[Measurement], Settings] = lambda _seen: {"enabled": True}
     """Its fields in the patch of a finding."""
+    remedies: Mapping[str, Callable[[Measurement], tuple[Settings, str] | None]] = field(default_factory=dict)
+    """By bottleneck, if it helps there in another way: its fields in the patch and the clause for the finding, in place
+    of `patch` and `does`; None if it does not apply."""
 
     # what a climb and `fastloop tune` try
     variants: tuple[Variant, ...] | Callable[[ClimbState], Iterable[Variant]] = (Variant(tune=True),)

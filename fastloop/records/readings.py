@@ -157,6 +157,15 @@ def restarts_workers(seen: Measurement) -> bool:
     return bool(loader.get("num_workers")) and not loader.get("persistent_workers")
 
 
+def is_gap_of_workers(seen: Measurement) -> bool:
+    """Whether starting workers anew is at least half of the time between epochs."""
+    loader, gap_ms = read_loader(seen), seen.parts_ms.get("epoch_gap")
+    took_s, times = to_number(loader.get("worker_restart_s")), to_number(loader.get("worker_restarts"))
+    if not gap_ms or not took_s or not times or not seen.total_steps:
+        return False
+    return 2e3 * took_s * times >= gap_ms * seen.total_steps
+
+
 def does_already(seen: Measurement, what: str) -> bool:
     """Whether the user's own script already does this: ``compiled``, ``channels_last``, ``fused``."""
     return bool((seen.evidence.get("model") or {}).get(what))

@@ -16,18 +16,18 @@ from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
 from fastloop.evidence.worker_limits import (
-    can_keep_theirs,
     count_epoch_batches,
     describe_sampler_draws,
     find_obstacle,
     fit_in_shm,
     list_costs,
+    may_survive,
 )
 from fastloop.records.card import Card, ClimbState, Tunable, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Parity, Verdict
-from fastloop.records.readings import is_worth_handing_over, read_loader, restarts_workers
+from fastloop.records.readings import is_gap_of_workers, is_worth_handing_over, read_loader, restarts_workers
 
 MOST = 8
 """Upper limit for `auto`: more workers seldom pay off and slow the launching thread down."""
@@ -50,15 +50,24 @@ def _list_variants(state: ClimbState) -> Iterator[Variant]:
         yield Variant(name="count", settings=(), changes="loader", tune=True, repeats=True)
 
 
+def _keep_theirs(seen: Measurement) -> tuple[dict[str, Any], str] | None:
+    """Keep the user's own workers, if the time between epochs is mostly their start."""
+    loader = read_loader(seen)
+    if not loader.get("can_keep_workers") or not is_gap_of_workers(seen):
+        return None
+    return {"enabled": True, "persistent": True}, f"your {loader.get('num_workers')} workers can stay between epochs"
+
+
 CARD = Card(
     family="feed",
     does=lambda seen: f"the loader has 0 workers, {read_loader(seen).get('usable_cpus')} CPUs are usable",
-    answers={"data_wait": 1},
+    answers={"data_wait": 1, "epoch_gap": 1},
     applies=lambda seen: (
         read_loader(seen).get("num_workers") == 0
         and bool(read_loader(seen).get("map_style"))
         and is_worth_handing_over(seen)
     ),
+    remedies={"epoch_gap": _keep_theirs},
     advice={"epoch_gap": lambda seen, on: KEEP if on and restarts_workers(seen) else None},
     variants=_list_variants,
     tunes=Tunable(
@@ -106,7 +115,7 @@ class Workers:
         loader = facts.loader
         # Only if set explicitly: helpers, global variables and the environment may change what new workers would see.
         by_name = self.persistent is True and self.count == "auto"
-        if by_name and can_keep_theirs(loader) and self._keep(loader, facts, []):
+        if by_name and may_survive(loader) and self._keep(loader, facts, []):
             note = f"your {loader.num_workers} workers are kept between epochs, instead of being restarted"
             parity: Parity = "approximate" if loader.draws_random else "exact"
             return Change(wants={"loader.persistent_workers": True}, parity=parity, notes=(note,))

@@ -12,21 +12,21 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fastloop import diagnose
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply import read_facts, read_training
+from fastloop.bridge.apply import read_training
 from fastloop.bridge.apply.applier import Applier
 from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.untouched import untouched
 from fastloop.bridge.fail_open import explain_exception, fail_open, is_disabled
-from fastloop.bridge.fit import run_directory, strategy
+from fastloop.bridge.fit import own_loader, run_directory, strategy
 from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session, describe_death
 from fastloop.config.loading import Config, load_callback_config
-from fastloop.errors import FastLoopError, let_through
+from fastloop.errors import FastLoopError
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu.forks import protect_children
 from fastloop.feeds.place.kept_order import Place
-from fastloop.ladder import collect_cards, list_refused, verify
+from fastloop.ladder import collect_cards, verify
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
@@ -317,26 +317,9 @@ class FastLoop(Callback):
         self._loader_seen = loader_state.gather_evidence(trainer) or self._loader_seen
         return {**found, "loader": self._loader_seen, "model": read_training.read_evidence(trainer)}
 
-    def _list_refused(self, trainer: Any) -> dict[str, str]:
-        """Feeds that the train loader cannot have, so that the diagnosis does not propose them."""
-        applier, (found, *_) = self._applier, loader_state.find_loaders(trainer)
-        facts = None if applier is None else applier.facts  # read before rungs changed the objects
-        facts = facts or read_facts.read_run_facts(trainer, trainer.strategy)
-        if applier is not None and applier.loaders is not None:
-            found = applier.loaders.find_original(found)
-        others = [trainer.lightning_module, *trainer.callbacks]
-        try:
-            read = read_facts.read_loader_facts(found, self.config.ladder.start_method, others, ranks=facts.world_size)
-        except Exception as error:  # from the user's dataset, used in an unusual way
-            let_through(error)
-            return {}
-        return list_refused(self.config.ladder, dataclasses.replace(facts, loader=read))
-
     def _measure(self, trainer: Any, raised: BaseException | None = None) -> None:
         evidence = self._collect_evidence(trainer)
-        if (decode_ms := loader_state.measure_decode_ms(trainer)) is not None:
-            evidence["loader"] = {**evidence["loader"], "decode_ms": decode_ms}
-            evidence["refused"] = self._list_refused(trainer)
+        evidence |= own_loader.judge(trainer, self._applier, self.config.ladder, self._loader_seen)
         if self._applier is not None:
             self._applier.end_rehearsal()
             self.plan = self._applier.plan

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fastloop import FastLoop
 from fastloop.evidence import machine
@@ -18,6 +18,49 @@ pytest.importorskip("torchvision")
 from torchvision import transforms as T
 
 from tests.feeds.dali.folders import make_folder, read_folder
+
+
+class Rows(Dataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.shift = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index + self.shift)])
+
+
+class Short(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+class Moves(Short):
+    def on_train_epoch_end(self) -> None:
+        self.trainer.train_dataloader.dataset.shift += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Short, Moves])
+def test_workers_that_start_anew_are_kept_where_that_is_safe(kind: type[Short]) -> None:
+    def fit(config: Any) -> FastLoop:
+        watch = FastLoop({"watch": {"warmup_steps": 2}, **config}, quiet=True)
+        models.trainer(callbacks=[watch], max_epochs=8).fit(kind(), DataLoader(Rows(), 4, num_workers=1))
+        return watch
+
+    watch = fit({})
+    finding = next(each for each in watch.findings if each.bottleneck == "epoch_gap")
+    patch = {"rungs": {"workers": {"enabled": True, "persistent": True}}}
+    assert finding.patch == (patch if kind is Short else None)
+    assert finding.patch is None or fit(finding.patch).verdicts[0].took is True
 
 
 class Mean(L.LightningModule):

@@ -1,0 +1,49 @@
+"""Reads the user's own train loader after a fit, so that the diagnosis proposes only what that loader can have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply.applier import Applier
+from fastloop.bridge.watch import loader_state
+from fastloop.errors import let_through
+from fastloop.evidence.worker_limits import can_keep_theirs
+from fastloop.ladder import Ladder, list_refused
+from fastloop.records.facts import Facts
+
+
+def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[str, Any]) -> dict[str, Any]:
+    """Evidence for proposing feeds to a loader of pictures, or to keep workers that start anew in every epoch.
+
+    Args:
+        seen: the evidence on the loader so far.
+    """
+    decode_ms = loader_state.measure_decode_ms(trainer)
+    restarts = bool(seen.get("num_workers")) and not seen.get("persistent_workers")
+    if not loader_state.find_loaders(trainer) or (decode_ms is None and not restarts):
+        return {}
+    facts = _read_loader(trainer, applier, ladder)
+    loader = {**seen, "can_keep_workers": can_keep_theirs(facts)}
+    if decode_ms is None:
+        return {"loader": loader}
+    refused = {} if facts.loader is None else list_refused(ladder, facts)
+    return {"loader": {**loader, "decode_ms": decode_ms}, "refused": refused}
+
+
+def _read_loader(trainer: Any, applier: Applier | None, ladder: Ladder) -> Facts:
+    """The run's facts with the user's own train loader, or without one if it cannot be read."""
+    found, *_ = loader_state.find_loaders(trainer)
+    facts = None if applier is None else applier.facts  # read before rungs changed the objects
+    facts = facts or read_facts.read_run_facts(trainer, trainer.strategy)
+    if applier is not None and applier.loaders is not None:
+        found = applier.loaders.find_original(found)
+    others = [trainer.lightning_module, *trainer.callbacks]
+    try:
+        read = read_facts.read_loader_facts(found, ladder.start_method, others, ranks=facts.world_size)
+    except Exception as error:  # from the user's dataset, used in an unusual way
+        let_through(error)
+        return dataclasses.replace(facts, loader=None)
+    return dataclasses.replace(facts, loader=read)
