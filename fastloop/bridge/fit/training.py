@@ -53,7 +53,7 @@ def _write_line(line: str) -> None:
 class ProgressLines(Callback):
     """A line every few seconds, later every minute, for logs and pipes, where a bar would print control codes."""
 
-    EVERY_S, AT_MOST_S = 5.0, 60.0
+    FIRST_S, EVERY_S, AT_MOST_S = 2.0, 5.0, 60.0
 
     def __init__(self) -> None:
         self._began_s = 0.0
@@ -66,7 +66,8 @@ class ProgressLines(Callback):
             self._began_s = now
             self._lines.append((now, done))
         (first_s, first), (last_s, last) = self._lines[0], self._lines[-1]
-        pause_s = min(self.AT_MOST_S, max(self.EVERY_S, (now - self._began_s) / 10))
+        least_s = self.FIRST_S if len(self._lines) == 1 else self.EVERY_S
+        pause_s = min(self.AT_MOST_S, max(least_s, (now - self._began_s) / 10))
         if now - last_s < pause_s or done <= last or not trainer.is_global_zero:
             return
         self._lines.append((now, done))

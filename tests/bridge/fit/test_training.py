@@ -162,10 +162,12 @@ def progress(
     return said.err.splitlines()
 
 
-def test_a_line_every_five_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_after_two_seconds_and_then_every_five(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     every_second = [(100.0 + step, step) for step in range(1, 18)]
     said = progress(every_second, monkeypatch, capsys)
-    assert said == [f"step {step} of 100, about {100 - step} s left" for step in (6, 11, 16)]
+    assert said == [f"step {step} of 100, about {100 - step} s left" for step in (3, 8, 13)]
     assert progress(every_second, monkeypatch, capsys, is_global_zero=False) == []
 
 
@@ -173,7 +175,7 @@ def test_what_the_first_step_compiled_is_not_extrapolated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compiled = [(160.0, 1), *((160.0 + step, 1 + step) for step in range(1, 7))]
-    assert progress(compiled, monkeypatch, capsys) == ["step 6 of 100, about 94 s left"]
+    assert progress(compiled, monkeypatch, capsys) == ["step 3 of 100, about 97 s left"]
 
 
 def test_the_rate_is_that_of_the_last_lines(
