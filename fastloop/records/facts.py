@@ -181,6 +181,8 @@ class Facts:
     """Modules and methods that call `binary_cross_entropy`, which torch rejects under autocast on CUDA."""
     handles_grads: tuple[str, ...] = ()
     """Methods that read or clip gradients themselves, before a loss scaler has unscaled them."""
+    line_searches: tuple[str, ...] = ()
+    """Methods of the user's module that make an optimizer which compares losses: LBFGS."""
     grad_hooks: bool = False
     """Parameters carry post-accumulate hooks (an optimizer inside the backward, for instance)."""
     user_comm_hook: bool = False

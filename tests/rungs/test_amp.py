@@ -246,6 +246,19 @@ def test_the_users_precision_stands(module: Any, settings: dict[str, Any], reaso
     assert str(trainer.precision_plugin.precision) == settings.get("precision", "16-mixed" if settings else "32-true")
 
 
+class Compares(models.Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize(("kind", "took"), [(Compares, False), (models.Regression, True)])
+@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
+def test_an_optimizer_that_compares_losses_keeps_its_precision(mode: str, kind: Any, took: bool) -> None:
+    watcher, _ = fit({"amp": {"mode": mode}}, seeded(kind))
+    assert verdict(watcher, "amp").took is took
+    assert took or verdict(watcher, "amp").why.startswith("Compares.configure_optimizers makes an LBFGS")
+
+
 class ByHand(models.Regression):
     """Clips gradients itself: scaled ones would be clipped to nothing."""
 

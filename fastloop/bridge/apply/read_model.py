@@ -73,6 +73,7 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
             *(each for each in _find_methods(module, r"(?<!autograd)(?<!\bfunc)\.grad\b") if each.endswith(_SCALED)),
             *(each for each in _find_methods(module, r"\bclip_grad") if not each.endswith(_UNSCALED)),
         ),
+        "line_searches": tuple(_find_methods(module, r"\bLBFGS\(")),
         "compiled_by_user": tuple(name or type(module).__name__ for name in named if is_compiled(named[name])),
         "compile_targets": tuple(list_compile_targets(module)),
         "repeated_blocks": tuple(_group_repeated(module)),
