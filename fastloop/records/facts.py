@@ -171,6 +171,8 @@ class Facts:
     inner_views: tuple[str, ...] = ()
     """Methods of submodules that merge dimensions by ``view(.., -1)``."""
     compiled_by_user: tuple[str, ...] = ()
+    inner_modules: tuple[str, ...] = ()
+    """Names of the outermost modules with parameters that are more than one layer."""
     compile_targets: tuple[str, ...] = ()
     """Inner modules that can be compiled in place."""
     repeated_blocks: tuple[tuple[str, ...], ...] = ()

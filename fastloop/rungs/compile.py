@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
@@ -77,7 +77,7 @@ class Compile:
 
     scope: Literal["auto", "model", "blocks"] = "auto"
     """What to compile: model = everything; blocks = repeated modules, such as a transformer's layers, once for all of
-    the same shape; auto = model, or blocks if only that can pay back (see pay_back)."""
+    the same shape; auto = model, or blocks if only that can pay back (see pay_back) or works."""
 
     pay_back: PayBack = "auto"
     """required = compile only if the rest of the run can save more time than the compile takes; auto = required if a
@@ -103,7 +103,10 @@ class Compile:
         of_blocks = self._want(*itertools.chain(*blocks), kinds=tuple(names[0] for names in blocks))
         if self.scope == "blocks":
             return of_blocks
-        return self._want(*facts.compile_targets, cheaper=of_blocks if blocks and self.scope == "auto" else None)
+        cheaper = of_blocks if blocks else None
+        if cheaper is None and facts.compile_targets == ("",) and facts.inner_modules:
+            cheaper = replace(self._want(*facts.inner_modules), first_call_of=facts.inner_modules)
+        return self._want(*facts.compile_targets, cheaper=cheaper if self.scope == "auto" else None)
 
     def _want(self, *targets: str, kinds: tuple[str, ...] = (), cheaper: Change | None = None) -> Change:
         names = ", ".join([name or "the module's own forward" for name in targets][:4])

@@ -218,6 +218,58 @@ def test_equal_blocks_are_compiled_once(backend: list[str]) -> None:
     assert len(backend) == 1 and backend[0].count("torch.tanh") == 9, "the control: all blocks in one graph"
 
 
+class Tied(models.Regression):
+    """Its forward computes the output layer, with another layer's weight, and the loss."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(lr=lr)
+        self.net = torch.nn.Sequential(Block(), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(torch.nn.functional.linear(self.net(x), self.net[2].weight[:1]), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(*batch)
+
+
+def fit_rehearsed(module: L.LightningModule) -> FastLoop:
+    watcher = FastLoop({"rungs": {"compile": {"enabled": True}}, "watch": {"warmup_steps": 1}}, quiet=True)
+    models.trainer(callbacks=[watcher]).fit(module, models.loader())
+    return watcher
+
+
+def test_a_forward_with_its_own_loss_is_one_graph(backend: list[str]) -> None:
+    plain, ours, wrong = seeded(Tied), seeded(Tied), seeded(Tied, lr=0.0501)
+    assert verdict(fit_rehearsed(ours), "compile").took is True
+    assert len(backend) == 1 and "mse_loss" in backend[0] and "tanh" in backend[0]
+    fit(None, plain)
+    fit(None, wrong)
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-6
+    assert models.distance(models.weights(plain), models.weights(wrong)) > 1e-6
+
+
+def test_inner_modules_where_that_graph_fails(
+    backend: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def run(graph: Any, _inputs: Any) -> Any:
+        backend.append(str(graph.code))
+        if "mse_loss" in backend[-1]:
+            raise RuntimeError("no kernel")
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(_with, run))
+    plain, ours = seeded(Tied), seeded(Tied)
+    assert verdict(fit_rehearsed(ours), "compile").took is True
+    assert ["mse_loss" in graph for graph in backend] == [True, False]
+    fit(None, plain)
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-6
+    backend.clear()
+    assert verdict(fit_rehearsed(seeded(Tied)), "compile").took is True
+    assert ["mse_loss" in graph for graph in backend] == [False], "the failure is remembered"
+
+
 def test_blocks_where_the_model_cannot_pay_back(backend: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A second may be spent on each of ten layers; the model has 18, a block two."""
     monkeypatch.setattr(budget.Remembered, "find_first_call_s", lambda *_: None)

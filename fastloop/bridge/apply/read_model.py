@@ -75,6 +75,9 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
         ),
         "line_searches": tuple(_find_methods(module, r"\bLBFGS\(")),
         "compiled_by_user": tuple(name or type(module).__name__ for name in named if is_compiled(named[name])),
+        "inner_modules": tuple(
+            name for name in _find_outermost(module, "") if not _is_layer(module.get_submodule(name))
+        ),
         "compile_targets": tuple(list_compile_targets(module)),
         "repeated_blocks": tuple(_group_repeated(module)),
         "grad_hooks": any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters()),

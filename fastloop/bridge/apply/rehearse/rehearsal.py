@@ -189,6 +189,8 @@ class Rehearsal:
             outcome = self._try_without_others(step, outcome, before)
         if outcome.fault is not None and outcome.is_lasting:
             self._budget.keep_failure(step, outcome.fault)
+            if step.change.cheaper is not None:
+                return self._try_step(find_cheapest(step), problem, before)
         return outcome
 
     def _refuse(self, step: Step) -> str | None:
