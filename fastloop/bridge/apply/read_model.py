@@ -23,8 +23,8 @@ LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
 """How the names of Lightning's own modules begin."""
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _MERGES = re.compile(r"\.view\(.*(-1|\*)|\.view_as\(")
-_WORKS = re.compile(r"\.(linear|conv\dd|matmul|bmm|einsum|cross_entropy)\(| @ ")
-"""Products and losses in a method's source."""
+_WORKS = re.compile(r"(?<!\bself)\.(linear|conv\dd|matmul|bmm|einsum|cross_entropy)\(| @ ")
+"""Products and losses in a method's source; not calls of the module's own layers: ``self.linear(x)``."""
 _SCALED = (".training_step", ".backward", ".on_after_backward")
 _UNSCALED = (".on_before_optimizer_step", ".on_before_zero_grad", ".configure_gradient_clipping")
 """Hooks that run after a loss scaler has unscaled the gradients."""
@@ -166,14 +166,14 @@ def list_methods(module: torch.nn.Module, pattern: str) -> list[str]:
 def list_compile_targets(module: torch.nn.Module) -> Iterator[str]:
     """Names of the modules worth compiling: the outermost inner modules that hold parameters.
 
-    If the LightningModule calls its own ``forward``, and that does the work itself (it only joins bare layers, or has
-    products or a loss of its own), it is the target (written as ''). With DDP, Lightning borrows ``forward`` for the
-    training step, so the inner modules are the targets.
+    If the LightningModule calls its own ``forward`` in training, and that does the work itself (it only joins bare
+    layers, or has products or a loss of its own), it is the target (written as ''). With DDP, Lightning borrows
+    ``forward`` for the training step, so the inner modules are the targets.
     """
     targets = list(_find_outermost(module, ""))
     if targets and overrides(module, "forward") and not torch.distributed.is_initialized():
         sources = dict([*_read_user_methods(module)][::-1])  # the most derived class's last
-        if any(re.search(r"\bself\(", source) for source in sources.values()):
+        if any(not each.endswith(".forward") for each in _find_methods(module, r"\bself\(")):
             are_layers = all(_is_layer(module.get_submodule(name)) for name in targets)
             if are_layers or _WORKS.search(sources.get("forward", "")):
                 targets = [""]

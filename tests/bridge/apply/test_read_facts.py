@@ -262,9 +262,39 @@ class Joined(Tied):
         return self.body(x)
 
 
+class Named(Joined):
+    """Only joins its modules; one of them has the name of a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.body(x))
+
+
+class Predicts(L.LightningModule):
+    """Its forward is for predictions; training calls the inner module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) @ self.body[0].weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.body(batch).sum()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch)
+
+
 def test_compile_targets_are_the_outermost_modules_with_parameters() -> None:
     assert list(read_model.list_compile_targets(Listed())) == ["blocks.0", "blocks.1", "head"]
     assert list(read_model.list_compile_targets(Joined())) == ["one", "two", "body"]
+    assert list(read_model.list_compile_targets(Named())) == ["one", "two", "body", "linear"]
+    assert list(read_model.list_compile_targets(Predicts())) == ["body"]
 
 
 @pytest.mark.parametrize("module", [Bare(), Tied()], ids=["bare layers", "its own product"])
