@@ -270,6 +270,19 @@ def test_inner_modules_where_that_graph_fails(
     assert ["mse_loss" in graph for graph in backend] == [False], "the failure is remembered"
 
 
+def test_both_faults_are_told_where_the_inner_modules_fail_too(
+    backend: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def run(graph: Any, _inputs: Any) -> Any:
+        raise RuntimeError("no kernel of the loss" if "mse_loss" in str(graph.code) else "no kernel of a layer")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(_with, run))
+    why = verdict(fit_rehearsed(seeded(Tied)), "compile").why
+    assert why.index("no kernel of the loss") < why.index("no kernel of a layer")
+
+
 def test_blocks_where_the_model_cannot_pay_back(backend: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A second may be spent on each of ten layers; the model has 18, a block two."""
     monkeypatch.setattr(budget.Remembered, "find_first_call_s", lambda *_: None)

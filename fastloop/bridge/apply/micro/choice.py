@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fastloop.bridge.apply.micro.gradient_check import TakeLoss, Weighing, explain_difference, weigh_pieces
 from fastloop.bridge.apply.micro.search import SizeSearch, Trial, fits_in_memory, measure_length
 from fastloop.bridge.apply.micro.windows import Merged, MergedWindows
-from fastloop.bridge.apply.rehearse.rehearsal import gather
+from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.errors import FastLoopError
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_norm.groups import BatchGroups

@@ -20,7 +20,7 @@ import torch
 
 from fastloop.bridge.apply.micro.gradient_check import TakeLoss, quiet, unwritten
 from fastloop.bridge.apply.rehearse.optimizer_twins import count_state_bytes
-from fastloop.bridge.apply.rehearse.rehearsal import gather
+from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
 from fastloop.bridge.apply.rehearse.untouched import untouched
@@ -380,9 +380,9 @@ class _Run:
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
     def _give_memory_back(self) -> None:
-        if self.device.type == "cuda":
+        if self.room is not None:
             gc.collect()
-            torch.cuda.empty_cache()
+            self._reset_peak()
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -22,6 +22,8 @@ COMPILE_S = {"cpu": (20.0, 0.4), "other": (5.0, 0.3)}
 """Rough compile time of a model if unknown, by device: a constant, plus a time for each layer. C++ is slow."""
 PATIENCE = 3.0
 """Times the expected compile time after which a compile that must pay back is given up."""
+BEYOND = 1.25
+"""Factor on a limit that a compile has reached: more than timings of equal runs differ by."""
 ENDLESS = 10**9
 """Optimizer steps assumed for a run without an end."""
 LEAST_PLAYS = 3
@@ -143,12 +145,15 @@ class Budget:
         if not is_costly(step) or left is None:
             return COSTLY_LIMIT_S if is_costly(step) else LIMIT_S
         saves_s = judge.BEST_SAVING * self.step_ms * left / 1e3
-        return min(COSTLY_LIMIT_S, max(LEAST_LIMIT_S, min(saves_s, PATIENCE * self._expect_first_call_s(step))))
+        # What is known may come from a run whose compiled code was cached on disk, as it need not be in this run.
+        expected_s = max(self._expect_first_call_s(step), self._guess_first_call_s(step))
+        return min(COSTLY_LIMIT_S, max(LEAST_LIMIT_S, min(saves_s, PATIENCE * expected_s)))
 
     def note_limit(self, step: Step, limit_s: float) -> None:
-        """A first call took longer than its limit: the next run expects at least that."""
+        """A first call took longer than its limit: the next run expects more than that, so that an equal run, whose
+        limit may be the same, does not try again."""
         if is_costly(step):
-            self.memory.keep_first_call_s(step.rung, self._read_settings(step), limit_s)
+            self.memory.keep_first_call_s(step.rung, self._read_settings(step), BEYOND * limit_s)
 
     @property
     def _spent_s(self) -> float:
@@ -164,8 +169,9 @@ class Budget:
 
     def _expect_first_call_s(self, step: Step) -> float:
         known = self.memory.find_first_call_s(step.rung, self._read_settings(step))
-        if known is not None:
-            return known
+        return self._guess_first_call_s(step) if known is None else known
+
+    def _guess_first_call_s(self, step: Step) -> float:
         modules = [self._root.get_submodule(name) for name in step.change.first_call_of] or self._modules
         layers = sum(not list(inner.children()) for module in modules for inner in module.modules())
         device = next((each.device.type for each in self._root.parameters()), "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,25 +46,27 @@ def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
 def _compare(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> tuple[float, bool]:
     """The norm of all differences divided by that of the first values, and whether the second values are finite
     wherever the first are."""
-    before, after = list[torch.Tensor](), list[torch.Tensor]()
-    for first, second in pairs:
-        for found, other, values in ((first, second, before), (second, first, after)):
-            known = found if found is not None else torch.zeros_like(other)  # type: ignore[arg-type]
-            values.append(torch.view_as_real(known) if known.is_complex() else known.float())
-    if not before:
+    if not pairs:
         return 0.0, True
     # By kernels that training has loaded already: loading others takes a tenth of a second.
-    norms = [torch.stack(torch._foreach_norm([b - a, a])) for a, b in zip(before, after, strict=True)]
+    norms = [torch.stack(torch._foreach_norm([b - a, a])) for a, b in _align(pairs)]
     apart, norm = (math.hypot(*column) for column in zip(*torch.stack(norms).tolist(), strict=True))
     if 0 < norm < math.inf and apart < math.inf:
         return apart / norm, True
-    return _compare_exactly(before, after)
+    return _compare_exactly(pairs)
 
 
-def _compare_exactly(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> tuple[float, bool]:
+def _align(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> Iterator[list[torch.Tensor]]:
+    """The pairs as real float32 numbers, one pair at a time: copies of all would double a 16-bit model's memory."""
+    for first, second in pairs:
+        known = [torch.zeros_like(b) if a is None else a for a, b in ((first, second), (second, first))]  # type: ignore[arg-type]
+        yield [torch.view_as_real(each) if each.is_complex() else each.float() for each in known]
+
+
+def _compare_exactly(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> tuple[float, bool]:
     """The same in double precision, which has room for very small numbers, and without those that are not finite."""
     sums: list[torch.Tensor] = []
-    for a, b in zip(before, after, strict=True):
+    for a, b in _align(pairs):
         whole = torch.isfinite(a)
         broken = (whole & ~torch.isfinite(b)).any()
         apart = torch.where(whole, b - a, 0.0).double().square().sum()

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Budget, Terms, find_cheapest, is_costly
 from fastloop.bridge.apply.rehearse.optimizer_twins import step_twins
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
+from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Player
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, explain, find_cause, limited
@@ -40,7 +41,6 @@ BASE_SHARE, CHANGED_SHARE = 0.25, 0.6
 """Share of a rehearsal's time up to which the unchanged modules, and the changed ones, are timed more precisely."""
 ENOUGH_MS = 300.0
 """Play time that suffices for one timing."""
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class Rehearsal:
         kernels that torch loads and plans once, here or in the first step that uses them."""
         self._unchanged: dict[bool, Played] = {}
         """The unchanged modules' results, with dropout (True) and without."""
+        self._dropout_ms = 0.0
+        """What dropout adds to times taken without it, where others are taken with it."""
         self._first_began_s, self._first_ms = 0.0, math.inf
         self._batches = 0
 
@@ -94,9 +96,8 @@ class Rehearsal:
         """Try all rungs; those that stay are applied when this returns."""
         outcomes: list[Outcome] = []
         self.stop_recording()
-        if (
-            made := self.site.trainer.global_step - self._began_at
-        ) > 1:  # Lightning adds up the steps of all optimizers
+        made = self.site.trainer.global_step - self._began_at
+        if made > 1:  # Lightning adds up the steps of all optimizers
             self.terms = replace(self.terms, batches_per_step=1 / made)
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
@@ -131,20 +132,29 @@ class Rehearsal:
         wanted = {self._keeps_dropout(step) for step in self.steps if step.change.rehearse == "modules"}
         if wanted:
             problem = problem or self._play_base(dropout=False not in wanted)
+        return self._agree_on_base(problem)
+
+    def _agree_on_base(self, problem: str | None) -> str | None:
+        """The first rank's problem, or None; the time is that of the slowest rank."""
         problems, times_ms = zip(*gather(self.site.trainer, (problem, self._budget.base_ms)), strict=True)
         self._budget.base_ms = max(times_ms)
         return next((each for each in problems if each is not None), None)
 
     def _play_with_dropout(self) -> str | None:
         """Record the unchanged modules' results with dropout too, if a rung that will be tried needs them."""
-        missing = [step for step in self.steps if is_costly(step) and self._unchanged.keys() == {False}]
-        if all(self._refuse(each) is not None for step in missing for each in (step, find_cheapest(step))):
+        if not any(gather(self.site.trainer, self._unchanged.keys() == {False})):  # ranks may call different modules
             return None
-        problems = gather(self.site.trainer, self._play_base(dropout=True))
-        return next((each for each in problems if each is not None), None)
+        costly = [step for step in self.steps if is_costly(step)]
+        if all(self._refuse(each) is not None for step in costly for each in (step, find_cheapest(step))):
+            return None
+        without_ms = self._budget.base_ms
+        problem = self._agree_on_base(self._play_base(dropout=True))
+        self._budget.base_ms = max(without_ms, self._budget.base_ms)
+        self._dropout_ms = self._budget.base_ms - without_ms
+        return problem
 
     def _play_base(self, *, dropout: bool) -> str | None:
-        """Play the unchanged modules. The first time their time is taken, too. Returns why it failed, or None."""
+        """Play the unchanged modules and take their time. Returns why it failed, or None."""
         try:
             with limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"):
                 if self.site.trainer.world_size > 1 and not self.site.facts.compiled_by_user and not self._unchanged:
@@ -152,9 +162,8 @@ class Rehearsal:
                         self._player.play()  # ranks play different numbers of times
                 began = time.perf_counter()
                 self._unchanged[dropout] = base = self._player.play(dropout=dropout)
-                if len(self._unchanged) == 1:
-                    self._budget.play_s = time.perf_counter() - began
-                    self._budget.base_ms = self._read_ms(base.ms, dropout=dropout, share=BASE_SHARE)
+                self._budget.play_s = time.perf_counter() - began
+                self._budget.base_ms = self._read_ms(base.ms, dropout=dropout, share=BASE_SHARE)
         except Exception as error:
             return f"its calls cannot be replayed: {explain(error)}"
         return None
@@ -190,7 +199,9 @@ class Rehearsal:
         if outcome.fault is not None and outcome.is_lasting:
             self._budget.keep_failure(step, outcome.fault)
             if step.change.cheaper is not None:
-                return self._try_step(find_cheapest(step), problem, before)
+                second = self._try_step(find_cheapest(step), problem, before)
+                told = f"{outcome.fault}; with fewer modules: {second.fault}"
+                return second if second.fault is None else replace(second, fault=told, is_lasting=True)
         return outcome
 
     def _refuse(self, step: Step) -> str | None:
@@ -238,15 +249,15 @@ class Rehearsal:
         second = self._player.play(dropout=dropout)
         if is_costly(step) and dynamo_graphs.count_captured() > captured:
             return Outcome(rung=step.rung, fault="it compiled again for calls of the same shapes")
-        first_s = max(0.0, first.ms - second.ms) / 1e3
-        if is_costly(step) or second.ms <= judge.SLOWER * self._budget.base_ms:  # else it will hardly stay
+        first_s, more_ms = max(0.0, first.ms - second.ms) / 1e3, 0.0 if dropout else self._dropout_ms
+        if is_costly(step) or second.ms + more_ms <= judge.SLOWER * self._budget.base_ms:  # else it will hardly stay
             self._note_first_call(step, began, first_s)
         precision = find_precision(self.site.trainer, self.site.module)
         fault: str | None = None
         told: float | None = deviation.largest
         if not judge.is_close(deviation, precision):
             fault, told = judge.find_fault(deviation, self._measure_rounding(first, precision, dropout), precision)
-        changed_ms = self._read_ms(second.ms, dropout=dropout, share=CHANGED_SHARE)
+        changed_ms = more_ms + self._read_ms(second.ms, dropout=dropout, share=CHANGED_SHARE)
         saved_ms = (judge.find_last_ms(before, self._budget.base_ms) - changed_ms) * self.terms.batches_per_step
         return Outcome(
             rung=step.rung,
@@ -386,12 +397,3 @@ class Rehearsal:
                 why=explain(error),
                 do=f"write rungs.{step.rung}.enabled: false",
             ) from error
-
-
-def gather(trainer: Any, mine: Answer) -> list[Answer]:
-    """Collect an object from all ranks, in rank order; a collective if there are several."""
-    if trainer.world_size == 1:
-        return [mine]
-    every: list[Any] = [None] * trainer.world_size
-    torch.distributed.all_gather_object(every, mine)
-    return every

@@ -16,7 +16,8 @@ import torch
 
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.played import synchronize
-from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal, gather
+from fastloop.bridge.apply.rehearse.ranks import gather
+from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.feeds.call_shapes import Sizes, read_sizes
 from fastloop.judge import second_look as judge

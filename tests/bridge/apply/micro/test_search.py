@@ -349,7 +349,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "mem_get_info": lambda _device: (105 * GIB, 120 * GIB),
         "memory_reserved": lambda _device: 0,
         "max_memory_reserved": lambda _device: (10 + 4 * state["played"][-1]) * GIB,
-        "reset_peak_memory_stats": lambda _device: None,
+        "reset_peak_memory_stats": lambda _device: state.update(forgotten=len(state["played"])),
         "memory_stats": lambda _device: {
             "num_alloc_retries": sum(state["retries"].get(size, 0) for size in state["played"])
         },
@@ -382,6 +382,7 @@ def test_memory_is_predicted_before_it_is_taken(
     done = run(AUTO, EVEN(), partial(Net, torch.optim.AdamW), **ACCUMULATE)
     assert not never & set(device["played"]) and done.seen("batch")["micro_batch"] == took
     assert why in done.verdict("batch").why and took in device["played"]
+    assert device["forgotten"] == len(device["played"]), "the peak of trials is none of the training"
 
 
 @pytest.mark.parametrize(

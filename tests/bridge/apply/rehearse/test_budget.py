@@ -5,14 +5,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fastloop.bridge.apply.rehearse import recorded_calls
+from fastloop.bridge.apply.rehearse import budget, recorded_calls
+from fastloop.bridge.apply.rehearse.remembered import Remembered
+from fastloop.records.plan import Change, Step
 from tests.bridge.apply.rehearse.test_rehearsal import Brief, config, fit, plant, read
 
 LATER = pytest.mark.timeout(250)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @LATER
@@ -50,3 +59,33 @@ def test_time_around_the_modules_counts_too(wait_s: float, monkeypatch: pytest.M
     took, why = read(loop)
     assert waited
     assert (took is False and "too short to try it" in why) if wait_s else "too short" not in why
+
+
+def make_budget(steps_left: int) -> tuple[budget.Budget, Step]:
+    module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(10)))
+    terms = budget.Terms(steps_left=steps_left)
+    memory = Remembered([module], torch.device("cpu"))
+    made = budget.Budget(terms, module, [module], memory, lambda _rung: None, 0.0)
+    made.base_ms = 100.0
+    change: Any = Change(actions=(), parity="approximate", rehearse="modules", pay_back="required")
+    return made, Step(rung="compile", status="planned", change=change)
+
+
+def test_a_compile_whose_code_was_cached_once_has_the_usual_time() -> None:
+    made, step = make_budget(10**6)
+    usual_s = made.limit_s(step)
+    made.add_one_time(step, 0.5)
+    assert made.limit_s(step) == usual_s == pytest.approx(3 * 24)
+    made.add_one_time(step, 100.0)
+    assert made.limit_s(step) == pytest.approx(300)
+
+
+def test_what_reached_its_limit_is_not_tried_again_in_an_equal_run() -> None:
+    """The limit here is what the run can save: half of 1,000 steps of 100 ms."""
+    made, step = make_budget(1000)
+    limit_s = made.limit_s(step)
+    assert limit_s == pytest.approx(50) and made.refuse(step) is None
+    made.note_limit(step, limit_s)
+    assert "it takes about 62 s once" in (made.refuse(step) or "")
+    longer, step = make_budget(2000)
+    assert longer.refuse(step) is None

@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import json
 import time
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -515,6 +517,61 @@ def test_both_halves_of_complex_numbers_are_compared() -> None:
 def test_deviation_of_any_numbers(before: list[float], after: list[float], expected: tuple[float, bool]) -> None:
     found = measure_deviation(Played(outputs=[torch.tensor(before)]), Played(outputs=[torch.tensor(after)]))
     assert (found.outputs, found.finite) == (pytest.approx(expected[0], rel=1e-5), expected[1])
+
+
+def test_only_one_pair_is_converted_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 copies of all gradients of a 16-bit model would take as much memory as the model, four times over."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    most, usual = [0], torch._foreach_norm
+
+    def norm(tensors: list[torch.Tensor]) -> Any:
+        made.extend(weakref.ref(each) for each in tensors)
+        most[0] = max(most[0], sum(each() is not None for each in made))
+        return usual(tensors)
+
+    monkeypatch.setattr(torch, "_foreach_norm", norm)
+    halves = [torch.full((8,), 1.0 + number, dtype=torch.bfloat16) for number in range(6)]
+    assert measure_deviation(Played(outputs=halves), Played(outputs=halves)).outputs == 0
+    assert len(made) == 12 and most[0] <= 4
+
+
+class Slow(torch.nn.Dropout):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02 * self.training)
+        return super().forward(x)
+
+
+def test_a_rung_that_is_tried_with_dropout_is_not_blamed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`amp` stands for a compile, beside a rung that is tried without dropout."""
+    module = Brief()
+    module.net.layers[3] = Slow(0.3)
+    plant(monkeypatch, lambda old: old, pay_back="ignore")
+    plant(monkeypatch, lambda old: old, Layout)
+    loop, _, _ = fit(config("amp", "layout"), module, steps=100_000, by_ladder=("amp", "layout"), max_epochs=20_000)
+    assert read(loop)[0] is True, read(loop)[1]
+    assert loop is not None
+    times = {each.rung: each.rehearsed for each in loop.verdicts}
+    for each in times.values():
+        assert each is not None and each.eager_ms and each.changed_ms and min(each.eager_ms, each.changed_ms) > 20
+
+
+def test_ranks_whose_modules_differ_in_dropout_ask_each_other_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[bool, int] = {False: 0, True: 0}
+    for own in asked:
+
+        def gather(_trainer: Any, mine: Any, own: bool = own) -> list[Any]:
+            asked[own] += 1
+            return [mine, not mine] if isinstance(mine, bool) else [mine, mine]
+
+        monkeypatch.setattr(rehearsal, "gather", gather)
+        change = Change(actions=(), parity="approximate", rehearse="modules", pay_back="ignore")
+        step: Any = rehearsal.Step(rung="compile", status="planned", change=change)
+        this: Any = rehearsal.Rehearsal.__new__(rehearsal.Rehearsal)
+        this.site, this.steps, this._unchanged = types.SimpleNamespace(trainer=None), [step], {own: Played()}
+        this._budget = types.SimpleNamespace(refuse=lambda _step: None, base_ms=1.0)
+        this._play_base = lambda **_: None
+        assert this._play_with_dropout() is None
+    assert asked[True] == asked[False] > 1
 
 
 def test_training_may_end_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
