@@ -26,24 +26,24 @@ def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[s
     if not loader_state.find_loaders(trainer) or (decode_ms is None and not restarts):
         return {}
     facts = _read_loader(trainer, applier, ladder)
-    loader = {**seen, "can_keep_workers": can_keep_theirs(facts)}
+    loader = {**seen, "can_keep_workers": facts is not None and can_keep_theirs(facts)}
     if decode_ms is None:
         return {"loader": loader}
-    refused = {} if facts.loader is None else list_refused(ladder, facts)
+    refused = {} if facts is None else list_refused(ladder, facts)
     return {"loader": {**loader, "decode_ms": decode_ms}, "refused": refused}
 
 
-def _read_loader(trainer: Any, applier: Applier | None, ladder: Ladder) -> Facts:
-    """The run's facts with the user's own train loader, or without one if it cannot be read."""
+def _read_loader(trainer: Any, applier: Applier | None, ladder: Ladder) -> Facts | None:
+    """The run's facts with the user's own train loader; None if they cannot be read."""
     found, *_ = loader_state.find_loaders(trainer)
     facts = None if applier is None else applier.facts  # read before rungs changed the objects
-    facts = facts or read_facts.read_run_facts(trainer, trainer.strategy)
     if applier is not None and applier.loaders is not None:
         found = applier.loaders.find_original(found)
     others = [trainer.lightning_module, *trainer.callbacks]
     try:
+        facts = facts or read_facts.read_run_facts(trainer, trainer.strategy)
         read = read_facts.read_loader_facts(found, ladder.start_method, others, ranks=facts.world_size)
-    except Exception as error:  # from the user's dataset, used in an unusual way
+    except Exception as error:  # from the user's model or dataset, used in an unusual way
         let_through(error)
-        return dataclasses.replace(facts, loader=None)
+        return None
     return dataclasses.replace(facts, loader=read)

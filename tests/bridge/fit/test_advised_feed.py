@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fastloop import FastLoop
+from fastloop.bridge.fit import own_loader
 from fastloop.evidence import machine
 from tests import models
 
@@ -61,6 +62,16 @@ def test_workers_that_start_anew_are_kept_where_that_is_safe(kind: type[Short]) 
     patch = {"rungs": {"workers": {"enabled": True, "persistent": True}}}
     assert finding.patch == (patch if kind is Short else None)
     assert finding.patch is None or fit(finding.patch).verdicts[0].took is True
+
+
+def test_a_run_whose_facts_cannot_be_read_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AttributeError("num_devices")
+
+    monkeypatch.setattr(own_loader.read_facts, "read_run_facts", fail)
+    watch = FastLoop({"watch": {"warmup_steps": 1}}, quiet=True)
+    models.trainer(callbacks=[watch], max_epochs=2).fit(Short(), DataLoader(Rows(), 4, num_workers=1))
+    assert watch.measurement is not None and watch.measurement.evidence["loader"]["can_keep_workers"] is False
 
 
 class Mean(L.LightningModule):
