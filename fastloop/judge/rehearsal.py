@@ -117,6 +117,8 @@ class Outcome:
     """It changes the modules, so its times are comparable with those of other such rungs."""
     is_costly: bool = False
     """Its first call has a one-time cost."""
+    is_cheaper: bool = False
+    """Its cheaper variant was tried."""
     rehearsed: Rehearsed | None = None
     pays_back_after_steps: float | None = None
 

@@ -231,6 +231,9 @@ class Tied(models.Regression):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self(*batch)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self(*batch))
+
 
 def fit_rehearsed(module: L.LightningModule) -> FastLoop:
     watcher = FastLoop({"rungs": {"compile": {"enabled": True}}, "watch": {"warmup_steps": 1}}, quiet=True)
@@ -268,6 +271,29 @@ def test_inner_modules_where_that_graph_fails(
     backend.clear()
     assert verdict(fit_rehearsed(seeded(Tied)), "compile").took is True
     assert ["mse_loss" in graph for graph in backend] == [False], "the failure is remembered"
+
+
+def test_later_evaluation_runs_what_the_fit_kept(
+    backend: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The whole forward's graph deviates, so the fit has inner modules; so has `trainer.validate` after it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def run(graph: Any, _inputs: Any) -> Any:
+        backend.append(str(graph.code))
+        wrong = 1.2 if "mse_loss" in backend[-1] else 1.0
+        return lambda *args: [wrong * each for each in graph.forward(*args)]
+
+    monkeypatch.setattr(torch, "compile", functools.partial(_with, run))
+    watcher = FastLoop({"rungs": {"compile": {"enabled": True}}, "watch": {"warmup_steps": 1}}, quiet=True)
+    module, trainer = seeded(Tied), models.trainer(callbacks=[watcher])
+    trainer.fit(module, models.loader())
+    assert verdict(watcher, "compile").took is True and watcher.plan.planned[0].change.cheaper is None
+    backend.clear()
+    (found,) = trainer.validate(module, models.loader(), verbose=False)
+    assert ["mse_loss" in graph for graph in backend] == [False]
+    (plain,) = models.trainer().validate(module, models.loader(), verbose=False)
+    assert found["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-4)
 
 
 def test_both_faults_are_told_where_the_inner_modules_fail_too(

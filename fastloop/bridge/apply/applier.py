@@ -51,6 +51,7 @@ class Applier:
         say: receives a line about progress.
         terms: the conditions under which rungs are rehearsed; None: they apply at once, without a rehearsal.
         refused: rungs that an earlier fit of this Trainer found not to work, and why; new ones are added.
+        cheaper: rungs of which that fit kept the cheaper variant; new ones are added.
         one_time: collects one-time costs, which belong to no step.
     """
 
@@ -63,11 +64,13 @@ class Applier:
         say: Callable[[str], None] = lambda _line: None,
         terms: Terms | None = None,
         refused: dict[str, str] | None = None,
+        cheaper: set[str] | None = None,
         one_time: OneTime | None = None,
     ) -> None:
         self.ladder, self.strict, self.warn, self.say, self.terms = ladder, strict, warn, say, terms
         self.one_time = one_time or OneTime()
-        self._live = LivePlan(ladder, strict=strict, refused={} if refused is None else refused)
+        earlier: Any = {"refused": {} if refused is None else refused, "cheaper": set() if cheaper is None else cheaper}
+        self._live = LivePlan(ladder, strict=strict, **earlier)
         self.tries: Tries | None = None
         self.scaler_state: Mapping[str, Any] | None = None
         """The loss scaler's state of mixed precision in the checkpoint that the run resumes."""
@@ -373,6 +376,7 @@ class Applier:
         self._live.held = frozenset()
         for outcome in outcomes:
             step = next(each for each in self.plan.planned if each.rung == outcome.rung)
+            step = self._live.take_cheaper(step) if outcome.is_cheaper and outcome.fault is None else step
             told = dataclasses.replace(
                 step, rehearsed=outcome.rehearsed, pays_back_after_steps=outcome.pays_back_after_steps
             )

@@ -18,10 +18,11 @@ class LivePlan:
         ladder: the rungs.
         strict: a rung that cannot apply is an error.
         refused: rungs that an earlier fit of this Trainer found not to work, and why; new ones are added.
+        cheaper: rungs of which that fit kept the cheaper variant; new ones are added.
     """
 
-    def __init__(self, ladder: Ladder, *, strict: bool, refused: dict[str, str]) -> None:
-        self.ladder, self.strict, self.refused = ladder, strict, refused
+    def __init__(self, ladder: Ladder, *, strict: bool, refused: dict[str, str], cheaper: set[str]) -> None:
+        self.ladder, self.strict, self.refused, self.cheaper = ladder, strict, refused, cheaper
         self.plan = Plan()
         self.held: frozenset[str] = frozenset()
         """Planned rungs whose actions wait for the rehearsal."""
@@ -40,6 +41,8 @@ class LivePlan:
         for step in planned.planned:
             if (why := self.refused.get(step.rung)) is not None and step.rung not in self.held:
                 self.skip(step, why, is_refusal=False)
+            elif step.rung in self.cheaper - self.held:
+                self.take_cheaper(step)
         self.may_want = Plan(steps=tuple(step for step in planned.steps if step.status == "waiting"))
         self.loader_rungs = frozenset(step.rung for step in self.may_want.steps)
 
@@ -59,6 +62,13 @@ class LivePlan:
         self.loader_rungs -= {step.rung}
         self._given_up |= {step.rung}
         self.skip(step, reason, is_refusal=is_refusal)
+
+    def take_cheaper(self, step: Step) -> Step:
+        """Plan the rung's cheaper variant from now on, in later stages too; returns the new step."""
+        self.cheaper.add(step.rung)
+        new = dataclasses.replace(step, change=step.change.cheaper or step.change)
+        self.replace(step, new)
+        return new
 
     def skip_all(self, reason: str) -> None:
         """Skip every rung, for one reason."""

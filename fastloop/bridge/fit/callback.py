@@ -75,6 +75,8 @@ class FastLoop(Callback):
         """Whether this is a trial of an experiment, which represents a longer run."""
         self._refused: dict[str, str] = {}
         """Rungs that did not work in a rehearsal, and why."""
+        self._cheaper: set[str] = set()
+        """Rungs of which a rehearsal kept the cheaper variant."""
         self._forget()
         self._reset_fit()
         for name in BATCH_HOOKS:
@@ -136,6 +138,7 @@ class FastLoop(Callback):
         if stage == "fit":
             self._forget()
             self._refused.clear()
+            self._cheaper.clear()
         if self.config.ladder.enabled():
             self._attach(trainer)
         if stage == "fit":
@@ -271,6 +274,7 @@ class FastLoop(Callback):
             say=self.say,
             terms=terms if self.config.rehearsal == "on" else None,
             refused=self._refused,
+            cheaper=self._cheaper,
             one_time=self._one_time,
         )
         if not strategy.is_mixed(owner):
