@@ -123,6 +123,13 @@ class Outcome:
     pays_back_after_steps: float | None = None
 
 
+def take_slowest_times(mine: Rehearsed, every: Sequence[Rehearsed]) -> Rehearsed:
+    """One rank's result with the times of the slowest ranks, so that all ranks judge alike."""
+    eager_ms = max((each.eager_ms for each in every if each.eager_ms), default=None)
+    changed_ms = max((each.changed_ms for each in every if each.changed_ms), default=None)
+    return replace(mine, eager_ms=eager_ms, changed_ms=changed_ms)
+
+
 def find_last_ms(outcomes: Sequence[Outcome], base_ms: float) -> float:
     """Time of the modules with all rungs kept so far."""
     kept = [each.rehearsed.changed_ms for each in outcomes if each.fault is None and each.rehearsed and each.on_modules]

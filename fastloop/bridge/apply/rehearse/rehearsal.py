@@ -358,9 +358,8 @@ class Rehearsal:
         every = gather(self.site.trainer, mine)
         failed = next((rank for rank, each in enumerate(every) if each.fault is not None), None)
         if failed is None:
-            times = [each.rehearsed.changed_ms for each in every if each.rehearsed and each.rehearsed.changed_ms]
-            rehearsed = None if mine.rehearsed is None else replace(mine.rehearsed, changed_ms=max(times, default=None))
-            return replace(mine, rehearsed=rehearsed)
+            told = [each.rehearsed for each in every if each.rehearsed]
+            return replace(mine, rehearsed=mine.rehearsed and judge.take_slowest_times(mine.rehearsed, told))
         if mine.fault is None:
             self.hands.unapply(step)
         theirs = every[failed]

@@ -574,6 +574,23 @@ def test_ranks_whose_modules_differ_in_dropout_ask_each_other_equally_often(monk
     assert asked[True] == asked[False] > 1
 
 
+def test_ranks_that_time_an_optimizer_differently_keep_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It seems slower on the second rank only."""
+    times = ((3.0, 2.0), (1.0, 2.0))
+    every = [
+        rehearsal.Outcome(
+            rung="fused", rehearsed=rehearsal.Rehearsed(deviation=0.0, eager_ms=eager, changed_ms=changed)
+        )
+        for eager, changed in times
+    ]
+    monkeypatch.setattr(rehearsal, "gather", lambda *_: every)
+    this: Any = rehearsal.Rehearsal.__new__(rehearsal.Rehearsal)
+    this.site = types.SimpleNamespace(trainer=None)
+    agreed = [this._agree(rehearsal.Step(rung="fused", status="planned"), mine) for mine in every]
+    judged = [rehearsal.judge.drop_slow([each], 0.0, {"fused"})[0].fault for each in agreed]
+    assert judged == [None, None]
+
+
 def test_training_may_end_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, lambda old: old)
     loop, _, _ = fit(config("amp"), steps=1)
