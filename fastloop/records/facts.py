@@ -56,6 +56,8 @@ class LoaderFacts:
     """The subset of them that cannot get one generator per thread."""
     worker_hazards: tuple[str, ...] = ()
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
+    holds_training: tuple[str, ...] = ()
+    """Parts of the training that the dataset or collate function can reach: the module, an optimizer, a callback."""
     sampler_hazards: tuple[str, ...] = ()
     """Why the sampler would draw other samples if it ran ahead of the training: it depends on the training's state."""
     sampler_draws: tuple[str, ...] = ()

@@ -149,6 +149,7 @@ def read_loader_facts(
     default = torch.utils.data.default_collate
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     hazards = between_batches.find_sampler_hazards(sampler, loader.dataset, others)
+    worker_hazards = datasets.find_worker_hazards(loader.dataset, loader.collate_fn)
     return LoaderFacts(
         kind=type(loader).__name__,
         map_style=not isinstance(loader.dataset, IterableDataset),
@@ -163,7 +164,8 @@ def read_loader_facts(
         stateful=hasattr(loader, "state_dict"),
         draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
         shared_draws=thread_safety.list_shared_draws(loader.dataset, loader.collate_fn),
-        worker_hazards=datasets.find_worker_hazards(loader.dataset, loader.collate_fn),
+        worker_hazards=worker_hazards,
+        holds_training=tuple(each.rpartition(" (")[0] for each in worker_hazards if each.endswith(datasets.TRAINING)),
         sampler_hazards=hazards,
         sampler_draws=between_batches.list_draws(sampler),
         place_lost=lost or next(iter(hazards), None),

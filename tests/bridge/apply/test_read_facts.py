@@ -262,6 +262,12 @@ class Joined(Tied):
         return self.body(x)
 
 
+@pytest.mark.parametrize("owner", [Regression(), torch.nn.Linear(2, 2)], ids=["the module", "a layer"])
+def test_a_collate_function_that_can_read_the_module_is_known(owner: Any) -> None:
+    read = read_facts.read_loader_facts(DataLoader(pairs(), collate_fn=owner.named_children))
+    assert read.holds_training == (("collate_fn.__self__",) if isinstance(owner, L.LightningModule) else ())
+
+
 def test_compile_targets_are_the_outermost_modules_with_parameters() -> None:
     assert list(read_model.list_compile_targets(Listed())) == ["blocks.0", "blocks.1", "head"]
     assert list(read_model.list_compile_targets(Joined())) == ["one", "two", "body"]
