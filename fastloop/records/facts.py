@@ -126,6 +126,10 @@ class Facts:
     precision: str = "32-true"
     own_precision: bool = False
     """The user chose a precision or a precision plugin."""
+    by_ladder: frozenset[str] = frozenset()
+    """Rungs that a shipped ladder switched on, and not the user."""
+    counts_batches: tuple[str, ...] = ()
+    """The user's code that would notice fewer and larger batches: a hook of each batch, ``batch_idx`` in its step."""
     accumulate: int = 1
     """Batches per optimizer step as the Trainer counts them."""
     accumulation_scheduled: bool = False
