@@ -287,7 +287,7 @@ def test_a_ladder_searches_in_long_runs_only(timed: dict[int, float], monkeypatc
     plain, ours = both(AUTO, EVEN, **ACCUMULATE)
     assert "your own micro-batch stays: this run is too short to search, " in ours.verdict("batch").why
     assert distance(plain, ours) == 0
-    assert run(AUTO, EVEN(), **ACCUMULATE | {"max_epochs": 40}).seen("batch")["micro_batch"] == 16
+    assert run(AUTO, EVEN(), **ACCUMULATE | {"max_epochs": 80}).seen("batch")["micro_batch"] == 16
 
 
 def test_rungs_that_wait_are_on_while_sizes_are_timed_and_off_for_step_1(
