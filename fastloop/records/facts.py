@@ -56,6 +56,8 @@ class LoaderFacts:
     """The subset of them that cannot get one generator per thread."""
     worker_hazards: tuple[str, ...] = ()
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
+    holds_training: tuple[str, ...] = ()
+    """Parts of the training that the dataset or collate function can reach: the module, an optimizer, a callback."""
     sampler_hazards: tuple[str, ...] = ()
     """Why the sampler would draw other samples if it ran ahead of the training: it depends on the training's state."""
     sampler_draws: tuple[str, ...] = ()
@@ -124,6 +126,10 @@ class Facts:
     precision: str = "32-true"
     own_precision: bool = False
     """The user chose a precision or a precision plugin."""
+    by_ladder: frozenset[str] = frozenset()
+    """Rungs that a shipped ladder switched on, and not the user."""
+    counts_batches: tuple[str, ...] = ()
+    """The user's code that would notice fewer and larger batches: a hook of each batch, ``batch_idx`` in its step."""
     accumulate: int = 1
     """Batches per optimizer step as the Trainer counts them."""
     accumulation_scheduled: bool = False

@@ -134,6 +134,8 @@ class Batch:
     def _refuse(self, facts: Facts) -> None:
         if (reason := explain_no_regrouping(facts)) is not None:
             raise NotApplicable(reason)
+        if "batch" in facts.by_ladder:
+            _refuse_by_ladder(facts)
         if facts.batchnorms and self.micro_batch == 1:
             raise NotApplicable(f"BatchNorm needs more than one sample: {facts.batchnorms[0]}; write 2 or more")
         if facts.not_mean_losses and not self.loss_is_mean:
@@ -153,6 +155,15 @@ def _group_norms(site: Site) -> Applied:
 
     undo = group_forwards(site.module, site.groups)
     return Applied(undo=undo, probe=lambda: {"grouped_norms": len(site.groups.norms), "groups": site.groups.most})
+
+
+def _refuse_by_ladder(facts: Facts) -> None:
+    """Raise NotApplicable if there is nothing to merge, or the user's own code would notice merged batches."""
+    by_name = "if that is fine, write rungs.batch.enabled: true yourself"
+    if facts.accumulate == 1:
+        raise NotApplicable("an optimizer step is one batch, so there is nothing to merge")
+    if facts.counts_batches:
+        raise NotApplicable(f"{facts.counts_batches[0]} would see fewer and larger batches; {by_name}")
 
 
 def _scale_rates(factor: float, site: Site) -> Applied:

@@ -59,16 +59,21 @@ class Loss:
             raise NotApplicable("no layer has 8,192 outputs or more")
         if facts.device == "cuda" and facts.compiler is None:
             raise NotApplicable("Inductor needs a C++ compiler and none was found; install gcc or g++")
-        action = Action(keys=("model.loss",), when="model", do=self._replace)
+        by_ladder = "loss" in facts.by_ladder  # then the seconds that the kernels take to compile need not pay back
+        action = Action(keys=("model.loss",), when="model", do=self._pad_only if by_ladder else self._replace)
         return Change(parity="approximate", evaluation=True, actions=(action,))
 
-    def _replace(self, site: Site) -> Applied:
+    def _pad_only(self, site: Site) -> Applied:
+        return self._replace(site, kernels=False)
+
+    def _replace(self, site: Site, *, kernels: bool = True) -> Applied:
         from fastloop.feeds.loss.cross_entropy import LargeCrossEntropy
         from fastloop.feeds.loss.padding import PadVocabulary
 
         loss = LargeCrossEntropy(compiles=site.device.type == "cuda", pads=self.pad_vocabulary is True)
         pad, passes, undo = PadVocabulary(), site.graph_passes, contextlib.ExitStack()
-        undo.enter_context(loss.put_in())
+        if kernels:
+            undo.enter_context(loss.put_in())
         if self.pad_vocabulary:
             passes.append(pad)
             undo.callback(lambda: passes.remove(pad) if pad in passes else None)

@@ -71,6 +71,8 @@ class Prefetch:
         notes = [*describe_sampler_draws(facts.loader)]
         if facts.loader.num_workers == 0 and facts.loader.draws_random:
             notes.append("samples are drawn early in this process: CPU random numbers of training_step differ")
+        for held in () if facts.loader.num_workers else facts.loader.holds_training:
+            notes.append(f"batches are made ahead of the step, so what they read from {held} may be older")
         for hook in facts.timed_hooks:
             notes.append(f"your {hook} draws random numbers or reads the step, here ahead of it: either may differ")
         parity: Parity = "approximate" if notes else "exact"

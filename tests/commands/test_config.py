@@ -52,6 +52,7 @@ def test_what_differs() -> None:
     assert answer.text.splitlines() == [
         "rungs.amp.enabled: false -> true",
         "rungs.layout.enabled: false -> true",
+        "rungs.attention.enabled: false -> true",
         "rungs.fused.enabled: false -> true",
     ]
     assert answer.json is not None

@@ -148,6 +148,7 @@ FAVOURABLE = Facts(
     world_size=2,
     is_ddp=True,
     strategy="DDPStrategy",
+    classes=50257,
     convs=("conv",),
     attends_by_hand=("attention",),
     compile_targets=("network",),

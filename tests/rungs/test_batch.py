@@ -52,6 +52,51 @@ def test_plan(micro: int, given: Facts, wants: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"accumulate": 4}, None),
+        ({}, "an optimizer step is one batch, so there is nothing to merge"),
+        ({"accumulate": 4, "counts_batches": ("Ema.on_train_batch_end",)}, "Ema.on_train_batch_end would see fewer"),
+    ],
+)
+def test_by_a_shipped_ladder(given: dict[str, Any], reason: str | None) -> None:
+    """The user's own word stands."""
+    assert "step.micro_batch" in Batch(enabled=True).plan(facts(**given)).wants
+    if reason is None:
+        assert "loader.window" in Batch(enabled=True).plan(facts(**given, by_ladder=frozenset({"batch"}))).wants
+        return
+    with pytest.raises(NotApplicable, match=reason):
+        Batch(enabled=True).plan(facts(**given, by_ladder=frozenset({"batch"})))
+
+
+@pytest.mark.parametrize("hooks", [(), ("on_train_batch_end",)])
+def test_the_full_ladder_merges_where_nobody_counts_batches(hooks: tuple[str, ...]) -> None:
+    class Hears(L.Callback):
+        heard = 0
+
+    def count(self: Hears, *_: Any) -> None:
+        self.heard += 1
+
+    for hook in hooks:
+        setattr(Hears, hook, count)
+    watch, hears = FastLoop("full", quiet=True), Hears()
+    trainer = L.Trainer(
+        max_steps=60,
+        accumulate_grad_batches=4,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[hears, watch],
+    )
+    trainer.fit(Net(), batches(2000))
+    (status, reason) = next((step.status, step.reason) for step in watch.plan.steps if step.rung == "batch")
+    assert trainer.global_step == 60 and (status == "planned") is not bool(hooks)
+    assert not hooks or (hears.heard == 240 and str(reason).startswith("Hears.on_train_batch_end would see fewer"))
+
+
+@pytest.mark.parametrize(
     ("settings", "given", "reason"),
     [
         ({}, facts(automatic_optimization=False), "manual optimization: the module runs its own backward passes"),

@@ -98,6 +98,18 @@ def test_says_why_it_does_not_take(settings: dict[str, Any], why: str) -> None:
     assert same(models.weights(ours), models.weights(plain))
 
 
+def test_a_shipped_ladder_compiles_no_kernels() -> None:
+    """Their seconds need not pay back in the run; losses in compiled graphs are padded all the same."""
+    ours, plain = seeded(Words), seeded(Words)
+    watcher = loop(LOSS)
+    object.__setattr__(watcher.config, "by_ladder", frozenset({"loss"}))
+    models.trainer(callbacks=[watcher]).fit(ours, models.loader())
+    fit(None, plain)
+    assert evidence(watcher, "loss")["calls"] == 0 and verdict(watcher, "loss").took is False
+    assert "none could be padded in them" in verdict(watcher, "loss").why
+    assert same(models.weights(ours), models.weights(plain))
+
+
 def test_parity() -> None:
     def weights(rungs: Any, **settings: Any) -> dict[str, torch.Tensor]:
         module = seeded(Words, **settings)

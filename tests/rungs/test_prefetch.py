@@ -53,6 +53,11 @@ def test_plan() -> None:
     assert timed.parity == "approximate" and timed.notes == (
         "your on_before_batch_transfer draws random numbers or reads the step, here ahead of it: either may differ",
     )
+    holds = {"holds_training": ("collate_fn.__self__",)}
+    reads = Prefetch(enabled=True).plan(facts(holds))
+    assert reads.parity == "approximate" and "what they read from collate_fn.__self__ may be older" in reads.notes[0]
+    copies = Prefetch(enabled=True).plan(facts({**holds, "num_workers": 2}))
+    assert copies.parity == "exact" and copies.notes == (), "workers hold copies in any case"
     early = Prefetch(enabled=True).plan(facts({"sampler_draws": ("Bag.__iter__",), "num_workers": 2}))
     assert early.parity == "approximate" and early.notes[0].startswith("Bag.__iter__ draws random numbers between")
 

@@ -50,6 +50,7 @@ class Applier:
         warn: receives a line that the user must not miss.
         say: receives a line about progress.
         terms: the conditions under which rungs are rehearsed; None: they apply at once, without a rehearsal.
+        by_ladder: rungs that a shipped ladder switched on, and not the user.
         refused: rungs that an earlier fit of this Trainer found not to work, and why; new ones are added.
         cheaper: rungs of which that fit kept the cheaper variant; new ones are added.
         one_time: collects one-time costs, which belong to no step.
@@ -63,12 +64,13 @@ class Applier:
         warn: Callable[[str], None],
         say: Callable[[str], None] = lambda _line: None,
         terms: Terms | None = None,
+        by_ladder: frozenset[str] = frozenset(),
         refused: dict[str, str] | None = None,
         cheaper: set[str] | None = None,
         one_time: OneTime | None = None,
     ) -> None:
         self.ladder, self.strict, self.warn, self.say, self.terms = ladder, strict, warn, say, terms
-        self.one_time = one_time or OneTime()
+        self.one_time, self._by_ladder = one_time or OneTime(), by_ladder
         earlier: Any = {"refused": {} if refused is None else refused, "cheaper": set() if cheaper is None else cheaper}
         self._live = LivePlan(ladder, strict=strict, **earlier)
         self.tries: Tries | None = None
@@ -88,6 +90,7 @@ class Applier:
         """The module is built and restored, but not yet on its device or wrapped."""
         try:
             facts = read_facts.read_run_facts(trainer, strategy)
+            facts = dataclasses.replace(facts, by_ladder=self._by_ladder)
             planned = plan(self.ladder, facts)
         except FastLoopError:
             raise

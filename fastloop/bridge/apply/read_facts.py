@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply.read_model import overrides, read_module
+from fastloop.bridge.apply.read_model import list_methods, overrides, read_module
 from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
@@ -25,6 +26,7 @@ from fastloop.feeds.place.draws import explain_lost_place
 from fastloop.feeds.workers.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
 
+BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward")
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -64,12 +66,23 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
         max_epochs=_read_limit(trainer.max_epochs),
         max_steps=_read_limit(trainer.max_steps),
         resuming=trainer.ckpt_path is not None,
+        counts_batches=tuple(_find_batch_counters(trainer, module)),
         transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None),
         timed_hooks=tuple(
             hook for hook in TRANSFER_HOOKS[:2] if between_batches.depends_on_time(find_hook_owner(trainer, hook), hook)
         ),
         **read_module(module, syncs_norms=getattr(strategy, "_layer_sync", None) is not None),
     )
+
+
+def _find_batch_counters(trainer: Any, module: Any) -> Iterator[str]:
+    for owner in (module, *trainer.callbacks):
+        if not type(owner).__module__.startswith("fastloop."):
+            yield from (f"{type(owner).__name__}.{hook}" for hook in BATCH_HOOKS if overrides(owner, hook))
+    arguments = list(inspect.signature(module.training_step).parameters)[1:2]
+    for name in arguments:
+        if list_methods(module, rf"def training_step\(.*\b{name}\b(.|\n)*\b{name}\b"):
+            yield f"{type(module).__name__}.training_step, which reads {name},"
 
 
 def _find_no_sockets() -> str | None:
@@ -149,6 +162,7 @@ def read_loader_facts(
     default = torch.utils.data.default_collate
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     hazards = between_batches.find_sampler_hazards(sampler, loader.dataset, others)
+    worker_hazards = datasets.find_worker_hazards(loader.dataset, loader.collate_fn)
     return LoaderFacts(
         kind=type(loader).__name__,
         map_style=not isinstance(loader.dataset, IterableDataset),
@@ -163,7 +177,8 @@ def read_loader_facts(
         stateful=hasattr(loader, "state_dict"),
         draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
         shared_draws=thread_safety.list_shared_draws(loader.dataset, loader.collate_fn),
-        worker_hazards=datasets.find_worker_hazards(loader.dataset, loader.collate_fn),
+        worker_hazards=worker_hazards,
+        holds_training=tuple(each.rpartition(" (")[0] for each in worker_hazards if each.endswith(datasets.TRAINING)),
         sampler_hazards=hazards,
         sampler_draws=between_batches.list_draws(sampler),
         place_lost=lost or next(iter(hazards), None),

@@ -273,6 +273,7 @@ class FastLoop(Callback):
             warn=lambda line: rank_zero_warn(f"fastloop: {line}"),
             say=self.say,
             terms=terms if self.config.rehearsal == "on" else None,
+            by_ladder=self.config.by_ladder,
             refused=self._refused,
             cheaper=self._cheaper,
             one_time=self._one_time,

@@ -55,6 +55,7 @@ def plan_dry(config: Config) -> DryRun:
     size = _measure_sample(loader) if loader_facts.map_style else None
     facts = dataclasses.replace(
         read_facts.read_run_facts(trainer, trainer.strategy),
+        by_ladder=config.by_ladder,
         resuming=config.run.resume is not None,
         loader=dataclasses.replace(loader_facts, sample_bytes=size),
     )

@@ -10,7 +10,7 @@ import lightning as L
 import numpy
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
@@ -255,6 +255,10 @@ class Tied(Bare):
         return torch.nn.functional.linear(self.body(x), self.one.weight)
 
 
+class Quiet(Bare):
+    """Reads no batch_idx."""
+
+
 class Joined(Tied):
     """Only hands its batch to an inner module."""
 
@@ -288,6 +292,39 @@ class Predicts(L.LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self(batch)
+
+
+class Samples(L.Callback):
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+
+class Backward(Quiet):
+    def on_after_backward(self) -> None: ...
+
+
+class Counting(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, 0) * (batch_idx % 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "found"),
+    [
+        (Quiet, [ModelCheckpoint()], ()),
+        (Quiet, [Samples()], ("Samples.on_train_batch_end",)),
+        (Backward, [], ("Backward.on_after_backward",)),
+        (Counting, [], ("Counting.training_step, which reads batch_idx,",)),
+    ],
+)
+def test_who_would_notice_merged_batches(module: Any, callbacks: list[Any], found: tuple[str, ...]) -> None:
+    settings = {"enable_checkpointing": True} if callbacks and isinstance(callbacks[0], ModelCheckpoint) else {}
+    assert facts(module(), callbacks=callbacks, **settings).counts_batches == found
+
+
+@pytest.mark.parametrize("owner", [Regression(), torch.nn.Linear(2, 2)], ids=["the module", "a layer"])
+def test_a_collate_function_that_can_read_the_module_is_known(owner: Any) -> None:
+    read = read_facts.read_loader_facts(DataLoader(pairs(), collate_fn=owner.named_children))
+    assert read.holds_training == (("collate_fn.__self__",) if isinstance(owner, L.LightningModule) else ())
 
 
 def test_compile_targets_are_the_outermost_modules_with_parameters() -> None:

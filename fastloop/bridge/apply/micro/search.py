@@ -38,7 +38,7 @@ PLAYS, ENOUGH_MS = 4, 400.0
 """Each size is timed this many times, or for this long. The shortest time counts."""
 FEWER = 2
 """Number of sizes below the user's own that are tried if that one fits."""
-LEAST_STEPS = 100
+LEAST_STEPS = 200
 """Steps that a run must have left for a shipped ladder to let it search; a search costs about ten."""
 GIB, MUCH = 2**30, 2
 """A CUDA context takes less than this many GiB."""
