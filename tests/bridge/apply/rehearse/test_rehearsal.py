@@ -432,11 +432,11 @@ def test_what_only_the_first_call_takes_is_no_rehearsal_if_the_rung_stays(
 
 
 def test_a_capture_that_takes_longer_than_its_share_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    long: dict[str, Any] = {"steps": 3000, "max_epochs": 1000}
+    long: dict[str, Any] = {"steps": 20_000, "max_epochs": 4000}
     for seconds, took in ((0.0, True), (60.0, False)):
         plant(monkeypatch, lambda old: old, first_call_s=seconds)
         loop, _, _ = fit(config("amp"), Brief(), by_ladder=("amp",), **long)
-        assert read(loop)[0] is took and (took or "too short to try it" in read(loop)[1])
+        assert ("too short to try it" not in read(loop)[1]) is took, "slower by noise is no matter"
     assert read(fit(config("amp"), Brief(), **long)[0])[0] is True, "the user's own word stands"
 
 
@@ -545,6 +545,7 @@ def test_a_rung_that_is_tried_with_dropout_is_not_blamed_for_it(monkeypatch: pyt
     """`amp` stands for a compile, beside a rung that is tried without dropout."""
     module = Brief()
     module.net.layers[3] = Slow(0.3)
+    monkeypatch.setattr(rehearsal.judge, "SLOWER", 2.0)  # dropout is far more than that, noise is not
     plant(monkeypatch, lambda old: old, pay_back="ignore")
     plant(monkeypatch, lambda old: old, Layout)
     loop, _, _ = fit(config("amp", "layout"), module, steps=100_000, by_ladder=("amp", "layout"), max_epochs=20_000)
