@@ -173,6 +173,7 @@ class Budget:
         if captured:
             self.graphs += 1
             self._recent.clear()
+        if captured or self.spent:
             return
         self._recent.append(eager)
         if self.exhausted and len(self._recent) >= ENOUGH and sum(self._recent) > STORM * len(self._recent):

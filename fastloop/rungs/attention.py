@@ -60,7 +60,7 @@ class Attention:
         if self.backend != "auto" and facts.device != "cuda":
             raise NotApplicable(f"backend {self.backend} needs CUDA; this run is on {facts.device}")
         if not facts.attends_by_hand and not facts.attends_by_call:
-            raise NotApplicable("no module takes a softmax between two matrix products")
+            raise NotApplicable("no inner module takes a softmax between two matrix products")
         if not facts.attends_by_hand and self.backend == "auto":
             ready = facts.attends_by_call[0]
             raise NotApplicable(

@@ -101,7 +101,7 @@ def test_takes() -> None:
     ("kind", "why"),
     [
         (Ready, "net.layers.0 calls scaled_dot_product_attention already, and torch's own backend order stands"),
-        (torch.nn.Tanh, "no module takes a softmax between two matrix products"),
+        (torch.nn.Tanh, "no inner module takes a softmax between two matrix products"),
         (spellings.ReturnsWeights, "no attention was replaced: its weights are used elsewhere, too"),
     ],
 )

@@ -524,6 +524,18 @@ def test_a_storm_ends_in_eager_with_its_reason(backend: list[str]) -> None:  # C
     assert verdict(watcher, "compile").why.endswith(storm)
 
 
+def test_a_storm_in_training_is_said_beside_a_few_other_calls(backend: list[str]) -> None:
+    class Asks(Own):
+        def on_train_epoch_end(self) -> None:
+            with torch.no_grad():
+                self.net(torch.ones(3, 8))
+
+    watcher, _ = fit({"compile": {"dynamic": False}}, seeded(Asks), of_sizes(list(range(1, 21))))
+    assert verdict(watcher, "compile").took is False
+    assert "18 of 20 calls ran eager" in verdict(watcher, "compile").why
+    assert verdict(watcher, "compile").why.endswith("eager from there")
+
+
 def test_graph_breaks_are_said(backend: list[str]) -> None:
     watcher, _ = fit(COMPILE, seeded(Breaking))
     assert len(evidence(watcher, "compile")["breaks"]) == 1

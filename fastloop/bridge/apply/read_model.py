@@ -25,6 +25,11 @@ _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _MERGES = re.compile(r"\.view\(.*(-1|\*)|\.view_as\(")
 _WORKS = re.compile(r"(?<!\bself)\.(linear|conv\dd|matmul|bmm|einsum|cross_entropy)\(| @ ")
 """Products and losses in a method's source; not calls of the module's own layers: ``self.linear(x)``."""
+_VARIES = re.compile(
+    r"\bself\.(trainer|global_step|current_epoch|log|log_dict|print)\b"
+    r"|\bself\.\w+ [-+*/]= |\bself\.(\w+) = .*\bself\.\2\b|\bself\.\w+\.append\("
+)
+"""What a compiled method would be captured again for in every step, or in pieces: counters, lists, logs."""
 _SCALED = (".training_step", ".backward", ".on_after_backward")
 _UNSCALED = (".on_before_optimizer_step", ".on_before_zero_grad", ".configure_gradient_clipping")
 """Hooks that run after a loss scaler has unscaled the gradients."""
@@ -167,17 +172,25 @@ def list_compile_targets(module: torch.nn.Module) -> Iterator[str]:
     """Names of the modules worth compiling: the outermost inner modules that hold parameters.
 
     If the LightningModule calls its own ``forward`` in training, and that does the work itself (it only joins bare
-    layers, or has products or a loss of its own), it is the target (written as ''). With DDP, Lightning borrows
-    ``forward`` for the training step, so the inner modules are the targets.
+    layers, or has products or a loss of its own and keeps no counts), it is the target (written as ''). With DDP,
+    Lightning borrows ``forward`` for the training step, so the inner modules are the targets.
     """
     targets = list(_find_outermost(module, ""))
     if targets and overrides(module, "forward") and not torch.distributed.is_initialized():
         sources = dict([*_read_user_methods(module)][::-1])  # the most derived class's last
         if any(not each.endswith(".forward") for each in _find_methods(module, r"\bself\(")):
             are_layers = all(_is_layer(module.get_submodule(name)) for name in targets)
-            if are_layers or _WORKS.search(sources.get("forward", "")):
+            works = _WORKS.search(sources.get("forward", ""))
+            if are_layers or (works and not any(map(_VARIES.search, _follow("forward", sources)))):
                 targets = [""]
     yield from targets
+
+
+def _follow(name: str, sources: dict[str, str]) -> Iterator[str]:
+    """The source of a method and of the methods that it calls; takes them out of `sources`."""
+    yield (source := sources.pop(name, ""))
+    for called in re.findall(r"\bself\.(\w+)\(", source):
+        yield from _follow(called, sources)
 
 
 def _is_layer(module: torch.nn.Module) -> bool:

@@ -11,10 +11,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from fastloop.feeds.attention.changes import name_of
 from fastloop.feeds.attention.constants import Constants
-from fastloop.feeds.attention.matching import Found, NoMatch, find_attention
+from fastloop.feeds.attention.matching import NEVER, Found, NoMatch, find_attention
 from fastloop.feeds.compiled_calls import COMPILES, MAY_TAKE, TAKEN
 
 ATTEND = torch.nn.functional.scaled_dot_product_attention
+LARGEST_SCORE = 8.0
+"""A number beside which its type cannot tell this from 0 makes all weights of a row equal where it is added to all."""
 UNSQUEEZES: dict[int, list[int]] = {4: [], 3: [1], 2: [0, 0]}
 """Where to insert dimensions of size 1, by number of dimensions; of three, the first joins samples and heads."""
 
@@ -60,7 +62,7 @@ def _replace(graph: Graph, found: Found) -> None:
     result = found.result
     dims = result.meta["example_value"].dim()
     with graph.inserting_before(result):
-        query, mask = _scale(graph, found), _make_mask(graph, found)
+        query, mask = _make_mask(graph, found, _scale(graph, found))
         settings: dict[str, Any] = {"dropout_p": found.dropout, "is_causal": found.causal, "scale": found.scale}
         if mask is not None and found.evens and not found.adds:
             query, mask = _neutralize_barred_rows(graph, query, mask)
@@ -104,8 +106,9 @@ def _scale(graph: Graph, found: Found) -> Node:
     return query
 
 
-def _make_mask(graph: Graph, found: Found) -> Node | None:
-    """Join all masks into one: boolean if none is added to the scores, else in the result's dtype."""
+def _make_mask(graph: Graph, found: Found, query: Node) -> tuple[Node, Node | None]:
+    """Join all masks into one: boolean if none is added to the scores, else in the result's dtype; return it after the
+    query, changed where such numbers bar whole rows."""
     inverse = {"barred": torch.logical_not, "taken": torch.neg}
 
     def join(plain: str, turned: str, by: Any) -> Node | None:
@@ -115,11 +118,31 @@ def _make_mask(graph: Graph, found: Found) -> Node | None:
 
     allowed, added = join("allowed", "barred", torch.logical_and), join("added", "taken", torch.add)
     if added is None:
-        return allowed
+        return query, allowed
+    given = (mask.meta["example_value"].dtype for _, mask in found.masks)  # booleans widen nothing
+    dtype = functools.reduce(torch.promote_types, given, found.between[-1].meta["example_value"].dtype)
+    query, added = _shift_barred_rows(graph, query, added, dtype)
     added = graph.call_method("to", (added, found.result.meta["example_value"].dtype))
     if allowed is None:
-        return added
-    return graph.call_function(torch.where, (allowed, added, -math.inf))
+        return query, added
+    return query, graph.call_function(torch.where, (allowed, added, -math.inf))
+
+
+def _shift_barred_rows(graph: Graph, query: Node, mask: Node, dtype: torch.dtype) -> tuple[Node, Node]:
+    """Subtract its highest number from each row that an added mask bars entirely, which changes no weight. The call's
+    backward needs this: beside such a number it loses the sum of the weights. Scores that it swallows become 0,
+    and get no gradients.
+
+    Args:
+        dtype: in which the mask was added.
+    """
+    top = graph.call_method("amax", (graph.call_method("detach", (mask,)), -1, True))
+    some = graph.call_function(torch.gt, (top, -LARGEST_SCORE / torch.finfo(dtype).eps))
+    barred = graph.call_function(torch.le, (top, NEVER))
+    known = graph.call_function(torch.gt, (top, -math.inf))
+    shift = graph.call_function(torch.where, (graph.call_function(torch.logical_and, (barred, known)), top, 0.0))
+    query = graph.call_function(torch.mul, (query, some))
+    return query, graph.call_function(torch.sub, (mask, shift))
 
 
 def _neutralize_barred_rows(graph: Graph, query: Node, mask: Node) -> tuple[Node, Node]:

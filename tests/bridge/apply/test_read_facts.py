@@ -339,6 +339,38 @@ def test_a_forward_that_does_the_work_itself_is_compiled_as_a_whole(module: Any)
     assert list(read_model.list_compile_targets(module)) == [""]
 
 
+class Counts(Tied):
+    """Its graph would not fit the next call."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._count()
+        return torch.nn.functional.linear(self.body(x), self.one.weight)
+
+    def _count(self) -> None:
+        self.calls += 1
+
+
+class Scheduled(Tied):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(self.body(x), self.one.weight) * min(1.0, self.global_step / 10)
+
+
+class Keeps(Tied):
+    """Only sets an attribute."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = torch.nn.functional.linear(self.body(x), self.one.weight)
+        return self.kept
+
+
+def test_a_forward_that_changes_in_every_step_is_not_compiled_as_a_whole() -> None:
+    assert list(read_model.list_compile_targets(Scheduled())) == ["one", "two", "body"]
+    assert list(read_model.list_compile_targets(Counts())) == ["one", "two", "body"]
+    assert list(read_model.list_compile_targets(Keeps())) == [""], "the control"
+
+
 def compile_in_place(net: torch.nn.Module) -> torch.nn.Module:
     net.compile(backend="eager")
     return net

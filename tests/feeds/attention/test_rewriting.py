@@ -95,6 +95,30 @@ def test_what_one_call_does_not_compute_stays_as_written(kind: type[torch.nn.Mod
     assert replace.replaced == 0 and replace.missed == [spellings.LEFT[kind]]
 
 
+class BarsAllByAdding(spellings.Spelling):
+    """All tokens of the samples whose last number is below 0 are barred, by a number that is added."""
+
+    number = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(x)
+        mask = torch.zeros_like(x[:, :, 0]).masked_fill((x[:, :, 0] == 0) | (x[:, -1:, -1] < 0), self.number)
+        return self.join((q @ k.transpose(-2, -1) + mask[:, None, None, :]).softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.float32).min])
+def test_gradients_of_rows_that_an_added_mask_bars(number: float) -> None:
+    """The kernel's own backward is off by a factor there."""
+    torch.manual_seed(0)
+    ours, x = BarsAllByAdding(), batch(12).float()
+    ours.number = number
+    plain, replace = copy.deepcopy(ours), replaced(ours)
+    (out, _, qkv, _, *rest), (our_out, _, our_qkv, _, *our_rest) = run(plain, x), run(ours, x)
+    values = slice(2 * WIDTH, None)  # the scores get no gradients from these rows, as their fill gives them none
+    assert distance([out, qkv[values], *rest], [our_out, our_qkv[values], *our_rest]) < 1e-5
+    assert (x[:, -1, -1] < 0).any() and replace.replaced == 1
+
+
 def test_a_window_is_not_taken_for_causal_by_its_first_tokens() -> None:
     torch.manual_seed(0)
     ours = spellings.Window().double()
