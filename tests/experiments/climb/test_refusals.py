@@ -39,7 +39,7 @@ def measured(**content: Any) -> Measurement:
         (read_result(LOADER | {"map_style": False}), "workers", "an iterable dataset would be read as a whole"),
         (read_result(LOADER | {"pin_memory": True}), "pin", "the loader already pins its memory"),
         (read_result(precision="bf16-mixed"), "amp", "the Trainer already runs precision bf16-mixed"),
-        (read_result(model=MODEL | {"attends_by_hand": 0}), "attention", "no module takes a softmax between two"),
+        (read_result(model=MODEL | {"attends_by_hand": 0}), "attention", "no inner module takes a softmax between two"),
         (read_result(model=MODEL | {"classes": 0}), "loss", "no layer has 8,192 outputs or more"),
         (read_result(model=MODEL | {"convs": 0}), "layout", "the model has no 2-D convolution"),
         (read_result(model=MODEL | {"compiled": True}), "compile", "the model is already compiled by you"),
