@@ -80,7 +80,9 @@ class Amp:
                 " binary_cross_entropy_with_logits on outputs without sigmoid, or name it in keep_fp32"
             )
         if facts.line_searches:
-            raise NotApplicable(f"{facts.line_searches[0]} makes an LBFGS, which diverged here on losses in 16 bits")
+            raise NotApplicable(
+                f"{facts.line_searches[0]} makes an LBFGS optimizer, which can diverge on 16-bit losses"
+            )
         if self.mode == "16-mixed" and facts.handles_grads:
             raise NotApplicable(f"{facts.handles_grads[0]} reads gradients before they are unscaled; use bf16-mixed")
         if facts.device == "mps":

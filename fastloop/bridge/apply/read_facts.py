@@ -79,8 +79,8 @@ def _find_batch_counters(trainer: Any, module: Any) -> Iterator[str]:
     for owner in (module, *trainer.callbacks):
         if not type(owner).__module__.startswith("fastloop."):
             yield from (f"{type(owner).__name__}.{hook}" for hook in BATCH_HOOKS if overrides(owner, hook))
-    arguments = list(inspect.signature(module.training_step).parameters)[1:2]
-    for name in arguments:
+    step = getattr(module, "training_step", None)
+    for name in list(inspect.signature(step).parameters)[1:2] if callable(step) else ():
         if list_methods(module, rf"def training_step\(.*\b{name}\b(.|\n)*\b{name}\b"):
             yield f"{type(module).__name__}.training_step, which reads {name},"
 
