@@ -15,8 +15,8 @@ ROUNDINGS = 5
 """A deviation within this multiple of what rounding does to the unchanged modules is not the rung's fault."""
 REHEARSAL_SHARE = 0.05
 """Share of the run's expected time that all rehearsals together may take."""
-BEST_SAVING = 0.5
-"""Share of a module's time: the most a compile is assumed to save before it has been tried."""
+LIKELY_SAVING = 1 / 3
+"""Share of a module's time that a compile is expected to save, before it has been tried."""
 SLOWER, SLOWER_MS = 1.05, 0.05
 """Factor and milliseconds by which changed modules must be slower before it counts as more than timing noise."""
 
@@ -71,7 +71,7 @@ def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -
         step_ms: time per optimizer step of the modules it would speed up.
         steps_left: optimizer steps left in this run; None = unknown.
     """
-    saved_ms = BEST_SAVING * step_ms
+    saved_ms = LIKELY_SAVING * step_ms
     if steps_left is None:
         return (
             f"it takes about {cost_s:.0f} s once, and whether that pays back is not known: the loader has no length;"
@@ -82,8 +82,8 @@ def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -
     after = math.ceil(1e3 * cost_s / saved_ms) if saved_ms else None
     when = "never" if after is None else f"after {after:,} steps"
     return (
-        f"it takes about {cost_s:.0f} s once; if it halved the {step_ms:.3g} ms of each step, it would pay back {when},"
-        f" and this run has {steps_left:,} left"
+        f"it takes about {cost_s:.0f} s once; if it saved a third of the {step_ms:.3g} ms of each step, it would pay"
+        f" back {when}, and this run has {steps_left:,} left"
     )
 
 

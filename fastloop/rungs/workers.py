@@ -98,7 +98,8 @@ class Workers:
     """Batches that each worker keeps ready."""
     persistent: bool | Literal["auto"] = "auto"
     """Keep the workers between epochs; true also keeps yours. Such workers miss changes of the dataset after epoch 0.
-    auto = keep ours if epochs have fewer than 1,000 batches and no code is known to change the dataset."""
+    auto = keep ours, and under a ladder yours, if epochs have fewer than 1,000 batches and no code is known to change
+    the dataset."""
     start_method: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
     """How workers start; auto = the loader's setting, or the platform's default."""
 
@@ -113,9 +114,9 @@ class Workers:
         if facts.loader is None:
             return Change(waits_for="the train loader", may_want=("loader.num_workers",))
         loader = facts.loader
-        # Only if set explicitly: helpers, global variables and the environment may change what new workers would see.
-        by_name = self.persistent is True and self.count == "auto"
-        if by_name and may_survive(loader) and self._keep(loader, facts, []):
+        # Not if only this rung was named: new workers would see changed globals, helpers and environment variables.
+        is_asked = self.persistent is True or (self.persistent == "auto" and "workers" in facts.by_ladder)
+        if is_asked and self.count == "auto" and may_survive(loader) and self._keep(loader, facts, []):
             note = f"your {loader.num_workers} workers are kept between epochs, instead of being restarted"
             parity: Parity = "approximate" if loader.draws_random else "exact"
             return Change(wants={"loader.persistent_workers": True}, parity=parity, notes=(note,))

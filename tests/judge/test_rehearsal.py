@@ -63,9 +63,9 @@ def test_numbers_that_are_none() -> None:
 @pytest.mark.parametrize(
     ("cost_s", "step_ms", "left", "refused"),
     [
-        (10, 100, 200, False),  # half of 100 ms, 200 times, is 10 s
-        (10, 100, 199, True),
-        (10, 100, None, True),
+        (9, 90, 300, False),  # a third of 90 ms, 300 times, is 9 s
+        (9, 90, 299, True),
+        (9, 90, None, True),
         (0, 100, 0, False),
         (10, 0, 1000, True),
     ],
@@ -77,8 +77,8 @@ def test_pay_back_before_the_cost(cost_s: float, step_ms: float, left: int | Non
         assert "whether that pays back is not known" in why
     elif why is not None and step_ms:
         assert why == (
-            "it takes about 10 s once; if it halved the 100 ms of each step, it would pay back after 200 steps,"
-            " and this run has 199 left"
+            "it takes about 9 s once; if it saved a third of the 90 ms of each step, it would pay back after 300"
+            " steps, and this run has 299 left"
         )
 
 

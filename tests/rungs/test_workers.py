@@ -348,6 +348,32 @@ def test_your_own_workers_are_kept_where_you_ask_for_it(
     assert change.parity == ("approximate" if "draws_random" in loader else "exact")
 
 
+@pytest.mark.parametrize(
+    ("settings", "loader", "run", "kept"),
+    [
+        ({}, {}, {}, True),
+        ({}, {"draws_random": ("a draws",)}, {}, True),
+        ({"persistent": False}, {}, {}, False),
+        ({"count": 3}, {}, {}, False),
+        ({}, {"batches": 5000}, {}, False),
+        ({}, {}, {"max_epochs": 1}, False),
+        ({}, CHANGES, {}, False),
+        ({}, {}, {"reload_every_n_epochs": 1}, False),
+    ],
+)
+def test_a_ladder_keeps_your_own_workers_where_epochs_are_short(
+    settings: dict[str, Any], loader: dict[str, Any], run: dict[str, Any], kept: bool
+) -> None:
+    given = facts({"num_workers": 3, "batches": 32, **loader}, by_ladder=frozenset({"workers"}), **run)
+    if not kept:
+        with pytest.raises(NotApplicable, match="your number stands"):
+            Workers(enabled=True, **settings).plan(given)
+        return
+    change = Workers(enabled=True, **settings).plan(given)
+    assert change.wants == {"loader.persistent_workers": True}
+    assert change.parity == ("approximate" if "draws_random" in loader else "exact")
+
+
 def test_a_batch_that_fits_nowhere_means_no_workers() -> None:
     with pytest.raises(NotApplicable, match=r"a batch takes 8\.0 MiB and /dev/shm has 16 MiB free: too little"):
         Workers(enabled=True).plan(facts(HEAVY, shm_free_bytes=2**24))

@@ -144,7 +144,7 @@ class Budget:
         left = self.terms.steps_left if self.terms.weighs_costs and self._must_pay_back(step) else None
         if not is_costly(step) or left is None:
             return COSTLY_LIMIT_S if is_costly(step) else LIMIT_S
-        saves_s = judge.BEST_SAVING * self.step_ms * left / 1e3
+        saves_s = judge.LIKELY_SAVING * self.step_ms * left / 1e3
         # What is known may come from a run whose compiled code was cached on disk, as it need not be in this run.
         expected_s = max(self._expect_first_call_s(step), self._guess_first_call_s(step))
         return min(COSTLY_LIMIT_S, max(LEAST_LIMIT_S, min(saves_s, PATIENCE * expected_s)))

@@ -81,11 +81,11 @@ def test_a_compile_whose_code_was_cached_once_has_the_usual_time() -> None:
 
 
 def test_what_reached_its_limit_is_not_tried_again_in_an_equal_run() -> None:
-    """The limit here is what the run can save: half of 1,000 steps of 100 ms."""
-    made, step = make_budget(1000)
+    """The limit here is what the run can save: a third of 1,500 steps of 100 ms."""
+    made, step = make_budget(1500)
     limit_s = made.limit_s(step)
     assert limit_s == pytest.approx(50) and made.refuse(step) is None
     made.note_limit(step, limit_s)
     assert "it takes about 62 s once" in (made.refuse(step) or "")
-    longer, step = make_budget(2000)
+    longer, step = make_budget(3000)
     assert longer.refuse(step) is None

@@ -399,7 +399,7 @@ def test_a_compile_that_reached_its_limit_is_expected_to_take_as_long_again(monk
     plant(monkeypatch, slow, pay_back="required")
     loop, _, _ = fit(config("amp"), Brief(), steps=500, max_epochs=100)
     assert read(loop) == (False, "it took longer than 1 s") and len(tried) == 1
-    monkeypatch.setattr(budget.judge, "BEST_SAVING", 1e-4)
+    monkeypatch.setattr(budget.judge, "LIKELY_SAVING", 1e-4)
     loop, _, _ = fit(config("amp"), Brief(), steps=500, max_epochs=100)
     took, why = read(loop)
     assert took is False and why.startswith("it takes about 1 s once") and len(tried) == 1
