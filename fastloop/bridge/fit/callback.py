@@ -123,6 +123,11 @@ class FastLoop(Callback):
         blank._reset_fit()
         return {**vars(self), **vars(blank)}
 
+    @property
+    def spent_once_s(self) -> float:
+        """Seconds that this fit has spent so far on what no later step pays again."""
+        return self._one_time.spent_s
+
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
     @fail_open

@@ -51,27 +51,32 @@ def _write_line(line: str) -> None:
 
 
 class ProgressLines(Callback):
-    """A line every few seconds, later every minute, for logs and pipes, where a bar would print control codes."""
+    """A line every few seconds, later every minute, for logs and pipes, where a bar would print control codes.
+
+    Args:
+        read_once_s: returns the seconds spent so far on one-time costs, which later steps will not take again.
+    """
 
     FIRST_S, EVERY_S, AT_MOST_S = 2.0, 5.0, 60.0
 
-    def __init__(self) -> None:
-        self._began_s = 0.0
+    def __init__(self, read_once_s: Callable[[], float] = float) -> None:
+        self._read_once_s = read_once_s
+        self._began_s = self._latest_s = 0.0
         self._lines: deque[tuple[float, int]] = deque(maxlen=6)
-        """Time and optimizer steps at the last lines, starting after the first batch to leave out its compile time."""
+        """Time without one-time costs, and optimizer steps, at the last lines; starts after the first batch."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         now, done = time.monotonic(), trainer.global_step
         if not self._lines:
-            self._began_s = now
-            self._lines.append((now, done))
-        (first_s, first), (last_s, last) = self._lines[0], self._lines[-1]
+            self._began_s = self._latest_s = now
+            self._lines.append((now - self._read_once_s(), done))
         least_s = self.FIRST_S if len(self._lines) == 1 else self.EVERY_S
         pause_s = min(self.AT_MOST_S, max(least_s, (now - self._began_s) / 10))
-        if now - last_s < pause_s or done <= last or not trainer.is_global_zero:
+        if now - self._latest_s < pause_s or done <= self._lines[-1][1] or not trainer.is_global_zero:
             return
-        self._lines.append((now, done))
-        left_s = (now - first_s) / (done - first) * (trainer.max_steps - done)
+        self._latest_s, (first_s, first) = now, self._lines[0]
+        self._lines.append((now - self._read_once_s(), done))
+        left_s = (self._lines[-1][0] - first_s) / (done - first) * (trainer.max_steps - done)
         sys.stderr.write(f"step {done} of {trainer.max_steps}, about {left_s:.0f} s left\n")
         sys.stderr.flush()
 
@@ -115,7 +120,7 @@ def make_trainer(config: Config, loop: FastLoop | None, out: Path | None) -> pl.
     settings = {**defaults, **config.trainer}
     callbacks: list[Callback] = [loop] if loop is not None else []
     if not settings.get("enable_progress_bar"):
-        callbacks.append(ProgressLines())
+        callbacks.append(ProgressLines(float if loop is None else lambda: loop.spent_once_s))
     try:
         return pl.Trainer(
             max_steps=config.run.max_steps,

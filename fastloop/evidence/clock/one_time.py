@@ -75,6 +75,11 @@ class OneTime:
             around.append(span)
         return dict(found)
 
+    @property
+    def spent_s(self) -> float:
+        """Host time in all spans."""
+        return sum(self.sum_by_cause().values()) - sum(self._unplaced.values())
+
 
 class Reader:
     """Passes the spans of a ledger to one clock, which goes through them once, in order of time."""

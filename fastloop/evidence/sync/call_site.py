@@ -20,8 +20,12 @@ _RECIPES = ("_shipped/recipes/", "_shipped\\recipes\\")
 _LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _TORCH = {"torch", "torchgen", "functorch", "triton"}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
-_TRANSPARENT = {f"fastloop.evidence.sync.{name}" for name in ("hunt", "cuda_warnings")}
-"""The modules that hunt synchronizations; their frames lie between the user's line and its call."""
+_TRANSPARENT = {
+    *(f"fastloop.evidence.sync.{name}" for name in ("hunt", "cuda_warnings")),
+    *(f"fastloop.bridge.{name}" for name in ("apply.loop.thin_loop", "watch.live_metrics")),
+}
+"""The modules that hunt synchronizations, and those that stand in for Lightning's reads of logged values: their frames
+lie between the line that waits and its call."""
 _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 """Modules that run compiled code."""
 _ENTRIES = {"fit", "validate", "test", "predict", "_call_and_handle_interrupt", "launch"}

@@ -178,6 +178,23 @@ def test_what_the_first_step_compiled_is_not_extrapolated(
     assert progress(compiled, monkeypatch, capsys) == ["step 3 of 100, about 97 s left"]
 
 
+def test_one_time_costs_of_later_steps_are_not_extrapolated_either(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second step rehearses and compiles for 30 s."""
+    clock = Clock()
+    lines = training.ProgressLines(lambda: 30.0 if clock.now > 101 else 0.0)
+    monkeypatch.setattr(training, "time", clock)
+    for at_s, done in [(100.0, 1), (131.0, 2), (141.0, 12)]:
+        clock.now = at_s
+        trainer = SimpleNamespace(global_step=done, max_steps=100, is_global_zero=True)
+        lines.on_train_batch_end(trainer, None, None, None, 0)
+    assert capsys.readouterr().err.splitlines() == [
+        "step 2 of 100, about 98 s left",
+        "step 12 of 100, about 88 s left",
+    ]
+
+
 def test_the_rate_is_that_of_the_last_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,8 @@ def test_causes_add_up_and_what_lies_inside_another_is_not_counted_twice() -> No
     ledger.add_span("rehearsal", 10.0, 20.0)
     ledger.add_span("compile", 30.0, 31.5)
     assert ledger.sum_by_cause() == {"workers": 3.0, "rehearsal": 4.0, "compile": 5.5, "autotune": 2.0}
-    assert OneTime().sum_by_cause() == {}
+    assert ledger.spent_s == 11.5, "the workers' seconds lie in no span"
+    assert OneTime().sum_by_cause() == {} and OneTime().spent_s == 0
 
 
 def test_a_span_counts_also_where_its_work_fails(monkeypatch: pytest.MonkeyPatch) -> None:

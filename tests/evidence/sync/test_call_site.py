@@ -30,6 +30,7 @@ TREE = (f"{PACKAGES}/fastloop/feeds/batch_tree.py", "fastloop.feeds.batch_tree",
 APPLIER = (f"{PACKAGES}/fastloop/bridge/apply/applier.py", "fastloop.bridge.apply.applier", "to_device")
 DYNAMO = (f"{PACKAGES}/torch/_dynamo/eval_frame.py", "torch._dynamo.eval_frame", "compile_wrapper")
 GENERATED = ("<eval_with_key>.5", "made", "forward")
+THIN = (f"{PACKAGES}/fastloop/bridge/apply/loop/thin_loop.py", "fastloop.bridge.apply.loop.thin_loop", "settle")
 HUNTER = (f"{PACKAGES}/fastloop/evidence/sync/hunt.py", "fastloop.evidence.sync.hunt", "run")
 
 
@@ -71,6 +72,8 @@ def called(*frames: Frame, **names: Any) -> Site:
         ((SCRIPT, FIT, LOOP, APPLIER), "fastloop itself", False),
         ((SCRIPT, FIT, LOOP, TREE), "fastloop itself", False),
         ((USER, HUNTER, TORCH), "project/train.py:3", True),
+        ((SCRIPT, FIT, APPLIER, LOOP, THIN), "lightning/pytorch/loops/epoch.py:3", False),
+        ((SCRIPT, FIT, LOOP, USER, THIN), "project/train.py:3", True),
         ((SCRIPT, ("<string>", "made", "__init__")), "project/main.py:3", True),
         ((("<stdin>", "__main__", "f"),), "<stdin>:3", True),
         ((SCRIPT, FIT, ("/x/checkout/src/lightning/loop.py", "lightning.loop", "f")), "lightning/loop.py:3", False),
@@ -94,6 +97,8 @@ def called(*frames: Frame, **names: Any) -> Site:
         "of_no_rung",
         "of_the_bridge",
         "hunter",
+        "read_for_the_progress_bar",
+        "read_by_the_user",
         "generated",
         "stdin",
         "editable",
