@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from fastloop.evidence.worker_limits import count_used_batches
 from fastloop.records.facts import Facts, LoaderFacts
+
+LEAST_STEPS = 200
+"""Optimizer steps that a run must have for a shipped ladder to search a micro-batch; a search costs about ten."""
 
 
 def count_batches_between_validations(batches: int, interval: int | float) -> int:
@@ -48,6 +53,15 @@ def explain_no_merge(facts: Facts, loader: LoaderFacts) -> str | None:
             " accumulation is already cut short; lower accumulate_grad_batches"
         )
     return _explain_moved_validation(facts, batches)
+
+
+def count_steps(facts: Facts) -> int | None:
+    """Return the optimizer steps of the whole run; None if unknown."""
+    known, loader = [] if facts.max_steps is None else [facts.max_steps], facts.loader
+    if loader is not None and loader.batches is not None and facts.max_epochs is not None:
+        batches = count_used_batches(loader.batches, facts.limit_train_batches)
+        known.append(math.ceil(batches / facts.accumulate) * facts.max_epochs)
+    return min(known, default=None)
 
 
 def _explain_moved_validation(facts: Facts, batches: int) -> str | None:

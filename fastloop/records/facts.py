@@ -128,6 +128,8 @@ class Facts:
     """The user chose a precision or a precision plugin."""
     by_ladder: frozenset[str] = frozenset()
     """Rungs that a shipped ladder switched on, and not the user."""
+    weighs_costs: bool = True
+    """What such a rung costs once must pay back in this run; not in a trial."""
     counts_batches: tuple[str, ...] = ()
     """The user's code that would notice fewer and larger batches: a hook of each batch, ``batch_idx`` in its step."""
     accumulate: int = 1

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Literal
 
 from fastloop.errors import ConfigError, NotApplicable, require_positive
-from fastloop.feeds.accumulation_windows import explain_no_regrouping
+from fastloop.feeds.accumulation_windows import LEAST_STEPS, count_steps, explain_no_regrouping
 from fastloop.feeds.regrouped_steps import judge_regrouping, plan_step
 from fastloop.records.card import DEVICE, Card, ClimbState, SearchSpace, Tunable, Variant
 from fastloop.records.facts import Facts
@@ -135,7 +135,7 @@ class Batch:
         if (reason := explain_no_regrouping(facts)) is not None:
             raise NotApplicable(reason)
         if "batch" in facts.by_ladder:
-            _refuse_by_ladder(facts)
+            _refuse_by_ladder(facts, searches=self.micro_batch == "auto")
         if facts.batchnorms and self.micro_batch == 1:
             raise NotApplicable(f"BatchNorm needs more than one sample: {facts.batchnorms[0]}; write 2 or more")
         if facts.not_mean_losses and not self.loss_is_mean:
@@ -157,13 +157,16 @@ def _group_norms(site: Site) -> Applied:
     return Applied(undo=undo, probe=lambda: {"grouped_norms": len(site.groups.norms), "groups": site.groups.most})
 
 
-def _refuse_by_ladder(facts: Facts) -> None:
-    """Raise NotApplicable if there is nothing to merge, or the user's own code would notice merged batches."""
+def _refuse_by_ladder(facts: Facts, *, searches: bool) -> None:
+    """Raise NotApplicable if there is nothing to merge, the user's own code would notice, or no time for a search."""
     by_name = "if that is fine, write rungs.batch.enabled: true yourself"
     if facts.accumulate == 1:
         raise NotApplicable("an optimizer step is one batch, so there is nothing to merge")
     if facts.counts_batches:
         raise NotApplicable(f"{facts.counts_batches[0]} would see fewer and larger batches; {by_name}")
+    steps = count_steps(facts)
+    if searches and facts.weighs_costs and steps is not None and steps < LEAST_STEPS:
+        raise NotApplicable(f"this run is too short to search for a micro-batch, {steps} steps")
 
 
 def _scale_rates(factor: float, site: Site) -> Applied:

@@ -90,7 +90,8 @@ class Applier:
         """The module is built and restored, but not yet on its device or wrapped."""
         try:
             facts = read_facts.read_run_facts(trainer, strategy)
-            facts = dataclasses.replace(facts, by_ladder=self._by_ladder)
+            weighs_costs = self.terms is not None and self.terms.weighs_costs
+            facts = dataclasses.replace(facts, by_ladder=self._by_ladder, weighs_costs=weighs_costs)
             planned = plan(self.ladder, facts)
         except FastLoopError:
             raise
@@ -313,7 +314,7 @@ class Applier:
         return result
 
     def _search(self, site: LiveSite, rung: str, changed: Plan) -> SizeSearch:
-        search = make_search(site, rung, changed.wants, held=self._live.held_steps, terms=self.terms, hands=self._hands)
+        search = make_search(site, changed.wants, held=self._live.held_steps, hands=self._hands)
         search.warn = lambda line: self.warn(f"{rung}: {line}")
         return search
 

@@ -153,8 +153,7 @@ class PieceChoice:
             trial.take(trial.own)
         except CannotSplit as reason:
             # The exchange in `find` needs all ranks, so this rank goes on with one size.
-            sizes, why = [trial.own], f"no search: {reason}"
-            search.skip = lambda: why
+            sizes, search.skip = [trial.own], f"no search: {reason}"
         else:
             sizes, search.longest = list_sizes(trial.own, batches), measure_length(batch)
         with self._one_time.span("rehearsal"):

@@ -38,8 +38,6 @@ PLAYS, ENOUGH_MS = 4, 400.0
 """Each size is timed this many times, or for this long. The shortest time counts."""
 FEWER = 2
 """Number of sizes below the user's own that are tried if that one fits."""
-LEAST_STEPS = 200
-"""Steps that a run must have left for a shipped ladder to let it search; a search costs about ten."""
 GIB, MUCH = 2**30, 2
 """A CUDA context takes less than this many GiB."""
 Quick = Callable[[], AbstractContextManager[Callable[[Any], Any]]]
@@ -74,8 +72,8 @@ class SizeSearch:
     quick: Quick = lambda: nullcontext(lambda batch: batch)
     key: object = None
     """What else the answer depends on, for the notes of earlier runs."""
-    skip: Callable[[], str | None] = lambda: None
-    """Returns why not to search, or None."""
+    skip: str | None = None
+    """Why not to search."""
     say: Callable[[str], None] = lambda _line: None
     warn: Callable[[str], None] = lambda _line: None
     longest: float = 0.0
@@ -175,8 +173,8 @@ class _Run:
 
     def search(self) -> FoundSize:
         """Run and time the sizes, and choose."""
-        if (why := self.given.skip()) is not None:
-            return FoundSize(size=self.own, why=why)
+        if self.given.skip is not None:
+            return FoundSize(size=self.own, why=self.given.skip)
         problem: Exception | None = None
         words = {"cause": "the search for a micro-batch", "do": "write a number for batch.micro_batch"}
         try:

@@ -7,31 +7,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
-from fastloop.bridge.apply.micro.search import LEAST_STEPS, SizeSearch
-from fastloop.bridge.apply.rehearse.budget import Terms, is_costly
+from fastloop.bridge.apply.micro.search import SizeSearch
+from fastloop.bridge.apply.rehearse.budget import is_costly
 from fastloop.bridge.apply.rehearse.rehearsal import Hands
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import let_through
 from fastloop.records.plan import Step
 
 
-def make_search(
-    site: LiveSite, rung: str, wants: Mapping[str, Any], *, held: Sequence[Step], terms: Terms | None, hands: Hands
-) -> SizeSearch:
+def make_search(site: LiveSite, wants: Mapping[str, Any], *, held: Sequence[Step], hands: Hands) -> SizeSearch:
     """Make the search that finds the micro-batch on the first step.
 
     Args:
-        rung: the rung that requests the search.
-        wants: its wants.
+        wants: what the rung that requests the search wants.
         held: rungs that wait for the rehearsal.
-        terms: the conditions under which they are tried; None: regardless of cost.
     """
-
-    def skip() -> str | None:
-        if terms is None or rung not in terms.by_ladder or not terms.weighs_costs:
-            return None
-        left = terms.of_run(site.trainer).steps_left
-        return None if left is None or left >= LEAST_STEPS else f"this run is too short to search, {left} steps"
 
     quick = [step for step in held if step.change.rehearse == "modules" and not is_costly(step)]
     names = sorted(step.rung for step in held)
@@ -40,7 +30,6 @@ def make_search(
         whole=wants["step.whole_batches"],
         quick=partial(_switch_on, site, quick, hands),
         key=(names, site.facts.precision, site.facts.world_size, wants.get("step.batch_norm")),
-        skip=skip,
         say=hands.say,
     )
 
