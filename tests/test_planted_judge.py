@@ -92,7 +92,7 @@ def test_a_ten_percent_slowdown_in_an_unmodified_script_is_found(tmp_path: Path)
 def test_a_deeper_queue_that_is_only_emptied_is_not_faster(tmp_path: Path) -> None:
     """While the first step takes its time, workers fill their queue; then the loader is the limit, in both arms.
 
-    One in twenty 95 % intervals is wrong, so it has three tries.
+    One in twenty 95 % intervals is wrong, and other work may take the CPUs, so it has three tries.
     """
     for _ in range(3):
         said = fastloop(
@@ -110,7 +110,7 @@ def test_a_deeper_queue_that_is_only_emptied_is_not_faster(tmp_path: Path) -> No
             "--force",
         )
         found, one = said.json, said.json["comparisons"][0]
-        if one["verdict"] in ("no_difference", "inconclusive"):
+        if one["verdict"] in ("no_difference", "inconclusive") and one["ratio"] == pytest.approx(1, abs=0.05):
             break
     assert one["verdict"] in ("no_difference", "inconclusive") and said.code in (0, 4), said.err
     assert one["ratio"] == pytest.approx(1, abs=0.05) and one["ci95"][0] < 1 < one["ci95"][1]

@@ -174,7 +174,7 @@ class CompiledCall:
             stance = torch.compiler.set_stance("eager_on_recompile")
         elif is_new:
             stance = _backward_at_once()
-        if not budget.exhausted:
+            # Not in later calls: in torch 2.15 a marked tensor does not fit a graph that was made without marks.
             for way in self._varying.keys() & tensors.keys():
                 torch._dynamo.maybe_mark_dynamic(tensors[way], self._varying[way])
         self._frozen.module, self._frozen.tensors = self.module, tensors
