@@ -76,7 +76,8 @@ class ProgressLines(Callback):
             return
         self._latest_s, (first_s, first) = now, self._lines[0]
         self._lines.append((now - self._read_once_s(), done))
-        left_s = (self._lines[-1][0] - first_s) / (done - first) * (trainer.max_steps - done)
+        took_s = max(0.0, self._lines[-1][0] - first_s)  # a cost may become known late
+        left_s = took_s / (done - first) * (trainer.max_steps - done)
         sys.stderr.write(f"step {done} of {trainer.max_steps}, about {left_s:.0f} s left\n")
         sys.stderr.flush()
 
