@@ -72,9 +72,9 @@ def describe_sampler_draws(loader: LoaderFacts) -> tuple[str, ...]:
 def can_keep_theirs(facts: Facts) -> bool:
     """Whether the user's own workers, which restart every epoch, can survive one, and nothing speaks against it."""
     loader = facts.loader
-    if loader is None or facts.reload_every_n_epochs or loader.may_change or loader.worker_hazards:
+    if loader is None or facts.reload_every_n_epochs or loader.may_change:
         return False
-    return may_survive(loader)
+    return not (loader.worker_hazards or loader.remembers) and may_survive(loader)
 
 
 def may_survive(loader: LoaderFacts) -> bool:

@@ -32,6 +32,18 @@ class Counts(Numbers):
         return torch.tensor([float(index + 100 * self.calls)])
 
 
+class Caches(Numbers):
+    """Each new worker adds its own noise once."""
+
+    def __init__(self) -> None:
+        self.cache: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index not in self.cache:
+            self.cache[index] = torch.rand(1)
+        return self.cache[index]
+
+
 class Net(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -66,8 +78,9 @@ def load(dataset: Any = None) -> Any:
         (load, True),
         (lambda: CombinedLoader([load(), load()], "max_size"), True),
         (lambda: load(Counts()), False),
+        (lambda: load(Caches()), False),
     ],
-    ids=["one", "two", "state"],
+    ids=["one", "two", "state", "cache"],
 )
 def test_the_samples_are_those_of_a_plain_run(make: Any, kept: bool) -> None:
     torch.manual_seed(0)

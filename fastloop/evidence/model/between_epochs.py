@@ -49,6 +49,15 @@ def list_changers(
     return tuple(found)
 
 
+def list_remembered(dataset: Any, collate: Any = None) -> tuple[str, ...]:
+    """Containers that samples fill. New workers find them empty; kept ones would hold more with each epoch, up to a
+    copy of all samples each, with the augmentation of when they were put there."""
+    walked = [*walk(dataset), *walk(collate, "collate_fn")]
+    return tuple(
+        dict.fromkeys(f"{path}{state}" for path, item in walked for state in sample_code.list_remembered(item))
+    )
+
+
 def _list_read(walked: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, str]]:
     """Objects that samples are made from, by their ids, with their names; globals by their module and name, too."""
     functions: dict[Any, None] = {}

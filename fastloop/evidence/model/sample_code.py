@@ -186,6 +186,18 @@ def _list_changes(function: Any) -> Iterator[str]:
             yield found
 
 
+def list_remembered(item: Any) -> Iterator[str]:
+    """What samples put into a container that outlives them, such as a cache: ``.cache``, or `` (the outer CACHE)``."""
+    for function in list_sample_functions(item):
+        if (parsed := _parse(function)) is not None:
+            tree, me = parsed
+            objects, _ = _list_outer(function)
+            for node in ast.walk(tree):
+                adds = isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "setdefault"
+                puts = (each for each in _list_targets(node) if adds or isinstance(each, ast.Subscript))
+                yield from filter(None, (_name_state(each, me, objects) for each in puts))
+
+
 def calls_between_yields(function: Any, names: re.Pattern[str]) -> bool:
     """Whether a loop that yields calls a module's function of such a name, and gives it no ``generator`` of its own."""
     if not inspect.isgeneratorfunction(function) or (parsed := _parse(function)) is None:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
 
-from fastloop.evidence.model.between_epochs import list_changers
+from fastloop.evidence.model.between_epochs import list_changers, list_remembered
 
 LEVEL, OTHER = 0, 0
 CONFIG = {"level": 0}
@@ -223,3 +223,34 @@ def test_a_sampler_and_what_workers_start_with() -> None:
     assert list_changers(PLAIN, [SetsConfig()], worker_init=_read_config) == (
         "CONFIG is changed by SetsConfig.on_train_epoch_start",
     )
+
+
+class Caches(Plain):
+    def __init__(self) -> None:
+        self.cache: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.cache:
+            self.cache[index] = torch.rand(())
+        return self.cache[index]
+
+
+class SetsDefault(Caches):
+    def __getitem__(self, index: int) -> Any:
+        return self.cache.setdefault(index, torch.rand(()))
+
+
+class OpensLate(Plain):
+    file: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.file is None:
+            self.file = [index]
+        made = {}
+        made[index] = self.file[0]
+        return made
+
+
+def test_what_samples_leave_behind() -> None:
+    assert list_remembered(Caches()) == list_remembered(SetsDefault()) == ("dataset.cache",)
+    assert list_remembered(PLAIN, COLLATE) == list_remembered(OpensLate()) == ()
