@@ -102,7 +102,8 @@ def _find_written(owner: Any, function: Any, written: str) -> Iterator[Any]:
         yield id(owner)
     else:
         value = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}.get(written)
-        yield id(function.__globals__), written
+        if not inspect.ismodule(value):  # `torch.manual_seed(0)` sets nothing in this one
+            yield id(function.__globals__), written
     if inspect.ismodule(value) and value is not os:
         yield id(vars(value))
     if not isinstance(value, _FIXED):

@@ -209,8 +209,13 @@ def test_what_changes_samples_is_found(dataset: Any, other: Any, found: str) -> 
     assert len(changers) == 1 and changers[0].startswith(found)
 
 
+class ByTorch(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index)
+
+
 def test_what_changes_nothing_that_samples_read_is_not() -> None:
-    for dataset in (PLAIN, ByGlobal(), ByConfig(), ByOptions(), ByEnvironment()):
+    for dataset in (PLAIN, ByTorch(), ByGlobal(), ByConfig(), ByOptions(), ByEnvironment()):
         others = [SetsOther(), SetsOther(Miner(dataset)), AsksMiner(Plain()), LambdaCallback(on_fit_end=print)]
         assert list_changers(dataset, others, collate=COLLATE, worker_init=_read_config) == ()
     assert list_changers(PLAIN, [SetsEnvironment(), SetsGlobal(), SetsConfig()]) == ()
