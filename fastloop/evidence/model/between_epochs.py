@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -101,7 +102,8 @@ def _find_written(owner: Any, function: Any, written: str) -> Iterator[Any]:
         value = held.get(written[1:], held.get(f"_{written[1:]}"))
         yield id(owner)
     else:
-        value = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}.get(written)
+        outer = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}
+        value = outer.get(written, sys.modules.get(written))  # it may import a module itself
         if not inspect.ismodule(value):  # `torch.manual_seed(0)` sets nothing in this one
             yield id(function.__globals__), written
     if inspect.ismodule(value) and value is not os:

@@ -254,9 +254,14 @@ def _find_stores(code: Any) -> str | None:
 def list_roots_written(function: Any) -> Iterator[str]:
     """What a function writes to, or below: ``.x`` for its object's attribute, or the name of an outer object."""
     if (parsed := _parse(function)) is not None:
-        modules = {name for name, value in list_globals(function) if inspect.ismodule(value)}
-        for state in _list_writes(function, *parsed, modules):
-            yield state.removeprefix(" (the outer ").removesuffix(")")
+        modules = {name: name for name, value in list_globals(function) if inspect.ismodule(value)}
+        for node in ast.walk(parsed[0]):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                modules |= {each.asname or each.name: f"{package}{each.name}" for each in node.names}
+        for state in _list_writes(function, *parsed, set(modules)):
+            name = state.removeprefix(" (the outer ").removesuffix(")")
+            yield modules.get(name, name)
 
 
 def _list_writes(function: Any, tree: ast.AST, me: str | None, modules: Collection[str] = frozenset()) -> Iterator[str]:

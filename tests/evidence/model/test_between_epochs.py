@@ -120,6 +120,13 @@ class SetsClass(L.Callback):
         Plain.level += 1
 
 
+class SetsImported(L.Callback):
+    def on_train_epoch_start(self, *args: Any) -> None:
+        from tests.evidence.model import test_between_epochs as samples
+
+        samples.LEVEL = 1
+
+
 class AsksHelper(L.Callback):
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         _raise_level(trainer)
@@ -187,6 +194,7 @@ PLAIN, COLLATE = Plain(), Collate()
     ("dataset", "other", "found"),
     [
         (ByGlobal(), SetsGlobal(), "LEVEL is changed by SetsGlobal.on_train_epoch_start"),
+        (ByGlobal(), SetsImported(), "the module of Collate.__call__ is changed by SetsImported"),
         (ByConfig(), SetsConfig(), "CONFIG is changed by SetsConfig.on_train_epoch_start"),
         (ByOptions(), SetsOptions(), "dataset.options is changed by SetsOptions.on_train_epoch_start"),
         (ByEnvironment(), SetsEnvironment(), "os is changed by SetsEnvironment.on_train_epoch_start"),
