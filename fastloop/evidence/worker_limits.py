@@ -74,7 +74,7 @@ def can_keep_theirs(facts: Facts) -> bool:
     loader = facts.loader
     if loader is None or facts.reload_every_n_epochs or loader.may_change:
         return False
-    return may_survive(loader)
+    return not (loader.worker_hazards or loader.remembers) and may_survive(loader)
 
 
 def may_survive(loader: LoaderFacts) -> bool:

@@ -149,7 +149,8 @@ class LazyLoader(Disguised):
     It starts late for two reasons. Lightning 2.5.3 to 2.6.6 calls ``iter`` before it sets the sampler's epoch on
     resume, so that worker processes replay the order of epoch 0 (Lightning #21938). And a loader without workers also
     draws its shuffle at the first ``next``: random draws in between keep their place in the stream. A loader with an
-    ``__iter__`` of its own starts at once, since only its class knows what happens there.
+    ``__iter__`` of its own starts at once, since only its class knows what happens there; so does one with the user's
+    own workers, since it draws its shuffle at ``iter``.
 
     Args:
         inner: the loader to stand in for.
@@ -157,10 +158,12 @@ class LazyLoader(Disguised):
         epochs: makes an epoch's batches from a loader and a function that starts its iterator; None to use the
             iterator itself.
         engine: loads in place of the loader; None if the loader itself loads.
+        at_once: whether an epoch starts at ``iter``.
     """
 
     _OWN: ClassVar[Collection[str]] = (
         "inner",
+        "at_once",
         "keeps_iterator",
         "epochs",
         "engine",
@@ -177,7 +180,9 @@ class LazyLoader(Disguised):
         keeps_iterator: bool = False,
         epochs: Epochs | None = None,
         engine: Engine | None = None,
+        at_once: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.at_once = at_once
         self.inner, self.keeps_iterator, self.epochs, self.engine = inner, keeps_iterator, epochs, engine
         self._has_begun = False
         self._drawn: torch.Tensor | None = None
@@ -193,6 +198,8 @@ class LazyLoader(Disguised):
         own = isinstance(self.inner, DataLoader) and makes_iterators(type(self.inner))
         self._begun = iter(self.inner) if own and not hasattr(self.inner, "state_dict") else None
         self._drawn = self._draw_seed()
+        if self._begun is None and self.engine is None and self.epochs is None and self.at_once():
+            self._begun = self._begin(self._drawn)
         return _Batches(self._batches(self._drawn))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -68,6 +68,8 @@ class LoaderFacts:
     """Why several threads of this process could get different samples from the dataset than one thread."""
     may_change: tuple[str, ...] = ()
     """What may change the dataset between epochs, as found by reading code; empty if nothing does."""
+    remembers: tuple[str, ...] = ()
+    """Containers that its samples fill, such as a cache; empty in a new worker."""
     own_iterator: bool = False
     """Its class returns custom iterators, so batches pass through code of that class."""
     unpicklable: str | None = None

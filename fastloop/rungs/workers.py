@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
 from fastloop.evidence.worker_limits import (
+    can_keep_theirs,
     count_epoch_batches,
     describe_sampler_draws,
     find_obstacle,
@@ -115,8 +116,9 @@ class Workers:
             return Change(waits_for="the train loader", may_want=("loader.num_workers",))
         loader = facts.loader
         # Not if only this rung was named: new workers would see changed globals, helpers and environment variables.
-        is_asked = self.persistent is True or (self.persistent == "auto" and "workers" in facts.by_ladder)
-        if is_asked and self.count == "auto" and may_survive(loader) and self._keep(loader, facts, []):
+        by_ladder = self.persistent == "auto" and "workers" in facts.by_ladder and can_keep_theirs(facts)
+        is_asked = by_ladder or (self.persistent is True and may_survive(loader))
+        if is_asked and self.count == "auto" and self._keep(loader, facts, []):
             note = f"your {loader.num_workers} workers are kept between epochs, instead of being restarted"
             parity: Parity = "approximate" if loader.draws_random else "exact"
             return Change(wants={"loader.persistent_workers": True}, parity=parity, notes=(note,))

@@ -129,6 +129,8 @@ class TrainLoaders:
                 engine.wants_channels_last = self.staging.wants_channels_last
         keeps_iterator = bool(getattr(loader, "persistent_workers", False))
         start: dict[str, Any] = {"keeps_iterator": keeps_iterator, "epochs": epochs, "engine": engine}
+        if isinstance(loader, DataLoader) and loader.num_workers:
+            start["at_once"] = lambda: not self.trainer.fit_loop.restarting
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
             limit = {"count": asked} if bounded is None else {}  # else the sampler ends the epoch, and whoever loads it

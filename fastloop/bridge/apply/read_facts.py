@@ -17,6 +17,7 @@ from fastloop.bridge.apply.read_model import list_methods, overrides, read_modul
 from fastloop.evidence import machine
 from fastloop.evidence.model import between_batches, thread_safety
 from fastloop.evidence.model import dataset as datasets
+from fastloop.evidence.model.between_epochs import list_changers, list_remembered
 from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
@@ -186,7 +187,14 @@ def read_loader_facts(
             *thread_safety.find_thread_hazards(loader.dataset, loader.collate_fn),
             *between_batches.list_holders(loader.dataset, others, between=True),
         ),
-        may_change=between_batches.list_changers(loader.dataset, others),
+        may_change=list_changers(
+            loader.dataset,
+            others,
+            collate=loader.collate_fn,
+            worker_init=loader.worker_init_fn,
+            sampler=sampler,
+        ),
+        remembers=list_remembered(loader.dataset, loader.collate_fn),
         own_iterator=makes_iterators(type(loader)),
         sample_bytes=datasets.sample_bytes(loader.dataset) if loader.collate_fn is default else None,
         unpicklable=unpicklable,

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from fastloop.evidence.model import sample_code
 from fastloop.evidence.model.dataset import DRAWS, draws_random, draws_random_numbers, walk
@@ -24,6 +26,9 @@ _COUNTERS = {"global_step", "batch_idx", "total_batch_idx", "batch_progress"}
 _GIVES_DATA = re.compile(r"(\w+_)?dataloader|setup|prepare_data|teardown|configure_\w+|__\w+__")
 """Methods that create the data, or run before it exists."""
 
+_TRAINERS = {"lightning", "pytorch_lightning", "lightning_fabric", "torch", "fastloop", *sys.stdlib_module_names}
+_TRAINERS -= {"__main__"}
+"""Packages whose hooks leave the data alone; those of other installed packages are read like the user's."""
 _OUTSIDE = tuple(f"on_{when}_{end}" for when in ("fit", "train", "train_epoch") for end in ("start", "end"))
 """Hooks that run before an epoch's first batch is requested, or after its last one."""
 
@@ -90,17 +95,9 @@ def depends_on_time(owner: Any, method: str) -> bool:
     return bool(names & _COUNTERS) or any(map(draws_random_numbers, [function, *own])) or bool(draws_random(*parts))
 
 
-def list_changers(dataset: Any, others: Iterable[Any]) -> tuple[str, ...]:
-    """What may change the dataset between epochs, as found in code and attributes; empty if nothing does."""
-    others = tuple(others)
-    found = dict.fromkeys(list_holders(dataset, others))
-    for path, item in walk(dataset):
-        for name, written in sample_code.list_writers(type(item)):
-            found[f"{path}.{written} is changed by its {name}()"] = None
-    return tuple(found)
-
-
-def list_holders(dataset: Any, others: Iterable[Any], *, between: bool = False) -> tuple[str, ...]:
+def list_holders(
+    dataset: Any, others: Iterable[Any], *, between: bool = False, name: str = "dataset"
+) -> tuple[str, ...]:
     """The callbacks and modules that can access the dataset.
 
     Args:
@@ -108,25 +105,49 @@ def list_holders(dataset: Any, others: Iterable[Any], *, between: bool = False) 
     """
     found: dict[str, None] = {}
     others = tuple(others)
-    held = dict(_list_held(others, between))
-    for path, item in walk(dataset):
-        if id(item) in held and _is_changeable(item):
-            found[f"{path} is held by {held[id(item)]}"] = None
+    direct, within = dict(_list_held(others, between)), dict(_list_held(others, between, within=True))
+    for path, item in walk(dataset, name):
+        holder = direct.get(id(item)) or (within.get(id(item)) if _is_users(item) else None)
+        if holder is not None and _is_changeable(item):
+            found[f"{path} is held by {holder}"] = None
     for other in others:
-        for name, function in _list_running(other, between):
-            if (named := next(filter(_BY_DATA.fullmatch, sample_code.list_names(function.__code__)), None)) is not None:
-                found[f"{type(other).__name__}.{name} names {named}"] = None
+        for hook, function in list_running(other, between):
+            if (named := next(filter(_BY_DATA.fullmatch, _list_names(other, function)), None)) is not None:
+                found[f"{type(other).__name__}.{hook} names {named}"] = None
     return tuple(found)
 
 
-def _list_held(others: Iterable[Any], between: bool = False) -> Iterator[tuple[int, str]]:
-    """Objects that methods of callbacks and modules can access, as attributes or through their own module."""
+def _list_names(other: Any, function: Any) -> Iterator[str]:
+    """Names in a method and in the user's functions that it calls, also those given to getattr."""
+    for called in dict.fromkeys((function, *sample_code.list_called(function, type(other)))):
+        yield from (names := tuple(sample_code.list_names(called.__code__)))
+        if "getattr" in names:
+            yield from (const for const in called.__code__.co_consts if isinstance(const, str))
+
+
+def _is_users(item: Any) -> bool:
+    """Whether it is a dataset, or of a user's class."""
+    return isinstance(item, Dataset) or not (inspect.isroutine(item) or sample_code.is_installed(type(item)))
+
+
+def _list_held(others: Iterable[Any], between: bool = False, *, within: bool = False) -> Iterator[tuple[int, str]]:
+    """Objects that methods of callbacks and modules can access, as attributes or through their own module; `within`
+    adds what these hold."""
+    seen = set[int]()
     for other in others:
-        for _, function in _list_running(other, between):
+        for _, function in list_running(other, between):
             own = {name: vars(other)[name] for name in sample_code.list_names(function.__code__) if name in vars(other)}
             outer = (*sample_code.list_closure(function), *sample_code.list_globals(function))
             for name, value in (*own.items(), *outer):
-                yield id(value), f"{type(other).__name__} ({name})"
+                label = f"{type(other).__name__} ({name})"
+                yield id(value), label
+                if within and id(value) not in seen:
+                    seen.add(id(value))
+                    yield from ((id(item), label) for _, item in walk(value, name))
+        given = vars(other).items() if within else ()  # what a LambdaCallback was given may be anything to call
+        for name, value in given:
+            if name.startswith("on_"):
+                yield from ((id(item), f"{type(other).__name__} ({name})") for _, item in walk(value, name))
 
 
 def _is_changeable(item: Any) -> bool:
@@ -136,10 +157,11 @@ def _is_changeable(item: Any) -> bool:
     return hasattr(type(item), "__setitem__") or isinstance(item, set) or not sample_code.is_installed(type(item))
 
 
-def _list_running(other: Any, between: bool = False) -> Iterator[tuple[str, Any]]:
+def list_running(other: Any, between: bool = False) -> Iterator[tuple[str, Any]]:
     """The user's methods of a callback or module that run while it trains."""
-    kinds = [{} if sample_code.is_installed(base) else dict(vars(base)) for base in type(other).__mro__]
-    own = {name: member for name, member in vars(other).items() if inspect.isfunction(member)}  # a LambdaCallback's
+    kinds = [{} if base.__module__.split(".")[0] in _TRAINERS else dict(vars(base)) for base in type(other).__mro__]
+    held = getattr(other, "__dict__", {})
+    own = {name: member for name, member in held.items() if inspect.isfunction(member)}  # a LambdaCallback's
     for members in (own, *kinds):
         for name, member in members.items():
             function = inspect.unwrap(member) if callable(member) else None

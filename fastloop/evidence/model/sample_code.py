@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import textwrap
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,11 @@ def _list_of_kind(kind: type) -> tuple[Any, ...]:
     return tuple(_follow([_find_method(kind, name) for name in _ENTRIES], kind))
 
 
+def list_called(function: Any, kind: type) -> tuple[Any, ...]:
+    """A method and the user's functions that it calls, its object's own and those of modules."""
+    return tuple(_follow([function], kind, modules=True))
+
+
 def _follow(starts: list[Any], kind: type, modules: bool = False) -> Iterator[Any]:
     queue, seen = deque(starts), set[int]()
     while queue:
@@ -121,9 +126,18 @@ def list_writers(kind: type) -> Iterator[tuple[str, str]]:
     running = {function.__name__ for function in _list_of_kind(kind)}
     for base in kind.__mro__:
         for name, member in {} if is_installed(base) else dict(vars(base)).items():
-            function = inspect.unwrap(member) if callable(member) else None
-            if inspect.isfunction(function) and name not in running and name not in _BEFORE:
+            function = _find_function(member)
+            is_run = name in running and not isinstance(member, property)
+            if function is not None and not is_run and name not in _BEFORE:
                 yield from ((name, written) for written in _list_written(function))
+
+
+def _find_function(member: Any) -> Any:
+    """The function by which a member of a class may change its object; a property's is its setter."""
+    if isinstance(member, property):
+        return member.fset
+    function = inspect.unwrap(member) if callable(member) or isinstance(member, classmethod) else None
+    return function if inspect.isfunction(function) else None
 
 
 def _find_method(kind: type, name: str) -> Any:
@@ -170,6 +184,18 @@ def _list_changes(function: Any) -> Iterator[str]:
             found = _name_state(node.args[0], me, objects)
         if found is not None:
             yield found
+
+
+def list_remembered(item: Any) -> Iterator[str]:
+    """What samples put into a container that outlives them, such as a cache: ``.cache``, or `` (the outer CACHE)``."""
+    for function in list_sample_functions(item):
+        if (parsed := _parse(function)) is not None:
+            tree, me = parsed
+            objects, _ = _list_outer(function)
+            for node in ast.walk(tree):
+                adds = isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "setdefault"
+                puts = (each for each in _list_targets(node) if adds or isinstance(each, ast.Subscript))
+                yield from filter(None, (_name_state(each, me, objects) for each in puts))
 
 
 def calls_between_yields(function: Any, names: re.Pattern[str]) -> bool:
@@ -225,10 +251,23 @@ def _find_stores(code: Any) -> str | None:
     return next(filter(None, (_find_stores(const) for const in code.co_consts if inspect.iscode(const))), None)
 
 
-def _list_writes(function: Any, tree: ast.AST, me: str | None) -> Iterator[str]:
+def list_roots_written(function: Any) -> Iterator[str]:
+    """What a function writes to, or below: ``.x`` for its object's attribute, or the name of an outer object."""
+    if (parsed := _parse(function)) is not None:
+        modules = {name: name for name, value in list_globals(function) if inspect.ismodule(value)}
+        for node in ast.walk(parsed[0]):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                modules |= {each.asname or each.name: f"{package}{each.name}" for each in node.names}
+        for state in _list_writes(function, *parsed, set(modules)):
+            name = state.removeprefix(" (the outer ").removesuffix(")")
+            yield modules.get(name, name)
+
+
+def _list_writes(function: Any, tree: ast.AST, me: str | None, modules: Collection[str] = frozenset()) -> Iterator[str]:
     objects, classes = _list_outer(function)
     declared = {name for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
-    outer = declared | objects | classes
+    outer = declared | objects | classes | set(modules)
     aliases: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):

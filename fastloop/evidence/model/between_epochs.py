@@ -1,0 +1,112 @@
+"""Code that may change between two epochs what a loader's workers hold a copy of: its dataset, collate_fn and globals.
+
+A worker that is kept has the samples' code and data as they were when it started; a new one has them as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from fastloop.evidence.model import sample_code
+from fastloop.evidence.model.between_batches import list_holders, list_running
+from fastloop.evidence.model.dataset import walk
+
+_FIXED = (str, bytes, int, float, complex, bool, tuple, type(None))
+
+
+def list_changers(
+    dataset: Any, others: Iterable[Any], *, collate: Any = None, worker_init: Any = None, sampler: Any = None
+) -> tuple[str, ...]:
+    """What may change it between epochs, as found in code and attributes; empty if nothing does.
+
+    Args:
+        others: callbacks and the module.
+        collate: the loader's collate_fn.
+        worker_init: its worker_init_fn.
+        sampler: its batch sampler, or its sampler.
+    """
+    others = tuple(others)
+    roots = [(dataset, "dataset"), *([] if collate is None else [(collate, "collate_fn")])]
+    found = {each: None for root, name in roots for each in list_holders(root, others, name=name)}
+    held = {each.partition(" is held by ")[0] for each in found}
+    walked = [each for root, name in roots for each in walk(root, name)]
+    for path, item in walked:
+        for name, written in sample_code.list_writers(type(item)):
+            found[f"{path}.{written} is changed by its {name}()"] = None
+        for function in sample_code.list_sample_functions(item):
+            names = set(sample_code.list_names(function.__code__))
+            if "initial_seed" in names or {"get_worker_info", "seed"} <= names:
+                found[f"{function.__qualname__} reads its worker's seed, which is new in each epoch"] = None
+    read = dict(_list_read([*walked, *walk(worker_init, "worker_init_fn")]))
+    for owner, name, function in _list_running_here(others, sampler, read):
+        for written in sample_code.list_roots_written(function):
+            known = (read[key] for key in _find_written(owner, function, written) if key in read)
+            found |= {f"{path} is changed by {type(owner).__name__}.{name}": None for path in known if path not in held}
+    return tuple(found)
+
+
+def list_remembered(dataset: Any, collate: Any = None) -> tuple[str, ...]:
+    """Containers that samples fill. New workers find them empty; kept ones would hold more with each epoch, up to a
+    copy of all samples each, with the augmentation of when they were put there."""
+    walked = [*walk(dataset), *walk(collate, "collate_fn")]
+    return tuple(
+        dict.fromkeys(f"{path}{state}" for path, item in walked for state in sample_code.list_remembered(item))
+    )
+
+
+def _list_read(walked: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, str]]:
+    """Objects that samples are made from, by their ids, with their names; globals by their module and name, too."""
+    functions: dict[Any, None] = {}
+    for path, item in walked:
+        yield id(item), path
+        yield from ((id(kind), kind.__name__) for kind in type(item).__mro__ if not sample_code.is_installed(kind))
+        functions |= dict.fromkeys(sample_code.list_sample_functions(item))
+    for function in functions:
+        scope = id(function.__globals__)
+        yield scope, f"the module of {function.__qualname__}"
+        for name, value in (*sample_code.list_globals(function), *sample_code.list_closure(function)):
+            yield (scope, name), name
+            if not (isinstance(value, _FIXED) or inspect.isroutine(value) or _is_library(value)):
+                yield id(value), name
+
+
+def _is_library(value: Any) -> bool:
+    """Whether it is an installed module or class. What the training sets in one is seldom for the samples; in os, it is
+    their environment."""
+    if inspect.ismodule(value):
+        return value is not os and sample_code.is_installed(SimpleNamespace(__module__=value.__name__))
+    return isinstance(value, type) and sample_code.is_installed(value)
+
+
+def _list_running_here(others: Iterable[Any], sampler: Any, read: Collection[Any]) -> Iterator[tuple[Any, str, Any]]:
+    """Functions that run in this process while it trains, each with its object and the method that calls it."""
+    for other in others:
+        for name, function in list_running(other):
+            for called in dict.fromkeys((function, *sample_code.list_called(function, type(other)))):
+                yield other, name, called
+    for _, item in walk(sampler, "sampler"):
+        if id(item) not in read and not sample_code.is_installed(type(item)):
+            own = dict(list_running(item)).values()
+            yield from ((item, each.__name__, each) for each in (*own, *sample_code.list_sample_functions(item)))
+
+
+def _find_written(owner: Any, function: Any, written: str) -> Iterator[Any]:
+    """Keys, as in `_list_read`, of an object that a function writes to."""
+    if written.startswith("."):
+        held = getattr(owner, "__dict__", {})
+        value = held.get(written[1:], held.get(f"_{written[1:]}"))
+        yield id(owner)
+    else:
+        outer = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}
+        value = outer.get(written, sys.modules.get(written))  # it may import a module itself
+        if not inspect.ismodule(value):  # `torch.manual_seed(0)` sets nothing in this one
+            yield id(function.__globals__), written
+    if inspect.ismodule(value) and value is not os:
+        yield id(vars(value))
+    if not isinstance(value, _FIXED):
+        yield id(value)

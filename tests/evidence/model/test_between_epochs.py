@@ -1,0 +1,269 @@
+"""Whatever the training may change of what samples are made from is found; what it may not, is not."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
+
+from fastloop.evidence.model.between_epochs import list_changers, list_remembered
+
+LEVEL, OTHER = 0, 0
+CONFIG = {"level": 0}
+OPTIONS = argparse.Namespace(level=0)
+
+
+class Plain(Dataset):
+    level = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return index + self.level
+
+
+class ByGlobal(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return index + LEVEL
+
+
+class ByConfig(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return index + _read_config()
+
+
+class ByOptions(Plain):
+    def __init__(self) -> None:
+        self.options = OPTIONS
+
+
+class ByEnvironment(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return index + int(os.environ.get("LEVEL", "0"))
+
+
+class BySeed(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return index + torch.initial_seed()
+
+
+class ByWorkersSeed(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return index + get_worker_info().seed
+
+
+class WithProperty(Plain):
+    @property
+    def hardness(self) -> int:
+        return self._hardness
+
+    @hardness.setter
+    def hardness(self, value: int) -> None:
+        self._hardness = value
+
+
+class OfClass(Plain):
+    @classmethod
+    def harden(cls) -> None:
+        cls.level += 1
+
+
+class SetsGlobal(L.Callback):
+    def on_train_epoch_start(self, *args: Any) -> None:
+        global LEVEL
+        LEVEL += 1
+
+
+class SetsOther(L.Callback):
+    """Changes what no sample reads, and draws."""
+
+    def __init__(self, held: Any = None) -> None:
+        self.held, self.count, self.losses = held, 0, []
+
+    def on_train_epoch_start(self, *args: Any) -> None:
+        global OTHER
+        OTHER += 1
+        self.count += CONFIG["level"]
+        self.losses.append(self.count)
+        torch.manual_seed(OTHER)
+
+
+class SetsConfig(L.Callback):
+    def on_train_epoch_start(self, *args: Any) -> None:
+        CONFIG["level"] += 1
+
+
+class SetsOptions(L.Callback):
+    def __init__(self) -> None:
+        self.options = OPTIONS
+
+    def on_train_epoch_start(self, *args: Any) -> None:
+        self.options.level += 1
+
+
+class SetsEnvironment(L.Callback):
+    def on_train_epoch_start(self, *args: Any) -> None:
+        os.environ["LEVEL"] = "1"
+
+
+class SetsClass(L.Callback):
+    def on_train_epoch_start(self, *args: Any) -> None:
+        Plain.level += 1
+
+
+class SetsImported(L.Callback):
+    def on_train_epoch_start(self, *args: Any) -> None:
+        from tests.evidence.model import test_between_epochs as samples
+
+        samples.LEVEL = 1
+
+
+class AsksHelper(L.Callback):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        _raise_level(trainer)
+
+
+class AsksByName(L.Callback):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        getattr(trainer, "datamodule", None).level = 1
+
+
+class Miner:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def step(self, *args: Any) -> None:
+        self.held.level += 1
+
+
+class AsksMiner(L.Callback):
+    def __init__(self, held: Any) -> None:
+        self.miner = Miner(held)
+
+    def on_train_epoch_start(self, *args: Any) -> None:
+        self.miner.step()
+
+
+class Teaches(Sampler):
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[int]:
+        self.data.level += 1
+        yield from range(len(self.data))
+
+
+class Orders(Teaches):
+    def __iter__(self) -> Iterator[int]:
+        self.last = [self.data[index] for index in range(8)]
+        yield from self.last
+
+
+class Collate:
+    strength = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return [sample + self.strength for sample in samples]
+
+
+def _read_config() -> int:
+    return CONFIG["level"]
+
+
+def _raise_level(trainer: Any) -> None:
+    trainer.train_dataloader.dataset.level += 1
+
+
+def _set_level(held: Any, *args: Any) -> None:
+    held.level += 1
+
+
+PLAIN, COLLATE = Plain(), Collate()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "other", "found"),
+    [
+        (ByGlobal(), SetsGlobal(), "LEVEL is changed by SetsGlobal.on_train_epoch_start"),
+        (ByGlobal(), SetsImported(), "the module of Collate.__call__ is changed by SetsImported"),
+        (ByConfig(), SetsConfig(), "CONFIG is changed by SetsConfig.on_train_epoch_start"),
+        (ByOptions(), SetsOptions(), "dataset.options is changed by SetsOptions.on_train_epoch_start"),
+        (ByEnvironment(), SetsEnvironment(), "os is changed by SetsEnvironment.on_train_epoch_start"),
+        (PLAIN, SetsClass(), "Plain is changed by SetsClass.on_train_epoch_start"),
+        (PLAIN, AsksHelper(), "AsksHelper.on_train_epoch_start names train_dataloader"),
+        (PLAIN, AsksByName(), "AsksByName.on_train_epoch_start names datamodule"),
+        (PLAIN, AsksMiner(PLAIN), "dataset is held by AsksMiner (miner)"),
+        (PLAIN, AsksMiner(DataLoader(PLAIN)), "dataset is held by AsksMiner (miner)"),
+        (PLAIN, LambdaCallback(on_train_epoch_start=Miner(PLAIN).step), "dataset is held by LambdaCallback (on_"),
+        (PLAIN, LambdaCallback(on_train_epoch_end=functools.partial(_set_level, PLAIN)), "dataset is held by Lambda"),
+        (PLAIN, AsksMiner(COLLATE), "collate_fn is held by AsksMiner (miner)"),
+        (BySeed(), None, "BySeed.__getitem__ reads its worker's seed"),
+        (ByWorkersSeed(), None, "ByWorkersSeed.__getitem__ reads its worker's seed"),
+        (WithProperty(), None, "dataset._hardness is changed by its hardness()"),
+        (OfClass(), None, "dataset.level is changed by its harden()"),
+    ],
+)
+def test_what_changes_samples_is_found(dataset: Any, other: Any, found: str) -> None:
+    changers = list_changers(dataset, [] if other is None else [other], collate=COLLATE)
+    assert len(changers) == 1 and changers[0].startswith(found)
+
+
+class ByTorch(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index)
+
+
+def test_what_changes_nothing_that_samples_read_is_not() -> None:
+    for dataset in (PLAIN, ByTorch(), ByGlobal(), ByConfig(), ByOptions(), ByEnvironment()):
+        others = [SetsOther(), SetsOther(Miner(dataset)), AsksMiner(Plain()), LambdaCallback(on_fit_end=print)]
+        assert list_changers(dataset, others, collate=COLLATE, worker_init=_read_config) == ()
+    assert list_changers(PLAIN, [SetsEnvironment(), SetsGlobal(), SetsConfig()]) == ()
+
+
+def test_a_sampler_and_what_workers_start_with() -> None:
+    assert list_changers(PLAIN, [], sampler=BatchSampler(Orders(PLAIN), 2, False)) == ()
+    teaching = list_changers(PLAIN, [], sampler=BatchSampler(Teaches(PLAIN), 2, False))
+    assert teaching == ("dataset is changed by Teaches.__iter__",)
+    assert list_changers(PLAIN, [SetsConfig()], worker_init=_read_config) == (
+        "CONFIG is changed by SetsConfig.on_train_epoch_start",
+    )
+
+
+class Caches(Plain):
+    def __init__(self) -> None:
+        self.cache: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.cache:
+            self.cache[index] = torch.rand(())
+        return self.cache[index]
+
+
+class SetsDefault(Caches):
+    def __getitem__(self, index: int) -> Any:
+        return self.cache.setdefault(index, torch.rand(()))
+
+
+class OpensLate(Plain):
+    file: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.file is None:
+            self.file = [index]
+        made = {}
+        made[index] = self.file[0]
+        return made
+
+
+def test_what_samples_leave_behind() -> None:
+    assert list_remembered(Caches()) == list_remembered(SetsDefault()) == ("dataset.cache",)
+    assert list_remembered(PLAIN, COLLATE) == list_remembered(OpensLate()) == ()
