@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.evidence import machine
-from fastloop.evidence.model.dataset import find_worker_hazards
+from fastloop.evidence.samples.dataset import find_worker_hazards
 from fastloop.feeds.lazy_loader import LazyLoader, clone
 from fastloop.feeds.workers import packed_list, tried_workers
 from fastloop.feeds.workers.packed_list import PackedList, Packing
@@ -322,6 +322,16 @@ def test_epochs_too_short_to_start_workers_in_each_go_without(run: dict[str, Any
     )
 
 
+def check_kept(rung: Workers, given: Facts, kept: bool) -> None:
+    if not kept:
+        with pytest.raises(NotApplicable, match="your number stands"):
+            rung.plan(given)
+        return
+    change = rung.plan(given)
+    assert change.wants == {"loader.persistent_workers": True}
+    assert given.loader is not None and change.parity == ("approximate" if given.loader.draws_random else "exact")
+
+
 @pytest.mark.parametrize(
     ("settings", "loader", "kept"),
     [
@@ -339,13 +349,7 @@ def test_your_own_workers_are_kept_where_you_ask_for_it(
     settings: dict[str, Any], loader: dict[str, Any], kept: bool
 ) -> None:
     given = facts({"num_workers": 3, "batches": 32, **loader})
-    if not kept:
-        with pytest.raises(NotApplicable, match="your number stands"):
-            Workers(enabled=True, **settings).plan(given)
-        return
-    change = Workers(enabled=True, **settings).plan(given)
-    assert change.wants == {"loader.persistent_workers": True}
-    assert change.parity == ("approximate" if "draws_random" in loader else "exact")
+    check_kept(Workers(enabled=True, **settings), given, kept)
 
 
 @pytest.mark.parametrize(
@@ -365,13 +369,7 @@ def test_a_ladder_keeps_your_own_workers_where_epochs_are_short(
     settings: dict[str, Any], loader: dict[str, Any], run: dict[str, Any], kept: bool
 ) -> None:
     given = facts({"num_workers": 3, "batches": 32, **loader}, by_ladder=frozenset({"workers"}), **run)
-    if not kept:
-        with pytest.raises(NotApplicable, match="your number stands"):
-            Workers(enabled=True, **settings).plan(given)
-        return
-    change = Workers(enabled=True, **settings).plan(given)
-    assert change.wants == {"loader.persistent_workers": True}
-    assert change.parity == ("approximate" if "draws_random" in loader else "exact")
+    check_kept(Workers(enabled=True, **settings), given, kept)
 
 
 def test_a_batch_that_fits_nowhere_means_no_workers() -> None:

@@ -15,9 +15,9 @@ from torch.utils.data.sampler import BatchSampler
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_model import list_methods, overrides, read_module
 from fastloop.evidence import machine
-from fastloop.evidence.model import between_batches, thread_safety
-from fastloop.evidence.model import dataset as datasets
-from fastloop.evidence.model.between_epochs import list_changers, list_remembered
+from fastloop.evidence.samples import between_batches, thread_safety
+from fastloop.evidence.samples import dataset as datasets
+from fastloop.evidence.samples.between_epochs import list_changers, list_remembered
 from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures

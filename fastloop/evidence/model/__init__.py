@@ -1,1 +1,1 @@
-"""Properties of model and dataset: floating-point operations, captured graphs, hazards, distance of gradients."""
+"""Properties of the model: floating-point operations, captured graphs, memory that grows, distance of gradients."""

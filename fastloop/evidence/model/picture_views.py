@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastloop.evidence.model import sample_code
+from fastloop.evidence.samples import sample_code
 
 _MOST_ITEMS = 32
 """Limit on the items examined in a list."""

@@ -18,8 +18,8 @@ from pathlib import Path, PurePath
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
-from fastloop.evidence.model import sample_code
-from fastloop.evidence.model.dataset import draws_random
+from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples.dataset import draws_random
 
 _MOST_DEPTH, _LONG = 12, 100
 

@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from fastloop.evidence.model import sample_code
-from fastloop.evidence.model.dataset import walk
+from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples.dataset import walk
 from fastloop.feeds.lazy_loader import name_sampler
 
 Order = dict[str, dict[str, Any]]

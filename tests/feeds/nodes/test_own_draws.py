@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastloop.evidence.model import thread_safety
+from fastloop.evidence.samples import thread_safety
 from fastloop.feeds.nodes.own_draws import OwnDraws, draw_own
 
 pytestmark = pytest.mark.timeout(200)

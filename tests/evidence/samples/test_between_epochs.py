@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
 
-from fastloop.evidence.model.between_epochs import list_changers, list_remembered
+from fastloop.evidence.samples.between_epochs import list_changers, list_remembered
 
 LEVEL, OTHER = 0, 0
 CONFIG = {"level": 0}
@@ -122,7 +122,7 @@ class SetsClass(L.Callback):
 
 class SetsImported(L.Callback):
     def on_train_epoch_start(self, *args: Any) -> None:
-        from tests.evidence.model import test_between_epochs as samples
+        from tests.evidence.samples import test_between_epochs as samples
 
         samples.LEVEL = 1
 

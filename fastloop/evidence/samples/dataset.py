@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from fastloop.evidence.model import sample_code
+from fastloop.evidence.samples import sample_code
 
 _MOST_OBJECTS, _MOST_MEMBERS, _DEEPEST = 5000, 200, 7
 _MANY_OBJECTS = 1_000_000

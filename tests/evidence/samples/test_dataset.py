@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from fastloop.evidence.model import dataset as dataset_module
-from fastloop.evidence.model.dataset import draws_random, find_unpicklable, find_worker_hazards, list_long, walk
+from fastloop.evidence.samples import dataset as dataset_module
+from fastloop.evidence.samples.dataset import draws_random, find_unpicklable, find_worker_hazards, list_long, walk
 
 
 class Items(Dataset):

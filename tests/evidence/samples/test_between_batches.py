@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler
 
-from fastloop.evidence.model.between_batches import find_sampler_hazards, list_draws
-from fastloop.evidence.model.between_epochs import list_changers
+from fastloop.evidence.samples.between_batches import find_sampler_hazards, list_draws
+from fastloop.evidence.samples.between_epochs import list_changers
 
 DATA = TensorDataset(torch.zeros(8))
 LOSSES = {"last": 0.0}

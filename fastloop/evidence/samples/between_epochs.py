@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from fastloop.evidence.model import sample_code
-from fastloop.evidence.model.between_batches import list_holders, list_running
-from fastloop.evidence.model.dataset import walk
+from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples.between_batches import list_holders, list_running
+from fastloop.evidence.samples.dataset import walk
 
 _FIXED = (str, bytes, int, float, complex, bool, tuple, type(None))
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from fastloop.evidence.model.dataset import draws_random
-from fastloop.evidence.model.thread_safety import find_thread_hazards, list_shared_draws
+from fastloop.evidence.samples.dataset import draws_random
+from fastloop.evidence.samples.thread_safety import find_thread_hazards, list_shared_draws
 
 COUNT = {"samples": 0}
 WRITTEN = "is written while a sample is made, and threads would write it at once"

@@ -11,8 +11,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastloop.evidence.model import dataset as datasets
-from fastloop.evidence.model import sample_code
+from fastloop.evidence.samples import dataset as datasets
+from fastloop.evidence.samples import sample_code
 
 _REASONS: Mapping[str, str] = {
     datasets.SHARED: "is a connection or a client of one, and answers to several threads would get mixed up",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from fastloop.evidence.model import sample_code
-from fastloop.evidence.model.dataset import DRAWS, draws_random, draws_random_numbers, walk
+from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples.dataset import DRAWS, draws_random, draws_random_numbers, walk
 
 _SETS_EPOCH = ("set_epoch", "state_dict")
 _TRAINING = ("Module", "Trainer", "Optimizer", "Callback")

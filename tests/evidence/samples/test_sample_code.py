@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from fastloop.evidence.model.sample_code import is_installed, list_globals, list_sample_functions, list_writers
+from fastloop.evidence.samples.sample_code import is_installed, list_globals, list_sample_functions, list_writers
 from fastloop.feeds.lazy_loader import Bounded
 
 TABLE = {"a": 1}
