@@ -59,6 +59,10 @@ def _keep_theirs(seen: Measurement) -> tuple[dict[str, Any], str] | None:
     return {"enabled": True, "persistent": True}, f"your {loader.get('num_workers')} workers can stay between epochs"
 
 
+def _may_keep(seen: Measurement) -> bool:
+    return restarts_workers(seen) and read_loader(seen).get("can_keep_workers") is not False
+
+
 CARD = Card(
     family="feed",
     does=lambda seen: f"the loader has 0 workers, {read_loader(seen).get('usable_cpus')} CPUs are usable",
@@ -69,7 +73,7 @@ CARD = Card(
         and is_worth_handing_over(seen)
     ),
     remedies={"epoch_gap": _keep_theirs},
-    advice={"epoch_gap": lambda seen, on: KEEP if on and restarts_workers(seen) else None},
+    advice={"epoch_gap": lambda seen, on: KEEP if on and _may_keep(seen) else None},
     variants=_list_variants,
     tunes=Tunable(
         field="count",

@@ -34,6 +34,7 @@ def test_from_five_per_cent_on(name: str, ms: float, named: bool) -> None:
         ({"num_workers": 4}, (), "your loader's 4 workers between epochs: persistent_workers=True"),
         ({"num_workers": 4, "can_keep_workers": False}, (), "make epochs longer"),
         ({"num_workers": 4}, ("workers",), "rungs.workers.persistent: true"),
+        ({"num_workers": 4, "can_keep_workers": False}, ("workers",), "make epochs longer"),
         ({"num_workers": 0}, (), "make epochs longer"),
         ({"num_workers": 4, "persistent_workers": True}, (), "make epochs longer"),
         ({"num_workers": 4, "persistent_workers": True}, ("workers",), "make epochs longer"),

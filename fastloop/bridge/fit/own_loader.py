@@ -26,7 +26,9 @@ def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[s
     if not loader_state.find_loaders(trainer) or (decode_ms is None and not restarts):
         return {}
     facts = _read_loader(trainer, applier, ladder)
-    loader = {**seen, "can_keep_workers": facts is not None and can_keep_theirs(facts)}
+    loader = dict(seen)
+    if facts is None or (facts.loader is not None and facts.loader.num_workers):
+        loader["can_keep_workers"] = facts is not None and can_keep_theirs(facts)
     if decode_ms is None:
         return {"loader": loader}
     refused = {} if facts is None else list_refused(ladder, facts)
