@@ -244,10 +244,12 @@ def import_ahead(scripts: Sequence[str]) -> bool:
             names = [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             with contextlib.suppress(ImportError):
                 if isinstance(node, ast.Import):
-                    any(map(importlib.import_module, names))
+                    for name in names:
+                        importlib.import_module(name)
                 elif isinstance(node, ast.ImportFrom) and node.module:
                     module = importlib.import_module(node.module)
-                    any(hasattr(module, name) for name in names)
+                    for name in names:
+                        getattr(module, name, None)  # some packages import a name's module only now
     torch = sys.modules["torch"]
     return Fork(lambda: torch.cuda.is_available() and torch.cuda.init()).wait() == 0
 
