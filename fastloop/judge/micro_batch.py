@@ -21,6 +21,8 @@ class FoundSize:
     """Samples per second, forward and backward, of the sizes that were timed."""
     why: str = ""
     """What limits it, or why there was no search."""
+    uncompiled: int | None = None
+    """The size to use if the model is not compiled after all; None = the same."""
 
 
 def list_sizes(own: int, batches: int) -> list[int]:

@@ -94,6 +94,8 @@ class Attempt:
     kept: bool = False
     ended: End | None = None
     why: str = ""
+    idle: Mapping[str, str] = field(default_factory=dict)
+    """Rungs of a kept ladder that have no effect here and were left out, with the reason."""
     parity: Outcome = field(default_factory=Outcome)
     tuned: Mapping[str, int] | None = None
     """Numbers found by a search: ``{"rungs.workers.count": 8}``."""

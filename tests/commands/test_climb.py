@@ -249,7 +249,7 @@ def test_what_a_ceiling_was_taken_from_is_told_and_not_forgotten(pretend: Callab
 def test_stopped_it_leaves_what_it_has(pretend: Callable[..., Any], tmp_path: Path) -> None:
     class Stopped(SimulatedRunner):
         def run(self, at: str, *rest: Any, **more: Any) -> Result:
-            if "screen-3" in at:
+            if "screen-2" in at:
                 raise KeyboardInterrupt
             return super().run(at, *rest, **more)
 

@@ -304,6 +304,7 @@ class Applier:
                 warn=self.warn,
                 one_time=self.one_time,
                 list_held=lambda: sorted(self._live.held),
+                is_planned=lambda name: any(step.rung == name for step in self.plan.planned),
                 groups=site.groups if changed.wants.get("step.batch_norm") == "groups" else None,
             )
             self.micro = MicroBatches(choice)

@@ -1,7 +1,7 @@
 """One attempt of a climb.
 
-It predicts what a rung saves, tunes its numbers, screens it with two pairs of runs, checks that the training is still
-the same, and keeps the rung or records why not.
+It predicts what a rung saves, tunes its numbers, screens it with one or two pairs of runs, checks that the training is
+still the same, and keeps the rung or records why not.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ TURNS = ((0, "base"), (0, "arm"), (1, "arm"), (1, "base"))
 APART = 1.25
 """If the ratios of two pairs differ by this factor, and are not both this far on the same side of 1, something else
 ran on the machine during one of them."""
+CLEAR = 2.0
+"""If the first pair's ratio is this large, and its base as fast as measured before, a second pair would change nothing.
+The proof is the A/B at the end."""
 
 
 class BaseFailed(Exception):
@@ -64,7 +67,7 @@ def make_attempt(context: Context, candidate: Candidate, at: str) -> Attempt:
 
 @dataclass(frozen=True)
 class _Screen:
-    """Two pairs of runs with and without a candidate, and the decision that follows."""
+    """Pairs of runs with and without a candidate, and the decision that follows."""
 
     context: Context
     candidate: Candidate
@@ -112,6 +115,8 @@ class _Screen:
                 same = context.runner.compare_ledgers(known.stack, self.arm, [(runs["base"][0], result)])
                 if same.passed is False:
                     return self.end("parity", same.why, same)
+                if first >= CLEAR and (runs["base"][0].step_ms or 0.0) <= APART * now.now_ms:
+                    break
         return self._judge()
 
     def _rule_out(self, result: Result) -> tuple[End, str] | None:
@@ -130,10 +135,13 @@ class _Screen:
         return None
 
     def _drop_idle(self, row: Attempt) -> Attempt:
-        """Remove the rungs of a ladder that have no effect here."""
-        idle = self.runs["arm"][-1].inactive if self.candidate.whole else {}
-        rungs = {rung: settings for rung, settings in row.patch["rungs"].items() if rung not in idle}
-        return dataclasses.replace(row, patch={"rungs": rungs}, rung="+".join(rungs)) if idle else row
+        """Leave out the rungs of a ladder that have no effect here."""
+        if not self.candidate.whole:
+            return row
+        inactive = self.runs["arm"][-1].inactive
+        rungs = {rung: settings for rung, settings in row.patch["rungs"].items() if rung not in inactive}
+        idle = {rung: why for rung, why in inactive.items() if rung in row.patch["rungs"]}
+        return dataclasses.replace(row, patch={"rungs": rungs}, rung="+".join(rungs), idle=idle)
 
     def _judge(self) -> Attempt:
         context, both = self.context, list(zip(self.runs["base"], self.runs["arm"], strict=True))
@@ -141,7 +149,8 @@ class _Screen:
         effect = statistics.screen(pairs, context.pool)
         if (odd := _find_contradiction(pairs)) is not None:
             return self.end("odd", odd)
-        if not statistics.looks_faster(effect):
+        clear = min(arm / base for base, arm in pairs) >= APART
+        if not clear and not statistics.looks_faster(effect):
             why = "not faster"
             if effect is not None:
                 why += f": {100 * (effect.ratio - 1):+.1f} % in two pairs, where runs differ by {100 * effect.sd:.1f} %"

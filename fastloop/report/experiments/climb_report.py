@@ -43,6 +43,7 @@ def write_lines(climb: ClimbFile) -> list[str]:
         ("PROOF" if climb.confirmed else "WHY", [why]),
         ("RATE", [_compare_rates(climb)]),
         ("KEPT", [f"{each.name}: {climb_rows.describe_saving(each)}" for each in kept]),
+        ("IDLE", [f"{', '.join(idle)}: no effect here, see report.md"] if (idle := _collect_idle(climb)) else []),
         ("NOT KEPT", [f"{each.name}: {each.why or 'n/a'}" for each in back]),
         ("DROPPED", [", ".join(dropped) + ": not slower without"] if (dropped := _list_dropped(climb)) else []),
         ("LADDERS", [_list_ladders(climb)]),
@@ -114,8 +115,11 @@ def write_ladder_yaml(climb: ClimbFile) -> str:
     ]
     text = _write_comment(head, "") + ("rungs:\n" if stack else "rungs: {}\n")
     shown = [each for each in climb.rungs if each.kept or each.takes_away]
+    told: list[str] = []
     for name, settings in stack.items():
-        figures = [_describe_figures(each) for each in shown if name in (each.rung, *each.patch.get("rungs", {}))]
+        of_rung = [each for each in shown if name in (each.rung, *each.patch.get("rungs", {}))]
+        figures = [f"{each.name}, as above" if each.name in told else _describe_figures(each) for each in of_rung]
+        told += [each.name for each in of_rung]
         text += _write_comment(figures or ["on from the start"], "  ") + indent(dump_yaml({name: settings}), "  ")
     return text
 
@@ -178,6 +182,11 @@ def _compare_rates(climb: ClimbFile) -> str:
     )
 
 
+def _collect_idle(climb: ClimbFile) -> dict[str, str]:
+    """Collect the rungs of kept ladders that were left out because they have no effect here, with the reason."""
+    return {rung: why for each in climb.rungs if each.kept for rung, why in each.idle.items()}
+
+
 def _list_dropped(climb: ClimbFile) -> list[str]:
     """List rungs that were kept at first and removed again at the end."""
     return [each.rung for each in climb.rungs if each.takes_away and each.kept]
@@ -226,11 +235,13 @@ def _make_sections(climb: ClimbFile) -> tuple[Section, ...]:
         for each in climb.rungs
         if each.tuned
     )
+    idle = tuple(f"{rung}: {why}" for rung, why in _collect_idle(climb).items())
     return (
         Section(title=rungs.title, table=rungs),
         Section(title="The ladder", code=write_ladder_yaml(climb)),
         Section(title="Parity", table=parity),
         Section(title="Ceilings", table=_make_ceiling_table(climb)),
+        *([Section(title="Left out of the ladder", listed=idle)] if idle else []),
         *([Section(title="Numbers that were tuned", listed=tuned)] if tuned else []),
         Section(title="How it climbed", text=(HOW, *([f"It ended: {ended}."] if ended else []))),
         Section(title="Where it ran", listed=describe_hardware(climb.hardware)),

@@ -225,6 +225,16 @@ def test_each_rung_stands_under_its_figures() -> None:
     assert "# on from the start\n  pin:" in climb_report.write_ladder_yaml(opened(climb([], 743.0, stack=stack)))
 
 
+def test_a_ladder_of_several_rungs_is_told_once() -> None:
+    patch = {"rungs": {"amp": {"enabled": True}, "fused": {"enabled": True}}}
+    whole = rung("amp+fused", 743, 200, patch=patch, **{"try": "ladder-bf16"}, idle={"cache": "no epoch ended"})
+    content = opened(climb([whole], 543.0))
+    text = climb_report.write_ladder_yaml(content)
+    assert text.count("saved 200 ms") == 1 and "# ladder-bf16, as above\n  fused:" in text
+    assert "IDLE     cache: no effect here, see report.md" in climb_report.write_lines(content)
+    assert "* cache: no epoch ended" in climb_report.write_reports(content)["report.md"]
+
+
 @pytest.mark.parametrize(
     "text",
     [HOSTILE, "a\nrungs: {pin: {enabled: true}}", "x\r  amp: 1", "\x85 y: 1", "\u2028 z: 1", JAPANESE],

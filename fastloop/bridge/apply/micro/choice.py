@@ -45,6 +45,8 @@ class PieceChoice:
             are.
         warn: receives one line for the user.
         one_time: collects one-time costs, which belong to no step.
+        list_held: lists the rungs that wait for the rehearsal.
+        is_planned: whether a rung still applies to this run.
         groups: receives the number of user batches in each piece, which then contains only whole ones; None if no rung
             needs it.
     """
@@ -59,6 +61,7 @@ class PieceChoice:
         warn: Callable[[str], None] = lambda _line: None,
         one_time: OneTime | None = None,
         list_held: Callable[[], Collection[str]] = tuple,
+        is_planned: Callable[[str], bool] = lambda _rung: True,
         groups: BatchGroups | None = None,
     ) -> None:
         self._search = micro if isinstance(micro, SizeSearch) else None
@@ -66,7 +69,7 @@ class PieceChoice:
         """Samples per piece; 0 until the search has found it."""
         self._rung, self._strict, self._warn = rung, strict, warn
         self._compares, self._undecided = compares, compares or groups is not None
-        self._one_time, self._list_held = one_time or OneTime(), list_held
+        self._one_time, self._list_held, self._is_planned = one_time or OneTime(), list_held, is_planned
         self.groups = groups
         self.windows = MergedWindows()
         self.whole: tuple[int, int] | None = None
@@ -115,6 +118,7 @@ class PieceChoice:
                 return Chosen(self._cut(batch, trainer, window))
             self._find_size(self._search, strategy, batch, window, rest)
         elif self._search is not None and self.refused is None and self.windows.find_apart(batch) is None:
+            self._heed_refused_compile(self._search, window)
             self._fit_longer(self._search, strategy, batch, window, rest)
         if window is None:
             return Chosen(self._split(strategy, trainer, batch, rest))
@@ -162,6 +166,18 @@ class PieceChoice:
         if self.micro == trial.own:
             self.refused, self._undecided = f"your own micro-batch stays: {self._found.why}", False
             self._apart_why = self.refused
+
+    def _heed_refused_compile(self, search: SizeSearch, window: Merged | None) -> None:
+        """Take the size for an uncompiled model if the rung that was to compile it was refused."""
+        found = self._found
+        if found is None or found.uncompiled is None or search.compiles is None or self._is_planned(search.compiles):
+            return
+        self.micro = found.uncompiled
+        why = f"{found.why}; {self.micro} without {search.compiles}, which {found.size} counted on"
+        self._found = replace(found, size=self.micro, uncompiled=None, why=why)
+        search.remember(self.micro)
+        if window is not None and self.micro == window.sizes[0]:
+            self.refused = self._apart_why = f"your own micro-batch stays: {why}"
 
     def _fit_longer(
         self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]

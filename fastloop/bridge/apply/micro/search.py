@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fastloop.bridge.apply.micro.gradient_check import TakeLoss, quiet, unwritten
-from fastloop.bridge.apply.rehearse.optimizer_twins import count_state_bytes
+from fastloop.bridge.apply.micro.room import GIB, Room
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
@@ -38,8 +37,6 @@ PLAYS, ENOUGH_MS = 4, 400.0
 """Each size is timed this many times, or for this long. The shortest time counts."""
 FEWER = 2
 """Number of sizes below the user's own that are tried if that one fits."""
-GIB, MUCH = 2**30, 2
-"""A CUDA context takes less than this many GiB."""
 Quick = Callable[[], AbstractContextManager[Callable[[Any], Any]]]
 """A context in which rungs are on; yields a function that converts a batch for them."""
 
@@ -76,10 +73,14 @@ class SizeSearch:
     """Why not to search."""
     say: Callable[[str], None] = lambda _line: None
     warn: Callable[[str], None] = lambda _line: None
+    compiles: str | None = None
+    """The rung that compiles the model after its rehearsal, if BatchNorm then takes all groups at once."""
     longest: float = 0.0
     """The longest samples tried, as measured by `measure_length`."""
     sizes: Sequence[int] = ()
     """Candidate sizes, from the smallest to the one found."""
+    remember: Callable[[int], None] = lambda _size: None
+    """Notes a size for later runs."""
 
     def find(self, strategy: Any, sizes: Sequence[int], trial: Trial) -> FoundSize:
         """The size for all ranks: the smallest of those that each rank finds. One exchange, at the end.
@@ -99,11 +100,15 @@ class SizeSearch:
                 size=trial.own, why=f"ranks start with batches of different sizes: {min(owns)} to {max(owns)}"
             )
         agreed: FoundSize = min(every, key=lambda each: each.size)
+        if any(each.uncompiled is not None for each in every):
+            agreed = replace(agreed, uncompiled=min(each.uncompiled or each.size for each in every))
         if agreed.size != mine.size:
             with contextlib.suppress(Exception):
                 run.play_plain([agreed.size])
-        if trainer.is_global_zero and agreed.rates and run.rates:
-            run.memory.keep_size(run.key, agreed.size)
+        if trainer.is_global_zero and run.ran:
+            self.remember = functools.partial(run.memory.keep_size, run.key)
+        if agreed.rates:
+            self.remember(agreed.size)
         self.sizes = [size for size in run.sizes if size <= agreed.size] or [agreed.size]
         return agreed
 
@@ -160,9 +165,12 @@ class _Run:
         self.parameters = [each for each in self.module.parameters() if each.requires_grad]
         self.peaks: dict[int, int] = {}
         self.rates: dict[int, float] = {}
+        """Samples per second by size; if the model will be compiled, with a BatchNorm as cheap as then."""
+        self.uncompiled: dict[int, float] = {}
+        """The same with BatchNorm as it is now."""
         self.ran: list[int] = []
         self.limit = "by the samples of your optimizer step, not by memory"
-        self.room = self._read_room()
+        self.room = Room(self.module, strategy, search.target)
         self.memory = Remembered([self.module], self.device)
 
     @functools.cached_property
@@ -181,14 +189,16 @@ class _Run:
             with (
                 announced("trying micro-batches on the first step", self.given.say),
                 limited(LIMIT_S, **words),
-                self._ballast(),
+                self.room.ballast(),
             ):
                 with unwritten(list(self.module.parameters())):
                     known = self._run_known()
                     if known is None:
                         self._run_each()
                 if known is not None:
-                    return FoundSize(size=known, why="it was the fastest here in an earlier run, and runs in this one")
+                    why = "it was the fastest here in an earlier run, and runs in this one"
+                    counts_on_it = self.given.compiles is not None and known != self.own
+                    return FoundSize(size=known, why=why, uncompiled=self.own if counts_on_it else None)
                 self._time_each()
         except TimeLimit as error:
             problem, self.limit = error, f"by the {LIMIT_S:.0f} s that a search may take"
@@ -197,18 +207,19 @@ class _Run:
             self._check_device(error)
             problem = error
         finally:
-            self._give_memory_back()
+            self.room.give_back()
         if not self.rates:
             return self._explain_nothing(problem)
-        chosen = judge.choose_size(self.rates, self.own)
+        chosen, uncompiled = (judge.choose_size(rates, self.own) for rates in (self.rates, self.uncompiled))
         timed = ", ".join(f"{size}: {rate:,.0f}" for size, rate in sorted(self.rates.items()))
         why = f"samples/s by size {timed}; the sizes are limited {self.limit}"
-        return FoundSize(size=chosen, rates=dict(self.rates), why=why)
+        other = uncompiled if uncompiled != chosen else None
+        return FoundSize(size=chosen, rates=dict(self.rates), why=why, uncompiled=other)
 
     def find_fitting(self) -> int | None:
         """The largest size that runs; None if none does, and then the step's own error shows why."""
         try:
-            with self._ballast():
+            with self.room.ballast():
                 for size in reversed(self.sizes):
                     self.play_plain([size])
                     if size in self.ran:
@@ -217,7 +228,7 @@ class _Run:
             let_through(error)
             self._check_device(error)
         finally:
-            self._give_memory_back()
+            self.room.give_back()
         return None
 
     def _explain_nothing(self, problem: Exception | None) -> FoundSize:
@@ -244,7 +255,7 @@ class _Run:
     def _run_each(self) -> None:
         """Run the user's size and larger ones until one does not fit; also smaller ones, a few if the user's fits."""
         below = [size for size in self.sizes if size < self.own]
-        if self.room is not None and below:  # two small ones predict the memory of larger ones before these are tried
+        if self.room.bytes is not None and below:  # two small ones predict the memory of larger ones beforehand
             self.play_plain(sorted({below[len(below) // 2], below[-1]}))
         self.play_plain([size for size in self.sizes if size >= self.own])
         fits = self.own in self.ran
@@ -258,13 +269,13 @@ class _Run:
         """Run sizes as the first step will, until one does not fit; records the results in `ran` and `peaks`."""
         alone = self.strategy.lightning_module.trainer.world_size == 1
         with quiet(self.strategy), untouched(self.module), contextlib.ExitStack() as after:
-            after.callback(self._reset_peak)  # memory that only trials took is no peak of the training
+            after.callback(self.room.reset_peak)  # memory that only trials took is no peak of the training
             for size in sizes:
                 predicted = judge.predict_bytes(self.peaks, size)
-                if self.room is not None and predicted is not None and predicted > self.room:
+                if self.room.bytes is not None and predicted is not None and predicted > self.room.bytes:
                     self._limit_by_memory(f"{size} would take about {predicted / GIB:.1f}")
                     return
-                retries = self._reset_peak()
+                retries = self.room.reset_peak()
                 try:
                     # Ranks run different numbers of trials, so none may wait for another.
                     with nullcontext() if alone else RefuseCollectives():  # type: ignore[no-untyped-call]
@@ -274,21 +285,17 @@ class _Run:
                         raise
                     self._note_failure(size, error)
                     return
-                if self.room is not None:
+                if self.room.bytes is not None:
                     self.peaks[size] = torch.cuda.max_memory_reserved(self.device)
-                    again = self._count_retries() - retries
-                    if self.peaks[size] > self.room or again:
+                    again = self.room.count_retries() - retries
+                    if self.peaks[size] > self.room.bytes or again:
                         said = f"{size} takes {self.peaks[size] / GIB:.1f}"
                         self._limit_by_memory(f"{said} ({again} allocations had to be tried again)" if again else said)
                         return
                 self.ran.append(size)
 
     def _limit_by_memory(self, said: str) -> None:
-        assert self.room is not None
-        free, total = torch.cuda.mem_get_info(self.device)
-        others = total - free - torch.cuda.memory_reserved(self.device)
-        held = f" ({others / GIB:.1f} GiB are held by others)" if others > MUCH * GIB else ""
-        self.limit = f"by memory: {said} of {self.room / GIB:.1f} GiB{held}"
+        self.limit = f"by memory: {said} of {self.room.describe()}"
 
     def _note_failure(self, size: int, error: Exception) -> None:
         let_through(error)
@@ -298,7 +305,7 @@ class _Run:
         else:
             self.limit = f"by what runs: {size} ended in {type(error).__name__}: {' '.join(str(error).split())[:100]}"
         error.__traceback__ = None  # its frames hold the tensors that did not fit
-        self._give_memory_back()
+        self.room.give_back()
 
     # -- how fast they are ------------------------------------------------------------------------------------------
 
@@ -313,7 +320,11 @@ class _Run:
                         piece = self.take(size)
                         piece = piece._replace(batch=convert(piece.batch))
                         self._play(size, piece)
-                        self.rates[size] = 1e3 * size / self._read_ms(size, piece)
+                        self.uncompiled[size] = rate = 1e3 * size / self._read_ms(size, piece)
+                        if self.given.compiles is not None and piece.groups > 1:
+                            # Compiled code takes all groups at once, at the price of torch's own BatchNorm.
+                            rate = 1e3 * size / self._read_ms(size, piece._replace(groups=1))
+                        self.rates[size] = rate
                 except TimeLimit:
                     raise
                 except Exception as error:
@@ -340,47 +351,6 @@ class _Run:
             torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self._synchronize()
         return 1e3 * (time.perf_counter() - began)
-
-    # -- memory -----------------------------------------------------------------------------------------------------
-
-    def _read_room(self) -> float | None:
-        """Bytes that this process may hold, after subtracting what other processes hold; None unless on CUDA."""
-        if self.device.type != "cuda":
-            return None
-        free, total = torch.cuda.mem_get_info(self.device)
-        return self.given.target * total - (total - free - torch.cuda.memory_reserved(self.device))
-
-    @contextlib.contextmanager
-    def _ballast(self) -> Iterator[None]:
-        """Allocate as much as the optimizers' state will take, plus one gradient held until the next piece."""
-        if self.room is None:
-            yield
-            return
-        held = torch.empty(self._count_later_bytes(), dtype=torch.uint8, device=self.device)
-        try:
-            yield
-        finally:
-            del held
-
-    def _count_later_bytes(self) -> int:
-        with untouched(self.module):
-            later = [count_state_bytes(optimizer) for optimizer in self.strategy.optimizers]
-        return sum([*later, *(each.nbytes for each in self.parameters)])
-
-    def _reset_peak(self) -> int:
-        if self.room is None:
-            return 0
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return self._count_retries()
-
-    def _count_retries(self) -> int:
-        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
-
-    def _give_memory_back(self) -> None:
-        if self.room is not None:
-            gc.collect()
-            self._reset_peak()
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

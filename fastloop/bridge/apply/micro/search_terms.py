@@ -25,11 +25,13 @@ def make_search(site: LiveSite, wants: Mapping[str, Any], *, held: Sequence[Step
 
     quick = [step for step in held if step.change.rehearse == "modules" and not is_costly(step)]
     names = sorted(step.rung for step in held)
+    compiles = next((step.rung for step in held if is_costly(step)), None)
     return SizeSearch(
         target=wants["step.target_memory"],
         whole=wants["step.whole_batches"],
         quick=partial(_switch_on, site, quick, hands),
         key=(names, site.facts.precision, site.facts.world_size, wants.get("step.batch_norm")),
+        compiles=compiles if wants.get("step.batch_norm") == "groups" else None,
         say=hands.say,
     )
 

@@ -359,7 +359,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(micro_search._Run, "_play", watched)
-    monkeypatch.setattr(micro_search._Run, "_read_room", lambda _run: state["room"] * GIB)
+    monkeypatch.setattr(micro_search.Room, "_read_bytes", lambda *_: state["room"] * GIB)
     return state
 
 
@@ -497,3 +497,50 @@ def test_a_batch_that_runs_whole_anyway_is_not_tried(monkeypatch: pytest.MonkeyP
     assert ours.seen("batch")["micro_batch"] == 4
     assert [shape for shape in LENGTHS if shape[1] == 24] == [(3, 24)] * 10
     assert spans.count("rehearsal") <= 2, "the search, and the first batch that was cut"
+
+
+# -- a size that counts on a compile ----------------------------------------------------------------------------------
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(16))
+
+
+def fit_compiled(monkeypatch: pytest.MonkeyPatch, backend: Any) -> Run:
+    """A run with `auto` and `compile`. Eager BatchNorm in groups makes merged batches slow, and one call makes them
+    fast."""
+    really = torch.compile
+    ms = {8: 8.0, 16: 10.0, 32: 12.0}
+    monkeypatch.setattr(
+        micro_search._Run, "_read_ms", lambda _run, size, piece: ms[size] * (4 if piece.groups > 1 else 1)
+    )
+    monkeypatch.setattr(torch, "compile", lambda made, **_how: really(made, backend=backend))
+    done = run(AUTO | {"compile": {}}, EVEN(), Normed, **ACCUMULATE)
+    monkeypatch.setattr(torch, "compile", really)
+    return done
+
+
+def test_sizes_are_timed_as_the_compiled_model_will_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, eager = run(None, EVEN(), Normed, **ACCUMULATE), run(AUTO, EVEN(), Normed, **ACCUMULATE)
+    ours = fit_compiled(monkeypatch, "eager")
+    assert ours.verdict("compile").took is True
+    assert ours.seen("batch")["micro_batch"] == 32 and ours.seen("batch")["micro_batches"] == [32]
+    assert ours.seen("batch")["rates"] == pytest.approx({"8": 1e3, "16": 1.6e3, "32": 32e3 / 12})
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) < 1e-5
+    assert distance(plain, eager) < 1e-5
+
+
+def test_a_refused_compile_brings_the_other_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the user's own, which the next run takes from the beginning."""
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no compiler today")
+
+    plain = run(None, EVEN(), Normed, **ACCUMULATE)
+    for said in ("8 without compile, which 32 counted on", "your own micro-batch stays"):
+        ours = fit_compiled(monkeypatch, fail)
+        assert "no compiler today" in (ours.reason("compile") or "") and said in ours.verdict("batch").why
+        assert ours.seen("batch")["micro_batch"] == 8
+        assert ours.module.samples == plain.module.samples and distance(plain, ours) < 1e-5
