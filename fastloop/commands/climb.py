@@ -146,7 +146,7 @@ class Recorder:
         self._before = before or ClimbFile()
         self._before_s, self._budget_s = self._before.spent_s or 0.0, (self._before.budget_s or 0.0) + budget_s
         self.allow = tuple(sorted({*allow, *self._before.allow}))
-        self.budget = Budget(budget_s, before_s=self._before_s)
+        self.budget = Budget(budget_s)
         self.climb: Climb | None = None
         self.stopped, self.partial = "", True
         self.confirmed: Confirmation | None = None
@@ -169,6 +169,7 @@ class Recorder:
             ceilings=self._before.ceilings_samples_per_s,
             notes=self._before.ceilings_notes,
             ladders=self._before.ladders_samples_per_s,
+            start_s=self._before.start_s,
             save=self.save,
         )
         return self.climb
@@ -191,6 +192,7 @@ class Recorder:
             ceilings_top_samples_per_s=rates,
             ceilings_notes=climb.notes,
             ladders_samples_per_s=climb.ladders,
+            start_s=climb.start_s or None,
             rungs=tuple(climb.rows),
             stack={"rungs": climb.stack},
             top=start if climb.costs is None else Speed(samples_per_s=rate, step_ms=climb.costs.now_ms),

@@ -161,6 +161,8 @@ class ClimbFile:
     allow: tuple[str, ...] = ()
     config_sha256: str | None = None
     recipe_sha256: str | None = None
+    start_s: float | None = None
+    """Seconds that a training takes besides its steps."""
     budget_s: float | None = None
     spent_s: float | None = None
     partial: bool = False

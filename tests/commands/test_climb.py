@@ -365,20 +365,6 @@ def test_an_edited_recipe_is_not_resumed(pretend: Callable[..., Any]) -> None:
         asked(resume="a", conf=mine)
 
 
-@pytest.mark.parametrize(("before_s", "kept_s"), [(500.0, 400.0), (0.0, 0.0)])
-def test_the_time_of_earlier_calls_counts_for_the_proof(
-    pretend: Callable[..., Any], before_s: float, kept_s: float
-) -> None:
-    pretend(runs=3)
-    asked(out="a")
-    left = json.loads(Path("a/climb.json").read_text())
-    Path("a/climb.json").write_text(json.dumps({**left, "spent_s": before_s}))
-    runners = pretend(runs=0)
-    asked(resume="a")
-    runners[-1].budget.reserve_s = 400.0
-    assert runners[-1].budget.kept_s == kept_s, "of a call of 600 s"
-
-
 def test_two_climbs_in_one_directory(pretend: Callable[..., Any], tmp_path: Path) -> None:
     runners = pretend()
     (tmp_path / "a").mkdir()
@@ -406,7 +392,7 @@ def test_by_force_nothing_of_an_earlier_climb_is_found_again(pretend: Callable[.
 def test_a_slow_loader_is_found_and_mended(monkeypatch: pytest.MonkeyPatch) -> None:
     """With real trainings up to the confirmation, which is an A/B as any other."""
     monkeypatch.setattr(command.ProcessRunner, "confirm", SimulatedRunner.confirm)
-    for name, value in (("confirmed", []), ("now", 0.0)):
+    for name, value in (("confirmed", []), ("now", 0.0), ("done", {})):
         monkeypatch.setattr(command.ProcessRunner, name, value, raising=False)
     safe = {rung: {"enabled": True} for rung in ("workers", "pin")}  # of shipped ladders each rung is trained without
     monkeypatch.setattr(command, "list_shipped", lambda: {"safe": safe})

@@ -246,6 +246,7 @@ class SimulatedRunner:
     def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Confirmation:
         self.budget.check("confirming the top", need_s, last=True)
         self.now += need_s
+        self.done[at] = Result()
         self.confirmed.append(stack)
         return Confirmation(
             ratio=5.0,
@@ -259,11 +260,13 @@ class SimulatedRunner:
         )
 
     def estimate_confirmation_s(self, at: str, needs: Needs) -> float:
+        if at in self.done:
+            return 0.0
         whole = 4 * needs.base_s + 3 * needs.arm_s + needs.start_s + 2 * needs.gradients_s
         return max(0.0, whole - self.confirm_done_s)
 
-    def reserve(self, seconds: float) -> None:
-        self.budget.reserve_s = seconds
+    def reserve(self, seconds: float, least_s: float | None = None) -> None:
+        self.budget.reserve(seconds, least_s)
 
 
 class Disturbed(SimulatedRunner):

@@ -190,7 +190,9 @@ class _Substitution:
 
     def _substitute(self, loader: Any, given: Any) -> Any:
         feed = loader if isinstance(loader, DeviceFeed) else None
-        source = loader.inner if isinstance(loader, LazyLoader) else loader
+        source = loader
+        if isinstance(loader, LazyLoader) and (loader.engine is None or self.count is not None):
+            source = loader.inner  # a comparison wants the user's own samples, a ceiling what an engine delivers
         sampler = _find_window_sampler(self.trainer.strategy)
         if self._leaf not in self._kept:
             batches = _load(source, self._limit_kept) if self.count is None else _take_first(source, self.count())
@@ -271,6 +273,8 @@ def _take_first(source: Any, count: int) -> list[Any]:
 def _end_workers(source: Any, iterator: Any) -> None:
     if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
+    if hasattr(iterator, "close"):
+        iterator.close()
     if hasattr(source, "_iterator"):
         source._iterator = None
 

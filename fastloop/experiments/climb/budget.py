@@ -23,19 +23,23 @@ class Budget:
     """Seconds of wall-clock time, counted from now.
 
     Args:
-        before_s: seconds that earlier calls have spent on the same climb.
 
     Attributes:
-        reserve_s: seconds that the last step needs. They are kept only if they fit into the time left and into half of
-            the total time; otherwise the last step will not fit, and the whole budget goes to the steps before it.
+        reserve_s: seconds to keep for the last step. They are kept as long as that step fits into the time left;
+            after that the whole budget goes to the steps before it.
+        least_s: seconds that the last step needs.
     """
 
-    def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic, *, before_s: float = 0.0) -> None:
-        self.total_s, self._before_s, self._clock, self._begun = total_s, before_s, clock, clock()
-        self.reserve_s = 0.0
+    def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total_s, self._clock, self._begun = total_s, clock, clock()
+        self.reserve_s = self.least_s = 0.0
 
     def spent_s(self) -> float:
         return self._clock() - self._begun
+
+    def reserve(self, seconds: float, least_s: float | None = None) -> None:
+        """Keep time for the last step, which needs `seconds`, or `least_s` of them."""
+        self.reserve_s, self.least_s = seconds, seconds if least_s is None else least_s
 
     def left_s(self) -> float:
         """Seconds left; negative during the grace period."""
@@ -44,8 +48,7 @@ class Budget:
     @property
     def kept_s(self) -> float:
         """Seconds of the remaining time that are kept for the last step."""
-        half_s = (self._before_s + self.total_s) / 2
-        return self.reserve_s if self.reserve_s <= min(half_s, self.left_s() + GRACE_S) else 0.0
+        return self.reserve_s if self.least_s <= self.left_s() + GRACE_S else 0.0
 
     def check(self, what: str, need_s: float, *, last: bool = False) -> None:
         """Raise Spent if `what` would not end in time; the `last` step may also use the reserve and the grace."""

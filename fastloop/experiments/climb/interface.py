@@ -132,8 +132,8 @@ class Runner(Protocol):
     def estimate_confirmation_s(self, at: str, needs: Needs) -> float:
         """Return the seconds that this confirmation still needs; its finished runs are found again."""
 
-    def reserve(self, seconds: float) -> None:
-        """Keep this much of the budget for the last step."""
+    def reserve(self, seconds: float, least_s: float | None = None) -> None:
+        """Keep this much of the budget for the last step, as long as the least that it needs is left."""
 
 
 def read_result(trial: Trial) -> Result:

@@ -67,7 +67,7 @@ class Climb(Measured):
         """Remove the rungs without which the top is not slower."""
         top, place = read_stack([row for row in self.rows if not row.takes_away]), f"top-{count_kept(self.rows)}"
         for rung in list_removable(self.rows):
-            self.runner.reserve(self._estimate_confirmation_s())
+            self.runner.reserve(self._estimate_confirmation_s(cold=True), self._estimate_confirmation_s())
             at = f"{len(self.rows) + 1:02d}-{WITHOUT}{rung}"
             self._note(take_away(self.context, rung, at, lambda number: self._run_top(place, top, number)))
 
@@ -147,12 +147,15 @@ class Climb(Measured):
         )
         return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS)).up_to(self.ends_at)
 
-    def _estimate_confirmation_s(self) -> float:
-        """Return the seconds that the rest of the confirmation takes."""
+    def _estimate_confirmation_s(self, *, cold: bool = False) -> float:
+        """Return the seconds that the rest of the confirmation takes. A top without a rung that it was checked with
+        starts `cold`: its gradient check compiles anew."""
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
         took, both = self._choose_confirm_length(), (self.naive.step_ms, self.costs.now_ms)
         base_s, arm_s = (took.seconds(ms, self.start_s) for ms in both)
         gradients_s = sum(estimate_gradient_s(ms, self.start_s) for ms in both) / 2
+        if cold or any(row.kept and row.takes_away for row in self.rows):
+            gradients_s += max((collect_cards()[rung].first_start_s for rung in self.stack), default=0.0) / 2
         return self.runner.estimate_confirmation_s(
             self._confirm_at, Needs(start_s=self.start_s, base_s=base_s, arm_s=arm_s, gradients_s=gradients_s)
         )

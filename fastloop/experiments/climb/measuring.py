@@ -44,6 +44,7 @@ class Measured:
         rows: attempts of earlier calls, with their ``costs`` if they were kept.
         ceilings: the start's ceilings, measured by an earlier call; ``notes`` says how they came about.
         ladders: rates of shipped ladders, measured by an earlier call.
+        start_s: the seconds that a training took besides its steps in an earlier call.
         save: called after each decision.
     """
 
@@ -57,6 +58,7 @@ class Measured:
         ceilings: Mapping[str, float | None] | None = None,
         notes: Mapping[str, str] | None = None,
         ladders: Mapping[str, float | None] | None = None,
+        start_s: float | None = None,
         save: Callable[[], None] = lambda: None,
     ) -> None:
         self.runner, self.start, self.warmup, self.save = runner, start, warmup, save
@@ -69,7 +71,7 @@ class Measured:
         """How a ceiling was obtained if no trial measured it, or why the start was measured again."""
         self.ladders: dict[str, float | None] = dict(ladders or {})
         """Samples per second of the start with a shipped ladder; None if it failed."""
-        self.start_s = 0.0
+        self.start_s, self._known_start_s = 0.0, start_s or math.inf
         self.ends_at: int | None = None
         """Optimizer steps after which a script ends by itself; None if it trained all requested steps."""
         self._without: set[str] = set()
@@ -147,7 +149,7 @@ class Measured:
         """Measure the start for as long as needed, which a short pilot shows."""
         pilot = self._run_naive("00-naive/pilot", PILOT, "measuring the baseline", 0.0)
         step_ms = pilot.step_ms or 0.0
-        self.start_s = pilot.start_s
+        self.start_s = min(pilot.start_s, self._known_start_s)
         if pilot.queued == 0 and PILOT.window * step_ms / 1e3 >= PILOT_ENOUGH * WINDOW_S:
             return pilot
         batches = (pilot.global_batch or 1) / pilot.world_size / (pilot.micro_batch or 1)
@@ -157,7 +159,7 @@ class Measured:
         naive = self._run_naive(
             "00-naive/as-it-is", took, "measuring the baseline", took.seconds(step_ms, self.start_s)
         )
-        self.start_s = naive.start_s
+        self.start_s = min(naive.start_s, self._known_start_s)
         return naive
 
     def _run_naive(self, at: str, took: Length, what: str, need_s: float) -> Result:

@@ -155,9 +155,9 @@ class ProcessRunner:
         }
         return sum(need_s for part, need_s in parts.items() if read_finished(self.place / at / part) is None)
 
-    def reserve(self, seconds: float) -> None:
-        """Keep this much of the budget for the last step."""
-        self.budget.reserve_s = seconds
+    def reserve(self, seconds: float, least_s: float | None = None) -> None:
+        """Keep this much of the budget for the last step, as long as the least that it needs is left."""
+        self.budget.reserve(seconds, least_s)
 
     def _make_arm(self, name: str, stack: Stack) -> Arm:
         return self.start.change(name, *list_overrides(stack))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -18,6 +19,7 @@ from fastloop.bridge.trials.ceilings import FEWEST, MOST, NoExchange, Replay, re
 from fastloop.errors import FastLoopError
 from fastloop.feeds.batch_tree import count_rows
 from fastloop.feeds.device_prefetcher import DeviceFeed
+from fastloop.feeds.lazy_loader import LazyLoader
 from tests import models
 from tests.bridge.launch import python
 from tests.runs import feed_on_cpu, watching
@@ -265,6 +267,37 @@ def test_no_queue_has_to_pass_before_the_window() -> None:
         assert loop is not None and loop.measurement is not None
         found.append((loop.measurement.evidence["loader"]["queued_batches"], loop.measurement.window_too_short))
     assert found == [(16, True), (0, False)]
+
+
+class Engine:
+    """Delivers batches of its own, and notes that it was ended."""
+
+    ended = False
+
+    def load(self, _seed: int) -> Iterator[Any]:
+        try:
+            for number in range(8):
+                yield {"x": torch.full((4,), float(number))}
+        finally:
+            self.ended = True
+
+
+@pytest.mark.parametrize("compares", [False, True], ids=["ceiling", "comparison"])
+def test_a_ceiling_replays_what_an_engine_delivers(compares: bool) -> None:
+    """A comparison of gradients replays the user's own samples: an engine draws other crops."""
+
+    class Strategy:
+        root_device = torch.device("cpu")
+
+        def process_dataloader(self, given: Any) -> Any:
+            return LazyLoader(given, engine=engine)
+
+    engine, (data, loader) = Engine(), loaded()
+    trainer = SimpleNamespace(strategy=Strategy(), state=SimpleNamespace(stage="train"), current_epoch=0, num_devices=1)
+    replay(trainer, count=(lambda: 2) if compares else None)
+    stands_in = trainer.strategy.process_dataloader(loader)
+    assert engine.ended is not compares and data.read == (16 if compares else 0)
+    assert len(stands_in) == len(loader) and ("number" in stands_in.batches[0]) is compares
 
 
 def test_a_replay_answers_like_its_loader() -> None:

@@ -30,7 +30,7 @@ def test_nothing_begins_that_cannot_end() -> None:
 
 def test_a_reserve_is_for_what_comes_last() -> None:
     budget = Budget(300, Clock())
-    budget.reserve_s = 100
+    budget.reserve(100)
     budget.check("a run", 199)
     with pytest.raises(Spent):
         budget.check("a run", 201)
@@ -38,29 +38,34 @@ def test_a_reserve_is_for_what_comes_last() -> None:
     assert budget.describe_left() == "5 min of the budget left"
 
 
-@pytest.mark.parametrize(("reserve_s", "kept_s"), [(50, 50), (51, 0), (500, 0)])
-def test_what_does_not_fit_into_the_second_half_is_not_kept_for(reserve_s: float, kept_s: float) -> None:
+@pytest.mark.parametrize(("reserve_s", "kept_s"), [(50, 50), (90, 90), (101 + GRACE_S, 0)])
+def test_what_does_not_fit_any_more_is_not_kept_for(reserve_s: float, kept_s: float) -> None:
     budget = Budget(100, Clock())
-    budget.reserve_s = reserve_s
+    budget.reserve(reserve_s)
     assert budget.kept_s == kept_s
     budget.check("a run", 100 - kept_s)
     with pytest.raises(Spent):
         budget.check("a run", 101 - kept_s)
 
 
-@pytest.mark.parametrize(("before_s", "kept_s"), [(0, 0), (59, 0), (60, 80), (1000, 80)])
-def test_the_way_of_earlier_calls_counts(before_s: float, kept_s: float) -> None:
-    """A climb in calls of 100 s, of which a confirmation takes 80: the second call ends with it."""
-    budget = Budget(100, Clock(), before_s=before_s)
-    budget.reserve_s = 80
-    assert budget.kept_s == kept_s and budget.spent_s() == 0 and budget.left_s() == 100
+def test_more_may_be_kept_than_the_end_needs() -> None:
+    """What comes before makes the end longer: it is not begun where only the shorter end fits."""
+    clock = Clock()
+    budget = Budget(200, clock)
+    budget.reserve(150, least_s=100)
+    budget.check("a run", 50)
+    clock.now += 80
+    assert budget.left_s() == 120 and budget.kept_s == 150
+    with pytest.raises(Spent):
+        budget.check("a run", 1)
+    budget.check("the end", 100, last=True)
 
 
 def test_a_reserve_that_came_too_late_keeps_nothing_back() -> None:
     """Found out at 80 s of 100 that the end takes 51: it cannot be had, so the 20 s are for the way."""
     clock = Clock()
     budget = Budget(110, clock)
-    budget.reserve_s = 51
+    budget.reserve(51)
     clock.now += 90
     assert budget.kept_s == 0
     budget.check("a run", 20)
