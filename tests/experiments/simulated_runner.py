@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,7 +137,7 @@ class SimulatedRunner:
         self.budget = Budget(seconds, lambda: self.now)
         return self
 
-    def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float) -> Result:
+    def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float, slowest_ms: float = math.inf) -> Result:
         if at in self.done:
             return self.done[at]
         self.budget.check(what, need_s)
@@ -144,6 +145,8 @@ class SimulatedRunner:
         self.ran.append(at)
         self.asks[at] = stack, ask
         found = self._train(at, stack, ask)
+        if (found.step_ms or 0.0) > slowest_ms:
+            found = Result(ok=False, cause="too slow", seconds=START_S)
         self.now += found.seconds
         self.seconds[at] = found.seconds
         if self.budget.left_s() < 0:

@@ -5,6 +5,7 @@ Its decisions depend on nothing else, so they can be tested on a simulated machi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -104,13 +105,14 @@ class Runner(Protocol):
     Every method raises Spent if its work does not fit into the budget.
     """
 
-    def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float) -> Result:
+    def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float, slowest_ms: float = math.inf) -> Result:
         """Run one training of a stack.
 
         Args:
             at: its folder, inside the climb's.
             what: the description for the progress line.
             need_s: the expected seconds.
+            slowest_ms: a training whose steps all take longer is ended after a few, as failed.
         """
 
     def compare_ledgers(self, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]]) -> Outcome:

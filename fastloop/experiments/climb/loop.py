@@ -32,6 +32,8 @@ CONFIRM_RUNS = 3
 """Runs of each arm: the fewest that allow a verdict."""
 CONFIRM_STEPS = 30
 """Fewest steps in a window: the loss gate looks at the last fifth of them."""
+HOPELESS = 3.0
+"""A ladder whose steps take this many times as long as without it is not run to its end."""
 BESIDE = "from its runs minus their wait for data, with the workers running"
 """The note that says how the top's ceiling without loading was computed."""
 
@@ -48,9 +50,9 @@ class Climb(Measured):
         """
         self.begin()
         while True:
+            self.runner.reserve(self._estimate_confirmation_s() if self.stack else 0.0)
             self.measure_missing()
             self._measure_ladders()
-            self.runner.reserve(self._estimate_confirmation_s() if self.stack else 0.0)
             added = [row for row in self.rows if not row.takes_away]  # rungs removed at the end are not tried again
             chosen = choose(dataclasses.replace(self.known, rows=added, stack=read_stack(added)))
             if isinstance(chosen, str):
@@ -109,6 +111,7 @@ class Climb(Measured):
                     Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
                     what=f"{candidate.key}: first run",
                     need_s=took.seconds(costs.now_ms, self.start_s) + first_start_s,
+                    slowest_ms=HOPELESS * costs.now_ms,
                 )
             except Spent as error:
                 spent = spent or error

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastloop.experiments.ab.arms import Ask
-from fastloop.experiments.climb.attempt import BaseFailed
+from fastloop.experiments.climb.attempt import APART, BaseFailed
 from fastloop.experiments.climb.budget import PILOT, WINDOW_S, Length, choose_length
 from fastloop.experiments.climb.candidates import Position, Start, count_queued, read_stack
 from fastloop.experiments.climb.interface import Result, Runner
@@ -85,7 +85,8 @@ class Measured:
     @property
     def known(self) -> Position:
         assert self.costs is not None
-        rates = {name: rate for name, rate in self.ladders.items() if rate is not None}
+        least = ((self.naive and self.naive.samples_per_s) or 0.0) / APART  # below it no second look is worth its time
+        rates = {name: rate for name, rate in self.ladders.items() if rate is not None and rate >= least}
         return Position(start=self.start, costs=self.costs, stack=self.stack, rows=self.rows, ladder_rates=rates)
 
     @property

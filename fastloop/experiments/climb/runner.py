@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +28,9 @@ from fastloop.records.climb import Confirmation
 from fastloop.records.experiment import Gate, Outcome, Sample
 from fastloop.records.plan import Parity
 
+MOST_NAMED = 3
+"""A stack of more rungs is named after their number."""
+
 
 class ProcessRunner:
     """A Runner that trains in fresh processes.
@@ -40,7 +45,7 @@ class ProcessRunner:
         self.start, self.place, self.budget, self._limit_s, self._say = start, place, budget, limit_s, progress
         self._device: str | None = None
 
-    def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float) -> Result:
+    def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float, slowest_ms: float = math.inf) -> Result:
         """Run one training of a stack, or load it if it finished earlier."""
         known = read_finished(self.place / at, ask.variation)
         if known is not None:
@@ -51,7 +56,7 @@ class ProcessRunner:
             arm.config()
         except ConfigError as error:  # caused by these rungs: the climb checked the configuration without them
             return Result(skipped=dict.fromkeys(stack, f"{error.got}: {error.why}"))
-        limits = self._begin(what, need_s)
+        limits = dataclasses.replace(self._begin(what, need_s), slowest_step_s=slowest_ms / 1e3)
         trial = arm.run(what, self.place / at, ask, limits=limits, progress=self._report_progress)
         if not trial.ok and limits.total_s < self._limit_s and trial.seconds >= limits.total_s:
             forget(trial.run_dir)  # the budget ended it: no result of the training
@@ -196,8 +201,8 @@ def _note_passport(outcome: Outcome, base: Stack, arm: Stack, pairs: Sequence[tu
 
 
 def _name_stack(stack: Stack) -> str:
-    """Return a folder name for a stack: its rungs, and a digest of their settings."""
+    """Return a folder name for a stack: its rungs, or how many they are, and a digest of their settings."""
     if not stack:
         return "naive"
     digest = hashlib.sha256(json.dumps(stack, sort_keys=True).encode()).hexdigest()[:6]
-    return f"{'+'.join(stack)}-{digest}"
+    return f"{'+'.join(stack) if len(stack) <= MOST_NAMED else f'{len(stack)}-rungs'}-{digest}"

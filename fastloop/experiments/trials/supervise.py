@@ -9,6 +9,7 @@ left behind.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import select
@@ -34,6 +35,8 @@ WORK_S, BUSY = 5.0, 0.05
 process counts as computing. An idle background process, such as a watchdog, stays below it."""
 SAY_S = 5.0
 """Interval between two progress lines."""
+PACE_STEPS, PACE_TIMES = 3, 3
+"""How many steps are timed together, and how many times before they count as too slow. The first steps never count."""
 MOST_OUTPUT = 2**30
 """Bytes. A command that writes more than this is ended before it fills the disk."""
 MOST_READ = 2**20
@@ -50,6 +53,8 @@ class Limits:
     total_s: float = 3600.0
     silent_s: float = 600.0
     """Longest time without a sign of life: no output, no new step, no CPU use."""
+    slowest_step_s: float = math.inf
+    """A command whose steps all take longer than this is ended after a few of them."""
     grace_s: float = 12.0
     """Between SIGTERM and SIGKILL; a training writes its partial report in that time (`bridge/fit/shutdown`: 8 s)."""
 
@@ -174,12 +179,33 @@ class _Work:
         return found
 
 
+class _Pace:
+    """The time of a command's steps, a few at a time: a compile or a validation among them slows only some."""
+
+    def __init__(self, slowest_s: float) -> None:
+        self._slowest_s = slowest_s
+        self._begun: tuple[int, float] | None = None
+        self._times_s: list[float] = []
+
+    def judge(self, step: int | None, now: float) -> str | None:
+        """Return why the command is too slow, if it is; must be called often."""
+        before, since = self._begun or (0, now)
+        if step is None or step < before + PACE_STEPS:
+            return None
+        if self._begun is not None:
+            self._times_s.append((now - since) / (step - before))
+        self._begun = step, now
+        if len(self._times_s) < PACE_TIMES or min(self._times_s) <= self._slowest_s:
+            return None
+        return f"its steps take {min(self._times_s):.2g} s, more than {self._slowest_s:.2g} s"
+
+
 def _wait(
     hold: socket.socket, folder: Path, limits: Limits, progress: Callable[[str], None] | None, work: _Work
 ) -> str | None:
     """Wait for the end; returns why the command must be ended, or None if it ended by itself."""
     begun = alive = said = time.monotonic()
-    before = _signs(folder)
+    before, pace = _signs(folder), _Pace(limits.slowest_step_s)
     while not _has_ended(hold, min(LOOK_S, limits.total_s, limits.silent_s)):
         now, signs = time.monotonic(), _signs(folder)
         if work.done(now) or signs != before:
@@ -190,9 +216,11 @@ def _wait(
             return f"hung: no step, output or CPU use for {limits.silent_s:g} s"
         if sum(size for _, size in signs) > MOST_OUTPUT:
             return f"wrote more than {MOST_OUTPUT >> 20} MiB of output"
+        step, steps = read_steps_done(folder)
+        if (why := pace.judge(step, now)) is not None:
+            return why
         if progress is not None and now - said > SAY_S:
             said = now
-            step, steps = read_steps_done(folder)
             at = "starting" if step is None else f"step {step}" + (f" of {steps}" if steps else "")
             progress(f"{at}, {now - begun:.0f} s so far")
     return None

@@ -130,6 +130,20 @@ def test_a_ladder_of_which_a_part_has_no_effect_or_breaks() -> None:
     assert "compile" not in climb.stack and {"workers", "amp"} <= set(climb.stack)
 
 
+def test_a_hopeless_ladder_is_not_run_to_its_end() -> None:
+    """Where bfloat16 is emulated, a ladder that has it takes minutes to show that it is ten times slower."""
+    machine = dataclasses.replace(TOGETHER, factors={"amp": 10.0})
+    runner = SimulatedRunner(machine)
+    climb = make_climb(runner, ladders=list_shipped())
+    climb.climb()
+    assert climb.ladders["full"] is None and climb.ladders["bf16"] is None and climb.ladders["safe"]
+    assert runner.seconds["00-ladder-full/screen-2-arm"] == START_S and "amp" not in climb.stack
+    slower = dataclasses.replace(TOGETHER, factors={"amp": 2.0})
+    climb = make_climb(SimulatedRunner(slower), ladders=list_shipped())
+    climb.climb()
+    assert climb.ladders["bf16"] and not any(row.name == "ladder-bf16" for row in climb.rows), "one run says enough"
+
+
 def test_what_pays_together_is_found_once_something_else_is_no_limit_any_more() -> None:
     """With 8 workers all ladders wait for their data alike; with 12 the arithmetic is the limit."""
     machine = dataclasses.replace(TOGETHER, decode_ms=1250, noise=0.001)

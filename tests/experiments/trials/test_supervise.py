@@ -159,6 +159,21 @@ def test_what_computes_for_ever_ends_by_the_total_limit(child: bool, tmp_path: P
     assert found.cause == "exceeded its time limit of 5 s; it was ended"
 
 
+def test_a_command_with_slow_steps_is_ended_after_a_few(tmp_path: Path) -> None:
+    steps = write_every(2, tmp_path / seam.BEAT)
+    why = waited(steps, tmp_path, ends_s=100, total_s=1000, silent_s=1000, slowest_step_s=1)
+    assert why == "its steps take 2 s, more than 1 s" and (tmp_path / seam.BEAT).read_text() == "12 9"
+    assert waited(steps, tmp_path, ends_s=100, total_s=1000, silent_s=1000, slowest_step_s=3) is None
+
+
+def test_one_long_step_is_no_slow_training(tmp_path: Path) -> None:
+    def stalls(now_s: float) -> None:
+        step = int(now_s) if now_s < 5 else max(5, int(now_s) - 50)
+        (tmp_path / seam.BEAT).write_text(f"{step} 99")
+
+    assert waited(stalls, tmp_path, ends_s=100, total_s=1000, silent_s=1000, slowest_step_s=3) is None
+
+
 def test_once_it_only_idles_it_is_hung(tmp_path: Path) -> None:
     idles = COMPUTES.format(s=2) + "while True: time.sleep(0.05)"
     found = ended(idles, tmp_path, limits={"silent_s": 2})

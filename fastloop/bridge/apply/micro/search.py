@@ -1,8 +1,9 @@
 """Finds the fastest micro-batch on the samples of the first step, before they are trained on.
 
 Each size runs training_step and its gradient, and leaves no trace: first as the first step will run, which shows the
-memory it takes; then timed, with the rungs switched on that wait for the rehearsal and cost nothing to switch. A size
-is chosen only if it ran here with room left for the optimizer's state.
+memory it takes; then timed, with the rungs switched on that wait for the rehearsal and cost nothing to switch, and with
+BatchNorm as cheap as in a model that will be compiled. A size is chosen only if it ran here with room left for the
+optimizer's state.
 """
 
 from __future__ import annotations
