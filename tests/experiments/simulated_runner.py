@@ -137,7 +137,17 @@ class SimulatedRunner:
         self.budget = Budget(seconds, lambda: self.now)
         return self
 
-    def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float, slowest_ms: float = math.inf) -> Result:
+    def run(
+        self,
+        at: str,
+        stack: Stack,
+        ask: Ask,
+        *,
+        what: str,
+        need_s: float,
+        slowest_ms: float = math.inf,
+        ladder: str | None = None,
+    ) -> Result:
         if at in self.done:
             return self.done[at]
         self.budget.check(what, need_s)

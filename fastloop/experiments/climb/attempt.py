@@ -101,6 +101,7 @@ class _Screen:
                 Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
                 what=f"{self.candidate.key}: screening, run {place} of {len(TURNS)}",
                 need_s=took.seconds(now.now_ms if side == "base" else after_ms, self.start_s),
+                ladder=self.candidate.ladder if side == "arm" else None,
             )
             runs[side].append(result)
             if side == "base" and not _is_measured(result):
@@ -138,10 +139,15 @@ class _Screen:
         """Leave out the rungs of a ladder that have no effect here."""
         if not self.candidate.whole:
             return row
-        inactive = self.runs["arm"][-1].inactive
-        rungs = {rung: settings for rung, settings in row.patch["rungs"].items() if rung not in inactive}
-        idle = {rung: why for rung, why in inactive.items() if rung in row.patch["rungs"]}
+        rungs, idle = self._split_idle()
         return dataclasses.replace(row, patch={"rungs": rungs}, rung="+".join(rungs), idle=idle)
+
+    def _split_idle(self) -> tuple[Stack, dict[str, str]]:
+        """Return the rungs to keep, and those of a ladder that have no effect here, with the reason."""
+        rungs: Stack = self.prediction.patch["rungs"]
+        inactive = self.runs["arm"][-1].inactive if self.candidate.whole else {}
+        idle = {rung: why for rung, why in inactive.items() if rung in rungs}
+        return {rung: settings for rung, settings in rungs.items() if rung not in idle}, idle
 
     def _judge(self) -> Attempt:
         context, both = self.context, list(zip(self.runs["base"], self.runs["arm"], strict=True))
@@ -158,7 +164,7 @@ class _Screen:
         outcome = context.runner.check_parity(
             self.at,
             context.known.stack,
-            self.arm,
+            apply_patch(context.known.stack, {"rungs": self._split_idle()[0]}),
             both,
             what=f"{self.candidate.key}: checking parity",
             need_s=sum(estimate_gradient_s(result.step_ms or 0.0, self.start_s) for result in both[0]),

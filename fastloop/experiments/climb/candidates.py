@@ -60,6 +60,11 @@ class Candidate:
         return self.key.startswith(LADDER)
 
     @property
+    def ladder(self) -> str | None:
+        """The shipped ladder that it is, or is the rest of."""
+        return self.key.removeprefix(LADDER) if self.whole else None
+
+    @property
     def tunes(self) -> str | None:
         """The rung with a number to tune once it is on the stack; None if there is none."""
         return self.rung if self.way.tune and self.rung in list_tunables() else None

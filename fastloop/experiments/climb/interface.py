@@ -105,7 +105,17 @@ class Runner(Protocol):
     Every method raises Spent if its work does not fit into the budget.
     """
 
-    def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float, slowest_ms: float = math.inf) -> Result:
+    def run(
+        self,
+        at: str,
+        stack: Stack,
+        ask: Ask,
+        *,
+        what: str,
+        need_s: float,
+        slowest_ms: float = math.inf,
+        ladder: str | None = None,
+    ) -> Result:
         """Run one training of a stack.
 
         Args:
@@ -113,6 +123,7 @@ class Runner(Protocol):
             what: the description for the progress line.
             need_s: the expected seconds.
             slowest_ms: a training whose steps all take longer is ended after a few, as failed.
+            ladder: the shipped ladder that the stack's rungs come from, if they are to stay only where they pay.
         """
 
     def compare_ledgers(self, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]]) -> Outcome:

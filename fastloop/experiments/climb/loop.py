@@ -112,6 +112,7 @@ class Climb(Measured):
                     what=f"{candidate.key}: first run",
                     need_s=took.seconds(costs.now_ms, self.start_s) + first_start_s,
                     slowest_ms=HOPELESS * costs.now_ms,
+                    ladder=name,
                 )
             except Spent as error:
                 spent = spent or error

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fastloop.errors import ConfigError
@@ -39,19 +39,40 @@ class ProcessRunner:
         start: the training that the climb begins with.
         place: the climb's folder.
         limit_s: the time limit of each training.
+        ladders: the shipped ladders by name.
     """
 
-    def __init__(self, start: Arm, place: Path, budget: Budget, *, limit_s: float, progress: Progress) -> None:
+    def __init__(
+        self,
+        start: Arm,
+        place: Path,
+        budget: Budget,
+        *,
+        limit_s: float,
+        progress: Progress,
+        ladders: Mapping[str, Stack] | None = None,
+    ) -> None:
         self.start, self.place, self.budget, self._limit_s, self._say = start, place, budget, limit_s, progress
+        self._ladders = ladders or {}
         self._device: str | None = None
 
-    def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float, slowest_ms: float = math.inf) -> Result:
+    def run(
+        self,
+        at: str,
+        stack: Stack,
+        ask: Ask,
+        *,
+        what: str,
+        need_s: float,
+        slowest_ms: float = math.inf,
+        ladder: str | None = None,
+    ) -> Result:
         """Run one training of a stack, or load it if it finished earlier."""
         known = read_finished(self.place / at, ask.variation)
         if known is not None:
             self._check_device(known)
             return read_result(known)
-        arm = self._make_arm(what, stack)
+        arm = self._make_arm(what, stack, ladder)
         try:
             arm.config()
         except ConfigError as error:  # caused by these rungs: the climb checked the configuration without them
@@ -164,8 +185,15 @@ class ProcessRunner:
         """Keep this much of the budget for the last step, as long as the least that it needs is left."""
         self.budget.reserve(seconds, least_s)
 
-    def _make_arm(self, name: str, stack: Stack) -> Arm:
-        return self.start.change(name, *list_overrides(stack))
+    def _make_arm(self, name: str, stack: Stack, ladder: str | None = None) -> Arm:
+        if ladder is None:
+            return self.start.change(name, *list_overrides(stack))
+        # Rungs of the ladder that are not in the stack stay as they are at the start.
+        rungs, off = self.start.config().values["rungs"], {"enabled": False}
+        shipped = {rung: settings for rung, settings in self._ladders[ladder].items() if stack.get(rung) == settings}
+        own = {rung: rungs[rung] if rungs[rung]["enabled"] else off for rung in self._ladders[ladder]}
+        others = {rung: settings for rung, settings in {**own, **stack}.items() if rung not in shipped}
+        return self.start.change(name, *list_overrides(others), more=[ladder])
 
     def _begin(self, what: str, need_s: float, *, last: bool = False) -> Limits:
         self.budget.check(what, need_s, last=last)

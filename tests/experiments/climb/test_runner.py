@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fastloop.commands.climb import list_shipped
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab import passports
 from fastloop.experiments.ab.arms import Ask, ConfigArm
@@ -110,6 +111,26 @@ def test_a_stack_is_trained_in_its_folder_and_found_again(world: World, clock: C
     again, _ = made(tmp_path, clock, budget_s=1)
     clock.now = 9999
     assert run(again).samples_per_s == first.samples_per_s == 100 and len(world.asked) == 1
+
+
+def test_the_rungs_of_a_ladder_have_to_pay(world: World, clock: Clock, tmp_path: Path) -> None:
+    """As in the user's own run with that ladder. What is not in the stack is as it was."""
+    start, ladders = Job(conf=str(NET), overrides=("rungs.pin.enabled=true",)), list_shipped()
+    bench = ProcessRunner(
+        ConfigArm(name="net", job=start),
+        tmp_path,
+        Budget(1000, clock),
+        limit_s=300,
+        progress=lambda _line: None,
+        ladders=ladders,
+    )
+    stack = {rung: settings for rung, settings in ladders["bf16"].items() if rung not in ("pin", "cache")}
+    for place, ladder in (("ladder", "bf16"), ("rungs", None)):
+        bench.run(place, stack, Ask(steps=9), what="x", need_s=5.0, ladder=ladder, slowest_ms=300)
+    configs = [job.config() for _, job, _, _ in world.asked]
+    assert [config.by_ladder for config in configs] == [frozenset(stack), frozenset()]
+    assert {rung for rung, each in configs[0].ladder.rungs() if each.enabled} == {*stack, "pin"}
+    assert configs[0].ladder == configs[1].ladder and world.asked[0][3].slowest_step_s == 0.3
 
 
 def test_nothing_is_begun_that_the_budget_does_not_hold(world: World, clock: Clock, tmp_path: Path) -> None:
