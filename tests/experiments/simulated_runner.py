@@ -156,7 +156,7 @@ class SimulatedRunner:
         self.asks[at] = stack, ask
         found = self._train(at, stack, ask)
         if (found.step_ms or 0.0) > slowest_ms:
-            found = Result(ok=False, cause="too slow", seconds=START_S)
+            found = Result(ok=False, cause="too slow", too_slow=True, seconds=START_S)
         self.now += found.seconds
         self.seconds[at] = found.seconds
         if self.budget.left_s() < 0:

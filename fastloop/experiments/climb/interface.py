@@ -13,6 +13,7 @@ from typing import Protocol
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.budget import Length
 from fastloop.experiments.climb.candidates import find_refusals
+from fastloop.experiments.trials.supervise import TOO_SLOW
 from fastloop.experiments.trials.trial import Trial
 from fastloop.experiments.tune.search import KnownTimes, Tuned, compute_step_ms
 from fastloop.records.card import Stack
@@ -24,6 +25,8 @@ from fastloop.records.run_files import load_plan, load_verdicts
 from fastloop.records.store import decode
 from fastloop.records.trial import LoaderAnswer
 
+HOPELESS = 3.0
+"""What takes this many times as long as the step without it is not run to its end."""
 LAUNCH_BOUND = 0.1
 """Share of a step: if the device finishes a step this soon after the host has issued it, launches are the limit."""
 
@@ -34,6 +37,8 @@ class Result:
 
     ok: bool = True
     cause: str | None = None
+    too_slow: bool = False
+    """It was ended after a few steps, which took longer than asked for."""
     seconds: float = 0.0
     samples_per_s: float | None = None
     step_ms: float | None = None
@@ -154,7 +159,13 @@ def read_result(trial: Trial) -> Result:
     if not trial.ok:
         steps = None if trial.measurement is None else trial.measurement.total_steps
         return Result(
-            ok=False, cause=trial.cause, seconds=trial.seconds, trial=trial, steps=steps, ended_at=_read_end(trial)
+            ok=False,
+            cause=trial.cause,
+            too_slow=(trial.cause or "").startswith(TOO_SLOW),
+            seconds=trial.seconds,
+            trial=trial,
+            steps=steps,
+            ended_at=_read_end(trial),
         )
     found = trial.measurement or Measurement()
     answer = decode(trial.answer, LoaderAnswer) or LoaderAnswer()

@@ -21,7 +21,7 @@ from fastloop.experiments.climb.candidates import (
     make_ladder,
     read_stack,
 )
-from fastloop.experiments.climb.interface import Needs, Result
+from fastloop.experiments.climb.interface import HOPELESS, Needs, Result
 from fastloop.experiments.climb.measuring import Measured
 from fastloop.experiments.climb.removal import take_away
 from fastloop.ladder import collect_cards
@@ -32,8 +32,6 @@ CONFIRM_RUNS = 3
 """Runs of each arm: the fewest that allow a verdict."""
 CONFIRM_STEPS = 30
 """Fewest steps in a window: the loss gate looks at the last fifth of them."""
-HOPELESS = 3.0
-"""A ladder whose steps take this many times as long as without it is not run to its end."""
 BESIDE = "from its runs minus their wait for data, with the workers running"
 """The note that says how the top's ceiling without loading was computed."""
 

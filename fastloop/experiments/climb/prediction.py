@@ -18,7 +18,7 @@ from fastloop.experiments.climb.candidates import (
     count_queued,
     make_patch,
 )
-from fastloop.experiments.climb.interface import Runner
+from fastloop.experiments.climb.interface import HOPELESS, Runner
 from fastloop.experiments.trials.trial import Variation
 from fastloop.experiments.tune.choice import list_tunables
 from fastloop.experiments.tune.search import KnownTimes
@@ -129,7 +129,11 @@ def _predict_one(context: Context, candidate: Candidate, settings: Patch, at: st
         Ask(variation=variation, steps=took.steps, warmup=took.warmup),
         what=f"{candidate.key}: predicting",
         need_s=need_s,
+        slowest_ms=HOPELESS * expected,
     )
+    if result.too_slow:
+        lost_ms = (HOPELESS - 1) * costs.now_ms  # at least
+        return Prediction(patch=settings, ended="small", why=result.cause or "", saved_ms=-lost_ms)
     if not result.ok:
         return Prediction(patch=settings, ended="crashed", why=result.cause or "it failed")
     rungs = list(settings["rungs"])

@@ -35,6 +35,8 @@ WORK_S, BUSY = 5.0, 0.05
 process counts as computing. An idle background process, such as a watchdog, stays below it."""
 SAY_S = 5.0
 """Interval between two progress lines."""
+TOO_SLOW = "its steps take"
+"""Begins the cause of a command that was ended because of its slow steps."""
 PACE_STEPS, PACE_TIMES = 3, 3
 """How many steps are timed together, and how many times before they count as too slow. The first steps never count."""
 MOST_OUTPUT = 2**30
@@ -197,7 +199,7 @@ class _Pace:
         self._begun = step, now
         if len(self._times_s) < PACE_TIMES or min(self._times_s) <= self._slowest_s:
             return None
-        return f"its steps take {min(self._times_s):.2g} s, more than {self._slowest_s:.2g} s"
+        return f"{TOO_SLOW} {min(self._times_s):.2g} s, more than {self._slowest_s:.2g} s"
 
 
 def _wait(

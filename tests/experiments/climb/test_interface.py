@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fastloop.experiments.climb.interface import Result, read_result
+from fastloop.experiments.trials.supervise import TOO_SLOW
 from fastloop.experiments.trials.trial import Trial
 from fastloop.experiments.tune.search import compute_step_ms
 from fastloop.records import store
@@ -95,6 +96,7 @@ def test_a_failed_training_says_why_and_nothing_else(tmp_path: Path) -> None:
     found = read_result(trial(tmp_path, ok=False, cause="killed by SIGKILL"))
     assert found == Result(ok=False, cause="killed by SIGKILL", seconds=20.0, steps=0, trial=found.trial)
     assert found.samples_per_s is None
+    assert read_result(trial(tmp_path, ok=False, cause=f"{TOO_SLOW} 2 s, more than 1 s; it was ended")).too_slow
 
 
 def test_the_step_is_corrected_for_drained_queues() -> None:

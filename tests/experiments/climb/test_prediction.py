@@ -12,7 +12,7 @@ from fastloop.experiments.climb.prediction import Context, Prediction, predict, 
 from fastloop.judge.statistics import Pool
 from fastloop.records.card import Stack, Variant
 from fastloop.records.climb import Costs
-from tests.experiments.simulated_runner import BATCH, MICRO, Machine, SimulatedRunner
+from tests.experiments.simulated_runner import BATCH, MICRO, START_S, Machine, SimulatedRunner
 
 START = Start(on_cuda=True, cpus=12, micro_batch=MICRO, rank_batch=BATCH)
 WORKERS = Candidate(
@@ -45,6 +45,13 @@ def test_one_trial_of_the_cost_that_changes(rung: str) -> None:
     assert prediction.ended is None and prediction.saved_ms == pytest.approx(truth, abs=1e-6)
     assert [ask.variation for _, ask in runner.asks.values()] == ["replayed"]
     assert prediction.parity_class == ("approximate" if rung == "amp" else "exact")
+
+
+def test_a_trial_that_is_hopeless_ends_early_and_is_no_crash() -> None:
+    runner = SimulatedRunner(Machine(noise=0.0, factors={"amp": 10.0}))
+    prediction = predict(scene(runner), AMP, "01-x")
+    assert prediction.ended == "small" and prediction.why == "too slow"
+    assert (prediction.saved_ms or 0.0) < 0 and runner.seconds["01-x/predict-1"] == START_S
 
 
 @pytest.mark.parametrize("rung", ["amp", "pin"])
