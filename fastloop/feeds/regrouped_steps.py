@@ -160,9 +160,10 @@ def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
     """Judge whether steps ran in micro-batches other than the loader's batches."""
     if not evidence.get("steps"):
         return Verdict(took=False, why="no optimizer step ran")
-    problem, apart = evidence.get("problem"), evidence.get("apart_steps")
-    if apart and not evidence["changed_steps"]:
-        why = f"windows run batch by batch: {evidence['apart_why']}; hooks still see one batch a window"
+    problem, apart = evidence.get("problem"), evidence.get("apart_steps") or 0
+    if apart > evidence["changed_steps"]:
+        count = f"{apart} of {evidence['steps']} " if evidence["changed_steps"] else ""
+        why = f"{count}windows run batch by batch: {evidence['apart_why']}; hooks still see one batch a window"
         return Verdict(took=False, why=why)
     searched = evidence.get("searched")
     if not evidence["changed_steps"]:

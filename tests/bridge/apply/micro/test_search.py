@@ -542,5 +542,5 @@ def test_a_refused_compile_brings_the_other_size(monkeypatch: pytest.MonkeyPatch
     for said in ("8 without compile, which 32 counted on", "your own micro-batch stays"):
         ours = fit_compiled(monkeypatch, fail)
         assert "no compiler today" in (ours.reason("compile") or "") and said in ours.verdict("batch").why
-        assert ours.seen("batch")["micro_batch"] == 8
+        assert ours.seen("batch")["micro_batch"] == 8 and ours.verdict("batch").took is False
         assert ours.module.samples == plain.module.samples and distance(plain, ours) < 1e-5
