@@ -111,7 +111,8 @@ def test_the_same_training_on_bytes(
     assert len(ours.module.seen) == (2 if merged else 6)
     assert distance(plain, ours) == 0 or (merged and distance(plain, ours) < 1e-5)
     assert ours.verdict("prefetch").parity_class == ("exact" if workers else "approximate"), "by the draws of the feed"
-    assert torch.equal(plain.trainer.callback_metrics["val_loss"], ours.trainer.callback_metrics["val_loss"])
+    losses = [each.trainer.callback_metrics["val_loss"] for each in (plain, ours)]
+    assert torch.equal(*losses) or (merged and torch.allclose(*losses, rtol=1e-5)), "of weights that equal as far"
 
 
 def test_kept_pictures_travel_as_bytes_too(

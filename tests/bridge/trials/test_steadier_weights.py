@@ -120,7 +120,8 @@ def test_an_honest_arm_passes_where_rounding_scatters_the_gradient(
     )
     gate = judge(base, found)
     assert gate.passed is True and (gate.limit or 1) <= 0.1, gate.why
-    assert found["steady"]["deviation"] < 0.05 and found["why"] is None
+    # 0.055 on a CPU that emulates bf16, below 0.05 on others; at weights where rounding scatters it is above 0.18.
+    assert found["steady"]["deviation"] < 0.07 and found["why"] is None
 
 
 class WithoutBiases(Convolutions):
