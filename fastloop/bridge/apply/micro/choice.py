@@ -173,7 +173,8 @@ class PieceChoice:
         if found is None or found.uncompiled is None or search.compiles is None or self._is_planned(search.compiles):
             return
         self.micro = found.uncompiled
-        why = f"{found.why}; {self.micro} without {search.compiles}, which {found.size} counted on"
+        refused = f"{self.micro} because {search.compiles} was refused: {found.size} was for the compiled model"
+        why = f"{found.why}; {refused}"
         self._found = replace(found, size=self.micro, uncompiled=None, why=why)
         search.remember(self.micro)
         if window is not None and self.micro == window.sizes[0]:
