@@ -1,6 +1,6 @@
 """Is the first finding's remedy the best one? Each rung that applies to a stranger's script is switched on by itself.
 
-    python -m benchmarks.counterfactual [--scripts bert,gan] [--rungs amp,fused] [--budget 280] [--size tiny]
+    python -m benchmarks.counterfactual [--scripts bert,gan] [--rungs amp,fused] [--budget 280] [--size tiny] [--forked]
 
 A watched run says what the findings are, and one with all rungs on says which of them apply at all. Then come the first
 finding's own patch and every single rung, each a fresh process as in benchmarks/first_contact.py. A line for each run;
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import make_parser, say
-from benchmarks.first_contact import GRACE_S, LEAST_S, SCRIPTS, Case, make_timer, pick_times, run_one
+from benchmarks.first_contact import GRACE_S, LEAST_S, SCRIPTS, Case, import_ahead, make_timer, pick_times, run_one
 from fastloop.ladder import collect_cards
 
 REMEDY = "first finding's patch"
@@ -112,10 +112,13 @@ def main() -> None:
     parser.add_argument("--rungs", help="try these alone; default: all that the plan of all rungs does not refuse")
     parser.add_argument("--steps", type=int, help="instead of each script's own")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one run")
+    parser.add_argument("--forked", action="store_true", help="import what the scripts import once for all runs")
     options = parser.parse_args()
     if unknown := set(options.scripts.split(",")) - set(SCRIPTS):
         parser.error(f"no such script: {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}")
     options.devices, options.data, options.more, options.parallel = 1, None, {}, 1
+    if options.forked and not import_ahead(options.scripts.split(",")):
+        raise SystemExit("got --forked\n  why an import of these scripts touches CUDA\n  do  leave it out")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         make_timer(Path(folder) / "timer")
         scripts = [Script(name, Path(folder), options) for name in options.scripts.split(",")]

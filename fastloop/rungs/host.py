@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fastloop.errors import NotApplicable, require_positive
+from fastloop.evidence.gpu.forks import set_thresholds_of_children
 from fastloop.records.card import Card, ClimbState, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
@@ -46,7 +47,7 @@ FULL_S, FULL_SHARE = 60.0, 0.005
 """Between two passes over everything: seconds at least, and so long that they take at most this share of the time. With
 PyTorch Geometric imported one takes 0.3 s, which passes every 100 steps once added to each (an H200, 12 ms steps)."""
 MOST_YOUNG = 100_000
-"""New objects after which Python still collects by itself: between steps, in a long validation, in a worker."""
+"""New objects after which Python still collects by itself: between steps, in a long validation. Workers keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,9 @@ class Host:
         def undo() -> None:
             stop()
             gc.set_threshold(*before)
+            set_thresholds_of_children(None)
 
+        set_thresholds_of_children(before)
         gc.set_threshold(max(MOST_YOUNG, before[0]), *before[1:])
         stop = site.note_each_batch(passes.count_batch)
         return Applied(undo=undo, probe=lambda: {"gc_passes": passes.done, "gc_every_steps": every})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from fastloop.bridge.apply.graphed_steps import GraphedSteps
 from fastloop.errors import ConfigError, NotApplicable
+from fastloop.evidence.gpu import forks
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs import host
@@ -140,6 +142,23 @@ def test_undo(raises: bool) -> None:
     else:
         fit(GARBAGE, module)
     assert module.found["threshold"] == MOST_YOUNG and (gc.get_threshold(), gc.isenabled()) == before
+
+
+class Forks(Litter):
+    """Notes how the collector is set in a child that starts while it trains, as a loader's worker does."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if not (child := os.fork()):
+            os._exit(int(gc.get_threshold()[0] == MOST_YOUNG))
+        self.found["child_differs"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_workers_collect_garbage_at_their_own_pace() -> None:
+    module = seeded(Forks)
+    fit(GARBAGE, module)
+    assert module.found == {"threshold": MOST_YOUNG, "child_differs": True}
+    assert forks._thresholds is None, "later children are as this process is"
 
 
 @pytest.mark.parametrize("off", [gc.disable, partial(gc.set_threshold, 0)], ids=["disabled", "threshold"])

@@ -7,6 +7,8 @@ waits until the current call is over, a few milliseconds, and never longer than 
 **Garbage.** An object that is garbage in the parent is garbage in the child too. If the child's garbage collector finds
 a CUDA event, its destructor asks CUDA for the device, which a forked process must not use, and torch ends the worker:
 "DataLoader worker is killed by signal: Aborted". So children never collect what they inherited.
+
+**Pace.** If this process collects garbage at chosen steps only, a child has no such steps: it keeps Python's own pace.
 """
 
 from __future__ import annotations
@@ -23,6 +25,14 @@ LIMIT_S = 1.0
 _gate = threading.Lock()
 _forking = threading.local()
 _registered = False
+_thresholds: tuple[int, int, int] | None = None
+
+
+def set_thresholds_of_children(thresholds: tuple[int, int, int] | None) -> None:
+    """Set how often children collect garbage, as for ``gc.set_threshold``; None = as often as this process."""
+    global _thresholds
+    protect_children()
+    _thresholds = thresholds
 
 
 def protect_children() -> None:
@@ -60,3 +70,5 @@ def _let_go_in_child() -> None:
     global _gate  # a thread that may have held the old lock does not exist here
     _gate = threading.Lock()
     gc.freeze()
+    if _thresholds is not None:
+        gc.set_threshold(*_thresholds)
