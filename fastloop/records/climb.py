@@ -95,7 +95,8 @@ class Attempt:
     ended: End | None = None
     why: str = ""
     idle: Mapping[str, str] = field(default_factory=dict)
-    """Rungs of a kept ladder that have no effect here and were left out, with the reason."""
+    """Rungs left out, with the reason: those of a kept ladder that have no effect here, or rungs of the stack that have
+    none beside this one."""
     parity: Outcome = field(default_factory=Outcome)
     tuned: Mapping[str, int] | None = None
     """Numbers found by a search: ``{"rungs.workers.count": 8}``."""
@@ -114,7 +115,13 @@ class Attempt:
     @property
     def takes_away(self) -> bool:
         """Whether it tested if the stack is slower without a rung."""
-        return any(settings.get("enabled") is False for settings in self.patch.get("rungs", {}).values())
+        rungs = self.patch.get("rungs", {})
+        return bool(rungs) and not list_enabled(self.patch)
+
+
+def list_enabled(patch: Patch) -> list[str]:
+    """Return the rungs that a patch switches on or changes."""
+    return [rung for rung, settings in patch.get("rungs", {}).items() if settings.get("enabled") is not False]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ Source          https://docs.pytorch.org/docs/stable/data.html#dataset-types
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,7 @@ from fastloop.errors import ConfigError, NotApplicable, require_positive
 from fastloop.evidence.worker_limits import count_draws
 from fastloop.feeds.cache.wanted import KeptSamples, compute_share
 from fastloop.feeds.device_store.wanted import plan_on_device
-from fastloop.records.card import Card, Variant
+from fastloop.records.card import Card, ClimbState, Variant
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict
@@ -27,13 +28,25 @@ SHARE_OF_SHM, SHARE_OF_MEMORY, SHARE_OF_DISK = 0.8, 0.5, 0.8
 LEAST_SHARE = 0.5
 """Smallest share of the samples to store if no size is set: the same memory can hold more of the files, which are
 smaller."""
+ENGINES = ("dali", "nodes")
+"""Rungs that make the batches, in place of a store on the device."""
+
+
+def _list_variants(state: ClimbState) -> Iterator[Variant]:
+    """Try to keep decoded samples if they repeat in a trial, and to have all pictures on the device from the start."""
+    if state.epochs_end:
+        yield Variant(changes="engine")
+    if state.on_cuda and state.image_files:
+        replaced = tuple(engine for engine in ENGINES if engine in state.stack)
+        yield Variant(name="device", settings=({"store": "device"},), changes="engine", replaces=replaced)
+
+
 CARD = Card(
     family="feed",
     does="the cache keeps decoded samples, so that later epochs need not decode them again",
     answers={"data_wait": 3, "decoding": 2, "mostly_decoding": 1},
     applies=lambda seen: read_loader(seen).get("decode_ms") is not None and is_worth_handing_over(seen),
-    # If trials end within the first epoch, no sample repeats.
-    variants=lambda state: [Variant(changes="engine")] if state.epochs_end else [],
+    variants=_list_variants,
 )
 """What other files may know about this rung."""
 

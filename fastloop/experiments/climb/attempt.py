@@ -136,18 +136,22 @@ class _Screen:
         return None
 
     def _drop_idle(self, row: Attempt) -> Attempt:
-        """Leave out the rungs of a ladder that have no effect here."""
-        if not self.candidate.whole:
-            return row
+        """Leave out the rungs that have no effect here."""
         rungs, idle = self._split_idle()
-        return dataclasses.replace(row, patch={"rungs": rungs}, rung="+".join(rungs), idle=idle)
+        name = "+".join(rungs) if self.candidate.whole else row.rung
+        return dataclasses.replace(row, patch={"rungs": rungs}, rung=name, idle=idle)
 
     def _split_idle(self) -> tuple[Stack, dict[str, str]]:
-        """Return the rungs to keep, and those of a ladder that have no effect here, with the reason."""
+        """Return the patch without rungs of no effect, and these with the reason: those of a ladder, and those of the
+        stack that lose their effect by this rung."""
         rungs: Stack = self.prediction.patch["rungs"]
-        inactive = self.runs["arm"][-1].inactive if self.candidate.whole else {}
-        idle = {rung: why for rung, why in inactive.items() if rung in rungs}
-        return {rung: settings for rung, settings in rungs.items() if rung not in idle}, idle
+        inactive = self.runs["arm"][-1].inactive
+        if self.candidate.whole:
+            idle = {rung: why for rung, why in inactive.items() if rung in rungs}
+            return {rung: settings for rung, settings in rungs.items() if rung not in idle}, idle
+        below, before = self.context.known.stack, self.runs["base"][-1].inactive
+        idle = {rung: why for rung, why in inactive.items() if rung in below.keys() - rungs.keys() - before.keys()}
+        return {**rungs, **{rung: {"enabled": False} for rung in idle}}, idle
 
     def _judge(self) -> Attempt:
         context, both = self.context, list(zip(self.runs["base"], self.runs["arm"], strict=True))

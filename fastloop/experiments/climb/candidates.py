@@ -14,7 +14,7 @@ from fastloop.experiments.tune.choice import find_loader_rung, list_tunables, na
 from fastloop.judge.prediction import NEAR, WORTH_PCT, compute_ceilings_ms
 from fastloop.ladder import Ladder, collect_cards, regroups
 from fastloop.records.card import ClimbState, Family, Patch, Setting, Stack, Variant, read_int
-from fastloop.records.climb import Attempt, Costs, End, count_kept, select_broken, select_unanswered
+from fastloop.records.climb import Attempt, Costs, End, count_kept, list_enabled, select_broken, select_unanswered
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Parity
@@ -129,7 +129,7 @@ def choose(known: Position) -> Candidate | str:
     if (ladder := _choose_ladder(known)) is not None:
         return ladder
     ceilings = {name: ms for name, ms in compute_ceilings_ms(known.costs).items() if known.pct(ms) >= WORTH_PCT}
-    state = make_climb_state(known)
+    state, replaced = make_climb_state(known), list_replaced(known.rows)
     ways = [(rung, card, variant) for rung, card in collect_cards().items() for variant in card.list_variants(state)]
     # A prediction by a trial rules out a rung at less cost than an immediate screen.
     ways.sort(key=lambda way: (FIRST.index(way[1].family), way[2].changes == "engine"))
@@ -137,6 +137,8 @@ def choose(known: Position) -> Candidate | str:
         for rung, card, variant in ways:
             if CEILING_OF[card.family] == ceiling and rung not in known.start.enabled:
                 candidate = _make_candidate(rung, variant, known.start)
+                if rung in replaced:
+                    continue
                 allowed = not variant.changes_training or CHANGES_TRAINING in known.start.allow
                 if allowed and _is_open(candidate, known):
                     refused = candidate.refused or known.start.refused.get(rung)
@@ -211,9 +213,15 @@ def list_removable(rows: Sequence[Attempt]) -> list[str]:
     """List rungs that the stack has not been measured without, from the top of the ladder down. The last one kept has
     been, if it was added alone."""
     kept = [row for row in rows if row.kept and not row.takes_away]
-    stack, last = read_stack(rows), set(kept[-1].patch["rungs"] if kept else ())
+    stack, last = read_stack(rows), set(list_enabled(kept[-1].patch) if kept else ())
     seen = {row.rung for row in rows if row.takes_away} | (last if len(last) == 1 else set())
     return [rung for rung in reversed(list(collect_cards())) if rung in stack and rung not in seen]
+
+
+def list_replaced(rows: Sequence[Attempt]) -> set[str]:
+    """List rungs of the stack that a later one took the place of; with that one they would have no effect."""
+    kept = [row for row in rows if row.kept and not row.takes_away]
+    return {rung for row in kept for rung in row.patch["rungs"]} - read_stack(kept).keys()
 
 
 def _explain_end(known: Position, ceilings: Mapping[str, float]) -> str:
@@ -263,10 +271,11 @@ def _make_candidate(rung: str, variant: Variant, start: Start) -> Candidate:
     if variant.changes == "loader" and not start.times_loader:
         settings = variant.settings or ({},)  # no trial can predict it then
         variant = dataclasses.replace(variant, changes="engine", settings=settings, tune=False)
+    off: Stack = {each: {"enabled": False} for each in variant.replaces}
     return Candidate(
         rung=rung,
         key=f"{rung}-{variant.name}" if variant.name else rung,
-        patches=tuple(make_patch(rung, **settings) for settings in variant.settings),
+        patches=tuple({"rungs": {**make_patch(rung, **settings)["rungs"], **off}} for settings in variant.settings),
         way=variant,
         refused=variant.refused,
     )

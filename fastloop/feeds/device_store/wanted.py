@@ -131,7 +131,7 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
     if facts.device == "cpu" and any(isinstance(step, RandomResizedCrop) for step in loader.images.steps):
         return "this run is on cpu, where Pillow resizes faster"
     draws = count_draws(loader, facts)
-    if draws is not None and draws <= loader.images.count:
+    if facts.weighs_costs and draws is not None and draws <= loader.images.count:
         return f"the run asks for {draws:,} samples of {loader.images.count:,}: too few repeats to pay off"
     names = {type(step).__name__ for step in loader.images.steps}
     if strange := [name for name in loader.draws_random if name not in names]:

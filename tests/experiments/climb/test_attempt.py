@@ -112,6 +112,19 @@ def test_a_rung_without_effect_gets_no_credit() -> None:
     assert row.ended == "inactive" and row.why == "ran in fp32" and row.runs == 1 and not row.kept
 
 
+def test_rungs_that_an_engine_leaves_without_effect_go() -> None:
+    class Replaces(SimulatedRunner):
+        def _train(self, at: str, stack: Any, ask: Any) -> Result:
+            self.machine.idle = {"fused": "always"} | ({"workers": "it loads itself"} if "dali" in stack else {})
+            return super()._train(at, stack, ask)
+
+    runner = Replaces(Machine(engine_ms=10, decode_ms=4000, noise=0.0))
+    candidate = Candidate(rung="dali", key="dali", patches=(make_patch("dali"),), way=Variant(changes="engine"))
+    row = tried(runner, candidate)
+    assert row.kept and row.idle == {"workers": "it loads itself"}
+    assert row.patch["rungs"] == {"dali": {"enabled": True}, "workers": {"enabled": False}} and not row.takes_away
+
+
 class _Idle(SimulatedRunner):
     """The rung looks good in its trial, and takes no effect in a real training."""
 

@@ -163,10 +163,42 @@ def test_an_engine_for_image_files_is_screened_without_a_prediction(monkeypatch:
     assert key(choice(WAITS, start=files)) == "workers", "what is predicted comes first"
     found = choice(WAITS, *tried, start=files)
     assert isinstance(found, Candidate) and found.key == "dali" and found.way.changes == "engine"
+    assert key(choice(WAITS, *tried, row("dali", "not_faster"), start=files)) == "cache-device"
+    tried.append(row("cache-device", "inactive"))
     assert key(choice(WAITS, *tried, row("dali", "not_faster"), start=files)) == "nodes"
     assert key(choice(WAITS, *tried)) == "nodes", "no image files"
     monkeypatch.setattr(dali, "is_installed", lambda: False)
     assert key(choice(WAITS, *tried, start=files)) == "nodes"
+
+
+def test_pictures_on_the_device_take_the_place_of_what_loads_now() -> None:
+    files = dataclasses.replace(GPU, image_files=True)
+    kept = row("dali", "kept"), row("amp", "kept", at=1)
+    stack: Stack = {"dali": {"enabled": True}, "amp": {"enabled": True}}
+    still = WAITS.but(now_ms=200.0)
+    found = choice(
+        still,
+        *kept,
+        *(row(each, "inactive", at=2) for each in ("workers", "pin", "prefetch")),
+        start=files,
+        stack=stack,
+    )
+    assert isinstance(found, Candidate) and found.key == "cache-device"
+    (patch,) = found.patches
+    assert patch["rungs"] == {"cache": {"enabled": True, "store": "device"}, "dali": {"enabled": False}}
+    assert candidates.apply_patch(stack, patch) == {"amp": {"enabled": True}, "cache": patch["rungs"]["cache"]}
+
+    stored = dataclasses.replace(row("cache-device", "kept", at=2), patch=patch)
+    assert not stored.takes_away, "it adds a rung"
+    rows, on = [*kept, stored], candidates.read_stack([*kept, stored])
+    assert candidates.list_replaced(rows) == {"dali"}
+    for _ in range(12):
+        found = choice(still, *rows, start=files, stack=on)
+        if not isinstance(found, Candidate):
+            break
+        assert found.rung != "dali", "it would have no effect"
+        rows.append(row(found.key, "inactive", at=3))
+    assert isinstance(found, str)
 
 
 def test_samples_that_come_again_within_a_trial_may_be_kept() -> None:
