@@ -43,6 +43,8 @@ class Settings:
     """Runs of each arm; ``auto`` = as many as needed, with interim looks after 3, 5, 7 and 10 runs."""
     steps: int | None = None
     """Optimizer steps of each run; None for as many as the window needs."""
+    first_steps: int | None = None
+    """Optimizer steps of the base's first run, which is not counted; None for as many as in the others."""
     warmup: int = 20
     band_pct: float = 3.0
     """Differences within plus or minus this count as "no difference"."""
@@ -170,7 +172,8 @@ class Experiment:
         """Run the base once without counting it: this fills the page cache for all arms and shows how long a run must
         be. For arms that change the batch, such a run shows how many of their steps see as many samples."""
         auto = self.settings.steps is None
-        pilot_steps = self.settings.warmup + PILOT_STEPS if auto else self.settings.steps
+        first = self.settings.first_steps or self.settings.steps
+        pilot_steps = self.settings.warmup + PILOT_STEPS if auto else first
         wanted = [side for side in self.sides if side is self.base or auto or side.changed_keys]
         for side in wanted:
             trial = self._run_trial(side, side.folder / "warm-up", Ask(steps=pilot_steps, warmup=self.settings.warmup))

@@ -102,6 +102,11 @@ class Length:
     def steps(self) -> int:
         return self.warmup + self.window + 1  # the step in which a window begins is not part of it
 
+    @property
+    def first_steps(self) -> int:
+        """Steps of a training that only has to reach a window."""
+        return min(self.steps, self.warmup + FEWEST_STEPS)
+
     def seconds(self, step_ms: float, start_s: float) -> float:
         """Return how long a training of this length takes, start and end included."""
         return start_s + self.steps * step_ms / 1e3

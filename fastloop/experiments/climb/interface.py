@@ -98,6 +98,8 @@ class Needs:
     """Seconds that the trainings of a confirmation take."""
 
     start_s: float
+    first_s: float
+    """For the start's first run, which is shorter: the climb has filled the page cache already."""
     base_s: float
     arm_s: float
     gradients_s: float

@@ -155,9 +155,11 @@ class Climb(Measured):
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
         took, both = self._choose_confirm_length(), (self.naive.step_ms, self.costs.now_ms)
         base_s, arm_s = (took.seconds(ms, self.start_s) for ms in both)
+        first_s = self.start_s + took.first_steps * self.naive.step_ms / 1e3
         gradients_s = sum(estimate_gradient_s(ms, self.start_s) for ms in both) / 2
         if cold or any(row.kept and row.takes_away for row in self.rows):
             gradients_s += max((collect_cards()[rung].first_start_s for rung in self.stack), default=0.0) / 2
         return self.runner.estimate_confirmation_s(
-            self._confirm_at, Needs(start_s=self.start_s, base_s=base_s, arm_s=arm_s, gradients_s=gradients_s)
+            self._confirm_at,
+            Needs(start_s=self.start_s, first_s=first_s, base_s=base_s, arm_s=arm_s, gradients_s=gradients_s),
         )

@@ -149,6 +149,7 @@ class ProcessRunner:
         settings = Settings(
             runs=CONFIRM_RUNS,
             steps=length.steps,
+            first_steps=length.first_steps,
             warmup=length.warmup,
             limits=limits,
             seed=self.start.config().run.seed,
@@ -172,7 +173,7 @@ class ProcessRunner:
         """Return the seconds that this confirmation still needs; `experiments/ab/experiment.py` defines its folders."""
         runs = [f"run-{number}" for number in range(CONFIRM_RUNS)]
         parts = {
-            "base/warm-up": needs.base_s,
+            "base/warm-up": needs.first_s,
             **({"1-top/plan": needs.start_s} if self.start.plans_alone else {}),
             "parity": needs.gradients_s,
             "1-top/gradients": needs.gradients_s,

@@ -357,10 +357,11 @@ def test_a_confirmation_that_was_cut_short_goes_on(
 
 def test_what_is_left_of_a_confirmation(world: World, clock: Clock, gate: dict[str, Any], tmp_path: Path) -> None:
     """Its own folders, so that it is seen when an experiment goes about it in another way."""
-    needs = Needs(start_s=1, base_s=10, arm_s=100, gradients_s=1000)
+    needs = Needs(start_s=1, first_s=5, base_s=10, arm_s=100, gradients_s=1000)
     bench, _ = made(tmp_path, clock)
-    assert bench.estimate_confirmation_s("confirm-1", needs) == 4 * 10 + 3 * 100 + 1 + 2 * 1000
+    assert bench.estimate_confirmation_s("confirm-1", needs) == 5 + 3 * 10 + 3 * 100 + 1 + 2 * 1000
     confirmed(bench)
+    assert sorted({ask.steps for _, _, ask, _ in world.asked if ask.steps}) == [13, 34], "the first run is a short one"
     assert bench.estimate_confirmation_s("confirm-1", needs) == 2 * 1000, "the gradients are made up here"
     assert bench.estimate_confirmation_s("confirm-2", needs) > 2 * 1000
     for place in ("parity", "1-top/gradients"):
