@@ -181,11 +181,10 @@ class GraphedSteps:
             return "detect_anomaly checks each backward"
         for name, part in module.named_modules():
             for registry in HOOKS:
-                for hook in getattr(part, registry, {}).values():
-                    if not getattr(hook, "__module__", type(hook).__module__).startswith(("torch.", "fastloop.")):
-                        return f"{name or type(part).__name__} has a hook, which a replay would not call"
+                if any(_is_users(hook) for hook in getattr(part, registry, {}).values()):
+                    return f"{name or type(part).__name__} has a hook, which a replay would not call"
         for name, parameter in module.named_parameters():
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            if parameter._backward_hooks or any(map(_is_users, (parameter._post_accumulate_grad_hooks or {}).values())):
                 return f"{name} has a hook on its gradient, which a replay would not call"
         found = list(iterate_tensors(batch))
         if not found or len(found) != len(list(walk_tensors(batch))):
@@ -271,6 +270,11 @@ class GraphedSteps:
         if not self._asked and replay_ms > LEAST_GAIN * eager_ms:
             return f"the device is busy already: {eager_ms:.3g} ms eager, {replay_ms:.3g} ms replayed"
         return None
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook is neither torch's nor ours."""
+    return not getattr(hook, "__module__", type(hook).__module__).startswith(("torch.", "fastloop."))
 
 
 @dataclass(frozen=True)

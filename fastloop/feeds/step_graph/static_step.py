@@ -6,7 +6,7 @@ There are two recordings because other code runs between them: gradients are zer
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ class StaticStep:
         with gradients_aside(self._parameters.values()):
             for parameter in self._parameters.values():
                 parameter.grad = None
-            self.backward()
+            self._replay_backward()
             named = self._parameters.items()
             return made, {name: each.grad.clone() for name, each in named if each.grad is not None}
 
@@ -97,7 +97,14 @@ class StaticStep:
         self._forward()
 
     def backward(self) -> None:
-        """Replay the backward of the last forward, and add its gradients to the parameters' gradients."""
+        """Replay the backward of the last forward, add its gradients to the parameters' gradients, and call the hooks
+        on them: a replay does not."""
+        self._replay_backward()
+        for parameter, _ in self._gradients:
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
+
+    def _replay_backward(self) -> None:
         kept = [(each, own, static) for each, static in self._gradients if (own := each.grad) is not None]
         sums = _copy_away([own for _, own, _ in kept], {id(static) for _, _, static in kept})
         self._backward()
@@ -133,7 +140,8 @@ class StaticStep:
             parameter.grad = None
         assert self._loss is not None
         loss, self._loss = self._loss, None
-        loss.backward()  # type: ignore[no-untyped-call]
+        with _hooks_aside(self._parameters.values()):  # these gradients belong to no step
+            loss.backward()  # type: ignore[no-untyped-call]
         return [each.grad for each in self._parameters.values() if each.grad is not None]
 
 
@@ -155,6 +163,19 @@ def gradients_aside(parameters: Any) -> Iterator[None]:
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _hooks_aside(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Call no hooks on the parameters' gradients."""
+    hooked = [(hooks, dict(hooks)) for each in parameters if (hooks := each._post_accumulate_grad_hooks)]
+    for hooks, _ in hooked:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in hooked:
+            hooks.update(kept)
 
 
 def read_key(batch: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 
 from fastloop.bridge.apply.graphed_steps import MOST_SHAPES, GraphedSteps
+from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.rungs import host
 from tests import models
 from tests.feeds.step_graph.fake import FakeRecorder
@@ -225,3 +228,21 @@ def test_a_hook_of_the_users_is_refused_by_its_module() -> None:
     ours.net[3].register_forward_hook(lambda *_: calls.append(1))
     watcher, _, _ = run(GRAPH, ours)
     assert evidence(watcher, "host")["graph_refused"].startswith("net.3 has a hook") and len(calls) == 24
+
+
+def test_the_ledger_of_a_trial_counts_replays_as_backwards(tmp_path: Path) -> None:
+    """It counts by hooks on gradients, which a replay calls; trying and recording a step does not."""
+    ours = seeded(Step)
+    watcher, _, _ = run(GRAPH, ours, callbacks=(Ledger(tmp_path),), accumulate_grad_batches=2)
+    assert evidence(watcher, "host")["replayed_steps"] > 10
+    steps = json.loads((tmp_path / "ledger.json").read_text())["steps"]
+    assert len(steps) == 12 and {row[2] for row in steps} == {2}
+
+
+def test_a_hook_of_the_users_on_a_gradient_is_refused() -> None:
+    ours = seeded(Step)
+    calls: list[int] = []
+    ours.net[3].weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    watcher, _, _ = run(GRAPH, ours)
+    assert evidence(watcher, "host")["graph_refused"].startswith("net.3.weight has a hook on its gradient")
+    assert len(calls) == 24, "one for each batch"
