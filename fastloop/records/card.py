@@ -73,6 +73,8 @@ class Variant:
     """The cost that it changes, which determines the trial that predicts it: the step on replayed batches, loading, or
     the gap between epochs, which needs no trial. An engine that replaces the loader is not predicted but screened
     directly."""
+    first: bool = False
+    """Try it before the other rungs of its family, which bring little without it."""
     replaces: tuple[str, ...] = ()
     """Rungs of the stack to switch off with it, which would do its work in its place."""
     every: bool = True

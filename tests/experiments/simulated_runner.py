@@ -73,6 +73,7 @@ class Machine:
     """What decodes in the loader's place, beside the training; None: the samples are no image files."""
     ends_at: int | None = None
     """A script that ends by itself after so many steps."""
+    launch_bound: bool = False
     tells_copies: bool = True
     """The parts of its steps show how long copies take."""
 
@@ -202,7 +203,7 @@ class SimulatedRunner:
             inactive=off,
             workers=machine.workers(stack) if ask.variation == "as_it_is" else 0,
             rest_ms=noise * machine.step_ms(stack, "replayed") * (machine.crowding if machine.workers(stack) else 1.0),
-            launch_bound=False,
+            launch_bound=machine.launch_bound,
             waits_ms=noise * machine.loader_ms(stack),
             copies_ms=0.0 if machine.has("prefetch", stack) or not machine.tells_copies else machine.copy_ms,
             classes={rung: machine.classes.get(rung, "exact") for rung in stack},

@@ -179,9 +179,10 @@ class _Screen:
 
     def _read_costs(self) -> Costs:
         """Return the costs of the stack with the candidate."""
-        arms, now_ms = self.runs["arm"], _average_step_ms(self.runs["arm"])
+        arms, now_ms, then = self.runs["arm"], _average_step_ms(self.runs["arm"]), self.prediction.then
         rests = [result.rest_ms for result in arms if result.rest_ms is not None]
-        costs = (self.prediction.then or Costs(now_ms=now_ms)).but(
+        # A trial told whether launches limit it without loading; otherwise take what the runs themselves show.
+        costs = (then or Costs(now_ms=now_ms, launch_bound=arms[-1].launch_bound)).but(
             now_ms=now_ms,
             outside_ms=fmean([result.outside_ms for result in arms]),
             gap_ms=fmean([result.gap_ms for result in arms]),

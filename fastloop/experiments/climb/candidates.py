@@ -132,7 +132,7 @@ def choose(known: Position) -> Candidate | str:
     state, replaced = make_climb_state(known), list_replaced(known.rows)
     ways = [(rung, card, variant) for rung, card in collect_cards().items() for variant in card.list_variants(state)]
     # A prediction by a trial rules out a rung at less cost than an immediate screen.
-    ways.sort(key=lambda way: (FIRST.index(way[1].family), way[2].changes == "engine"))
+    ways.sort(key=lambda way: (FIRST.index(way[1].family), not way[2].first, way[2].changes == "engine"))
     for ceiling in sorted(ceilings, key=lambda name: -ceilings[name] * (UNMEASURED if name == "compute" else 1)):
         for rung, card, variant in ways:
             if CEILING_OF[card.family] == ceiling and rung not in known.start.enabled:

@@ -101,6 +101,8 @@ def test_an_engine_is_screened_without_a_prediction() -> None:
     row = tried(runner, candidate, alone=True)
     assert row.kept and row.predicted_saved_ms is None and row.measured_saved_ms == pytest.approx(740 - 140, rel=0.05)
     assert not [at for at in runner.ran if "predict" in at] and "01-x/screen-1-base" in runner.ran
+    bound = tried(SimulatedRunner(Machine(engine_ms=100, launch_bound=True)), candidate, alone=True)
+    assert (row.costs.launch_bound, bound.costs.launch_bound) == (False, True), "no trial without loading told it"
     slow = tried(SimulatedRunner(Machine(engine_ms=900)), candidate, alone=True)
     assert not slow.kept and slow.ended == "not_faster"
 
