@@ -173,7 +173,7 @@ class _Screen:
             what=f"{self.candidate.key}: checking parity",
             need_s=sum(estimate_gradient_s(result.step_ms or 0.0, self.start_s) for result in both[0]),
         )
-        ended, why = _judge_parity(outcome, effect)
+        ended, why = _judge_parity(outcome, _describe_gain(pairs, effect))
         row = self.end(ended, why, outcome)
         return dataclasses.replace(self._drop_idle(row), costs=self._read_costs()) if ended == "kept" else row
 
@@ -233,13 +233,20 @@ def _find_contradiction(pairs: Sequence[tuple[float, float]]) -> str | None:
     return f"no answer: its two pairs differ ({gains}), so something else disturbed this machine"
 
 
-def _judge_parity(outcome: Outcome, effect: Effect | None) -> tuple[End, str]:
+def _describe_gain(pairs: Sequence[tuple[float, float]], effect: Effect | None) -> str:
+    """Describe how much faster the arm was; one pair alone has no spread, and so no effect."""
+    if effect is not None:
+        return f"{100 * (effect.ratio - 1):+.1f} %"
+    (base, arm), *_ = pairs
+    return f"{100 * (arm / base - 1):+.0f} % in one pair"
+
+
+def _judge_parity(outcome: Outcome, gain: str) -> tuple[End, str]:
     """Decide by the gates whether a faster arm stays: it does if none of them failed or was left undecided."""
     if outcome.passed is False:
         return "parity", outcome.why
     if outcome.undecided:
         return "undecided", f"not shown to be the same training: {outcome.why}"
-    gain = "" if effect is None else f"{100 * (effect.ratio - 1):+.1f} %"
     return "kept", "; ".join(filter(None, [gain, "" if outcome.passed else outcome.why]))
 
 
