@@ -121,7 +121,10 @@ class Injected(Callback):
         self.off = False
         self._guests: list[Any] = []
         self._began = self._unsaved = False
-        drop_other_hooks(self)
+        self._first = 0
+        self._own_last: int | None = None
+        """Where the script itself ends its fit."""
+        drop_other_hooks(self, "on_train_batch_end")
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
@@ -147,12 +150,22 @@ class Injected(Callback):
             # Not earlier: by now optimizers and schedules are made for the steps of the real training, and a checkpoint
             # has set the steps done. max_steps ends a fit regardless of min_steps and min_epochs, and without the
             # extra validation that should_stop causes.
-            loop, last = trainer.fit_loop.epoch_loop, trainer.global_step + most
-            loop.max_steps = last if loop.max_steps in (None, -1) else min(loop.max_steps, last)
+            self._first, own = trainer.global_step, trainer.fit_loop.epoch_loop.max_steps
+            self._own_last = None if own in (None, -1) else own
+            self._end_after(trainer, most)
+            vars(self).pop("on_train_batch_end", None)  # an earlier fit dropped it
         if trainer.is_global_zero:
             if self._guests:
                 (self.place / TRAINED).touch()
             self.note("fit_began", measured=bool(self._guests), step=trainer.global_step)
+
+    @fail_open
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        """The Trainer counts a step for each of several optimizers, whereas one for a batch was asked for."""
+        if (each := trainer.global_step - self._first) > 0:
+            if self.orders.max_steps is not None and each > 1:
+                self._end_after(trainer, each * self.orders.max_steps)
+            drop_other_hooks(self)
 
     @fail_open
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -175,6 +188,11 @@ class Injected(Callback):
                 measured=bool(self._guests),
                 why=_describe(exception),
             )
+
+    def _end_after(self, trainer: Any, steps: int) -> None:
+        """End the fit after so many steps as the Trainer counts them, if the script does not end it before."""
+        last = self._first + steps
+        trainer.fit_loop.epoch_loop.max_steps = last if self._own_last is None else min(self._own_last, last)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

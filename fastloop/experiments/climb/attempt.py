@@ -7,6 +7,7 @@ still the same, and keeps the rung or records why not.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, geometric_mean
@@ -24,8 +25,11 @@ from fastloop.records.card import Stack
 from fastloop.records.climb import Attempt, Costs, End, Rates
 from fastloop.records.experiment import Outcome
 
-TURNS = ((0, "base"), (0, "arm"), (1, "arm"), (1, "base"))
-"""Seed and side of a screen's runs: two pairs, the second in the opposite order."""
+TURNS = ((0, "base"), (0, "arm"), (1, "arm"), (1, "base"), (2, "base"), (2, "arm"))
+"""Seed and side of a screen's runs: two pairs, the second in the opposite order, and a third if these contradict each
+other."""
+USUAL = 4
+"""Runs of a screen that nothing disturbs."""
 APART = 1.25
 """If the ratios of two pairs differ by this factor, and are not both this far on the same side of 1, something else
 ran on the machine during one of them."""
@@ -99,7 +103,7 @@ class _Screen:
                 f"{self.at}/screen-{place}-{side}",
                 self.arm if side == "arm" else known.stack,
                 Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
-                what=f"{self.candidate.key}: screening, run {place} of {len(TURNS)}",
+                what=f"{self.candidate.key}: screening, run {place} of {USUAL if place <= USUAL else len(TURNS)}",
                 need_s=took.seconds(now.now_ms if side == "base" else after_ms, self.start_s),
                 ladder=self.candidate.ladder if side == "arm" else None,
             )
@@ -118,7 +122,27 @@ class _Screen:
                     return self.end("parity", same.why, same)
                 if first >= CLEAR and (runs["base"][0].step_ms or 0.0) <= APART * now.now_ms:
                     break
+            if place == USUAL and _find_contradiction(self._list_rates()) is None:
+                break
         return self._judge()
+
+    def _list_rates(self) -> list[tuple[float, float]]:
+        """Return the rates of base and arm of each pair."""
+        return [(_read_rate(base), _read_rate(arm)) for base, arm in zip(*self.runs.values(), strict=False)]
+
+    def _leave_out_disturbed(self) -> str:
+        """Leave out the pair of three that is farthest from the others; returns a note if there was one."""
+        pairs = self._list_rates()
+        if len(pairs) <= 2:
+            return ""
+        ratios = [arm / base for base, arm in pairs]
+        middle = sorted(ratios)[1]
+        odd = max(range(len(pairs)), key=lambda pair: abs(math.log(ratios[pair] / middle)))
+        if _find_contradiction(pairs[:odd] + pairs[odd + 1 :]) is not None:
+            return ""
+        for results in self.runs.values():
+            del results[odd]
+        return f"without a pair that something disturbed ({100 * (ratios[odd] - 1):+.0f} %)"
 
     def _rule_out(self, result: Result) -> tuple[End, str] | None:
         """Return why this run of the arm rules out the candidate, or None."""
@@ -154,8 +178,8 @@ class _Screen:
         return {**rungs, **{rung: {"enabled": False} for rung in idle}}, idle
 
     def _judge(self) -> Attempt:
-        context, both = self.context, list(zip(self.runs["base"], self.runs["arm"], strict=True))
-        pairs = [(_read_rate(base), _read_rate(arm)) for base, arm in both]
+        context, note = self.context, self._leave_out_disturbed()
+        both, pairs = list(zip(self.runs["base"], self.runs["arm"], strict=True)), self._list_rates()
         effect = statistics.screen(pairs, context.pool)
         if (odd := _find_contradiction(pairs)) is not None:
             return self.end("odd", odd)
@@ -164,7 +188,7 @@ class _Screen:
             why = "not faster"
             if effect is not None:
                 why += f": {100 * (effect.ratio - 1):+.1f} % in two pairs, where runs differ by {100 * effect.sd:.1f} %"
-            return self.end("not_faster", why)
+            return self.end("not_faster", "; ".join(filter(None, [why, note])))
         outcome = context.runner.check_parity(
             self.at,
             context.known.stack,
@@ -173,7 +197,8 @@ class _Screen:
             what=f"{self.candidate.key}: checking parity",
             need_s=sum(estimate_gradient_s(result.step_ms or 0.0, self.start_s) for result in both[0]),
         )
-        ended, why = _judge_parity(outcome, _describe_gain(pairs, effect))
+        gain = ", ".join(filter(None, [_describe_gain(pairs, effect), note]))
+        ended, why = _judge_parity(outcome, gain)
         row = self.end(ended, why, outcome)
         return dataclasses.replace(self._drop_idle(row), costs=self._read_costs()) if ended == "kept" else row
 
@@ -229,8 +254,8 @@ def _find_contradiction(pairs: Sequence[tuple[float, float]]) -> str | None:
     ratios = sorted(arm / base for base, arm in pairs)
     if ratios[-1] <= APART * ratios[0] or ratios[0] >= APART or ratios[-1] <= 1 / APART:
         return None
-    gains = " and ".join(f"{100 * (ratio - 1):+.0f} %" for ratio in ratios)
-    return f"no answer: its two pairs differ ({gains}), so something else disturbed this machine"
+    gains = ", ".join(f"{100 * (ratio - 1):+.0f} %" for ratio in ratios)
+    return f"no answer: its {len(pairs)} pairs differ ({gains}), so something else disturbed this machine"
 
 
 def _describe_gain(pairs: Sequence[tuple[float, float]], effect: Effect | None) -> str:

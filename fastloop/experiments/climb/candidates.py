@@ -28,9 +28,8 @@ UNMEASURED = 0.5
 """Weight of the compute ceiling: no rung can reach it, whereas a trial has reached the others."""
 RETRIES = 1
 """How often a rung that was not faster is retried once the stack has grown: some pay only on top of others."""
-AGAIN: tuple[End, ...] = ("small", "not_faster", "undecided")
-"""Results after which a retry is worthwhile; a screen whose pairs contradict each other is repeated at once. A crash, a
-failed gate and a refusal by the plan are final."""
+AGAIN: tuple[End, ...] = ("small", "not_faster", "undecided", "odd")
+"""Results after which a retry is worthwhile. A crash, a failed gate and a refusal by the plan are final."""
 
 BROKEN: tuple[End, ...] = ("parity", "crashed")
 LADDER, WITHOUT = "ladder-", "without-"
@@ -304,8 +303,7 @@ def _is_open(candidate: Candidate, known: Position) -> bool:
         return True
     last = made[-1]
     lost = last.ended == "small" and known.pct(last.predicted_saved_ms or 0.0) < LOST_PCT
-    again = last.ended == "odd" or (last.ended in AGAIN and last.at < known.height and not lost)
-    return again and len(made) <= RETRIES
+    return last.ended in AGAIN and last.at < known.height and not lost and len(made) <= RETRIES
 
 
 # -- A stack of rungs: what a climb has added to the configuration it began with ---------------------------------------

@@ -50,7 +50,7 @@ class Result:
     steps: int | None = None
     """Optimizer steps trained, including warm-up."""
     ended_at: int | None = None
-    """The Trainer's step count when its fit ended, which counts one step for each of several optimizers."""
+    """The steps when its fit ended, at its limit or by itself; None if it did not end well."""
     global_batch: int | None = None
     micro_batch: int | None = None
     world_size: int = 1
@@ -208,7 +208,6 @@ def read_result(trial: Trial) -> Result:
 
 
 def _read_end(trial: Trial) -> int | None:
-    """Return the Trainer's step count of a fit that finished; None if it did not."""
-    if trial.measurement is None or trial.measurement.partial or trial.last_step is None:
-        return None
-    return trial.last_step - (trial.began or 0)
+    """Return the steps of a fit that finished; None if it did not."""
+    found = trial.measurement
+    return None if found is None or found.partial else found.total_steps or None

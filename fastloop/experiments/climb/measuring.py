@@ -219,10 +219,26 @@ class Measured:
         result = self._run_trial(variation)
         if result is None or variation == "loader":
             return result
+        if variation == "replayed" and not self.stack:
+            self._doubt_start(result)
         result = self._remeasure(variation, result)
         if not self.stack:
             self.ceilings[variation] = result.samples_per_s
         return result
+
+    def _doubt_start(self, replayed: Result) -> None:
+        """Measure the start again if its steps took much longer than replayed ones even apart from their wait for data:
+        something else ran at that time, and the lengths of all later trainings would follow from it."""
+        assert self.naive is not None and self.costs is not None
+        own_ms, least_ms = self.naive.rest_ms, replayed.core_ms
+        if self.costs.beside or not own_ms or not least_ms or own_ms <= APART * least_ms:
+            return
+        self.costs = self.costs.but(now_ms=self.costs.now_ms - own_ms + least_ms)  # for the length
+        if (again := self._run_trial("as_it_is", again=True)) is not None:
+            self.costs = self.costs.but(**self._read_costs(again))
+            self.naive, self.notes[REPEATED] = again, "measured again: its steps were slower than replayed ones"
+        else:
+            self.costs = self.costs.but(now_ms=self.naive.step_ms)
 
     def _remeasure(self, variation: Variation, result: Result) -> Result:
         """Repeat a trial that is slower than the whole it is part of: one of the two was disturbed. If the whole is in

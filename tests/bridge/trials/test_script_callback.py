@@ -231,6 +231,40 @@ def test_the_limit_ends_the_fit_and_leaves_the_schedule(settings: dict[str, Any]
     assert shorter.rates != limited.rates, "a smaller max_steps from the beginning would have changed the schedule"
 
 
+class TwoOptimizers(models.Regression):
+    """Steps two optimizers in each batch, which the Trainer counts as two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.batches = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        one, *others = self.parameters()
+        return torch.optim.SGD([one], lr=0.01), torch.optim.SGD(others, lr=0.01)
+
+
+def test_the_limit_counts_batches_of_two_optimizers_once(orders: Orders) -> None:
+    orders(max_steps=6)
+    for _ in range(2):
+        module = TwoOptimizers()
+        trainer(max_epochs=9).fit(module, models.loader())
+        assert module.batches == 6
+    assert orders.measured()["total_steps"] == 6
+    own = TwoOptimizers()
+    trainer(max_steps=8).fit(own, models.loader())
+    assert own.batches == 4, "the script's own limit counts as the Trainer does"
+
+
 def test_the_limit_counts_from_a_checkpoint_and_holds_for_every_fit(orders: Orders) -> None:
     before = models.trainer(max_steps=5)
     before.fit(models.Regression(), models.loader())

@@ -157,10 +157,26 @@ def test_what_turns_out_slow_is_expected_to_be_so_again() -> None:
 
 
 @pytest.mark.parametrize("disturbed", ["screen-1-base", "screen-2-arm", "screen-3-arm", "screen-4-base"])
-def test_one_disturbed_run_ends_nothing(disturbed: str) -> None:
-    row = tried(Disturbed(Machine(factors={"amp": 0.85}, noise=0.001), {disturbed: 10.0}), AMP)
+def test_one_disturbed_run_is_outvoted_by_a_third_pair(disturbed: str) -> None:
+    runner = Disturbed(Machine(factors={"amp": 0.85}, noise=0.001), {disturbed: 10.0})
+    row = tried(runner, AMP)
+    assert row.kept and row.runs == 2 and "without a pair that something disturbed (" in row.why
+    assert [at for at in runner.ran if "screen" in at][-2:] == ["01-x/screen-5-base", "01-x/screen-6-arm"]
+    ratios = [arm / base for base, arm in zip(row.rates.base, row.rates.arm, strict=True)]
+    assert ratios == pytest.approx([130 / 110.5] * 2, rel=0.1), "later screens do not see the disturbed pair"
+
+
+def test_three_pairs_that_differ_give_no_answer() -> None:
+    noisy = {"screen-1-base": 2.0, "screen-3-arm": 2.0}
+    row = tried(Disturbed(Machine(factors={"amp": 0.85}, noise=0.001), noisy), AMP)
     assert row.ended == "odd" and "so something else disturbed this machine" in row.why and not row.kept
-    assert len(re.findall(r"[+-]\d+ %", row.why)) == 2 and row.runs == 2, "a single pair decides nothing"
+    assert len(re.findall(r"[+-]\d+ %", row.why)) == 3 == row.runs
+
+
+def test_two_pairs_that_agree_need_no_third() -> None:
+    runner = SimulatedRunner(Machine())
+    tried(runner, AMP)
+    assert not [at for at in runner.ran if "screen-5" in at]
 
 
 @pytest.mark.parametrize(

@@ -158,11 +158,11 @@ def test_what_pays_together_is_found_once_something_else_is_no_limit_any_more() 
     )
 
 
-def test_a_ladder_whose_screen_was_disturbed_is_screened_again() -> None:
+def test_a_ladder_whose_screen_was_disturbed_has_a_third_pair() -> None:
     less = dataclasses.replace(TOGETHER, factors={**TOGETHER.factors, "amp+layout+compile": 0.6})
     climb = make_climb(Disturbed(less, {"00-ladder-full/screen-3-arm": 15.0}), ladders=list_shipped())
     climb.climb()
-    assert [row.ended for row in climb.rows if row.key == "ladder-full"] == ["odd", "kept"]
+    assert [row.ended for row in climb.rows if row.key == "ladder-full"] == ["kept"]
 
 
 def test_small_losses_of_rungs_that_are_taken_away_do_not_add_up() -> None:
@@ -289,17 +289,17 @@ class _Seeded(SimulatedRunner):
         return super()._train(f"{self.name}/{at}", stack, ask)
 
 
-def test_a_screen_that_something_disturbed_is_made_again() -> None:
+def test_a_screen_that_something_disturbed_has_a_third_pair() -> None:
     runner = Disturbed(Machine(decode_ms=3), {"01-amp/screen-2-arm": 15.0})
     climb = make_climb(runner)
     climb.climb()
-    assert [row.ended for row in climb.rows if row.key == "amp"] == ["odd", "kept"]
+    assert [row.ended for row in climb.rows if row.key == "amp"] == ["kept"]
     assert "compile" in climb.stack and (pool_spreads(climb.rows).sd or 1) < 0.02, (
         "nor does it blind the screens after it"
     )
-    always = make_climb(Disturbed(Machine(decode_ms=3), {"screen-2-arm": 15.0}))
+    always = make_climb(Disturbed(Machine(decode_ms=3), {"screen-2-arm": 15.0, "screen-6-arm": 3.0}))
     why = always.climb()
-    assert [row.ended for row in always.rows if row.key == "amp"] == ["odd", "odd"], "once more, not for ever"
+    assert [row.ended for row in always.rows if row.key == "amp"] == ["odd"], "not again before the stack has grown"
     assert always.stack == {} and why.startswith("no remaining rung"), "which is not that there is nothing to gain"
 
 
@@ -320,6 +320,18 @@ def test_a_ceiling_below_the_start_is_measured_again_with_the_start() -> None:
     assert not any("again" in at for at in undisturbed.runner.ran)  # type: ignore[attr-defined]
     assert undisturbed.notes == {f"replayed{TOP}": BESIDE}, "the rest of the top is from its runs"
     assert climb.stack == undisturbed.stack
+
+
+def test_a_start_that_something_disturbed_is_measured_again() -> None:
+    """All lengths follow from its step: at 20 times as long a step, all windows would have the fewest steps."""
+    runner = Disturbed(PLAIN, {"00-naive/pilot": 20.0})
+    climb = make_climb(runner)
+    climb.begin()
+    climb.measure_missing()
+    assert runner.ran[:3] == ["00-naive/pilot", "00-naive/replayed", "00-naive/as_it_is-again"]
+    assert climb.naive is not None and climb.naive.step_ms == pytest.approx(160) == climb.known.costs.now_ms
+    assert "slower than replayed ones" in climb.notes["00-naive/as_it_is-again"]
+    assert runner.asks["00-naive/as_it_is-again"][1].steps > 14
 
 
 def test_a_ceiling_that_stays_below_the_start_is_none() -> None:
