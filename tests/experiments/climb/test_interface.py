@@ -116,7 +116,7 @@ def test_launches_limit_where_the_device_is_done_at_once(
 
 
 def test_where_a_fit_ended_by_itself(tmp_path: Path) -> None:
-    found = trial(tmp_path)
-    assert found.measurement is not None and read_result(found).ended_at == found.measurement.total_steps
+    found = trial(tmp_path, measurement={**MEASURED, "total_steps": 16})
+    assert read_result(found).ended_at == 16
     crashed = replace(found, ok=False, cause="exit code 1", measurement=Measurement(total_steps=5, partial=True))
     assert read_result(crashed).ended_at is None, "its own error is the reason"
