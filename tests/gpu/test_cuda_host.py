@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from fastloop.bridge.trials.sample_ledger import Ledger
 from tests import models
 from tests.rungs.fits import evidence, fit, seeded, verdict
 
@@ -100,6 +102,15 @@ def test_replayed_steps_train_as_eager_ones_do(accumulate: int) -> None:
     assert int(ours.net[1].num_batches_tracked) == 32
     floats = [{k: v for k, v in models.weights(each).items() if v.is_floating_point()} for each in (plain, ours)]
     assert models.distance(*floats) < 1e-3
+
+
+def test_the_ledger_of_a_trial_lets_steps_be_replayed(tmp_path: Path) -> None:
+    """It counts backwards by hooks on gradients; an A/B would otherwise measure another stack than the user runs."""
+    ours = seeded(Pictures)
+    watcher, _ = fit(GRAPH, ours, pictures(), callbacks=(Ledger(tmp_path),), max_epochs=2, **GPU)
+    assert evidence(watcher, "host")["replayed_steps"] == 29
+    steps = json.loads((tmp_path / "ledger.json").read_text())["steps"]
+    assert len(steps) == 32 and {row[2] for row in steps} == {1}
 
 
 def test_each_replay_drops_other_numbers() -> None:
