@@ -85,8 +85,9 @@ class _Screen:
 
     @property
     def start_s(self) -> float:
-        """Seconds that a run takes besides its steps."""
-        return self.prediction.start_s or self.context.start_s
+        """Seconds that the next run of the arm takes besides its steps."""
+        started = [result.next_start_s for result in self.runs["arm"] if result.step_ms]
+        return min([self.prediction.start_s or self.context.start_s, *started])
 
     def run(self) -> Attempt:
         """Run the pairs until the result is clear."""
@@ -104,7 +105,7 @@ class _Screen:
                 self.arm if side == "arm" else known.stack,
                 Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
                 what=f"{self.candidate.key}: screening, run {place} of {USUAL if place <= USUAL else len(TURNS)}",
-                need_s=took.seconds(now.now_ms if side == "base" else after_ms, self.start_s),
+                need_s=took.seconds(*((now.now_ms, context.start_s) if side == "base" else (after_ms, self.start_s))),
                 ladder=self.candidate.ladder if side == "arm" else None,
             )
             runs[side].append(result)

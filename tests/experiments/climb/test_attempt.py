@@ -12,6 +12,7 @@ from fastloop.experiments.climb.candidates import Candidate, make_patch
 from fastloop.experiments.climb.interface import Result
 from fastloop.judge import parity
 from fastloop.judge.statistics import Pool
+from fastloop.ladder import collect_cards
 from fastloop.records.card import Variant
 from fastloop.records.experiment import Gate, Outcome
 from fastloop.records.plan import Parity
@@ -154,6 +155,21 @@ def test_what_turns_out_slow_is_expected_to_be_so_again() -> None:
     tried(Asked(Machine(noise=0.0)), AMP)
     steps_s = [needs[f"01-x/screen-{turn}-arm"] - 12 for turn in (2, 3)]
     assert steps_s[1] == pytest.approx(steps_s[0] * 270 / 87.5, rel=0.01)
+
+
+def test_only_the_first_run_of_the_arm_is_expected_to_compile() -> None:
+    needs: dict[str, float] = {}
+
+    class Asked(SimulatedRunner):
+        def run(self, at: str, *asked: Any, need_s: float, **named: Any) -> Result:
+            needs[at.rpartition("/")[2]] = need_s
+            return super().run(at, *asked, need_s=need_s, **named)
+
+    candidate = Candidate(rung="compile", key="x", patches=(make_patch("compile"),), way=Variant(changes="engine"))
+    tried(Asked(Machine(noise=0.0)), candidate)
+    first_s = collect_cards()["compile"].first_start_s
+    assert first_s > 10 and needs["screen-2-arm"] - needs["screen-3-arm"] == pytest.approx(first_s, rel=0.1)
+    assert needs["screen-1-base"] < first_s, "the base compiles nothing"
 
 
 @pytest.mark.parametrize("disturbed", ["screen-1-base", "screen-2-arm", "screen-3-arm", "screen-4-base"])
