@@ -75,6 +75,9 @@ class Variant:
     directly."""
     first: bool = False
     """Try it before the other rungs of its family, which bring little without it."""
+    together: bool = False
+    """Also try it with the others that say so, on top of the largest shipped ladder: each takes away one limit of the
+    step, and leaves the others'."""
     replaces: tuple[str, ...] = ()
     """Rungs of the stack to switch off with it, which would do its work in its place."""
     every: bool = True

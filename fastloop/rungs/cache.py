@@ -38,7 +38,8 @@ def _list_variants(state: ClimbState) -> Iterator[Variant]:
         yield Variant(changes="engine")
     if state.on_cuda and state.image_files:
         replaced = tuple(engine for engine in ENGINES if engine in state.stack)
-        yield Variant(name="device", settings=({"store": "device"},), changes="engine", replaces=replaced)
+        device = {"store": "device"}
+        yield Variant(name="device", settings=(device,), changes="engine", together=True, replaces=replaced)
 
 
 CARD = Card(

@@ -28,7 +28,7 @@ from fastloop.records.readings import on_gpu
 def _list_variants(state: ClimbState) -> Iterator[Variant]:
     """Try step graphs if the device waits for kernel launches: faster kernels would not shorten the step then."""
     if state.on_cuda and state.launch_bound and state.one_backward:
-        yield Variant(settings=({"step_graph": "auto"},), first=True)
+        yield Variant(settings=({"step_graph": "auto"},), first=True, together=True)
 
 
 CARD = Card(

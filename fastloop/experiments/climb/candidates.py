@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fastloop.errors import NotApplicable
-from fastloop.evidence import machine
 from fastloop.experiments.tune.choice import find_loader_rung, list_tunables, name_number
 from fastloop.judge.prediction import NEAR, WORTH_PCT, compute_ceilings_ms
-from fastloop.ladder import Ladder, collect_cards, regroups
+from fastloop.ladder import collect_cards, regroups
 from fastloop.records.card import ClimbState, Family, Patch, Setting, Stack, Variant, read_int
 from fastloop.records.climb import Attempt, Costs, End, count_kept, list_enabled, select_broken, select_unanswered
-from fastloop.records.facts import Facts, LoaderFacts
-from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Parity
 
 CEILING_OF: dict[Family, str] = {"feed": "feed", "compute": "compute", "fill": "compute", "sync": "sync"}
@@ -34,6 +29,8 @@ AGAIN: tuple[End, ...] = ("small", "not_faster", "undecided", "odd")
 BROKEN: tuple[End, ...] = ("parity", "crashed")
 LADDER, WITHOUT = "ladder-", "without-"
 """Prefixes of keys: of shipped ladders that are tried as a whole, and of rungs that are removed again."""
+ON_TOP = "+"
+"""Between the names of a ladder and of the rungs on top of it."""
 LOST_PCT = -50.0
 """Gain in percent of the step: a rung predicted to fall below it is not retried, alone or with its ladder."""
 CHANGES_TRAINING: Parity = "changes-training"
@@ -61,7 +58,7 @@ class Candidate:
     @property
     def ladder(self) -> str | None:
         """The shipped ladder that it is, or is the rest of."""
-        return self.key.removeprefix(LADDER) if self.whole else None
+        return self.key.removeprefix(LADDER) if self.whole and ON_TOP not in self.key else None
 
     @property
     def tunes(self) -> str | None:
@@ -163,8 +160,23 @@ def list_ladders(start: Start) -> dict[str, Stack]:
     return found
 
 
+def list_bundles(known: Position) -> dict[str, Stack]:
+    """List the largest shipped ladder with the variants on top that pay together, if the start offers several."""
+    for name, stack in list_ladders(known.start).items():
+        state = dataclasses.replace(make_climb_state(known), stack=stack)
+        offered = [(rung, variant) for rung, card in collect_cards().items() for variant in card.list_variants(state)]
+        taken = {*known.start.enabled, *known.start.refused}
+        ways = [(rung, variant) for rung, variant in offered if variant.together and rung not in taken]
+        refused = {rung for rung, variant in offered if variant.refused}  # a ladder by name leaves them out itself
+        stack = {rung: settings for rung, settings in stack.items() if rung not in refused}
+        for rung, variant in ways:
+            stack = apply_patch(stack, _make_candidate(rung, variant, known.start).patches[0])
+        return {ON_TOP.join([name, *(rung for rung, _ in ways)]): stack} if len(ways) > 1 else {}
+    return {}
+
+
 def make_ladder(name: str, stack: Stack) -> Candidate:
-    """Make a candidate of a whole shipped ladder. No trial of a single cost predicts it, so it is screened at once."""
+    """Make a candidate of a whole ladder. No trial of a single cost predicts it, so it is screened at once."""
     return Candidate(
         rung="+".join(stack), key=f"{LADDER}{name}", patches=({"rungs": stack},), way=Variant(changes="engine")
     )
@@ -175,7 +187,8 @@ def _choose_ladder(known: Position) -> Candidate | None:
     slower. Rungs that broke the training also break it together with others."""
     if known.height:
         return None
-    made = {name: make_ladder(name, stack) for name, stack in list_ladders(known.start).items()}
+    ladders = list_bundles(known) | list_ladders(known.start)
+    made = {name: make_ladder(name, stack) for name, stack in ladders.items()}
     rates = {
         name: rate
         for name, rate in known.ladder_rates.items()
@@ -189,10 +202,10 @@ def _choose_rest(known: Position) -> Candidate | None:
     """Choose all rungs of a ladder that are not on the stack yet, except those that made the step much longer. Singly
     they did not pay, but together they may, now that the stack has grown."""
     ladders = list_ladders(known.start)
-    kept = [row.name.removeprefix(LADDER) for row in known.rows if row.kept and row.name.startswith(LADDER)]
+    names = [row.name.removeprefix(LADDER) for row in known.rows if row.kept and row.name.startswith(LADDER)]
     hopeless = {row.rung for row in known.rows if known.pct(row.measured_saved_ms or 0.0) < LOST_PCT}
     gone = {row.rung for row in known.rows if row.ended in ("inactive", *BROKEN)}.union(
-        hopeless, *(ladders[name] for name in kept)
+        hopeless, *(ladders[name.partition(ON_TOP)[0]] for name in names)
     )
     for name, ladder in ladders.items():
         rest = {rung: settings for rung, settings in ladder.items() if rung not in known.stack and rung not in gone}
@@ -344,44 +357,3 @@ def count_batches_per_step(known: Position, stack: Stack) -> float:
 def count_queued(stack: Stack, workers: int) -> int:
     """Return how many batches this stack keeps ready, in its loader workers and on the device."""
     return sum(card.batches_ready(stack.get(rung), workers) for rung, card in collect_cards().items())
-
-
-# -- rungs that a training would refuse, and why, as one without them already shows, which saves trials ----------------
-
-PLAIN = "32-true"
-"""Lightning's default precision."""
-
-
-def find_refusals(result: Measurement) -> dict[str, str]:
-    """Return the rungs whose plan would leave them out, with the reason."""
-    facts, known, refused = _assume_facts(result), collect_cards(), {}
-    for name, rung in Ladder().rungs():
-        if known[name].plan_shows_refusal:
-            try:
-                rung.plan(facts)
-            except NotApplicable as reason:
-                refused[name] = str(reason)
-    return refused
-
-
-def _assume_facts(result: Measurement) -> Facts:
-    """Return facts in which unknown properties are no obstacle, since a trial with the rung would reveal one."""
-    loader, model = result.evidence.get("loader") or {}, result.evidence.get("model") or {}
-    precision = result.precision or PLAIN
-    return Facts(
-        device=result.device,
-        precision=precision,
-        own_precision=precision != PLAIN,
-        compiler=machine.find_cxx_compiler(os.environ),
-        compiled_by_user=("the model",) if model.get("compiled") else (),
-        compile_targets=("unknown",),
-        convs=() if model.get("convs") == 0 else ("unknown",),
-        attends_by_hand=() if model.get("attends_by_hand") == 0 else ("unknown",),
-        classes=0 if model.get("classes") == 0 else 1,
-        loader=LoaderFacts(
-            kind=str(loader.get("kind")),
-            map_style=loader.get("map_style") is not False,
-            num_workers=loader.get("num_workers") or 0,
-            pin_memory=loader.get("pin_memory") is True,
-        ),
-    )

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.budget import Length
-from fastloop.experiments.climb.candidates import find_refusals
+from fastloop.experiments.climb.refusals import find_refusals
 from fastloop.experiments.trials.supervise import TOO_SLOW
 from fastloop.experiments.trials.trial import Trial
 from fastloop.experiments.tune.search import KnownTimes, Tuned, compute_step_ms

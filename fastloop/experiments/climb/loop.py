@@ -16,6 +16,7 @@ from fastloop.experiments.climb.candidates import (
     WITHOUT,
     Candidate,
     choose,
+    list_bundles,
     list_ladders,
     list_removable,
     make_ladder,
@@ -96,7 +97,8 @@ class Climb(Measured):
         """Run the start once with each shipped ladder, to try the fastest first; this run is part of its screen. If one
         does not fit into the budget, the others still run."""
         spent = None
-        for name, stack in ({} if self.stack else list_ladders(self.start)).items():
+        ladders = {} if self.stack else list_bundles(self.known) | list_ladders(self.start)
+        for name, stack in ladders.items():
             if name in self.ladders:
                 continue
             took, costs = self.context.choose_ladder_length(stack), self.known.costs
@@ -110,7 +112,7 @@ class Climb(Measured):
                     what=f"{candidate.key}: first run",
                     need_s=took.seconds(costs.now_ms, self.start_s) + first_start_s,
                     slowest_ms=HOPELESS * costs.now_ms,
-                    ladder=name,
+                    ladder=candidate.ladder,
                 )
             except Spent as error:
                 spent = spent or error

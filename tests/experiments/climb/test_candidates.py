@@ -214,6 +214,37 @@ BF16: Stack = {"workers": {"enabled": True}, "amp": {"enabled": True}}
 FULL: Stack = {**BF16, "compile": {"enabled": True}}
 
 
+def test_rungs_that_pay_together_are_tried_on_top_of_a_ladder() -> None:
+    """Replayed steps wait for data, and pictures on the device for launches: by itself neither makes a step shorter."""
+    full = {**FULL, "batch": {"enabled": True}}
+    bound = Start(on_cuda=True, micro_batch=128, rank_batch=128, image_files=True, ladders={"bf16": BF16, "full": full})
+    known = Position(start=bound, costs=WAITS.but(launch_bound=True), stack={})
+    (name,) = bundles = candidates.list_bundles(known)
+    assert name == "full+cache+host" and bundles[name] == {
+        **FULL,  # without `batch`: there is nothing to merge
+        "cache": {"enabled": True, "store": "device"},
+        "host": {"enabled": True, "step_graph": "auto"},
+    }
+    rates = {"full": 90.0, "bf16": 110.0, name: 300.0}
+    found = choose(dataclasses.replace(known, ladder_rates=rates))
+    assert isinstance(found, Candidate) and found.key == f"ladder-{name}" and found.whole
+    assert found.ladder is None, (
+        "its rungs are asked for by name: kernels that are slower alone are not slower replayed"
+    )
+    slow = choose(dataclasses.replace(known, ladder_rates={**rates, name: 20.0}))
+    assert isinstance(slow, Candidate) and (slow.key, slow.ladder) == ("ladder-bf16", "bf16")
+
+    top = dataclasses.replace(
+        row(f"ladder-{name}", "kept", rung="+".join(bundles[name])), patch={"rungs": bundles[name]}
+    )
+    on = candidates.read_stack([top])
+    rest = candidates._choose_rest(dataclasses.replace(known, rows=[top], stack=on))
+    assert rest is None, "all of `full` was in it"
+    for start in (dataclasses.replace(bound, image_files=False), dataclasses.replace(bound, ladders={})):
+        assert candidates.list_bundles(dataclasses.replace(known, start=start)) == {}
+    assert candidates.list_bundles(dataclasses.replace(known, costs=WAITS)) == {}, "launches do not limit it"
+
+
 def test_of_the_shipped_ladders_the_fastest_comes_first() -> None:
     shipped = dataclasses.replace(GPU, ladders={"bf16": BF16, "full": FULL, "twin": FULL})
     assert list(list_ladders(shipped)) == ["full", "bf16"], "the largest first, and each addition once"

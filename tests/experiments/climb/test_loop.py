@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fastloop.commands.climb import list_shipped
+from fastloop.experiments.climb import candidates, loop
 from fastloop.experiments.climb.attempt import BaseFailed
 from fastloop.experiments.climb.budget import GRACE_S, Spent
 from fastloop.experiments.climb.candidates import make_patch
@@ -113,6 +114,31 @@ def test_a_ladder_is_found_where_no_rung_of_it_pays_alone() -> None:
     assert TOGETHER.step_ms(climb.stack, "as_it_is") <= 1.01 * best
     assert {rung for row in climb.rows if row.takes_away and row.kept for rung in [row.rung]} >= {"workers", "fused"}
     assert not {"workers", "fused", "cache"} & set(climb.stack), "what it came with, and does nothing, is gone"
+
+
+def test_a_ladder_with_rungs_on_top_is_run_with_all_of_them_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, stack = "full+cache+host", {**list_shipped()["full"], "cache": {"enabled": True, "store": "device"}}
+    for module in (loop, candidates):
+        monkeypatch.setattr(module, "list_bundles", lambda _known: {name: stack})
+    asked: dict[str, str | None] = {}
+
+    class Asked(SimulatedRunner):
+        def run(self, at: str, *rest: Any, ladder: str | None = None, **named: Any) -> Result:
+            asked[at] = ladder
+            return super().run(at, *rest, ladder=ladder, **named)
+
+    class Replays(Machine):
+        def step_ms(self, stack: Stack, variation: str) -> float:
+            stored = stack.get("cache", {}).get("store") == "device"
+            return super().step_ms(stack, variation) * (0.1 if stored else 1.0)
+
+    machine = Replays(decode_ms=3, copy_ms=0, noise=0.0, factors={"amp": 0.9}, idle={"workers": "a store loads"})
+    climb = make_climb(Asked(machine), ladders=list_shipped())
+    climb.climb()
+    first = climb.rows[0]
+    assert first.kept and first.name == f"ladder-{name}" and "workers" in first.idle and name in climb.ladders
+    assert asked[f"00-ladder-{name}/screen-2-arm"] is None and asked["00-ladder-full/screen-2-arm"] == "full"
+    assert climb.stack["cache"] == stack["cache"] and "amp" in climb.stack
 
 
 def test_a_ladder_of_which_a_part_has_no_effect_or_breaks() -> None:

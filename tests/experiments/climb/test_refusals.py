@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fastloop.experiments.climb import candidates as module
-from fastloop.experiments.climb.candidates import find_refusals
+from fastloop.experiments.climb import refusals as module
+from fastloop.experiments.climb.refusals import find_refusals
 from fastloop.records.measurement import Measurement
 from fastloop.records.store import decode
 
