@@ -181,10 +181,11 @@ class GraphedSteps:
             return "detect_anomaly checks each backward"
         for name, part in module.named_modules():
             for registry in HOOKS:
-                if any(_is_users(hook) for hook in getattr(part, registry, {}).values()):
+                if not all(_is_from(("torch.", "fastloop."), hook) for hook in getattr(part, registry, {}).values()):
                     return f"{name or type(part).__name__} has a hook, which a replay would not call"
         for name, parameter in module.named_parameters():
-            if parameter._backward_hooks or any(map(_is_users, (parameter._post_accumulate_grad_hooks or {}).values())):
+            after = (parameter._post_accumulate_grad_hooks or {}).values()  # a replay calls these
+            if parameter._backward_hooks or not all(_is_from(("fastloop.",), hook) for hook in after):
                 return f"{name} has a hook on its gradient, which a replay would not call"
         found = list(iterate_tensors(batch))
         if not found or len(found) != len(list(walk_tensors(batch))):
@@ -272,9 +273,8 @@ class GraphedSteps:
         return None
 
 
-def _is_users(hook: Any) -> bool:
-    """Whether a hook is neither torch's nor ours."""
-    return not getattr(hook, "__module__", type(hook).__module__).startswith(("torch.", "fastloop."))
+def _is_from(packages: tuple[str, ...], hook: Any) -> bool:
+    return getattr(hook, "__module__", type(hook).__module__).startswith(packages)
 
 
 @dataclass(frozen=True)
