@@ -9,6 +9,7 @@ slow, is tested in `commands/test_climb.py`.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -90,30 +91,22 @@ def test_a_ten_percent_slowdown_in_an_unmodified_script_is_found(tmp_path: Path)
 
 
 def test_a_deeper_queue_that_is_only_emptied_is_not_faster(tmp_path: Path) -> None:
-    """While the first step takes its time, workers fill their queue; then the loader is the limit, in both arms.
-
-    One in twenty 95 % intervals is wrong, and other work may take the CPUs, so it has three tries.
-    """
-    for _ in range(3):
-        said = fastloop(
-            tmp_path,
-            "ab",
-            "--script",
-            SCRIPTS / "stalls.py",
-            *BASE_WORKERS,
-            "--vs",
-            "rungs.workers.prefetch_factor=16",
-            "--runs",
-            "3",
-            "--steps",
-            "110",
-            "--force",
-        )
-        found, one = said.json, said.json["comparisons"][0]
-        if one["verdict"] in ("no_difference", "inconclusive") and one["ratio"] == pytest.approx(1, abs=0.05):
-            break
+    """While the first step takes its time, workers fill their queue; then the loader is the limit, in both arms."""
+    said = fastloop(
+        tmp_path,
+        "ab",
+        "--script",
+        SCRIPTS / "stalls.py",
+        *BASE_WORKERS,
+        "--vs",
+        "rungs.workers.prefetch_factor=16",
+        "--runs",
+        "3",
+        "--steps",
+        "110",
+    )
+    found, one = said.json, said.json["comparisons"][0]
     assert one["verdict"] in ("no_difference", "inconclusive") and said.code in (0, 4), said.err
-    assert one["ratio"] == pytest.approx(1, abs=0.05) and one["ci95"][0] < 1 < one["ci95"][1]
     assert one["parity"]["passed"] is True and one["parity"]["class"] == "exact"
     assert [arm["active_rungs"] for arm in found["arms"]] == [["workers"], ["workers"]]
     queues = [
@@ -122,11 +115,13 @@ def test_a_deeper_queue_that_is_only_emptied_is_not_faster(tmp_path: Path) -> No
     ]
     assert queues == [4, 32] and any("too short for its queues" in flag for flag in found["flags"])
 
-    # The controls are held to their medians: over three runs an interval is often too wide for a verdict.
+    # What would fool a judge does so here; medians, since three runs beside other work differ by some percent.
     by_stopwatch = {folder: statistics.median(stopwatch_ms(tmp_path, folder)) for folder in ("base", "1-")}
     assert by_stopwatch["base"] / by_stopwatch["1-"] > 1.05, "a stopwatch after as many steps is fooled"
     plain = {folder: statistics.median(uncorrected(tmp_path, folder)) for folder in ("base", "1-")}
-    assert plain["1-"] / plain["base"] > 1.05, "so is the judge's own window without the queue's share"
+    fooled = plain["1-"] / plain["base"]
+    assert fooled > 1.05, "so is the judge's own window without the queue's share"
+    assert abs(math.log(one["ratio"])) < 0.6 * math.log(fooled), (one["ratio"], fooled)
 
 
 def test_no_gain_is_claimed_in_a_tuned_training(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from enum import Enum
 from typing import Any
 
 import torch
@@ -70,6 +71,31 @@ def walk_storage(batch: Any) -> Iterator[torch.Tensor]:
     for tensor in walk_tensors(batch):
         parts = _PARTS.get(tensor.layout)
         yield from [tensor] if parts is None else (getattr(tensor, part)() for part in parts)
+
+
+_LEAVES = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, Enum)
+
+
+def may_hide_tensors(batch: Any, inside: frozenset[int] = frozenset()) -> bool:
+    """Whether the batch holds objects that `walk_tensors` does not look into, which may hold tensors: those that only
+    the user's transfer hook can move, or with memory of their own, such as some graph libraries' batches.
+
+    Args:
+        inside: ids of the objects that enclose this one.
+    """
+    if isinstance(batch, _LEAVES) or type(batch).__module__ == "numpy" or id(batch) in inside:
+        return False
+    if isinstance(batch, Mapping):
+        members: Sequence[Any] = [*batch.values()]
+    elif isinstance(batch, (list, tuple, set)):
+        members = [*batch]
+    elif is_container(batch):
+        members = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    elif _can_move(batch):
+        members = [*vars(batch).values()]
+    else:
+        return True
+    return any(may_hide_tensors(member, inside | {id(batch)}) for member in members)
 
 
 def _can_move(batch: Any) -> bool:

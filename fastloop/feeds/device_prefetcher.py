@@ -11,7 +11,7 @@ import torch
 
 from fastloop.errors import let_through
 from fastloop.evidence import loader_queue
-from fastloop.feeds.batch_tree import is_container, rebuild, walk_storage
+from fastloop.feeds.batch_tree import is_container, may_hide_tensors, rebuild, walk_storage
 from fastloop.feeds.lazy_loader import LazyLoader
 
 
@@ -42,6 +42,7 @@ class DeviceFeed(LazyLoader):
         "count",
         "retired",
         "stream",
+        "hides_tensors",
         "seen",
     )
 
@@ -62,6 +63,9 @@ class DeviceFeed(LazyLoader):
         self.stream: Any = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.hides_tensors = False
+        """Whether batches hold tensors that no walk finds. Nobody can tell the allocator which stream uses those, so
+        each copy begins when all steps issued so far are done, and takes memory that none of them reads."""
         self.seen = {"batches": 0, "ahead_batches": 0, "copied_bytes": 0, "tensors": 0, "pinned_tensors": 0}
 
     def _batches(self, drawn: torch.Tensor | None) -> Iterator[Any]:
@@ -106,8 +110,14 @@ class DeviceFeed(LazyLoader):
         if self.stream is None:
             return _Staged(self.stage(batch), None, call)
         batch = self._pin(batch)
+        on_device = [each for each in walk_storage(batch) if each.is_cuda]
+        if self.hides_tensors or on_device:  # a loader on the device: its work is on the current stream
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             moved = self.stage(batch)
+            for each in on_device:
+                each.record_stream(self.stream)
+            self.hides_tensors = self.hides_tensors or may_hide_tensors(moved)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self.stream)
         return _Staged(moved, copied, call)

@@ -37,9 +37,10 @@ def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0
     judged = found if fewest >= LEAST_RUNS else None
     ci95 = compute_interval(judged, alpha) if judged else None
     mde = compute_mde_pct(judged.sd, len(bases.rates), len(arms.rates), judged.dof, alpha) if judged else None
-    verdict = _choose_verdict(ci95, band_pct)
+    by_queues = _explain_queues(ci95, base, arm)
+    verdict = "inconclusive" if by_queues else _choose_verdict(ci95, band_pct)
     figures = _describe_figures(verdict, ratio, ci95, alpha, _count(bases, arms))
-    if against := _list_obstacles(bases, arms, judged, explain_same_arm(base, arm), parity):
+    if against := _list_obstacles(bases, arms, judged, explain_same_arm(base, arm), by_queues, parity):
         verdict, why = "inconclusive", _write_sentence([*against, "" if explain_same_arm(base, arm) else figures])
     else:
         why = _write_sentence([figures + _explain_verdict(verdict, band_pct, mde), *_list_notes(base, arm, parity)])
@@ -135,7 +136,24 @@ def _choose_verdict(ci95: tuple[float, float] | None, band_pct: float) -> Judged
     return "no_difference" if 1 - band_pct / 100 < low and high < 1 + band_pct / 100 else "inconclusive"
 
 
-def _list_obstacles(bases: _Runs, arms: _Runs, judged: Effect | None, idle: str | None, parity: Outcome) -> list[str]:
+def _explain_queues(ci95: tuple[float, float] | None, base: Sample, arm: Sample) -> str | None:
+    """Why a certain difference may be nothing but batches that were begun before the windows; None if it is more."""
+    low, high = ci95 or (1.0, 1.0)
+    if low > 1 >= low * (1 - arm.queue_error_pct / 100):
+        quick = arm
+    elif high < 1 <= high / (1 - min(99.9, base.queue_error_pct) / 100):
+        quick = base
+    else:
+        return None
+    return (
+        f"{quick.name}'s window is too short for its queues: batches begun before it may be up to"
+        f" {quick.queue_error_pct:.0f} % of its rate; raise --steps, or leave it out"
+    )
+
+
+def _list_obstacles(
+    bases: _Runs, arms: _Runs, judged: Effect | None, idle: str | None, by_queues: str | None, parity: Outcome
+) -> list[str]:
     """Reasons why there can be no verdict, most serious first."""
     found = []
     if parity.passed is False:
@@ -145,6 +163,8 @@ def _list_obstacles(bases: _Runs, arms: _Runs, judged: Effect | None, idle: str 
         found.append(f"insufficient: {_count(bases, arms)}, a verdict takes {LEAST_RUNS}")
     elif judged is None:
         found.append("the order of the runs cannot be separated from the arms")
+    elif by_queues:
+        found.append(by_queues)
     return [*([idle] if idle else []), *found]
 
 

@@ -70,6 +70,8 @@ class Measurement:
     trail_ms: float | None = None
     """Work still queued on the device after the host issued the whole step (median): about 0 if launch-bound."""
     window_too_short: bool = True
+    queue_error_pct: float | None = None
+    """Percent by which ``samples_per_s`` may be too high, at most: batches used in the window and begun before it."""
     parts_ms: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(PARTS))
     """Means per optimizer step, on the device's timeline: they add up to ``step_ms.mean``."""
     host_ms: Mapping[str, float | None] = field(default_factory=dict)

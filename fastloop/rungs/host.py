@@ -3,7 +3,7 @@
 Faster because  one call replays all kernels of a forward, one those of a backward; Lightning's loop goes a short way,
                 which takes 0.15 ms off a step and as much off each value; garbage collection at chosen steps.
 Costs           memory for a second set of activations; a few steps' time once, to record and to compare.
-Don't use when  training_step goes by what no check here sees: files, the clock, global variables. A replay does not.
+Don't use when  training_step depends on files, the clock or global variables: a replay does not see them change.
 Evidence        replayed steps and how they deviate, batches that went the short way, passes; or why there are none
 Source          https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
@@ -101,7 +101,8 @@ class Host:
         }
         told += [text.format(count) for name, text in words.items() if (count := evidence.get(name))]
         told += [evidence[why] for why in ("loop_refused", "gc_refused") if why in evidence]
-        took = replays > 0 or (self.step_graph is not True and any(map(evidence.get, words)))
+        is_mostly = 2 * replays >= evidence.get("eager_steps", 0) and replays > 0  # a few replays make no run faster
+        took = is_mostly or (self.step_graph is not True and any(map(evidence.get, words)))
         return Verdict(took=took, why="; ".join(told) or "it found nothing to leave out")
 
     def _graph_the_steps(self, site: Site) -> Applied:

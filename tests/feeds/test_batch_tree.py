@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from fastloop.feeds.batch_tree import (
     is_container,
     iterate_tensors,
     map_tensors,
+    may_hide_tensors,
     rebuild,
     walk_storage,
     walk_tensors,
@@ -109,6 +111,14 @@ def test_walking_finds_tensors_of_objects_that_can_be_moved() -> None:
     assert [each.shape[0] for each in walk_tensors(bare)] == [2, 3]
     # Neither what nothing can move, nor a model that a batch refers to, nor a class.
     assert [*walk_tensors([Closed(), torch.nn.Linear(2, 2), Graphs, Bare(model=torch.nn.Linear(2, 2))])] == []
+
+
+def test_objects_that_may_hide_tensors() -> None:
+    """Those that no walk looks into: what they hold on the device, nobody can tell the allocator about."""
+    seen = [torch.zeros(1), {"ids": [1, "a", None]}, Counted(torch.zeros(1)), Graphs(3, 20), Bare(x=[torch.zeros(1)])]
+    assert not any(map(may_hide_tensors, [*seen, seen, numpy.zeros(2)]))
+    for hidden in (Closed(), [torch.zeros(1), Closed()], {"a": Closed()}, Bare(x=Closed()), Bare(x=[Closed()])):
+        assert may_hide_tensors(hidden) and [*walk_tensors(hidden)] in ([], [hidden[0]] if type(hidden) is list else [])
 
 
 class Refuses:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -103,6 +105,41 @@ def test_tensors_of_objects_are_counted_and_kept_for_the_stream_that_uses_them(m
     copied: Any = object()
     assert feed._hand_out(_Staged(moved, copied, 1), 2) is moved
     assert len(OnCuda.streams) == 2  # else memory of theirs is given away while a kernel reads it
+
+
+class SideStream(Stream):
+    """Counts the waits of a feed's stream for the stream of the steps."""
+
+    waits = 0
+
+    def wait_stream(self, stream: Any) -> None:
+        self.waits += 1
+
+
+class Plain:
+    """A batch that only the user's transfer hook can move, as in Lightning's manual."""
+
+    def __init__(self) -> None:
+        self.x = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "waits"), [(Plain(), 2), (torch.zeros(2), 0), (torch.zeros(2).as_subclass(OnCuda), 3)]
+)
+def test_memory_that_steps_still_read_is_not_copied_into(
+    batch: Any, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second and third copy may get the memory of the first, which nothing keeps for the steps that read it. What a
+    loader makes on the device may still be in the making."""
+    ahead = feed([])
+    ahead.stream = stream = SideStream()
+    monkeypatch.setattr(DeviceFeed, "_pin", lambda _self, each: each)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _stream: None))
+    for call in range(3):
+        assert ahead._copy(batch, call).batch is batch
+    assert stream.waits == waits
 
 
 def test_each_batch_is_staged_once_and_early() -> None:

@@ -90,6 +90,23 @@ def test_a_stricter_level_is_said() -> None:
     assert strict.mde_pct and usual.mde_pct and strict.mde_pct > usual.mde_pct
 
 
+@pytest.mark.parametrize(
+    ("ratio", "error_pct", "verdict"),
+    [(1.2, 30.0, "inconclusive"), (1.2, 5.0, "faster"), (3.0, 30.0, "faster"), (0.8, 30.0, "slower")],
+)
+def test_a_gain_that_full_queues_may_explain_is_no_claim(ratio: float, error_pct: float, verdict: str) -> None:
+    found = judged(ratio, queue_error_pct=error_pct)
+    assert found.verdict == verdict and found.ratio == pytest.approx(ratio, rel=0.02)
+    assert ("b's window is too short for its queues" in found.why) == (verdict == "inconclusive")
+    assert exit_code([found], failed=False) == (4 if verdict == "inconclusive" else 0)
+
+
+def test_a_loss_that_the_bases_full_queues_may_explain_is_none() -> None:
+    base = replace(sample("base", 400), queue_error_pct=30.0)
+    assert compare(base, sample("b", 320), GOOD).verdict == "inconclusive"
+    assert compare(base, sample("b", 200), GOOD).verdict == "slower", "the control: the queues cannot explain a half"
+
+
 def test_the_band_can_be_set() -> None:
     assert judged(1.0, 10, band_pct=0.2).verdict == "inconclusive"
     assert judged(1.04, 10, spread=6, band_pct=50).verdict == "no_difference"

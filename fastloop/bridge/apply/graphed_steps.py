@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
+from fastloop.bridge.apply.graph_guard import Guard
 from fastloop.bridge.apply.read_model import overrides
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
-from fastloop.bridge.apply.rehearse.untouched import HOOKS, Kept, keep_random_streams
+from fastloop.bridge.apply.rehearse.untouched import HOOKS, Kept, keep_random_streams, unwritten
 from fastloop.bridge.apply.site import LiveSite, attribute
 from fastloop.bridge.apply.staging import set_attribute
 from fastloop.errors import NotApplicable, describe
@@ -68,13 +69,11 @@ class GraphedSteps:
         self._site, self._asked, self._is_ready, self._one_time = site, asked, is_ready, one_time
         self.refused: str | None = None
         """Why no step is replayed from here on."""
-        self.replays = self.eager_steps = self.recordings = self._unlike = 0
+        self.replays = self.eager_steps = self.recordings = self._unlike = self._missed = 0
         self._seen: dict[str, Any] = {}
         self._last_key: Any = None
         self._step: StaticStep | None = None
-        self._guard: list[Any] = []
-        self._parts: list[Any] = []
-        """The modules that were recorded; `_read_guard` checks that the model still consists of them."""
+        self._guard: Guard | None = None
         self._output: Any = None
         self._calls: Sequence[_LogCall] = ()
         self._uninstall: Undo | None = None
@@ -121,7 +120,7 @@ class GraphedSteps:
         if self._step is not None:
             self._step.let_go()
         # A play's outputs would keep its activations, and autograd nodes of another stream than that of eager steps.
-        self._step, self._guard, self._parts, self._output, self._calls = None, [], [], None, ()
+        self._step, self._guard, self._output, self._calls, self._missed = None, None, None, (), 0
 
     # -- whether to replay ----------------------------------------------------------------------------------------
 
@@ -130,9 +129,13 @@ class GraphedSteps:
             return False
         key = read_key(args[0])
         if self._step is not None and key != self._step.key:
+            self._missed += 1
+            if self._missed > max(MOST_SHAPES, self.replays):
+                self.refused = f"{self._missed} batches differ from the recorded one, and {self.replays} were like it"
+                self._drop()
             return False
-        if self._step is not None and self._guard != self._read_guard():
-            self._drop()  # a parameter was unfrozen or moved, or a module switched: the recording is outdated
+        if self._guard is not None and not self._guard.holds():
+            self._drop()  # a parameter was unfrozen or moved, a module switched, a number set: it is outdated
         if self._step is None:
             before, self._last_key = self._last_key, key
             if key != before:
@@ -143,28 +146,13 @@ class GraphedSteps:
             self._try(step, args)
         return self._step is not None
 
-    def _read_guard(self) -> list[Any]:
-        """What a recording assumes about the model: the addresses of its tensors, which of them are trained, and the
-        mode of each module. A replay writes to those addresses, whatever they hold then."""
-        found: list[Any] = []
-        for part in self._parts or self._site.module.modules():
-            found.append(part.training)
-            found += map(id, part._modules.values())
-            for each in part._parameters.values():
-                if each is not None:
-                    found += (each.data_ptr(), each.requires_grad)
-            for each in part._buffers.values():
-                if each is not None:
-                    found.append(each.data_ptr())
-        return found
-
     def _try(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
         """Record the step and compare it with the eager one; then restore everything."""
         if self.recordings == MOST_RECORDINGS:
             self.refused = f"the model was changed after each of {MOST_RECORDINGS} recordings"
             return
         try:
-            with self._one_time.span("rehearsal"):
+            with self._one_time.span("rehearsal"), unwritten(self._site.module.parameters()):
                 self.refused = self._refuse(args[0]) or self._record(step, args)
         except Exception as error:
             self.refused = describe(error)
@@ -199,7 +187,7 @@ class GraphedSteps:
     def _record(self, step: Callable[..., Any], args: Sequence[Any]) -> str | None:
         module = self._site.module
         watch = _Watch(module, self._site.device)
-        kept, streams = Kept(), keep_random_streams()
+        kept, streams = Kept(whole_step=True), keep_random_streams()
         kept.keep_module(module)
 
         def run(batch: Any) -> Ran:
@@ -233,8 +221,11 @@ class GraphedSteps:
                 return f"training_step waits for the device: {syncs[0]}"
             if watch.fault is not None:
                 return watch.fault
+            room = recorder.note_memory()
             static.record(recorder)
             put_back()
+            if (full := room()) is not None:
+                return full
             replayed = self._time(recorder, lambda: static.replay(args[0]))
             put_back()
             again = self._time(recorder, lambda: static.replay(args[0]))
@@ -244,8 +235,7 @@ class GraphedSteps:
         self.recordings += 1
         why = self._judge(first, second, replayed, again)
         if why is None:
-            self._step, self._parts = static, list(module.modules())
-            self._guard = self._read_guard()
+            self._step, self._guard = static, Guard(module, self._site.trainer, kept)
             self._output = map_tensors(self._output, lambda tensor: tensor.detach())
             self._calls = [replace(call, value=None) for call in self._calls]
         return why
@@ -263,6 +253,8 @@ class GraphedSteps:
         deviation, noise = measure_deviation(second, replayed), measure_deviation(second, first)
         eager_ms, replay_ms = min(first.ms, second.ms), min(replayed.ms, again.ms)
         self._seen = {"deviation": deviation.largest, "eager_ms": eager_ms, "replay_ms": replay_ms}
+        if judge.ROUNDINGS * noise.largest > judge.NO_GATE:
+            return f"two runs of the step from the same state differ by {noise.largest:.2g}: nothing can be compared"
         precision = find_precision(self._site.trainer, self._site.module)
         if not judge.is_close(deviation, precision):
             fault, _ = judge.find_fault(deviation, noise, precision)

@@ -119,13 +119,14 @@ def _fill_missing(part: str, window: Window) -> float | None:
 
 def _read_rates(watch: Watch, window: Window, world_size: int) -> dict[str, Any]:
     rate, drained = window.samples / window.wall_s, False
+    queued = watch.clock.queued_batches
     at_start, at_end = watch.owed
+    begun_before = queued
     if at_start is not None and at_end is not None and window.batches:
         # Batches made before the window and used in it are not the pipeline's work in the window. If instead the queue
         # filled up, the loader was faster than the training, whose rate counts.
         rate *= 1 - max(0, at_end - at_start) / window.batches
-        drained = True
-    queued = watch.clock.queued_batches
+        drained, begun_before = True, min(at_start, queued)
     # Workers fill their queues while the loop compiles: each time that many batches are made outside the counted time.
     enough = window.batches >= 10 * queued * (1 + window.steps_with_once) or (drained and not queued)
     tokens, real = watch.tokens.per_sample()
@@ -134,6 +135,7 @@ def _read_rates(watch: Watch, window: Window, world_size: int) -> dict[str, Any]
         "samples_per_s": rate * world_size if window.samples else None,
         "tokens_per_s": rate * world_size * tokens if window.samples and tokens else None,
         "window_too_short": window.steps < 10 or not enough,
+        "queue_error_pct": 100 * min(1.0, begun_before / window.batches) if window.batches else None,
         "usd_per_million_samples": efficiency.compute_usd_per_million_samples(usd_per_hour, rate or None),
         "global_batch": int(statistics.median(window.step_samples)) * world_size or None,
         "micro_batch": int(statistics.median(window.batch_samples)) or None if window.batch_samples else None,

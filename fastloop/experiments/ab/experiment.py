@@ -93,6 +93,7 @@ class Side:
             inactive_rungs=inactive,
             changed_rungs=self.changed_rungs,
             changes_more=bool(self.changed_keys),
+            queue_error_pct=max((_read_queue_error_pct(self.runs[index]) for index in kept), default=0.0),
         )
 
 
@@ -297,6 +298,12 @@ def count_enough_steps(trial: Trial) -> int:
     queued = readings.read_loader(seen).get("queued_batches") or 0
     by_queue = math.ceil(QUEUES * queued / readings.count_micro_batches(seen)) + 1
     return max(FEWEST_STEPS, math.ceil(1e3 * WINDOW_S / step_ms), by_queue)
+
+
+def _read_queue_error_pct(trial: Trial) -> float:
+    """Return by how many percent a run's rate may be too high; 0 if its window is long enough for its queues."""
+    seen = trial.measurement or Measurement(window_too_short=False)
+    return seen.queue_error_pct or 0.0 if seen.window_too_short else 0.0
 
 
 def _read_global_batch(trial: Trial | None) -> int | None:

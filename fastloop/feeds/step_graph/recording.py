@@ -13,6 +13,8 @@ import torch
 from fastloop.evidence.sync.call_site import find_site
 from fastloop.evidence.sync.cuda_warnings import SyncWarnings
 
+ROOM, GIB = 1.2, 2**30
+"""Free memory must be this many times what a recording takes."""
 Work = Callable[[], Sequence[torch.Tensor]]
 """The work to record; returns the tensors that every replay overwrites."""
 
@@ -61,6 +63,25 @@ class CudaRecorder:
                 self._recover(graph, random_state)
                 raise
         return tensors, graph.replay
+
+    def note_memory(self) -> Callable[[], str | None]:
+        """Call before recording. Call what it returns afterwards: why the device is too full, or None.
+
+        A recording keeps a step's activations for itself. Steps that run eagerly between replays, and validation, need
+        as much again.
+        """
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self._device)
+
+        def explain() -> str | None:
+            torch.cuda.empty_cache()
+            taken = torch.cuda.memory_reserved(self._device) - before
+            free, _ = torch.cuda.mem_get_info(self._device)
+            if free >= ROOM * taken:
+                return None
+            return f"a recording takes {taken / GIB:.1f} GiB, an eager step as much, and {free / GIB:.1f} GiB are free"
+
+        return explain
 
     def wait(self) -> None:
         """Wait until the device has finished all launched work."""

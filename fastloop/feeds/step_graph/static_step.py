@@ -6,6 +6,7 @@ There are two recordings because other code runs between them: gradients are zer
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -189,5 +190,6 @@ def read_key(batch: Any) -> Any:
         return object()
     if isinstance(batch, Mapping):
         return type(batch), *((name, read_key(value)) for name, value in batch.items())
-    members = batch if isinstance(batch, (list, tuple)) else vars(batch).values()
-    return type(batch), *(read_key(member) for member in members)
+    if isinstance(batch, (list, tuple)):
+        return type(batch), *map(read_key, batch)
+    return type(batch), *(read_key(getattr(batch, field.name)) for field in dataclasses.fields(batch))

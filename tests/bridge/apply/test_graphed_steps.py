@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Callable
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 
+from fastloop.bridge.apply.graph_guard import Guard
 from fastloop.bridge.apply.graphed_steps import MOST_SHAPES, GraphedSteps
 from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.rungs import host
@@ -211,6 +214,158 @@ def test_a_model_that_changes_is_recorded_anew() -> None:
     run(None, plain, callbacks=(Unfreezes(),))
     assert evidence(watcher, "host")["recordings"] == 2
     assert same(models.weights(ours), models.weights(plain)) and ours.ended == plain.ended
+
+
+class Anneals(Step):
+    """A hook sets numbers that a step reads: its own, those of a layer, those of a plain object, those of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta, self.settings, self.plain = 0.1, {"gamma": 0.1}, Plain()
+        self.also = lambda module, batch, index, loss: loss.mul_(module.find_factor())
+
+    def find_factor(self) -> float:
+        return self.beta + self.settings["gamma"] + self.plain.delta
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.set_numbers()
+
+    def set_numbers(self) -> None:
+        self.beta = 0.5
+
+
+class Plain:
+    delta = 0.0
+
+    def __init__(self) -> None:
+        self.delta = 0.1
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "attribute": lambda module: setattr(module, "beta", 0.5),
+    "dict": lambda module: module.settings.update(gamma=0.5),
+    "object": lambda module: setattr(module.plain, "delta", 0.5),
+    "layer": lambda module: setattr(module.net[2], "p", 0.6),
+    "accumulation": lambda module: setattr(module.trainer, "accumulate_grad_batches", 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "control"])
+def test_a_number_that_a_hook_sets_is_not_that_of_the_recording(
+    change: str, is_guarded: bool, recorder: type[FakeRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay has the numbers it was recorded with; the control never looks whether they changed."""
+    monkeypatch.setattr(Anneals, "set_numbers", CHANGES[change])
+    if not is_guarded:
+        monkeypatch.setattr(Guard, "holds", lambda _self: True)
+    ours, plain = seeded(Anneals), seeded(Anneals)
+    recorder.bakes = [vars(ours), ours.settings, vars(ours.plain), vars(ours.net[2])]
+    watcher, _, _ = run(GRAPH, ours)
+    run(None, plain)
+    found = evidence(watcher, "host")
+    assert found["replayed_steps"] > 15 and found["recordings"] == (2 if is_guarded else 1)
+    assert same(models.weights(ours), models.weights(plain)) is (is_guarded or change == "accumulation")
+
+
+class Teaches(Step):
+    """The weights of a teacher follow the student's, inside training_step."""
+
+    follow: Callable[[Any, Any], object] = staticmethod(lambda teacher, student: None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Linear(8, 16).requires_grad_(False)
+        self.also = self.teach
+
+    @torch.no_grad()
+    def teach(self, *_: Any) -> None:
+        for teacher, student in zip(self.teacher.parameters(), self.net[0].parameters(), strict=True):
+            type(self).follow(teacher, student)
+
+
+def assign(teacher: Any, student: Any) -> None:
+    teacher.data = teacher.data * 0.9 + student.data * 0.1
+
+
+FOLLOWING: dict[str, Callable[[Any, Any], object]] = {
+    "in place": lambda teacher, student: teacher.mul_(0.9).add_(student, alpha=0.1),
+    "data": lambda teacher, student: teacher.data.mul_(0.9).add_(student.data, alpha=0.1),
+    "assigned": assign,
+}
+
+
+@pytest.mark.parametrize("how", FOLLOWING)
+def test_a_step_that_writes_to_parameters_is_not_replayed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trying it would teach the teacher more than once: what it wrote is put back."""
+    monkeypatch.setattr(Teaches, "follow", staticmethod(FOLLOWING[how]))
+    ours, plain = seeded(Teaches), seeded(Teaches)
+    watcher, _, _ = run(GRAPH, ours)
+    run(None, plain)
+    assert evidence(watcher, "host")["graph_refused"] == "training_step changes parameters"
+    assert same(models.weights(ours), models.weights(plain))
+    assert not same(models.weights(ours), models.weights(seeded(Teaches))), "it was trained and taught"
+
+
+def draw(module: Any, *_: Any) -> float:
+    return (
+        module.source.random() if hasattr(module.source, "random") else float(torch.rand((), generator=module.source))
+    )
+
+
+@pytest.mark.parametrize("kind", [random.Random, numpy.random.default_rng, torch.Generator])
+def test_a_generator_that_the_model_owns_is_noticed(kind: Any) -> None:
+    ours, plain = seeded(Step, also=draw), seeded(Step, also=draw)
+    for each in (ours, plain):
+        each.source = torch.Generator().manual_seed(0) if kind is torch.Generator else kind(0)
+    watcher, _, _ = run(GRAPH, ours)
+    run(None, plain)
+    assert "that the model keeps, which a replay would not" in evidence(watcher, "host")["graph_refused"]
+    assert draw(ours) == draw(plain), "it stands where a plain run leaves it"
+
+
+def test_an_iterator_that_the_model_keeps_loses_nothing() -> None:
+    ours = seeded(Step, also=lambda module, *_: next(module.more))
+    ours.more = iter(range(100))
+    watcher, _, _ = run(GRAPH, ours)
+    assert evidence(watcher, "host")["graph_refused"].startswith("the model keeps an iterator (range_iterator)")
+    assert next(ours.more) == 24, "one for each batch"
+
+
+def test_a_recording_that_leaves_no_room_is_dropped(recorder: type[FakeRecorder]) -> None:
+    recorder.full = "a recording takes 9.0 GiB"
+    watcher, _, _ = run(GRAPH, seeded(Step))
+    assert evidence(watcher, "host")["graph_refused"] == recorder.full
+    assert evidence(watcher, "host")["replayed_steps"] == 0
+
+
+def test_a_recording_that_few_batches_fit_is_dropped() -> None:
+    """Two batches of one size, then others: the recording would only take memory."""
+    lengths = [torch.randn(2 + (number > 1) * (1 + number % 7), 8) for number in range(3 * MOST_SHAPES)]
+    batches = [(x, x.sum(1, keepdim=True)) for x in lengths]
+    watcher, _ = fit(GRAPH, seeded(Step), torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    assert f"{MOST_SHAPES + 1} batches differ from the recorded one" in evidence(watcher, "host")["graph_refused"]
+    assert verdict(watcher, "host").took is False
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_batches_with_slots_are_replayed() -> None:
+    class Unpacks(Step):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step((batch.x, batch.y), batch_idx)
+
+    def collate(rows: Any) -> Slots:
+        return Slots(*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+    data = models.loader(60).dataset
+    watcher, _ = fit(GRAPH, seeded(Unpacks), torch.utils.data.DataLoader(data, batch_size=8, collate_fn=collate))
+    assert evidence(watcher, "host")["replayed_steps"] > 4
 
 
 def test_batches_that_are_never_alike_are_given_up() -> None:

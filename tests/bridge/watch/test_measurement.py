@@ -102,6 +102,19 @@ def test_batches_made_before_the_window_are_not_its_work(
     assert found.step_ms["mean"] == pytest.approx(100.0), "times are as they were"
 
 
+@pytest.mark.parametrize(("owed", "error_pct"), [((4, 4), 20.0), ((0, 6), 0.0), ((None, None), 40.0)])
+def test_how_much_of_a_rate_may_have_been_begun_before(
+    owed: tuple[int | None, int | None], error_pct: float, time: Time
+) -> None:
+    """Of 20 batches: those that workers were still making, or all that the queues hold where that cannot be read."""
+    readings = iter(owed)
+    watch = Watch(CPU, settings(), owed=lambda: next(readings))
+    watch.clock.queued_batches = 8
+    run(watch, time, 29, wait_s=0.0, compute_s=0.1)
+    found = seen(watch)
+    assert found.queue_error_pct == pytest.approx(error_pct) and found.window_too_short
+
+
 @pytest.mark.parametrize(("queued", "steps", "short"), [(0, 13, False), (0, 12, True), (3, 33, True), (3, 34, False)])
 def test_a_window_too_short_for_its_queues_says_so(queued: int, steps: int, short: bool, time: Time) -> None:
     watch = Watch(CPU, settings(), owed=lambda: 0)

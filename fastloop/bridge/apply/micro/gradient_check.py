@@ -16,9 +16,9 @@ import torch
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
-from fastloop.bridge.apply.rehearse.untouched import untouched
+from fastloop.bridge.apply.rehearse.untouched import untouched, unwritten
 from fastloop.bridge.apply.site import attribute
-from fastloop.errors import NotApplicable, is_out_of_memory, let_through
+from fastloop.errors import is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
 from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, measure_difference, sample_gradient
@@ -27,8 +27,6 @@ from fastloop.feeds.batch_tree import map_tensors
 from fastloop.feeds.splitting import Piece, average, cut
 from fastloop.feeds.token_counts import Counter, list_counters
 
-MOST_COPIED_BYTES = 2**32
-"""Limit for a copy of the parameters on the host."""
 TakeLoss = Callable[[Any, int], Any]
 """Returns training_step's loss for a batch and that batch's number in its window."""
 
@@ -170,14 +168,14 @@ def _sample(
             logged[-1][name] = float(value)
 
     logged: list[dict[str, float]] = []
-    with quiet(strategy, note), _without_chance(module), unwritten(list(module.parameters())):
-        with untouched(module), nullcontext() if means is None else means.looking():
+    with quiet(strategy, note), _without_chance(module), unwritten(module.parameters()):
+        with untouched(module, whole_step=True), nullcontext() if means is None else means.looking():
             before = _read_streams(strategy)
             first = [sample(piece, number) for number, piece in enumerate(own)]
             drew = not all(map(torch.equal, before, _read_streams(strategy)))
             known = list(logged)
         logged.clear()
-        with untouched(module), nullcontext() if means is None else means.looking():
+        with untouched(module, whole_step=True), nullcontext() if means is None else means.looking():
             return _Sampled(first, [sample(piece, 0) for piece in others], drew, known + logged)
 
 
@@ -199,26 +197,6 @@ def _judge(
 def _say(error: Exception) -> str:
     let_through(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-@contextlib.contextmanager
-def unwritten(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restore parameters that a forward pass writes to.
-
-    Raises:
-        NotApplicable: a parameter was written to.
-    """
-    versions = [parameter._version for parameter in parameters]
-    few = sum(parameter.nbytes for parameter in parameters) <= MOST_COPIED_BYTES
-    copies = [parameter.detach().to("cpu", copy=True) for parameter in parameters] if few else []
-    try:
-        yield
-    finally:
-        if [parameter._version for parameter in parameters] != versions:
-            with torch.no_grad():
-                for parameter, copied in zip(parameters, copies, strict=False):
-                    parameter.copy_(copied)
-            raise NotApplicable("training_step changes parameters")
 
 
 @contextlib.contextmanager

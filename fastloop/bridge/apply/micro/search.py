@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.micro.gradient_check import TakeLoss, quiet, unwritten
+from fastloop.bridge.apply.micro.gradient_check import TakeLoss, quiet
 from fastloop.bridge.apply.micro.room import GIB, Room
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
-from fastloop.bridge.apply.rehearse.untouched import untouched
+from fastloop.bridge.apply.rehearse.untouched import untouched, unwritten
 from fastloop.errors import NotApplicable, is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.feeds.batch_norm.groups import BatchGroups
@@ -144,7 +144,7 @@ class SizeSearch:
 def fits_in_memory(strategy: Any, size: int, trial: Trial) -> bool:
     """Whether a piece of this size runs now, next to the optimizer's state to come. Leaves no trace."""
     run, fits = _Run(SizeSearch(target=1.0), strategy, [size], trial), None
-    with contextlib.suppress(NotApplicable), unwritten(list(run.module.parameters())):
+    with contextlib.suppress(NotApplicable), unwritten(run.module.parameters()):
         fits = run.find_fitting()
     return fits is not None or not run.limit.startswith("by memory")
 
@@ -192,7 +192,7 @@ class _Run:
                 limited(LIMIT_S, **words),
                 self.room.ballast(),
             ):
-                with unwritten(list(self.module.parameters())):
+                with unwritten(self.module.parameters()):
                     known = self._run_known()
                     if known is None:
                         self._run_each()
@@ -269,7 +269,7 @@ class _Run:
     def play_plain(self, sizes: Sequence[int]) -> None:
         """Run sizes as the first step will, until one does not fit; records the results in `ran` and `peaks`."""
         alone = self.strategy.lightning_module.trainer.world_size == 1
-        with quiet(self.strategy), untouched(self.module), contextlib.ExitStack() as after:
+        with quiet(self.strategy), untouched(self.module, whole_step=True), contextlib.ExitStack() as after:
             after.callback(self.room.reset_peak)  # memory that only trials took is no peak of the training
             for size in sizes:
                 predicted = judge.predict_bytes(self.peaks, size)
@@ -317,7 +317,7 @@ class _Run:
                 if size > self.own and judge.is_hopeless(list(self.rates.values())):
                     continue
                 try:
-                    with untouched(self.module):
+                    with untouched(self.module, whole_step=True):
                         piece = self.take(size)
                         piece = piece._replace(batch=convert(piece.batch))
                         self._play(size, piece)

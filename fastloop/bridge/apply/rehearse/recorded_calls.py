@@ -15,8 +15,8 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from fastloop.bridge.apply.rehearse.played import Played, synchronize
-from fastloop.bridge.apply.rehearse.untouched import untouched
-from fastloop.errors import NotApplicable
+from fastloop.bridge.apply.rehearse.untouched import read_prints, untouched
+from fastloop.errors import NotApplicable, describe
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import is_container, iterate_tensors, map_tensors, rebuild
 
@@ -54,7 +54,7 @@ class CallRecorder:
         """Why the recorded calls cannot be played again."""
         self.is_whole = True
         """Whether every call in training was recorded."""
-        self._versions: dict[str, int] = {}
+        self._prints: dict[str, Any] = {}
         self._current: dict[str, int] = {}
         """The number of each module's call in progress."""
         self._of_batch: dict[int, torch.Tensor] = {}
@@ -84,9 +84,17 @@ class CallRecorder:
         while self._hooks:
             self._hooks.pop().remove()
 
+    def _read_prints(self, module: torch.nn.Module) -> Any:
+        """`read_prints` of the module's parameters; they may be of kinds that have no norm."""
+        try:
+            return list(read_prints(module.parameters()))
+        except Exception as error:
+            self.problem = f"parameters cannot be read: {describe(error)}"
+            return None
+
     def _make_before(self, name: str) -> Callable[..., None]:
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._versions[name] = _sum_versions(module)
+            self._prints[name] = self._read_prints(module)
             self._current.pop(name, None)
             if not module.training:
                 return
@@ -115,7 +123,7 @@ class CallRecorder:
                 for place, each in enumerate(each for each in _find_tensors(output) if each.is_floating_point()):
                     if (key := _locate(each)) is not None:
                         self._made[key] = (index, place), each
-            if _sum_versions(module) != self._versions.get(name):
+            if self._read_prints(module) != self._prints.get(name):
                 self.problem = f"{name or 'the module'} changes its own parameters in forward"
 
         return after
@@ -157,10 +165,6 @@ def _locate(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype] | 
         return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def _sum_versions(module: torch.nn.Module) -> int:
-    return sum(parameter._version for parameter in module.parameters())
 
 
 def copy_value(value: Any) -> Any:

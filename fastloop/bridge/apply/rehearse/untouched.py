@@ -1,17 +1,19 @@
 """Restores all state that a forward pass changes, so that a model can run any number of times without a trace.
 
 A backward pass by ``torch.autograd.grad`` does not touch gradients, their hooks or DDP. What remains is state that a
-forward pass may change: random streams, buffers, and any Python objects that modules and hooks keep.
+forward pass may change: random streams, buffers, and any Python objects that modules and hooks keep. A whole
+``training_step`` may also write to parameters (the teacher of a student) and take batches from iterators.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,6 +24,8 @@ from fastloop.errors import NotApplicable
 
 MOST_OBJECTS = 100_000
 """Limit for the Python objects that a model keeps; checking more would take longer than a step."""
+MOST_COPIED_BYTES = 2**32
+"""Limit for a copy of the parameters on the host."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OURS = ("_compiled_call_impl", "_parameters", "_modules", *HOOKS)
 """Attributes of a module that no forward pass changes, or that are not the user's."""
@@ -42,13 +46,16 @@ _NOT_WALKED = ("torch.", *(f"{name}." for name in namespaces.NAMES))
 
 
 @contextlib.contextmanager
-def untouched(*modules: torch.nn.Module) -> Iterator[None]:
+def untouched(*modules: torch.nn.Module, whole_step: bool = False) -> Iterator[None]:
     """Restore the modules' state and all random streams afterwards, bit for bit.
 
+    Args:
+        whole_step: a training_step runs inside, which may take batches from iterators that the module keeps.
+
     Raises:
-        NotApplicable: the modules keep more objects than can be restored.
+        NotApplicable: the modules keep more objects than can be restored, or, for a whole step, iterators.
     """
-    streams, kept = keep_random_streams(), Kept()
+    streams, kept = keep_random_streams(), Kept(whole_step=whole_step)
     for module in modules:
         kept.keep_module(module)
     try:
@@ -78,10 +85,49 @@ def keep_random_streams() -> Callable[[], None]:
     return restore
 
 
-class Kept:
-    """Copies the contents of objects, each object once, and restores them."""
+@contextlib.contextmanager
+def unwritten(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Restore parameters that a training_step writes to.
 
-    def __init__(self) -> None:
+    Raises:
+        NotApplicable: a parameter was written to.
+    """
+    known = list(parameters)
+    prints, memory = list(read_prints(known)), [each.detach() for each in known]
+    few = sum(each.nbytes for each in known) <= MOST_COPIED_BYTES
+    copies = [each.to("cpu", copy=True) for each in memory] if few else []
+    try:
+        yield
+    finally:
+        if list(read_prints(known)) != prints:
+            with torch.no_grad():
+                for parameter, own in zip(known, memory, strict=True):
+                    parameter.data = own  # `parameter.data = ...` gives it other memory
+                for own, copied in zip(memory, copies, strict=False):
+                    own.copy_(copied)
+            raise NotApplicable("training_step changes parameters")
+
+
+def read_prints(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
+    """For each parameter, what differs after it was written to: its version, its address, and its norm, because writes
+    through ``.data`` change no version."""
+    known = [each.detach() for each in parameters if not torch.nn.parameter.is_lazy(each)]
+    norms = [torch.linalg.vector_norm(each if each.is_floating_point() else each.float()) for each in known]
+    for each, norm in zip(known, norms, strict=True):
+        yield each._version, each.data_ptr(), str(norm.item())  # as text: then nan equals nan
+
+
+class Kept:
+    """Copies the contents of objects, each object once, and restores them.
+
+    Args:
+        whole_step: refuse iterators: what a training_step takes from one cannot be put back.
+    """
+
+    def __init__(self, *, whole_step: bool = False) -> None:
+        self._whole_step = whole_step
+        self._streams: list[tuple[str, Callable[[], str], str]] = []
+        """Random generators: a name, how to read their state, and what it was."""
         self._seen: dict[int, Any] = {}
         """Every visited object, kept alive so that no other object gets its id."""
         self._undos: list[Callable[[], object]] = []
@@ -98,7 +144,16 @@ class Kept:
         for value, members in self._containers:
             if not _holds(value, members):
                 return f"a {type(value).__name__} that the model keeps"
-        return None
+        return next((f"the state of {name}" for name, read, before in self._streams if read() != before), None)
+
+    def list_holders(self) -> list[dict[Any, Any]]:
+        """The attributes of all objects that were saved, and the dicts among these objects."""
+        dicts = [value for value, _ in self._containers if isinstance(value, dict)]
+        return [*(vars(owner) for owner, _ in self._attributes), *dicts]
+
+    def list_kinds(self) -> set[type]:
+        """The classes of all objects with attributes that were saved."""
+        return {type(owner) for owner, _ in self._attributes}
 
     def restore(self) -> None:
         """Restore everything, the last entry first.
@@ -149,9 +204,9 @@ class Kept:
         if isinstance(value, torch.Tensor):
             self._keep_tensor(value)
         elif isinstance(value, torch.Generator):
-            self._undos.append(partial(value.set_state, value.get_state()))
+            self._keep_stream(value, value.get_state, value.set_state)
         elif isinstance(value, random.Random):
-            self._undos.append(partial(value.setstate, value.getstate()))
+            self._keep_stream(value, value.getstate, value.setstate)
         elif isinstance(value, (list, deque, set, dict)):
             self._keep_container(value)
         elif isinstance(value, (tuple, frozenset)):
@@ -161,6 +216,8 @@ class Kept:
             self._keep_callable(value)
         elif type(value).__module__.partition(".")[0] == "numpy":
             self._keep_array(value)
+        elif self._whole_step and hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
+            raise NotApplicable(f"the model keeps an iterator ({type(value).__name__}), and what a step takes is gone")
         elif hasattr(value, "__dict__") and not _is_foreign(f"{type(value).__module__}."):
             before = dict(vars(value))
             self._keep_attributes(value, before)
@@ -175,11 +232,16 @@ class Kept:
         # Even if its version has not changed: batch normalization writes its running statistics without changing it.
         self._undos.append(partial(tensor.detach().copy_, tensor.detach().clone()))
 
+    def _keep_stream(self, owner: Any, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+        before = read()
+        self._undos.append(partial(write, before))
+        self._streams.append((f"a {type(owner).__name__} that the model keeps", lambda: _show(read()), _show(before)))
+
     def _keep_array(self, value: Any) -> None:
         if hasattr(value, "get_state") and hasattr(value, "set_state"):
-            self._undos.append(partial(value.set_state, value.get_state()))
-        elif hasattr(value, "bit_generator"):
-            self._undos.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+            self._keep_stream(value, value.get_state, value.set_state)
+        elif (bits := getattr(value, "bit_generator", None)) is not None:
+            self._keep_stream(value, lambda: bits.state, partial(setattr, bits, "state"))
         elif hasattr(value, "shape") and value.shape and value.flags.writeable:
             self._undos.append(partial(value.__setitem__, ..., value.copy()))
 
@@ -213,6 +275,10 @@ class Kept:
             self._keep(content)
         if not isinstance(function, types.FunctionType) and not isinstance(hook, types.MethodType):
             self._keep(function)
+
+
+def _show(state: Any) -> str:
+    return str(state.tolist() if isinstance(state, torch.Tensor) else state)
 
 
 def _is_foreign(module: str) -> bool:

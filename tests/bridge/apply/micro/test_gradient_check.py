@@ -240,7 +240,7 @@ def test_comparing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     # The control: without the guard the traces show.
     states.clear()
     monkeypatch.setattr(gradient_check, "map_tensors", lambda batch, _clone: batch)
-    monkeypatch.setattr(gradient_check, "untouched", lambda _module: torch.enable_grad())
+    monkeypatch.setattr(gradient_check, "untouched", lambda _module, **_settings: torch.enable_grad())
     run(MERGE, EVEN(), Keeps, max_epochs=1, **ACCUMULATE)
     assert {name for name in states[0] if not _same(states[0][name], states[1][name])} >= {"calls", "seen", "queue"}
     assert written == [False, True]
@@ -263,8 +263,21 @@ class Writes(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.logger.experiment.write(batch_idx)
-        self.teacher.weight.lerp_(self.net[0].weight.detach(), 0.1)
+        self.teach(self.teacher.weight, self.net[0].weight.detach())
         return super().training_step(batch, batch_idx)
+
+    def teach(self, teacher: Any, student: torch.Tensor) -> None:
+        teacher.lerp_(student, 0.1)
+
+
+class WritesData(Writes):
+    def teach(self, teacher: Any, student: torch.Tensor) -> None:
+        teacher.data.lerp_(student, 0.1)
+
+
+class AssignsData(Writes):
+    def teach(self, teacher: Any, student: torch.Tensor) -> None:
+        teacher.data = torch.lerp(teacher.data, student, 0.1)
 
 
 class Book(Logger):
@@ -285,10 +298,11 @@ class Book(Logger):
     def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
 
 
-def test_loggers_and_parameters_are_left_alone() -> None:
+@pytest.mark.parametrize("kind", [Writes, WritesData, AssignsData])
+def test_loggers_and_parameters_are_left_alone(kind: Any) -> None:
     books = [Book(), Book()]
     plain, ours = (
-        run(rungs, EVEN(), Writes, max_epochs=2, logger=book, **ACCUMULATE)
+        run(rungs, EVEN(), kind, max_epochs=2, logger=book, **ACCUMULATE)
         for rungs, book in zip((None, MERGE), books, strict=True)
     )
     assert books[0].written == books[1].written == [*range(12)] * 2
