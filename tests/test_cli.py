@@ -167,7 +167,7 @@ MISTYPED = [
     (
         "ab cifar10 --vs amp, compile",
         "--vs 'amp,'",
-        "nothing stands behind the last comma",
+        "nothing follows the last comma",
         "write --vs amp,compile, without a space",
     ),
     ("run recipe.size=tiny", "'recipe.size=tiny'", "no recipe", "write a name or a file first, key=value after it"),

@@ -156,7 +156,7 @@ def test_clipping_that_does_not_bite_is_named(who: str, tmp_path: Path) -> None:
     arm, _ = twins.gradient(tmp_path / "arm", tmp_path / "base", **(clip if who == "arm" else {}))
     gate = parity.judge_gradient(decode(base, GradientAnswer), decode(arm, GradientAnswer), "exact")
     assert gate.passed and gate.deviation == 0 and f"the {who} clips gradients by value to 1e+06" in gate.why
-    assert gate.why.endswith("where clipping takes effect in a later step, training differs")
+    assert gate.why.endswith("if clipping takes effect in a later step, training differs")
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_sections_that_a_callback_ignores_are_named(place: Path, monkeypatch: py
     (place / "mine.yaml").write_text("run: {max_steps: 5}\nrungs: {amp: {enabled: true}}\n")
     lines: list[str] = []
     answer = execute.execute(["true"], config="mine.yaml", progress=lines.append)
-    assert answer.exit_code == 0 and lines == ["fastloop: ignored, because the script makes its own Trainer: run"]
+    assert answer.exit_code == 0 and lines == ["fastloop: ignored, because the script creates its own Trainer: run"]
 
 
 # -- its end ----------------------------------------------------------------------------------------------------------

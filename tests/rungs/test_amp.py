@@ -55,8 +55,8 @@ class Autocasting(models.Regression):
         (
             "bf16-mixed",
             {"refused_losses": ("criterion", "training_step"), "device": "cuda", "compute_capability": (9, 0)},
-            "criterion computes binary_cross_entropy, which torch refuses under autocast: write"
-            " binary_cross_entropy_with_logits on outputs without sigmoid, or name it in keep_fp32",
+            "criterion computes binary_cross_entropy, which torch refuses under autocast: use"
+            " binary_cross_entropy_with_logits on outputs without sigmoid, or list it in keep_fp32",
         ),
         (
             "16-mixed",
@@ -69,7 +69,7 @@ class Autocasting(models.Regression):
         (
             "tf32",
             {"device": "cuda", "compute_capability": (7, 5), "device_name": "T4"},
-            "T4 has no TF32 (compute capability 8.0 and later have)",
+            "T4 has no TF32 (it needs compute capability 8.0 or later)",
         ),
         ("tf32", {"device": "cuda", "compute_capability": (9, 0)}, {}),
     ],

@@ -31,7 +31,7 @@ DALI: dict[str, Any] = {"dali": {"threads": 2}}
 STEPS = (RandomResizedCrop(size=(8, 8)), ToTensor(), ToFloat())
 IMAGES = ImageFacts(steps=STEPS, count=100)
 NOTE = "a run resumed in mid-epoch has different crops and flips for the rest of it; DALI keeps no state"
-OWN = "DALI draws its own random numbers: RandomResizedCrop come out differently each time"
+OWN = "DALI draws its own random numbers: RandomResizedCrop differ on every run"
 
 
 def facts(loader: dict[str, Any] | None = None, **others: Any) -> Facts:
@@ -92,13 +92,13 @@ def test_plan_waits_and_keeps_to_the_run() -> None:
             facts({}, has_dali=False, cuda_version="12.8"),
             'DALI is not installed; pip install "lightning-fastloop[dali-cuda12]"',
         ),
-        ({}, facts({}, device="mps"), "DALI loads for CUDA and the CPU; this run is on mps"),
+        ({}, facts({}, device="mps"), "DALI supports CUDA and the CPU; this run is on mps"),
         ({"decode": "mixed"}, facts({}), "decode: mixed needs CUDA; write auto or cpu"),
         ({}, facts({}, steps_with_iterator=True), "training_step(dataloader_iter) fetches and moves its own batches"),
         (
             {},
             facts({"is_dataloader": False, "kind": "DALIGenericIterator"}),
-            "DALIGenericIterator is not a DataLoader: a DALI iterator of your own, for one, is left as it is",
+            "DALIGenericIterator is not a DataLoader: for example, your own DALI iterator is left alone",
         ),
         ({}, facts({"engine": "threads"}), "threads loads the samples already"),
         ({}, facts({"images": "it is a list"}), "DALI loads datasets of image files only: it is a list"),
@@ -116,7 +116,7 @@ def test_plan_waits_and_keeps_to_the_run() -> None:
         (
             {},
             facts({"custom_collate": True}),
-            "your own collate_fn makes the batches; DALI makes whole batches itself",
+            "your own collate_fn builds the batches, but DALI builds whole batches itself",
         ),
         ({}, facts({"auto_collates": False}), "DataLoader has no batch_size, which DALI needs to allocate memory"),
         ({}, facts({"batch_size": None}), "DataLoader has no batch_size, which DALI needs to allocate memory"),
@@ -124,7 +124,7 @@ def test_plan_waits_and_keeps_to_the_run() -> None:
         (
             {},
             facts({"stateful": True, "kind": "Own"}),
-            "Own keeps a position of its own, which DALI's look-ahead would shift",
+            "Own keeps its own position, which DALI's read-ahead would shift",
         ),
         ({}, facts({"sampler_hazards": ("a is x",)}), "DALI reads the sampler ahead of training: a is x"),
         ({}, facts({"own_iterator": True}), "DataLoader makes its own iterators"),
@@ -472,7 +472,7 @@ class Own:
 
 def test_a_pipeline_of_the_users_own_stays(folder: Path) -> None:
     ours = run(DALI, Own(), Sees, max_epochs=1)
-    assert ours.reason("dali") == "Own is not a DataLoader: a DALI iterator of your own, for one, is left as it is"
+    assert ours.reason("dali") == "Own is not a DataLoader: for example, your own DALI iterator is left alone"
     assert ours.module.labels == [[0, 1]] * 3
 
 

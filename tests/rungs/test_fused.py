@@ -179,7 +179,7 @@ def flip(optimizer: Any, module: torch.nn.Module | None = None, device: str = "c
             lambda p: ADAM([p.to(torch.complex64)]),
             "cpu",
             None,
-            "Adam holds parameters that are not real floating point",
+            "Adam has parameters that are not real floating point",
         ),
     ],
 )

@@ -47,7 +47,7 @@ class Words(models.Regression):
         ({}, {}, None),
         ({"pad_vocabulary": False}, {"device": "cuda", "compiler": "g++"}, None),
         ({}, {"classes": 0}, "no layer has 8,192 outputs or more"),
-        ({}, {"device": "cuda"}, "Inductor needs a C++ compiler and none was found; install gcc or g++"),
+        ({}, {"device": "cuda"}, "Inductor needs a C++ compiler, and none was found: install gcc or g++"),
         ({"chunks": 4}, {}, "chunks: your module makes the logits before the loss is called"),
     ],
 )

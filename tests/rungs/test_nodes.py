@@ -84,14 +84,14 @@ def test_plan(settings: dict[str, Any], given: Facts, threads: int) -> None:
         ),
         (
             {"map_style": False},
-            "an iterable dataset iterates by itself; threads can only share one with indexed samples",
+            "threads can only share a dataset with indexed samples, not an iterable one",
         ),
         (
             {"num_workers": 3},
             "the loader already has 3 workers; your number stands (set num_workers=0 for threads)",
         ),
         ({"stateful": True}, "DataLoader tracks its own position, which threads would not update"),
-        ({"own_iterator": True}, "DataLoader makes its own iterators, which threads would bypass"),
+        ({"own_iterator": True}, "DataLoader creates its own iterators, which threads would bypass"),
         ({"sampler_hazards": ("a is x", "b")}, "threads read ahead of training: a is x; b"),
         (
             {"draws_random": ("RandomCrop", "a"), "shared_draws": ("RandomCrop", "a", "b", "c")},

@@ -47,7 +47,7 @@ def test_plan() -> None:
     assert Prefetch(enabled=True).plan(facts({"draws_random": ("Crop",), "num_workers": 2})).parity == "exact"
     noisy = Prefetch(enabled=True).plan(facts({"draws_random": ("Crop",)}))
     assert noisy.parity == "approximate" and noisy.notes == (
-        "samples are drawn early in this process: CPU random numbers of training_step differ",
+        "samples are loaded early in this process: training_step gets different CPU random numbers",
     )
     timed = Prefetch(enabled=True).plan(facts({}, timed_hooks=("on_before_batch_transfer",)))
     assert timed.parity == "approximate" and timed.notes == (
@@ -88,7 +88,7 @@ def test_takes(on_cpu: None) -> None:
     # The first batch of an epoch has to be waited for; all others were fetched before. Nothing is copied on the CPU.
     assert ours.seen("prefetch") == {"batches": 16, "ahead_batches": 14, "copied_bytes": 0}
     assert ours.verdict("prefetch").took is False
-    assert ours.verdict("prefetch").why == "the batches were on the device already: nothing to copy ahead"
+    assert ours.verdict("prefetch").why == "the batches were already on the device: nothing to copy ahead"
     verify, seen = Prefetch(enabled=True).verify, {"batches": 16, "ahead_batches": 14, "copied_bytes": 16 * 2**21}
     taken = verify(Measurement(evidence={"prefetch": seen}))
     assert taken.took is True

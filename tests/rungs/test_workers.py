@@ -115,7 +115,7 @@ LITTLE = (
             {},
             facts({"draws_random": ("RandomCrop", "a", "b", "c")}),
             wants(7),
-            ["augmentation draws differ from a run without workers (RandomCrop, a, b)"],
+            ["random augmentations differ from a run without workers (RandomCrop, a, b)"],
         ),
     ],
 )
@@ -215,7 +215,7 @@ def test_long_lists_are_packed_or_named() -> None:
     """D8."""
     change = Workers(enabled=True).plan(facts({"packable": 10**7, "long_lists": ("dataset.samples holds 10",)}))
     assert change.wants["dataset.packed"] == Packing(samples=10**7) and change.parity == "exact"
-    assert "10000000 file names are packed into arrays, which workers share; they would copy lists" in change.notes
+    assert "10000000 file names are packed into arrays, which workers share instead of copying" in change.notes
     change = Workers(enabled=True).plan(facts({"long_lists": ("dataset.paths holds 1.2 million Python objects",)}))
     assert "dataset.packed" not in change.wants and change.notes[0] == (
         "worker memory grows: dataset.paths holds 1.2 million Python objects, and workers copy what they touch;"
@@ -309,8 +309,7 @@ def test_workers_are_kept_where_epochs_are_short_and_nothing_changes_the_dataset
         ({}, "a is changed by b; if that is fine, write workers.persistent: true"),
         (
             {"reload_every_n_epochs": 2},
-            "the Trainer reloads its loaders, and the old workers would stay; to start them all the same, write"
-            " workers.count",
+            "the Trainer reloads its loaders, and the old workers would stay; to start them anyway, set workers.count",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def compare_with(ref: str, arm: ScriptArm, *, aa: bool, say: Progress) -> Iterat
         raise ConfigError(
             got=f"--vs-commit {ref}",
             why="the working tree equals this commit, so both arms are the same training",
-            do="name another commit, such as main or HEAD~1; or write --aa to test the judge",
+            do="name another commit, such as main or HEAD~1; or use --aa for an A/A test",
         )
     with private_directory() as private, tree.checked_out(commit, private / tree.top.name) as other:
         say(

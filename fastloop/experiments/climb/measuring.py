@@ -256,8 +256,8 @@ class Measured:
         if above > ABOVE:
             figure = f"{rate:,.{0 if rate >= 100 else 1}f}"
             self.notes[key] = (
-                f"no ceiling: twice it was slower without these costs ({figure} samples/s), which something else"
-                " on this machine must have caused; it counts as equally fast"
+                f"no ceiling: it was slower twice without these costs ({figure} samples/s), so something else"
+                " disturbed this machine; it counts as equally fast"
             )
         if above <= 1:
             return result

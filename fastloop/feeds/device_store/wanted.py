@@ -101,7 +101,7 @@ def plan_on_device(facts: Facts, loader: LoaderFacts, most_bytes: int | None = N
         parity = "approximate"
         notes.append(
             f"crops and flips are drawn as without your {loader.num_workers} workers, which are not started: with them"
-            " they come out differently each time"
+            " they differ on every run"
         )
     there = facts.device == "cuda"
     elsewhere = dataclasses.replace(loader, engine="a store of pictures", on_device=there, num_workers=0)
@@ -132,7 +132,7 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
         return "this run is on cpu, where Pillow resizes faster"
     draws = count_draws(loader, facts)
     if facts.weighs_costs and draws is not None and draws <= loader.images.count:
-        return f"the run asks for {draws:,} samples of {loader.images.count:,}: too few repeats to pay off"
+        return f"the run draws {draws:,} samples from {loader.images.count:,}: too few repeats to pay off"
     names = {type(step).__name__ for step in loader.images.steps}
     if strange := [name for name in loader.draws_random if name not in names]:
         return f"{strange[0]} draws random numbers, too"

@@ -93,7 +93,7 @@ def test_an_unknown_argument_is_suggested_for() -> None:
         training.make_trainer(configured("trainer.wurst={a: {b: 1}}"), None, None)
 
 
-NO_CUDA = "write run.accelerator: cpu, or look at CUDA_VISIBLE_DEVICES"
+NO_CUDA = "write run.accelerator: cpu, or check CUDA_VISIBLE_DEVICES"
 
 
 def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

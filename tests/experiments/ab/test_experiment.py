@@ -258,4 +258,4 @@ def test_what_checkpoints_have_to_do_with_it_is_flagged(tmp_path: Path) -> None:
 
 def test_of_an_arm_without_a_run_nothing_is_said_to_have_taken_or_not(tmp_path: Path) -> None:
     (found,) = carried_out(tmp_path, AMP.but(fails_at=0)).comparisons()
-    assert found.why == "insufficient: 1 run of the base and 0 of the arm, a verdict takes 3"
+    assert found.why == "insufficient: 1 run of the base and 0 of the arm, a verdict needs 3"
