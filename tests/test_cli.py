@@ -432,7 +432,7 @@ def test_more_devices_than_there_are(fastloop: CommandLine, monkeypatch: pytest.
         assert said.err.splitlines() == [
             "fastloop: got run.devices: 2 (command line)",
             "  why 1 CUDA devices are visible here",
-            "  do  write at most 1, or look at CUDA_VISIBLE_DEVICES",
+            "  do  write at most 1, or check CUDA_VISIBLE_DEVICES",
         ]
     assert list(fastloop.folder.iterdir()) == []
 

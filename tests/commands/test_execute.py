@@ -125,7 +125,7 @@ def test_several_ranks(launcher: tuple[str, ...], library: str, place: Path) -> 
     ("does", "code", "line", "steps"),
     [
         ("never", 0, "fastloop: nothing was measured: train made a Trainer, but never called fit", None),
-        ("twice", 0, "NOTE     fit was called 2 times: the first that trained was measured", 128),
+        ("twice", 0, "NOTE     fit was called 2 times: the first one that trained was measured", 128),
         ("exits", 3, "PARTIAL: the fit did not end normally", 25),
     ],
     ids=["never", "twice", "exits"],

@@ -24,7 +24,7 @@ from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
 
 BF16: dict[str, Any] = {"amp": {}}
 FP16: dict[str, Any] = {"amp": {"mode": "16-mixed"}}
-STANDS = "the Trainer already runs precision {}; your choice stands"
+STANDS = "the Trainer already uses precision {}; your choice stands"
 
 
 class Autocasting(models.Regression):
@@ -256,7 +256,7 @@ class Compares(models.Regression):
 def test_an_optimizer_that_compares_losses_keeps_its_precision(mode: str, kind: Any, took: bool) -> None:
     watcher, _ = fit({"amp": {"mode": mode}}, seeded(kind))
     assert verdict(watcher, "amp").took is took
-    assert took or verdict(watcher, "amp").why.startswith("Compares.configure_optimizers makes an LBFGS")
+    assert took or verdict(watcher, "amp").why.startswith("Compares.configure_optimizers creates an LBFGS")
 
 
 class ByHand(models.Regression):

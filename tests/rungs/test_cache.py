@@ -107,10 +107,10 @@ def size_of(planned: tuple[str, int | None, str]) -> int | None:
         (
             facts(max_epochs=1),
             {},
-            "the run asks for 1,000 samples of 1,000: too few repeats to pay off; write cache.store: disk",
+            "the run draws 1,000 samples from 1,000: too few repeats to pay off; write cache.store: disk",
         ),
-        (facts(max_steps=100), {}, "the run asks for 1,000 samples of 1,000: too few repeats to pay off"),
-        (facts(limit_train_batches=0.2), {}, "the run asks for 600 samples of 1,000: too few repeats to pay off"),
+        (facts(max_steps=100), {}, "the run draws 1,000 samples from 1,000: too few repeats to pay off"),
+        (facts(limit_train_batches=0.2), {}, "the run draws 600 samples from 1,000: too few repeats to pay off"),
         (facts(shm_free_bytes=10**7, disk_free_bytes=0), {}, "1,000 samples need 0.525 GB, and shm has room for 2%"),
         (facts(shm_free_bytes=0, disk_free_bytes=0), {}, "there is no room in shared memory"),
         (

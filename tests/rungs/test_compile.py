@@ -533,7 +533,7 @@ def test_a_storm_in_training_is_said_beside_a_few_other_calls(backend: list[str]
     watcher, _ = fit({"compile": {"dynamic": False}}, seeded(Asks), of_sizes(list(range(1, 21))))
     assert verdict(watcher, "compile").took is False
     assert "18 of 20 calls ran eager" in verdict(watcher, "compile").why
-    assert verdict(watcher, "compile").why.endswith("eager from there")
+    assert verdict(watcher, "compile").why.endswith("eager from then on")
 
 
 def test_graph_breaks_are_said(backend: list[str]) -> None:

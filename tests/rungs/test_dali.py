@@ -105,7 +105,7 @@ def test_plan_waits_and_keeps_to_the_run() -> None:
         (
             {},
             facts({"images": ImageFacts(steps=STEPS, unknown="Mixup", count=1)}),
-            "Mixup is no transform that DALI has a counterpart for",
+            "Mixup is a transform that DALI has no counterpart for",
         ),
         (
             {},
@@ -154,7 +154,7 @@ def test_verdicts() -> None:
     assert verify(Measurement(evidence={"dali": seen})).took is True
     told = {**seen, "plain_batches": 2, "why_plain": "a.gif: no", "mean_levels": 0.17, "checked_samples": 16}
     assert verify(Measurement(evidence={"dali": told})).why == (
-        "DALI decoded 64 images (cpu, 2 threads); 16 compared samples deviate by 0.17 of 255 levels;"
+        "DALI decoded 64 images (cpu, 2 threads); 16 compared samples differ by 0.17 of 255 levels;"
         " 2 batches were loaded without it: a.gif: no"
     )
     assert verify(Measurement(evidence={"dali": {**seen, "images": 0}})).took is False
@@ -237,7 +237,7 @@ def test_takes(folder: Path) -> None:
     verdict, seen = ours.verdict("dali"), ours.seen("dali")
     assert verdict.took is True and verdict.parity_class == "approximate"
     assert seen["images"] == 60 and seen["plain_batches"] == 0 and seen["mean_levels"] < 0.35
-    assert verdict.why.startswith("DALI decoded 60 images (cpu, 2 threads); 10 compared samples deviate by 0.")
+    assert verdict.why.startswith("DALI decoded 60 images (cpu, 2 threads); 10 compared samples differ by 0.")
     assert set(ours.module.orders) == {True}
     assert ours.loop is not None and ours.loop.measurement is not None
     loaded = ours.loop.measurement.evidence["loader"]
@@ -301,7 +301,7 @@ def test_validation_stays_the_loaders_where_dali_cannot(folder: Path, which: str
     assert seen["validation_images"] == 0
     if which == "val":
         assert seen["validation_why_plain"].startswith("your own collate_fn")
-        assert "a loader was left as it is: your own collate_fn" in ours.verdict("dali").why
+        assert "one loader was left alone: your own collate_fn" in ours.verdict("dali").why
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -408,7 +408,7 @@ def test_wrong_pixels_leave_the_loader_to_the_next_rung(folder: Path, monkeypatc
     monkeypatch.setitem(reading._READERS, "Normalize", read)
     ours = run({**DALI, "workers": {"count": 1}}, load(folder), Sees, max_epochs=2)
     assert (ours.reason("dali") or "").startswith(
-        "DALI's pictures are not those of the transforms: red is off by +25.5 levels"
+        "DALI's images differ from those of the transforms: red is off by +25.5 levels"
     )
     assert ours.verdict("dali").took is False and ours.verdict("workers").took is True
     assert Counter(chain.from_iterable(ours.module.labels)) == dict.fromkeys(range(20), 2)

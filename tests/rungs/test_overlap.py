@@ -269,7 +269,7 @@ def test_unused_parameters_are_named_beside_lightnings_text(ranks: Ranks) -> Non
 def test_gradients_detached_out_of_sight_get_a_hint(ranks: Ranks) -> None:  # R2
     assert "Can't detach views in-place" in ranks["detached_unseen"]["error"]
     (line,) = [line for line in ranks["detached_unseen"]["warnings"] if "detached" in line]
-    assert line.endswith("rungs.overlap.gradient_as_bucket_view forbids: write false")
+    assert line.endswith("rungs.overlap.gradient_as_bucket_view forbids: set it to false")
 
 
 @pytest.mark.multirank

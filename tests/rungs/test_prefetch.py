@@ -51,11 +51,13 @@ def test_plan() -> None:
     )
     timed = Prefetch(enabled=True).plan(facts({}, timed_hooks=("on_before_batch_transfer",)))
     assert timed.parity == "approximate" and timed.notes == (
-        "your on_before_batch_transfer draws random numbers or reads the step, here ahead of it: either may differ",
+        "your on_before_batch_transfer draws random numbers or reads the step, and now runs ahead of it: either may"
+        " differ",
     )
     holds = {"holds_training": ("collate_fn.__self__",)}
     reads = Prefetch(enabled=True).plan(facts(holds))
-    assert reads.parity == "approximate" and "what they read from collate_fn.__self__ may be older" in reads.notes[0]
+    assert reads.parity == "approximate"
+    assert "what they read from collate_fn.__self__ may be out of date" in reads.notes[0]
     copies = Prefetch(enabled=True).plan(facts({**holds, "num_workers": 2}))
     assert copies.parity == "exact" and copies.notes == (), "workers hold copies in any case"
     early = Prefetch(enabled=True).plan(facts({"sampler_draws": ("Bag.__iter__",), "num_workers": 2}))

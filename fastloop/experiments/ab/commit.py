@@ -125,7 +125,7 @@ class _WorkingTree:
                 got="--vs-commit",
                 why="git is not installed"
                 if missing
-                else f"{folder} is in no git repository: {_read_last_line(error)}",
+                else f"{folder} is not in a git repository: {_read_last_line(error)}",
                 do="install git" if missing else "commit the script to a repository first",
             ) from None
 
@@ -161,7 +161,7 @@ class _WorkingTree:
         """Return a message if the working tree has changed since the comparison began, otherwise None."""
         if self.fingerprint(commit) == before:
             return None
-        return "source files in the working tree were edited during the comparison, so its runs are of several versions"
+        return "source files in the working tree were edited during the comparison, so its runs used different versions"
 
     @contextlib.contextmanager
     def checked_out(self, commit: str, place: Path) -> Iterator[Path]:

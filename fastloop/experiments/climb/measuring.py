@@ -169,7 +169,7 @@ class Measured:
         if result.ended_at and result.ended_at < took.steps:
             self.ends_at, shorter = result.ended_at, took.up_to(result.ended_at)
             if shorter.steps > result.ended_at:
-                why = f"it ends after {result.ended_at} steps, and a climb needs {shorter.steps} of them"
+                why = f"it ends after {result.ended_at} steps, but a climb needs {shorter.steps}"
                 raise BaseFailed(dataclasses.replace(result, cause=why))
             if not result.step_ms:  # it ended in its warm-up
                 return self._run_naive(at, shorter, what, need_s)

@@ -113,7 +113,7 @@ def test_short_last_batches_that_are_dropped(tmp_path: Path) -> None:
     gate = compared(
         tmp_path, lambda: augmented(100, drop_last=True), base=lambda: augmented(100, drop_last=True), rungs=WORKERS
     )
-    assert gate.passed and "none of them twice (each leaves out" in gate.why, gate
+    assert gate.passed and "none of them twice (each side skips" in gate.why, gate
 
 
 def test_an_epoch_cut_short_has_as_many_samples(tmp_path: Path) -> None:

@@ -250,8 +250,7 @@ def test_what_checkpoints_have_to_do_with_it_is_flagged(tmp_path: Path) -> None:
     found = results.list_flags(carried_out(tmp_path, BASE.but(**both), AMP.but(**both)).sides)
     assert found == [
         "all runs began at step 120, from a checkpoint that the script loads",
-        "checkpoints outside of the run directories were not written, so the time for that is missing,"
-        " in all arms alike",
+        "checkpoints outside the run directories were not written, so the time for that is missing, in all arms alike",
     ]
     assert results.list_flags(carried_out(tmp_path / "plain", AMP.but(began=lambda _: 0)).sides) == []
 
