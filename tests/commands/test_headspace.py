@@ -89,7 +89,7 @@ def test_the_verdict_comes_first(pretend: Callable[[Rates], Any], tmp_path: Path
         "if data were free: 2,697 samples/s (8.3x, measured)",
         "if data and copies were free: 2,710 samples/s (8.4x, measured)",
         "if data and the exchange were free: n/a: run.devices is 1: there is no gradient exchange",
-        "as it is: 324 samples/s (before and after: 320 and 328)",
+        "now: 324 samples/s (before and after: 320 and 328)",
         "FILES    a/headspace.json",
     ]
     assert [(name, job.variation) for name, job in jobs] == [

@@ -100,7 +100,7 @@ def size_of(planned: tuple[str, int | None, str]) -> int | None:
             {"store": "device"},
             "pictures cannot be kept on the device: the dataset was not inspected",
         ),
-        (facts({"is_dataloader": False, "kind": "Own"}), {}, "Own is not a DataLoader: its samples are not known"),
+        (facts({"is_dataloader": False, "kind": "Own"}), {}, "Own is not a DataLoader: its samples are unknown"),
         (facts({"map_style": False}), {}, "samples of an iterable dataset have no index"),
         (facts({"engine": "DALI"}), {}, "DALI reads and decodes the files itself"),
         (facts({"prefix": "it is odd"}), {}, "it is odd"),
@@ -111,7 +111,7 @@ def size_of(planned: tuple[str, int | None, str]) -> int | None:
         ),
         (facts(max_steps=100), {}, "the run draws 1,000 samples from 1,000: too few repeats to pay off"),
         (facts(limit_train_batches=0.2), {}, "the run draws 600 samples from 1,000: too few repeats to pay off"),
-        (facts(shm_free_bytes=10**7, disk_free_bytes=0), {}, "1,000 samples need 0.525 GB, and shm has room for 2%"),
+        (facts(shm_free_bytes=10**7, disk_free_bytes=0), {}, "1,000 samples need 0.525 GB, and shm only has room for"),
         (facts(shm_free_bytes=0, disk_free_bytes=0), {}, "there is no room in shared memory"),
         (
             facts(prefix={"names_files": False, "what": "what Mine.load returns"}),

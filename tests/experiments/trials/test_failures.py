@@ -32,7 +32,7 @@ def trial(cause: str | None, tail: str = "", code: int = 1) -> Trial:
         ("hung: no step, output or CPU use for 600 s at step 7; it was ended", "find what they wait for"),
         ("exceeded its time limit of 60 s at step 7; it was ended", "--limit SECONDS"),
         ("the fit of train ended after 8 steps, before the window, which opens after 20", "watch.warmup_steps=3"),
-        ("train ended with exit code 2 before it made a Trainer", "go into --args"),
+        ("train ended with exit code 2 before it made a Trainer", "with --args"),
     ],
 )
 def test_a_failure_says_what_to_do_next(cause: str, do: str) -> None:
