@@ -244,20 +244,20 @@ def exec_(command: Sequence[str], json_to: str | None, **options: Any) -> None:
 
 @cli.group(cls=console.Commands)
 def cache() -> None:
-    """List or delete the samples that runs have kept."""
+    """List or delete cached samples."""
 
 
 def _cache_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for further places to look."""
-    path = click.option("--path", metavar="DIR", help="Also look here: the rung's path.")
-    url = click.option("--url", metavar="URL", help="Also look on this server: the rung's url.")
+    path = click.option("--path", metavar="DIR", help="Also look in DIR, the rung's path.")
+    url = click.option("--url", metavar="URL", help="Also look on this server, the rung's url.")
     return _json(url(path(command)))
 
 
 @cache.command("ls")
 @_cache_options
 def cache_ls(path: str | None, url: str | None, json_to: str | None) -> None:
-    """List kept samples: where they are, their size and age."""
+    """List cached samples with their location, size and age."""
     _run_and_print(lambda: commands.cache.list_kept(path=path, url=url), json_to)
 
 
@@ -265,9 +265,9 @@ def cache_ls(path: str | None, url: str | None, json_to: str | None) -> None:
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @_cache_options
 def cache_clear(names: Sequence[str], path: str | None, url: str | None, json_to: str | None) -> None:
-    """Delete kept samples, all of them or those named.
+    """Delete cached samples: all of them, or those named.
 
-    What a run is using now stays.
+    Caches that a run is using are left alone.
     """
     _run_and_print(lambda: commands.cache.clear_kept(names, path=path, url=url), json_to)
 

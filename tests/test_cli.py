@@ -167,7 +167,7 @@ MISTYPED = [
     (
         "ab cifar10 --vs amp, compile",
         "--vs 'amp,'",
-        "nothing stands behind the last comma",
+        "nothing follows the last comma",
         "write --vs amp,compile, without a space",
     ),
     ("run recipe.size=tiny", "'recipe.size=tiny'", "no recipe", "write a name or a file first, key=value after it"),
@@ -432,7 +432,7 @@ def test_more_devices_than_there_are(fastloop: CommandLine, monkeypatch: pytest.
         assert said.err.splitlines() == [
             "fastloop: got run.devices: 2 (command line)",
             "  why 1 CUDA devices are visible here",
-            "  do  write at most 1, or look at CUDA_VISIBLE_DEVICES",
+            "  do  write at most 1, or check CUDA_VISIBLE_DEVICES",
         ]
     assert list(fastloop.folder.iterdir()) == []
 

@@ -156,7 +156,7 @@ def test_clipping_that_does_not_bite_is_named(who: str, tmp_path: Path) -> None:
     arm, _ = twins.gradient(tmp_path / "arm", tmp_path / "base", **(clip if who == "arm" else {}))
     gate = parity.judge_gradient(decode(base, GradientAnswer), decode(arm, GradientAnswer), "exact")
     assert gate.passed and gate.deviation == 0 and f"the {who} clips gradients by value to 1e+06" in gate.why
-    assert gate.why.endswith("where clipping takes effect in a later step, training differs")
+    assert gate.why.endswith("if clipping takes effect in a later step, training differs")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_one_layer_detached(tmp_path: Path) -> None:
 
 def test_one_layer_detached_under_a_precision_with_a_wide_limit(tmp_path: Path) -> None:
     base, _ = twins.gradient(tmp_path / "base")
-    for kind, says in ((DetachesALayer, "got no gradient"), (DetachesHalfOfALayer, "it is almost lost in")):
+    for kind, says in ((DetachesALayer, "got no gradient"), (DetachesHalfOfALayer, "it nearly vanishes in")):
         arm, module = twins.gradient(tmp_path / kind.__name__, tmp_path / "base", kind)
         wide = {**base, "rounding": {"bf16": 0.3}}
         gate = parity.judge_gradient(decode(wide, GradientAnswer), decode(arm, GradientAnswer), precision="bf16")

@@ -240,7 +240,7 @@ def _change(base: Arm, name: str, text: str) -> Arm:
     rest = text
     if text.rstrip().endswith(","):
         do = "write --vs amp,compile, without a space"
-        raise ConfigError(got=f"--vs {text!r}", why="nothing stands behind the last comma", do=do)
+        raise ConfigError(got=f"--vs {text!r}", why="nothing follows the last comma", do=do)
     while rest:
         first, _, after = (part.strip() for part in rest.partition(","))
         kind, patch = classify_patch(rest if "=" in first else first)

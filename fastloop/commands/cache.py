@@ -28,9 +28,9 @@ def list_kept(*, path: str | None, url: str | None) -> Answer:
         ConfigError: the server does not answer.
     """
     rows = [kept.row for kept in _find(path, url)]
-    lines = [_describe(row) for row in rows] or ["no samples are kept"]
+    lines = [_describe(row) for row in rows] or ["there are no cached samples"]
     if any(row["old"] for row in rows):
-        lines.append("old: kept by other versions and never read again; fastloop cache clear NAME deletes them")
+        lines.append("old: written by other versions and no longer used; fastloop cache clear NAME deletes them")
     return Answer(text="\n".join(lines), json={"schema": store.SCHEMA, "run_dir": None, "caches": rows})
 
 
@@ -43,14 +43,18 @@ def clear_kept(names: Sequence[str], *, path: str | None, url: str | None) -> An
     found = _find(path, url)
     for name in names:
         if not any(kept.row["name"].startswith(name) for kept in found):
-            why = f"the caches are {', '.join(kept.row['name'] for kept in found)}" if found else "no samples are kept"
+            why = (
+                (f"the caches are {', '.join(kept.row['name'] for kept in found)}")
+                if found
+                else "there are no cached samples"
+            )
             do = "write one of these names" if found else "see --path and --url for other places"
             raise ConfigError(got=f"cache {name!r}", why=why, do=do)
     chosen = [kept for kept in found if not names or kept.row["name"].startswith(tuple(names))]
     results = [{**kept.row, "removed": kept.clear()} for kept in chosen]
     lines = [f"{'removed' if row['removed'] else 'left, in use'}  {_describe(row)}" for row in results]
     content = {"schema": store.SCHEMA, "run_dir": None, "caches": results}
-    return Answer(text="\n".join(lines) or "no samples are kept", json=content)
+    return Answer(text="\n".join(lines) or "there are no cached samples", json=content)
 
 
 def _find(path: str | None, url: str | None) -> list[_Kept]:

@@ -121,7 +121,7 @@ def parse_seconds(text: str, option: str) -> float:
     total = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if total <= 0:
         raise ConfigError(
-            got=f"{option} {text}", why="not a number with h, m or s behind it", do="write 90s, 20m or 1h30m"
+            got=f"{option} {text}", why="not a number followed by h, m or s", do="write 90s, 20m or 1h30m"
         )
     return total
 

@@ -108,12 +108,12 @@ def run_directory(target: str) -> Path | None:
 def _diagnose_run(where: Path) -> Answer:
     seen = load(where / MEASUREMENT, Measurement)
     if seen is None:
-        raise ConfigError(got=f"{where}/measurement.json", why="it is no JSON object", do="run the training again")
+        raise ConfigError(got=f"{where}/measurement.json", why="it is not a JSON object", do="run the training again")
     try:
         name = load_environment(where).name or ""
         return _answer(where, name, seen, load_plan(where), load_verdicts(where))
     except (AttributeError, TypeError, KeyError, ValueError) as error:  # edited by hand, or from another program
-        why = f"it holds unexpected values: {type(error).__name__}: {error}"
+        why = f"it contains unexpected values: {type(error).__name__}: {error}"
         raise ConfigError(got=f"{where}/measurement.json", why=why, do="run the training again") from error
 
 

@@ -62,7 +62,7 @@ def execute(
     """
     checked, ignored = load_callback_config(config)
     if ignored:
-        progress(f"fastloop: ignored, because the script makes its own Trainer: {', '.join(ignored)}")
+        progress(f"fastloop: ignored, because the script creates its own Trainer: {', '.join(ignored)}")
     check(command)
     name = name_of(command)
     with claim(name, out, force=force) if is_first_rank() else Place(name_unclaimed(name, out)) as path:

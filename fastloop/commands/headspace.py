@@ -203,14 +203,14 @@ def format_lines(result: CeilingsFile, name: str) -> list[str]:
     ]
     runs = " and ".join(format_short(rate) for rate in base.runs)
     head.append(
-        f"as it is: {format_short(base.samples_per_s)} samples/s"
+        f"now: {format_short(base.samples_per_s)} samples/s"
         + (f" (before and after: {runs})" if runs else "")
         + ("   window too short" if base.window_too_short else "")
     )
     if base.drift_pct is not None and abs(base.drift_pct) > WORTH_PCT:
         head.append(
-            f"NOTE     the same run differed by {base.drift_pct:+.1f} % before and after: smaller gains"
-            " are within this noise"
+            f"NOTE     the baseline changed by {base.drift_pct:+.1f} % from before to after: smaller gains are within"
+            " this noise"
         )
     if base.why:
         head.append(f"NOTE     {base.why}")

@@ -32,7 +32,7 @@ def explain_rerun(trace: int | None) -> str:
     """Say how to repeat a script's run, with a trace of this many steps if one is wanted."""
     none = f"{OF_RUN} has no recipe that fastloop could train"
     if trace is None:
-        return f"run your script again, with FastLoop(...) as you want it or by fastloop exec; {none}"
+        return f"run your script again with the FastLoop(...) that you want, or under fastloop exec; {none}"
     return (
         f'run your script again with FastLoop({{"watch": {{"trace_steps": {trace}}}}}), or by fastloop exec with'
         f" watch.trace_steps: {trace} in its --config; {none}"

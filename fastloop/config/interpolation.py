@@ -87,7 +87,7 @@ def _explain_unresolved(error: Exception, leaves: Leaves) -> ConfigError:
         why = "there is no such key" if is_secret(key) else f"there is no key {missing[1]}"
         do = "write a key from the top, as in ${run.seed}"
     elif "Recursive" in str(error) or "parent node" in str(error):
-        why, do = "it leads back to itself", "write a plain value at one of the keys"
+        why, do = "it refers back to itself", "write a plain value at one of the keys"
     else:
         why, do = "it is not a key inside ${…}", "fix the braces, or write \\${ where a plain ${ is meant"
     return make_fault(key, leaf.origin, why, do, value=leaf.value)

@@ -173,7 +173,7 @@ def _add_bases(layer: Layer, cwd: Path, chain: tuple[Layer, ...]) -> list[Layer]
         if path in [each.path for each in chain]:
             raise ConfigError(
                 got=got,
-                why=f"the bases form a circle: {' -> '.join([*names, base.marked.file])}",
+                why=f"the bases form a cycle: {' -> '.join([*names, base.marked.file])}",
                 do="delete one of these base lines",
                 key="base",
             )
@@ -222,11 +222,9 @@ def _override(part: str, argument: str) -> Layer:
             do = f"write --config {part}"
         raise _make_override_error(argument, "each part between commas has to be key=value", do)
     if path[0] == "base":
-        raise _make_override_error(argument, "base belongs into a file", "put base into a YAML file and give that")
+        raise _make_override_error(argument, "base belongs in a file", "put base into a YAML file and pass that file")
     if not text.strip():
-        raise _make_override_error(
-            argument, f"{key.strip()} gets no value", f"write {key.strip()}=null to mean nothing"
-        )
+        raise _make_override_error(argument, f"{key.strip()} has no value", f"write {key.strip()}=null to mean nothing")
     try:
         value = parse_scalar(text)
     except ConfigError as error:
@@ -247,7 +245,7 @@ def to_plain_values(value: Any, path: KeyPath = ()) -> Any:
             if not isinstance(key, str) or "." in key:
                 raise ConfigError(
                     got=f"{'.'.join([*path, str(key)])} (dict)",
-                    why="a key is text without dots",
+                    why="a key must be text without dots",
                     do="nest the dicts: {'run': {'seed': 0}}",
                 )
         return {key: to_plain_values(inner, (*path, key)) for key, inner in value.items()}

@@ -176,7 +176,7 @@ def load_callback_config(
     elif not isinstance(config, (str, os.PathLike)):
         raise ConfigError(
             got=f"FastLoop({config!r})",
-            why=f"{type(config).__name__} is no configuration",
+            why=f"{type(config).__name__} is not a configuration",
             do="write a shipped name, a path, or a mapping such as {'rungs': {...}}",
         )
     else:

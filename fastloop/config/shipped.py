@@ -84,7 +84,7 @@ def _explain_missing(text: str) -> str:
 
 def _suggest_instead(text: str, folder: Path, names: list[str]) -> str:
     if is_file(folder / f"{text}.yaml"):
-        return f"write {text}.yaml; a file needs its ending"
+        return f"write {text}.yaml; a file needs its extension"
     if "=" in text:
         return "write a name or a file first, key=value after it"
     near = find_nearest(text, names)

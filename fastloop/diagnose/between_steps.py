@@ -42,7 +42,7 @@ def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
             advice = f"keep your loader's {found['num_workers']} workers between epochs: persistent_workers=True"
         if (took_s := to_number(found.get("worker_restart_s"))) is not None:
             times = found.get("worker_restarts")
-            beside = f"; workers were started anew {times} times, {took_s:.2g} s each until their first batch"
+            beside = f"; workers were restarted {times} times, {took_s:.2g} s each until their first batch"
     return _spread(step, rungs, "epoch_gap", f"between epochs the {step.device} was idle for", advice, beside)
 
 
@@ -81,11 +81,11 @@ def describe_pauses(step: Attribution, hidden: Sequence[Finding]) -> str | None:
     if not names and step.to_pct(step.pauses_ms) < WORTH_NAMING_PCT:
         return None
     steps, median = (seen.evidence.get("pauses") or {}).get("steps"), to_number(seen.step_ms.get("median"))
-    usual = "" if median is None else f", where the median step takes {median:.2f} ms"
-    most = f"that may be most of {' and '.join(names)}, so no per-step cost is named; " if names else ""
+    usual = "" if median is None else f" (the median step takes {median:.2f} ms)"
+    most = f"they may explain most of {' and '.join(names)}, so no per-step cost is given; " if names else ""
     return (
-        f"{steps} of {seen.steps} steps took so long that this makes {step.format_ms(step.pauses_ms)}{usual}: {most}"
-        "no rung helps with this: run longer, so that single pauses weigh less"
+        f"{steps} of {seen.steps} steps were so long that they add {step.format_ms(step.pauses_ms)}{usual}: {most}"
+        "no rung helps with this: train longer, so that single pauses weigh less"
     )
 
 

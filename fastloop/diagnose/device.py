@@ -112,10 +112,10 @@ def find_padding(step: Attribution, _rungs: Rungs) -> Finding | None:
     padded = max(0.0, 1 - real / every)
     if (cost := weigh(step, "compute_bound", padded * spent, worth_pct=CPU_WORTH_PCT)) is None:
         return None
-    facts = f"{100 * padded:.0f} % of the tokens are padding, on which about {cost.time} are spent"
+    facts = f"{100 * padded:.0f} % of the tokens are padding, which costs about {cost.time}"
     advice = (
         "no rung helps with this: pad each batch only to its longest sample (in the collate function), and batch"
-        " samples of like length"
+        " samples of similar length"
     )
     found = cost.explain(facts, Remedy(None, advice), title="BUSY, NOT FAST: PADDING")
     return dataclasses.replace(found, share_pct=None, ceiling_gain_pct=None) if step.on_gpu else found
@@ -135,13 +135,13 @@ def _find_slow_optimizer(step: Attribution, rungs: Rungs) -> Finding | None:
     if saves:
         much = "most of it" if saved_ms >= MOST * spent else f"about {saved_ms:.1f} ms of it"
         facts = f"the optimizer takes {cost.time}, and its fused form would save {much}"
-        remedy = rungs.choose(step.measured, "optimizer", "make yours with fused=True")
+        remedy = rungs.choose(step.measured, "optimizer", "create yours with fused=True")
     else:
-        facts = f"{' and '.join(own)}, no optimizer of torch's, takes {cost.time}"
+        facts = f"{' and '.join(own)}, not one of torch's optimizers, takes {cost.time}"
         remedy = Remedy(
             None,
-            "no rung helps with this: where one of torch's does the same, made with fused=True it updates all"
-            " parameters in one call",
+            "no rung helps with this: if torch has an equivalent, create it with fused=True to update all parameters"
+            " in one call",
         )
     return cost.explain(facts, remedy, title="BUSY, NOT FAST: OPTIMIZER")
 
@@ -193,6 +193,6 @@ def _describe_largest_family(seen: Measurement) -> str | None:
     if not shares:
         return None
     if (by_hand := find_attention_by_hand(seen)) is not None:
-        return f"attention written by hand at least {100 * by_hand:.0f} % of the kernels' time: use {FUSED_ATTENTION}"
+        return f"hand-written attention at least {100 * by_hand:.0f} % of the kernels' time: use {FUSED_ATTENTION}"
     family = max(shares, key=shares.__getitem__)
     return f"{family} kernels {100 * shares[family]:.0f} % of the time"

@@ -20,7 +20,7 @@ KERNELS = {
     "attention": (0.3, "attention takes", FUSED_ATTENTION),
     "elementwise": (
         0.3,
-        "elementwise work and normalisation take",
+        "elementwise work and normalization take",
         "the next step would be hand-written fused kernels",
     ),
 }
@@ -100,7 +100,7 @@ def find_culprit(seen: Measurement) -> Culprit | None:
     parts["elementwise"] += shares.get("normalisation", 0.0)
     by_hand = find_attention_by_hand(seen)
     if by_hand is not None and by_hand >= parts["optimizer"]:
-        says = f"attention written by hand takes at least {100 * by_hand:.0f} % of the kernels' time"
+        says = f"hand-written attention takes at least {100 * by_hand:.0f} % of the kernels' time"
         return Culprit("attention", says, FUSED_ATTENTION, by_hand)
     if large := [family for family, part in parts.items() if part >= KERNELS[family][0]]:
         largest = max(large, key=parts.__getitem__)

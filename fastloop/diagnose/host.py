@@ -21,8 +21,8 @@ ASIDE_OF_CONVOLUTIONS = 0.9
 WORTH_SAYING = 0.1
 """Smallest share of ``host_other`` that is listed separately."""
 COLLECT_LESS = (
-    "gc.freeze() once model and data are made keeps them out of later passes, gc.set_threshold makes passes"
-    " rarer; a single one weighs less in a longer training"
+    "call gc.freeze() once model and data exist to keep them out of later passes, or make passes rarer with"
+    " gc.set_threshold; a single pass weighs less in a longer run"
 )
 
 
@@ -83,7 +83,7 @@ def find_launch_bound(step: Attribution, rungs: Rungs) -> Finding | None:
         return None
     most, source = _describe_source(step, inside)
     left = seen.lead_ms if seen.trail_ms is None else seen.trail_ms
-    queue = "" if left is None else f", {left:.2f} ms of work left when the host had launched all of it"
+    queue = "" if left is None else f", {left:.2f} ms of work still queued when the host had launched everything"
     facts = f"the GPU waited for launches for {most}{cost.time} ({source}{queue})"
     instead = "more work per launch: a larger batch (which changes the training), larger kernels"
     return cost.explain(facts, rungs.choose(seen, "launch_bound", instead))
@@ -106,11 +106,11 @@ def _find_tiny_step(step: Attribution, rungs: Rungs) -> Finding | None:
 def _describe_source(step: Attribution, inside: Inside) -> tuple[str, str]:
     """Return the text before an idle time of the GPU, and the text for its source."""
     if inside.source == "bound":
-        return "at most ", "an upper bound: nothing was read from the GPU"
+        return "at most ", "an upper bound: no GPU counters were read"
     if inside.source == "trace":
         return "", "traced"
     ran = f"a kernel ran {read_activity(step.measured)[0] or 0:.0f} % of the time"
-    return "", f"{ran}, says NVML" if inside.source == "nvml" else ran
+    return "", f"{ran}, per NVML" if inside.source == "nvml" else ran
 
 
 def find_callbacks_logging(step: Attribution, _rungs: Rungs) -> Finding | None:
@@ -179,9 +179,9 @@ def find_host_other(step: Attribution, _rungs: Rungs) -> Finding | None:
         (
             aside,
             f"training_step takes {step.format_ms(step.parts_ms.get('forward', 0.0))}, its backward only"
-            f" {step.parts_ms.get('backward', 0.0):.1f}: about {aside:.1f} ms of it are work without gradients",
-            "a profiler shows which lines; log and compute metrics only every N steps, prepare data in the dataset;"
-            " what a frozen part makes of the same samples can be kept",
+            f" {step.parts_ms.get('backward', 0.0):.1f}: about {aside:.1f} ms of it is work without gradients",
+            "a profiler shows which lines; log and compute metrics only every N steps, and prepare data in the"
+            " dataset; cache the outputs of frozen parts for repeated samples",
         ),
     ]
     costs.sort(key=lambda each: -each[0])

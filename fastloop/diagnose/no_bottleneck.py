@@ -74,7 +74,9 @@ def _make_none(title: str, why: str) -> Finding:
 
 def _list_parts(step: Attribution, but: set[str]) -> list[tuple[float, str, float]]:
     """List share of the step, name and milliseconds of the parts that are not the training work, largest first."""
-    ranks = {"host_other": "host_other (ranks wait for one another in it)"} if step.measured.world_size > 1 else {}
+    ranks = (
+        {"host_other": "host_other (it includes ranks waiting for each other)"} if step.measured.world_size > 1 else {}
+    )
     parts = [(step.to_pct(ms), ranks.get(part, part), ms) for part, ms in step.parts_ms.items() if part not in but]
     return sorted(parts, key=lambda each: -each[0])
 
@@ -83,7 +85,7 @@ def _list_costs(step: Attribution, parts: list[tuple[float, str, float]]) -> lis
     """Add idle time inside the compute phases to the parts, and drop costs that any loop has."""
     inside, found = step.inside, [*parts]
     if inside is not None and inside.source != "bound":
-        within = {"synchronisations": inside.sync, "a sleeping host": inside.blocked, "launches": inside.launch}
+        within = {"synchronizations": inside.sync, "the host sleeping": inside.blocked, "launches": inside.launch}
         found += [(step.to_pct(ms), name, ms) for name, ms in within.items() if ms]
     worth = [cost for cost in found if cost[0] >= 1 and (cost[2] >= ORDINARY_MS or step.step_ms >= TINY_STEP_MS)]
     return sorted(worth, key=lambda each: -each[0])
@@ -94,8 +96,8 @@ def _describe_largest(parts: list[tuple[float, str, float]]) -> str | None:
         return None
     share, part, ms = parts[0]
     ordinary = share >= WORTH_NAMING_PCT and ms < ORDINARY_MS
-    small = f", less than the {ORDINARY_MS} ms that any loop pays" if ordinary else ""
-    return f"the largest cost besides the training itself is {part}, {share:.1f} % of the step{small}"
+    small = f", less than the {ORDINARY_MS} ms that any loop costs" if ordinary else ""
+    return f"the largest cost besides training itself is {part}, {share:.1f} % of the step{small}"
 
 
 def list_unknowns(step: Attribution) -> list[str]:
@@ -109,7 +111,7 @@ def list_unknowns(step: Attribution) -> list[str]:
     if step.inside is None:
         unknowns.append("the step was not split further")
     elif step.device_ms is not None:
-        unknowns.append(f"how well it is used was not measured: {ASK_A_TRACE}")
+        unknowns.append(f"how well the GPU is used was not measured: {ASK_A_TRACE}")
     elif step.on_gpu and step.inside.source is None:
         unknowns.append("how busy the GPU was is unknown")
     return unknowns
@@ -122,15 +124,15 @@ def list_doubts(step: Attribution) -> list[str]:
         active, source = read_activity(seen)
         doubts.append(
             f"the GPU was idle for another {step.format_ms(step.inside.unseen)} (a kernel ran {active:.0f} % of the"
-            f" time{', says NVML' if source == 'nvml' else ''}), and what it waited for is unknown"
-            + ("" if read_trace(seen) else ": fastloop diagnose --syncs --trace 5 tells")
+            f" time{', per NVML' if source == 'nvml' else ''}), waiting for something unknown"
+            + ("" if read_trace(seen) else ": find out with fastloop diagnose --syncs --trace 5")
         )
     if (uneven := describe_uneven_steps(step)) is not None:
         doubts.append(uneven)
     fast = [f"{to_number(seen.ceilings.get(name)):,.0f} {name}" for name in CEILINGS if is_beyond(seen, name)]
     if fast:
         doubts.append(
-            f"{to_number(seen.samples_per_s):,.0f} samples/s as it is, {' and '.join(fast)}, which no part of the"
-            " step accounts for: the run or the machine was disturbed; run it again"
+            f"{to_number(seen.samples_per_s):,.0f} samples/s now, {' and '.join(fast)}: no part of the step explains"
+            " the difference, so the run or the machine was disturbed; run it again"
         )
     return doubts

@@ -43,13 +43,13 @@ def find_storm(seen: Measurement, rungs: Rungs, step: StepParts | None) -> Findi
     reasons = [str(reason) for reason in found.get("reasons") or ()]
     least = "at least " if found.get("at_least") else ""
     seconds = f"{took_s:.{int(fit_s < 10)}f} s of this run's {fit_s:.{int(fit_s < 10)}f} s"
-    facts = f"compile ran {least}{found.get('count')} times, {seconds}"
+    facts = f"torch.compile ran {least}{found.get('count')} times and took {seconds}"
     of_window = "" if share is None else f", {ms:.1f} ms of each step in the window"
     remedy = rungs.choose(
         seen,
         STORM,
-        "mark the dimensions that change as dynamic (torch._dynamo.mark_dynamic, torch.compile(dynamic=True)), pad to a"
-        " few lengths, or do without compiling",
+        "mark the dimensions that change as dynamic (torch._dynamo.mark_dynamic, torch.compile(dynamic=True)), pad to"
+        " a few lengths, or turn compiling off",
     )
     return Finding(
         bottleneck="host_other",
@@ -57,8 +57,8 @@ def find_storm(seen: Measurement, rungs: Rungs, step: StepParts | None) -> Findi
         why=f"{facts}, in {steps:.0f} of {seen.total_steps} steps{of_window}; {remedy.says}",
         patch=remedy.patch,
         ceiling_gain_pct=None if share is None else compute_gain_bound_pct(share),
-        detail=tuple(f"compiled anew: {reason}" for reason in reasons),
-        title="COMPILING AGAIN AND AGAIN",
+        detail=tuple(f"recompiled: {reason}" for reason in reasons),
+        title="KEEPS RECOMPILING",
         alarm=f"{facts}{f' ({reasons[0]})' if reasons else ''}",
     )
 
@@ -132,7 +132,8 @@ def _compare_rehearsal(seen: Measurement, active: Sequence[Verdict]) -> Slowdown
         return None
     rungs = _blame(seen, active)
     facts = (
-        f"forward and backward take {batch_ms:.1f} ms with {' or '.join(rungs)}, without rungs the rehearsed batch took"
+        f"forward and backward take {batch_ms:.1f} ms with {' or '.join(rungs)}, while the rehearsed batch without"
+        " rungs took"
         f" {eager:.1f} ms (n = {n}, slower by {more - half:.1f} to {more + half:.1f} ms, 95 %)"
     )
     return Slowdown(batch_ms, more, rungs, facts)

@@ -86,10 +86,10 @@ def _advise_loading(seen: Measurement, number: str | None) -> str:
         return "make samples and batches cheaper"
     if most is not None and most >= MORE_WORTH * count:
         how = f"set num_workers={most} in your loader" if number is None else f"write {number}: {most}"
-        return f"num_workers={count} and {cpus} CPUs are usable: {how}"
+        return f"num_workers={count}, with {cpus} usable CPUs: {how}"
     return (
-        f"num_workers={count} on {cpus} CPUs is not enough; make samples and batches cheaper, or have more workers if"
-        " these wait for a disk or a network"
+        f"num_workers={count} on {cpus} CPUs is not enough; make samples and batches cheaper, or use more workers if"
+        " they wait for a disk or a network"
     )
 
 
@@ -120,9 +120,7 @@ def find_h2d(step: Attribution, rungs: Rungs) -> Finding | None:
         instead = "send fewer bytes: integers instead of floats, converted on the device"
         remedy = rungs.choose(seen, "h2d", instead, together=True)
     else:
-        remedy = Remedy(
-            None, "no rung helps with this: there is no copy to hide here; check your transfer_batch_to_device"
-        )
+        remedy = Remedy(None, "no rung helps with this: there is no copy to hide; check your transfer_batch_to_device")
     return cost.explain(f"moving batches to the {step.device} took {cost.time}", remedy)
 
 

@@ -26,12 +26,12 @@ def list_costs(loader: LoaderFacts, facts: Facts, count: int) -> list[str]:
     costs = []
     if count * facts.local_ranks > facts.cpu_count:
         costs.append(
-            f"{count} workers for each of {facts.local_ranks} ranks on {facts.cpu_count} usable CPUs:"
-            " they compete for CPUs and may slow training down"
+            f"{count} workers for each of {facts.local_ranks} ranks on {facts.cpu_count} usable CPUs: they compete for"
+            " CPUs and may slow down training"
         )
     if (room := facts.shm_free_bytes) is not None and room < _LITTLE_SHM_BYTES:
-        do = "fewer workers load if their batches do not fit; give the container --shm-size=8g"
-        costs.append(f"/dev/shm has room for {room >> 20} MiB only: {do}")
+        do = "fewer workers are used if their batches do not fit; give the container --shm-size=8g"
+        costs.append(f"/dev/shm has room for only {room >> 20} MiB: {do}")
     if loader.long_lists and not loader.packable:
         costs.append(f"worker memory grows: {loader.long_lists[0]}, and workers copy what they touch; use arrays")
     return costs
@@ -66,7 +66,10 @@ def describe_sampler_draws(loader: LoaderFacts) -> tuple[str, ...]:
     if not loader.sampler_draws:
         return ()
     named = ", ".join(loader.sampler_draws)
-    return (f"{named} draws random numbers between samples, now before the training's own: either may differ",)
+    return (
+        f"{named} draws random numbers between samples, and now does so before the training draws its own: either may"
+        " differ",
+    )
 
 
 def can_keep_theirs(facts: Facts) -> bool:
@@ -99,8 +102,8 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str |
         return f"the loader already has {workers}; your number stands"
     if not loader.map_style:
         return (
-            "an iterable dataset would be read as a whole by every worker, so samples repeat;"
-            " shard it by torch.utils.data.get_worker_info and set num_workers"
+            "every worker would read the whole iterable dataset, so samples would repeat; shard it with"
+            " torch.utils.data.get_worker_info and set num_workers"
         )
     if loader.stateful:
         return (
@@ -109,17 +112,17 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str |
         )
     if facts.no_sockets_in is not None:
         return (
-            "workers send their batches through sockets, and a socket's path cannot be as long as"
-            f" those below {facts.no_sockets_in}; set TMPDIR to a shorter directory"
+            f"workers send their batches through sockets, and socket paths below {facts.no_sockets_in} are too long;"
+            " set TMPDIR to a shorter directory"
         )
     if loader.worker_hazards:
-        return f"the dataset cannot go to workers: {'; '.join(loader.worker_hazards)}"
+        return f"the dataset cannot be copied to workers: {'; '.join(loader.worker_hazards)}"
     if loader.sampler_hazards:
         return f"workers read the sampler ahead of training: {'; '.join(loader.sampler_hazards)}"
     if loader.own_iterator:
         return (
-            f"{loader.kind} makes its own iterators, so what workers send cannot be checked before it is used;"
-            " set num_workers yourself"
+            f"{loader.kind} creates its own iterators, so what workers send cannot be checked first; set num_workers"
+            " yourself"
         )
     if method != "fork" and loader.unpicklable:
         return (

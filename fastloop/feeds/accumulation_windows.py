@@ -31,7 +31,7 @@ def explain_no_regrouping(facts: Facts) -> str | None:
     if facts.steps_with_iterator:
         return "training_step(dataloader_iter) fetches its own batches"
     if facts.grad_hooks:
-        return "parameters carry post-accumulate gradient hooks, which would run once a micro-batch"
+        return "parameters have post-accumulate gradient hooks, which would run once per micro-batch"
     return None
 
 
@@ -39,18 +39,18 @@ def explain_no_merge(facts: Facts, loader: LoaderFacts) -> str | None:
     """Return why accumulation windows cannot become loader batches here; None if they can."""
     if not loader.is_dataloader or not loader.map_style or not loader.auto_collates:
         return (
-            f"{loader.kind} hands out ready batches, so an accumulation window cannot be merged;"
-            " a micro_batch smaller than the batch can still be split"
+            f"{loader.kind} yields ready-made batches, so an accumulation window cannot be merged; a micro_batch"
+            " smaller than the batch can still split them"
         )
     if loader.stateful:
         return f"{loader.kind} keeps its own position for resuming, which merging would shift"
     if loader.batches is None:
-        return f"{loader.kind} does not say how many batches an epoch has, so its last window is unknown"
+        return f"{loader.kind} does not say how many batches an epoch has, so the last window's size is unknown"
     batches, window = count_used_batches(loader.batches, facts.limit_train_batches), facts.accumulate
     if batches < window:
         return (
-            f"an epoch has {batches} batches, fewer than the {window} of one window:"
-            " accumulation is already cut short; lower accumulate_grad_batches"
+            f"an epoch has {batches} batches, fewer than the {window} of one window, so accumulation is already cut"
+            " short; lower accumulate_grad_batches"
         )
     return _explain_moved_validation(facts, batches)
 
@@ -102,12 +102,12 @@ def list_changed_counts(facts: Facts, loader: LoaderFacts) -> list[str]:
     if limit not in (None, 1.0):
         notes.append(f"limit_train_batches {limit} still means the loader's own batches")
     notes.append(
-        "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count"
-        " optimizer steps, and each has the samples it had"
+        "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count optimizer"
+        " steps, each with the same samples as before"
     )
     if loader.num_workers > 1 and (loader.draws_random or loader.custom_collate):
         notes.append(
-            f"each of your batches is collated as before, but {window} of them in a row by the same worker: what draws"
-            " random numbers there draws others"
+            f"each of your batches is collated as before, but one worker collates {window} in a row, so random draws"
+            " there differ"
         )
     return notes

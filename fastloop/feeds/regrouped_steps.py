@@ -15,8 +15,8 @@ from fastloop.records.plan import Change, Parity, Verdict
 RATES: Mapping[str, Callable[[float], float]] = {"none": lambda _ratio: 1.0, "linear": float, "sqrt": math.sqrt}
 """Factors for learning rates, as functions of the ratio of global batch sizes."""
 NOTE = (
-    "the first step's gradient decides whether batches are regrouped: they stay as they are if the loss"
-    " compares samples (contrastive, in-batch negatives)"
+    "the first step's gradient decides whether batches are regrouped: they are left as they are if the loss compares"
+    " samples (contrastive, in-batch negatives)"
 )
 Size = int | Literal["auto"]
 
@@ -83,8 +83,8 @@ def plan_regrouping(
         _check_choice(facts, loader, merges=merges, groups=groups, batch_norm=batch_norm)
         wants["step.whole_batches"] = norms
         notes.append(
-            "auto: the first step tries on its own samples which micro-batch is the fastest, and keeps yours where it"
-            " is; longer samples later on are tried before they count, and take a smaller one if that does not fit"
+            "auto: the first step finds the fastest micro-batch on its own samples, and keeps yours if that is the"
+            " fastest; longer samples are tried first when they come, with a smaller one if that does not fit"
         )
     elif size is not None and not merges and not (idle_is_fine and micro >= size):
         _check_size(size, micro)
@@ -122,8 +122,8 @@ def _check_choice(facts: Facts, loader: LoaderFacts, *, merges: bool, groups: bo
     if facts.batchnorms:
         none = f"{facts.other_batchnorms[0]} cannot keep merged batches apart" if merges else "none are accumulated"
         raise NotApplicable(
-            f"limited by your batches: BatchNorm keeps the statistics of each, and {none}; a micro-batch that you set"
-            " changes the training"
+            f"limited by your batches: BatchNorm keeps the statistics of each, and {none}; setting a micro-batch"
+            " yourself changes the training"
         )
     if loader.batch_size == 1 and not merges:
         raise NotApplicable("limited by your batches of one sample: a larger micro-batch would change the global batch")
@@ -148,7 +148,7 @@ def _list_norm_notes(facts: Facts, loader: LoaderFacts, micro: Size, *, groups: 
     changes = f"normalize over micro-batches of {of}, which changes the training"
     if micro != "auto" and micro < (loader.batch_size or 0):
         changes += f" and cannot be avoided below your batches of {loader.batch_size}"
-    told = "keep the statistics of each of your batches" if groups else changes
+    told = "keep separate statistics for each of your batches" if groups else changes
     notes = [f"{len(facts.batchnorms)} BatchNorm layers {told}: {names}"]
     if facts.other_batchnorms and batch_norm == "groups":
         other = facts.other_batchnorms[0]
@@ -163,14 +163,14 @@ def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
     problem, apart = evidence.get("problem"), evidence.get("apart_steps") or 0
     if apart > evidence["changed_steps"]:
         count = f"{apart} of {evidence['steps']} " if evidence["changed_steps"] else ""
-        why = f"{count}windows run batch by batch: {evidence['apart_why']}; hooks still see one batch a window"
+        why = f"{count}windows run batch by batch: {evidence['apart_why']}; hooks still see one batch per window"
         return Verdict(took=False, why=why)
     searched = evidence.get("searched")
     if not evidence["changed_steps"]:
         none = "none was larger than micro_batch" if searched is None else f"your own micro-batch stays: {searched}"
         return Verdict(took=False, why=f"batches run whole: {problem or none}")
     sizes = "/".join(str(size) for size in evidence["micro_batches"][:4])
-    why = f"{evidence['samples']} samples a loader batch ran as micro-batches of {sizes}"
+    why = f"{evidence['samples']} samples per loader batch ran as micro-batches of {sizes}"
     if norms := evidence.get("grouped_norms"):
         why += f"; {norms} BatchNorm layers kept up to {evidence['groups']} batches apart"
     if weighed := evidence.get("weighed_by"):

@@ -155,8 +155,8 @@ def _judge_exact(repeats: float | None, noise: float, seen: dict[str, Any]) -> G
         return _make_gate(
             "gradient",
             None,
-            f"not testable here: the gradient deviates by {seen['deviation']:.2g}, but the"
-            " base's own is not the same bits each time either",
+            f"not testable here: the gradient deviates by {seen['deviation']:.2g}, but the base's own gradient does"
+            " not repeat bit for bit either",
             testable=False,
             **seen,
         )
@@ -171,11 +171,11 @@ def _judge_exact(repeats: float | None, noise: float, seen: dict[str, Any]) -> G
 def _close(chance: float, noise: float, astray: Sequence[str], precision: str, seen: dict[str, Any]) -> Gate:
     """The gate for an arm that promises the same mathematics. The base's own variation between runs is no failure."""
     deviation, limit, kept = seen["deviation"], seen["limit"], seen["detail"]["kept"]
-    usual = f"{TAU[precision]:.0e} of {precision}"
-    limits = usual if limit == TAU[precision] else f"{limit:.2g} that rounding to {precision} may make here"
+    usual = f"{TAU[precision]:.0e} allowed for {precision}"
+    limits = usual if limit == TAU[precision] else f"{limit:.2g} that rounding to {precision} can cause here"
     said = f"the gradient deviates by {deviation:.2g}, {'within' if deviation <= limit else 'above'} the {limits}"
     if deviation <= limit and astray:
-        return _make_gate("gradient", False, f"{said}, but it is almost lost in {_join_names(astray)}", **seen)
+        return _make_gate("gradient", False, f"{said}, but it nearly vanishes in {_join_names(astray)}", **seen)
     if deviation <= limit and kept is not None and not KEPT[0] <= kept <= KEPT[1]:
         return _make_gate("gradient", False, f"{said}, but it is {kept:.2g} times as large", **seen)
     if deviation <= limit:
@@ -184,7 +184,7 @@ def _close(chance: float, noise: float, astray: Sequence[str], precision: str, s
         return _make_gate(
             "gradient",
             None,
-            f"not testable here: {said}, but the step draws random numbers of its own, which alone make {chance:.2g}",
+            f"not testable here: {said}, but the step's own random numbers alone cause {chance:.2g}",
             testable=False,
             **seen,
         )
@@ -192,7 +192,7 @@ def _close(chance: float, noise: float, astray: Sequence[str], precision: str, s
         return _make_gate(
             "gradient",
             None,
-            f"not testable here: {said}, but the base's own differs by {noise:.2g} from one time to the next",
+            f"not testable here: {said}, but the base's own gradient varies by {noise:.2g} between repetitions",
             testable=False,
             **seen,
         )
@@ -272,8 +272,8 @@ def _judge_band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> G
         return _make_gate(
             "loss",
             None,
-            f"{len(gaps)} {'run' if len(gaps) == 1 else 'runs'} of each arm, and it takes"
-            f" {FEWEST_RUNS} to tell a change from a difference between seeds",
+            f"{len(gaps)} {'run' if len(gaps) == 1 else 'runs'} of each arm, but it takes {FEWEST_RUNS} to tell a"
+            " change from a difference between seeds",
         )
     band = max(SEED_SHARE * statistics.stdev(base), LOSS_SHARE * abs(level))
     low, high = interval
@@ -295,7 +295,7 @@ def _judge_band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> G
         return _make_gate("loss", False, f"the final loss differs: {figures}", **seen)
     best = T_OF_MOST_RUNS * statistics.stdev(gaps) / math.sqrt(MOST_RUNS)
     if redrawn and low <= 0 <= high and best > band:
-        why = f"not testable here: other random augmentations move it as other seeds do: {figures}"
+        why = f"not testable here: different random augmentations shift it as much as different seeds do: {figures}"
         return _make_gate("loss", None, why, testable=False, **seen)
     return _make_gate("loss", None, f"too few runs to tell whether the final loss is the same: {figures}", **seen)
 
@@ -333,7 +333,7 @@ def sum_up_gates(parity_class: Parity, gates: Sequence[Gate]) -> Outcome:
         parity_class=parity_class,
         passed=verdict,
         gates=gates,
-        why="; ".join(filter(None, [held if verdict else "", said])) or "no gate was taken",
+        why="; ".join(filter(None, [held if verdict else "", said])) or "no gate ran",
     )
 
 
@@ -369,5 +369,5 @@ def _make_gate(
     noted = dict(detail or {}) if testable else {**(detail or {}), "testable": False}
     figures = {key: value if value is None or math.isfinite(value) else None for key, value in seen.items()}
     if note := noted.get("note"):
-        why = f"{why}; {note}{': where clipping takes effect in a later step, training differs' if passed else ''}"
+        why = f"{why}; {note}{': if clipping takes effect in a later step, training differs' if passed else ''}"
     return Gate(name=name, passed=passed, why=why, detail=noted, **figures)

@@ -74,8 +74,8 @@ def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -
     saved_ms = LIKELY_SAVING * step_ms
     if steps_left is None:
         return (
-            f"it takes about {cost_s:.0f} s once, and whether that pays back is not known: the loader has no length;"
-            " switch it on by name, or give the Trainer max_steps"
+            f"it takes about {cost_s:.0f} s once, and it is unknown whether that pays back, because the loader has no"
+            " length; enable it by name, or give the Trainer max_steps"
         )
     if 1e3 * cost_s <= saved_ms * steps_left:
         return None
@@ -83,7 +83,7 @@ def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -
     when = "never" if after is None else f"after {after:,} steps"
     return (
         f"it takes about {cost_s:.0f} s once; if it saved a third of the {step_ms:.3g} ms of each step, it would pay"
-        f" back {when}, and this run has {steps_left:,} left"
+        f" back {when}, but this run has only {steps_left:,} left"
     )
 
 

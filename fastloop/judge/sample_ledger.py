@@ -43,7 +43,7 @@ def judge_ledger(
         steps += len(base.steps)
         if parity_class != "exact" and any(what == "content" for _, what, _ in found):
             found = [wrong for wrong in found if wrong[1] != "content"]
-            unknown = "the batches differ in content, which random augmentation alone would do"
+            unknown = "the batches differ in content, which random augmentation alone can cause"
         if found:
             step, what, words = min(found)
             why = f"{words} (rank {base.rank})" if base.rank else words
@@ -53,7 +53,7 @@ def judge_ledger(
         unknown = _explain_unknown(base, arm, bool(later)) or unknown
     for side, ledger in (each for pair in pairs for each in zip(("base", "arm"), pair, strict=True)):
         if ledger.partial:  # not "not testable": a complete run can decide
-            why = f"rank {ledger.rank or 0} of the {side} did not come to the end of its training"
+            why = f"rank {ledger.rank or 0} of the {side} did not finish its training"
             return Gate(name="ledger", passed=None, why=why)
     if not steps:
         unknown = "no optimizer step was recorded"
@@ -73,7 +73,7 @@ def _explain_unknown(base: Ledger, arm: Ledger, reordered: bool) -> str | None:
     if source is None:
         return str(base.why or arm.why or "the two arms identify their samples differently")
     if source == "content" and reordered:
-        return "the batches differ in content from the second epoch on, as another shuffle alone would do"
+        return "the batches differ in content from the second epoch on, which a different shuffle alone can cause"
     return None
 
 
@@ -101,15 +101,15 @@ def _find_wrongs(base: Ledger, arm: Ledger, regrouped: bool, first: float) -> It
     """All differences in what both ledgers record. After `first` optimizer steps, the order may differ."""
     for number, (left, right) in enumerate(zip_longest(base.steps, arm.steps), start=1):
         if left is None or right is None:
-            yield number, "steps", f"{len(base.steps)} against {len(arm.steps)} optimizer steps"
+            yield number, "steps", f"{len(base.steps)} vs. {len(arm.steps)} optimizer steps"
             return
         yield from _compare_samples(number, left, right, _find_common_source(base, arm) if number <= first else None)
         if not _has_same_rates(left.rates, right.rates):
-            rates = f"{_format_rates(left.rates)} against {_format_rates(right.rates)}"
+            rates = f"{_format_rates(left.rates)} vs. {_format_rates(right.rates)}"
             yield number, "rates", f"the learning rates of optimizer step {number} differ: {rates}"
         done = left.backwards, right.backwards
         if not regrouped and None not in done and done[0] != done[1]:
-            yield number, "backwards", f"the backwards of optimizer step {number} differ: {done[0]} against {done[1]}"
+            yield number, "backwards", f"the backwards of optimizer step {number} differ: {done[0]} vs. {done[1]}"
     if first < math.inf:
         yield from find_wrong_epochs(base, arm)
     if regrouped:
@@ -119,10 +119,10 @@ def _find_wrongs(base: Ledger, arm: Ledger, regrouped: bool, first: float) -> It
 
 def _compare_samples(number: int, left: LedgerStep, right: LedgerStep, source: str | None) -> Iterator[Wrong]:
     if None not in (left.samples, right.samples) and left.samples != right.samples:
-        yield number, "samples", f"optimizer step {number} has {left.samples} samples against {right.samples}"
+        yield number, "samples", f"optimizer step {number} has {left.samples} vs. {right.samples} samples"
     elif source is not None and left.digest != right.digest:
         what = "samples" if source == "sampler" else "content"
-        yield number, what, f"optimizer step {number} has other samples, or the same in another order"
+        yield number, what, f"optimizer step {number} has different samples, or the same in a different order"
 
 
 def _has_same_rates(left: Sequence[float | None], right: Sequence[float | None]) -> bool:
@@ -151,7 +151,7 @@ def _list_unplanned(side: str, ledger: Ledger) -> Iterator[Wrong]:
         wrong = count == 0 if planned is None else count != planned
         if count is not None and wrong:
             plan = f"the {side}'s plan has {planned or 'at least one'}"
-            yield number, "backwards", f"optimizer step {number} made {count} backwards where {plan}"
+            yield number, "backwards", f"optimizer step {number} ran {count} backwards, but {plan}"
 
 
 # Whole epochs, independent of order.
@@ -161,16 +161,16 @@ def find_wrong_epochs(base: Ledger, arm: Ledger) -> Iterator[Wrong]:
     """The epochs that cannot consist of the same samples."""
     for number, (left, right) in enumerate(zip_longest(base.epochs, arm.epochs), start=1):
         if left is None or right is None:
-            yield (left or right).end, "epochs", f"{len(base.epochs)} against {len(arm.epochs)} epochs"
+            yield (left or right).end, "epochs", f"{len(base.epochs)} vs. {len(arm.epochs)} epochs"
             return
         if left.end != right.end:
-            ends = f"epoch {number} ends with optimizer step {left.end} against {right.end}"
+            ends = f"epoch {number} ends with optimizer step {left.end} vs. {right.end}"
             yield min(left.end, right.end), "epochs", ends
         elif None not in (left.samples, right.samples) and left.samples != right.samples:
-            yield left.end, "samples", f"epoch {number} has {left.samples} samples against {right.samples}"
+            yield left.end, "samples", f"epoch {number} has {left.samples} vs. {right.samples} samples"
         elif left.complete and right.complete and _are_others(base, left, arm, right):
             which = f"epoch {number}, which ends with optimizer step {left.end},"
-            yield left.end, "samples", f"{which} has other samples, or some of them twice"
+            yield left.end, "samples", f"{which} has different samples, or some of them twice"
 
 
 def describe_later(base: Ledger, arm: Ledger) -> str:
@@ -178,12 +178,12 @@ def describe_later(base: Ledger, arm: Ledger) -> str:
     later = list(zip(base.epochs, arm.epochs, strict=True))[1:]
     whole = [pair for pair in later if pair[0].complete and pair[1].complete]
     if not whole:
-        return "the one after it, cut short, as many samples in another order (which they are cannot be compared)"
+        return "the next one, cut short, as many samples in a different order (which ones cannot be compared)"
     if all(left.digest is not None and left.digest == right.digest for left, right in whole):
-        return "later ones the same samples in another order"
+        return "later ones the same samples in a different order"
     if all(_draws_once(base, left) and _draws_once(arm, right) for left, right in whole):
-        return "later ones as many samples in another order, none of them twice (each leaves out other ones)"
-    return "later ones as many samples in another order (which they are cannot be compared: they need not be the same)"
+        return "later ones as many samples in a different order, none of them twice (each side skips different ones)"
+    return "later ones as many samples in a different order (which ones cannot be compared: they may not be the same)"
 
 
 def _are_others(base: Ledger, left: LedgerEpoch, arm: Ledger, right: LedgerEpoch) -> bool:

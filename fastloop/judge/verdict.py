@@ -160,7 +160,7 @@ def _list_obstacles(
         gates = [f"{gate.name} failed: {gate.why}" for gate in parity.gates if gate.passed is False]
         found.append("no speed is claimed: " + (", ".join(gates) or parity.why or "parity failed"))
     elif min(len(bases.rates), len(arms.rates)) < LEAST_RUNS:
-        found.append(f"insufficient: {_count(bases, arms)}, a verdict takes {LEAST_RUNS}")
+        found.append(f"insufficient: {_count(bases, arms)}, a verdict needs {LEAST_RUNS}")
     elif judged is None:
         found.append("the order of the runs cannot be separated from the arms")
     elif by_queues:
@@ -210,8 +210,8 @@ def _explain_verdict(verdict: Judged, band_pct: float, mde: float | None) -> str
         return f", entirely within {band_pct:g} % of 1"
     if verdict == "inconclusive" and mde is not None:
         return (
-            f": too few or too noisy to show a difference below {mde:.1f} %;"
-            " repeat it with more --runs, or on a quiet machine"
+            f": too few or too noisy to show a difference below {mde:.1f} %; repeat with more --runs, or on a quieter"
+            " machine"
         )
     return ""
 

@@ -1,9 +1,9 @@
-"""Precision: run matrix work in bfloat16, float16 or TF32 on the tensor cores.
+"""Run matrix math in bfloat16, float16 or TF32 on the tensor cores.
 
-Faster because  tensor cores multiply bf16 many times as fast as fp32, and activations take half the bytes.
+Faster because  tensor cores multiply bf16 many times faster than fp32, and activations take half the bytes.
 Costs           rounding: results differ from fp32 in the third digit; 16-mixed needs a loss scaler. bf16-true and
-                16-true also round the weights, and lose updates that are small against them.
-Don't use when  the step is not device-bound. Where a loss subtracts nearly equal numbers, name it in keep_fp32.
+                16-true also round the weights, and lose updates that are small relative to them.
+Don't use when  the step is not device-bound. If a loss subtracts nearly equal numbers, list it in keep_fp32.
 Evidence        the dtype of a matrix product inside your own training_step; the matmul flag for tf32
 Source          https://docs.pytorch.org/docs/stable/amp.html
 """
@@ -41,7 +41,7 @@ CARD = Card(
     owns_trainer_keys={"precision": "mode"},
     explains=dict.fromkeys(
         ("BFloat16", "c10::Half", " Half", "unsafe to autocast"),
-        "under rungs.amp layers return 16-bit numbers: call .float() on them there, name that method or module in"
+        "under rungs.amp layers return 16-bit tensors: call .float() on them there, list that method or module in"
         " rungs.amp.keep_fp32, or write rungs.amp.enabled: false",
     ),
 )
@@ -63,7 +63,7 @@ class Amp:
     def plan(self, facts: Facts) -> Change:
         """Request the precision plugin, unless the user already chose a precision."""
         if facts.own_precision:
-            raise NotApplicable(f"the Trainer already runs precision {facts.precision}; your choice stands")
+            raise NotApplicable(f"the Trainer already uses precision {facts.precision}; your choice stands")
         is_mixed = self.mode.endswith("-mixed")
         if (self.keep_fp32 or self.cache_weights) and not is_mixed:
             raise NotApplicable(f"keep_fp32 and cache_weights are for mixed precision, not for mode {self.mode}")
@@ -76,12 +76,12 @@ class Amp:
         refused, kept = set(facts.refused_losses), set(self.keep_fp32)
         if is_mixed and facts.device == "cuda" and refused > kept:  # other names in keep_fp32 may enclose these losses
             raise NotApplicable(
-                f"{min(refused - kept)} computes binary_cross_entropy, which torch refuses under autocast: write"
-                " binary_cross_entropy_with_logits on outputs without sigmoid, or name it in keep_fp32"
+                f"{min(refused - kept)} computes binary_cross_entropy, which torch refuses under autocast: use"
+                " binary_cross_entropy_with_logits on outputs without sigmoid, or list it in keep_fp32"
             )
         if facts.line_searches:
             raise NotApplicable(
-                f"{facts.line_searches[0]} makes an LBFGS optimizer, which can diverge on 16-bit losses"
+                f"{facts.line_searches[0]} creates an LBFGS optimizer, which can diverge on 16-bit losses"
             )
         if self.mode == "16-mixed" and facts.handles_grads:
             raise NotApplicable(f"{facts.handles_grads[0]} reads gradients before they are unscaled; use bf16-mixed")
@@ -131,7 +131,7 @@ class Amp:
         if facts.device != "cuda":
             raise NotApplicable(f"tf32 needs CUDA; this run is on {facts.device}")
         if (facts.compute_capability or (8, 0)) < (8, 0):
-            raise NotApplicable(f"{facts.device_name} has no TF32 (compute capability 8.0 and later have)")
+            raise NotApplicable(f"{facts.device_name} has no TF32 (it needs compute capability 8.0 or later)")
         action = Action(keys=("torch.matmul_precision",), when="model", do=_allow_tf32)
         return Change(actions=(action,), parity="approximate", evaluation=True, rehearse="modules")
 

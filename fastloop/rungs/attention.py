@@ -1,8 +1,8 @@
-"""Run attention in one fused kernel (scaled_dot_product_attention) where it is written out by hand.
+"""Replace hand-written attention with one fused kernel (scaled_dot_product_attention).
 
 Faster because  a fused kernel never writes the scores [tokens, tokens] to memory, and a causal one skips half of them.
-Costs           a second to capture each kind of attention module; rounding, and other random numbers for dropout.
-Don't use when  masks are written to through ``.data``, or rows that a mask bars entirely count in the loss.
+Costs           a second to capture each kind of attention module; different rounding and dropout random numbers.
+Don't use when  masks are modified through ``.data``, or fully masked rows count in the loss.
 Evidence        attentions replaced in captured graphs, and the calls that ran them; Hugging Face models switched
 Source          https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 """
@@ -55,12 +55,12 @@ class Attention:
         """Request the replacement, or only the order of kernels if no attention is written by hand."""
         if facts.compiled_by_user:
             raise NotApplicable(
-                f"{', '.join(facts.compiled_by_user[:3])} is compiled by you, so its graphs are out of reach"
+                f"{', '.join(facts.compiled_by_user[:3])} is compiled by your own code, so its graphs cannot be changed"
             )
         if self.backend != "auto" and facts.device != "cuda":
             raise NotApplicable(f"backend {self.backend} needs CUDA; this run is on {facts.device}")
         if not facts.attends_by_hand and not facts.attends_by_call:
-            raise NotApplicable("no inner module takes a softmax between two matrix products")
+            raise NotApplicable("no inner module has a softmax between two matrix products")
         if not facts.attends_by_hand and self.backend == "auto":
             ready = facts.attends_by_call[0]
             raise NotApplicable(
@@ -121,7 +121,7 @@ class Attention:
         why = []
         if count := evidence["replaced"]:
             causal = f", {evidence['causal']} of them causal without a mask" if evidence["causal"] else ""
-            why.append(f"{count} attentions in captured graphs are one fused call each{causal}")
+            why.append(f"{count} attentions in captured graphs became one fused call each{causal}")
         if count and (calls := evidence["calls"]):
             why.append(f"{calls} calls of {evidence['modules']} modules ran this way")
         if switched := evidence["switched"]:
@@ -131,7 +131,7 @@ class Attention:
         if took := bool(count or switched or fused):
             why += [f"left as written: {reason}" for reason in evidence["missed"][:1]]
         else:
-            what = evidence["missed"][0] if evidence["missed"] else "none was called, or its graph has no softmax"
+            what = evidence["missed"][0] if evidence["missed"] else "none was called, or the graph has no softmax"
             why.append(f"no attention was replaced: {what}")
         return Verdict(took=took, why="; ".join(why))
 

@@ -1,11 +1,11 @@
-"""Use the micro-batch that suits the device; the global batch stays the same.
+"""Choose the micro-batch size that suits the device; the global batch stays the same.
 
 Faster because  larger micro-batches fill the device and launch fewer kernels; smaller ones make a batch fit.
-Costs           activation memory of the larger micro-batch; one held gradient copy while a batch is split. `auto`:
-                about ten steps' time, once for a model and machine.
-Don't use when  the loss compares samples with each other (contrastive, in-batch negatives) or is a sum: the gradient of
-                the first step shows it, and batches then stay as they are.
-Evidence        micro-batches and samples seen per optimizer step; BatchNorm layers that kept merged batches apart
+Costs           activation memory of the larger micro-batch; an extra copy of the gradients while a batch is split.
+                `auto`: about ten steps' time, once per model and machine.
+Don't use when  the loss compares samples with each other (contrastive, in-batch negatives) or is a sum: the first
+                step's gradient shows this, and batches are then left as they are.
+Evidence        micro-batches and samples per optimizer step; BatchNorm layers that kept merged batches separate
 Source          https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html (no_sync); accumulation arithmetic
                 checked in tests/rungs/test_batch.py
 """
@@ -47,7 +47,7 @@ def _list_variants(state: ClimbState) -> Iterator[Variant]:
     """Try the whole step as one micro-batch, or half of it if that does not fit."""
     whole, micro = state.rank_batch, state.micro_batch
     if whole is None or micro is None or whole <= micro:
-        refused = "a step is one micro-batch already: a larger one would change the global batch"
+        refused = "a step is already one micro-batch: a larger one would change the global batch"
         yield Variant(settings=(), refused=refused)
         return
     settings = tuple({"micro_batch": size} for size in (whole, whole // 2) if size > micro and not size % micro)
@@ -108,7 +108,7 @@ class Batch:
         require_positive("batch.global_batch", self.global_batch, why="a step needs samples", do="write keep")
         if not 0 < self.target_memory <= 1:
             key = "batch.target_memory"
-            raise ConfigError(key=key, got=f"{key}={self.target_memory}", why="it is a fraction", do="write 0.9")
+            raise ConfigError(key=key, got=f"{key}={self.target_memory}", why="it must be a fraction", do="write 0.9")
         if self.lr_scaling != "none" and self.global_batch == "keep":
             got, do = f"batch.lr_scaling={self.lr_scaling}", "write batch.global_batch as well"
             raise ConfigError(key="batch.lr_scaling", got=got, why="the global batch stays", do=do)
@@ -139,7 +139,7 @@ class Batch:
         if facts.batchnorms and self.micro_batch == 1:
             raise NotApplicable(f"BatchNorm needs more than one sample: {facts.batchnorms[0]}; write 2 or more")
         if facts.not_mean_losses and not self.loss_is_mean:
-            losses, word = ", ".join(facts.not_mean_losses), "if it is, write batch.loss_is_mean: true"
+            losses, word = ", ".join(facts.not_mean_losses), "if it is a mean, write batch.loss_is_mean: true"
             raise NotApplicable(f"the loss is not a mean over samples: {losses}; {word}")
 
     def verify(self, seen: Measurement) -> Verdict:
@@ -166,7 +166,7 @@ def _refuse_by_ladder(facts: Facts, *, searches: bool) -> None:
         raise NotApplicable(f"{facts.counts_batches[0]} would see fewer and larger batches; {by_name}")
     steps = count_steps(facts)
     if searches and facts.weighs_costs and steps is not None and steps < LEAST_STEPS:
-        raise NotApplicable(f"this run is too short to search for a micro-batch, {steps} steps")
+        raise NotApplicable(f"this run is too short to search for a micro-batch: {steps} steps")
 
 
 def _scale_rates(factor: float, site: Site) -> Applied:

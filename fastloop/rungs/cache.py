@@ -1,9 +1,9 @@
-"""Keep samples after the work that is the same each time: read and decoded once, augmented anew in every epoch.
+"""Cache the part of each sample that never changes: read and decode once, augment anew in every epoch.
 
-Faster because  the second epoch copies a decoded image out of memory instead of decoding it again.
-Costs           the size of the decoded samples in shared memory, on disk or in a server; a first epoch that fills it.
-Don't use when  each sample is read once, the decoded samples fit nowhere, or loading does not limit the step.
-Evidence        samples that came out of the store, of all that were asked for; batches made on the device
+Faster because  later epochs copy a decoded image from memory instead of decoding it again.
+Costs           space for the decoded samples in shared memory, on disk or on a server; the first epoch only fills it.
+Don't use when  each sample is read only once, the decoded samples fit nowhere, or loading is not the bottleneck.
+Evidence        the hit rate: samples served from the store, of all requested; batches made on the device
 Source          https://docs.pytorch.org/docs/stable/data.html#dataset-types
 """
 
@@ -89,15 +89,15 @@ class Cache:
         draws = count_draws(facts.loader, facts)
         if self.store in ("auto", "shm") and draws is not None and draws <= prefix.samples:
             raise NotApplicable(
-                f"the run asks for {draws:,} samples of {prefix.samples:,}: too few repeats to pay off; write"
+                f"the run draws {draws:,} samples from {prefix.samples:,}: too few repeats to pay off; write"
                 " cache.store: disk to keep them for later runs"
             )
         store, budget = self._choose(prefix, facts)
         share = compute_share(prefix, budget)
         if share < LEAST_SHARE and self.size_gb == "auto":
             raise NotApplicable(
-                f"{prefix.samples:,} samples need {_format_gb(_need(prefix))}, and {store} has room for {share:.0%}"
-                " of them; write cache.size_gb, or cache.path for another disk"
+                f"{prefix.samples:,} samples need {_format_gb(_need(prefix))}, and {store} only has room for"
+                f" {share:.0%} of them; write cache.size_gb, or cache.path for another disk"
             )
         want = KeptSamples(store=store, budget_bytes=budget, prefix=prefix, path=self.path, url=self.url)
         left = {"shm_free_bytes": max(0, facts.shm_free_bytes - (budget or 0))} if facts.shm_free_bytes else {}
@@ -106,7 +106,7 @@ class Cache:
 
     def _find_prefix(self, loader: LoaderFacts) -> PrefixFacts:
         if not loader.is_dataloader:
-            raise NotApplicable(f"{loader.kind} is not a DataLoader: its samples are not known")
+            raise NotApplicable(f"{loader.kind} is not a DataLoader: its samples are unknown")
         if not loader.map_style:
             raise NotApplicable("samples of an iterable dataset have no index")
         if loader.engine is not None:
@@ -116,7 +116,7 @@ class Cache:
         if not loader.prefix.names_files and self.store in ("disk", "redis"):
             raise NotApplicable(
                 f"it is not known which files {loader.prefix.what.removeprefix('what ')} reads, and what {self.store}"
-                " keeps would go stale when they change; write @cached_prefix(file=...)"
+                " keeps would go stale when they change; use @cached_prefix(file=...)"
             )
         return loader.prefix
 
@@ -146,7 +146,7 @@ class Cache:
             return Verdict(took=batches > 0, why=f"{batches:,} batches were made there out of {told}")
         hits, misses = found.get("hits", 0), found.get("misses", 0)
         if not hits + misses:
-            return Verdict(took=False, why="no sample was asked for")
+            return Verdict(took=False, why="no sample was requested")
         kept = (
             "" if found.get("kept_bytes") is None else f"; {_format_gb(found['kept_bytes'])} kept in {found['store']}"
         )
@@ -172,9 +172,9 @@ def _measure_room(facts: Facts) -> dict[str, int]:
 def _describe(prefix: PrefixFacts, store: str, budget: int | None, share: float) -> str:
     if prefix.sample_bytes is None:
         most = "what the server has room for" if budget is None else _format_gb(budget)
-        return f"keeps {prefix.what} in {store}, up to {most}: sample size is known once one is made"
+        return f"keeps {prefix.what} in {store}, up to {most}: the sample size is known once one has been loaded"
     size = f"{prefix.samples:,} samples of {prefix.sample_bytes / 1e6:.2g} MB, {_format_gb(_need(prefix))}"
-    part = "" if share >= 1 else f"; {store} holds {share:.0%} of them, the others are made each time"
+    part = "" if share >= 1 else f"; {store} holds {share:.0%} of them, the others are loaded each time"
     return f"keeps {prefix.what} in {store}: {size}{part}"
 
 

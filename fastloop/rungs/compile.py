@@ -1,9 +1,9 @@
 """Compile the model's inner modules with Inductor, in place.
 
 Faster because  elementwise work is fused into few kernels and Python no longer launches each operator.
-Costs           seconds to minutes at the first step, and once more for sizes that vary; what neither graph fits, such
-                as an epoch's short last batch, runs eagerly.
-Don't use when  the run is too short to pay back the compile time, or other things than sizes change at every step.
+Costs           seconds to minutes at the first step, and once more if sizes vary; calls that fit neither graph, such as
+                an epoch's short last batch, run eagerly.
+Don't use when  the run is too short to pay back the compile time, or something other than sizes changes at every step.
 Evidence        graphs Dynamo captured since the rung was applied, with recompiles and graph breaks by cause
 Source          https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 """
@@ -36,8 +36,8 @@ def _advise_cuda_graphs(seen: Measurement, on: bool) -> str | None:
     if not on or count_micro_batches(seen) > 1:
         return None
     return (
-        "compile's mode reduce-overhead replays CUDA graphs instead of launching kernels; else more work per launch: a"
-        " larger batch (which changes the training), larger kernels"
+        "compile's mode reduce-overhead replays CUDA graphs instead of launching kernels; otherwise give each launch"
+        " more work: a larger batch (which changes the training), larger kernels"
     )
 
 
@@ -59,7 +59,7 @@ CARD = Card(
     first_start_s=60.0,
     plan_shows_refusal=True,
     explains={
-        "torch/_functorch/_aot_autograd/": "code that rungs.compile made failed where no eager call can take its place"
+        "torch/_functorch/_aot_autograd/": "compiled code of rungs.compile failed where it cannot fall back to eager"
         " (in the backward, or after it changed something in place): write rungs.compile.enabled: false"
     },
 )
@@ -88,7 +88,7 @@ class Compile:
         if facts.compiled_by_user:
             raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is already compiled by you")
         if facts.compiler is None:
-            raise NotApplicable("Inductor needs a C++ compiler and none was found; install gcc or g++")
+            raise NotApplicable("Inductor needs a C++ compiler, and none was found: install gcc or g++")
         if not facts.compile_targets:
             raise NotApplicable("no inner module to compile: the LightningModule holds no submodule with parameters")
         several = facts.micro_batches or facts.accumulate > 1 or facts.accumulation_scheduled
@@ -134,10 +134,10 @@ class Compile:
         why += [f"recompiled: {reason}" for reason in evidence["recompiles"][:2]]
         why += [f"graph break: {reason}" for reason in evidence["breaks"][:1]]
         if eager := evidence.get("eager_calls"):
-            why.append(f"{eager} of {evidence['of_calls']} calls ran eager: no graph fit them")
-        why += [f"{spent}: eager from there" for spent in evidence.get("spent", ())]
+            why.append(f"{eager} of {evidence['of_calls']} calls ran eagerly: no graph fit them")
+        why += [f"{spent}: eager from then on" for spent in evidence.get("spent", ())]
         if evidence["limit_hit"]:
-            why.append("recompile limit hit: running eager from there")
+            why.append("recompile limit hit: eager from then on")
         ended = evidence["limit_hit"] or evidence.get("spent")
         return Verdict(took=count > 0 and not ended, why="; ".join(why))
 

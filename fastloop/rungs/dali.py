@@ -1,9 +1,9 @@
-"""Let NVIDIA DALI read, decode, crop and normalize image files in place of the DataLoader.
+"""Let NVIDIA DALI read, decode, crop and normalize image files instead of the DataLoader.
 
-Faster because  it decodes in threads of C++, only the part of each picture that is used; Python touches no pixel.
-Costs           other random crops than torchvision's draws, of the same distribution; pixels deviate by 0.2 of 255
-                levels; device memory for three batches, and with decode: mixed a share of the GPU itself.
-Don't use when  data_wait is already under 2 % of the step, or the transforms are not torchvision's usual ones.
+Faster because  it decodes in C++ threads, and only the part of each image that is used; no pixel passes through Python.
+Costs           random crops that differ from torchvision's (same distribution); pixels that differ by 0.2 of 255
+                levels; device memory for three batches, and with decode: mixed some of the GPU's time.
+Don't use when  data_wait is already under 2 % of the step, or the transforms go beyond torchvision's common ones.
 Evidence        images that DALI decoded for the training
 Source          https://docs.nvidia.com/deeplearning/dali/user-guide/docs/
 """
@@ -40,7 +40,7 @@ def _list_variants(state: ClimbState) -> Iterator[Variant]:
 
 CARD = Card(
     family="feed",
-    does="DALI decodes image files outside of Python, and only the part of each that is used",
+    does="DALI decodes image files outside Python, and only the part of each that is used",
     answers={"data_wait": 2, "decoding": 1, "mostly_decoding": 2},
     applies=lambda seen: read_loader(seen).get("decode_ms") is not None,
     variants=_list_variants,
@@ -84,7 +84,7 @@ class Dali:
             cuda = (facts.cuda_version or "13").split(".")[0]
             raise NotApplicable(f'DALI is not installed; pip install "lightning-fastloop[dali-cuda{cuda}]"')
         if facts.device not in ("cpu", "cuda"):
-            raise NotApplicable(f"DALI loads for CUDA and the CPU; this run is on {facts.device}")
+            raise NotApplicable(f"DALI supports CUDA and the CPU; this run is on {facts.device}")
         if self.decode == "mixed" and facts.device != "cuda":
             raise NotApplicable("decode: mixed needs CUDA; write auto or cpu")
         if facts.loader is None:
@@ -128,7 +128,7 @@ class Dali:
         loaders = "train and validation loaders" if self.validation else "train loaders only"
         notes = [f"{by}, with {engine.threads} threads{rule if self.decode == 'auto' else ''}; {loaders}"]
         if random := [type(step).__name__ for step in images.steps if isinstance(step, RANDOM)]:
-            notes.append(f"DALI draws its own random numbers: {', '.join(random)} come out differently each time")
+            notes.append(f"DALI draws its own random numbers: {', '.join(random)} differ on every run")
         if loader.num_workers:
             notes.append(f"your {loader.num_workers} worker processes are not started")
         notes.append("a run resumed in mid-epoch has different crops and flips for the rest of it; DALI keeps no state")
@@ -142,13 +142,13 @@ class Dali:
             return Verdict(took=None, why="the train loader was never asked for a batch")
         why = f"DALI decoded {images} images ({found.get('decode')}, {found.get('threads')} threads)"
         if (mean := found.get("mean_levels")) is not None:
-            why += f"; {found['checked_samples']} compared samples deviate by {mean:.2f} of 255 levels"
+            why += f"; {found['checked_samples']} compared samples differ by {mean:.2f} of 255 levels"
         if plain:
             why += f"; {plain} batches were loaded without it: {found.get('why_plain')}"
         if self.validation:
             why += f"; for validation it decoded {found.get('validation_images', 0)}"
             plain = found.get("validation_why_plain")
-            why += "" if plain is None else f", and a loader was left as it is: {plain}"
+            why += "" if plain is None else f", and one loader was left alone: {plain}"
         return Verdict(took=images > 0, why=why)
 
 
@@ -159,17 +159,17 @@ def _find_images(loader: LoaderFacts, facts: Facts) -> ImageFacts:
     obstacles = (
         (
             not loader.is_dataloader,
-            f"{kind} is not a DataLoader: a DALI iterator of your own, for one, is left as it is",
+            f"{kind} is not a DataLoader: for example, your own DALI iterator is left alone",
         ),
         (loader.engine is not None, f"{loader.engine} loads the samples already"),
         (no_images, str(no_images)),
-        (loader.custom_collate, "your own collate_fn makes the batches; DALI makes whole batches itself"),
+        (loader.custom_collate, "your own collate_fn builds the batches, but DALI builds whole batches itself"),
         (
             not loader.auto_collates or loader.batch_size is None,
             f"{kind} has no batch_size, which DALI needs to allocate memory",
         ),
         (loader.batches == 0, "the loader has no batches: drop_last, and fewer samples than one batch"),
-        (loader.stateful, f"{kind} keeps a position of its own, which DALI's look-ahead would shift"),
+        (loader.stateful, f"{kind} keeps its own position, which DALI's read-ahead would shift"),
         (loader.sampler_hazards, f"DALI reads the sampler ahead of training: {'; '.join(loader.sampler_hazards)}"),
         (loader.own_iterator, f"{kind} makes its own iterators"),
         (before_transfer, "on_before_batch_transfer expects batches that are not on the device yet"),

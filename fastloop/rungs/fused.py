@@ -75,9 +75,9 @@ def _refuse(optimizer: Any, site: Site) -> None:
     for group in optimizer.param_groups:
         for setting, usual in USUAL.items():
             if group.get(setting, usual) is not usual:
-                raise NotApplicable(f"{name} was made with {setting}={group[setting]}; your choice stands")
+                raise NotApplicable(f"{name} was created with {setting}={group[setting]}; your choice stands")
         if any(not parameter.is_floating_point() for parameter in group["params"]):
-            raise NotApplicable(f"{name} holds parameters that are not real floating point")
+            raise NotApplicable(f"{name} has parameters that are not real floating point")
 
 
 def _fuse(site: Site) -> Applied:

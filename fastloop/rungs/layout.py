@@ -1,9 +1,9 @@
-"""Store convolution data channels-last (NHWC), the order tensor cores read.
+"""Store convolution data channels-last (NHWC), the layout that tensor cores read.
 
 Faster because  cuDNN's tensor-core kernels are NHWC; with NCHW every convolution transposes first.
-Costs           one conversion of weights at start and of image batches at each step.
-Don't use when  the model has no 2-D convolutions, or runs in plain fp32 (gain is small there). `view` in your
-                LightningModule or losses refuses it (under DDP also in your modules): write reshape or flatten.
+Costs           one conversion of the weights at the start, and of each image batch.
+Don't use when  the model has no 2-D convolutions, or runs in plain fp32 (little gain). `view` in your LightningModule
+                or losses fails with it (under DDP also in your modules): write reshape or flatten.
 Evidence        strides of the convolution weights, and image batches converted
 Source          https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
@@ -43,11 +43,9 @@ class Layout:
         if not facts.convs:
             raise NotApplicable("the model has no 2-D convolution")
         if not facts.plain_gradients:
-            raise NotApplicable(f"{facts.strategy} stores weights in an order of its own")
+            raise NotApplicable(f"{facts.strategy} stores weights in its own layout")
         if views := (*facts.views, *(facts.inner_views if facts.is_ddp else ())):  # the rest is rehearsed
-            raise NotApplicable(
-                f"{views[0]} calls view, which raises where pictures are stored so; write reshape or flatten"
-            )
+            raise NotApplicable(f"{views[0]} calls view, which fails on channels-last images; write reshape or flatten")
         kernels = Action(keys=("model.memory_format",), when="model", do=_convert_to_channels_last)
         state = Action(keys=("optimizer.memory_format",), when="train_start", do=_match_state)
         return Change(
@@ -69,7 +67,7 @@ class Layout:
         if not total:
             return Verdict(
                 took=batches > 0,
-                why="the weights are the same in both orders (1x1 or depthwise kernels);"
+                why="the weights are the same in both layouts (1x1 or depthwise kernels);"
                 f" {batches} batches were channels-last",
             )
         return Verdict(

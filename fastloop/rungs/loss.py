@@ -1,10 +1,10 @@
-"""Compute the cross-entropy over a large vocabulary in two kernels, or padded inside a compiled graph.
+"""Compute cross-entropy over a large vocabulary in two kernels, or with padding inside a compiled graph.
 
-Faster because  16-bit logits are read and written once each, without float32 copies of them; inside a compiled graph,
-                rows that begin at even places in memory make the output layer's products faster.
+Faster because  16-bit logits are read and written once each, without float32 copies; inside a compiled graph, rows that
+                are aligned in memory make the output layer's matrix products faster.
 Costs           seconds to compile both kernels once; rounding.
-Don't use when  the classes are few, or the loss has class weights or label smoothing (those pass through).
-Evidence        calls over a large vocabulary that ran so, and how far the first was off; losses padded in graphs
+Don't use when  there are few classes, or the loss has class weights or label smoothing (such calls run unchanged).
+Evidence        large-vocabulary calls that used the kernels, and the first one's deviation; losses padded in graphs
 Source          https://arxiv.org/abs/2410.10989 (Liger Kernel, the same by kernels of its own)
 """
 
@@ -52,13 +52,13 @@ class Loss:
         """Request our loss in place of PyTorch's, if the model may have a large vocabulary."""
         if self.chunks > 1:
             raise NotApplicable(
-                "chunks: your module makes the logits before the loss is called, and may look at them; pieces save"
-                " nothing then. In your own code, Liger's fused linear cross-entropy does it"
+                "chunks: your module computes the logits before it calls the loss, so splitting saves nothing. In your"
+                " own code, use Liger's fused linear cross-entropy"
             )
         if not facts.classes:
             raise NotApplicable("no layer has 8,192 outputs or more")
         if facts.device == "cuda" and facts.compiler is None:
-            raise NotApplicable("Inductor needs a C++ compiler and none was found; install gcc or g++")
+            raise NotApplicable("Inductor needs a C++ compiler, and none was found: install gcc or g++")
         by_ladder = "loss" in facts.by_ladder  # then the seconds that the kernels take to compile need not pay back
         action = Action(keys=("model.loss",), when="model", do=self._pad_only if by_ladder else self._replace)
         return Change(parity="approximate", evaluation=True, actions=(action,))
@@ -92,7 +92,10 @@ class Loss:
         if evidence["failure"]:
             return Verdict(took=False, why=f"PyTorch's own cross_entropy runs: {evidence['failure']}")
         if not evidence["calls"] and not evidence["padded"]:
-            none = "none came from torch.nn.functional outside of compiled modules, and none could be padded in them"
+            none = (
+                "none was called through torch.nn.functional outside compiled modules, and none inside them could be"
+                " padded"
+            )
             return Verdict(
                 took=False, why=f"no cross_entropy over a large vocabulary ran: {evidence['passed'] or none}"
             )

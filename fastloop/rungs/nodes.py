@@ -1,9 +1,9 @@
-"""Make batches ahead of time, in threads of the training process.
+"""Load batches ahead of time, in threads of the training process.
 
 Faster because  the device no longer waits while the next batch is decoded, and no batch is copied between processes.
-Costs           two batches in host memory for each thread; the threads share Python's one lock with the training loop.
-Don't use when  Python code makes the samples: threads run beside each other only where libraries read and decode, or in
-                a Python that has no such lock. With `workers` or `dali`: pick one.
+Costs           two batches in host memory per thread; the threads compete with the training loop for Python's GIL.
+Don't use when  samples are made in pure Python: threads run in parallel only inside libraries that release the GIL, or
+                in free-threaded Python. Pick only one of `nodes`, `workers` and `dali`.
 Evidence        threads that made batches of an epoch, and the samples in them
 Source          https://docs.pytorch.org/data/0.11/torchdata.nodes.html
 """
@@ -24,11 +24,11 @@ from fastloop.records.readings import is_worth_handing_over, read_loader
 
 MOST = 16
 """Upper limit for `auto`: the threads of one process take turns when they run Python code."""
-GIL = "threads take turns where they run Python code: this pays where libraries read and decode the samples"
+GIL = "threads take turns running Python code: this pays off if libraries read and decode the samples"
 
 CARD = Card(
     family="feed",
-    does="threads of this process read and decode, and no batch is sent between processes",
+    does="threads of this process read and decode, and no batch is copied between processes",
     applies=lambda seen: (
         read_loader(seen).get("num_workers") == 0
         and bool(read_loader(seen).get("map_style"))
@@ -82,7 +82,10 @@ class Nodes:
         engine = f"a pipeline of {threads} thread{'' if threads == 1 else 's'}"
         left = {"loader": dataclasses.replace(facts.loader, engine=engine)}
         draws, early = facts.loader.draws_random, describe_sampler_draws(facts.loader)
-        seen = f"augmentation draws differ from a run without threads ({', '.join(draws[:3])}); each batch has its own"
+        seen = (
+            f"random augmentations differ from a run without threads ({', '.join(draws[:3])}); each batch has its own"
+            " generator"
+        )
         return Change(
             wants={"loader.engine": Threads(threads=threads, own_draws=bool(draws))},
             notes=(GIL, *([seen] if draws else []), *early),
@@ -106,14 +109,14 @@ def _find_obstacle(loader: LoaderFacts) -> str | None:
     if not loader.is_dataloader:
         return f"{loader.kind} is not a DataLoader: its dataset and sampler are not known"
     if not loader.map_style:
-        return "an iterable dataset iterates by itself; threads can only share one with indexed samples"
+        return "threads can only share a dataset with indexed samples, not an iterable one"
     if loader.num_workers:
         workers = "a worker" if loader.num_workers == 1 else f"{loader.num_workers} workers"
         return f"the loader already has {workers}; your number stands (set num_workers=0 for threads)"
     if loader.stateful:
         return f"{loader.kind} tracks its own position, which threads would not update"
     if loader.own_iterator:
-        return f"{loader.kind} makes its own iterators, which threads would bypass"
+        return f"{loader.kind} creates its own iterators, which threads would bypass"
     if loader.sampler_hazards:
         return f"threads read ahead of training: {'; '.join(loader.sampler_hazards)}"
     if loader.shared_draws:

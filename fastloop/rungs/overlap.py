@@ -1,6 +1,6 @@
 """Hide gradient exchange behind the backward pass: DDP's buckets, views, static graph and communication hooks.
 
-Faster because  gradients travel while later layers still compute, in views instead of copies, or in half the bytes.
+Faster because  gradients are exchanged while the backward still runs, without extra copies, or in half the bytes.
 Costs           compressing hooks round the gradients; static_graph assumes that every step uses the same parameters.
 Don't use when  there is one device, or the exchange is already hidden: on fast links a compressing hook costs time.
 Evidence        the settings read back from the live DDP object; exchanges run by the hook
@@ -28,7 +28,7 @@ CARD = Card(
     does="the rung's bucket settings can hide more of the exchange behind the backward",
     answers={"comm_exposed": 1},
     advice={
-        "comm_exposed": "try rungs.overlap.comm_hook: bf16, which wins on slow links and loses on fast ones, or"
+        "comm_exposed": "try rungs.overlap.comm_hook: bf16, which helps on slow links and costs time on fast ones, or"
         " exchange less often (accumulate_grad_batches, which changes the training)"
     },
     applies=lambda seen: seen.world_size > 1,
@@ -40,7 +40,7 @@ CARD = Card(
     tunes=Tunable(field="bucket_cap_mb", values=lambda _space: (10, 25, 50, 100), least_devices=2),
     explains={
         "Can't detach views in-place": "a gradient was detached in place, which rungs.overlap.gradient_as_bucket_view"
-        " forbids: write false"
+        " forbids: set it to false"
     },
 )
 """What other files may know about this rung."""
@@ -82,7 +82,7 @@ class Overlap:
                 " forbid; set gradients to None, or gradient_as_bucket_view: false"
             )
         if self.comm_hook != "none" and facts.user_comm_hook:
-            raise NotApplicable("the strategy already has your own ddp_comm_hook; it stands")
+            raise NotApplicable("the strategy already has your own ddp_comm_hook, which stays")
         actions = [Action(when="before_wrap", do=self._set_keywords), Action(when="wrapped", do=_read_back)]
         if self.comm_hook != "none":
             actions.append(Action(keys=("ddp.comm_hook",), when="wrapped", do=self._register_hook))

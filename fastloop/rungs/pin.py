@@ -44,7 +44,7 @@ class Pin:
         if facts.loader is None:
             return Change(waits_for="the train loader", may_want=("loader.pin_memory",))
         if not facts.loader.is_dataloader:
-            raise NotApplicable(f"{facts.loader.kind} is not a DataLoader: pin its batches where they are made")
+            raise NotApplicable(f"{facts.loader.kind} is not a DataLoader: pin its batches where you create them")
         if facts.loader.on_device:
             raise NotApplicable(f"{facts.loader.engine} makes the batches on the device: there is no copy")
         if facts.loader.pin_memory:

@@ -1,11 +1,11 @@
 """Copy the next batches to the device ahead of time, on a side stream.
 
-Faster because  the host-to-device copy runs beside the previous step's kernels instead of between two steps; pictures
-                travel as bytes, a quarter of the floats, and the device normalizes them.
+Faster because  host-to-device copies overlap the previous step's kernels instead of running between steps; images
+                travel as bytes, a quarter of the size of floats, and the device normalizes them.
 Costs           `depth` batches of device memory, and pinned host memory for those in flight.
 Don't use when  batches are small (copies under 1 % of the step) or are made on the device.
-Evidence        batches that had been copied on the side stream, from pinned memory, when the step got them; batches
-                that came as bytes
+Evidence        batches already copied, on the side stream and from pinned memory, when the step needed them; batches
+                sent as bytes
 Source          https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
 """
 
@@ -67,14 +67,16 @@ class Prefetch:
             raise NotApplicable(f"{facts.loader.engine} makes the batches on the device, ahead of the step itself")
         if facts.loader.sampler_hazards and not facts.loader.num_workers:
             why = "; ".join(facts.loader.sampler_hazards)
-            raise NotApplicable(f"prefetching asks the sampler too early: {why}")
+            raise NotApplicable(f"prefetching would read the sampler too early: {why}")
         notes = [*describe_sampler_draws(facts.loader)]
         if facts.loader.num_workers == 0 and facts.loader.draws_random:
-            notes.append("samples are drawn early in this process: CPU random numbers of training_step differ")
+            notes.append("samples are loaded early in this process: training_step gets different CPU random numbers")
         for held in () if facts.loader.num_workers else facts.loader.holds_training:
-            notes.append(f"batches are made ahead of the step, so what they read from {held} may be older")
+            notes.append(f"batches are made ahead of the step, so what they read from {held} may be out of date")
         for hook in facts.timed_hooks:
-            notes.append(f"your {hook} draws random numbers or reads the step, here ahead of it: either may differ")
+            notes.append(
+                f"your {hook} draws random numbers or reads the step, and now runs ahead of it: either may differ"
+            )
         parity: Parity = "approximate" if notes else "exact"
         wants: dict[str, Any] = {"feed.depth": AHEAD if self.depth == "auto" else self.depth}
         if self.uint8 is not False and (left := self._leave_to_device(facts, facts.loader, notes)):
@@ -89,9 +91,9 @@ class Prefetch:
             steps = loader.images.steps if isinstance(loader.images, ImageFacts) else ()
             return tuple(type(step).__name__ for step in steps if isinstance(step, (ToFloat, Normalize)))
         if self.uint8 is True:
-            raise NotApplicable(f"pictures cannot travel as bytes: {why}; write prefetch.uint8: auto")
+            raise NotApplicable(f"images cannot be sent as bytes: {why}; write prefetch.uint8: auto")
         if isinstance(loader.images, ImageFacts):
-            notes.append(f"pictures travel as floats: {why}")
+            notes.append(f"images are sent as floats: {why}")
         return ()
 
     def verify(self, seen: Measurement) -> Verdict:
@@ -102,7 +104,7 @@ class Prefetch:
         if not total:
             return Verdict(took=False, why="no batch was prefetched")
         if not evidence.get("copied_bytes"):
-            return Verdict(took=False, why="the batches were on the device already: nothing to copy ahead")
+            return Verdict(took=False, why="the batches were already on the device: nothing to copy ahead")
         return Verdict(
             took=ahead > 0,
             why=f"{ahead} of {total} batches were on the device before the step needed them"
@@ -119,7 +121,7 @@ def explain_no_bytes(facts: Facts, loader: LoaderFacts) -> str | None:
     if loader.engine is not None and "thread" not in loader.engine:  # threads read the dataset, like a DataLoader
         return f"{loader.engine} makes the batches"
     if loader.custom_collate or loader.own_iterator or not loader.auto_collates:
-        return "your own code makes the batches, and may need floats"
+        return "your own code builds the batches, and may need floats"
     if loader.may_change:
-        return f"the dataset may change between epochs, and a copy of it loads: {loader.may_change[0]}"
+        return f"the dataset may change between epochs, but a copy of it is read: {loader.may_change[0]}"
     return loader.images.explain_no_bytes()

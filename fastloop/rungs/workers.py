@@ -133,19 +133,19 @@ class Workers:
         wants: dict[str, Any] = {"loader.num_workers": count, "loader.prefetch_factor": ahead}
         if facts.cpu_count > 2 * facts.local_ranks:
             wants["launch.free_cpus"] = facts.local_ranks
-            notes.append(f"workers leave {facts.local_ranks} of {facts.cpu_count} CPUs for the training's own threads")
+            notes.append(f"{facts.local_ranks} of {facts.cpu_count} CPUs are left for the training's own threads")
         wants["loader.persistent_workers"] = self._keep(loader, facts, notes)
         notes += (drawn := describe_sampler_draws(loader))
         parity = "approximate" if loader.draws_random or drawn else "exact"
         if loader.draws_random:
-            notes.append(f"augmentation draws differ from a run without workers ({', '.join(loader.draws_random[:3])})")
+            notes.append(
+                f"random augmentations differ from a run without workers ({', '.join(loader.draws_random[:3])})"
+            )
         if loader.packable:
             from fastloop.feeds.workers.packed_list import Packing  # it imports torch
 
             wants["dataset.packed"] = Packing(samples=loader.packable)
-            notes.append(
-                f"{loader.packable} file names are packed into arrays, which workers share; they would copy lists"
-            )
+            notes.append(f"{loader.packable} file names are packed into arrays, which workers share instead of copying")
         if self.start_method != "auto":
             wants["loader.multiprocessing_context"] = self.start_method
         return Change(wants=wants, parity=parity, notes=tuple(notes))
@@ -176,9 +176,9 @@ class Workers:
         why_not = RELOADS if facts.reload_every_n_epochs else next(iter(loader.may_change), None)
         if why_not is not None and batches < SHORT_EPOCH and self.count == "auto" and not loader.num_workers:
             do = "if that is fine, write workers.persistent: true"
-            do = "to start them all the same, write workers.count" if why_not is RELOADS else do  # none would be kept
+            do = "to start them anyway, set workers.count" if why_not is RELOADS else do  # none would be kept
             raise NotApplicable(
-                f"epochs of {batches} batches are too short to start workers in each, and keeping them is not safe:"
+                f"epochs of {batches} batches are too short to restart workers in each, and keeping them is not safe:"
                 f" {why_not}; {do}"
             )
         return why_not is None

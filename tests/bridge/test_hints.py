@@ -64,7 +64,7 @@ def test_detached_gradients_name_the_setting() -> None:  # R2
     with pytest.raises(RuntimeError) as error:
         gradients[0].detach_()  # torch's own words, in this version
     line = explain_exception(error.value, module(), ["amp", "overlap"])
-    assert line is not None and "rungs.overlap.gradient_as_bucket_view" in line and line.endswith("write false")
+    assert line is not None and "rungs.overlap.gradient_as_bucket_view" in line and line.endswith("set it to false")
     assert explain_exception(error.value, module(), ["amp"]) is None, "a rung that is off is to blame for nothing"
 
 

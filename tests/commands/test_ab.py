@@ -167,7 +167,7 @@ def test_resume_takes_the_directory_of_this_very_experiment(tmp_path: Path) -> N
     content = {"schema": 1, "base": "gpt2", "script": None, "arms": ["base", "amp"], "steps": None, "aa": False}
     store.write(tmp_path, {manifest.NAME: json.dumps(content)})
     assert "its base was 'gpt2' and is now 'cifar10'" in refused(asked("amp"), resume=str(tmp_path)).why
-    assert "stays in its directory" in refused(asked("amp"), resume=str(tmp_path), out="y").why
+    assert "keeps its directory" in refused(asked("amp"), resume=str(tmp_path), out="y").why
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,12 @@ def test_what_is_kept_is_listed_and_cleared(tmp_path: Path) -> None:
     assert "left, in use  1-used" in cleared.text and used.get(b"k" * 16) is not None
     used.close()
     assert cache.clear_kept([], path=None, url=None).text.startswith("removed  1-used")
-    assert cache.list_kept(path=None, url=None).text == "no samples are kept"
-    assert cache.clear_kept([], path=None, url=None).text == "no samples are kept"
+    assert cache.list_kept(path=None, url=None).text == "there are no cached samples"
+    assert cache.clear_kept([], path=None, url=None).text == "there are no cached samples"
 
 
 def test_a_name_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no samples are kept"):
+    with pytest.raises(ConfigError, match="there are no cached samples"):
         cache.clear_kept(["2"], path=None, url=None)
     keep(places.find_disk_root(), "1-now").close()
     with pytest.raises(ConfigError) as caught:

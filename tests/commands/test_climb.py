@@ -321,7 +321,7 @@ def test_a_script_is_climbed_with_its_own_line_to_add(pretend: Callable[..., Any
         ({"budget_s": 0.0}, "nothing can be tried in that time"),
         ({"allow": ("everything",)}, "unknown value"),
         ({"resume": "nowhere"}, "there is nothing to resume"),
-        ({"resume": "a", "out": "b"}, "stays in its directory"),
+        ({"resume": "a", "out": "b"}, "keeps its directory"),
         ({"conf": Path("plain.yaml")}, "there is nothing to train"),
         ({"conf": Path("train.py")}, "it is a script, not a configuration"),
         ({"conf": None}, "there is nothing to climb with"),

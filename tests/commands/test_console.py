@@ -97,7 +97,7 @@ def test_times(text: str, expected: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "9", "0m", "20 minutes", "-3s", "m", "1e3", "2h30", "30s9m"])
 def test_invalid_durations(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--budget[\s\S]*not a number with h, m or s"):
+    with pytest.raises(ConfigError, match=r"--budget[\s\S]*not a number followed by h, m or s"):
         console.parse_seconds(text, "--budget")
 
 

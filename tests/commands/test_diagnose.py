@@ -121,7 +121,7 @@ def test_a_file_of_an_older_version_is_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "[]", "\x00"])
 def test_a_broken_file_is_said(text: str, tmp_path: Path) -> None:
     (write_run(tmp_path / "a") / "measurement.json").write_text(text)
-    with pytest.raises(ConfigError, match="no JSON object"):
+    with pytest.raises(ConfigError, match="not a JSON object"):
         asked("a")
 
 
@@ -130,7 +130,7 @@ def test_values_of_the_wrong_kind_are_said(tmp_path: Path) -> None:
     (tmp_path / "measurement.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError) as error:
         asked(tmp_path)
-    assert "measurement.json" in error.value.got and "it holds unexpected values" in error.value.why
+    assert "measurement.json" in error.value.got and "it contains unexpected values" in error.value.why
 
 
 def test_what_would_need_another_run_is_refused_with_the_way_to_it(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_several_ranks(launcher: tuple[str, ...], library: str, place: Path) -> 
     ("does", "code", "line", "steps"),
     [
         ("never", 0, "fastloop: nothing was measured: train made a Trainer, but never called fit", None),
-        ("twice", 0, "NOTE     fit was called 2 times: the first that trained was measured", 128),
+        ("twice", 0, "NOTE     fit was called 2 times: the first one that trained was measured", 128),
         ("exits", 3, "PARTIAL: the fit did not end normally", 25),
     ],
     ids=["never", "twice", "exits"],
@@ -198,7 +198,7 @@ def test_sections_that_a_callback_ignores_are_named(place: Path, monkeypatch: py
     (place / "mine.yaml").write_text("run: {max_steps: 5}\nrungs: {amp: {enabled: true}}\n")
     lines: list[str] = []
     answer = execute.execute(["true"], config="mine.yaml", progress=lines.append)
-    assert answer.exit_code == 0 and lines == ["fastloop: ignored, because the script makes its own Trainer: run"]
+    assert answer.exit_code == 0 and lines == ["fastloop: ignored, because the script creates its own Trainer: run"]
 
 
 # -- its end ----------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def test_the_verdict_comes_first(pretend: Callable[[Rates], Any], tmp_path: Path
         "if data were free: 2,697 samples/s (8.3x, measured)",
         "if data and copies were free: 2,710 samples/s (8.4x, measured)",
         "if data and the exchange were free: n/a: run.devices is 1: there is no gradient exchange",
-        "as it is: 324 samples/s (before and after: 320 and 328)",
+        "now: 324 samples/s (before and after: 320 and 328)",
         "FILES    a/headspace.json",
     ]
     assert [(name, job.variation) for name, job in jobs] == [
@@ -141,7 +141,7 @@ def test_the_exchange_is_told_against_replayed_batches(
 
 def test_a_machine_that_changes_its_speed_is_named(pretend: Callable[[Rates], Any]) -> None:
     pretend({"baseline": 100, "replayed": 120, "resident": 120, "baseline-again": 90})
-    assert "the same run differed by -10.0 % before and after" in asked(NET).text
+    assert "the baseline changed by -10.0 % from before to after" in asked(NET).text
     pretend({"baseline": 100, "replayed": 120, "resident": 120, "baseline-again": 101})
     assert "NOTE" not in asked(NET).text
 

@@ -57,9 +57,9 @@ BRACES = "fix the braces, or write \\${ where a plain ${ is meant"
         ({"x": 1, "a": {"b": "${nope}"}}, "a.b: '${nope}' (my.yaml:2)", "there is no key nope", FROM_THE_TOP),
         ({"a": [1, "${run.nope}"]}, "a: [1, '${run.nope}'] (my.yaml:1)", "there is no key run.nope", FROM_THE_TOP),
         ({"x": "${a.b}", "a": {"c": 1}}, "x: '${a.b}' (my.yaml:1)", "there is no key a.b", FROM_THE_TOP),
-        ({"x": 1, "a": "${b}", "b": "${a}"}, "a: '${b}' (my.yaml:2)", "it leads back to itself", PLAIN),
-        ({"a": "x${a}"}, "a: 'x${a}' (my.yaml:1)", "it leads back to itself", PLAIN),
-        ({"a": {"b": "${a}"}}, "a.b: '${a}' (my.yaml:1)", "it leads back to itself", PLAIN),
+        ({"x": 1, "a": "${b}", "b": "${a}"}, "a: '${b}' (my.yaml:2)", "it refers back to itself", PLAIN),
+        ({"a": "x${a}"}, "a: 'x${a}' (my.yaml:1)", "it refers back to itself", PLAIN),
+        ({"a": {"b": "${a}"}}, "a.b: '${a}' (my.yaml:1)", "it refers back to itself", PLAIN),
         ({"x": 1, "a": "${b"}, "a: '${b' (my.yaml:2)", "it is not a key inside ${…}", BRACES),
         ({"a": "${}"}, "a: '${}' (my.yaml:1)", "it is not a key inside ${…}", BRACES),
         # text under a secret key is not shown, whatever it looks like

@@ -50,7 +50,7 @@ def test_a_base_path_starts_at_the_file_that_says_it(tmp_path: Path) -> None:
     assert names(read_dict_layers({"base": "top.yaml", "x": 1}, tmp_path)) == ["top.yaml", "dict"]
 
 
-ROUND = "the bases form a circle: "
+ROUND = "the bases form a cycle: "
 NAME_OR_PATH = ("a base is a shipped name or a path", "write a name, a path, or a list of them")
 
 
@@ -179,11 +179,11 @@ LEFT_OPEN = ("a bracket or brace is left open", "close it, or quote the whole va
         ("=1", "=1", *KEY_VALUE),
         ("a..b=1", "a..b=1", *KEY_VALUE),
         ("a b=1", "a b=1", *KEY_VALUE),
-        ("a.b=", "a.b=", "a.b gets no value", "write a.b=null to mean nothing"),
+        ("a.b=", "a.b=", "a.b has no value", "write a.b=null to mean nothing"),
         ("a=[1,2", "a=[1,2", *LEFT_OPEN),
         ("a={b: 1", "a={b: 1", *LEFT_OPEN),
-        ("base=x", "base=x", "base belongs into a file", "put base into a YAML file and give that"),
-        ("base.x=y", "base.x=y", "base belongs into a file", "put base into a YAML file and give that"),
+        ("base=x", "base=x", "base belongs in a file", "put base into a YAML file and pass that file"),
+        ("base.x=y", "base.x=y", "base belongs in a file", "put base into a YAML file and pass that file"),
         (
             "a=!!python/name:os.system",
             "a=!!python/name:os.system",

@@ -208,7 +208,7 @@ REFUSALS = [
     (
         "run:\n  seed: ${run.devices}\n  devices: ${run.seed}",
         "run.seed: '${run.devices}' (my.yaml:2)",
-        "it leads back to itself",
+        "it refers back to itself",
         "write a plain value at one of the keys",
     ),
     (
@@ -233,7 +233,7 @@ REFUSALS = [
     (
         "base: my.yaml",
         "base: my.yaml (my.yaml:1)",
-        "the bases form a circle: my.yaml -> my.yaml",
+        "the bases form a cycle: my.yaml -> my.yaml",
         "delete one of these base lines",
     ),
     (
@@ -324,7 +324,7 @@ def test_reading_a_configuration_imports_neither_torch_nor_lightning(folder: Pat
 
 @pytest.mark.parametrize("wrong", [3, True, ["safe"], object])
 def test_a_callback_is_told_what_is_no_configuration(wrong: object) -> None:
-    with pytest.raises(ConfigError, match="is no configuration"):
+    with pytest.raises(ConfigError, match="is not a configuration"):
         load_callback_config(wrong)  # type: ignore[arg-type]
 
 

@@ -80,7 +80,7 @@ KNOWN = "recipes: resnet50; ladders: full, safe; rungs: amp"
         (
             "own",
             f"no recipe, ladder, climb or rung has this name; there are {KNOWN}",
-            "write own.yaml; a file needs its ending",
+            "write own.yaml; a file needs its extension",
         ),
     ],
 )

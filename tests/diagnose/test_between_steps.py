@@ -68,7 +68,7 @@ def test_their_start_has_a_remedy_where_it_is_most_of_the_gap(
 @pytest.mark.parametrize("enabled", [(), ("workers",)])
 def test_the_time_of_their_start_is_said_where_it_was_measured(enabled: tuple[str, ...]) -> None:
     found = {**NO_WORKERS, "num_workers": 4}
-    words = "workers were started anew 7 times, 0.41 s each until their first batch"
+    words = "workers were restarted 7 times, 0.41 s each until their first batch"
     (finding,) = findings(on_cpu(epoch_gap=10.0, loader=found), enabled)
     assert words not in finding.why, "an older file, or workers that stay"
     loader = {**found, "worker_restarts": 7, "worker_restart_s": 0.412}

@@ -64,33 +64,33 @@ def only(
             (),
             None,
             "no rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper,"
-            " or have more workers if these wait for a disk or a network",
+            " or use more workers if they wait for a disk or a network",
         ),
         (
             {**MAP, "num_workers": 6},
             ("workers",),
             None,
             "no further rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper,"
-            " or have more workers if these wait for a disk or a network",
+            " or use more workers if they wait for a disk or a network",
         ),
         (
             {**MAP, "num_workers": 2},
             (),
             None,
-            "no rung helps with this: num_workers=2 and 8 CPUs are usable: set num_workers=7 in your loader",
+            "no rung helps with this: num_workers=2, with 8 usable CPUs: set num_workers=7 in your loader",
         ),
         (
             {**MAP, "num_workers": 2},
             ("workers",),
             None,
-            "no further rung helps with this: num_workers=2 and 8 CPUs are usable: write rungs.workers.count: 7",
+            "no further rung helps with this: num_workers=2, with 8 usable CPUs: write rungs.workers.count: 7",
         ),
         (
             {**MAP, "num_workers": 8, "usable_cpus": None},
             (),
             None,
             "no rung helps with this: num_workers=8 on None CPUs is not enough; make samples and batches cheaper,"
-            " or have more workers if these wait for a disk or a network",
+            " or use more workers if they wait for a disk or a network",
         ),
         (None, (), None, "no rung helps with this: this loader is not a DataLoader; prepare its batches ahead of time"),
     ],
@@ -335,7 +335,9 @@ def test_a_trial_that_gained_more_than_the_wait_is_no_measure_of_it(rate: float,
     (finding,) = findings(scene(100.0, data_wait=30.0, trail=50.0, samples_per_s=100.0, ceilings={"replayed": rate}))
     assert finding.bottleneck == "data_wait" and finding.ceiling_is_estimate is estimate
     assert finding.ceiling_gain_pct == pytest.approx(100 * 30 / 70 if estimate else rate - 100)
-    assert any("190 replayed, which no part of the step accounts for" in line for line in finding.detail) is estimate
+    assert (
+        any("190 replayed: no part of the step explains the difference" in line for line in finding.detail) is estimate
+    )
 
 
 @pytest.mark.parametrize(("rate", "named"), [(67.0, True), (99.0, False), (101.0, False), (None, True)])

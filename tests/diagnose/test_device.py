@@ -143,7 +143,7 @@ SLOW = {"mfu": {"datasheet": 0.2}, "gpu": {"gr_active_pct": 99.0, "tensor_active
         (
             {"elementwise": 20.0, "normalisation": 30.0},
             (),
-            "elementwise work and normalisation take 42 % of it",
+            "elementwise work and normalization take 42 % of it",
             "compile",
         ),
         ({"optimizer": 17.0}, (), "a trace shows", None),
@@ -161,14 +161,14 @@ def test_attention_written_by_hand_is_named() -> None:
     by_hand = with_trace(gpt2_tuned(**SLOW), 120.0, {}, kernels, attention_by_hand_ms=45.6)
     (finding,) = findings(by_hand)
     assert finding.title == "BUSY, NOT FAST: ATTENTION" and finding.bottleneck == "compute_bound"
-    assert "attention written by hand takes at least 38 % of the kernels' time" in finding.why
+    assert "hand-written attention takes at least 38 % of the kernels' time" in finding.why
     assert "scaled_dot_product_attention" in finding.why
     little = with_trace(gpt2_tuned(**SLOW), 120.0, {}, kernels, attention_by_hand_ms=17.9)
     assert findings(little)[0].title == "BUSY, NOT FAST: ELEMENTWISE", "the control: 14.9 %"
     updates = with_trace(gpt2_tuned(**SLOW), 120.0, {}, {"optimizer": 50.0}, attention_by_hand_ms=45.6)
     assert "the optimizer takes 42 %" in findings(updates)[0].why
     moving = with_trace(resnet50_resident(), 37.0, {}, kernels, attention_by_hand_ms=14.0)
-    assert "attention written by hand at least 38 %" in findings(moving)[0].why
+    assert "hand-written attention at least 38 %" in findings(moving)[0].why
 
 
 def test_kernels_of_inductor_show_that_it_is_compiled() -> None:
@@ -225,7 +225,7 @@ def test_a_mix_of_fp32_and_tf32_goes_by_where_the_work_is() -> None:
 
 def test_where_nothing_was_measured_nothing_is_claimed() -> None:
     (finding,) = findings(scene(20.0, trail=18.0))
-    assert finding.bottleneck == "none" and "how well it is used was not measured" in finding.why
+    assert finding.bottleneck == "none" and "how well the GPU is used was not measured" in finding.why
     assert "fastloop diagnose --trace 5" in finding.why
     counted = dataclasses.replace(gpt2_naive(), flops={"at_least": True})
     assert "at least 36 TFLOP/s" in findings(counted)[0].why
@@ -334,8 +334,14 @@ def test_slow_kernels_beside_idle_time_are_named_by_their_family() -> None:
             {"rungs": {"fused": {"enabled": True}}},
             "the optimizer takes 16.0 of 40.0 ms a step, and its fused form would save most of it",
         ),
-        (16.0, {"own": [], "fusing_saves_ms": 10.0}, ("fused",), None, "make yours with fused=True"),
-        (16.0, {"own": ["Lion"], "fusing_saves_ms": 0.0}, (), None, "Lion, no optimizer of torch's, takes 16.0 of"),
+        (16.0, {"own": [], "fusing_saves_ms": 10.0}, ("fused",), None, "create yours with fused=True"),
+        (
+            16.0,
+            {"own": ["Lion"], "fusing_saves_ms": 0.0},
+            (),
+            None,
+            "Lion, not one of torch's optimizers, takes 16.0 of",
+        ),
         (3.0, {"own": ["Lion"], "fusing_saves_ms": 0.0}, (), None, None),
         (16.0, {"own": [], "fusing_saves_ms": 3.0}, (), None, None),
         (16.0, {}, (), None, None),
@@ -368,7 +374,7 @@ def test_tokens_that_are_padding(real: float | None, share: float | None) -> Non
     assert (finding.title == "BUSY, NOT FAST: PADDING") is (share is not None) and finding.patch is None
     assert finding.share_pct == (None if share is None else pytest.approx(share))
     if share is not None:
-        assert "60 % of the tokens are padding, on which about 22.2 of 40.0 ms a step are spent" in finding.why
+        assert "60 % of the tokens are padding, which costs about 22.2 of 40.0 ms a step" in finding.why
 
 
 def test_beside_what_owns_the_time_of_a_gpu_padding_has_no_share() -> None:

@@ -23,7 +23,7 @@ def names(seen: Any, enabled: tuple[str, ...] = ()) -> list[str]:
 def test_launches_are_the_idle_time_that_the_counters_see() -> None:
     (finding,) = findings(cifar10_launches())
     assert finding.bottleneck == "launch_bound" and finding.share_pct == pytest.approx(46)
-    assert "2.81 of 6.10 ms a step (a kernel ran 54 % of the time, 0.02 ms of work left" in finding.why
+    assert "2.81 of 6.10 ms a step (a kernel ran 54 % of the time, 0.02 ms of work still queued" in finding.why
     assert finding.patch == {"rungs": {"compile": {"enabled": True}}}
     assert finding.ceiling_gain_pct == pytest.approx(85.2, abs=0.1) and finding.ceiling_is_estimate
 
@@ -333,7 +333,7 @@ def test_work_without_gradients_in_a_training_step(
     if share is not None:
         aside = forward - backward - blocked
         assert finding.title == "WORK WITHOUT GRADIENTS"
-        assert finding.bottleneck == "host_other" and f"about {aside:.1f} ms of it are work without" in finding.why
+        assert finding.bottleneck == "host_other" and f"about {aside:.1f} ms of it is work without" in finding.why
         assert "training_step takes 30.0 of 40.0 ms a step, its backward only 5.0" in finding.why
 
 

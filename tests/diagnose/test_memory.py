@@ -17,7 +17,7 @@ PACE = {"of": "GPU", "mib_per_1000_steps": 1234.0, "steps_left": 60_000}
     [
         (
             {**LEAK, **PACE},
-            "GPU memory grew by 1,234 MiB per 1,000 steps and lasts for about 60,000 more steps; Net.kept",
+            "GPU memory grew by 1,234 MiB per 1,000 steps and will run out in about 60,000 more steps; Net.kept",
         ),
         ({**LEAK, "holds_graphs": True}, "Net.kept keeps the graphs of 180 steps (train.py:42): add .detach()"),
         (

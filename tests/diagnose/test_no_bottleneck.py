@@ -63,9 +63,9 @@ def test_what_waited_for_a_cpu_is_not_nothing_to_gain() -> None:
 def test_a_share_that_is_small_in_milliseconds_is_called_so() -> None:
     (finding,) = findings(scene(2.0, device="cpu", data_wait=0.2))
     assert finding.bottleneck == "none"
-    assert "10.0 % of the step, less than the 0.25 ms that any loop pays" in finding.why
+    assert "10.0 % of the step, less than the 0.25 ms that any loop costs" in finding.why
     for other in (on_cpu(), scene(4.9, device="cpu", host_other=0.7)):
-        assert "any loop pays" not in findings(other)[0].why
+        assert "any loop costs" not in findings(other)[0].why
 
 
 SMALL = {"step": 100.0, "device": "cpu", "host_other": 8.1, "callbacks_logging": 7.9, "data_wait": 4.8}
@@ -81,7 +81,7 @@ def test_small_costs_that_come_to_much_are_not_nothing_to_gain() -> None:
     (finding,) = findings(scene(**{**SMALL, "data_wait": 0.0, "host_other": 7.0}))
     assert finding.title == "NOTHING TO GAIN", "14.9 %"
     (finding,) = findings(scene(**{**SMALL, "host_other": 0.0, "blocked_ms": 9.0}))
-    assert "a sleeping host 9.0 %" in finding.why
+    assert "the host sleeping 9.0 %" in finding.why
 
 
 def test_costs_inside_the_work_of_a_gpu_count_too() -> None:
@@ -99,7 +99,7 @@ def test_where_ranks_wait_for_one_another_is_said_to_be_that() -> None:
     (finding,) = findings(scene(**{**SMALL, "host_other": 20.0}, world_size=2))
     assert (
         finding.title == "NO SINGLE BOTTLENECK"
-        and "host_other (ranks wait for one another in it) 20.0 %" in finding.why
+        and "host_other (it includes ranks waiting for each other) 20.0 %" in finding.why
     )
     assert findings(scene(**{**SMALL, "host_other": 20.0}))[0].bottleneck == "host_other", "one rank waits for nobody"
 
@@ -122,7 +122,7 @@ def test_a_ceiling_that_nothing_accounts_for_is_not_nothing_to_gain(
     """Seen: 35.8 samples/s beside trials of 119 and 1,236, and a verdict that there was nothing to gain."""
     (finding,) = findings(on_cpu(device=device, samples_per_s=35.8, ceilings=ceilings))
     assert finding.bottleneck == "none" and finding.title == title
-    said = "36 samples/s as it is, 119 replayed and 1,236 resident, which no part of the step accounts for"
+    said = "36 samples/s now, 119 replayed and 1,236 resident: no part of the step explains the difference"
     assert (said in finding.why and "run it again" in finding.why) is (ceilings == CEILINGS)
 
 

@@ -40,8 +40,8 @@ def test_what_may_be_mostly_pause_is_not_named_and_has_no_rung(part: str) -> Non
     assert finding.bottleneck == "none" and finding.title == "SINGLE PAUSES" and finding.patch is None
     assert finding.share_pct is None and finding.ceiling_gain_pct is None
     assert finding.why.startswith(
-        "1 of 200 steps took so long that this makes 15.0 of 40.0 ms a step, where the median"
-        f" step takes 25.00 ms: that may be most of {named},"
+        "1 of 200 steps were so long that they add 15.0 of 40.0 ms a step (the median step takes 25.00 ms): they may"
+        f" explain most of {named},"
     )
 
 
@@ -50,7 +50,7 @@ def test_what_is_a_cost_of_each_step_beside_pauses_is_named(pause: float) -> Non
     (finding,) = findings(paused(pause, on_cpu(data_wait=16.0)))
     (without,) = findings(on_cpu(data_wait=16.0))
     assert dataclasses.replace(finding, detail=()) == without and finding.bottleneck == "data_wait"
-    assert any("took so long" in line for line in finding.detail) is (pause == 7.9), "5 % of the step is worth telling"
+    assert any("were so long" in line for line in finding.detail) is (pause == 7.9), "5 % of the step is worth telling"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_window_that_is_one_pause_is_not_called_nothing_to_gain(pause: float, 
     """Seen: a busy pause of 3 s made the mean step 13 times the median one, and no part of it was worth naming."""
     (finding,) = findings(paused(pause, on_cpu()))
     assert finding.bottleneck == "none" and finding.title == title
-    assert f"this makes {pause} of 40.0 ms a step" in finding.why or title == "NOTHING TO GAIN"
+    assert f"they add {pause} of 40.0 ms a step" in finding.why or title == "NOTHING TO GAIN"
     assert "most of" not in finding.why
 
 
@@ -86,7 +86,7 @@ def test_a_pause_that_is_in_no_part_hides_none() -> None:
 def test_beside_a_bottleneck_that_stays_the_pauses_are_a_detail() -> None:
     (finding,) = findings(paused(20.0, on_cpu(validation=8.0, data_wait=9.0)))
     assert finding.bottleneck == "validation"
-    assert any(line.startswith("1 of 200 steps took so long") and "data_wait" in line for line in finding.detail)
+    assert any(line.startswith("1 of 200 steps were so long") and "data_wait" in line for line in finding.detail)
 
 
 @pytest.mark.parametrize(("pause", "name"), [(7.9, "data_wait"), (8.1, "none")])

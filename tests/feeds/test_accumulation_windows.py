@@ -65,19 +65,19 @@ MOVED = "is not a multiple of accumulate_grad_batches=4: validation would move; 
         (
             3,
             {},
-            "an epoch has 3 batches, fewer than the 4 of one window: accumulation is already cut short;"
+            "an epoch has 3 batches, fewer than the 4 of one window, so accumulation is already cut short;"
             " lower accumulate_grad_batches",
         ),
         (
             DENSE,
             {"limit_train_batches": 0.2},
-            "an epoch has 2 batches, fewer than the 4 of one window: accumulation is"
-            " already cut short; lower accumulate_grad_batches",
+            "an epoch has 2 batches, fewer than the 4 of one window, so accumulation is already cut short; lower"
+            " accumulate_grad_batches",
         ),
         (
             0,
             {},
-            "an epoch has 0 batches, fewer than the 4 of one window: accumulation is already cut short;"
+            "an epoch has 0 batches, fewer than the 4 of one window, so accumulation is already cut short;"
             " lower accumulate_grad_batches",
         ),
     ],
@@ -92,21 +92,21 @@ def test_when_windows_cannot_be_merged(batches: int, facts: dict[str, Any], reas
     [
         (
             {"is_dataloader": False},
-            "K hands out ready batches, so an accumulation window cannot be merged;"
-            " a micro_batch smaller than the batch can still be split",
+            "K yields ready-made batches, so an accumulation window cannot be merged; a micro_batch smaller than the"
+            " batch can still split them",
         ),
         (
             {"map_style": False},
-            "K hands out ready batches, so an accumulation window cannot be merged;"
-            " a micro_batch smaller than the batch can still be split",
+            "K yields ready-made batches, so an accumulation window cannot be merged; a micro_batch smaller than the"
+            " batch can still split them",
         ),
         (
             {"auto_collates": False},
-            "K hands out ready batches, so an accumulation window cannot be merged;"
-            " a micro_batch smaller than the batch can still be split",
+            "K yields ready-made batches, so an accumulation window cannot be merged; a micro_batch smaller than the"
+            " batch can still split them",
         ),
         ({"stateful": True}, "K keeps its own position for resuming, which merging would shift"),
-        ({"batches": None}, "K does not say how many batches an epoch has, so its last window is unknown"),
+        ({"batches": None}, "K does not say how many batches an epoch has, so the last window's size is unknown"),
     ],
 )
 def test_which_loaders_cannot_be_merged(loader: dict[str, Any], reason: str) -> None:
@@ -122,9 +122,8 @@ def test_what_counts_steps_is_named() -> None:
         "val_check_interval 8 batches = 2 steps",
         "limit_train_batches 0.5 still means the loader's own batches",
         "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count optimizer"
-        " steps, and each has the samples it had",
-        "each of your batches is collated as before, but 4 of them in a row by the same worker: what draws random"
-        " numbers there draws others",
+        " steps, each with the same samples as before",
+        "each of your batches is collated as before, but one worker collates 4 in a row, so random draws there differ",
     ]
     quiet = list_changed_counts(Facts(accumulate=4), LoaderFacts(kind="DataLoader", batches=12))
     one = LoaderFacts(kind="DataLoader", batches=12, custom_collate=True, num_workers=1)

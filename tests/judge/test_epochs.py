@@ -22,8 +22,8 @@ def second(
     return [end, samples, complete, digest, again]
 
 
-SAME = "later ones the same samples in another order"
-UNCOMPARED = "which they are cannot be compared"
+SAME = "later ones the same samples in a different order"
+UNCOMPARED = "which ones cannot be compared"
 RIGHT = {
     "same": (ledger(second()), ledger(second()), SAME),
     "same, of a part": (ledger(second(9, digest="x")), ledger(second(9, digest="x")), SAME),
@@ -37,16 +37,22 @@ RIGHT = {
     ),
     "no digest": (ledger(second(digest=None, again=None)), ledger(second(digest=None, again=None)), UNCOMPARED),
     "no count": (ledger(second(None, digest="x")), ledger(second(None, digest="y")), UNCOMPARED),
-    "cut short": (ledger(second(8, False, "x")), ledger(second(8, False, "y")), "the one after it, cut short"),
-    "complete in one": (ledger(second(96, False, "x")), ledger(second(96, True, "y")), "the one after it, cut short"),
+    "cut short": (ledger(second(8, False, "x")), ledger(second(8, False, "y")), "the next one, cut short"),
+    "complete in one": (ledger(second(96, False, "x")), ledger(second(96, True, "y")), "the next one, cut short"),
 }
 WRONG = {
     "other samples": (ledger(second()), ledger(second(digest="other", again=1)), 20, "samples", "or some of them"),
-    "strange ids": (ledger(second()), ledger(second(digest="other", again=None)), 20, "samples", "has other samples"),
+    "strange ids": (
+        ledger(second()),
+        ledger(second(digest="other", again=None)),
+        20,
+        "samples",
+        "has different samples",
+    ),
     "twice": (ledger(second(96, digest="x")), ledger(second(96, digest="y", again=1)), 20, "samples", "twice"),
-    "fewer": (ledger(second(8, False)), ledger(second(7, False)), 20, "samples", "epoch 2 has 8 samples against 7"),
+    "fewer": (ledger(second(8, False)), ledger(second(7, False)), 20, "samples", "epoch 2 has 8 vs. 7 samples"),
     "shorter": (ledger(second()), ledger(second(end=19)), 19, "epochs", "epoch 2 ends with"),
-    "missing": (ledger(second()), ledger(), 20, "epochs", "2 against 1 epochs"),
+    "missing": (ledger(second()), ledger(), 20, "epochs", "2 vs. 1 epochs"),
 }
 
 

@@ -137,7 +137,7 @@ def test_an_exact_arm_has_the_same_bits_where_the_base_has() -> None:
 def test_what_the_base_does_by_itself_is_no_fault_of_the_arm() -> None:
     noisy, dice = {**BASE, "self_deviation": 1e-4}, {**BASE, "random_deviation": 0.4}
     gate = gradient_gate(noisy, arm(5e-4))
-    assert gate.passed is None and "from one time to the next" in gate.why and gate.visible == 1e-4
+    assert gate.passed is None and "between repetitions" in gate.why and gate.visible == 1e-4
     assert gradient_gate(noisy, arm(0.75)).passed is False
     assert gradient_gate(BASE, arm(5e-4, self_deviation=1e-4)).passed is False, "an arm is no excuse for itself"
     gate = gradient_gate(dice, arm(0.5))
@@ -150,7 +150,7 @@ def test_clipping_that_differs_is_said() -> None:
     assert "clip" not in gradient_gate({**BASE, **clips}, arm(0.0, **clips)).why
     gate = gradient_gate(BASE, arm(0.0, **clips), "exact")
     assert gate.passed and gate.detail["note"] == "the base does not clip, the arm clips gradients by norm to 1"
-    assert gate.why.endswith("by norm to 1: where clipping takes effect in a later step, training differs")
+    assert gate.why.endswith("by norm to 1: if clipping takes effect in a later step, training differs")
     assert gradient_gate(BASE, arm(0.9, **clips)).why.endswith("the arm clips gradients by norm to 1")
 
 
@@ -297,7 +297,7 @@ BLIND: Any = {"detail": {"testable": False}}
             "ledger: about ledger; gradient: about gradient",
         ),
         ([gate("ledger", None, **BLIND), gate("gradient", True), gate("loss", None)], None, "loss: about loss"),
-        ([], None, "no gate was taken"),
+        ([], None, "no gate ran"),
         (
             [gate("ledger", True), gate("gradient", None, **BLIND), gate("loss", True)],
             None,

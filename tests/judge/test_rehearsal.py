@@ -74,11 +74,11 @@ def test_pay_back_before_the_cost(cost_s: float, step_ms: float, left: int | Non
     why = explain_no_pay_back(cost_s, step_ms, left)
     assert (why is not None) is refused
     if why is not None and left is None:
-        assert "whether that pays back is not known" in why
+        assert "it is unknown whether that pays back" in why
     elif why is not None and step_ms:
         assert why == (
             "it takes about 9 s once; if it saved a third of the 90 ms of each step, it would pay back after 300"
-            " steps, and this run has 299 left"
+            " steps, but this run has only 299 left"
         )
 
 

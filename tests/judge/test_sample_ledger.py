@@ -39,13 +39,13 @@ def but(step: int, column: int, value: Any, of: dict[str, Any] | None = None) ->
 @pytest.mark.parametrize(
     ("arm", "step", "what", "says"),
     [
-        (but(3, 0, "other"), 3, "samples", "in another order"),
-        (but(3, 1, 31), 3, "samples", "32 samples against 31"),
-        (but(2, 2, 3), 2, "backwards", "4 against 3"),
-        (but(5, 2, 0), 5, "backwards", "1 against 0"),
-        (but(4, 3, [0.1]), 4, "rates", "0.025 against 0.1"),
-        (but(1, 3, [0.1, 0.1]), 1, "rates", "0.1 against 0.1, 0.1"),
-        (ledger(steps=ledger()["steps"][:3]), 4, "steps", "5 against 3 optimizer steps"),
+        (but(3, 0, "other"), 3, "samples", "in a different order"),
+        (but(3, 1, 31), 3, "samples", "32 vs. 31 samples"),
+        (but(2, 2, 3), 2, "backwards", "4 vs. 3"),
+        (but(5, 2, 0), 5, "backwards", "1 vs. 0"),
+        (but(4, 3, [0.1]), 4, "rates", "0.025 vs. 0.1"),
+        (but(1, 3, [0.1, 0.1]), 1, "rates", "0.1 vs. 0.1, 0.1"),
+        (ledger(steps=ledger()["steps"][:3]), 4, "steps", "5 vs. 3 optimizer steps"),
         (but(2, 3, [1.0], but(4, 2, 1)), 2, "rates", "optimizer step 2"),
         (but(4, 0, "other", but(4, 2, 1)), 4, "backwards", "optimizer step 4"),
     ],
@@ -81,10 +81,10 @@ def test_other_micro_batches_make_the_backwards_of_their_own_plan(planned: Any) 
     assert ledger_gate([(ledger(), merged(planned))]).passed is False
     assert ledger_gate([(ledger(), merged(planned))], regrouped=True).passed
     none = ledger_gate([(ledger(), but(3, 2, 0, merged(planned)))], regrouped=True)
-    assert none.passed is False and none.detail["step"] == 3 and "0 backwards where the arm's plan has 1" in none.why
+    assert none.passed is False and none.detail["step"] == 3 and "0 backwards, but the arm's plan has 1" in none.why
     short = ledger_gate([(ledger(), but(5, 2, 0, merged(planned)))], regrouped=True)
     assert short.passed is False and short.detail["step"] == 5
-    assert ledger_gate([(but(2, 2, 3), merged(planned))], regrouped=True).why.endswith("where the base's plan has 4")
+    assert ledger_gate([(but(2, 2, 3), merged(planned))], regrouped=True).why.endswith("but the base's plan has 4")
     assert ledger_gate([(ledger(), but(4, 0, "other", merged(planned)))], regrouped=True).detail["differs"] == "samples"
 
 
@@ -131,9 +131,9 @@ def another(**changes: Any) -> dict[str, Any]:
 def test_another_order_after_the_first_epoch() -> None:
     gate = ledger_gate([(epochs(), another()), (epochs(), another())], reshuffled=True)
     assert gate.passed and gate.detail == {"steps": 10, "reshuffled": True}
-    assert (
-        gate.why == "10 optimizer steps with the same backwards and learning rates; the first epoch equal, later"
-        " ones the same samples in another order"
+    assert gate.why == (
+        "10 optimizer steps with the same backwards and learning rates; the first epoch equal, later ones the same"
+        " samples in a different order"
     )
     strict = ledger_gate([(epochs(), another())])
     assert strict.passed is False and strict.detail == {"step": 3, "differs": "samples"}

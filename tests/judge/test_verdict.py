@@ -136,7 +136,7 @@ def test_under_three_runs_there_is_no_verdict(runs: int) -> None:
     found = judged(1.5, runs)
     assert found.verdict == "inconclusive" and found.ci95 is None and found.mde_pct is None
     assert found.ratio == pytest.approx(1.5, rel=0.03)
-    assert f"insufficient: {runs} run" in found.why and "a verdict takes 3" in found.why
+    assert f"insufficient: {runs} run" in found.why and "a verdict needs 3" in found.why
     assert judged(1.5, 3).verdict == "faster", "the control: a third run each is enough for 50 %"
 
 

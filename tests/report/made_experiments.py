@@ -189,7 +189,7 @@ def base_failed() -> dict[str, Any]:
 
 
 def one_run() -> dict[str, Any]:
-    short = judged("amp", None, why="insufficient: 1 run of each, a verdict takes 3", runs=1) | {"ratio": 1.3}
+    short = judged("amp", None, why="insufficient: 1 run of each, a verdict needs 3", runs=1) | {"ratio": 1.3}
     return versus({"base": 344.0, "amp": 454.0}, [short], runs=1, partial=True)
 
 

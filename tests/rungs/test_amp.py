@@ -24,7 +24,7 @@ from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
 
 BF16: dict[str, Any] = {"amp": {}}
 FP16: dict[str, Any] = {"amp": {"mode": "16-mixed"}}
-STANDS = "the Trainer already runs precision {}; your choice stands"
+STANDS = "the Trainer already uses precision {}; your choice stands"
 
 
 class Autocasting(models.Regression):
@@ -55,8 +55,8 @@ class Autocasting(models.Regression):
         (
             "bf16-mixed",
             {"refused_losses": ("criterion", "training_step"), "device": "cuda", "compute_capability": (9, 0)},
-            "criterion computes binary_cross_entropy, which torch refuses under autocast: write"
-            " binary_cross_entropy_with_logits on outputs without sigmoid, or name it in keep_fp32",
+            "criterion computes binary_cross_entropy, which torch refuses under autocast: use"
+            " binary_cross_entropy_with_logits on outputs without sigmoid, or list it in keep_fp32",
         ),
         (
             "16-mixed",
@@ -69,7 +69,7 @@ class Autocasting(models.Regression):
         (
             "tf32",
             {"device": "cuda", "compute_capability": (7, 5), "device_name": "T4"},
-            "T4 has no TF32 (compute capability 8.0 and later have)",
+            "T4 has no TF32 (it needs compute capability 8.0 or later)",
         ),
         ("tf32", {"device": "cuda", "compute_capability": (9, 0)}, {}),
     ],
@@ -256,7 +256,7 @@ class Compares(models.Regression):
 def test_an_optimizer_that_compares_losses_keeps_its_precision(mode: str, kind: Any, took: bool) -> None:
     watcher, _ = fit({"amp": {"mode": mode}}, seeded(kind))
     assert verdict(watcher, "amp").took is took
-    assert took or verdict(watcher, "amp").why.startswith("Compares.configure_optimizers makes an LBFGS")
+    assert took or verdict(watcher, "amp").why.startswith("Compares.configure_optimizers creates an LBFGS")
 
 
 class ByHand(models.Regression):

@@ -65,7 +65,7 @@ class Ready(spellings.Spelling):
         ({"backend": "flash"}, {"device": "cuda"}, None),
         ({"backend": "flash"}, {"device": "cuda", "attends_by_hand": (), "attends_by_call": ("net",)}, None),
         ({"backend": "flash"}, {}, "backend flash needs CUDA; this run is on cpu"),
-        ({}, {"compiled_by_user": ("net",)}, "net is compiled by you, so its graphs are out of reach"),
+        ({}, {"compiled_by_user": ("net",)}, "net is compiled by your own code, so its graphs cannot be changed"),
     ],
 )
 def test_plan(settings: dict[str, Any], facts: dict[str, Any], reason: str | None) -> None:
@@ -101,7 +101,7 @@ def test_takes() -> None:
     ("kind", "why"),
     [
         (Ready, "net.layers.0 calls scaled_dot_product_attention already, and torch's own backend order stands"),
-        (torch.nn.Tanh, "no inner module takes a softmax between two matrix products"),
+        (torch.nn.Tanh, "no inner module has a softmax between two matrix products"),
         (spellings.ReturnsWeights, "no attention was replaced: its weights are used elsewhere, too"),
     ],
 )

@@ -23,8 +23,8 @@ from tests.rungs.two_ranks import CASES, results
 from tests.runs import Net, batches, both, distance, run
 
 NOTE = (
-    "the first step's gradient decides whether batches are regrouped: they stay as they are if the loss"
-    " compares samples (contrastive, in-batch negatives)"
+    "the first step's gradient decides whether batches are regrouped: they are left as they are if the loss compares"
+    " samples (contrastive, in-batch negatives)"
 )
 WINDOW = {"loader.window": 4, "trainer.accumulate_grad_batches": 1}
 SPLIT, MERGE = {"batch": {"micro_batch": 3}}, {"batch": {"micro_batch": 16}}
@@ -57,7 +57,7 @@ def test_plan(micro: int, given: Facts, wants: dict[str, Any]) -> None:
         ({"accumulate": 4}, None),
         ({}, "an optimizer step is one batch, so there is nothing to merge"),
         ({"accumulate": 4, "counts_batches": ("Ema.on_train_batch_end",)}, "Ema.on_train_batch_end would see fewer"),
-        ({"accumulate": 4, "max_steps": 199}, "this run is too short to search for a micro-batch, 199 steps"),
+        ({"accumulate": 4, "max_steps": 199}, "this run is too short to search for a micro-batch: 199 steps"),
         ({"accumulate": 4, "max_steps": 200}, None),
         ({"accumulate": 4, "max_steps": 24, "weighs_costs": False}, None),
     ],
@@ -122,12 +122,12 @@ def test_the_full_ladder_merges_where_nobody_counts_batches(hooks: tuple[str, ..
         (
             {},
             facts(grad_hooks=True),
-            "parameters carry post-accumulate gradient hooks, which would run once a micro-batch",
+            "parameters have post-accumulate gradient hooks, which would run once per micro-batch",
         ),
         (
             {},
             facts(not_mean_losses=("loss (L1Loss with reduction='sum')",)),
-            "the loss is not a mean over samples: loss (L1Loss with reduction='sum'); if it is, write"
+            "the loss is not a mean over samples: loss (L1Loss with reduction='sum'); if it is a mean, write"
             " batch.loss_is_mean: true",
         ),
         (
@@ -139,14 +139,14 @@ def test_the_full_ladder_merges_where_nobody_counts_batches(hooks: tuple[str, ..
         (
             {"micro_batch": "auto"},
             facts(batchnorms=("net.1",)),
-            "limited by your batches: BatchNorm keeps the statistics of each, and none are accumulated; a micro-batch"
-            " that you set changes the training",
+            "limited by your batches: BatchNorm keeps the statistics of each, and none are accumulated; setting a"
+            " micro-batch yourself changes the training",
         ),
         (
             {"micro_batch": "auto"},
             facts(accumulate=4, batchnorms=("net.1",), other_batchnorms=("net.1",)),
             "limited by your batches: BatchNorm keeps the statistics of each, and net.1 cannot keep merged batches"
-            " apart; a micro-batch that you set changes the training",
+            " apart; setting a micro-batch yourself changes the training",
         ),
         (
             {"micro_batch": "auto"},
@@ -178,8 +178,8 @@ def test_the_full_ladder_merges_where_nobody_counts_batches(hooks: tuple[str, ..
         (
             {"micro_batch": 16},
             facts(accumulate=16),
-            "an epoch has 12 batches, fewer than the 16 of one window:"
-            " accumulation is already cut short; lower accumulate_grad_batches",
+            "an epoch has 12 batches, fewer than the 16 of one window, so accumulation is already cut short; lower"
+            " accumulate_grad_batches",
         ),
     ],
 )
@@ -200,7 +200,7 @@ def test_plan_says_what_changes() -> None:
         "batch_idx and on_train_batch_* now count optimizer steps: one call for every 4 batches",
         "val_check_interval 8 batches = 2 steps",
         "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count optimizer"
-        " steps, and each has the samples it had",
+        " steps, each with the same samples as before",
     )
     assert Batch(enabled=True, micro_batch=4).plan(Facts()).waits_for == "the train loader"
     Batch(enabled=True, micro_batch=4, loss_is_mean=True).plan(facts(not_mean_losses=("x",)))
@@ -274,9 +274,9 @@ def test_impossible_settings_are_config_errors(settings: dict[str, Any]) -> None
 def test_takes() -> None:
     split = run(SPLIT, batches(), max_epochs=2)
     assert split.verdict("batch").took is True and split.verdict("batch").parity_class == "approximate"
-    assert split.verdict("batch").why == "8 samples a loader batch ran as micro-batches of 3/3/2"
+    assert split.verdict("batch").why == "8 samples per loader batch ran as micro-batches of 3/3/2"
     merged = run(MERGE, batches(96), max_epochs=2, accumulate_grad_batches=4)
-    assert merged.verdict("batch").why == "32 samples a loader batch ran as micro-batches of 16/16"
+    assert merged.verdict("batch").why == "32 samples per loader batch ran as micro-batches of 16/16"
     whole = run({"batch": {"micro_batch": 64}}, batches(96), max_epochs=1, accumulate_grad_batches=4)
     assert whole.verdict("batch").took and whole.seen("batch")["merged_batches"] == 4
     same = run({"batch": {"micro_batch": 8}}, batches(), max_epochs=1)
@@ -294,7 +294,7 @@ def test_takes() -> None:
     )
     apart = {**evidence, "apart_steps": 1, "apart_why": "a reason"}
     assert verify(Measurement(evidence={"batch": apart})).why == (
-        "windows run batch by batch: a reason; hooks still see one batch a window"
+        "windows run batch by batch: a reason; hooks still see one batch per window"
     )
     some = verify(Measurement(evidence={"batch": {**apart, "changed_steps": 2, "samples": 32}}))
     assert some.took and some.why.endswith("; 1 of 3 windows run batch by batch: a reason")
@@ -499,19 +499,19 @@ class Normed(Net):
             Summed,
             {},
             "the loss is not a mean over samples: criterion (MSELoss with reduction='sum'), Summed.__init__ uses"
-            " reduction='sum' or 'none'; if it is, write batch.loss_is_mean: true",
+            " reduction='sum' or 'none'; if it is a mean, write batch.loss_is_mean: true",
         ),
         (
             SummedInCode,
             {},
-            "the loss is not a mean over samples: SummedInCode.loss uses reduction='sum' or 'none';"
-            " if it is, write batch.loss_is_mean: true",
+            "the loss is not a mean over samples: SummedInCode.loss uses reduction='sum' or 'none'; if it is a mean,"
+            " write batch.loss_is_mean: true",
         ),
         (
             Weighted,
             {},
-            "the loss is not a mean over samples: criterion (CrossEntropyLoss divides by its class weights);"
-            " if it is, write batch.loss_is_mean: true",
+            "the loss is not a mean over samples: criterion (CrossEntropyLoss divides by its class weights); if it is"
+            " a mean, write batch.loss_is_mean: true",
         ),
     ],
 )

@@ -74,7 +74,7 @@ def test_plan() -> None:
     assert plan(facts(shm_free_bytes=4 * 10**8))[0] == "shm", "nobody's disk is filled unasked"
     store, size, note = plan(facts(shm_free_bytes=4 * 10**8, disk_free_bytes=10**8))
     assert (store, size) == ("shm", 320_000_000)
-    assert note.endswith("; shm holds 62% of them, the others are made each time")
+    assert note.endswith("; shm holds 62% of them, the others are loaded each time")
     assert plan(facts(memory_free_bytes=8 * 10**8, disk_free_bytes=0))[1] == 4 * 10**8, "shared memory is memory"
     # what was written stands
     assert plan(facts(), size_gb=0.01)[1] == 10**7
@@ -82,7 +82,8 @@ def test_plan() -> None:
     assert plan(facts(disk_free_bytes=0), store="disk", path="/elsewhere")[1] == size_of(plan(facts()))
     assert plan(facts(), store="redis", url="redis://host:6379/0")[:2] == ("redis", None)
     store, size, note = plan(facts(prefix={"sample_bytes": None, "what": "what Mine.load returns"}))
-    assert (store, size) == ("shm", 8 * 10**9) and "up to 8 GB: sample size is known once one is made" in note
+    assert (store, size) == ("shm", 8 * 10**9)
+    assert "up to 8 GB: the sample size is known once one has been loaded" in note
     # a run that repeats its samples within an epoch
     assert plan(facts(max_epochs=None, max_steps=101))[0] == "shm"
 
@@ -99,18 +100,18 @@ def size_of(planned: tuple[str, int | None, str]) -> int | None:
             {"store": "device"},
             "pictures cannot be kept on the device: the dataset was not inspected",
         ),
-        (facts({"is_dataloader": False, "kind": "Own"}), {}, "Own is not a DataLoader: its samples are not known"),
+        (facts({"is_dataloader": False, "kind": "Own"}), {}, "Own is not a DataLoader: its samples are unknown"),
         (facts({"map_style": False}), {}, "samples of an iterable dataset have no index"),
         (facts({"engine": "DALI"}), {}, "DALI reads and decodes the files itself"),
         (facts({"prefix": "it is odd"}), {}, "it is odd"),
         (
             facts(max_epochs=1),
             {},
-            "the run asks for 1,000 samples of 1,000: too few repeats to pay off; write cache.store: disk",
+            "the run draws 1,000 samples from 1,000: too few repeats to pay off; write cache.store: disk",
         ),
-        (facts(max_steps=100), {}, "the run asks for 1,000 samples of 1,000: too few repeats to pay off"),
-        (facts(limit_train_batches=0.2), {}, "the run asks for 600 samples of 1,000: too few repeats to pay off"),
-        (facts(shm_free_bytes=10**7, disk_free_bytes=0), {}, "1,000 samples need 0.525 GB, and shm has room for 2%"),
+        (facts(max_steps=100), {}, "the run draws 1,000 samples from 1,000: too few repeats to pay off"),
+        (facts(limit_train_batches=0.2), {}, "the run draws 600 samples from 1,000: too few repeats to pay off"),
+        (facts(shm_free_bytes=10**7, disk_free_bytes=0), {}, "1,000 samples need 0.525 GB, and shm only has room for"),
         (facts(shm_free_bytes=0, disk_free_bytes=0), {}, "there is no room in shared memory"),
         (
             facts(prefix={"names_files": False, "what": "what Mine.load returns"}),
@@ -192,7 +193,7 @@ def test_takes_in_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_says_why_not() -> None:
     verify = Cache(enabled=True).verify
-    assert verify(Measurement()).why == "no sample was asked for"
+    assert verify(Measurement()).why == "no sample was requested"
     found = {"hits": 0, "misses": 5, "store": "shm", "kept_bytes": 2 * 10**9}
     verdict = verify(Measurement(evidence={"cache": found}))
     assert verdict.took is False and verdict.why == "none of 5 samples was in the store yet; 2 GB kept in shm"

@@ -157,7 +157,7 @@ class Breaking(models.Regression):
         ({"scope": "blocks"}, {}, "no list of layers repeats a block; write scope: model"),
         ({}, {"device": "cuda", "accumulate": 4}, None),
         ({}, {"compiled_by_user": ("net", "head")}, "net, head is already compiled by you"),
-        ({}, {"compiler": None}, "Inductor needs a C++ compiler and none was found; install gcc or g++"),
+        ({}, {"compiler": None}, "Inductor needs a C++ compiler, and none was found: install gcc or g++"),
         (
             {},
             {"compile_targets": ()},
@@ -350,7 +350,7 @@ def test_takes(kind: Any, backend: list[str]) -> None:
 
 
 def test_the_short_last_batch_of_an_epoch_gets_no_graph(backend: list[str]) -> None:
-    why = "1 graphs captured; 2 of 22 calls ran eager: no graph fit them"
+    why = "1 graphs captured; 2 of 22 calls ran eagerly: no graph fit them"
     pairs = torch.utils.data.TensorDataset(torch.randn(42, 8), torch.randn(42, 1))  # ten batches of 4, one of 2
     train = torch.utils.data.DataLoader(pairs, batch_size=4)
     watcher, _ = fit(COMPILE, seeded(), train, max_epochs=2)
@@ -509,7 +509,7 @@ def test_a_recompile_for_sizes_that_vary_is_said_with_its_cause(dynamic: Any, ba
     watcher, _ = fit({"compile": {"dynamic": dynamic}}, seeded(Own), of_sizes([8, 5, 6, 4, *range(7, 20)]))
     cause = "tensor 'args[0]' size mismatch at index 0. expected 8, actual 4"
     assert len(backend) == 2 and evidence(watcher, "compile")["recompiles"] == [cause]
-    found = f"2 graphs captured; recompiled: {cause}; 2 of 17 calls ran eager: no graph fit them"
+    found = f"2 graphs captured; recompiled: {cause}; 2 of 17 calls ran eagerly: no graph fit them"
     assert (verdict(watcher, "compile").took, verdict(watcher, "compile").why) == (True, found)
 
 
@@ -520,7 +520,7 @@ def test_a_storm_ends_in_eager_with_its_reason(backend: list[str]) -> None:  # C
     assert len(backend) == 2 and not evidence(watcher, "compile")["limit_hit"]
     assert models.distance(models.weights(ours), models.weights(plain)) < 1e-6
     assert verdict(watcher, "compile").took is False
-    storm = "net: none of 2 graphs fitted 10 of the last 10 calls: eager from there"
+    storm = "net: none of 2 graphs fitted 10 of the last 10 calls: eager from then on"
     assert verdict(watcher, "compile").why.endswith(storm)
 
 
@@ -533,7 +533,7 @@ def test_a_storm_in_training_is_said_beside_a_few_other_calls(backend: list[str]
     watcher, _ = fit({"compile": {"dynamic": False}}, seeded(Asks), of_sizes(list(range(1, 21))))
     assert verdict(watcher, "compile").took is False
     assert "18 of 20 calls ran eager" in verdict(watcher, "compile").why
-    assert verdict(watcher, "compile").why.endswith("eager from there")
+    assert verdict(watcher, "compile").why.endswith("eager from then on")
 
 
 def test_graph_breaks_are_said(backend: list[str]) -> None:
@@ -546,7 +546,7 @@ def test_graph_breaks_are_said(backend: list[str]) -> None:
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # C4
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    reason = "Inductor needs a C++ compiler and none was found; install gcc or g++"
+    reason = "Inductor needs a C++ compiler, and none was found: install gcc or g++"
     ours, plain = seeded(Own), seeded(Own)
     watcher, _ = fit(COMPILE, ours)
     fit(None, plain)

@@ -31,7 +31,7 @@ DALI: dict[str, Any] = {"dali": {"threads": 2}}
 STEPS = (RandomResizedCrop(size=(8, 8)), ToTensor(), ToFloat())
 IMAGES = ImageFacts(steps=STEPS, count=100)
 NOTE = "a run resumed in mid-epoch has different crops and flips for the rest of it; DALI keeps no state"
-OWN = "DALI draws its own random numbers: RandomResizedCrop come out differently each time"
+OWN = "DALI draws its own random numbers: RandomResizedCrop differ on every run"
 
 
 def facts(loader: dict[str, Any] | None = None, **others: Any) -> Facts:
@@ -92,20 +92,20 @@ def test_plan_waits_and_keeps_to_the_run() -> None:
             facts({}, has_dali=False, cuda_version="12.8"),
             'DALI is not installed; pip install "lightning-fastloop[dali-cuda12]"',
         ),
-        ({}, facts({}, device="mps"), "DALI loads for CUDA and the CPU; this run is on mps"),
+        ({}, facts({}, device="mps"), "DALI supports CUDA and the CPU; this run is on mps"),
         ({"decode": "mixed"}, facts({}), "decode: mixed needs CUDA; write auto or cpu"),
         ({}, facts({}, steps_with_iterator=True), "training_step(dataloader_iter) fetches and moves its own batches"),
         (
             {},
             facts({"is_dataloader": False, "kind": "DALIGenericIterator"}),
-            "DALIGenericIterator is not a DataLoader: a DALI iterator of your own, for one, is left as it is",
+            "DALIGenericIterator is not a DataLoader: for example, your own DALI iterator is left alone",
         ),
         ({}, facts({"engine": "threads"}), "threads loads the samples already"),
         ({}, facts({"images": "it is a list"}), "DALI loads datasets of image files only: it is a list"),
         (
             {},
             facts({"images": ImageFacts(steps=STEPS, unknown="Mixup", count=1)}),
-            "Mixup is no transform that DALI has a counterpart for",
+            "Mixup is a transform that DALI has no counterpart for",
         ),
         (
             {},
@@ -116,7 +116,7 @@ def test_plan_waits_and_keeps_to_the_run() -> None:
         (
             {},
             facts({"custom_collate": True}),
-            "your own collate_fn makes the batches; DALI makes whole batches itself",
+            "your own collate_fn builds the batches, but DALI builds whole batches itself",
         ),
         ({}, facts({"auto_collates": False}), "DataLoader has no batch_size, which DALI needs to allocate memory"),
         ({}, facts({"batch_size": None}), "DataLoader has no batch_size, which DALI needs to allocate memory"),
@@ -124,7 +124,7 @@ def test_plan_waits_and_keeps_to_the_run() -> None:
         (
             {},
             facts({"stateful": True, "kind": "Own"}),
-            "Own keeps a position of its own, which DALI's look-ahead would shift",
+            "Own keeps its own position, which DALI's read-ahead would shift",
         ),
         ({}, facts({"sampler_hazards": ("a is x",)}), "DALI reads the sampler ahead of training: a is x"),
         ({}, facts({"own_iterator": True}), "DataLoader makes its own iterators"),
@@ -154,7 +154,7 @@ def test_verdicts() -> None:
     assert verify(Measurement(evidence={"dali": seen})).took is True
     told = {**seen, "plain_batches": 2, "why_plain": "a.gif: no", "mean_levels": 0.17, "checked_samples": 16}
     assert verify(Measurement(evidence={"dali": told})).why == (
-        "DALI decoded 64 images (cpu, 2 threads); 16 compared samples deviate by 0.17 of 255 levels;"
+        "DALI decoded 64 images (cpu, 2 threads); 16 compared samples differ by 0.17 of 255 levels;"
         " 2 batches were loaded without it: a.gif: no"
     )
     assert verify(Measurement(evidence={"dali": {**seen, "images": 0}})).took is False
@@ -237,7 +237,7 @@ def test_takes(folder: Path) -> None:
     verdict, seen = ours.verdict("dali"), ours.seen("dali")
     assert verdict.took is True and verdict.parity_class == "approximate"
     assert seen["images"] == 60 and seen["plain_batches"] == 0 and seen["mean_levels"] < 0.35
-    assert verdict.why.startswith("DALI decoded 60 images (cpu, 2 threads); 10 compared samples deviate by 0.")
+    assert verdict.why.startswith("DALI decoded 60 images (cpu, 2 threads); 10 compared samples differ by 0.")
     assert set(ours.module.orders) == {True}
     assert ours.loop is not None and ours.loop.measurement is not None
     loaded = ours.loop.measurement.evidence["loader"]
@@ -301,7 +301,7 @@ def test_validation_stays_the_loaders_where_dali_cannot(folder: Path, which: str
     assert seen["validation_images"] == 0
     if which == "val":
         assert seen["validation_why_plain"].startswith("your own collate_fn")
-        assert "a loader was left as it is: your own collate_fn" in ours.verdict("dali").why
+        assert "one loader was left alone: your own collate_fn" in ours.verdict("dali").why
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -408,7 +408,7 @@ def test_wrong_pixels_leave_the_loader_to_the_next_rung(folder: Path, monkeypatc
     monkeypatch.setitem(reading._READERS, "Normalize", read)
     ours = run({**DALI, "workers": {"count": 1}}, load(folder), Sees, max_epochs=2)
     assert (ours.reason("dali") or "").startswith(
-        "DALI's pictures are not those of the transforms: red is off by +25.5 levels"
+        "DALI's images differ from those of the transforms: red is off by +25.5 levels"
     )
     assert ours.verdict("dali").took is False and ours.verdict("workers").took is True
     assert Counter(chain.from_iterable(ours.module.labels)) == dict.fromkeys(range(20), 2)
@@ -472,7 +472,7 @@ class Own:
 
 def test_a_pipeline_of_the_users_own_stays(folder: Path) -> None:
     ours = run(DALI, Own(), Sees, max_epochs=1)
-    assert ours.reason("dali") == "Own is not a DataLoader: a DALI iterator of your own, for one, is left as it is"
+    assert ours.reason("dali") == "Own is not a DataLoader: for example, your own DALI iterator is left alone"
     assert ours.module.labels == [[0, 1]] * 3
 
 

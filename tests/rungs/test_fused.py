@@ -134,10 +134,10 @@ def test_does_not_take_without_a_step() -> None:
 REFUSED: list[tuple[Any, str]] = [
     (lambda: seeded(Tuned, kind=torch.optim.RMSprop), "RMSprop has no fused form"),
     (lambda: seeded(Tuned, kind=Home), "Home has no fused form"),
-    (lambda: seeded(Tuned, fused=True), "AdamW was made with fused=True; your choice stands"),
-    (lambda: seeded(Tuned, fused=False), "AdamW was made with fused=False; your choice stands"),
-    (lambda: seeded(Tuned, foreach=True), "AdamW was made with foreach=True; your choice stands"),
-    (lambda: seeded(Tuned, foreach=False), "AdamW was made with foreach=False; your choice stands"),
+    (lambda: seeded(Tuned, fused=True), "AdamW was created with fused=True; your choice stands"),
+    (lambda: seeded(Tuned, fused=False), "AdamW was created with fused=False; your choice stands"),
+    (lambda: seeded(Tuned, foreach=True), "AdamW was created with foreach=True; your choice stands"),
+    (lambda: seeded(Tuned, foreach=False), "AdamW was created with foreach=False; your choice stands"),
     (lambda: seeded(Twice, second=torch.optim.RMSprop), "RMSprop has no fused form"),
 ]
 
@@ -168,18 +168,23 @@ def flip(optimizer: Any, module: torch.nn.Module | None = None, device: str = "c
             torch.nn.Sequential(torch.nn.Embedding(2, 2, sparse=True)),
             "0 produces sparse gradients, which fused optimizers do not support",
         ),
-        (lambda p: ADAM([p], capturable=True), "cpu", None, "Adam was made with capturable=True; your choice stands"),
+        (
+            lambda p: ADAM([p], capturable=True),
+            "cpu",
+            None,
+            "Adam was created with capturable=True; your choice stands",
+        ),
         (
             lambda p: SGD([p], differentiable=True),
             "cpu",
             None,
-            "SGD was made with differentiable=True; your choice stands",
+            "SGD was created with differentiable=True; your choice stands",
         ),
         (
             lambda p: ADAM([p.to(torch.complex64)]),
             "cpu",
             None,
-            "Adam holds parameters that are not real floating point",
+            "Adam has parameters that are not real floating point",
         ),
     ],
 )

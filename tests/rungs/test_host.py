@@ -94,11 +94,11 @@ def test_takes() -> None:
     assert module.found == {"threshold": MOST_YOUNG}
     assert evidence(watcher, "host")["gc_passes"] == 2 and passes.count(1) >= 2
     assert verdict(watcher, "host").took is True
-    told = "8 batches took the short way through Lightning's loop; garbage collections at chosen steps: 2"
+    told = "8 batches took the short path through Lightning's loop; 2 garbage collections at chosen steps"
     assert verdict(watcher, "host").why == told, "what it did not do goes unsaid"
     assert Host(enabled=True).verify(Measurement()).took is None
     ranks = Host(enabled=True).verify(Measurement(evidence={"host": {"flat_batches": 0, "direct_hooks": 1}}))
-    assert (ranks.took, ranks.why) == (True, "hooks are called without detours")
+    assert (ranks.took, ranks.why) == (True, "hooks were called directly")
 
 
 def test_a_graph_asked_for_by_name_must_be_replayed() -> None:

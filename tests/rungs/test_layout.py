@@ -100,7 +100,7 @@ def test_plan() -> None:
     with pytest.raises(NotApplicable) as reason:
         Layout(enabled=True).plan(Facts())
     assert str(reason.value) == "the model has no 2-D convolution"
-    with pytest.raises(NotApplicable, match="FSDPStrategy stores weights in an order of its own"):
+    with pytest.raises(NotApplicable, match="FSDPStrategy stores weights in its own layout"):
         Layout(enabled=True).plan(Facts(convs=("net.0",), plain_gradients=False, strategy="FSDPStrategy"))
     change = Layout(enabled=True).plan(Facts(convs=("net.0",)))
     assert dict(change.wants) == {"step.channels_last_inputs": True}

@@ -47,8 +47,8 @@ class Words(models.Regression):
         ({}, {}, None),
         ({"pad_vocabulary": False}, {"device": "cuda", "compiler": "g++"}, None),
         ({}, {"classes": 0}, "no layer has 8,192 outputs or more"),
-        ({}, {"device": "cuda"}, "Inductor needs a C++ compiler and none was found; install gcc or g++"),
-        ({"chunks": 4}, {}, "chunks: your module makes the logits before the loss is called"),
+        ({}, {"device": "cuda"}, "Inductor needs a C++ compiler, and none was found: install gcc or g++"),
+        ({"chunks": 4}, {}, "chunks: your module computes the logits before it calls the loss"),
     ],
 )
 def test_plan(settings: dict[str, Any], facts: dict[str, Any], reason: str | None) -> None:
@@ -106,7 +106,7 @@ def test_a_shipped_ladder_compiles_no_kernels() -> None:
     models.trainer(callbacks=[watcher]).fit(ours, models.loader())
     fit(None, plain)
     assert evidence(watcher, "loss")["calls"] == 0 and verdict(watcher, "loss").took is False
-    assert "none could be padded in them" in verdict(watcher, "loss").why
+    assert "none inside them could be padded" in verdict(watcher, "loss").why
     assert same(models.weights(ours), models.weights(plain))
 
 

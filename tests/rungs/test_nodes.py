@@ -84,14 +84,14 @@ def test_plan(settings: dict[str, Any], given: Facts, threads: int) -> None:
         ),
         (
             {"map_style": False},
-            "an iterable dataset iterates by itself; threads can only share one with indexed samples",
+            "threads can only share a dataset with indexed samples, not an iterable one",
         ),
         (
             {"num_workers": 3},
             "the loader already has 3 workers; your number stands (set num_workers=0 for threads)",
         ),
         ({"stateful": True}, "DataLoader tracks its own position, which threads would not update"),
-        ({"own_iterator": True}, "DataLoader makes its own iterators, which threads would bypass"),
+        ({"own_iterator": True}, "DataLoader creates its own iterators, which threads would bypass"),
         ({"sampler_hazards": ("a is x", "b")}, "threads read ahead of training: a is x; b"),
         (
             {"draws_random": ("RandomCrop", "a"), "shared_draws": ("RandomCrop", "a", "b", "c")},
@@ -109,7 +109,9 @@ def test_plan_refuses(loader: dict[str, Any], reason: str) -> None:
 def test_draws_of_torchs_are_each_batchs_own() -> None:
     change = Nodes(enabled=True).plan(facts({"draws_random": ("RandomCrop", "ColorJitter")}))
     assert change.wants == {"loader.engine": Threads(threads=7, own_draws=True)} and change.parity == "approximate"
-    assert change.notes[1].startswith("augmentation draws differ from a run without threads (RandomCrop, ColorJitter)")
+    assert change.notes[1].startswith(
+        "random augmentations differ from a run without threads (RandomCrop, ColorJitter)"
+    )
 
 
 def test_a_sampler_that_draws_as_it_goes() -> None:
@@ -326,7 +328,7 @@ class TouchesBefore(Net):
 @pytest.mark.parametrize(
     ("train", "module", "reason"),
     [
-        (lambda: DataLoader(Stream(), 8), Net, "an iterable dataset iterates by itself"),
+        (lambda: DataLoader(Stream(), 8), Net, "not an iterable one"),
         (lambda: DataLoader(Counts(count=0), 8), Net, "dataset.count is written while a sample is made"),
         (lambda: DataLoader(Noisy(), 8), Net, "Noisy.__getitem__ draw random numbers"),
         (batches, Touches, "Touches.on_train_batch_end names train_dataloader"),

@@ -77,7 +77,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         ({"static_graph": True}, {"micro_batches": True}, SEVERAL),
         ({"static_graph": True}, {"accumulation_scheduled": True}, SEVERAL),
         ({}, {"detaches_grads": ("Net.step",)}, DETACHES),
-        ({"comm_hook": "bf16"}, {"user_comm_hook": True}, "the strategy already has your own ddp_comm_hook; it stands"),
+        (
+            {"comm_hook": "bf16"},
+            {"user_comm_hook": True},
+            "the strategy already has your own ddp_comm_hook, which stays",
+        ),
     ],
 )
 def test_plan(settings: dict[str, Any], facts: dict[str, Any], wants: dict[str, Any] | str) -> None:
@@ -145,7 +149,7 @@ def test_does_not_take_what_is_refused(ranks: Ranks) -> None:
     assert ranks["detaching"]["settings"]["gradient_as_bucket_view"] is False and ranks["detaching"]["error"] is None
     assert ranks["users_hook"]["verdicts"]["overlap"] == [
         False,
-        "the strategy already has your own ddp_comm_hook; it stands",
+        "the strategy already has your own ddp_comm_hook, which stays",
     ]
 
 
@@ -265,7 +269,7 @@ def test_unused_parameters_are_named_beside_lightnings_text(ranks: Ranks) -> Non
 def test_gradients_detached_out_of_sight_get_a_hint(ranks: Ranks) -> None:  # R2
     assert "Can't detach views in-place" in ranks["detached_unseen"]["error"]
     (line,) = [line for line in ranks["detached_unseen"]["warnings"] if "detached" in line]
-    assert line.endswith("rungs.overlap.gradient_as_bucket_view forbids: write false")
+    assert line.endswith("rungs.overlap.gradient_as_bucket_view forbids: set it to false")
 
 
 @pytest.mark.multirank

@@ -44,7 +44,7 @@ def test_plan() -> None:
     [
         (Facts(), CPU),
         (Facts(device="mps"), "needs CUDA; this run is on mps, where no copy starts in pinned memory"),
-        (facts(is_dataloader=False, kind="Own"), "Own is not a DataLoader: pin its batches where they are made"),
+        (facts(is_dataloader=False, kind="Own"), "Own is not a DataLoader: pin its batches where you create them"),
         (facts(pin_memory=True), "the loader already pins its memory"),
     ],
 )

@@ -47,15 +47,17 @@ def test_plan() -> None:
     assert Prefetch(enabled=True).plan(facts({"draws_random": ("Crop",), "num_workers": 2})).parity == "exact"
     noisy = Prefetch(enabled=True).plan(facts({"draws_random": ("Crop",)}))
     assert noisy.parity == "approximate" and noisy.notes == (
-        "samples are drawn early in this process: CPU random numbers of training_step differ",
+        "samples are loaded early in this process: training_step gets different CPU random numbers",
     )
     timed = Prefetch(enabled=True).plan(facts({}, timed_hooks=("on_before_batch_transfer",)))
     assert timed.parity == "approximate" and timed.notes == (
-        "your on_before_batch_transfer draws random numbers or reads the step, here ahead of it: either may differ",
+        "your on_before_batch_transfer draws random numbers or reads the step, and now runs ahead of it: either may"
+        " differ",
     )
     holds = {"holds_training": ("collate_fn.__self__",)}
     reads = Prefetch(enabled=True).plan(facts(holds))
-    assert reads.parity == "approximate" and "what they read from collate_fn.__self__ may be older" in reads.notes[0]
+    assert reads.parity == "approximate"
+    assert "what they read from collate_fn.__self__ may be out of date" in reads.notes[0]
     copies = Prefetch(enabled=True).plan(facts({**holds, "num_workers": 2}))
     assert copies.parity == "exact" and copies.notes == (), "workers hold copies in any case"
     early = Prefetch(enabled=True).plan(facts({"sampler_draws": ("Bag.__iter__",), "num_workers": 2}))
@@ -88,7 +90,7 @@ def test_takes(on_cpu: None) -> None:
     # The first batch of an epoch has to be waited for; all others were fetched before. Nothing is copied on the CPU.
     assert ours.seen("prefetch") == {"batches": 16, "ahead_batches": 14, "copied_bytes": 0}
     assert ours.verdict("prefetch").took is False
-    assert ours.verdict("prefetch").why == "the batches were on the device already: nothing to copy ahead"
+    assert ours.verdict("prefetch").why == "the batches were already on the device: nothing to copy ahead"
     verify, seen = Prefetch(enabled=True).verify, {"batches": 16, "ahead_batches": 14, "copied_bytes": 16 * 2**21}
     taken = verify(Measurement(evidence={"prefetch": seen}))
     assert taken.took is True

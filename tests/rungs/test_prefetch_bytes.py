@@ -46,9 +46,9 @@ def test_pictures_are_planned_as_bytes() -> None:
         ({"images": ImageFacts(steps=PHOTOS.steps, unknown="RandomErasing")}, "RandomErasing is not known"),
         ({"images": ImageFacts(steps=(ToTensor(),))}, "no transform makes floats of them"),
         ({"images": ImageFacts(steps=(*PHOTOS.steps, PHOTOS.steps[0]))}, "RandomCrop comes after they are floats"),
-        ({"images": PHOTOS, "custom_collate": True}, "your own code makes the batches"),
-        ({"images": PHOTOS, "own_iterator": True}, "your own code makes the batches"),
-        ({"images": PHOTOS, "auto_collates": False}, "your own code makes the batches"),
+        ({"images": PHOTOS, "custom_collate": True}, "your own code builds the batches"),
+        ({"images": PHOTOS, "own_iterator": True}, "your own code builds the batches"),
+        ({"images": PHOTOS, "auto_collates": False}, "your own code builds the batches"),
         ({"images": PHOTOS, "may_change": ("Own.on_train_epoch_end sets .transform",)}, "the dataset may change"),
         ({"images": PHOTOS, "engine": "DALI"}, "DALI makes the batches"),
     ],
@@ -56,9 +56,9 @@ def test_pictures_are_planned_as_bytes() -> None:
 def test_what_has_to_travel_as_floats(given: dict[str, Any], why: str) -> None:
     change = Prefetch(enabled=True).plan(facts(given))
     assert set(change.wants) == {"feed.depth"}
-    said = [note for note in change.notes if note.startswith("pictures travel as floats: ") and why in note]
+    said = [note for note in change.notes if note.startswith("images are sent as floats: ") and why in note]
     assert len(said) == isinstance(given["images"], ImageFacts)
-    with pytest.raises(NotApplicable, match=r"pictures cannot travel as bytes: .*uint8: auto") as refused:
+    with pytest.raises(NotApplicable, match=r"images cannot be sent as bytes: .*uint8: auto") as refused:
         Prefetch(enabled=True, uint8=True).plan(facts(given))
     assert why in str(refused.value)
 

@@ -56,8 +56,8 @@ def wants(count: int, persistent: bool = False, prefetch_factor: int = 2) -> dic
 
 HEAVY = {"sample_bytes": 2**20, "batch_size": 8}
 LITTLE = (
-    "/dev/shm has room for {} MiB only: fewer workers load if their batches do not fit;"
-    " give the container --shm-size=8g"
+    "/dev/shm has room for only {} MiB: fewer workers are used if their batches do not fit; give the container"
+    " --shm-size=8g"
 )
 
 
@@ -81,15 +81,15 @@ LITTLE = (
             {"count": 8},
             facts({}, cpu_count=2, local_ranks=2),
             wants(8),
-            ["8 workers for each of 2 ranks on 2 usable CPUs: they compete for CPUs and may slow training down"],
+            ["8 workers for each of 2 ranks on 2 usable CPUs: they compete for CPUs and may slow down training"],
         ),
         (
             {"count": 3},
             facts({}, shm_free_bytes=64 * 2**20),
             wants(3),
             [
-                "/dev/shm has room for 64 MiB only: fewer workers load if their batches do not fit;"
-                " give the container --shm-size=8g"
+                "/dev/shm has room for only 64 MiB: fewer workers are used if their batches do not fit; give the"
+                " container --shm-size=8g"
             ],
         ),
         ({"count": 3}, facts({}, shm_free_bytes=2**30), wants(3), []),
@@ -108,21 +108,22 @@ LITTLE = (
             facts({"sampler_draws": ("Bag.__iter__",)}),
             wants(7),
             [
-                "Bag.__iter__ draws random numbers between samples, now before the training's own: either may differ",
+                "Bag.__iter__ draws random numbers between samples, and now does so before the training draws its"
+                " own: either may differ",
             ],
         ),
         (
             {},
             facts({"draws_random": ("RandomCrop", "a", "b", "c")}),
             wants(7),
-            ["augmentation draws differ from a run without workers (RandomCrop, a, b)"],
+            ["random augmentations differ from a run without workers (RandomCrop, a, b)"],
         ),
     ],
 )
 def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], notes: list[str]) -> None:
     change = Workers(enabled=True, **settings).plan(given)
     kept_off = {"launch.free_cpus": given.local_ranks} if given.cpu_count > 2 * given.local_ranks else {}
-    room = [f"workers leave {given.local_ranks} of {given.cpu_count} CPUs for the training's own threads"]
+    room = [f"{given.local_ranks} of {given.cpu_count} CPUs are left for the training's own threads"]
     assert change.wants == {**expected, **kept_off} and not change.actions
     assert sorted(change.notes) == sorted([*notes, *(room if kept_off else [])])
     draws = given.loader and (given.loader.draws_random or given.loader.sampler_draws)
@@ -138,8 +139,8 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
         (
             {},
             {"map_style": False},
-            "an iterable dataset would be read as a whole by every worker, so samples repeat;"
-            " shard it by torch.utils.data.get_worker_info and set num_workers",
+            "every worker would read the whole iterable dataset, so samples would repeat; shard it with"
+            " torch.utils.data.get_worker_info and set num_workers",
         ),
         (
             {},
@@ -147,13 +148,13 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
             "DataLoader shuffles differently with workers, and its saved position is tied to their"
             " number; set num_workers yourself before the run starts",
         ),
-        ({}, {"worker_hazards": ("a is x", "b is y")}, "the dataset cannot go to workers: a is x; b is y"),
+        ({}, {"worker_hazards": ("a is x", "b is y")}, "the dataset cannot be copied to workers: a is x; b is y"),
         ({}, {"sampler_hazards": ("a is x",)}, "workers read the sampler ahead of training: a is x"),
         (
             {},
             {"own_iterator": True},
-            "DataLoader makes its own iterators, so what workers send cannot be checked before it is used;"
-            " set num_workers yourself",
+            "DataLoader creates its own iterators, so what workers send cannot be checked first; set num_workers"
+            " yourself",
         ),
         (
             {"start_method": "spawn"},
@@ -215,7 +216,7 @@ def test_long_lists_are_packed_or_named() -> None:
     """D8."""
     change = Workers(enabled=True).plan(facts({"packable": 10**7, "long_lists": ("dataset.samples holds 10",)}))
     assert change.wants["dataset.packed"] == Packing(samples=10**7) and change.parity == "exact"
-    assert "10000000 file names are packed into arrays, which workers share; they would copy lists" in change.notes
+    assert "10000000 file names are packed into arrays, which workers share instead of copying" in change.notes
     change = Workers(enabled=True).plan(facts({"long_lists": ("dataset.paths holds 1.2 million Python objects",)}))
     assert "dataset.packed" not in change.wants and change.notes[0] == (
         "worker memory grows: dataset.paths holds 1.2 million Python objects, and workers copy what they touch;"
@@ -309,8 +310,7 @@ def test_workers_are_kept_where_epochs_are_short_and_nothing_changes_the_dataset
         ({}, "a is changed by b; if that is fine, write workers.persistent: true"),
         (
             {"reload_every_n_epochs": 2},
-            "the Trainer reloads its loaders, and the old workers would stay; to start them all the same, write"
-            " workers.count",
+            "the Trainer reloads its loaders, and the old workers would stay; to start them anyway, set workers.count",
         ),
     ],
 )
@@ -318,7 +318,7 @@ def test_epochs_too_short_to_start_workers_in_each_go_without(run: dict[str, Any
     with pytest.raises(NotApplicable) as refused:
         Workers(enabled=True).plan(facts({"batches": 32, **CHANGES}, **run))
     assert str(refused.value) == (
-        f"epochs of 32 batches are too short to start workers in each, and keeping them is not safe: {why}"
+        f"epochs of 32 batches are too short to restart workers in each, and keeping them is not safe: {why}"
     )
 
 
@@ -465,7 +465,7 @@ def test_shared_memory_that_turns_out_too_small_is_said(monkeypatch: pytest.Monk
     plain, ours = both(rungs, partial(batches, 40, shuffle=True, collate_fn=widen), max_epochs=2)
     assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
     assert ours.verdict("workers").took is True
-    assert "2 workers with 1 batches ahead of each: /dev/shm has room for 2 MiB" in ours.verdict("workers").why
+    assert "2 workers, each with 1 batches ahead: /dev/shm has room for 2 MiB" in ours.verdict("workers").why
 
 
 @pytest.mark.timeout(200)
@@ -721,7 +721,7 @@ class Stream(IterableDataset):
 def test_an_iterable_dataset_is_refused_for_it_would_be_doubled() -> None:
     """D4, with the proof that it would have happened."""
     plain, ours = both(WORKERS, lambda: DataLoader(Stream(), batch_size=8), max_epochs=1)
-    assert str(ours.reason("workers")).startswith("an iterable dataset would be read as a whole by every worker")
+    assert str(ours.reason("workers")).startswith("every worker would read the whole iterable dataset")
     assert ours.module.samples == plain.module.samples
     doubled = clone(DataLoader(Stream(), batch_size=8), {"num_workers": 2, "prefetch_factor": 2})
     drawn = sorted(number for batch in doubled for number in batch[2].tolist())
@@ -775,7 +775,7 @@ class _Cuda(torch.Tensor):
 def test_datasets_that_workers_would_break(data: Any, reason: str) -> None:
     """D11 and open handles: skipped with the place, and training goes on."""
     ours = run(WORKERS, DataLoader(data(), batch_size=8), max_epochs=1)
-    assert ours.reason("workers") == f"the dataset cannot go to workers: {reason}"
+    assert ours.reason("workers") == f"the dataset cannot be copied to workers: {reason}"
     assert ours.verdict("workers").took is False and ours.trainer.global_step == 2
     with pytest.raises(ConfigError, match=r"rungs\.workers under strict: true"):
         run(WORKERS, DataLoader(data(), batch_size=8), strict=True)

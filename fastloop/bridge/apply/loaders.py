@@ -200,11 +200,11 @@ class TrainLoaders:
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
         """Continue with fewer workers than planned, or none."""
         if workers:
-            why = f"{workers} workers with {ahead} batches ahead of each: {why}"
+            why = f"{workers} workers, each with {ahead} batches ahead: {why}"
             self._fewer = {"num_workers": workers, "prefetch_factor": ahead}, why
         else:
             self._give_up("loader.num_workers", why)
-            why = f"no workers load from here on: {why}"
+            why = f"no workers are used from now on: {why}"
         self._warn(why)
 
     def _count_asked(self, facts: Facts) -> int | None:

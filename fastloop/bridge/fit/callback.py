@@ -86,7 +86,7 @@ class FastLoop(Callback):
         self.config, ignored = load_callback_config(config)
         self.strict = self.config.strict if strict is None else strict
         if ignored and not quiet:
-            rank_zero_info(f"fastloop: ignored, because you make the Trainer yourself: {', '.join(ignored)}")
+            rank_zero_info(f"fastloop: ignored, because you create the Trainer yourself: {', '.join(ignored)}")
 
     @classmethod
     def of(cls, config: Config, *, out: Path | None, quiet: bool = False) -> FastLoop:
@@ -254,7 +254,7 @@ class FastLoop(Callback):
     def stop_watching(self, why: str) -> None:
         """Give up with one warning; rungs stay as they are, because the run has begun with them."""
         if not self._stopped:
-            rank_zero_warn(f"fastloop stopped watching, training goes on: {why}")
+            rank_zero_warn(f"fastloop stopped watching, training continues: {why}")
         if self._eyes is not None:
             self._eyes.stop()
         self._eyes, self._stopped = None, True
@@ -373,7 +373,7 @@ class FastLoop(Callback):
             try:
                 restore.pop()()
             except Exception as error:  # the others must still run
-                rank_zero_warn(f"fastloop could not put everything back: {type(error).__name__}: {error}")
+                rank_zero_warn(f"fastloop could not undo every change: {type(error).__name__}: {error}")
 
 
 def _say_line(line: str) -> None:

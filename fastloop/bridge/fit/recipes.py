@@ -26,7 +26,7 @@ def build_recipe(config: Config) -> tuple[Any, Any]:
     made = module.build(read_settings(module.Settings, config.recipe, "recipe", config.origins))
     if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[1], "train_dataloader"):
         raise ConfigError(
-            got=f"what build() of {config.recipe_file} gives",
+            got=f"the result of build() in {config.recipe_file}",
             why=f"it is {type(made).__name__}",
             do="return a LightningModule and a LightningDataModule",
         )
@@ -48,8 +48,8 @@ def load(config: Config) -> ModuleType:
         if not hasattr(module, name):
             raise ConfigError(
                 got=f"{path}",
-                why=f"a recipe needs {name}, and this file has none",
-                do="see any file below recipes/ for the shape",
+                why=f"a recipe needs {name}, but this file has none",
+                do="see any file in recipes/ for an example",
             )
     return module
 

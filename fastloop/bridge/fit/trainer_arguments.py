@@ -43,7 +43,7 @@ def check_trainer_arguments(config: Config) -> None:
             check_type(value, functools.reduce(operator.or_, kinds), key, origin)
         elif isinstance(value, (dict, list)):
             raise make_fault(
-                key, origin, "no plain value of this shape is taken", "write one word or number", value=value
+                key, origin, "it does not take a plain value of this type", "write one word or number", value=value
             )
 
 

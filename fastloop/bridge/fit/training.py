@@ -146,9 +146,9 @@ def _check_devices(config: Config) -> None:
     if (on_cuda or (accelerator == "auto" and visible)) and wanted > visible:
         why = f"{visible} CUDA devices are visible here"
         if not visible:
-            do = "write run.accelerator: cpu, or look at CUDA_VISIBLE_DEVICES"
+            do = "write run.accelerator: cpu, or check CUDA_VISIBLE_DEVICES"
             raise make_fault("run.accelerator", config.origins["run.accelerator"], why, do, value=accelerator)
-        do = f"write at most {visible}, or look at CUDA_VISIBLE_DEVICES"
+        do = f"write at most {visible}, or check CUDA_VISIBLE_DEVICES"
         raise make_fault("run.devices", config.origins["run.devices"], why, do, value=wanted)
 
 
@@ -158,13 +158,13 @@ def _explain_refusal(config: Config, error: Exception) -> ConfigError:
     keys = [*(f"trainer.{name}" for name in config.trainer), "run.accelerator", "run.devices"]
     key = next((key for key in keys if re.search(rf"\b{key.partition('.')[2]}\b", message, re.IGNORECASE)), None)
     if key is None:
-        return ConfigError(got="the trainer section", why=f"Lightning refuses it: {message}", do="see what it says")
+        return ConfigError(got="the trainer section", why=f"Lightning rejects it: {message}", do="see what it says")
     section, _, name = key.partition(".")
     value = (config.trainer if section == "trainer" else vars(config.run))[name]
     return make_fault(
         key,
         find_origin(key, config.origins),
-        f"Lightning refuses it: {message}",
+        f"Lightning rejects it: {message}",
         "write another value, or delete the line",
         value=value,
     )
@@ -217,7 +217,7 @@ def make_no_batches_error(got: str) -> FastLoopError:
     return FastLoopError(
         got=got,
         why="there is nothing to train on",
-        do="look for an empty dataset, drop_last with a batch larger than the dataset, or"
+        do="check for an empty dataset, drop_last with a batch larger than the dataset, or"
         " trainer.limit_train_batches: 0",
     )
 

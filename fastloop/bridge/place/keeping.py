@@ -104,8 +104,8 @@ class PlaceKeeper:
         if self.saved is None:
             if progress.current.processed and not _is_over(progress):
                 self.warn(
-                    "the checkpoint does not say where it stands in its epoch: the sampler starts anew, as without"
-                    f" fastloop, behind {progress.current.processed} batches"
+                    "the checkpoint does not record its position in the epoch: the sampler starts over, as without"
+                    f" fastloop, after {progress.current.processed} batches"
                 )
             return None
         over, batches = self.saved["over"], self.saved["batches"]
@@ -121,8 +121,8 @@ class PlaceKeeper:
             _leave_epoch(loop)
             return None
         self.say(
-            f"goes on behind batch {batches} of epoch {self._trainer.current_epoch}, in the order it had (Lightning's"
-            " warning that the dataloader is not resumable does not hold)"
+            f"continues after batch {batches} of epoch {self._trainer.current_epoch}, in the same order (ignore"
+            " Lightning's warning that the dataloader is not resumable)"
         )
         return batches
 

@@ -155,8 +155,8 @@ class NoExchange(Callback):
         if trainer.world_size < 2 or not isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise FastLoopError(
                 got=f"{trainer.world_size} ranks of {type(trainer.strategy).__name__}",
-                why="there is no exchange of DDP's to leave out",
-                do="take this ceiling with DDP and two devices or more",
+                why="there is no DDP exchange to leave out",
+                do="measure this ceiling with DDP and two or more devices",
             )
         model.require_backward_grad_sync = False
 

@@ -266,7 +266,7 @@ def _mark_content(batch: Any, drawn: Drawn) -> Batch:
     """
     leaves = [leaf for leaf in iterate_tensors(batch) if leaf.device.type == "cpu" and leaf.layout == torch.strided]
     if not leaves:
-        drawn.why = "the loader hands out batches that are on the device already, or hold no tensors"
+        drawn.why = "the loader yields batches that are already on the device, or contain no tensors"
         return Batch((), count_samples(batch), None)
     labels = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.element_size() > 1]
     return Batch(tuple(_mark(leaf) for leaf in labels or leaves), count_samples(batch), None)

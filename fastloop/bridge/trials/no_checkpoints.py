@@ -101,7 +101,7 @@ def keep_back(trainer: Any, held_back: Callable[[], None], inside: Path | None =
             raise FastLoopError(
                 got=f"{name} of {type(owner).__name__}",
                 why=f"it cannot be kept from writing: {error}",
-                do="take checkpoints out of this training for the comparison",
+                do="remove checkpoints from this training for the comparison",
             ) from error
 
 

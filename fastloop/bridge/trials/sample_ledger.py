@@ -147,7 +147,7 @@ class Ledger(Callback):
                 for stream, content in enumerate(part.streams):
                     self._streams.setdefault((number, stream), []).append(content)
         if first is None and self.why is None:
-            self.why = "more batches were used than the loader was seen to hand out"
+            self.why = "more batches were used than the loader was seen to yield"
         rows = first.samples if first is not None and first.samples is not None else count_samples(batch)
         self._samples = None if self._samples is None or rows is None else self._samples + rows
         self._in_epoch = None if self._in_epoch is None or rows is None else self._in_epoch + rows

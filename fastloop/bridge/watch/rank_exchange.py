@@ -67,7 +67,7 @@ class Ranks:
         try:
             self._store.set(str(self.rank), json.dumps(own, default=_to_plain))
         except Exception as error:  # rank 0 and its store are gone, so no process can read it
-            self.why = f"the record of rank {self.rank} could not be handed in: {type(error).__name__}: {error}"
+            self.why = f"the record of rank {self.rank} could not be sent: {type(error).__name__}: {error}"
         return ()
 
     def _collect(self, own: Mapping[str, Any], limit_s: float) -> tuple[Mapping[str, Any], ...]:
@@ -87,7 +87,7 @@ class Ranks:
             self.why = f"the ranks' store failed: {type(error).__name__}: {error}"
         self.missing = tuple(rank for rank in range(self.world_size) if rank not in found)
         if self.missing and self.why is None:
-            self.why = f"nothing came within {limit_s:g} s from rank {', '.join(map(str, self.missing))}"
+            self.why = f"nothing arrived within {limit_s:g} s from rank {', '.join(map(str, self.missing))}"
         return tuple(found[rank] for rank in sorted(found))
 
     def _take(self, rank: int) -> dict[int, Mapping[str, Any]]:

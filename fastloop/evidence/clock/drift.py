@@ -100,7 +100,7 @@ class Drift:
         if not proven or warned:
             return None
         return (
-            f"the step got {change_pct:.0f} % slower than at the start: {seen.step_ms:.4g} ms instead of "
+            f"the step has become {change_pct:.0f} % slower than at the start: {seen.step_ms:.4g} ms instead of "
             f"{before.step_ms:.4g} ms, {(now_s - self._began_s) / 60:.0f} minutes later: {why}"
         )
 
@@ -132,4 +132,4 @@ def explain_change(before: StepCheck, seen: StepCheck) -> str:
     if before.foreign_processes is not None and seen.foreign_processes is not None:
         came = sorted(set(map(str, seen.foreign_processes)) - set(map(str, before.foreign_processes)))
         found += [f"new processes on the GPU: {', '.join(came)}"] if came else []
-    return "; ".join(found) or "cause not seen"
+    return "; ".join(found) or "cause unknown"

@@ -23,9 +23,9 @@ def write_mfu_notes(shares: dict[str, float | None]) -> tuple[str, ...]:
     """One sentence for every share above 1."""
     meaning = {
         "datasheet": "the chip's table entry or the FLOP count is wrong",
-        "measured_peak": "the product that was timed here ran slower than the training's own: time it again, or the "
-        "FLOP count is wrong",
-        "dtype_in_use": "part of the work runs in another dtype than was taken for granted, or the FLOP count is wrong",
+        "measured_peak": "the matrix product timed here ran slower than the training's own: time it again, or the FLOP"
+        " count is wrong",
+        "dtype_in_use": "part of the work runs in a different dtype than assumed, or the FLOP count is wrong",
     }
     return tuple(
         f"mfu.{name} is {share:.2f}, above 1: {meaning.get(name, 'its peak is wrong')}"

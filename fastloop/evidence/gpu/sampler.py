@@ -28,7 +28,9 @@ SHORTEST_ROW_S = 0.1
 POLL_S = 0.01
 """Interval for polling the energy counter in the first second, to learn its update period."""
 NEIGHBOURS_EVERY = 10
-PARTITIONED = "this GPU is partitioned (MIG): utilisation, power and energy are the whole board's and are left out"
+PARTITIONED = (
+    "this GPU is partitioned (MIG): utilization, power and energy would be for the whole board, so they are left out"
+)
 _AVERAGED = ("nvml_busy_pct", "watts")
 """Readings that NVML averages over up to a second: in a shorter window they would include time before it."""
 
@@ -217,9 +219,9 @@ def _describe_neighbours(crowd: Neighbours, energy_in_doubt: bool) -> list[str]:
         if crowd.memory_free_bytes is not None and crowd.memory_total_bytes is not None:
             facts.append(f"{crowd.memory_free_bytes / 2**30:.1f} of {crowd.memory_total_bytes / 2**30:.1f} GiB free")
         return [
-            f"{count} computed on this GPU ({'; '.join(facts) or 'not listed'}): rates and utilisation are not "
-            "this run's alone, and energy is left out"
+            f"{count} computed on this GPU ({'; '.join(facts) or 'not listed'}): rates and utilization are not this"
+            " run's alone, and energy is left out"
         ]
     if energy_in_doubt:
-        return ["other processes on this GPU cannot be listed here; the energy is taken to be this run's alone"]
+        return ["other processes on this GPU cannot be listed here; energy is assumed to be this run's alone"]
     return []

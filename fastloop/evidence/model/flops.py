@@ -203,13 +203,13 @@ def may_count(module: torch.nn.Module) -> str | None:
     for name, part in module.named_modules():
         where = f"`{name}`" if name else "the module"
         if getattr(part, "_compiled_call_impl", None) is not None or type(part).__name__ == "OptimizedModule":
-            return f"{where} is compiled: what is fused cannot be counted, and counting may switch torch.compile off"
+            return f"{where} is compiled: fused operators cannot be counted, and counting may turn torch.compile off"
         if str(getattr(vars(part).get("forward"), "__module__", "")).startswith("torch.cuda.graphs"):
-            return f"{where} replays a CUDA graph, whose operators nobody sees"
+            return f"{where} replays a CUDA graph, whose operators are not visible"
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters = getattr(dynamo, "counters", None) or {}
     if any(counters[name] for name in ("stats", "frames") if name in counters):
-        return "torch.compile is in use: what is fused cannot be counted, and counting may switch it off"
+        return "torch.compile is in use: fused operators cannot be counted, and counting may turn it off"
     if torch.cuda._initialized and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return None

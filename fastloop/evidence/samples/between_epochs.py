@@ -41,7 +41,7 @@ def list_changers(
         for function in sample_code.list_sample_functions(item):
             names = set(sample_code.list_names(function.__code__))
             if "initial_seed" in names or {"get_worker_info", "seed"} <= names:
-                found[f"{function.__qualname__} reads its worker's seed, which is new in each epoch"] = None
+                found[f"{function.__qualname__} reads its worker's seed, which changes in each epoch"] = None
     read = dict(_list_read([*walked, *walk(worker_init, "worker_init_fn")]))
     for owner, name, function in _list_running_here(others, sampler, read):
         for written in sample_code.list_roots_written(function):

@@ -23,11 +23,11 @@ from fastloop.evidence.samples import sample_code
 _MOST_OBJECTS, _MOST_MEMBERS, _DEEPEST = 5000, 200, 7
 _MANY_OBJECTS = 1_000_000
 _HANDLE_MODULES = ("h5py", "lmdb", "sqlite3", "tables", "zarr")
-SHARED = "is a connection or a client of one, and answers to several workers would get mixed up; open it in __getitem__"
-POOL = "runs threads or processes, which workers do not get"
-DRAWS_ITSELF = "is a random generator, and each worker would draw the same numbers from its copy, in every epoch anew"
-TRAINING = "is a part of the training, of which workers hold copies from before it"
-ITERATOR = "is an iterator, and each worker would go through a copy of it"
+SHARED = "is a connection or its client, and replies to several workers would get mixed up; open it in __getitem__"
+POOL = "runs threads or processes, which workers do not inherit"
+DRAWS_ITSELF = "is a random generator, and every worker would draw the same numbers from its copy, again in every epoch"
+TRAINING = "is part of the training, and workers hold copies from before it started"
+ITERATOR = "is an iterator, and each worker would iterate over its own copy"
 _FOREIGN: Mapping[str, tuple[str, ...]] = {
     SHARED: (
         "socket.socket",

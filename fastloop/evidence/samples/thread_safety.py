@@ -15,11 +15,11 @@ from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples import sample_code
 
 _REASONS: Mapping[str, str] = {
-    datasets.SHARED: "is a connection or a client of one, and answers to several threads would get mixed up",
-    datasets.POOL: "runs threads or processes of its own, in an order that threads do not keep",
-    datasets.DRAWS_ITSELF: "is a random generator, and which thread draws which of its numbers would be chance",
-    datasets.TRAINING: "is a part of the training, which goes on while threads load",
-    datasets.ITERATOR: "is an iterator, and which thread gets which of its items would be chance",
+    datasets.SHARED: "is a connection or its client, and replies to several threads would get mixed up",
+    datasets.POOL: "runs its own threads or processes, whose order threads would not keep",
+    datasets.DRAWS_ITSELF: "is a random generator, and it would be random which thread draws which number",
+    datasets.TRAINING: "is part of the training, which continues while threads load",
+    datasets.ITERATOR: "is an iterator, and it would be random which thread gets which item",
 }
 _CHANGES_ITSELF = ("tokenizers.", "_io.BytesIO", "_io.StringIO", "io.BytesIO", "io.StringIO")
 """Classes with a position or settings that each call changes."""
@@ -30,8 +30,8 @@ _BY_TORCH = frozenset(
     | {"RandomResizedCrop", "RandomRotation", "RandomSolarize", "RandomVerticalFlip", "TrivialAugmentWide"}
 )
 """torchvision transforms that draw random numbers only through torch functions that accept a generator."""
-_WRITTEN = "is written while a sample is made, and threads would write it at once"
-_DRAWN = "draws random numbers, and which thread draws which would be chance"
+_WRITTEN = "is written while a sample is made, and threads would write it concurrently"
+_DRAWN = "draws random numbers, and it would be random which thread draws which"
 _NOT_FOR_THREADS = frozenset({"netCDF4", "tables", "osgeo", "pyhdf", "matplotlib"})
 """Packages over libraries that only one thread may call at a time, without a lock of their own."""
 
@@ -75,7 +75,7 @@ def _list_hazards(function: Any, kind: type) -> Iterator[str]:
     if datasets.draws_random_numbers(function):
         yield f" ({function.__qualname__}) {_DRAWN}"
     for package in sorted(_NOT_FOR_THREADS.intersection(names)):
-        yield f" ({function.__qualname__}) uses {package}, which is not safe for several threads"
+        yield f" ({function.__qualname__}) uses {package}, which is not thread-safe"
 
 
 def _find_installed(item: Any) -> str | None:
@@ -95,7 +95,7 @@ def _find_foreign(item: Any) -> str | None:
         return None
     kind = type(item)
     if f"{kind.__module__}.{kind.__name__}".startswith(_CHANGES_ITSELF):
-        return f" ({kind.__name__}) keeps a place or settings that each use changes"
+        return f" ({kind.__name__}) keeps a position or settings that each use changes"
     if (handle := datasets.find_handle(item)) is not None:
         return f" is an open {handle} handle, which threads would share; open it in __getitem__ instead"
     reason = datasets.find_reason(kind)  # type: ignore[arg-type]

@@ -12,11 +12,11 @@ import torch
 
 from fastloop.evidence.sync.call_site import Cause, Site
 
-_READ = "keep the detached tensor and bring many over at once, every 50 steps or at the end of the epoch"
-_DECIDE = "decide on the device (torch.where, a mask times the value), or look only every 50 steps"
-_SIZE = "keep sizes and positions as Python numbers from the start, or pick on the device with index_select or gather"
+_READ = "keep the detached tensor and copy many at once, every 50 steps or at the end of the epoch"
+_DECIDE = "decide on the device (torch.where, or multiply by a mask), or check only every 50 steps"
+_SIZE = "keep sizes and positions as Python numbers from the start, or select on the device with index_select or gather"
 _SHAPE = "keep the shape: torch.where(mask, x, 0), or multiply by the mask and divide by its sum"
-_MOVE = "make it on the device once and keep it (register_buffer), or copy from pinned memory with non_blocking=True"
+_MOVE = "create it on the device once and keep it (register_buffer), or copy from pinned memory with non_blocking=True"
 
 _READS = (".item()", ".tolist()", "float(tensor)", "int(tensor)", "complex(tensor)", ".cpu()", ".to('cpu')", ".numpy()")
 _TRUTHS = ("truth of a tensor", ".is_nonzero()", "torch.equal", "torch.allclose", "x in tensor")
@@ -27,18 +27,18 @@ ADVICE: dict[str, str] = {
     **dict.fromkeys(("boolean mask", "masked_select", "nonzero", "torch.where(mask)"), _SHAPE),
     "print of a tensor": "print every 50 steps, or keep the detached tensor and print it at the end of the epoch",
     "a tensor in an f-string": "format every 50 steps, or keep the detached tensor until the end of the epoch",
-    "assignment by boolean mask": "torch.where(mask, new, old), or masked_fill where it is one value",
+    "assignment by boolean mask": "torch.where(mask, new, old), or masked_fill for a single value",
     "unique": "find unique values on the host before the batch is copied, or count with scatter_add",
     "bincount": "count with scatter_add into a tensor of known size",
     "repeat_interleave": "pass output_size",
     "one_hot": "pass num_classes",
     "torch.tensor of tensors": "torch.stack keeps them on the device",
-    "torch.tensor on the device": "make it with torch.full or torch.zeros on the device, or keep it as a buffer",
+    "torch.tensor on the device": "create it with torch.full or torch.zeros on the device, or keep it as a buffer",
     "copy to the device": _MOVE,
     "linalg with an error check": "the _ex variant (inv_ex, cholesky_ex, solve_ex) does not wait to check for errors",
     "synchronize()": "take it out of the step; time with CUDA events that are read later",
     "barrier()": "take it out of the step: ranks meet in the gradient exchange anyway",
-    "self.log(prog_bar=True)": "leave prog_bar out: the logger still gets the value, every log_every_n_steps",
+    "self.log(prog_bar=True)": "drop prog_bar: the logger still gets the value, every log_every_n_steps",
     "self.log to a logger": "log on_epoch only, or raise log_every_n_steps",
     "self.log(sync_dist=True)": "on_step=False, on_epoch=True reduces once an epoch; or drop sync_dist in training",
     "self.log of a number": "log a tensor that is on the device already, or a number through self.logger.log_metrics",
@@ -46,10 +46,10 @@ ADVICE: dict[str, str] = {
     "SIGTERM check of Lightning": "nothing in your code: Lightning asks all ranks for a SIGTERM after every batch",
     "loss scaler": "bf16-mixed needs no loss scaler",
     "check for NaN": "detect_anomaly=False outside of debugging",
-    "copy of a batch to the device": "pinned memory lets it run beside the step: pin_memory=True in your DataLoader",
-    "callback of Lightning's": "let it come less often: every_n_train_steps, every_n_epochs, or its own interval",
+    "copy of a batch to the device": "pinned memory lets it overlap the step: pin_memory=True in your DataLoader",
+    "callback of Lightning's": "run it less often: every_n_train_steps, every_n_epochs, or its own interval",
 }
-OUR_ADVICE = "nothing in your code: switch that rung off where it costs more than it saves"
+OUR_ADVICE = "nothing in your code: turn that rung off if it costs more than it saves"
 OTHER_ADVICE = "move it out of the step, or do it every 50 steps"
 
 _CALLS: dict[str, str] = {

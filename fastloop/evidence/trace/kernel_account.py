@@ -73,7 +73,7 @@ def list_marks(trace: Trace, steps: int | None) -> list[float]:
         raise FastLoopError(
             got="a trace without a whole step",
             why="its steps are not marked, or the training ended too early",
-            do="record it with fastloop diagnose CONF --trace 5, or mark the steps by step() of torch.profiler",
+            do="record it with fastloop diagnose CONF --trace 5, or call step() of torch.profiler after each step",
         )
     return [*(step.begin for step in found), found[-1].end]
 

@@ -40,7 +40,7 @@ def _find_torch_profiler() -> str | None:
     if not _has_profiler():
         return None
     gc.collect()  # it may be garbage
-    return "a torch.profiler.profile of yours is still there and may start again" if _has_profiler() else None
+    return "your own torch.profiler.profile still exists and may start again" if _has_profiler() else None
 
 
 def _has_profiler() -> bool:

@@ -116,7 +116,7 @@ class TraceWindow:
         profiler, self._profiler = self._profiler, None
         whole, since = min(self.steps, self._passed - self.lead_in - 1), now()
         if self.skipped is None and (profiler is None or whole < 1):
-            self.skipped = "the training ended before a traced step was whole"
+            self.skipped = "the training ended before a traced step was complete"
         found: dict[str, Any] = {}
         if self.skipped is None:
             self._try(lambda: found.update(self._read(profiler, whole)))

@@ -60,7 +60,7 @@ def compare_with(ref: str, arm: ScriptArm, *, aa: bool, say: Progress) -> Iterat
         raise ConfigError(
             got=f"--vs-commit {ref}",
             why="the working tree equals this commit, so both arms are the same training",
-            do="name another commit, such as main or HEAD~1; or write --aa to test the judge",
+            do="name another commit, such as main or HEAD~1; or use --aa for an A/A test",
         )
     with private_directory() as private, tree.checked_out(commit, private / tree.top.name) as other:
         say(
@@ -125,7 +125,7 @@ class _WorkingTree:
                 got="--vs-commit",
                 why="git is not installed"
                 if missing
-                else f"{folder} is in no git repository: {_read_last_line(error)}",
+                else f"{folder} is not in a git repository: {_read_last_line(error)}",
                 do="install git" if missing else "commit the script to a repository first",
             ) from None
 
@@ -161,7 +161,7 @@ class _WorkingTree:
         """Return a message if the working tree has changed since the comparison began, otherwise None."""
         if self.fingerprint(commit) == before:
             return None
-        return "source files in the working tree were edited during the comparison, so its runs are of several versions"
+        return "source files in the working tree were edited during the comparison, so its runs used different versions"
 
     @contextlib.contextmanager
     def checked_out(self, commit: str, place: Path) -> Iterator[Path]:

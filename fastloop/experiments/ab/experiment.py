@@ -235,7 +235,7 @@ class Experiment:
             return trial
         why = (
             f"it began at step {trial.began}, and {self._first.name} at step {self._first.began}: the script resumes"
-            " from a checkpoint that keeps changing; point it elsewhere with --args"
+            " from a checkpoint that keeps changing; use --args to point it elsewhere"
         )
         return dataclasses.replace(trial, ok=False, cause=why)
 

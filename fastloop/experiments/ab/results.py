@@ -136,7 +136,7 @@ def list_flags(sides: Sequence[Side]) -> list[str]:
     for side in sides:
         for number in sorted(side.runs):
             seen = side.runs[number].measurement or Measurement(window_too_short=False)
-            short = ["the window is too short for its queues"] if seen.window_too_short else []
+            short = ["the window is too short for the loader's queues"] if seen.window_too_short else []
             for each in (*seen.state, *short):
                 alike = _SHARE.sub("about {} %", each)  # one sentence for all runs, although the share differs
                 shares.setdefault(alike, []).extend(map(int, _SHARE.findall(each)))

@@ -168,10 +168,13 @@ def _explain(key: str, before: Manifest, now: Manifest) -> str:
     if key == "runs":
         return (
             f"its --runs was {before.runs} and is now {now.runs}: adding runs after seeing the result finds"
-            " differences that are not there; --runs auto looks several times and accounts for it"
+            " differences that do not exist; --runs auto looks several times and corrects for it"
         )
     if key == "band_pct":
-        return f"its --band was {before.band_pct} and is now {now.band_pct}: it cannot be changed after seeing results"
+        return (
+            f"its --band was {before.band_pct} and is now {now.band_pct}: it must not change after results have been"
+            " seen"
+        )
     then, since = (
         ", ".join(each) if isinstance(each, tuple) else repr(each) for each in (vars(before)[key], vars(now)[key])
     )

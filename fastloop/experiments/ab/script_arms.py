@@ -256,7 +256,7 @@ def _describe_end(trial: Trial, ended: Ended) -> list[str]:
     if not trial.ok or not ended.cause:
         return []
     if trial.unsaved and "checkpoint" in ended.cause.lower():
-        return ["its fit was measured; what follows it wants a checkpoint, and these runs write none"]
+        return ["its fit was measured; the code after it needs a checkpoint, but these runs write none"]
     return [f"its fit was measured, then: {ended.cause}"]
 
 

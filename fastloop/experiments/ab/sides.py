@@ -39,14 +39,14 @@ def list_sides(arms: Sequence[Arm], *, aa: bool) -> list[Side]:
             raise ConfigError(
                 got=f"--vs {arm.name}",
                 why="it changes nothing, so both arms are the same training",
-                do="switch something, such as --vs amp; or write --aa to test the judge",
+                do="switch something, such as --vs amp; or use --aa for an A/A test",
             )
         twin = next((other.name for other in arms[1:number] if not changes(other.config(), arm.config())), None)
         if twin is not None and not aa:
             raise ConfigError(
                 got=f"--vs {arm.name}",
                 why=f"it is the same training as --vs {twin}",
-                do="leave one of them out; or write --aa to test the judge",
+                do="leave one of them out; or use --aa for an A/A test",
             )
         rungs = tuple(dict.fromkeys(key.split(".")[1] for key in keys if key.startswith("rungs.")))
         others = tuple(key for key in keys if not key.startswith("rungs."))

@@ -143,7 +143,7 @@ class _Screen:
             return ""
         for results in self.runs.values():
             del results[odd]
-        return f"without a pair that something disturbed ({100 * (ratios[odd] - 1):+.0f} %)"
+        return f"without one disturbed pair ({100 * (ratios[odd] - 1):+.0f} %)"
 
     def _rule_out(self, result: Result) -> tuple[End, str] | None:
         """Return why this run of the arm rules out the candidate, or None."""
@@ -256,7 +256,7 @@ def _find_contradiction(pairs: Sequence[tuple[float, float]]) -> str | None:
     if ratios[-1] <= APART * ratios[0] or ratios[0] >= APART or ratios[-1] <= 1 / APART:
         return None
     gains = ", ".join(f"{100 * (ratio - 1):+.0f} %" for ratio in ratios)
-    return f"no answer: its {len(pairs)} pairs differ ({gains}), so something else disturbed this machine"
+    return f"inconclusive: its {len(pairs)} pairs differ ({gains}), so something else disturbed this machine"
 
 
 def _describe_gain(pairs: Sequence[tuple[float, float]], effect: Effect | None) -> str:

@@ -33,7 +33,7 @@ CONFIRM_RUNS = 3
 """Runs of each arm: the fewest that allow a verdict."""
 CONFIRM_STEPS = 30
 """Fewest steps in a window: the loss gate looks at the last fifth of them."""
-BESIDE = "from its runs minus their wait for data, with the workers running"
+BESIDE = "from its runs, minus their wait for data, with the workers running"
 """The note that says how the top's ceiling without loading was computed."""
 
 

@@ -169,7 +169,7 @@ class Measured:
         if result.ended_at and result.ended_at < took.steps:
             self.ends_at, shorter = result.ended_at, took.up_to(result.ended_at)
             if shorter.steps > result.ended_at:
-                why = f"it ends after {result.ended_at} steps, and a climb needs {shorter.steps} of them"
+                why = f"it ends after {result.ended_at} steps, but a climb needs {shorter.steps}"
                 raise BaseFailed(dataclasses.replace(result, cause=why))
             if not result.step_ms:  # it ended in its warm-up
                 return self._run_naive(at, shorter, what, need_s)
@@ -256,8 +256,8 @@ class Measured:
         if above > ABOVE:
             figure = f"{rate:,.{0 if rate >= 100 else 1}f}"
             self.notes[key] = (
-                f"no ceiling: twice it was slower without these costs ({figure} samples/s), which something else"
-                " on this machine must have caused; it counts as equally fast"
+                f"no ceiling: it was slower twice without these costs ({figure} samples/s), so something else"
+                " disturbed this machine; it counts as equally fast"
             )
         if above <= 1:
             return result

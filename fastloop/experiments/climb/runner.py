@@ -217,7 +217,7 @@ class ProcessRunner:
                 raise ConfigError(
                     got=f"{device}",
                     why=f"this climb began on {self._device}",
-                    do="resume it there, or begin another one here",
+                    do="resume it there, or start a new one here",
                 )
 
 

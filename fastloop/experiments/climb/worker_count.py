@@ -52,7 +52,7 @@ def choose_worker_count(context: Context, candidate: Candidate, at: str) -> Pred
     if len(pick_promising(loaders_ms, costs.replayed_ms)) > 1:  # the trainings show that more are no faster
         costs = costs.but(loaders_ms=tuple((each, ms) for each, ms in costs.loaders_ms if each <= count))
     if count == _read_count(context, rung):
-        why = f"{count} workers are what it has already"
+        why = f"it already has {count} workers"
         return Prediction(patch=nothing, ended="small", why=why, tuned={number: count})
     then = costs.but(loader_ms=loaders_ms[count], workers=count)
     return Prediction(

@@ -49,7 +49,7 @@ def ran_out_of_memory(trial: Trial) -> bool:
 
 def _advise(trial: Trial, resume: Path | None = None) -> str:
     """Return a line with advice about a failed training; empty if its cause suggests none and it cannot be resumed."""
-    steps = [suggest_next(trial), None if resume is None else f"unchanged, it goes on with --resume {resume}"]
+    steps = [suggest_next(trial), None if resume is None else f"to continue unchanged, use --resume {resume}"]
     text = "; ".join(step for step in steps if step)
     return f"\n  do  {text}" if text else ""
 
@@ -60,19 +60,19 @@ def suggest_next(trial: Trial) -> str | None:
     if ran_out_of_memory(trial):
         return f"train with smaller micro-batches, or {FREE_MEMORY}"
     if "SIGKILL" in cause:
-        return "look into dmesg: where the out-of-memory killer did it, use fewer workers or smaller batches"
+        return "check dmesg: if it was the out-of-memory killer, use fewer workers or smaller batches"
     if "is stopped from outside" in cause:
         return "find what stopped the process: Ctrl-Z, a debugger, or kill -STOP"
     if cause.startswith("hung"):
-        return "see above where its processes stood, and look for what they wait for"
+        return "see above where its processes were, and find what they wait for"
     if cause.startswith("exceeded its time limit"):
         return "give it more time with --limit SECONDS, or fewer steps"
     if "before the window" in cause:
-        return "let it train longer, or open the window sooner with watch.warmup_steps=3"
+        return "train longer, or open the window sooner with watch.warmup_steps=3"
     if "a climb needs" in cause:
-        return "let it train longer"
+        return "train longer"
     if "made a Trainer" in cause or "making a Trainer" in cause:
-        return "run the command once in a shell, and see that it trains; arguments of a script go into --args"
+        return "run the command once in a shell and check that it trains; pass a script's arguments with --args"
     return None
 
 

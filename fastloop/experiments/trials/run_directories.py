@@ -77,7 +77,7 @@ def claim_or_resume(name: str, out: str | None, *, force: bool, resume: str | No
         return claim(name, out, force=force)
     if out is not None and Path(out) != Path(resume):
         raise ConfigError(
-            got=f"--out {out} with --resume {resume}", why="a resumed run stays in its directory", do="drop --out"
+            got=f"--out {out} with --resume {resume}", why="a resumed run keeps its directory", do="drop --out"
         )
     if read(Path(resume) / holds) is None:
         raise ConfigError(
@@ -123,7 +123,7 @@ def _explain_unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         got=f"run directory {path}",
         why=f"it cannot be written: {error.strerror or error}",
-        do="choose another --out, where you can write and there is space",
+        do="choose another --out that is writable and has space",
     )
 
 

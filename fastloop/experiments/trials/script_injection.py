@@ -180,7 +180,7 @@ def name_of(command: Sequence[str]) -> str:
 def list_notes(events: Sequence[ScriptEvent]) -> list[str]:
     """Return remarks to show with a measurement."""
     trained = sum(event.event == "fit_began" for event in events)
-    said = [f"fit was called {trained} times: the first that trained was measured"] if trained > 1 else []
+    said = [f"fit was called {trained} times: the first one that trained was measured"] if trained > 1 else []
     return said + [f"fastloop stayed out of a fit: {event.why}" for event in events if event.event == "gave_up"]
 
 

@@ -33,7 +33,7 @@ CHILD = "fastloop.experiments.trials.trial_process"
 TRIAL, ANSWER, UNSAVED = "trial.json", "answer.json", "unsaved"
 NAMES = (TRIAL, ANSWER, UNSAVED, supervise.STDOUT, supervise.STDERR, supervise.BEAT)
 """Files that a trial writes into its directory in addition to those of a run."""
-UNWRITTEN = "checkpoints outside of the run directories were not written, so the time for that is missing"
+UNWRITTEN = "checkpoints outside the run directories were not written, so the time for that is missing"
 LOGS = "lightning_logs"
 """Folder of Lightning's default logger in a script's trial directory, see `bridge/trials/script_callback.py`."""
 PER_RANK = ("ledger*.json", "gradients*.pt", f"{supervise.BEAT}.*")

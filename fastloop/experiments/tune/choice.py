@@ -173,5 +173,5 @@ def explain(
         text += f"; alone, its loader takes {alone}, and the rest of the step {format_short(rest_ms, 'ms')}"
     if best is None:
         return text
-    doubt = "; its window was too short for its queues" if first[best].why else ""
+    doubt = "; its window was too short for the loader's queues" if first[best].why else ""
     return f"{text}{doubt}; a search proves no speed-up: confirm it with fastloop ab"

@@ -99,7 +99,7 @@ class GroupedForward:
             # Not one of our own errors: Dynamo cannot trace their constructors.
             raise ValueError(
                 f"got a {type(module).__name__} that gets {input.shape[0]} rows of {count} batches\n"
-                "  why each of the batches is to keep its own statistics, and these cannot be divided among them\n"
+                "  why each batch must keep its own statistics, but these rows cannot be divided among the batches\n"
                 "  do  write batch_norm: merge, or turn the rung off"
             )
         if not (self.fuses and torch.compiler.is_compiling()):

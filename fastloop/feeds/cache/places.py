@@ -109,7 +109,7 @@ def enter(root: Path, name: str, fill: Callable[[Path], None]) -> Place:
                 shutil.rmtree(draft, ignore_errors=True)
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
-    raise NotApplicable(f"{path} is made and removed by others all the time")
+    raise NotApplicable(f"other processes keep creating and removing {path}")
 
 
 def _join(path: Path) -> Place | None:

@@ -168,7 +168,7 @@ def _describe_picture(value: Any, buffers: list[bytes]) -> Any:
     if pillow is None or not isinstance(value, pillow.Image):
         return None
     if type(value) is not pillow.Image:
-        raise CannotKeep(f"a {type(value).__name__}, which still belongs to its file: convert() it first")
+        raise CannotKeep(f"a {type(value).__name__}, which is still tied to its file: convert() it first")
     if value.mode not in _PICTURES:
         raise CannotKeep(f"a picture of mode {value.mode}: convert() it first")
     buffers.append(value.tobytes())

@@ -88,9 +88,9 @@ class SampleCache:
             self._warn(f"samples that hold {reason} are not kept")
         except StoreFull as reason:
             why = f" ({reason})" if str(reason) else ""
-            self._warn(f"the sample store is full{why}: samples that are not in it are made each time")
+            self._warn(f"the sample store is full{why}: samples that are not in it are loaded each time")
         except ServerAway as reason:
-            self._warn(f"{reason}: samples are made each time until it does")
+            self._warn(f"{reason}: samples are loaded each time until it does")
         return None
 
     def _warn(self, line: str) -> None:

@@ -297,7 +297,7 @@ class DaliLoader:
                 let_through(error)
                 raise FastLoopError(
                     got=f"{path}, sample {index}, which cannot be read: {type(error).__name__}: {error}",
-                    why="without DALI it could not be read either",
+                    why="it could not be read without DALI either",
                     do="repair the file, or take it out of the dataset",
                 ) from error
         if self._why_plain is None:

@@ -38,7 +38,7 @@ def find_obstacle(images: ImageFacts | str) -> str | None:
     if isinstance(images, str):
         return f"DALI loads datasets of image files only: {images}"
     if images.unknown is not None:
-        return f"{images.unknown} is no transform that DALI has a counterpart for"
+        return f"{images.unknown} is a transform that DALI has no counterpart for"
     if not images.count:
         return "the dataset is empty"
     if not any(isinstance(step, ToTensor) for step in images.steps):
@@ -53,7 +53,7 @@ def find_obstacle(images: ImageFacts | str) -> str | None:
     if normalized and not any(isinstance(step, ToFloat) for step in images.steps):
         return "Normalize of bytes"
     if find_size(images.steps) is None:
-        return "the images keep different sizes: no step gives them one (a crop, or Resize to height and width)"
+        return "the images keep different sizes: no transform makes them equal (a crop, or Resize to height and width)"
     return None
 
 

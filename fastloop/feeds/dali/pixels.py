@@ -87,7 +87,7 @@ def check_pixels(dataset: Any, source: ImageSource, steps: Sequence[ImageStep], 
     found = compare(torch.stack(wanted).float() * std + mean, made.float() * std + mean)
     if (fault := found.find_fault(MEAN_LEVELS[machine.decode])) is not None:
         raise NotApplicable(
-            f"DALI's pictures are not those of the transforms: {fault} ({len(wanted)} samples compared)"
+            f"DALI's images differ from those of the transforms: {fault} ({len(wanted)} samples compared)"
         )
     return found
 

@@ -101,7 +101,7 @@ def plan_on_device(facts: Facts, loader: LoaderFacts, most_bytes: int | None = N
         parity = "approximate"
         notes.append(
             f"crops and flips are drawn as without your {loader.num_workers} workers, which are not started: with them"
-            " they come out differently each time"
+            " they would differ on every run"
         )
     there = facts.device == "cuda"
     elsewhere = dataclasses.replace(loader, engine="a store of pictures", on_device=there, num_workers=0)
@@ -132,7 +132,7 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
         return "this run is on cpu, where Pillow resizes faster"
     draws = count_draws(loader, facts)
     if facts.weighs_costs and draws is not None and draws <= loader.images.count:
-        return f"the run asks for {draws:,} samples of {loader.images.count:,}: too few repeats to pay off"
+        return f"the run draws {draws:,} samples from {loader.images.count:,}: too few repeats to pay off"
     names = {type(step).__name__ for step in loader.images.steps}
     if strange := [name for name in loader.draws_random if name not in names]:
         return f"{strange[0]} draws random numbers, too"
@@ -150,9 +150,9 @@ def explain_no_steps(images: ImageFacts) -> str | None:
             are_tensors = True
             continue
         if isinstance(step, RandomResizedCrop) and (are_tensors or step.interpolation != "bilinear"):
-            return "RandomResizedCrop is done there as Pillow does it, for bilinear interpolation only"
+            return "RandomResizedCrop matches Pillow on the device only for bilinear interpolation"
         if not isinstance(step, (*allowed, *EACH_TIME)):
-            return f"{type(step).__name__} at that place is not done there with the same bits"
+            return f"{type(step).__name__} at that place cannot be done on the device bit for bit"
         if not isinstance(step, ONCE):
             allowed = ()
         crops += isinstance(step, (RandomCrop, RandomResizedCrop))

@@ -43,9 +43,9 @@ def explain_lost_place(loader: Any, ranks: int) -> str | None:
     if hasattr(loader, "state_dict"):
         return None
     if not isinstance(loader, DataLoader):
-        return f"{type(loader).__name__} does not say in which order it loads"
+        return f"{type(loader).__name__} does not reveal its order"
     if isinstance(loader.dataset, IterableDataset):
-        return f"{type(loader.dataset).__name__} is an IterableDataset, which has no order that could be drawn again"
+        return f"{type(loader.dataset).__name__} is an IterableDataset, whose order cannot be drawn again"
     sampler = getattr(loader, name_sampler(loader))
     with contextlib.suppress(TypeError, NotImplementedError):  # one of them has no length
         if len(loader) != len(sampler):
@@ -54,15 +54,15 @@ def explain_lost_place(loader: Any, ranks: int) -> str | None:
     for path, item in parts.items():
         for state in sample_code.list_changed_state(item):
             if not isinstance(getattr(item, state.removeprefix("."), parts), _SCALARS):
-                return f"{path}{state} changes while it is iterated, and is no plain value"
+                return f"{path}{state} changes during iteration, and is not a plain value"
             if ranks > 1:
-                return f"{path}{state} changes while it is iterated, and only rank 0's is saved"
+                return f"{path}{state} changes during iteration, and only rank 0's is saved"
     if ranks > 1 and not any(isinstance(item, DistributedSampler) for item in parts.values()):
         found = next((path for path, item in parts.items() if _is_source(item)), None)
         if found is not None:
-            return f"{found} is a generator of each rank's own, and only rank 0's is saved"
+            return f"{found} is a separate generator on each rank, and only rank 0's is saved"
         if any(isinstance(item, _SHUFFLERS) for item in parts.values()):
-            return "each rank draws an order of its own, and only rank 0's is saved"
+            return "each rank draws its own order, and only rank 0's is saved"
     return None
 
 

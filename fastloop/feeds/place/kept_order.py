@@ -85,8 +85,8 @@ class KeptOrder(Disguised):
     def _check(self, place: Any) -> None:
         if self._digests[-1] != place["digest"]:
             self.warn(
-                "the sampler draws another order than before the checkpoint (other data, batch size, sampler or number"
-                " of ranks?): some samples come twice in this epoch, and some not at all"
+                "the sampler draws a different order than before the checkpoint (other data, batch size, sampler or"
+                " number of ranks?): some samples come twice in this epoch, and others not at all"
             )
 
 

@@ -337,7 +337,7 @@ class TriedWorkers:
         tell, self._leave_out = self._leave_out, None
         if took_ms <= made_ms:
             return None
-        why = f"a batch takes {made_ms:.2f} ms to make, and taking it from a worker took {took_ms:.2f} ms"
+        why = f"a batch takes {made_ms:.2f} ms to make, but taking it from a worker took {took_ms:.2f} ms"
         return _Fewer(0, 0, why, tell)
 
     def _fit(self, workers: int, ahead: int) -> tuple[int, int]:

@@ -21,16 +21,16 @@ Pair = tuple[Comparison, ArmResult]
 NAME_LETTERS = 44
 MEANING = (
     "The run is the unit: each is a fresh process, and steps before the window (warm-up, compilation, cold caches) do"
-    " not count. The logarithm of each run's rate is explained by its arm and by its place in the order, so a machine"
-    " that drifts does not pass for a difference. Were the whole experiment repeated many times, about so many of its"
-    " intervals as the level says would hold the true ratio. The smallest visible difference is the one that this many"
-    " runs at this spread would have found four times out of five: smaller differences may exist."
+    " not count. The log of each run's rate is modeled by its arm and its place in the order, so machine drift does"
+    " not pass for a difference. If the experiment were repeated many times, the stated percentage of its intervals"
+    " would contain the true ratio. The smallest visible difference is what this many runs with this spread would"
+    " detect four times out of five; smaller differences may exist."
 )
 AGAIN = (
     "run-0 of every arm trained with the first seed, run-1 with the next, in the order above; each has a directory of"
-    " that name in its arm's, with its resolved configuration, its environment and its measurement."
+    " that name inside its arm's directory, with its resolved configuration, environment and measurement."
 )
-CLOSING = "Only these arms were compared, on this machine and with these versions; another GPU asks for its own A/B."
+CLOSING = "Only these arms were compared, on this machine and with these versions; another GPU needs its own A/B test."
 
 
 def write_lines(result: ExperimentResult) -> list[str]:
@@ -50,7 +50,7 @@ def write_lines(result: ExperimentResult) -> list[str]:
         ("FILES", [result.run_dir]),
     ]
     named = ": ".join(filter(None, [result.name, _describe_against(result, best)]))
-    partial = "   PARTIAL: the experiment did not end" if result.partial else ""
+    partial = "   PARTIAL: the experiment did not finish" if result.partial else ""
     return verdict_words.lay_out(f"fastloop {describe_verdict(result)}   {named}".rstrip() + partial, kinds)
 
 
@@ -76,7 +76,7 @@ def make_document(result: ExperimentResult) -> Document:
     pairs = rank_arms(result)
     headline, best = describe_verdict(result), pairs[0] if pairs else None
     setting = (result.name, _describe_against(result, best), *describe_hardware(result.hardware))
-    partial = ["PARTIAL: the experiment did not end"] if result.partial else []
+    partial = ["PARTIAL: the experiment did not finish"] if result.partial else []
     parity = verdict_words.describe_parity(best[0].parity) if best else ""
     together = verdict_words.describe_shared_error_rate(result.comparisons)
     also = [parity and f"Parity: {parity}.", *(_describe(*pair) for pair in pairs[1:]), together and f"{together}."]
@@ -148,7 +148,7 @@ def _explain_medians(one: Comparison, arms: Sequence[ArmResult]) -> str:
         return ""
     if verdict_words.choose_word(one) not in ("FASTER", "SLOWER") or (middles[1] - middles[0]) * (ratio - 1) >= 0:
         return ""
-    return "; the medians point the other way, for only the ratio takes out the order of the runs"
+    return "; the medians point the other way because only the ratio corrects for the order of the runs"
 
 
 def _count(arms: Sequence[ArmResult]) -> str:
@@ -226,7 +226,7 @@ def _tabulate_arms(result: ExperimentResult) -> Table:
         "peak GiB",
         "global batch",
         "runs",
-        "rungs that took",
+        "rungs that took effect",
         "without effect",
         "failed",
     )
@@ -258,9 +258,7 @@ def _tabulate_comparisons(pairs: Sequence[Pair]) -> Table:
         head,
         rows,
         numeric=(2, 3, 4, 5),
-        note="The ratio takes out the order of the runs, which medians do not."
-        if rows
-        else "n/a: nothing was compared.",
+        note="The ratio corrects for the order of the runs; medians do not." if rows else "n/a: nothing was compared.",
     )
 
 

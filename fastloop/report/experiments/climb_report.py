@@ -16,13 +16,13 @@ from fastloop.report.experiments import climb_picture, climb_rows, verdict_words
 from fastloop.report.experiments.verdict_words import describe_hardware, put_on_one_line
 from fastloop.report.numbers import format_number, format_short
 
-SCREEN = "screening proves nothing, only a fresh A/B test of the best stack against the baseline does"
+SCREEN = "screening proves nothing; only a fresh A/B test of the best stack against the baseline does"
 HOW = (
-    "The climb takes the family of rungs with the highest ceiling, predicts what its next rung saves, tunes the rung's"
-    " own numbers by step time, and screens it against what was there before. A rung is kept where it seems faster and"
-    " the training is still the same; otherwise it is rolled back, and the next attempt begins where this one did."
+    "The climb picks the family of rungs with the highest ceiling, predicts what its next rung will save, tunes the"
+    " rung's settings by step time, and screens it against the current stack. The rung is kept if it looks faster and"
+    " the training is still the same; otherwise it is rolled back, and the next attempt starts from the same stack."
 )
-PARTIAL = "PARTIAL: the climb did not end"
+PARTIAL = "PARTIAL: the climb did not finish"
 CLOSING = "Quote only the confirmed ratio: it comes from fresh runs that took no part in choosing."
 
 
@@ -76,7 +76,7 @@ def describe_verdict(climb: ClimbFile) -> str:
         return "NOT FINISHED"
     if select_broken(back):
         return "NOTHING KEPT: PARITY FAILED"
-    return "NOTHING KEPT, NOT ALL COULD BE JUDGED" if select_unanswered(back) else "NOTHING TO GAIN"
+    return "NOTHING KEPT, SOME INCONCLUSIVE" if select_unanswered(back) else "NOTHING TO GAIN"
 
 
 def make_document(climb: ClimbFile) -> Document:
@@ -111,7 +111,7 @@ def write_ladder_yaml(climb: ClimbFile) -> str:
         f"The ladder that fastloop climb found for {climb.name or 'n/a'} on {'; '.join(where)}.",
         f"{_explain(climb)}.",
         f"{_compare_rates(climb)}.",
-        "Use it without any search: fastloop run CONF --config THIS_FILE, or FastLoop(THIS_FILE) in a script",
+        "To use it: fastloop run CONF --config THIS_FILE, or FastLoop(THIS_FILE) in a script",
     ]
     text = _write_comment(head, "") + ("rungs:\n" if stack else "rungs: {}\n")
     shown = [each for each in climb.rungs if each.kept or each.takes_away]
@@ -120,7 +120,7 @@ def write_ladder_yaml(climb: ClimbFile) -> str:
         of_rung = [each for each in shown if name in (each.rung, *each.patch.get("rungs", {}))]
         figures = [f"{each.name}, as above" if each.name in told else _describe_figures(each) for each in of_rung]
         told += [each.name for each in of_rung]
-        text += _write_comment(figures or ["on from the start"], "  ") + indent(dump_yaml({name: settings}), "  ")
+        text += _write_comment(figures or ["enabled from the start"], "  ") + indent(dump_yaml({name: settings}), "  ")
     return text
 
 
@@ -212,7 +212,8 @@ def _make_ceiling_table(climb: ClimbFile) -> Table:
     rows = [(name, format_number(first.get(name)), format_number(last.get(name))) for name in {**first, **last}]
     notes = "".join(f"; {name} {how}" for name, how in climb_rows.list_notes(climb).items())
     note = (
-        f"Each is from a trial with a cost removed{notes}. With other arithmetic the top may exceed those of the start."
+        f"Each is from a trial with a cost removed{notes}. If its rungs change the arithmetic, the top may exceed the"
+        " ceilings of the start."
     )
     return Table(
         "Ceilings",
@@ -242,7 +243,7 @@ def _make_sections(climb: ClimbFile) -> tuple[Section, ...]:
         Section(title="Parity", table=parity),
         Section(title="Ceilings", table=_make_ceiling_table(climb)),
         *([Section(title="Left out of the ladder", listed=idle)] if idle else []),
-        *([Section(title="Numbers that were tuned", listed=tuned)] if tuned else []),
+        *([Section(title="Tuned settings", listed=tuned)] if tuned else []),
         Section(title="How it climbed", text=(HOW, *([f"It ended: {ended}."] if ended else []))),
         Section(title="Where it ran", listed=describe_hardware(climb.hardware)),
     )

@@ -134,8 +134,8 @@ def make_table(climb: ClimbFile) -> Table:
     ]
     head = ("rung (family)", "step ms", "predicted", "saved ms", "interval", "error %", "parity", "outcome")
     note = (
-        "Saved milliseconds of an optimizer step. Each rung was screened with few runs, and winners were kept: such"
-        " figures are optimistic. They tell which rung to keep, not how fast the top is."
+        "Milliseconds saved per optimizer step. Each rung was screened with few runs and only winners were kept, so"
+        " these figures are optimistic. They tell which rung to keep, not how fast the top is."
     )
     return Table(
         "Rungs, in the order of the climb",

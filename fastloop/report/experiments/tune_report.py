@@ -14,7 +14,7 @@ from fastloop.report.numbers import format_short
 from fastloop.report.run.tables import cut
 
 TITLE = "Step time of each value"
-PARTIAL = "PARTIAL: the search did not end"
+PARTIAL = "PARTIAL: the search did not finish"
 CLOSING = "A search ranks values by step time. It proves no speed-up: that takes an A/B test."
 _OTHER, _BEST = "#2f6fb5", "#2a9d74"
 
@@ -111,7 +111,7 @@ def list_points(tuning: TuningFile) -> list[Point]:
 
 def name_point(tuning: TuningFile, point: Point) -> str:
     """Format the value, and mark the best one and that of the training without the rung."""
-    note = " (as it is)" if tuning.as_it_is is not None and point.value == tuning.as_it_is else ""
+    note = " (unchanged)" if tuning.as_it_is is not None and point.value == tuning.as_it_is else ""
     return f"{_format(point.value)}{' (best)' if _is_best(tuning, point) else note}"
 
 

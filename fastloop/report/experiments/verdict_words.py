@@ -151,9 +151,9 @@ def tabulate_gates(outcomes: Sequence[tuple[str, Outcome]], whose: str = "arm") 
         if not parity.gates:
             found.append((name, "none", _PASSED[parity.passed], "n/a", "n/a", "n/a", parity.why))
     note = (
-        "Deviation, limit and smallest visible deviation share a unit: of the gradient, the norm of the difference"
-        " over the norm of the base's gradient; of the loss, per cent of the base's loss. The ledger (samples of"
-        " each step, backwards, optimizer steps, learning rates) is equal or it is not."
+        "Deviation, limit and smallest visible deviation share a unit: for the gradient, the norm of the difference"
+        " over the norm of the base's gradient; for the loss, percent of the base's loss. The ledger (samples of each"
+        " step, backwards, optimizer steps, learning rates) either matches or does not."
     )
     return Table(
         "Parity", (f"{whose} (class)", *HEAD), found, numeric=(3, 4, 5), note=note if found else "n/a: no gate ran."

@@ -9,7 +9,7 @@ from fastloop.records.measurement import CEILINGS, DISTURBED, Measurement, measu
 from fastloop.records.plan import Finding
 
 DRIFTED_PCT = 10.0
-LONG_STEPS = ("the mean step is", "took so long that")
+LONG_STEPS = ("the mean step is", "were so long that")
 """Phrases in a finding about a few long steps."""
 
 
@@ -52,7 +52,7 @@ def _list_disturbances(seen: Measurement) -> list[str]:
     slow = [(name, rate) for name in CEILINGS if now and (rate := seen.ceilings.get(name)) and rate < DISTURBED * now]
     return [
         f"the trial {name} was slower than the plain run, {rate:,.0f} to {now:,.0f} samples/s:"
-        " disturbed by something else, run it again"
+        " something else on the machine disturbed it; run it again"
         for name, rate in slow
     ]
 
@@ -83,7 +83,7 @@ def describe_syncs(seen: Measurement) -> list[str]:
     if not seen.syncs:
         if (hunted := count_hunted_steps(seen)) is None:
             return []
-        return [f"none found, in {hunted} steps" if hunted else "n/a: training ended before they were searched for"]
+        return [f"none found, in {hunted} steps" if hunted else "n/a: training ended before the search"]
     places = [_place(sync, seen.device) for sync in seen.syncs[:MOST]]
     more = len(seen.syncs) - len(places)
     return ["; ".join([*places, *([f"{more} more in the report"] if more else [])])]
@@ -94,5 +94,5 @@ def _place(sync: Mapping[str, Any], device: str) -> str:
     if ms is not None:
         cost = f", {ms:.3g} ms a step"
     else:
-        cost = ", no time on the CPU" if device == "cpu" else f", {often:.3g} a step" if often is not None else ""
+        cost = ", no cost on the CPU" if device == "cpu" else f", {often:.3g} a step" if often is not None else ""
     return f"{sync.get('where') or 'n/a'} {sync.get('what') or 'n/a'}{cost}"

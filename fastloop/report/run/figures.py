@@ -151,7 +151,7 @@ def chart_ranks(seen: Measurement) -> Chart | None:
         rows=tuple(rows),
         high=longest,
         legend=tuple(Entry("solid", style.colour, style.label) for style in STYLES.values() if style.colour in wide),
-        note="" if few else f"{len(found)} of {len(ranks)} ranks: the slowest and the quickest",
+        note="" if few else f"{len(found)} of {len(ranks)} ranks: the slowest and the fastest",
     )
 
 

@@ -18,8 +18,8 @@ from fastloop.report.run.summary import STYLES
 from fastloop.report.run.tables import cut, format_share
 
 GPU = {
-    "nvml_busy_pct": ("busy by NVML: any kernel running", "%"),
-    "gr_active_pct": ("busy by the GPM counters", "%"),
+    "nvml_busy_pct": ("busy per NVML: any kernel running", "%"),
+    "gr_active_pct": ("busy per GPM counters", "%"),
     "sm_active_pct": ("SMs active", "%"),
     "tensor_active_pct": ("tensor cores active", "%"),
     "dram_active_pct": ("DRAM active", "%"),
@@ -60,7 +60,7 @@ def tabulate_gpu(seen: Measurement) -> Table:
         return Table("The GPU", head, ())
     rows = [(label, format_short(seen.gpu.get(name), unit)) for name, (label, unit) in GPU.items()]
     reasons = seen.gpu.get("throttle")
-    rows.append(("throttle reasons seen", "n/a" if reasons is None else ", ".join(map(str, reasons)) or "none"))
+    rows.append(("throttle reasons", "n/a" if reasons is None else ", ".join(map(str, reasons)) or "none"))
     return Table("The GPU", head, rows, numeric=(1,))
 
 
@@ -82,7 +82,7 @@ def tabulate_work(seen: Measurement) -> Table:
         ("tokens per second, all ranks", format_short(seen.tokens_per_s)),
         ("tokens per second without padding", format_short(seen.unpadded_tokens_per_s)),
         ("energy of the board per sample", format_short(seen.joule_per_sample, "J") + error),
-        ("price of a million samples", "n/a" if usd is None else f"${usd:,.2f}"),
+        ("cost of a million samples", "n/a" if usd is None else f"${usd:,.2f}"),
     ]
     absent = [label for label, value in rows if value == "n/a"]
     rows = [(label, value) for label, value in rows if value != "n/a"]
@@ -123,18 +123,18 @@ def tabulate_kernels(seen: Measurement) -> list[Table]:
     rows += [(f"idle: {name}", format_number(ms, ",.3f"), format_share(ms, whole)) for name, ms in idle]
     facts = [
         ("steps traced", "steps", ",d", ""),
-        ("step under the tracer", "step_ms", ",.1f", " ms"),
+        ("traced step", "step_ms", ",.1f", " ms"),
         ("launches per step", "launches", ",.0f", ""),
         ("NCCL overlapped", "nccl_overlapped_ms", ",.2f", " ms"),
         ("exchange exposed", "comm_exposed_ms", ",.2f", " ms"),
-        ("the trace cost", "cost_s", ",.1f", " s"),
+        ("cost of the trace", "cost_s", ",.1f", " s"),
     ]
     note = "; ".join(
         f"{label} {format_number(traced[key], form)}{unit}"
         for label, key, form, unit in facts
         if isinstance(traced.get(key), (int, float))
     )
-    note = f"{note[:1].upper()}{note[1:]}. Families are unions over streams; families without time are left out."
+    note = f"{note[:1].upper()}{note[1:]}. Times are unions over streams; families that took no time are left out."
     longest = [
         (cut(str(kernel.get("name"))), format_number(kernel.get("ms"), ",.3f"))
         for kernel in traced.get("top") or ()
@@ -142,7 +142,7 @@ def tabulate_kernels(seen: Measurement) -> list[Table]:
     ]
     return [
         Table("Kernels, from the trace", ("family", "ms a step", "% of step"), rows, numeric=(1, 2), note=note),
-        Table("The longest kernels", ("kernel", "ms a step"), longest, numeric=(1,)),
+        Table("Kernels with the most time", ("kernel", "ms a step"), longest, numeric=(1,)),
     ]
 
 
@@ -228,7 +228,7 @@ def list_missing(seen: Measurement) -> list[str]:
         "The GPU": "GPU counters: no NVIDIA GPU that could be read",
         "Work and energy": f"work and energy: {seen.flops.get('why') or 'not counted in this run'}",
         "Kernels, from the trace": f"kernel families and idle time: {skipped or 'no trace window (watch.trace_steps)'}",
-        "Synchronisations": "synchronisations: none listed; fastloop diagnose --syncs looks for them",
+        "Synchronisations": "synchronizations: none listed; fastloop diagnose --syncs looks for them",
         "Ceilings": "ceilings: no trials; fastloop headspace runs them",
     }
     shown = {table.title for table in tabulate_all(seen)}

@@ -16,7 +16,9 @@ from fastloop.report.numbers import format_flop_rate, format_number, format_shor
 from fastloop.report.run import figures, optional_tables, summary, tables
 from fastloop.report.run.caveats import list_caveats
 
-CLOSING = "This report measures one run. We never claim a speed-up from a single run: that takes an A/B over several."
+CLOSING = (
+    "This report measures one run. We never claim a speed-up from a single run: that takes an A/B test over several."
+)
 _GOOD = ("none", "compute_bound")
 _UNKNOWN = ("TOO SHORT TO JUDGE", "NOT MEASURED", "NO BOTTLENECK FOUND", "NO SINGLE BOTTLENECK", "SINGLE PAUSES")
 

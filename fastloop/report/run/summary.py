@@ -25,7 +25,7 @@ FREE = {
     "launch_bound": "launches were free",
     "host_other": "the host's work were free",
     "callbacks_logging": "callbacks and logging were free",
-    "sync": "nothing synchronised",
+    "sync": "nothing synchronized",
     "comm_exposed": "the exchange were free",
     "straggler": "all ranks kept pace",
     "validation": "validation were free",
@@ -207,7 +207,7 @@ def describe_devices(seen: Measurement) -> str:
 
 def describe_window(seen: Measurement) -> str:
     if seen.total_steps is None:
-        return "steps n/a: nothing watched them"
+        return "steps n/a: not watched"
     first = seen.total_steps - seen.steps if seen.first_step is None else seen.first_step  # older files lack it
     last = first + seen.steps
     return f"steps {first + 1}-{last}" if seen.steps else f"{count_steps(last)}, none of them measured"
@@ -219,7 +219,7 @@ def list_flags(seen: Measurement) -> list[str]:
     how = f" ({', '.join(ends)})" if ends else ""
     phrases = [f"PARTIAL: the fit did not end normally{how}"] if seen.partial or ends else []
     if seen.window_too_short and seen.steps:
-        count = f": {count_steps(seen.steps)}" if seen.steps < 10 else " for its queues"
+        count = f": {count_steps(seen.steps)}" if seen.steps < 10 else " for the loader's queues"
         phrases.append(f"window too short{count}")
     return phrases
 
@@ -252,13 +252,13 @@ def list_pay_backs(seen: Measurement, verdicts: Sequence[Verdict]) -> list[str]:
         if after is None and not took_s:
             continue  # it has no one-time cost
         took = f"{verdict.rung} took {format_s(took_s)};" if took_s else f"{verdict.rung}:"
-        change = f"{format_short(abs(less_ms), 'ms')} {'less' if less_ms > 0 else 'more'}" if less_ms else "as fast"
+        change = f"{format_short(abs(less_ms), 'ms')} {'less' if less_ms > 0 else 'more'}" if less_ms else "no change"
         if after is None:
-            when = "would not pay back" if less_ms <= 0 else "when it would pay back is not known"
+            when = "would not pay back" if less_ms <= 0 else "pay-back time unknown"
         else:
             when = f"would pay back after about {format_short(_round(after))} steps"
-        has = "" if seen.total_steps is None else f", this run has {seen.total_steps:,d}"
-        found.append(f"{took} on the rehearsed batch {change} (no verdict): {when}{has}")
+        has = "" if seen.total_steps is None else f"; this run has {seen.total_steps:,d}"
+        found.append(f"{took} {change} on the rehearsed batch (no verdict): {when}{has}")
     return found
 
 

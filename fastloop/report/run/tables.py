@@ -21,11 +21,11 @@ def tabulate_step(seen: Measurement) -> Table:
     """Tabulate the step as a whole: time, spread, rate, memory, the cost of watching."""
     times = seen.step_ms
     spread = f"{format_number(times.get('p10'), ',.3f')} to {format_number(times.get('p90'), ',.3f')}"
-    unsure = ", too short to be sure of" if seen.window_too_short else ""
+    unsure = ", too short to be reliable" if seen.window_too_short else ""
     counted = "n/a" if seen.total_steps is None else f"{seen.steps} of {seen.total_steps}{unsure}"
     rows = [
         ("steps in the window", counted),
-        ("ended", "early: the fit did not end normally; these are partial figures" if seen.partial else "normally"),
+        ("ended", "early: the fit did not end normally, so these figures are partial" if seen.partial else "normally"),
         ("step time, mean", format_number(times.get("mean"), ",.3f", "ms")),
         ("median (p10 to p90)", f"{format_number(times.get('median'), ',.3f', 'ms')} ({spread})"),
         ("of that, waiting for data", format_number(seen.parts_ms.get("data_wait"), ",.3f", "ms")),
@@ -35,7 +35,7 @@ def tabulate_step(seen: Measurement) -> Table:
         ("precision", seen.precision or "n/a"),
         ("devices", summary.describe_devices(seen)),
         ("host runs ahead of the device by", format_number(seen.lead_ms, ",.2f", "ms")),
-        ("device work left when a step has been issued", format_number(seen.trail_ms, ",.2f", "ms")),
+        ("device work still queued when the host has issued a step", format_number(seen.trail_ms, ",.2f", "ms")),
         ("host blocked in forward, backward, optimizer", format_number(seen.blocked_ms, ",.2f", "ms")),
         ("peak device memory", format_number(seen.peak_gib, ",.2f", "GiB")),
         ("watching cost", format_number(seen.watch_us_per_step, unit="us a step")),
@@ -60,8 +60,8 @@ def tabulate_parts(seen: Measurement) -> Table:
         total = sum(found.values())
         rows.append(("sum of the known parts", format_number(total, ",.3f"), format_share(total, mean), "-"))
     note = (
-        "Means per optimizer step. The first column adds up to the step on the device's time line; the host's durations"
-        " run beside it and are never added to it."
+        "Means per optimizer step. The first column adds up to the step on the device's timeline; host times overlap"
+        " it and are never added to it."
     )
     return Table(
         "The parts of the step", ("part", "device ms", "% of step", "host ms"), rows, numeric=(1, 2, 3), note=note
@@ -83,10 +83,10 @@ def tabulate_one_time(seen: Measurement) -> Table:
         if seconds is None or seconds >= summary.WORTH_A_WORD_S
     ]
     again = (seen.evidence.get("compilation") or {}).get("ms_per_step")
-    note = "Of the whole fit, warm-up included. In no figure of the step."
+    note = "Of the whole fit, warm-up included. Not included in any figure of the step."
     if again is not None:
         ms = format_short(again, "ms")
-        note = f"Compiles went on through the timed steps, and {ms} of each are theirs (host, other)."
+        note = f"Compiling continued during the timed steps and took {ms} of each (host, other)."
     return Table("One-time costs", ("cause", "seconds"), rows, numeric=(1,), note=note)
 
 

@@ -117,7 +117,7 @@ def test_it_says_at_most_12_lines_once_and_claims_no_gain(
     assert "\x1b" not in text and "\r" not in text
     report = (tmp_path / "report.md").read_text()
     assert not CLAIM.search(
-        report.replace("We never claim a speed-up from a single run: that takes an A/B over several.", "")
+        report.replace("We never claim a speed-up from a single run: that takes an A/B test over several.", "")
     )
 
 

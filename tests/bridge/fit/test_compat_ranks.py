@@ -57,7 +57,7 @@ def test_fsdp_trains_as_without_us_and_says_which_rungs_it_refuses(tmp_path: Pat
         assert rungs["skipped"] == {
             "batch": "FSDPStrategy keeps gradients of its own; only one device and DDP are supported",
             "amp": "FSDPStrategy has its own precision handling; write Trainer(precision=…) instead",
-            "layout": "FSDPStrategy stores weights in an order of its own",
+            "layout": "FSDPStrategy stores weights in its own layout",
             "overlap": "needs DDP with several devices; the strategy is FSDPStrategy",
         }
         assert rungs["took"] == {"fused": True, "host": True, **dict.fromkeys(rungs["skipped"], False)}

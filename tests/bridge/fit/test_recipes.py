@@ -71,16 +71,16 @@ def test_shipped_ones_load_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("code", "got", "why"),
     [
-        (RECIPE.replace("build(", "bild("), "{path}", "a recipe needs build, and this file has none"),
+        (RECIPE.replace("build(", "bild("), "{path}", "a recipe needs build, but this file has none"),
         (RECIPE.replace("Settings:", "Setting:"), "{path}", "a recipe needs Settings"),
         (
             RECIPE.replace("(settings, NUMBER), L.LightningDataModule()", "None"),
-            "what build() of {path} gives",
+            "the result of build() in {path}",
             "it is NoneType",
         ),
         (
             RECIPE.replace("(settings, NUMBER), L.LightningDataModule()", "1, 2"),
-            "what build() of {path} gives",
+            "the result of build() in {path}",
             "it is tuple",
         ),
     ],

@@ -50,7 +50,12 @@ def test_the_arguments_are_those_of_the_installed_trainer() -> None:
         ("trainer.accumulate_grad_batches='4'", "grad_batches: '4'", "'4' is text", "write 4, without quotes"),
         ("trainer.limit_val_batches=none", "limit_val_batches: 'none'", "a number or null", "a number or null"),
         ("trainer.detect_anomaly=yes", "detect_anomaly: 'yes'", "must be true or false", "write true"),
-        ("trainer.precision={a: 1}", "trainer.precision: {'a': 1}", "no plain value of this shape", "one word"),
+        (
+            "trainer.precision={a: 1}",
+            "trainer.precision: {'a': 1}",
+            "it does not take a plain value of this type",
+            "one word",
+        ),
         ("trainer.max_time=[1, 2]", "trainer.max_time: [1, 2]", "text or a mapping or null", "text or a mapping"),
     ],
 )

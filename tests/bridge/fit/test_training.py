@@ -93,7 +93,7 @@ def test_an_unknown_argument_is_suggested_for() -> None:
         training.make_trainer(configured("trainer.wurst={a: {b: 1}}"), None, None)
 
 
-NO_CUDA = "write run.accelerator: cpu, or look at CUDA_VISIBLE_DEVICES"
+NO_CUDA = "write run.accelerator: cpu, or check CUDA_VISIBLE_DEVICES"
 
 
 def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert refused(0, "run.devices=2", "run.accelerator=gpu") == NO_CUDA
     assert refused(0, "run.devices=1", "run.accelerator=cuda") == NO_CUDA
-    assert refused(1, "run.devices=2", "run.accelerator=auto") == "write at most 1, or look at CUDA_VISIBLE_DEVICES"
+    assert refused(1, "run.devices=2", "run.accelerator=auto") == "write at most 1, or check CUDA_VISIBLE_DEVICES"
     assert refused(2, "run.devices=2", "run.accelerator=gpu") is None
     assert refused(0, "run.devices=2", "run.accelerator=auto") is None
     assert refused(0, "run.devices=2", "run.accelerator=cpu") is None

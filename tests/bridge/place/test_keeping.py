@@ -57,15 +57,15 @@ LOST = "a run resumed in mid-epoch starts that epoch over: "
     [
         (
             lambda: DataLoader(Stream(), batch_size=8),
-            "Stream is an IterableDataset, which has no order that could be drawn again",
+            "Stream is an IterableDataset, whose order cannot be drawn again",
         ),
         (
             lambda: DataLoader(Sized(), batch_size=8),
-            "Sized is an IterableDataset, which has no order that could be drawn again",
+            "Sized is an IterableDataset, whose order cannot be drawn again",
         ),
         (
             lambda: DataLoader(numbered(22), batch_size=8, sampler=Keeps()),
-            "sampler.sampler.drawn changes while it is iterated, and is no plain value",
+            "sampler.sampler.drawn changes during iteration, and is not a plain value",
         ),
     ],
 )
@@ -131,7 +131,7 @@ def test_another_order_is_told(tmp_path: Path) -> None:
     """Data that changed under a checkpoint."""
     fit(FEED, shuffled(), seed=5, save=tmp_path, max_epochs=1)
     other = DataLoader(numbered(SAMPLES + 1), batch_size=8, shuffle=True)
-    with pytest.warns(UserWarning, match="the sampler draws another order than before the checkpoint"):
+    with pytest.warns(UserWarning, match="the sampler draws a different order than before the checkpoint"):
         fit(FEED, other, seed=6, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
 
 
@@ -140,9 +140,9 @@ def test_a_line_says_where_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureF
     loop = FastLoop({"rungs": {"prefetch": {"enabled": True}}, "watch": {"enabled": False}})
     with caplog.at_level(logging.INFO):
         fit(None, shuffled(), seed=6, ckpt=tmp_path / "step=11.ckpt", loop=loop)
-    assert [each for each in caplog.messages if "goes on behind" in each] == [
-        "fastloop: goes on behind batch 3 of epoch 1, in the order it had (Lightning's warning that the dataloader is"
-        " not resumable does not hold)"
+    assert [each for each in caplog.messages if "continues after" in each] == [
+        "fastloop: continues after batch 3 of epoch 1, in the same order (ignore Lightning's warning that the"
+        " dataloader is not resumable)"
     ]
 
 

@@ -101,11 +101,11 @@ def test_more_workers_are_tried_while_they_help(
 
 def test_where_workers_do_not_apply_one_answer_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
-        raise NotApplicable("the dataset cannot go to workers")
+        raise NotApplicable("the dataset cannot be copied to workers")
 
     monkeypatch.setattr(Workers, "plan", refuse)
     found = several(counts=(1, 2, 4))
-    assert len(found["counts"]) == 1 and found["inactive"] == {"workers": "the dataset cannot go to workers"}
+    assert len(found["counts"]) == 1 and found["inactive"] == {"workers": "the dataset cannot be copied to workers"}
 
 
 def test_nothing_is_trained_and_nothing_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

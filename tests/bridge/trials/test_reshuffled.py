@@ -103,7 +103,7 @@ def compared(
 
 def test_augmentations_in_workers_leave_another_shuffle(tmp_path: Path) -> None:
     gate = compared(tmp_path / "a", augmented, rungs=WORKERS)
-    assert gate.passed and "the first epoch equal, later ones the same samples in another order" in gate.why
+    assert gate.passed and "the first epoch equal, later ones the same samples in a different order" in gate.why
     assert gate.detail == {"steps": 6, "reshuffled": True}
     strict = compared(tmp_path / "b", augmented, rungs=WORKERS, reshuffled=False)
     assert strict.passed is False and strict.detail == {"step": 4, "differs": "samples"}
@@ -113,12 +113,12 @@ def test_short_last_batches_that_are_dropped(tmp_path: Path) -> None:
     gate = compared(
         tmp_path, lambda: augmented(100, drop_last=True), base=lambda: augmented(100, drop_last=True), rungs=WORKERS
     )
-    assert gate.passed and "none of them twice (each leaves out" in gate.why, gate
+    assert gate.passed and "none of them twice (each side skips" in gate.why, gate
 
 
 def test_an_epoch_cut_short_has_as_many_samples(tmp_path: Path) -> None:
     gate = compared(tmp_path, augmented, epochs=-1, rungs=WORKERS, max_steps=4)
-    assert gate.passed and "the one after it, cut short, as many samples" in gate.why, gate
+    assert gate.passed and "the next one, cut short, as many samples" in gate.why, gate
 
 
 def test_the_same_once_more_is_equal_throughout(tmp_path: Path) -> None:
@@ -140,9 +140,9 @@ def test_what_no_shuffle_does_fails(wrong: str, epoch: int, drop_last: bool, tmp
     )
     assert sampler.fired == (wrong != "nothing") and gate.passed is (wrong == "nothing"), gate
     if wrong == "nothing":
-        assert "in another order" in gate.why
+        assert "in a different order" in gate.why
     elif wrong == "replaces" and epoch == 2:
-        assert "epoch 2, which ends with optimizer step" in gate.why and "has other samples" in gate.why
+        assert "epoch 2, which ends with optimizer step" in gate.why and "has different samples" in gate.why
     elif epoch == 1:
         assert gate.detail == {"step": 2, "differs": "samples"}
 

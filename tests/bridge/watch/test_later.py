@@ -58,7 +58,7 @@ def test_a_slow_step_is_warned_of_once(fit: Fit) -> None:
     fit.watch.close()
     entries = fit.later.drift.entries
     assert [round(entry["change_pct"]) for entry in entries] == [0, 75, 75, 75, 75, 75, 75, 75]
-    assert entries[0]["why"] is None is entries[1]["why"] and entries[2]["why"] == "cause not seen"
+    assert entries[0]["why"] is None is entries[1]["why"] and entries[2]["why"] == "cause unknown"
     assert entries[0]["step_ms"] == pytest.approx(40.0)
 
 

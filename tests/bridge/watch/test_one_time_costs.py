@@ -178,7 +178,7 @@ def test_compiles_that_go_on_stay_in_the_figures() -> None:
     assert (measured.parts_ms["host_other"] or 0.0) >= found["ms_per_step"]
     assert (measured.wall_ms or 0.0) >= 11 * 50
     assert measured.samples_per_s == pytest.approx(sum(lengths[-measured.steps :]) / (measured.wall_ms or 0.0) * 1e3)
-    assert loop.findings[0].title == "COMPILING AGAIN AND AGAIN", loop.findings
+    assert loop.findings[0].title == "KEEPS RECOMPILING", loop.findings
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def test_steps_that_turn_out_slower_than_rehearsed_are_said_first(from_step: int
     assert (first.title == "SLOWER WITH AMP") is bool(from_step), loop.findings
     if from_step:
         line = summary.write_lines(seen(loop), loop.plan, loop.verdicts, loop.findings)[0]
-        assert "with amp, without rungs the rehearsed batch took" in line and "(n = 31, slower by" in line
+        assert "with amp, while the rehearsed batch without rungs took" in line and "(n = 31, slower by" in line
         assert first.patch == {"rungs": {"amp": {"enabled": False}}}
 
 

@@ -66,7 +66,7 @@ def test_a_missing_rank_is_named_and_not_waited_for_beyond_the_limit(store: Any)
     began = time.monotonic()
     assert [record["rank"] for record in first.gather({}, limit_s=0.2)] == [0, 2]
     assert 0.2 <= time.monotonic() - began < 50
-    assert first.missing == (1,) and first.why == "nothing came within 0.2 s from rank 1"
+    assert first.missing == (1,) and first.why == "nothing arrived within 0.2 s from rank 1"
 
 
 def test_a_record_too_late_for_one_fit_is_not_the_next_ones(store: Any) -> None:
@@ -121,7 +121,7 @@ def test_a_store_that_fails_hurts_nobody(store: Any) -> None:
     first, second = Ranks(trainer(0)), Ranks(trainer(1))
     first._store = broken = Without(first._store, "check", gone)
     second._store = Without(second._store, "set", gone)
-    assert second.gather({}) == () and "could not be handed in" in str(second.why)
+    assert second.gather({}) == () and "could not be sent" in str(second.why)
     assert [record["rank"] for record in first.gather({}, limit_s=60)] == [0]
     assert broken.failed == 1 and first.missing == (1,) and "Connection reset" in str(first.why)
 

@@ -49,8 +49,10 @@ def test_a_slow_look_is_checked_soon_and_warned_of_when_it_lasts() -> None:
     assert drift.add(at, StepCheck(step=9000, step_ms=115.0, **AT_START)) is None
     assert (drift.due(at + RECHECK_S - 1), drift.due(at + RECHECK_S)) == (False, True)
     said = drift.add(at + RECHECK_S, StepCheck(step=9600, step_ms=120.0, **AT_START))
-    assert said is not None and said.startswith("the step got 20 % slower than at the start: 120 ms instead of 100 ms")
-    assert "16 minutes later" in said and said.endswith("cause not seen")
+    assert said is not None and said.startswith(
+        "the step has become 20 % slower than at the start: 120 ms instead of 100 ms"
+    )
+    assert "16 minutes later" in said and said.endswith("cause unknown")
     assert not drift.due(at + 2 * RECHECK_S), "once proven, looks keep their usual pace"
 
 
@@ -77,8 +79,8 @@ def test_a_single_slow_look_is_a_hiccup() -> None:
             "the SM clock is down by 25 % (1980 to 1485 MHz); waiting for data is up by 8 ms; "
             "new processes on the GPU: pid 8",
         ),
-        ({"sm_clock_mhz": 1960.0, "data_wait_ms": 4.0, "foreign_processes": []}, "cause not seen"),
-        (dict.fromkeys(AT_START), "cause not seen"),
+        ({"sm_clock_mhz": 1960.0, "data_wait_ms": 4.0, "foreign_processes": []}, "cause unknown"),
+        (dict.fromkeys(AT_START), "cause unknown"),
     ],
     ids=["clock", "data", "neighbours", "all three", "too little of each", "nothing readable"],
 )
@@ -91,7 +93,7 @@ def test_what_changed_is_named(now: dict[str, Any], named: str) -> None:
 
 def test_what_was_not_known_at_the_start_is_no_change() -> None:
     said = looks(begun(**dict.fromkeys(AT_START)), 120, 120, data_wait_ms=50.0, foreign_processes=["pid 9"])[1]
-    assert said is not None and said.endswith("cause not seen")
+    assert said is not None and said.endswith("cause unknown")
 
 
 def test_entries_are_plain_and_count_from_the_first_window() -> None:

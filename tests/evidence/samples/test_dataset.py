@@ -284,14 +284,14 @@ def ask_global(samples: Any) -> Any:
 @pytest.mark.parametrize(
     ("member", "reason"),
     [
-        (CONNECTION, "is a connection or a client of one"),
-        (Remote(CONNECTION), "is a connection or a client of one"),
-        (fake("redis.client", "Redis"), "is a connection or a client of one"),
-        (fake("requests.sessions", "Session"), "is a connection or a client of one"),
-        (fake("botocore.client", "S3"), "is a connection or a client of one"),
-        (fake("psycopg2.extensions", "connection"), "is a connection or a client of one"),
-        (fake("zmq.sugar.socket", "Socket"), "is a connection or a client of one"),
-        (fake("grpc._channel", "Channel"), "is a connection or a client of one"),
+        (CONNECTION, "is a connection or its client"),
+        (Remote(CONNECTION), "is a connection or its client"),
+        (fake("redis.client", "Redis"), "is a connection or its client"),
+        (fake("requests.sessions", "Session"), "is a connection or its client"),
+        (fake("botocore.client", "S3"), "is a connection or its client"),
+        (fake("psycopg2.extensions", "connection"), "is a connection or its client"),
+        (fake("zmq.sugar.socket", "Socket"), "is a connection or its client"),
+        (fake("grpc._channel", "Channel"), "is a connection or its client"),
         (queue.Queue(), "runs threads or processes"),
         (ThreadPoolExecutor(1), "runs threads or processes"),
         ((number for number in range(3)), "is an iterator"),
@@ -299,7 +299,7 @@ def ask_global(samples: Any) -> Any:
         (np.random.default_rng(0), "is a random generator"),
         (random.Random(0), "is a random generator"),
         (torch.Generator(), "is a random generator"),
-        (torch.optim.SGD([torch.zeros(1)], lr=0.1), "is a part of the training"),
+        (torch.optim.SGD([torch.zeros(1)], lr=0.1), "is part of the training"),
     ],
 )
 def test_what_workers_would_share_or_copy_is_named(member: Any, reason: str) -> None:

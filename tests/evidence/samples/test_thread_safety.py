@@ -20,8 +20,8 @@ from fastloop.evidence.samples.dataset import draws_random
 from fastloop.evidence.samples.thread_safety import find_thread_hazards, list_shared_draws
 
 COUNT = {"samples": 0}
-WRITTEN = "is written while a sample is made, and threads would write it at once"
-DRAWN = "draws random numbers, and which thread draws which would be chance"
+WRITTEN = "is written while a sample is made, and threads would write it concurrently"
+DRAWN = "draws random numbers, and it would be random which thread draws which"
 
 
 class Items(Dataset):
@@ -156,15 +156,14 @@ def typed(source: str) -> Any:
         (CountsOutside(), f"dataset (the outer COUNT) {WRITTEN}"),
         (Noisy(), f"dataset (Noisy.__getitem__) {DRAWN}"),
         (Subset(Caches(kept={}), [0]), f"dataset.dataset.kept {WRITTEN}"),
-        (Items(text=io.BytesIO(b"a")), "dataset.text (BytesIO) keeps a place or settings that each use changes"),
+        (Items(text=io.BytesIO(b"a")), "dataset.text (BytesIO) keeps a position or settings that each use changes"),
         (
             Items(source=random.Random(1)),
-            "dataset.source (Random) is a random generator, and which thread draws which of its numbers"
-            " would be chance",
+            "dataset.source (Random) is a random generator, and it would be random which thread draws which number",
         ),
         (
             Items(rows=iter([1])),
-            "dataset.rows (list_iterator) is an iterator, and which thread gets which of its items would be chance",
+            "dataset.rows (list_iterator) is an iterator, and it would be random which thread gets which item",
         ),
         (
             typed("class Typed(Items):\n  def __getitem__(self, index):\n    self.x = index\n    return index")(),
@@ -210,7 +209,7 @@ def test_a_collate_function_handles_and_connections() -> None:
     for end in ends:
         end.close()
     assert "dataset.file is an open file handle, which threads would share; open it in __getitem__ instead" in found
-    assert any("is a connection or a client of one, and answers to several threads" in each for each in found)
+    assert any("is a connection or its client, and replies to several threads" in each for each in found)
 
 
 def test_an_installed_dataset_that_seeds_the_shared_generator() -> None:

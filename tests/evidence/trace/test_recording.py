@@ -127,7 +127,7 @@ def test_a_training_that_ends_early(tmp_path: Path, steps: int, whole: int) -> N
     found = window.end()
     assert found.get("steps", 0) == whole and found.get("asked_steps", 3) == 3
     if not whole:
-        assert found == {"skipped": "the training ended before a traced step was whole"}
+        assert found == {"skipped": "the training ended before a traced step was complete"}
     assert (tmp_path / NAME).is_file() == bool(whole)
 
 
@@ -136,7 +136,7 @@ def test_never_begun() -> None:
     window.push("forward")
     window.pop()
     window.step()
-    assert window.end() == {"skipped": "the training ended before a traced step was whole"}
+    assert window.end() == {"skipped": "the training ended before a traced step was complete"}
 
 
 def test_nothing_is_recorded_after_the_last_step(tmp_path: Path) -> None:

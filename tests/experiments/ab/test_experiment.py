@@ -250,12 +250,11 @@ def test_what_checkpoints_have_to_do_with_it_is_flagged(tmp_path: Path) -> None:
     found = results.list_flags(carried_out(tmp_path, BASE.but(**both), AMP.but(**both)).sides)
     assert found == [
         "all runs began at step 120, from a checkpoint that the script loads",
-        "checkpoints outside of the run directories were not written, so the time for that is missing,"
-        " in all arms alike",
+        "checkpoints outside the run directories were not written, so the time for that is missing, in all arms alike",
     ]
     assert results.list_flags(carried_out(tmp_path / "plain", AMP.but(began=lambda _: 0)).sides) == []
 
 
 def test_of_an_arm_without_a_run_nothing_is_said_to_have_taken_or_not(tmp_path: Path) -> None:
     (found,) = carried_out(tmp_path, AMP.but(fails_at=0)).comparisons()
-    assert found.why == "insufficient: 1 run of the base and 0 of the arm, a verdict takes 3"
+    assert found.why == "insufficient: 1 run of the base and 0 of the arm, a verdict needs 3"

@@ -64,7 +64,7 @@ def test_a_rank_that_ended_badly_is_no_rank_that_saw_the_same(tmp_path: Path) ->
         rewrite(side, "ledger-1.json", content)
     gate = parity_gates.judge_ledgers(pairs, "exact")  # type: ignore[arg-type]
     assert gate.passed is None and gate.is_testable
-    assert gate.why == "rank 1 of the arm did not come to the end of its training"
+    assert gate.why == "rank 1 of the arm did not finish its training"
 
 
 def test_merged_windows_may_have_fewer_backwards(tmp_path: Path) -> None:

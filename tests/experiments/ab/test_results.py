@@ -86,7 +86,7 @@ def test_throttling_and_short_windows_are_flagged_once_for_an_arm_with_its_runs(
         measured(made.base, number, state=(crowded,), window_too_short=True)
     assert results.list_flags(made.sides) == [
         "base, run-0 to run-2: the training waited for a CPU for about 40 to 60 % of the time",
-        "base, run-0 to run-2 and amp, run-1: the window is too short for its queues",
+        "base, run-0 to run-2 and amp, run-1: the window is too short for the loader's queues",
         "amp, run-1: the GPU's clocks were held back: hw_thermal 12 %",
     ]
 

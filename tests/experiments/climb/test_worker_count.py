@@ -101,7 +101,7 @@ def test_counting_anew_asks_no_loader_again() -> None:
         {"workers": {"enabled": True, "count": 12}},
         loaders_ms=KNOWN,
     )
-    assert same.ended == "small" and "12 workers are what it has already" in same.why
+    assert same.ended == "small" and "it already has 12 workers" in same.why
 
 
 def test_a_rung_that_loading_would_hold_up_takes_more_workers_along() -> None:

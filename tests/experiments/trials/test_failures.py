@@ -27,12 +27,12 @@ def trial(cause: str | None, tail: str = "", code: int = 1) -> Trial:
             "exit code 1 at step 3: torch.OutOfMemoryError: CUDA out of memory",
             "smaller micro-batches, or free the device",
         ),
-        ("killed by SIGKILL at step 12: out of memory, or killed from outside", "look into dmesg"),
+        ("killed by SIGKILL at step 12: out of memory, or killed from outside", "check dmesg"),
         ("hung: no step for 6 s; rank 1 (process 7) is stopped from outside at step 12", "or kill -STOP"),
-        ("hung: no step, output or CPU use for 600 s at step 7; it was ended", "look for what they wait for"),
+        ("hung: no step, output or CPU use for 600 s at step 7; it was ended", "find what they wait for"),
         ("exceeded its time limit of 60 s at step 7; it was ended", "--limit SECONDS"),
         ("the fit of train ended after 8 steps, before the window, which opens after 20", "watch.warmup_steps=3"),
-        ("train ended with exit code 2 before it made a Trainer", "go into --args"),
+        ("train ended with exit code 2 before it made a Trainer", "with --args"),
     ],
 )
 def test_a_failure_says_what_to_do_next(cause: str, do: str) -> None:
@@ -44,10 +44,10 @@ def test_a_failure_says_how_to_go_on_where_that_is_possible() -> None:
     text = str(
         make_failure(trial("killed by SIGKILL at step 12: out of memory, or killed from outside"), Path("climbs/a"))
     )
-    assert text.endswith("fewer workers or smaller batches; unchanged, it goes on with --resume climbs/a")
+    assert text.endswith("fewer workers or smaller batches; to continue unchanged, use --resume climbs/a")
     unknown = trial("exit code 1: no luck")
     assert str(make_failure(unknown, Path("b"))).endswith(
-        "exit code 1: no luck\n  do  unchanged, it goes on with --resume b"
+        "exit code 1: no luck\n  do  to continue unchanged, use --resume b"
     )
     assert "  do  " not in str(make_failure(unknown)), "nothing is known to do"
 

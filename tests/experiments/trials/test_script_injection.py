@@ -272,7 +272,9 @@ def test_what_to_know_beside_a_measurement() -> None:
         event("fit_began", measured=False, step=0),
         event("fit_ended", measured=False, step=3),
     ]
-    assert list_notes(twice) == ["fit was called 2 times: the first that trained was measured"] and step_of(twice) == 9
+    assert (
+        list_notes(twice) == ["fit was called 2 times: the first one that trained was measured"] and step_of(twice) == 9
+    )
     assert step_of([MADE, FIT, BEGAN]) is None
 
 

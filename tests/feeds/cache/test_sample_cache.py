@@ -69,11 +69,11 @@ class Refuses(Memory):
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (StoreFull(""), "the sample store is full: samples that are not in it are made each time"),
-        (StoreFull("No space left"), "the sample store is full (No space left): samples that are not in it are made"),
+        (StoreFull(""), "the sample store is full: samples that are not in it are loaded each time"),
+        (StoreFull("No space left"), "the sample store is full (No space left): samples that are not in it are loaded"),
         (
             ServerAway("the server at x does not answer (y)"),
-            "does not answer (y): samples are made each time until it does",
+            "does not answer (y): samples are loaded each time until it does",
         ),
     ],
 )

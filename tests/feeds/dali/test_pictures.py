@@ -36,7 +36,7 @@ NORM = Normalize(mean=(0.5,), std=(0.5,))
         ((CROP, ToTensor(), NORM), "Normalize of bytes"),
         (
             (Resize(size=9), *END),
-            "the images keep different sizes: no step gives them one (a crop, or Resize to height and width)",
+            "the images keep different sizes: no transform makes them equal (a crop, or Resize to height and width)",
         ),
         (
             (RandomResizedCrop(size=(8, 8), interpolation="hamming"), *END),
@@ -52,7 +52,7 @@ def test_steps(steps: tuple[Any, ...], reason: str | None) -> None:
 def test_what_is_no_dataset_of_known_steps() -> None:
     assert find_obstacle("it is a list") == "DALI loads datasets of image files only: it is a list"
     unknown = ImageFacts(steps=(CROP,), unknown="Mixup", count=3)
-    assert find_obstacle(unknown) == "Mixup is no transform that DALI has a counterpart for"
+    assert find_obstacle(unknown) == "Mixup is a transform that DALI has no counterpart for"
     assert find_obstacle(ImageFacts(steps=(CROP, *END))) == "the dataset is empty"
 
 

@@ -105,7 +105,7 @@ def plant(old: type, **settings: Any) -> Any:
 def test_planted_wrongs_are_refused(folder: Path, change: Any, reason: str) -> None:
     with pytest.raises(NotApplicable, match=reason) as refused:
         check(read_folder(folder), change)
-    assert "DALI's pictures are not those of the transforms: " in str(refused.value)
+    assert "DALI's images differ from those of the transforms: " in str(refused.value)
 
 
 def test_planted_order_of_colors_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

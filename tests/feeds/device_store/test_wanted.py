@@ -88,7 +88,7 @@ def test_plan() -> None:
         (
             {"max_epochs": 1},
             {"batches": 10, "batch_size": 8},
-            "asks for 80 samples of 50,000: too few repeats to pay off",
+            "draws 80 samples from 50,000: too few repeats to pay off",
         ),
         ({}, {"stateful": True}, "tracks their position"),
         ({}, {"may_change": ("Own.set_epoch",)}, "may change between epochs: Own.set_epoch"),
@@ -106,8 +106,8 @@ def test_plan_refuses(facts: dict[str, Any], loader: dict[str, Any], why: str) -
     ("steps", "why"),
     [
         ((FLIP, RandomResizedCrop(size=(8, 8)), *FLOATS), "RandomResizedCrop at that place"),
-        ((FLOATS[0], RandomResizedCrop(size=(8, 8)), FLOATS[1]), "as Pillow does it"),
-        ((RandomResizedCrop(size=(8, 8), interpolation="bicubic"), *FLOATS), "for bilinear interpolation only"),
+        ((FLOATS[0], RandomResizedCrop(size=(8, 8)), FLOATS[1]), "matches Pillow"),
+        ((RandomResizedCrop(size=(8, 8), interpolation="bicubic"), *FLOATS), "only for bilinear interpolation"),
         ((RandomResizedCrop(size=(8, 8)), CROP, *FLOATS), "it crops twice"),
         ((ColorJitter(), *FLOATS), "ColorJitter at that place"),
         ((FLIP, Resize(size=8), *FLOATS), "Resize at that place"),

@@ -37,23 +37,23 @@ def test_one_rank(kind: str) -> None:
 @pytest.mark.parametrize(
     ("loader", "ranks", "reason"),
     [
-        ([1, 2], 1, "list does not say in which order it loads"),
-        (DataLoader(Stream()), 1, "Stream is an IterableDataset, which has no order that could be drawn again"),
+        ([1, 2], 1, "list does not reveal its order"),
+        (DataLoader(Stream()), 1, "Stream is an IterableDataset, whose order cannot be drawn again"),
         (Stateful(Stream()), 1, None),
         (Twice(DATA), 1, "Twice has other batches than its sampler"),
-        (make("keeps", 0), 1, "sampler.sampler.drawn changes while it is iterated, and is no plain value"),
+        (make("keeps", 0), 1, "sampler.sampler.drawn changes during iteration, and is not a plain value"),
         (make("in order", 0), 2, None),
-        (make("shuffled", 0), 2, "each rank draws an order of its own, and only rank 0's is saved"),
+        (make("shuffled", 0), 2, "each rank draws its own order, and only rank 0's is saved"),
         (
             make("generator", 0),
             2,
-            "sampler.sampler.generator is a generator of each rank's own, and only rank 0's is saved",
+            "sampler.sampler.generator is a separate generator on each rank, and only rank 0's is saved",
         ),
-        (make("counts", 0), 2, "sampler.sampler.round changes while it is iterated, and only rank 0's is saved"),
+        (make("counts", 0), 2, "sampler.sampler.round changes during iteration, and only rank 0's is saved"),
         (
             DataLoader(DATA, sampler=NumpyOwn()),
             2,
-            "sampler.sampler.generator_of_mine is a generator of each rank's own, and only rank 0's is saved",
+            "sampler.sampler.generator_of_mine is a separate generator on each rank, and only rank 0's is saved",
         ),
         (DataLoader(DATA, sampler=DistributedSampler(DATA, num_replicas=2, rank=1)), 2, None),
         (DataLoader(DATA, batch_sampler=Buckets()), 2, None),  # what it draws is not put back, and the digest tells

@@ -111,7 +111,7 @@ def test_another_order_is_told(change: str) -> None:
     }
     resumed, lines = kept(others[change], read(order, 2))
     list(resumed)
-    assert len(lines) == 1 and lines[0].startswith("the sampler draws another order than before the checkpoint")
+    assert len(lines) == 1 and lines[0].startswith("the sampler draws a different order than before the checkpoint")
 
 
 def test_a_shorter_epoch_ends_and_says_so() -> None:

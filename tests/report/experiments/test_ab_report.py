@@ -114,7 +114,7 @@ def test_medians_that_point_the_other_way_are_explained() -> None:
     def rate(ratio: float, arm: float, **more: Any) -> str:
         return ab_report.write_lines(result_of(made({"base": 344.0, "b": arm}, [judged("b", ratio, **more)])))[1]
 
-    said = "the medians point the other way, for only the ratio takes out the order of the runs"
+    said = "the medians point the other way because only the ratio corrects for the order of the runs"
     assert said in rate(1.32, 300.0) and said in rate(0.8, 400.0)
     assert said not in rate(1.32, 400.0) and said not in rate(0.8, 300.0)
     assert said not in rate(1.01, 300.0, half=0.2), "no ratio is claimed"

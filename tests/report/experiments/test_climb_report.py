@@ -99,7 +99,7 @@ def test_a_faster_rung_that_broke_the_training_is_not_nothing_to_gain() -> None:
 def test_without_an_answer_it_is_not_nothing_to_gain(ended: str) -> None:
     open_, other = (rung(name, 743, 200, kept=False, **{"try": name}) for name in ("amp", "pin"))
     content = climb([open_ | {"ended": ended}, other | {"ended": "not_faster"}], 743.0)
-    assert climb_report.describe_verdict(opened(content)) == "NOTHING KEPT, NOT ALL COULD BE JUDGED"
+    assert climb_report.describe_verdict(opened(content)) == "NOTHING KEPT, SOME INCONCLUSIVE"
     assert climb_report.write_lines(opened(content))[1] == "WHY      No answer on amp"
     assert '<header class="unknown">' in climb_report.write_reports(opened(content))["report.html"]
     answered = climb([open_ | {"ended": ended}, open_ | {"ended": "not_faster"}], 743.0)
@@ -222,7 +222,7 @@ def test_each_rung_stands_under_its_figures() -> None:
     )
     assert "layout" not in text, "what was rolled back is no part of the ladder"
     stack = {"rungs": {"pin": {"enabled": True}}}
-    assert "# on from the start\n  pin:" in climb_report.write_ladder_yaml(opened(climb([], 743.0, stack=stack)))
+    assert "# enabled from the start\n  pin:" in climb_report.write_ladder_yaml(opened(climb([], 743.0, stack=stack)))
 
 
 def test_a_ladder_of_several_rungs_is_told_once() -> None:

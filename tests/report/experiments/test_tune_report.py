@@ -36,7 +36,7 @@ def test_the_whole_answer() -> None:
     content = tune([(0, 700.0, ""), (2, 402.0, ""), (8, 121.2, ""), (16, None, "killed\nby the system")], 8)
     assert tune_report.write_lines(opened(content | {"as_it_is": 0, "why": "it is the quickest"})) == [
         "fastloop BEST rungs.workers.count = 8   resnet50: tune workers",
-        "STEP     0 (as it is): 700, 2: 402, 8 (best): 121 ms",
+        "STEP     0 (unchanged): 700, 2: 402, 8 (best): 121 ms",
         "WHY      it is the quickest",
         "FAILED   16: killed by the system",
         "PATCH    rungs.workers {enabled: true, count: 8}",
@@ -89,7 +89,7 @@ def test_the_best_is_marked_and_failures_have_their_causes() -> None:
 def test_a_search_that_was_stopped_has_no_verdict() -> None:
     content = TUNES["workers"]() | {"partial": True, "best": None, "patch": None, "why": "it was stopped"}
     assert tune_report.describe_verdict(opened(content)) == "NOT FINISHED rungs.workers.count"
-    assert tune_report.write_lines(opened(content))[0].endswith("PARTIAL: the search did not end")
+    assert tune_report.write_lines(opened(content))[0].endswith("PARTIAL: the search did not finish")
 
 
 def test_no_speed_up_is_claimed() -> None:

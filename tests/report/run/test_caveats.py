@@ -50,7 +50,7 @@ def test_means_of_a_few_long_steps_are_said_to_be(mean: float, rare: float, said
     ("parts", "pauses", "told"),
     [
         ({}, {}, "the mean step is 4.8 times"),
-        ({}, {"steps": 2, "ms_per_step": 6.0}, "2 of 40 steps took so long that"),
+        ({}, {"steps": 2, "ms_per_step": 6.0}, "2 of 40 steps were so long that"),
         ({"callbacks_logging": 6.0}, {}, "NOTE     the mean step is 4.8 times"),
     ],
 )

@@ -189,7 +189,7 @@ def test_of_many_ranks_the_slowest_and_the_quickest_are_drawn() -> None:
     )
     chart = bars(Measurement(ranks=ranks), "ranks")
     assert [row.name for row in chart.rows] == [f"{rank} n" for rank in (*range(63, 55, -1), *range(7, -1, -1))]
-    assert chart.note == "16 of 64 ranks: the slowest and the quickest"
+    assert chart.note == "16 of 64 ranks: the slowest and the fastest"
 
 
 def test_the_step_in_words() -> None:

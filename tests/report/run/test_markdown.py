@@ -116,7 +116,7 @@ def test_what_was_not_measured_is_na_and_never_0() -> None:
     text = made(Measurement(total_steps=3, warmup_steps=20), findings=())
     values = dict(tables(text)[0][1:])
     assert values == {
-        "steps in the window": "0 of 3, too short to be sure of",
+        "steps in the window": "0 of 3, too short to be reliable",
         "ended": "normally",
         "step time, mean": "n/a",
         "median (p10 to p90)": "n/a (n/a to n/a)",
@@ -126,7 +126,7 @@ def test_what_was_not_measured_is_na_and_never_0() -> None:
         "samples per step, all ranks": "n/a",
         "peak device memory": "n/a",
         "host runs ahead of the device by": "n/a",
-        "device work left when a step has been issued": "n/a",
+        "device work still queued when the host has issued a step": "n/a",
         "host blocked in forward, backward, optimizer": "n/a",
         "samples per loader batch, one rank": "n/a",
         "precision": "n/a",

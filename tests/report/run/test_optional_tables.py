@@ -36,7 +36,7 @@ def test_what_was_not_measured_has_no_table_and_a_line_that_says_why() -> None:
         "The GPU",
         "Work and energy",
         "Kernels, from the trace",
-        "The longest kernels",
+        "Kernels with the most time",
         "Synchronisations",
         "Ceilings",
         "The slowest hooks",
@@ -48,10 +48,10 @@ def test_every_reading_of_the_gpu_has_a_row() -> None:
     table = optional_tables.tabulate_gpu(samples.gpt2().seen)
     assert set(optional_tables.GPU) == set(GPU_READINGS) - {"throttle"} and len(table.rows) == len(GPU_READINGS)
     found = values(table)
-    assert found["tensor cores active"] == "0 %" and found["throttle reasons seen"] == "sw_power_cap"
-    assert values(optional_tables.tabulate_gpu(samples.resnet50().seen))["throttle reasons seen"] == "none"
+    assert found["tensor cores active"] == "0 %" and found["throttle reasons"] == "sw_power_cap"
+    assert values(optional_tables.tabulate_gpu(samples.resnet50().seen))["throttle reasons"] == "none"
     unknown = values(optional_tables.tabulate_gpu(Measurement(gpu={"watts": 90.0})))
-    assert unknown["SMs active"] == "n/a" == unknown["throttle reasons seen"] and unknown["board power"] == "90 W"
+    assert unknown["SMs active"] == "n/a" == unknown["throttle reasons"] and unknown["board power"] == "90 W"
 
 
 def test_work_is_at_least_where_operators_could_not_be_counted() -> None:
@@ -61,7 +61,7 @@ def test_work_is_at_least_where_operators_could_not_be_counted() -> None:
     assert found["MFU of bf16, by the data sheet"] == ">= 3.66 % of 989 TFLOP/s"
     assert found["MFU of a bf16 product measured here"] == ">= 4.8 % of 751 TFLOP/s"
     assert found["energy of the board per sample"] == "0.577 J (within 0.6 %)"
-    assert found["price of a million samples"] == "$3.43"
+    assert found["cost of a million samples"] == "$3.43"
     assert "At least:" in optional_tables.tabulate_work(samples.gpt2().seen).note
     sure = optional_tables.tabulate_work(samples.resnet50().seen)
     assert ">=" not in str(sure.rows) and "At least" not in sure.note
@@ -71,7 +71,7 @@ def test_a_price_alone_makes_the_table() -> None:
     found = values(
         optional_tables.tabulate_work(Measurement(usd_per_million_samples=1234.5, peaks={"matmul_tf32": True}))
     )
-    assert found["price of a million samples"] == "$1,234.50" and len(found) == 2
+    assert found["cost of a million samples"] == "$1,234.50" and len(found) == 2
     assert found["TF32 allowed: products, convolutions"] == "yes, n/a"
 
 
@@ -80,7 +80,7 @@ def test_what_was_not_measured_of_the_work_is_one_sentence() -> None:
     table = optional_tables.tabulate_work(seen)
     assert [row[0] for row in table.rows] == ["work per sample", "rate per device"] and "n/a" not in str(table.rows)
     assert table.note.startswith("Counted by one eager step of this run. Not measured on the CPU: MFU of")
-    assert "energy of the board per sample" in table.note and table.note.endswith("price of a million samples.")
+    assert "energy of the board per sample" in table.note and table.note.endswith("cost of a million samples.")
     assert "on the CPU" not in optional_tables.tabulate_work(samples.resnet50().seen).note
     assert optional_tables.tabulate_work(Measurement()).note == "", "the list of what is missing says it"
     uncounted = optional_tables.tabulate_work(
@@ -94,8 +94,8 @@ def test_kernels_are_sorted_and_their_idle_time_is_told_apart() -> None:
     rows = [row[0] for row in families.rows]
     assert rows[:2] == ["gemm", "attention"]
     assert rows[-3:] == ["idle: launch", "idle: sync", "idle: other"], "there was no idle time for want of data"
-    assert "0.000" not in str(families.rows) and "families without time are left out" in families.note
-    assert families.rows[0][1:] == ("1,102.000", "69.7") and "the trace cost 6.4 s" in families.note
+    assert "0.000" not in str(families.rows) and "families that took no time are left out" in families.note
+    assert families.rows[0][1:] == ("1,102.000", "69.7") and "cost of the trace 6.4 s" in families.note
     assert "launches per step 9,120" in families.note and "NCCL" not in families.note
     assert len(longest.rows[0][0]) <= 120 and longest.rows[0][1] == "611.000"
 
@@ -128,12 +128,12 @@ def test_ranks_that_ended_badly_say_by_what() -> None:
 
 def test_a_hunt_that_found_nothing_is_a_result() -> None:
     seen = samples.cpu().seen
-    assert tuple(optional_tables.tabulate_syncs(seen).rows) == () and "synchronisations: none listed" in " ".join(
+    assert tuple(optional_tables.tabulate_syncs(seen).rows) == () and "synchronizations: none listed" in " ".join(
         optional_tables.list_missing(seen)
     )
     hunted = dataclasses.replace(seen, evidence={"syncs": {"hunted_steps": 5}})
     assert tuple(optional_tables.tabulate_syncs(hunted).rows) == (("none found", "in 5 steps", "0", "0", "-"),)
-    assert "synchronisations" not in " ".join(optional_tables.list_missing(hunted))
+    assert "synchronizations" not in " ".join(optional_tables.list_missing(hunted))
     cut_short = dataclasses.replace(seen, evidence={"syncs": {"hunted_steps": 0}})
     assert tuple(optional_tables.tabulate_syncs(cut_short).rows) == (), "0 steps found nothing out"
 

@@ -122,7 +122,7 @@ def test_numbers(value: Any, form: str, unit: str, text: str) -> None:
     ("change", "flag"),
     [
         ({"partial": True}, "PARTIAL: the fit did not end normally"),
-        ({"window_too_short": True}, "window too short for its queues"),
+        ({"window_too_short": True}, "window too short for the loader's queues"),
         ({"window_too_short": True, "steps": 1}, "window too short: 1 step"),
         ({"window_too_short": True, "steps": 9}, "window too short: 9 steps"),
     ],
@@ -141,7 +141,7 @@ def test_flags(change: dict[str, Any], flag: str) -> None:
         ({"first_step": 21, "total_steps": 5000}, "steps 22-61"),
         ({"steps": 0, "total_steps": 1}, "1 step, none of them measured"),
         ({"steps": 0, "total_steps": 0}, "0 steps, none of them measured"),
-        ({"steps": 0, "total_steps": None}, "steps n/a: nothing watched them"),
+        ({"steps": 0, "total_steps": None}, "steps n/a: not watched"),
     ],
 )
 def test_the_steps_measured_are_those_of_the_window_and_not_the_last_ones(change: dict[str, Any], said: str) -> None:
@@ -437,41 +437,40 @@ def test_one_time_costs_are_one_line() -> None:
             28.0,
             3417.0,
             ONCE,
-            "compile took 41 s; on the rehearsed batch 12 ms less (no verdict):"
-            " would pay back after about 3,400 steps, this run has 60",
+            "compile took 41 s; 12 ms less on the rehearsed batch (no verdict):"
+            " would pay back after about 3,400 steps; this run has 60",
         ),
         (
             28.0,
             3417.0,
             {},
-            "compile: on the rehearsed batch 12 ms less (no verdict):"
-            " would pay back after about 3,400 steps, this run has 60",
+            "compile: 12 ms less on the rehearsed batch (no verdict):"
+            " would pay back after about 3,400 steps; this run has 60",
         ),
         (
             28.0,
             None,
             ONCE,
-            "compile took 41 s; on the rehearsed batch 12 ms less (no verdict):"
-            " when it would pay back is not known, this run has 60",
+            "compile took 41 s; 12 ms less on the rehearsed batch (no verdict): pay-back time unknown; this run has 60",
         ),
         (
             42.5,
             None,
             ONCE,
-            "compile took 41 s; on the rehearsed batch 2.5 ms more (no verdict): would not pay back, this run has 60",
+            "compile took 41 s; 2.5 ms more on the rehearsed batch (no verdict): would not pay back; this run has 60",
         ),
         (
             40.0,
             None,
             ONCE,
-            "compile took 41 s; on the rehearsed batch as fast (no verdict): would not pay back, this run has 60",
+            "compile took 41 s; no change on the rehearsed batch (no verdict): would not pay back; this run has 60",
         ),
         (
             28.0,
             7.0,
             ONCE,
-            "compile took 41 s; on the rehearsed batch 12 ms less (no verdict):"
-            " would pay back after about 7 steps, this run has 60",
+            "compile took 41 s; 12 ms less on the rehearsed batch (no verdict):"
+            " would pay back after about 7 steps; this run has 60",
         ),
     ],
 )
@@ -495,14 +494,12 @@ def test_what_a_rung_saves_is_beyond_those_kept_before_it() -> None:
     verdicts[-1] = dataclasses.replace(verdicts[-1], pays_back_after_steps=8240.0)
     (line,) = summary.list_pay_backs(dataclasses.replace(SEEN, one_time_s=ONCE), verdicts)
     assert line.startswith(
-        "compile took 41 s; on the rehearsed batch 5 ms less (no verdict): would pay back after about"
+        "compile took 41 s; 5 ms less on the rehearsed batch (no verdict): would pay back after about"
     )
 
 
 def test_an_alarm_stands_in_the_first_line_and_all_fits() -> None:
-    storm = Finding(
-        bottleneck="host_other", why="x", title="COMPILING AGAIN AND AGAIN", alarm="37 times, 98 s of 122 s"
-    )
+    storm = Finding(bottleneck="host_other", why="x", title="KEEPS RECOMPILING", alarm="37 times, 98 s of 122 s")
     slow = Finding(bottleneck="compute_bound", why="y", title="SLOWER WITH COMPILE", alarm="n = 60")
     tried = Rehearsed(eager_ms=4.0, changed_ms=3.0)
     verdicts = [
@@ -512,9 +509,9 @@ def test_an_alarm_stands_in_the_first_line_and_all_fits() -> None:
     ]
     seen = dataclasses.replace(SEEN, one_time_s=ONCE, tflop_per_s=3.0, state=("throttled",))
     lines = summary.write_lines(seen, planned(), verdicts, [storm, slow, WAITS], "report.md")
-    assert lines[0].startswith("fastloop COMPILING AGAIN AND AGAIN: 37 times, 98 s of 122 s; n = 60   ")
+    assert lines[0].startswith("fastloop KEEPS RECOMPILING: 37 times, 98 s of 122 s; n = 60   ")
     assert len(lines) <= 12 and sum("pay back" in line for line in lines) == 1, "all in one line"
-    assert lines[0].partition("   ")[0] == "fastloop COMPILING AGAIN AND AGAIN: 37 times, 98 s of 122 s; n = 60"
+    assert lines[0].partition("   ")[0] == "fastloop KEEPS RECOMPILING: 37 times, 98 s of 122 s; n = 60"
 
 
 def test_patches() -> None:

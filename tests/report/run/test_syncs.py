@@ -21,7 +21,7 @@ def found(*places: dict[str, Any], hunted: int | None = None, device: str = "cpu
 @pytest.mark.parametrize(
     ("device", "ms", "said"),
     [
-        ("cpu", None, "train.py:8 .item(), no time on the CPU"),
+        ("cpu", None, "train.py:8 .item(), no cost on the CPU"),
         ("cuda", None, "train.py:8 .item(), 2 a step"),
         ("cuda", 0.8774, "train.py:8 .item(), 0.877 ms a step"),
         ("cuda", 12.0, "train.py:8 .item(), 12 ms a step"),
@@ -44,7 +44,7 @@ def test_the_first_three_are_named_and_the_others_counted() -> None:
 def test_that_there_are_none_is_said_only_where_all_were_looked_for() -> None:
     assert found() == []
     assert found(hunted=5) == ["none found, in 5 steps"]
-    assert found(hunted=0) == ["n/a: training ended before they were searched for"]
+    assert found(hunted=0) == ["n/a: training ended before the search"]
 
 
 def test_the_line_is_among_those_that_a_person_reads_first() -> None:

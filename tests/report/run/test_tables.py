@@ -44,10 +44,10 @@ def test_one_time_costs_have_a_table_where_they_were_measured() -> None:
         ("rehearsal", "n/a"),
         ("new cause", "0.1 s"),
     )
-    assert "In no figure of the step" in table.note
+    assert "Not included in any figure of the step" in table.note
     again = {"compilation": {"ms_per_step": 60.0}}
     table = tables.tabulate_one_time(dataclasses.replace(SEEN, one_time_s=once, evidence=again))
-    assert "60 ms of each are theirs" in table.note
+    assert "took 60 ms of each" in table.note
 
 
 def test_the_parts_tile_the_step_and_the_host_is_a_column_of_its_own() -> None:

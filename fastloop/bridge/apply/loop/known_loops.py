@@ -71,18 +71,18 @@ def explain_unknown(trainer: Any, module: Any) -> str | None:
     """Why Lightning's own loop must stay; None if the replacement makes no visible difference."""
     space, owner = namespaces.find_namespace(trainer), type(module)
     if not isinstance(trainer.profiler, namespaces.load(space, "profilers.PassThroughProfiler")):
-        return f"{trainer.profiler.__class__.__name__} tells of every hook"  # ours wraps the user's profiler
+        return f"{trainer.profiler.__class__.__name__} records every hook"  # ours wraps the user's profiler
     if logging.getLogger(f"{space}.trainer.call").isEnabledFor(logging.DEBUG):
         return "Lightning logs each call of a hook"
     if any("__setattr__" in vars(kind) for kind in owner.__mro__[: owner.__mro__.index(torch.nn.Module)]):
-        return f"{owner.__name__} keeps its attributes in a way of its own"
+        return f"{owner.__name__} stores its attributes in its own way"
     try:
         if (name := next(_list_overrides(trainer, module, space), None)) is not None:
             return f"{name} is not Lightning's own"
         digest = _digest(tuple(_list_functions(trainer, space)))
     except (AttributeError, OSError, TypeError) as error:
         return f"the text of Lightning's loop cannot be read: {error}"
-    return None if digest in KNOWN else f"the loop of this Lightning is none of those that are known here ({digest})"
+    return None if digest in KNOWN else f"the loop of this Lightning version is unknown here ({digest})"
 
 
 def _list_functions(trainer: Any, space: str) -> Iterator[Any]:

@@ -135,7 +135,7 @@ class SizeSearch:
             fits, do = self.sizes[0], "shorten your longest samples"
             said += ", nor do smaller ones"
         else:
-            do = f"write micro_batch: {fits} to begin with it"
+            do = f"write micro_batch: {fits} to start with it"
         self.warn(f"{said}: {fits} from here, limited {run.limit}; {do}")
         self.sizes = [size for size in self.sizes if size <= fits]
         return FoundSize(size=fits, why=f"{most} did not fit longer samples that came later")
@@ -197,12 +197,12 @@ class _Run:
                     if known is None:
                         self._run_each()
                 if known is not None:
-                    why = "it was the fastest here in an earlier run, and runs in this one"
+                    why = "it was the fastest here in an earlier run, and works in this one"
                     counts_on_it = self.given.compiles is not None and known != self.own
                     return FoundSize(size=known, why=why, uncompiled=self.own if counts_on_it else None)
                 self._time_each()
         except TimeLimit as error:
-            problem, self.limit = error, f"by the {LIMIT_S:.0f} s that a search may take"
+            problem, self.limit = error, f"by the search's time limit of {LIMIT_S:.0f} s"
         except Exception as error:
             let_through(error)
             self._check_device(error)
@@ -291,7 +291,7 @@ class _Run:
                     again = self.room.count_retries() - retries
                     if self.peaks[size] > self.room.bytes or again:
                         said = f"{size} takes {self.peaks[size] / GIB:.1f}"
-                        self._limit_by_memory(f"{said} ({again} allocations had to be tried again)" if again else said)
+                        self._limit_by_memory(f"{said} ({again} allocations had to be retried)" if again else said)
                         return
                 self.ran.append(size)
 

@@ -185,7 +185,7 @@ class Rehearsal:
         """Try one rung on top of those kept before it. All ranks return the same result."""
         if problem is not None and step.change.rehearse == "modules":
             if step.rung in self.terms.by_ladder:
-                return Outcome(rung=step.rung, fault=f"it could not be tried first: {problem}", is_lasting=False)
+                return Outcome(rung=step.rung, fault=f"it could not be rehearsed: {problem}", is_lasting=False)
             return self._apply_untried(step)
         fault = self._refuse(step)
         if fault is not None and step.change.cheaper is not None:

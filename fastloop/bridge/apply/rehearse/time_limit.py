@@ -87,8 +87,8 @@ def _interrupted(seconds: float) -> Iterator[None]:
 
 def _end_process(seconds: float, cause: str, do: str) -> None:
     sys.stderr.write(
-        f"fastloop: got {cause} that has hung for {seconds:.0f} s\n"
-        "  why native code does not come back, and nothing else can end it\n"
+        f"fastloop: got {cause} that has hung for {seconds:.0f} s\n  why native code does not return, and nothing else"
+        " can end it\n"
         f"  do  {do}\n"
     )
     sys.stderr.flush()

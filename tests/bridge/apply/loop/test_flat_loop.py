@@ -430,13 +430,13 @@ class KeepsAttributes(models.Regression):
 
 
 @pytest.mark.parametrize(
-    "why", ["SimpleProfiler tells", "logs each call", "KeepsAttributes keeps", "none of those", "text", "is wrapped"]
+    "why", ["SimpleProfiler tells", "logs each call", "KeepsAttributes keeps", "is unknown here", "text", "is wrapped"]
 )
 def test_what_is_unusual_is_refused(why: str, monkeypatch: pytest.MonkeyPatch, short: list[int]) -> None:
     more: dict[str, Any] = {"profiler": "simple"} if "Profiler" in why else {}
     if "logs" in why:
         monkeypatch.setattr(logging.Logger, "isEnabledFor", lambda self, level: True)
-    if why == "none of those":
+    if why == "is unknown here":
         monkeypatch.setattr(known_loops, "KNOWN", {})
     if why == "is wrapped":  # the text that Python finds is that of the function inside
         own = L.Callback.on_train_batch_end

@@ -171,8 +171,8 @@ def test_batches_that_cannot_be_concatenated_run_one_by_one(train: Any) -> None:
     """Bit for bit as without us, also in a short last window and with a short last batch."""
     plain, merged = both(MERGE, train, Extra, max_epochs=2, **ACCUMULATE)
     assert merged.verdict("batch").took is False and merged.verdict("batch").why == (
-        "windows run batch by batch: a tensor of shape (5, 2) in a batch of 8 samples; hooks still see one"
-        " batch a window"
+        "windows run batch by batch: a tensor of shape (5, 2) in a batch of 8 samples; hooks still see one batch per"
+        " window"
     )
     assert merged.module.samples == plain.module.samples and distance(plain, merged) == 0
     assert merged.trainer.global_step == plain.trainer.global_step
@@ -366,7 +366,7 @@ def test_an_iterable_dataset_is_refused() -> None:
             return iter([tuple(member) for member in batches().dataset])
 
     plain, merged = both(MERGE, lambda: DataLoader(Stream(), batch_size=8), max_epochs=2, **ACCUMULATE)
-    assert str(merged.reason("batch")).startswith("DataLoader hands out ready batches, so an accumulation window")
+    assert str(merged.reason("batch")).startswith("DataLoader yields ready-made batches, so an accumulation window")
     assert distance(plain, merged) == 0
 
 

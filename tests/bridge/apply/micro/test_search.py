@@ -100,12 +100,12 @@ def test_auto_is_the_run_with_its_number_written_by_hand(
     assert list_traces(by_hand, ours) == set() and torch.equal(draws, ours_draws)
     assert by_hand[1].logged and ours[0].verdict("batch").took is True
     assert ours[0].verdict("batch").why == (
-        "32 samples a loader batch ran as micro-batches of 16/16; 1 BatchNorm layers kept up to 2 batches apart; auto"
+        "32 samples per loader batch ran as micro-batches of 16/16; 1 BatchNorm layers kept up to 2 batches apart; auto"
         " took 16: samples/s by size 8: 1,000, 16: 1,600, 32: 1,333; the sizes are limited by the samples of your"
         " optimizer step, not by memory"
     )
     # The control: without the guards every trace shows.
-    monkeypatch.setattr(micro_search, "untouched", lambda _module: torch.enable_grad())
+    monkeypatch.setattr(micro_search, "untouched", lambda _module, **_settings: torch.enable_grad())
     monkeypatch.setattr(micro_search, "map_tensors", lambda batch, _clone: batch)
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     traces = list_traces(by_hand, fit(AUTO))
@@ -125,7 +125,7 @@ def test_what_was_found_is_run_once_and_not_timed_again(
     played.clear()
     timed |= {32: 1.0}
     again = run(AUTO, EVEN(), **ACCUMULATE)
-    assert played == [16] and "fastest here in an earlier run, and runs in this one" in again.verdict("batch").why
+    assert played == [16] and "fastest here in an earlier run, and works in this one" in again.verdict("batch").why
     assert distance(first, again) == 0
     # Another shape of batches is another question, and so is memory that somebody else holds now.
     assert run(AUTO, batches(192, 16), **ACCUMULATE | {"accumulate_grad_batches": 2}).seen("batch")["rates"]
@@ -287,7 +287,7 @@ def test_a_ladder_searches_in_long_runs_only(timed: dict[int, float], monkeypatc
     monkeypatch.setattr(runs, "watching", by_ladder)
     monkeypatch.setattr(read_facts, "BATCH_HOOKS", ())  # else the callback that records batches would be heard
     plain, ours = both(AUTO, EVEN, **ACCUMULATE)
-    assert ours.verdict("batch").why == "this run is too short to search for a micro-batch, 6 steps"
+    assert ours.verdict("batch").why == "this run is too short to search for a micro-batch: 6 steps"
     assert distance(plain, ours) == 0 and ours.record.hooks == plain.record.hooks
     assert run(AUTO, EVEN(), **ACCUMULATE | {"max_epochs": 80}).seen("batch")["micro_batch"] == 16
 
@@ -371,7 +371,7 @@ GIB = 2**30
     [
         (100, {}, {32}, 16, "by memory: 32 would take about 138.0 of 100.0 GiB (15.0 GiB are held by others)"),
         (140, {}, set(), 32, "by the samples of your optimizer step, not by memory"),
-        (140, {16: 2}, {32}, 8, "by memory: 16 takes 74.0 (2 allocations had to be tried again) of 140.0 GiB"),
+        (140, {16: 2}, {32}, 8, "by memory: 16 takes 74.0 (2 allocations had to be retried) of 140.0 GiB"),
         (30, {}, {8, 16, 32}, 4, "by memory: 8 would take about 42.0 of 30.0 GiB"),
     ],
 )

@@ -314,7 +314,7 @@ def test_what_cannot_pay_back_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> N
     plant(monkeypatch, note, pay_back="required")
     loop, _, _ = fit(config("amp"))
     took, why = read(loop)
-    assert took is False and "it takes about" in why and "this run has 11 left" in why and not calls
+    assert took is False and "it takes about" in why and "this run has only 11 left" in why and not calls
     plant(monkeypatch, note, pay_back="auto")
     loop, _, _ = fit(config("amp"), by_ladder=("amp",))
     assert read(loop)[0] is False and not calls
