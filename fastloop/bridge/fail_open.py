@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
+import signal
+import threading
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol, TypeVar
 
 from fastloop.errors import FastLoopError, let_through
@@ -46,6 +49,21 @@ def fail_open(hook: Hook) -> Hook:
             return None
 
     return guarded  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def deaf_to_workers() -> Iterator[None]:
+    """Ignore that loader workers die. Once a training has ended, torch's SIGCHLD handler would only raise in the middle
+    of the report: a SIGTERM to the whole process group ends the workers, too."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 # -- one-line explanations of exceptions with unclear messages ---------------------------------------------------------

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastloop.commands.config import check_without_torch
-from fastloop.commands.console import Answer
+from fastloop.commands.console import Answer, attach
 from fastloop.config.loading import load
-from fastloop.experiments.trials.failures import explained, is_first_rank
+from fastloop.experiments.trials.failures import Failed, explained, is_first_rank
 from fastloop.experiments.trials.run_directories import Place, claim, name_unclaimed
 from fastloop.records import store
 from fastloop.records.plan import Plan
-from fastloop.records.run_files import PlanFile, RunRecord
+from fastloop.records.run_files import PlanFile, RunRecord, load_run
 from fastloop.report.numbers import format_number
 from fastloop.report.run import summary
 
@@ -31,10 +31,15 @@ def run(
     config = load(conf, more=more, overrides=overrides)
     check_without_torch(config)
     place = claim(config.name, out, force=force) if is_first_rank() else Place(name_unclaimed(config.name, out))
-    with place as path, explained(config, path):
-        from fastloop.bridge.fit.training import train  # here, so that a wrong key is reported before torch is imported
+    with place as path:
+        try:
+            with explained(config, path):
+                from fastloop.bridge.fit.training import train  # here: a wrong key is reported before torch is imported
 
-        loop = train(config, path, trust_checkpoint=trust_checkpoint)
+                loop = train(config, path, trust_checkpoint=trust_checkpoint)
+        except Failed as error:
+            attach(error, load_run(path))
+            raise
     if not is_first_rank():
         return Answer(text="")
     if loop.measurement is None:

@@ -38,7 +38,7 @@ def explain_death(seen: Measurement) -> Finding | None:
     count = seen.total_steps
     steps = "before its first step ended" if not count else f"after {count:,d} step{'s' * (count > 1)}"
     cause = seen.died_of.rstrip(".")
-    why = f"the fit died {steps}: {cause}; the figures are from the steps before that, and no rung helps with this"
+    why = f"the fit died {steps}: {cause}; the figures are from the steps before that"
     return dataclasses.replace(_make_none("DIED", why), alarm=seen.died_of)
 
 

@@ -67,9 +67,8 @@ def find_storm(seen: Measurement, rungs: Rungs, step: StepParts | None) -> Findi
 
 
 class Slowdown(NamedTuple):
-    """How much slower the run is with rungs than without, in milliseconds, and the text."""
+    """By how many milliseconds forward and backward of a batch are slower with rungs than without, and the text."""
 
-    with_ms: float
     more_ms: float
     rungs: list[str]
     facts: str
@@ -88,16 +87,26 @@ def find_slowdown(seen: Measurement, verdicts: Sequence[Verdict]) -> Finding | N
     if found is None:
         return None
     name, facts = " or ".join(found.rungs), found.facts
-    share = 100 * found.more_ms / found.with_ms
+    share = _compute_share_pct(seen, found.more_ms)
     return Finding(
         bottleneck="compute_bound",
         share_pct=share,
         why=f"{facts}; switch {name} off",
         patch={"rungs": {rung: {"enabled": False} for rung in found.rungs[:1]}},
-        ceiling_gain_pct=compute_gain_bound_pct(share),
+        ceiling_gain_pct=None if share is None else compute_gain_bound_pct(share),
         title=f"SLOWER WITH {found.rungs[0].upper()}",
         alarm=facts,
     )
+
+
+def _compute_share_pct(seen: Measurement, more_ms: float) -> float | None:
+    """Return the share of a step in percent; of a batch, only forward and backward have become slower."""
+    step_ms = read_step_ms(seen)
+    parts = [ms for part in ("forward", "backward") if (ms := to_number(seen.parts_ms.get(part)))]
+    if not step_ms:
+        return None
+    most_ms = sum(parts) if parts else step_ms
+    return 100 * min(more_ms * count_micro_batches(seen), most_ms) / step_ms
 
 
 def _read_look(looked: Mapping[str, Any], rungs: list[str]) -> Slowdown | None:
@@ -112,7 +121,7 @@ def _read_look(looked: Mapping[str, Any], rungs: list[str]) -> Slowdown | None:
         f"forward and backward take {with_ms:.1f} ms with {' or '.join(rungs)}, {without_ms:.1f} ms without"
         f" (n = {n:.0f} each, slower by {low_ms:.1f} to {high_ms:.1f} ms, 95 %)"
     )
-    return Slowdown(with_ms, with_ms - without_ms, rungs, facts)
+    return Slowdown(with_ms - without_ms, rungs, facts)
 
 
 def _compare_rehearsal(seen: Measurement, active: Sequence[Verdict]) -> Slowdown | None:
@@ -136,7 +145,7 @@ def _compare_rehearsal(seen: Measurement, active: Sequence[Verdict]) -> Slowdown
         " rungs took"
         f" {eager:.1f} ms (n = {n}, slower by {more - half:.1f} to {more + half:.1f} ms, 95 %)"
     )
-    return Slowdown(batch_ms, more, rungs, facts)
+    return Slowdown(more, rungs, facts)
 
 
 def _read_error_ms(seen: Measurement) -> float | None:

@@ -68,6 +68,8 @@ class LoaderFacts:
     """Why several threads of this process could get different samples from the dataset than one thread."""
     may_change: tuple[str, ...] = ()
     """What may change the dataset between epochs, as found by reading code; empty if nothing does."""
+    changes_within: tuple[str, ...] = ()
+    """What training changes of the samples' code and data while batches are loaded, as found by reading code."""
     remembers: tuple[str, ...] = ()
     """Containers that its samples fill, such as a cache; empty in a new worker."""
     own_iterator: bool = False

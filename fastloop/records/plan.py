@@ -176,6 +176,8 @@ class Step:
     change: Change = field(default_factory=Change)
     reason: str | None = None
     """Why it is skipped, or what it is waiting for."""
+    has_acted: bool = False
+    """It is skipped from some step on, and trained before that."""
     rehearsed: Rehearsed | None = None
     pays_back_after_steps: float | None = None
 
@@ -197,8 +199,9 @@ class Plan:
 
     @property
     def parity(self) -> Parity:
-        """The weakest class among the planned rungs."""
-        return max((step.change.parity for step in self.planned), key=PARITY_ORDER.index, default="exact")
+        """The weakest class among the rungs that train, or did for some of the steps."""
+        classes = (step.change.parity for step in self.steps if step.status == "planned" or step.has_acted)
+        return max(classes, key=PARITY_ORDER.index, default="exact")
 
     def owner(self, key: str) -> str | None:
         """The rung that sets `key`, or may set it later; None if no rung does."""

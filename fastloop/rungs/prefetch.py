@@ -68,6 +68,8 @@ class Prefetch:
         if facts.loader.sampler_hazards and not facts.loader.num_workers:
             why = "; ".join(facts.loader.sampler_hazards)
             raise NotApplicable(f"prefetching would read the sampler too early: {why}")
+        if facts.loader.changes_within and not facts.loader.num_workers:
+            raise NotApplicable(f"prefetching would load too early: {'; '.join(facts.loader.changes_within)}")
         notes = [*describe_sampler_draws(facts.loader)]
         if facts.loader.num_workers == 0 and facts.loader.draws_random:
             notes.append("samples are loaded early in this process: training_step gets different CPU random numbers")

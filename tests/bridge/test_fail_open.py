@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data._utils import signal_handling
 
-from fastloop.bridge.fail_open import fail_open, is_disabled
+from fastloop.bridge.fail_open import deaf_to_workers, fail_open, is_disabled
 from fastloop.errors import ConfigError, FastLoopError
 
 
@@ -137,6 +138,17 @@ def test_the_death_of_a_worker_in_our_hook_is_torchs_to_tell(monkeypatch: pytest
     with pytest.raises(RuntimeError, match=r"^DataLoader worker \(pid \d+\) is killed by signal: Killed"):
         owner.hook(lambda: os.kill(iterator._workers[0].pid, signal.SIGKILL))
     assert owner.why == []
+
+
+@pytest.mark.parametrize("is_deaf", [True, False], ids=["deaf", "control"])
+def test_workers_that_die_do_not_end_a_report(is_deaf: bool) -> None:
+    before = signal.signal(signal.SIGCHLD, raise_own)
+    try:
+        with pytest.raises(Own) if not is_deaf else nullcontext(), deaf_to_workers() if is_deaf else nullcontext():
+            os.kill(os.getpid(), signal.SIGCHLD)
+        assert signal.getsignal(signal.SIGCHLD) is raise_own, "put back"
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_an_error_of_ours_with_a_frame_in_hand_stays_ours() -> None:

@@ -328,7 +328,8 @@ def test_a_file_that_is_no_checkpoint(fastloop: CommandLine) -> None:
 
 def test_a_training_that_raises(fastloop: CommandLine) -> None:
     said = fastloop("run", NET, "recipe.at=22", "recipe.does=raise", "--json", "-", "--out", "a")
-    assert said.code == 1 and said.out == ""
+    assert said.code == 1 and said.json["run_dir"] == "a"
+    assert said.json["measurement"]["partial"] is True and said.json["plan"]["rungs"] == []
     lines = said.err.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert 'net.py", line' in said.err and "in raises" in said.err, "the user's own line is not there"
@@ -415,8 +416,10 @@ def test_ctrl_c(group: bool, tmp_path: Path) -> None:
     assert "PARTIAL" in (tmp_path / "a" / "report.md").read_text()
 
 
-def test_sigterm(tmp_path: Path) -> None:
-    code, spent, err = stopped(signal.SIGTERM, tmp_path, "recipe.workers=2")
+@pytest.mark.parametrize("group", [True, False], ids=["scheduler", "kill"])
+def test_sigterm(group: bool, tmp_path: Path) -> None:
+    """A scheduler ends the workers, too: torch's report of their death must not end ours."""
+    code, spent, err = stopped(signal.SIGTERM, tmp_path, "recipe.workers=2", group=group)
     assert code == 143 and spent < 50, err
     assert [line for line in err.splitlines() if line.startswith("fastloop")] == [f"fastloop: terminated{PARTIAL}"]
     assert read(tmp_path / "a", "measurement.json")["partial"] is True

@@ -92,6 +92,13 @@ def only(
             "no rung helps with this: num_workers=8 on None CPUs is not enough; make samples and batches cheaper,"
             " or use more workers if they wait for a disk or a network",
         ),
+        (
+            {"num_workers": None, "has_engine": True},
+            ("nodes",),
+            None,
+            "no rung helps with this: the rung that loads these batches does not keep up; give it more threads, or make"
+            " samples cheaper",
+        ),
         (None, (), None, "no rung helps with this: this loader is not a DataLoader; prepare its batches ahead of time"),
     ],
 )

@@ -108,7 +108,19 @@ def test_batches_with_a_rung_and_without_name_it_with_n_and_interval() -> None:
         " (n = 8 each, slower by 41.0 to 62.0 ms, 95 %)"
     )
     assert finding.why == f"{finding.alarm}; switch compile off"
-    assert finding.share_pct == pytest.approx(29.8, abs=0.1)
+    assert finding.share_pct == pytest.approx(27.0), "54 of the step's 200 ms"
+
+
+def test_what_a_slower_rung_may_be_worth_is_counted_on_the_whole_step() -> None:
+    """Its optimizer, logging and waits stay, however slow forward and backward have become."""
+    seen = steady(48.0, parts={"forward": 10.0, "backward": 28.5}, evidence=looked("amp", with_ms=38.5, without_ms=0.9))
+    finding = first(seen, (took("amp"),))
+    assert finding.share_pct == pytest.approx(100 * 37.6 / 48)
+    assert finding.ceiling_gain_pct == pytest.approx(100 * (48 / (48 - 37.6) - 1))
+    worse = first(steady(48.0, evidence=looked("amp", with_ms=90.0, without_ms=1.0)), (took("amp"),))
+    assert worse.share_pct == pytest.approx(90.0), (
+        "batches of the second look were larger: at most forward and backward"
+    )
 
 
 def test_steps_say_more_than_a_rehearsal() -> None:

@@ -53,7 +53,10 @@ class MadeArm:
         number = int(folder.name.removeprefix("run-")) if folder.name.startswith("run-") else -1
         number = -2 if ask.variation == "plan" else number
         ok = self.fails_at is None or number != self.fails_at or ask.variation == "gradients"
-        answers = {"plan": {"answer.json": {"rungs": []}}, "gradients": self._answers(ask)}
+        answers = {
+            "plan": {"answer.json": {"rungs": [], "parity_class": self.parity_class}},
+            "gradients": self._answers(ask),
+        }
         contents = answers.get(ask.variation) or self._files(number)
         trial = Trial(
             name=label,

@@ -16,7 +16,7 @@ from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.changes import Changes
 from fastloop.bridge.apply.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.live_plan import LivePlan
-from fastloop.bridge.apply.loaders import TrainLoaders
+from fastloop.bridge.apply.loaders import TrainLoaders, is_evaluation_asking
 from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.bridge.apply.micro.search import SizeSearch
@@ -135,9 +135,13 @@ class Applier:
         """Return the loader that Lightning is to use. A train loader is changed as planned or not at all; validation
         loaders may get an engine."""
         site = self._site
-        if site is not None and self.validation is not None and site.trainer.state.stage in _VALIDATES:
+        if site is None:
+            return loader
+        stage = site.trainer.state.stage
+        validates = stage in _VALIDATES or (stage == "train" and is_evaluation_asking())
+        if validates and self.validation is not None:
             return self.validation.change(loader)
-        if site is None or not self._live.loader_rungs or site.trainer.state.stage != "train":
+        if validates or not self._live.loader_rungs or stage != "train":
             return loader
         before = self._live.plan, self.loaders, self.micro, len(self._changes)
         try:
@@ -324,13 +328,13 @@ class Applier:
         settings = partial(getattr, self.ladder)
         return Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
 
-    def _give_up(self, key: str, reason: str, *, is_refusal: bool = True) -> None:
+    def _give_up(self, key: str, reason: str, *, is_refusal: bool = True, has_acted: bool = False) -> None:
         """Give up a setting planned for one train loader that cannot apply to all of them, or is not worth it."""
         for step in self.plan.planned:
             if key in step.change.wants:
                 if "step.micro_batch" in step.change.wants:
                     self.micro = None
-                self._live.give_up(step, reason, is_refusal=is_refusal)
+                self._live.give_up(step, reason, is_refusal=is_refusal, has_acted=has_acted)
 
     def _run(self, moment: Moment) -> None:
         """Run the planned actions of a moment. A rung that fails is skipped with the reason, and training goes on."""
@@ -378,7 +382,7 @@ class Applier:
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
         """Write the outcomes of the rungs that were tried into the plan."""
-        self._live.held = frozenset()
+        held, self._live.held = self._live.held, frozenset()
         for outcome in outcomes:
             step = next(each for each in self.plan.planned if each.rung == outcome.rung)
             step = self._live.take_cheaper(step) if outcome.is_cheaper and outcome.fault is None else step
@@ -389,7 +393,8 @@ class Applier:
             if outcome.fault is not None:
                 self._changes.evidence.pop(outcome.rung, None)
                 self._live.refused[outcome.rung] = outcome.fault
-                self._live.skip(told, outcome.fault, is_refusal=outcome.is_lasting)
+                has_acted = outcome.rung not in held
+                self._live.skip(told, outcome.fault, is_refusal=outcome.is_lasting, has_acted=has_acted)
 
     def _undo_setting(self, key: str, undo: Undo) -> None:
         self._changes.add(self._live.find_owner(key) or key, Applied(undo=undo))

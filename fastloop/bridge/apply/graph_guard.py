@@ -47,9 +47,7 @@ class Guard:
             for each in part._parameters.values():
                 if each is not None:
                     found += (each.data_ptr(), each.requires_grad)
-            for each in part._buffers.values():
-                if each is not None:
-                    found.append(each.data_ptr())
+            found += (buffer.data_ptr() for buffer in part._buffers.values() if buffer is not None)
         for holder, name in self._read:
             value = holder.get(name)
             found.append(value if isinstance(value, PLAIN) else id(value))

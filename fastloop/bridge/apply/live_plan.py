@@ -57,11 +57,11 @@ class LivePlan:
         self.check_strict()
         return Plan(steps=tuple(steps.values()))
 
-    def give_up(self, step: Step, reason: str, *, is_refusal: bool = True) -> None:
+    def give_up(self, step: Step, reason: str, *, is_refusal: bool = True, has_acted: bool = False) -> None:
         """Give up a rung planned for one train loader that cannot apply to all of them, or is not worth it."""
         self.loader_rungs -= {step.rung}
         self._given_up |= {step.rung}
-        self.skip(step, reason, is_refusal=is_refusal)
+        self.skip(step, reason, is_refusal=is_refusal, has_acted=has_acted)
 
     def take_cheaper(self, step: Step) -> Step:
         """Plan the rung's cheaper variant from now on, in later stages too; returns the new step."""
@@ -76,9 +76,9 @@ class LivePlan:
         self.plan = Plan(steps=tuple(Step(rung=name, status="skipped", reason=reason) for name in enabled))
         self.check_strict()
 
-    def skip(self, step: Step, reason: str, *, is_refusal: bool = True) -> None:
+    def skip(self, step: Step, reason: str, *, is_refusal: bool = True, has_acted: bool = False) -> None:
         """Leave a rung out; under ``strict`` that is an error, unless the rung is merely not worth it."""
-        self.replace(step, dataclasses.replace(step, status="skipped", reason=reason))
+        self.replace(step, dataclasses.replace(step, status="skipped", reason=reason, has_acted=has_acted))
         if not is_refusal:
             self._spared.add(step.rung)
         self.check_strict()

@@ -30,6 +30,7 @@ from fastloop.records.measurement import CACHE_FILL
 from fastloop.records.plan import Plan, Undo, changes_loader
 
 _FETCHERS = "/loops/fetchers.py"
+_LOOPS = "/loops/evaluation_loop.py", "/loops/fit_loop.py"
 """Lightning's file with the only code that asks the train loaders for batches."""
 
 
@@ -195,7 +196,7 @@ class TrainLoaders:
 
     def _leave_out(self, _workers: int, _ahead: int, why: str) -> None:
         """Workers would work but are not worth it here; the verdict says so."""
-        self._give_up("loader.num_workers", why, is_refusal=False)
+        self._give_up("loader.num_workers", why, is_refusal=False, has_acted=True)
 
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
         """Continue with fewer workers than planned, or none."""
@@ -316,6 +317,15 @@ def _is_loop_asking() -> bool:
     while frame is not None and not frame.f_code.co_filename.endswith(_FETCHERS):
         frame = frame.f_back
     return frame is not None
+
+
+def is_evaluation_asking() -> bool:
+    """Whether this call comes from an evaluation loop that sets up its data. The Trainer's stage does not tell:
+    Lightning's BatchSizeFinder sets up validation while it trains."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.endswith(_LOOPS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.endswith(_LOOPS[0])
 
 
 def _read_plain_sizes(sampler: Any) -> tuple[int, int] | None:

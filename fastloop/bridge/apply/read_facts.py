@@ -17,7 +17,7 @@ from fastloop.bridge.apply.read_model import list_methods, overrides, read_modul
 from fastloop.evidence import machine
 from fastloop.evidence.samples import between_batches, thread_safety
 from fastloop.evidence.samples import dataset as datasets
-from fastloop.evidence.samples.between_epochs import list_changers, list_remembered
+from fastloop.evidence.samples.between_epochs import list_changers, list_changes_within, list_remembered
 from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
@@ -194,6 +194,7 @@ def read_loader_facts(
             worker_init=loader.worker_init_fn,
             sampler=sampler,
         ),
+        changes_within=list_changes_within(loader.dataset, others, collate=loader.collate_fn),
         remembers=list_remembered(loader.dataset, loader.collate_fn),
         own_iterator=makes_iterators(type(loader)),
         sample_bytes=datasets.sample_bytes(loader.dataset) if loader.collate_fn is default else None,

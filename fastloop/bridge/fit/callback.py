@@ -17,7 +17,7 @@ from fastloop.bridge.apply.applier import Applier
 from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.untouched import untouched
-from fastloop.bridge.fail_open import explain_exception, fail_open, is_disabled
+from fastloop.bridge.fail_open import deaf_to_workers, explain_exception, fail_open, is_disabled
 from fastloop.bridge.fit import own_loader, run_directory, strategy
 from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session, describe_death
@@ -204,7 +204,8 @@ class FastLoop(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         try:
-            self._on_exception(trainer, pl_module, exception)
+            with deaf_to_workers():
+                self._on_exception(trainer, pl_module, exception)
         except Exception as error:  # the user's exception must not be hidden by ours
             rank_zero_info(f"fastloop: no report for this run: {error}")
         finally:

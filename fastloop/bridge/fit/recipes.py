@@ -23,7 +23,14 @@ def build_recipe(config: Config) -> tuple[Any, Any]:
         ConfigError: there is no recipe, its settings are wrong, or it cannot find its data.
     """
     module = load(config)
-    made = module.build(read_settings(module.Settings, config.recipe, "recipe", config.origins))
+    settings = read_settings(module.Settings, config.recipe, "recipe", config.origins)
+    try:
+        made = module.build(settings)
+    except ConfigError as error:
+        if error.key is None or error.key not in config.origins:
+            raise
+        got = f"{error.got} ({config.origins[error.key]})"
+        raise ConfigError(got=got, why=error.why, do=error.do, key=error.key) from None
     if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[1], "train_dataloader"):
         raise ConfigError(
             got=f"the result of build() in {config.recipe_file}",

@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.util
 import operator
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fastloop.config.suggestions import find_nearest
 
 SOURCE = "pytorch/trainer/trainer.py"
 """Path inside the package folder of ``lightning``."""
+_TRUTH = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "false", "false": "false"}
 _PLAIN: Mapping[str, Any] = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list": list}
 
 
@@ -39,12 +41,25 @@ def check_trainer_arguments(config: Config) -> None:
             do = f"write {near}" if near else "see lightning.pytorch.Trainer for its arguments"
             raise make_fault(key, origin, "Lightning's Trainer takes no such argument", do)
         kinds = known[name]
+        if isinstance(value, str) and (fault := _find_malformed(value, kinds)) is not None:
+            raise make_fault(key, origin, *fault, value=value)
         if kinds:
             check_type(value, functools.reduce(operator.or_, kinds), key, origin)
         elif isinstance(value, (dict, list)):
             raise make_fault(
                 key, origin, "it does not take a plain value of this type", "write one word or number", value=value
             )
+
+
+def _find_malformed(text: str, kinds: tuple[Any, ...] | None) -> tuple[str, str] | None:
+    """Why a text cannot be meant as it stands and what to write; None if it can."""
+    word = text.lower()
+    if kinds is None and word in _TRUTH:
+        return "it is text, not true or false", f"write {_TRUTH[word]}"
+    if kinds and str in kinds and re.fullmatch(r"\d+(:\d+){1,2}", text):
+        whole = ":".join([*["00"] * (3 - text.count(":")), text])
+        return "Lightning's durations have four parts: days, hours, minutes, seconds", f'write "{whole}"'
+    return None
 
 
 def read_arguments() -> dict[str, tuple[Any, ...] | None] | None:

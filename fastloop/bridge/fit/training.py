@@ -158,7 +158,13 @@ def _explain_refusal(config: Config, error: Exception) -> ConfigError:
     keys = [*(f"trainer.{name}" for name in config.trainer), "run.accelerator", "run.devices"]
     key = next((key for key in keys if re.search(rf"\b{key.partition('.')[2]}\b", message, re.IGNORECASE)), None)
     if key is None:
-        return ConfigError(got="the trainer section", why=f"Lightning rejects it: {message}", do="see what it says")
+        first = next(iter(config.trainer), None)
+        place = "" if first is None else f" ({find_origin(f'trainer.{first}', config.origins)} and below)"
+        return ConfigError(
+            got=f"trainer: {', '.join(config.trainer)}{place}",
+            why=f"Lightning rejects one of these: {message}",
+            do="write another value, or delete the line",
+        )
     section, _, name = key.partition(".")
     value = (config.trainer if section == "trainer" else vars(config.run))[name]
     return make_fault(

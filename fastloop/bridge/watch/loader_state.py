@@ -97,6 +97,7 @@ def gather_evidence(trainer: Any) -> dict[str, Any]:
     workers = [count for loader in own if (count := getattr(loader, "num_workers", None)) is not None]
     return {
         "kind": type(found[0]).__name__,
+        "has_engine": len(own) < len(found),
         "num_workers": min(workers) if workers else None,
         "persistent_workers": all(bool(getattr(loader, "persistent_workers", False)) for loader in own),
         "map_style": not any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in found),

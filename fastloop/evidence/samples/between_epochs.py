@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,36 @@ def list_changers(
     return tuple(found)
 
 
+def list_changes_within(dataset: Any, others: Iterable[Any], *, collate: Any = None) -> tuple[str, ...]:
+    """What training changes of the samples' code and data while batches are loaded, as found in code: a worker would
+    make its samples from an older copy. Empty if nothing does.
+
+    Args:
+        others: callbacks and the module.
+        collate: the loader's collate_fn.
+    """
+    others = tuple(others)
+    roots = [(dataset, "dataset"), *([] if collate is None else [(collate, "collate_fn")])]
+    walked = [each for root, name in roots for each in walk(root, name)]
+    read, found = dict(_list_read(walked)), dict[str, None]()
+    reached = {
+        each.partition(" is held by ")[0]
+        for root, name in roots
+        for each in list_holders(root, others, between=True, name=name)
+    }
+    running = list(_list_running_here(others, None, read, between=True))
+    called = _list_called_names(others, [function for _, _, function in running])
+    for path, item in walked:
+        if path in reached:
+            writers = (name for name, _ in sample_code.list_writers(type(item)) if name in called)
+            found |= {f"{path} is changed by its {name}(), called in training": None for name in writers}
+    for owner, name, function in running:
+        for written in sample_code.list_roots_written(function):
+            known = (read[key] for key in _find_written(owner, function, written) if key in read)
+            found |= {f"{path} is changed by {type(owner).__name__}.{name}": None for path in known}
+    return tuple(found)
+
+
 def list_remembered(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     """Containers that samples fill. New workers find them empty; kept ones would hold more with each epoch, up to a
     copy of all samples each, with the augmentation of when they were put there."""
@@ -57,6 +88,20 @@ def list_remembered(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(f"{path}{state}" for path, item in walked for state in sample_code.list_remembered(item))
     )
+
+
+def _list_called_names(others: Iterable[Any], functions: Iterable[Any]) -> set[str]:
+    """Names in these functions, and in methods of those names of the objects that callbacks and the module hold: an
+    agent, say, that fills a replay buffer."""
+    held = (value for other in others for name, value in vars(other).items() if not name.startswith("_"))
+    kinds = {type(item) for value in held for _, item in walk(value) if not sample_code.is_installed(type(item))}
+    names, waiting = set[str](), deque(functions)
+    while waiting:
+        new = set(sample_code.list_names(waiting.popleft().__code__)) - names
+        names |= new
+        methods = (inspect.getattr_static(kind, name, None) for kind in kinds for name in new)
+        waiting.extend(found for method in methods if inspect.isfunction(found := inspect.unwrap(method)))
+    return names
 
 
 def _list_read(walked: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, str]]:
@@ -83,10 +128,13 @@ def _is_library(value: Any) -> bool:
     return isinstance(value, type) and sample_code.is_installed(value)
 
 
-def _list_running_here(others: Iterable[Any], sampler: Any, read: Collection[Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Functions that run in this process while it trains, each with its object and the method that calls it."""
+def _list_running_here(
+    others: Iterable[Any], sampler: Any, read: Collection[Any], *, between: bool = False
+) -> Iterator[tuple[Any, str, Any]]:
+    """Functions that run in this process while it trains, each with its object and the method that calls it; `between`
+    leaves out hooks that run when no batch is loaded."""
     for other in others:
-        for name, function in list_running(other):
+        for name, function in list_running(other, between):
             for called in dict.fromkeys((function, *sample_code.list_called(function, type(other)))):
                 yield other, name, called
     for _, item in walk(sampler, "sampler"):

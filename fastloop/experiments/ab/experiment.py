@@ -23,6 +23,7 @@ from fastloop.records import readings
 from fastloop.records.experiment import Comparison, Gate, Outcome, Sample
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Parity
+from fastloop.records.run_files import PlanFile
 from fastloop.records.trial import Trial
 
 WINDOW_S, FEWEST_STEPS, PILOT_STEPS = 10.0, 50, 30
@@ -67,6 +68,8 @@ class Side:
     steps: int = 0
     runs: dict[int, Trial] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)
+    planned: Parity | None = None
+    """The parity class of its plan, until it has run; None if it was not planned alone."""
     failed: Trial | None = None
     gradient: Gate | None = None
 
@@ -168,6 +171,7 @@ class Experiment:
             trial = self._run_trial(side, side.folder / "plan", Ask(variation="plan"))
             if not trial.ok:
                 raise Unplanned(trial)
+            side.planned = trial.answer.parity_class if isinstance(trial.answer, PlanFile) else None
 
     def _prepare(self) -> None:
         """Run the base once without counting it: this fills the page cache for all arms and shows how long a run must
@@ -245,7 +249,11 @@ class Experiment:
         """Return the parity class that the arm promises; with different rungs, the base's plan counts too."""
         if side.promise is not None:
             return side.promise
-        return parity_gates.find_class([*side.trials(), *self.base.trials()]) if side.changed_rungs else "exact"
+        if not side.changed_rungs:
+            return "exact"
+        if side.planned is not None and not side.runs:
+            return side.planned
+        return parity_gates.find_class([*side.trials(), *self.base.trials()])
 
     def _compare_gradients(self, side: Side) -> None:
         """Check the gradient once the arm has run, so that its plan is known; skip arms that claim no parity."""

@@ -27,7 +27,12 @@ VERSIONS = ("torch", "lightning", "fastloop", "driver")
 def list_versions(environment: Environment) -> dict[str, str | None]:
     """Return the versions in an ``env.json`` that can change measurements."""
     known = environment.versions or {}
-    return {**{name: known.get(name) for name in VERSIONS[:-1]}, "driver": environment.driver}
+    return {
+        "torch": known.get("torch"),
+        "lightning": known.get("lightning"),
+        "fastloop": known.get(machine.DISTRIBUTION),
+        "driver": environment.driver,
+    }
 
 
 def refuse_others(place: Path, folders: Iterable[Path]) -> None:

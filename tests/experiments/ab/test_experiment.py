@@ -112,6 +112,13 @@ def test_another_training_is_named_by_its_gate_and_trained_no_further(
     assert len(runs(amp)) == runs_done and results.exit_code(done) == 3
 
 
+def test_an_arm_that_was_only_planned_promises_what_its_plan_does(tmp_path: Path) -> None:
+    """As after a signal during the warm-up run."""
+    stopped = BASE.but(fails_at=-1)
+    (found,) = carried_out(tmp_path, stopped, AMP.but(parity_class="approximate")).comparisons()
+    assert found.parity.parity_class == "approximate" and found.parity.passed is None
+
+
 def test_what_saw_other_samples_is_not_even_asked_for_its_gradient(tmp_path: Path) -> None:
     base, amp = BASE.but(), AMP.but(wrong="ledger")
     (found,) = carried_out(tmp_path, base, amp).comparisons()

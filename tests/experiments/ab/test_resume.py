@@ -26,7 +26,7 @@ def machine(
     gpus: list[dict[str, Any]] | None = None, cpu: str | None = "EPYC", driver: str | None = None, **versions: str
 ) -> dict[str, Any]:
     """What of ``env.json`` is looked at."""
-    known = {"torch": "2.11.0", "lightning": "2.6.6", "fastloop": "0.1.0", **versions}
+    known = {"torch": "2.11.0", "lightning": "2.6.6", "lightning-fastloop": "0.1.0", **versions}
     return {"versions": known, "driver": driver, "hardware": {"cpu_model": cpu, "gpus": gpus or []}}
 
 
@@ -60,7 +60,7 @@ def refused(
     [
         (machine(torch="2.10.0"), machine(), "cpu", "its runs are from torch 2.10.0, this is 2.11.0"),
         (
-            machine(fastloop="0.0.9", lightning="2.5.0"),
+            machine(**{"lightning-fastloop": "0.0.9", "lightning": "2.5.0"}),
             machine(),
             "cpu",
             "its runs are from lightning 2.5.0, this is 2.6.6; fastloop 0.0.9, this is 0.1.0",

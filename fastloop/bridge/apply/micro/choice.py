@@ -239,7 +239,8 @@ class PieceChoice:
         """The user's batches of a window, and why they should not be merged. Empty if a hook changed the merged batch
         such that it cannot be cut into them again."""
         if (apart := self.windows.find_apart(batch)) is not None:
-            return [Piece(each, count_rows(each) or 0, 1 / window.full) for each in apart[0]], apart[1]
+            sized = zip(apart[0], window.sizes, strict=True)
+            return [Piece(each, count_rows(each) or size, 1 / window.full) for each, size in sized], apart[1]
         try:
             return cut_at(batch, *window), self.refused
         except CannotSplit as error:
