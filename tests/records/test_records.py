@@ -81,6 +81,13 @@ def test_the_weakest_class_is_the_plans(classes: list[Any], weakest: str) -> Non
     assert PARITY_ORDER == ("exact", "approximate", "changes-training")
 
 
+@pytest.mark.parametrize(("has_acted", "promise"), [(True, "approximate"), (False, "exact")])
+def test_what_trained_until_it_was_switched_off_counts(has_acted: bool, promise: str) -> None:
+    """Workers that made the first batches have drawn their own random numbers for them."""
+    off = dataclasses.replace(step("workers", "skipped", parity="approximate"), has_acted=has_acted)
+    assert Plan(steps=(off, step("host"))).parity == promise
+
+
 def test_a_finding_has_the_contracts_keys_and_promises_nothing_by_itself() -> None:
     keys = dataclasses.asdict(Finding(bottleneck="none", share_pct=None, why="x")).keys()
     assert keys >= {

@@ -60,6 +60,8 @@ def test_plan() -> None:
     assert "what they read from collate_fn.__self__ may be out of date" in reads.notes[0]
     copies = Prefetch(enabled=True).plan(facts({**holds, "num_workers": 2}))
     assert copies.parity == "exact" and copies.notes == (), "workers hold copies in any case"
+    kept = Prefetch(enabled=True).plan(facts({"changes_within": ("a is changed by B.c",), "num_workers": 2}))
+    assert kept.parity == "exact", "your own workers made their samples from copies before, too"
     early = Prefetch(enabled=True).plan(facts({"sampler_draws": ("Bag.__iter__",), "num_workers": 2}))
     assert early.parity == "approximate" and early.notes[0].startswith("Bag.__iter__ draws random numbers between")
 
@@ -69,6 +71,7 @@ def test_plan() -> None:
     [
         (facts({}, device="cpu"), CPU),
         (facts({}, device="mps"), "needs CUDA; this run is on mps, where there is no copy to hide"),
+        (facts({"changes_within": ("a is changed by B.c",)}), "prefetching would load too early: a is changed by B.c"),
         (facts({}, steps_with_iterator=True), "training_step(dataloader_iter) fetches and moves its own batches"),
     ],
 )

@@ -148,6 +148,11 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
             "DataLoader shuffles differently with workers, and its saved position is tied to their"
             " number; set num_workers yourself before the run starts",
         ),
+        (
+            {},
+            {"changes_within": ("a is changed by B.c",)},
+            "workers would load from an older copy: a is changed by B.c",
+        ),
         ({}, {"worker_hazards": ("a is x", "b is y")}, "the dataset cannot be copied to workers: a is x; b is y"),
         ({}, {"sampler_hazards": ("a is x",)}, "workers read the sampler ahead of training: a is x"),
         (

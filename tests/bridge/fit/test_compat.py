@@ -246,6 +246,32 @@ def test_exact_rungs_leave_the_training_as_it_was(name: str, tmp_path: Path, mon
     assert (tmp_path / "measurement.json").is_file()
 
 
+class Validates(Sized):
+    """Counts its validation batches by epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[tuple[int, int]] = []
+
+    def val_dataloader(self) -> Any:
+        return loader(16)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append((self.current_epoch, batch_idx))
+
+
+def test_validation_that_a_finder_sets_up_runs_in_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The finder sets up validation while it trains, so that its loader looks like one for training."""
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    for loop in (None, FastLoop(EXACT, out=tmp_path)):
+        torch.manual_seed(3)
+        case = Case(Validates(), {}, {"callbacks": [BatchSizeFinder("power", 2, 4, max_trials=2)]})
+        run(case, loop)
+        seen.append(case.module.validated)
+    assert seen[0] == seen[1] and {epoch for epoch, _ in seen[0]} == {0, 1}
+
+
 def test_the_comparison_finds_another_order_of_samples() -> None:
     plain, other = seeded("loaders passed to fit"), seeded("loaders passed to fit")
     run(plain, None)

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
 
-from fastloop.evidence.samples.between_epochs import list_changers, list_remembered
+from fastloop.evidence.samples.between_epochs import list_changers, list_changes_within, list_remembered
 
 LEVEL, OTHER = 0, 0
 CONFIG = {"level": 0}
@@ -267,3 +267,93 @@ class OpensLate(Plain):
 def test_what_samples_leave_behind() -> None:
     assert list_remembered(Caches()) == list_remembered(SetsDefault()) == ("dataset.cache",)
     assert list_remembered(PLAIN, COLLATE) == list_remembered(OpensLate()) == ()
+
+
+class Buffer:
+    def __init__(self) -> None:
+        self.rows = [0]
+
+    def add(self, row: int) -> None:
+        self.rows.append(row)
+
+
+class Replays(Plain):
+    def __init__(self) -> None:
+        self.buffer = Buffer()
+
+    def __getitem__(self, index: int) -> Any:
+        return self.buffer.rows[-1]
+
+
+class Agent:
+    def __init__(self, buffer: Buffer) -> None:
+        self.memory = buffer
+
+    def play(self) -> None:
+        self.memory.add(1)
+
+
+class Acts(L.LightningModule):
+    """Fills the buffer in each step, by what it holds."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def training_step(self, *args: Any) -> None:
+        self.held.play()
+
+
+class ActsBetween(L.LightningModule):
+    """The same, when no batch is loaded."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def on_train_epoch_start(self) -> None:
+        self.held.play()
+
+
+class Only(L.LightningModule):
+    """Holds what the dataset holds, and changes nothing of it."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def training_step(self, *args: Any) -> int:
+        return len(self.held.memory.rows)
+
+
+class Steps(L.Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        CONFIG["level"] += 1
+
+
+class Sets(L.LightningModule):
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self.data = data
+
+    def training_step(self, *args: Any) -> None:
+        self.data.level = 3
+
+
+def test_what_training_changes_while_batches_are_loaded() -> None:
+    replays, plain = Replays(), Plain()
+    assert list_changes_within(replays, [Acts(Agent(replays.buffer))]) == (
+        "dataset.buffer is changed by its add(), called in training",
+    )
+    assert list_changes_within(plain, [Sets(plain)]) == ("dataset is changed by Sets.training_step",)
+    assert list_changes_within(ByConfig(), [Steps()]) == ("CONFIG is changed by Steps.on_train_batch_end",)
+
+
+def test_what_changes_nothing_while_batches_are_loaded() -> None:
+    """Between epochs workers start anew; and to hold an object is not to change it."""
+    replays = Replays()
+    for other in (ActsBetween(Agent(replays.buffer)), Only(Agent(replays.buffer)), Acts(Agent(Buffer()))):
+        assert list_changes_within(replays, [other]) == ()
+    for other in (SetsConfig(), Steps(), SetsGlobal(), LambdaCallback(on_fit_end=print)):
+        assert list_changes_within(Plain(), [other]) == ()
+    assert list_changes_within(ByConfig(), [SetsConfig()]) == ()

@@ -97,3 +97,33 @@ def test_trying_whether_a_window_fits_leaves_no_trace(monkeypatch: pytest.Monkey
     ours = run({**MERGE, "amp": {}}, batches(96, shuffle=True), Counts, max_epochs=1, **ACCUMULATE)
     assert ours.verdict("batch").took is False and "changes parameters" in ours.verdict("batch").why
     assert float(ours.module.count) == 12
+
+
+class Box:
+    """A batch of the user's own class: it moves itself, and nothing can take it apart."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self._rows = rows
+
+    def to(self, *_: Any, **__: Any) -> Box:
+        return self
+
+
+class OfBoxes(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if isinstance(batch, Box):
+            batch = torch.utils.data.default_collate(batch._rows)
+        self.log("loss", loss := super().training_step(batch, batch_idx))
+        return {"loss": loss, "mean": loss.detach()}
+
+
+def test_windows_of_objects_without_a_size_are_trained_on() -> None:
+    """Nothing says how many samples such a batch holds, but the sampler does."""
+    made = [
+        run(rungs, batches(96, shuffle=True, collate_fn=Box), OfBoxes, max_epochs=2, **ACCUMULATE)
+        for rungs in (None, MERGE)
+    ]
+    plain, ours = made
+    assert ours.verdict("batch").took is False and "holds no tensor" in ours.verdict("batch").why
+    assert ours.module.samples == plain.module.samples and len(plain.module.samples) == 6
+    assert all(map(torch.allclose, plain.weights.values(), ours.weights.values()))
