@@ -13,6 +13,7 @@ from typing import Any
 from fastloop.config.loading import Config, load
 from fastloop.experiments.ab.arms import Ask
 from fastloop.records.measurement import Measurement
+from fastloop.records.run_files import PlanFile
 from fastloop.records.store import decode, to_json
 from fastloop.records.trial import GradientAnswer, Trial
 
@@ -68,7 +69,7 @@ class MadeArm:
             last_step=7,
             tail="" if ok else "[rank1]: Traceback\nboom",
             measurement=decode(contents.get("measurement.json"), Measurement),
-            answer=decode(contents.get("answer.json"), GradientAnswer),
+            answer=decode(contents.get("answer.json"), PlanFile if ask.variation == "plan" else GradientAnswer),
             began=self.began(number),
             unsaved=self.unsaved,
         )

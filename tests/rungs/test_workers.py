@@ -192,7 +192,7 @@ def test_no_workers_where_their_batches_could_not_come_back(monkeypatch: pytest.
             monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
             ours = run(WORKERS, batches(64))
             assert ours.verdict("workers").took is (length == 75)
-        assert f"those below {place}; set TMPDIR to a shorter directory" in (ours.reason("workers") or "")
+        assert f"paths below {place} are too long; set TMPDIR to a shorter directory" in (ours.reason("workers") or "")
         with pytest.raises(RuntimeError, match="timed out"):  # what the training would wait for
             next(iter(batches(64, num_workers=1, timeout=3)))
 
@@ -434,7 +434,7 @@ def test_a_ladders_workers_have_to_pay(ladder: bool) -> None:
     (verdict,) = (each for each in loop.verdicts if each.rung == "workers")
     assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
     assert verdict.took is not ladder and verdict.parity_class == "exact"
-    assert ("ms to make, and taking it from a worker took" in verdict.why) is ladder
+    assert ("ms to make, but taking it from a worker took" in verdict.why) is ladder
 
 
 def collate_local(samples: Any) -> Any:

@@ -218,7 +218,7 @@ def test_batches_that_are_made_sooner_than_handed_over_are_made_here(persistent:
     ((workers, _, why),) = steps.left_out
     made, took = re.findall(r"([\d.]+) ms", why)
     assert workers == 0 and float(made) < float(took) and loader.num_workers == 0 and not steps.down
-    assert why == f"a batch takes {made} ms to make, and taking it from a worker took {took} ms"
+    assert why == f"a batch takes {made} ms to make, but taking it from a worker took {took} ms"
 
 
 @pytest.mark.parametrize(("dataset", "pays"), [(Slow(), True), (Numbers(), False)], ids=["pay", "by_name"])

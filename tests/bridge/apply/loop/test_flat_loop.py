@@ -430,7 +430,15 @@ class KeepsAttributes(models.Regression):
 
 
 @pytest.mark.parametrize(
-    "why", ["SimpleProfiler tells", "logs each call", "KeepsAttributes keeps", "is unknown here", "text", "is wrapped"]
+    "why",
+    [
+        "SimpleProfiler records every hook",
+        "logs each call",
+        "KeepsAttributes stores its attributes",
+        "is unknown here",
+        "text",
+        "is wrapped",
+    ],
 )
 def test_what_is_unusual_is_refused(why: str, monkeypatch: pytest.MonkeyPatch, short: list[int]) -> None:
     more: dict[str, Any] = {"profiler": "simple"} if "Profiler" in why else {}
@@ -443,7 +451,7 @@ def test_what_is_unusual_is_refused(why: str, monkeypatch: pytest.MonkeyPatch, s
         monkeypatch.setattr(L.Callback, "on_train_batch_end", functools.wraps(own)(lambda *args: own(*args)))
     if why == "text":
         monkeypatch.setattr(known_loops, "_digest", _raise)
-    module = seeded(KeepsAttributes if "keeps" in why else models.Regression)
+    module = seeded(KeepsAttributes if "stores" in why else models.Regression)
     watcher, trainer = fit(THIN, module, **more)
     assert why in evidence(watcher, "host")["loop_refused"] and not short
     assert trainer.global_step == 8
