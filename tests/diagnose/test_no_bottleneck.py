@@ -145,6 +145,10 @@ def test_a_fit_that_died_says_so_first_and_proposes_no_rung() -> None:
     first, *others = findings(resnet50_naive(partial=True, died_of=killed))
     assert first.title == "DIED" and first.alarm == killed and first.patch is None
     assert first.why.startswith(f"the fit died after 220 steps: {killed[:-1]}; the figures are from the steps before")
+    known = findings(
+        resnet50_naive(partial=True, died_of=killed, evidence={"died": {"hint": "write amp.enabled: false"}})
+    )
+    assert known[0].why == f"{first.why}; write amp.enabled: false"
     alive = findings(resnet50_naive(partial=True))
     assert alive[0].bottleneck == "data_wait" and alive[0].patch is not None, "it was interrupted"
     assert [finding.bottleneck for finding in others] == [finding.bottleneck for finding in alive]

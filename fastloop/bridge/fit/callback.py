@@ -115,6 +115,8 @@ class FastLoop(Callback):
         self._applier: Applier | None = None
         self._eyes: Session | None = None
         self._one_time = OneTime()
+        self._hint: str | None = None
+        """What the rungs in use say of the exception that ended the fit."""
         self._restore: list[Callable[[], None]] = []
         self._stopped = self._training = self._first = False
 
@@ -215,6 +217,7 @@ class FastLoop(Callback):
     def _on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if (line := explain_exception(exception, pl_module, [step.rung for step in self.plan.planned])) is not None:
             rank_zero_warn(f"fastloop: {line}")
+            self._hint = line
         if type(exception).__name__ == "OutOfMemoryError" and self._applier is not None and self._applier.held:
             rank_zero_warn(f"fastloop: step 1 ran without {', '.join(self._applier.held)}; write rehearsal: off")
         if not self._training:
@@ -222,8 +225,9 @@ class FastLoop(Callback):
         if self.measurement is None:
             self._measure(trainer, exception)
         else:
-            died_of = describe_death(exception, trainer)
-            self.measurement = dataclasses.replace(self.measurement, partial=True, died_of=died_of)
+            died = {"partial": True, "died_of": describe_death(exception, trainer)}
+            evidence = {**self.measurement.evidence, **self._list_hints()}
+            self.measurement = dataclasses.replace(self.measurement, evidence=evidence, **died)
             self._diagnose()
         self._conclude(trainer)
 
@@ -329,7 +333,7 @@ class FastLoop(Callback):
         return {**found, "loader": self._loader_seen, "model": read_training.read_evidence(trainer)}
 
     def _measure(self, trainer: Any, raised: BaseException | None = None) -> None:
-        evidence = self._collect_evidence(trainer)
+        evidence = {**self._collect_evidence(trainer), **self._list_hints()}
         evidence |= own_loader.judge(trainer, self._applier, self.config.ladder, self._loader_seen)
         if self._applier is not None:
             self._applier.end_rehearsal()
@@ -342,6 +346,9 @@ class FastLoop(Callback):
                 evidence=evidence, device=device, partial=raised is not None, total_steps=None
             )
         self._diagnose()
+
+    def _list_hints(self) -> dict[str, Any]:
+        return {} if self._hint is None else {"died": {"hint": self._hint}}
 
     def _diagnose(self) -> None:
         if self.measurement is None:

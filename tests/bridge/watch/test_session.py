@@ -420,6 +420,22 @@ def test_a_fit_that_raises_is_measured_as_far_as_it_went(
     assert made.profiler is before and vars(made._logger_connector).keys().isdisjoint({"update_train_step_metrics"})
 
 
+class MixesTypes(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 5:
+            torch.zeros(2)[[0]] = torch.zeros(1, dtype=torch.bfloat16)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("rungs", [{"amp": {"enabled": True}}, {}])
+def test_a_report_says_what_a_rung_knows_of_the_error(rungs: Any) -> None:
+    loop = FastLoop({"rungs": rungs}, quiet=True)
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        trainer(callbacks=[loop]).fit(MixesTypes(), loader())
+    assert loop.findings[0].title == "DIED"
+    assert ("write rungs.amp.enabled: false" in str([loop.findings[0].why, loop.findings[0].detail])) is bool(rungs)
+
+
 def test_where_the_cpu_is_busy_with_the_optimizer_its_fused_form_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     for worth, known in ((0.0, True), (101.0, False)):
         monkeypatch.setattr(session, "CPU_WORTH_PCT", worth)
