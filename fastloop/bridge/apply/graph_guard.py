@@ -17,6 +17,7 @@ from fastloop.bridge.apply.rehearse.untouched import Kept
 from fastloop.evidence.samples.sample_code import list_called
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+_LOOKED_AT = {"training", "_modules", "_parameters", "_buffers"}
 _ENTRY = ("training_step", "forward")
 """Hooks of Lightning's that run in a step."""
 
@@ -31,8 +32,14 @@ class Guard:
 
     def __init__(self, module: torch.nn.Module, trainer: Any, kept: Kept) -> None:
         self._parts, self._trainer = list(module.modules()), trainer
-        names = list_read_names(module, kept.list_kinds())
-        self._read = [(holder, name) for holder in kept.list_holders() for name in holder if name in names]
+        buffers = {id(part._buffers) for part in self._parts}
+        names = list_read_names(module, kept.list_kinds()) - _LOOKED_AT
+        self._read = [
+            (holder, name)
+            for owner, holder in kept.list_holders()
+            for name in holder
+            if name in names and id(holder) not in buffers and _may_change(owner, holder[name])
+        ]
         self._before = self._look()
 
     def holds(self) -> bool:
@@ -40,20 +47,30 @@ class Guard:
         return self._look() == self._before
 
     def _look(self) -> list[Any]:
+        """Runs at every step: a hundred modules may take a tenth of a millisecond, not more."""
         found: list[Any] = [self._trainer.accumulate_grad_batches]
         for part in self._parts:
-            found.append(part.training)
-            found += map(id, part._modules.values())
-            for each in part._parameters.values():
-                if each is not None:
-                    found += (each.data_ptr(), each.requires_grad)
-            found += (buffer.data_ptr() for buffer in part._buffers.values() if buffer is not None)
+            state = part.__dict__
+            found.append(state["training"])
+            if children := state["_modules"]:
+                found += map(id, children.values())
+            if parameters := state["_parameters"]:
+                found += [(each.data_ptr(), each.requires_grad) for each in parameters.values() if each is not None]
+            if buffers := state["_buffers"]:
+                found += [each.data_ptr() for each in buffers.values() if each is not None]
         for holder, name in self._read:
             value = holder.get(name)
-            found.append(value if isinstance(value, PLAIN) else id(value))
-            if isinstance(value, torch.Tensor):
-                found.append(value.data_ptr())
+            found.append(value if isinstance(value, PLAIN) else _locate(value))
         return found
+
+
+def _locate(value: Any) -> Any:
+    return (id(value), value.data_ptr()) if isinstance(value, torch.Tensor) else id(value)
+
+
+def _may_change(owner: Any, value: Any) -> bool:
+    """Of torch's own layers, hooks set numbers such as a dropout's rate; sizes and strides stay as they are."""
+    return isinstance(value, float) or not type(owner).__module__.startswith("torch.nn.")
 
 
 def list_read_names(module: torch.nn.Module, kinds: Iterable[type]) -> set[str]:

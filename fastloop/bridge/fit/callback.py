@@ -225,9 +225,9 @@ class FastLoop(Callback):
         if self.measurement is None:
             self._measure(trainer, exception)
         else:
-            died = {"partial": True, "died_of": describe_death(exception, trainer)}
-            evidence = {**self.measurement.evidence, **self._list_hints()}
-            self.measurement = dataclasses.replace(self.measurement, evidence=evidence, **died)
+            seen, died_of = self.measurement, describe_death(exception, trainer)
+            evidence = {**seen.evidence, **self._list_hints()}
+            self.measurement = dataclasses.replace(seen, partial=True, died_of=died_of, evidence=evidence)
             self._diagnose()
         self._conclude(trainer)
 

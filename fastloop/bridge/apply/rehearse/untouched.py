@@ -146,10 +146,10 @@ class Kept:
                 return f"a {type(value).__name__} that the model keeps"
         return next((f"the state of {name}" for name, read, before in self._streams if read() != before), None)
 
-    def list_holders(self) -> list[dict[Any, Any]]:
-        """The attributes of all objects that were saved, and the dicts among these objects."""
-        dicts = [value for value, _ in self._containers if isinstance(value, dict)]
-        return [*(vars(owner) for owner, _ in self._attributes), *dicts]
+    def list_holders(self) -> list[tuple[Any, dict[Any, Any]]]:
+        """All objects that were saved with their attributes, and the dicts among these objects."""
+        dicts = [(value, value) for value, _ in self._containers if isinstance(value, dict)]
+        return [*((owner, vars(owner)) for owner, _ in self._attributes), *dicts]
 
     def list_kinds(self) -> set[type]:
         """The classes of all objects with attributes that were saved."""
