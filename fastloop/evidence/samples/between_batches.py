@@ -19,7 +19,7 @@ from fastloop.evidence.samples.dataset import DRAWS, draws_random, draws_random_
 
 _SETS_EPOCH = ("set_epoch", "state_dict")
 _TRAINING = ("Module", "Trainer", "Optimizer", "Callback")
-_BY_DATA = re.compile(r"(\w*_)?(dataset|dataloader|datamodule|sampler)s?\w*")
+BY_DATA = re.compile(r"(\w*_)?(dataset|dataloader|datamodule|sampler)s?\w*")
 """Names through which a hook accesses the data."""
 _COUNTERS = {"global_step", "batch_idx", "total_batch_idx", "batch_progress"}
 """Counters of a Trainer or its loops that change with each batch."""
@@ -112,7 +112,7 @@ def list_holders(
             found[f"{path} is held by {holder}"] = None
     for other in others:
         for hook, function in list_running(other, between):
-            if (named := next(filter(_BY_DATA.fullmatch, _list_names(other, function)), None)) is not None:
+            if (named := next(filter(BY_DATA.fullmatch, _list_names(other, function)), None)) is not None:
                 found[f"{type(other).__name__}.{hook} names {named}"] = None
     return tuple(found)
 

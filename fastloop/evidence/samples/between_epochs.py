@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastloop.evidence.samples import sample_code
-from fastloop.evidence.samples.between_batches import list_holders, list_running
+from fastloop.evidence.samples.between_batches import BY_DATA, list_holders, list_running
 from fastloop.evidence.samples.dataset import walk
 
 _FIXED = (str, bytes, int, float, complex, bool, tuple, type(None))
@@ -78,6 +78,9 @@ def list_changes_within(dataset: Any, others: Iterable[Any], *, collate: Any = N
         for written in sample_code.list_roots_written(function):
             known = (read[key] for key in _find_written(owner, function, written) if key in read)
             found |= {f"{path} is changed by {type(owner).__name__}.{name}": None for path in known}
+        for chain in sample_code.list_chains_written(function):
+            if (named := next(filter(BY_DATA.fullmatch, chain), None)) is not None:
+                found[f"{named} is changed by {type(owner).__name__}.{name}"] = None
     return tuple(found)
 
 

@@ -264,6 +264,19 @@ def list_roots_written(function: Any) -> Iterator[str]:
             yield modules.get(name, name)
 
 
+def list_chains_written(function: Any) -> Iterator[list[str]]:
+    """Names of the attributes on the way to what a function writes to, or to whose method it calls for its effect:
+    ``["datamodule", "dataset", "level"]`` for ``trainer.datamodule.dataset.level = 1``."""
+    if (parsed := _parse(function)) is None:
+        return
+    for node in ast.walk(parsed[0]):
+        targets = list(_list_targets(node))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            targets.append(node.value.func)
+        for target in targets:
+            yield [each.attr for each in ast.walk(target) if isinstance(each, ast.Attribute)][::-1]
+
+
 def _list_writes(function: Any, tree: ast.AST, me: str | None, modules: Collection[str] = frozenset()) -> Iterator[str]:
     objects, classes = _list_outer(function)
     declared = {name for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}

@@ -340,6 +340,31 @@ class Sets(L.LightningModule):
         self.data.level = 3
 
 
+class Reaches(L.LightningModule):
+    """Changes the data by way of its Trainer."""
+
+    def training_step(self, *args: Any) -> None:
+        self.trainer.datamodule.train.level += 1
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.trainer.train_dataloader.dataset.harden()
+
+
+class Looks(L.LightningModule):
+    def training_step(self, *args: Any) -> Any:
+        words = self.trainer.datamodule.words.decode(args)
+        self.log("size", len(self.trainer.train_dataloader.dataset))
+        return words
+
+
+def test_what_training_changes_by_way_of_its_trainer() -> None:
+    assert list_changes_within(Plain(), [Reaches()]) == (
+        "datamodule is changed by Reaches.training_step",
+        "train_dataloader is changed by Reaches.on_train_batch_end",
+    )
+    assert list_changes_within(Plain(), [Looks(), AsksHelper()]) == (), "it reads, and it acts between epochs"
+
+
 def test_what_training_changes_while_batches_are_loaded() -> None:
     replays, plain = Replays(), Plain()
     assert list_changes_within(replays, [Acts(Agent(replays.buffer))]) == (
