@@ -59,7 +59,7 @@ def test_the_arguments_are_those_of_the_installed_trainer() -> None:
         ("trainer.max_time=[1, 2]", "trainer.max_time: [1, 2]", "text or a mapping or null", "text or a mapping"),
         ("trainer.deterministic='yes'", "'yes'", "it is text", "write true"),
         ("trainer.max_time=12:30", "'12:30'", "four parts", 'write "00:00:12:30"'),
-        ("trainer.val_check_interval=1:12:30", "'1:12:30'", "four parts", 'write "00:1:12:30"'),
+        ("trainer.max_time=1:12:30", "'1:12:30'", "four parts", 'write "00:1:12:30"'),
     ],
 )
 def test_what_no_trainer_takes_is_refused(override: str, got: str, why: str, do: str) -> None:
