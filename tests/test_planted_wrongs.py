@@ -177,7 +177,7 @@ def test_order_permuted(train: Any, tmp_path: Path) -> None:
 def test_scheduler_dead(tmp_path: Path) -> None:
     gate, module = ledgers(tmp_path, SchedulerOfTheOldOptimizer)
     assert module.fired and gate.passed is False and gate.detail == {"step": 2, "differs": "rates"}
-    assert "learning rates of optimizer step 2 differ" in gate.why and "against 0.01" in gate.why
+    assert "learning rates of optimizer step 2 differ" in gate.why and "vs. 0.01" in gate.why
 
 
 def test_one_layer_detached(tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ def run(
 
                 loop = train(config, path, trust_checkpoint=trust_checkpoint)
         except Failed as error:
-            attach(error, load_run(path))
+            if is_first_rank():
+                attach(error, load_run(path))
             raise
     if not is_first_rank():
         return Answer(text="")

@@ -122,7 +122,7 @@ def test_lightnings_refusal_names_the_key_it_is_about() -> None:
     assert error.got == "trainer.precision: 'fp8' (command line)" and error.why.endswith("Precision 'fp8' is invalid")
     assert training._explain_refusal(config, ValueError("devices=-1 is odd")).got.startswith("run.devices: 1 ")
     other = training._explain_refusal(config, ValueError("something else"))
-    assert other.got == "trainer: precision, max_time (command line and below)" and other.exit_code == 2
+    assert other.got.startswith("trainer: ") and "precision, max_time (" in other.got and other.exit_code == 2
 
 
 @pytest.mark.parametrize("kind", [dict, lambda **given: Namespace(**given)], ids=["dict", "namespace"])

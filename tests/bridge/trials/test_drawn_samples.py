@@ -262,4 +262,4 @@ def test_batches_without_tensors_on_the_host() -> None:
             yield torch.ones(2, device="meta")
 
     _, drawn = marks(Meta())
-    assert "on the device already" in str(drawn.why)
+    assert "already on the device" in str(drawn.why)
