@@ -120,7 +120,7 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str |
     if loader.sampler_hazards:
         return f"workers read the sampler ahead of training: {'; '.join(loader.sampler_hazards)}"
     if loader.changes_within:
-        return f"workers would load from an older copy: {'; '.join(loader.changes_within)}"
+        return f"workers would load from an outdated copy: {'; '.join(loader.changes_within)}"
     if loader.own_iterator:
         return (
             f"{loader.kind} creates its own iterators, so what workers send cannot be checked first; set num_workers"

@@ -147,7 +147,7 @@ def _explain_queues(ci95: tuple[float, float] | None, base: Sample, arm: Sample)
         return None
     return (
         f"{quick.name}'s window is too short for its queues: batches begun before it may be up to"
-        f" {quick.queue_error_pct:.0f} % of its rate; raise --steps, or leave it out"
+        f" {quick.queue_error_pct:.0f} % of its rate; raise --steps, or omit it"
     )
 
 

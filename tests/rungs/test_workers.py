@@ -151,7 +151,7 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
         (
             {},
             {"changes_within": ("a is changed by B.c",)},
-            "workers would load from an older copy: a is changed by B.c",
+            "workers would load from an outdated copy: a is changed by B.c",
         ),
         ({}, {"worker_hazards": ("a is x", "b is y")}, "the dataset cannot be copied to workers: a is x; b is y"),
         ({}, {"sampler_hazards": ("a is x",)}, "workers read the sampler ahead of training: a is x"),

@@ -131,7 +131,7 @@ class GraphedSteps:
         if self._step is not None and key != self._step.key:
             self._missed += 1
             if self._missed > max(MOST_SHAPES, self.replays):
-                self.refused = f"{self._missed} batches differ from the recorded one, and {self.replays} were like it"
+                self.refused = f"{self._missed} batches differ from the recorded one, {self.replays} matched it"
                 self._drop()
             return False
         if self._guard is not None and not self._guard.holds():

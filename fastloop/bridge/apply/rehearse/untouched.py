@@ -217,7 +217,7 @@ class Kept:
         elif type(value).__module__.partition(".")[0] == "numpy":
             self._keep_array(value)
         elif self._whole_step and hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
-            raise NotApplicable(f"the model keeps an iterator ({type(value).__name__}), and what a step takes is gone")
+            raise NotApplicable(f"the model keeps an iterator ({type(value).__name__}): items taken from it are gone")
         elif hasattr(value, "__dict__") and not _is_foreign(f"{type(value).__module__}."):
             before = dict(vars(value))
             self._keep_attributes(value, before)
