@@ -51,7 +51,9 @@ def write_lines(result: ExperimentResult) -> list[str]:
     ]
     named = ": ".join(filter(None, [result.name, _describe_against(result, best)]))
     partial = "   PARTIAL: the experiment did not finish" if result.partial else ""
-    return verdict_words.lay_out(f"fastloop {describe_verdict(result)}   {named}".rstrip() + partial, kinds)
+    broken = [_shorten(one.arm) for one, _ in pairs[1:] if one.parity.passed is False]
+    also = f"   PARITY FAILED: {', '.join(broken)}" if broken and pairs[0][0].parity.passed is not False else ""
+    return verdict_words.lay_out(f"fastloop {describe_verdict(result)}   {named}".rstrip() + also + partial, kinds)
 
 
 def write_reports(result: ExperimentResult) -> dict[str, str]:

@@ -94,6 +94,9 @@ def test_of_several_arms_the_best_stands_first_and_each_has_a_line() -> None:
     assert "NO DIFFERENCE   \u5c4e" in text and "SLOWER 0.90x   layout (0.88 to 0.92, 95 %, parity passed)" in text
     assert "PARITY FAILED   amp: approximate, FAILED: ledger equal, gradient 0.75 (limit 0.05) FAILED" in text
     assert "FAILED   broken: out of memory" in text
+    first = text.splitlines()[0]
+    assert "   PARITY FAILED: amp   PARTIAL" in first, "exit code 3 is explained where people look"
+    assert "PARITY" not in ab_report.write_lines(result_of(AB["faster"]()))[0]
 
 
 def test_a_shown_parity_goes_before_a_larger_ratio_without_one() -> None:
