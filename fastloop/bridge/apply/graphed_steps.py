@@ -152,8 +152,11 @@ class GraphedSteps:
             self.refused = f"the model was changed after each of {MOST_RECORDINGS} recordings"
             return
         try:
-            with self._one_time.span("rehearsal"), unwritten(self._site.module.parameters()):
-                self.refused = self._refuse(args[0]) or self._record(step, args)
+            with self._one_time.span("rehearsal"):
+                self.refused = self._refuse(args[0])
+                if self.refused is None:
+                    with unwritten(self._site.module.parameters()):
+                        self.refused = self._record(step, args)
         except Exception as error:
             self.refused = describe(error)
         if self.refused is not None:

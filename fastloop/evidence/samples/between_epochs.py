@@ -79,7 +79,8 @@ def list_changes_within(dataset: Any, others: Iterable[Any], *, collate: Any = N
             known = (read[key] for key in _find_written(owner, function, written) if key in read)
             found |= {f"{path} is changed by {type(owner).__name__}.{name}": None for path in known}
         for chain in sample_code.list_chains_written(function):
-            if (named := next(filter(BY_DATA.fullmatch, chain), None)) is not None:
+            by_trainer = chain[chain.index("trainer") + 1 : -1] if "trainer" in chain else []
+            if (named := next(filter(BY_DATA.fullmatch, by_trainer), None)) is not None:
                 found[f"{named} is changed by {type(owner).__name__}.{name}"] = None
     return tuple(found)
 

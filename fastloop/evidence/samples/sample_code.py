@@ -265,8 +265,8 @@ def list_roots_written(function: Any) -> Iterator[str]:
 
 
 def list_chains_written(function: Any) -> Iterator[list[str]]:
-    """Names of the attributes on the way to what a function writes to, or to whose method it calls for its effect:
-    ``["datamodule", "dataset", "level"]`` for ``trainer.datamodule.dataset.level = 1``."""
+    """Names on the way to what a function writes to, or to a method that it calls for its effect:
+    ``["trainer", "datamodule", "dataset", "level"]`` for ``trainer.datamodule.dataset.level = 1``."""
     if (parsed := _parse(function)) is None:
         return
     for node in ast.walk(parsed[0]):
@@ -274,7 +274,16 @@ def list_chains_written(function: Any) -> Iterator[list[str]]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             targets.append(node.value.func)
         for target in targets:
-            yield [each.attr for each in ast.walk(target) if isinstance(each, ast.Attribute)][::-1]
+            yield list(_list_chain(target))[::-1]
+
+
+def _list_chain(node: ast.AST) -> Iterator[str]:
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        node = node.value
+    if isinstance(node, ast.Name):
+        yield node.id
 
 
 def _list_writes(function: Any, tree: ast.AST, me: str | None, modules: Collection[str] = frozenset()) -> Iterator[str]:

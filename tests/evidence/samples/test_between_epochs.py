@@ -354,6 +354,8 @@ class Looks(L.LightningModule):
     def training_step(self, *args: Any) -> Any:
         words = self.trainer.datamodule.words.decode(args)
         self.log("size", len(self.trainer.train_dataloader.dataset))
+        self.dataset_losses[self.trainer.datamodule.number] = 1
+        self.counts[self.dataset_names[0]].update(args)
         return words
 
 

@@ -87,7 +87,7 @@ def keep_random_streams() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def unwritten(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Restore parameters that a training_step writes to.
+    """Restore parameters that a training_step writes to. An exception inside passes, also where the device is lost.
 
     Raises:
         NotApplicable: a parameter was written to.
@@ -96,16 +96,26 @@ def unwritten(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     prints, memory = list(read_prints(known)), [each.detach() for each in known]
     few = sum(each.nbytes for each in known) <= MOST_COPIED_BYTES
     copies = [each.to("cpu", copy=True) for each in memory] if few else []
+
+    @torch.no_grad()
+    def put_back() -> bool:
+        """Whether there was something to put back."""
+        if list(read_prints(known)) == prints:
+            return False
+        for parameter, own in zip(known, memory, strict=True):
+            parameter.data = own  # `parameter.data = ...` gives it other memory
+        for own, copied in zip(memory, copies, strict=False):
+            own.copy_(copied)
+        return True
+
     try:
         yield
-    finally:
-        if list(read_prints(known)) != prints:
-            with torch.no_grad():
-                for parameter, own in zip(known, memory, strict=True):
-                    parameter.data = own  # `parameter.data = ...` gives it other memory
-                for own, copied in zip(memory, copies, strict=False):
-                    own.copy_(copied)
-            raise NotApplicable("training_step changes parameters")
+    except BaseException:
+        with contextlib.suppress(Exception):
+            put_back()
+        raise
+    if put_back():
+        raise NotApplicable("training_step changes parameters")
 
 
 def read_prints(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[Any, ...]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fastloop.bridge.apply.rehearse import untouched as module_under_test
-from fastloop.bridge.apply.rehearse.untouched import untouched
+from fastloop.bridge.apply.rehearse.untouched import untouched, unwritten
 from fastloop.errors import NotApplicable
 
 
@@ -230,3 +230,21 @@ def test_a_module_that_is_no_registered_child_is_put_back(keeper: Keeper) -> Non
         keeper(torch.randn(8, 4))
         assert look(keeper) != before
     assert look(keeper) == before
+
+
+@pytest.mark.parametrize("raised", [ValueError("the user's own"), KeyboardInterrupt()])
+def test_an_exception_of_a_step_that_writes_to_parameters_passes(raised: BaseException) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(type(raised)) as seen, unwritten([weight]):
+        weight.data.mul_(2)
+        raise raised
+    assert seen.value is raised and torch.equal(weight, torch.ones(3)), "put back all the same"
+
+
+def test_a_lost_device_does_not_hide_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with pytest.raises(IndexError, match="theirs"), unwritten([torch.nn.Parameter(torch.ones(3))]):
+        monkeypatch.setattr(torch.linalg, "vector_norm", lose)
+        raise IndexError("theirs")
