@@ -58,6 +58,7 @@ SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks" / "foreign").glob("*
 ARMS = ("plain", "watched", "safe", "full")
 GRACE_S, LEAST_S = 5.0, 25.0
 """For a run to end at its limit; and what one takes, until it has been seen."""
+GRAPH = ("replayed_steps", "eager_steps", "eager_ms", "replay_ms", "graph_refused")
 COMPARED = ("process_s", "late_ms")
 STAMPS = "FIRST_CONTACT_STAMPS"
 TIMER = '''
@@ -323,6 +324,8 @@ def read_records(out: Path) -> dict[str, Any]:
         answer["rehearsed"] = {row["rung"]: row["rehearsed"] for row in rows if row.get("rehearsed")}
     if "measurement" in found:
         seen = found["measurement"]
+        host = seen["evidence"].get("host") or {}
+        answer["graph"] = {name: host.get(name) for name in GRAPH if name in host}
         keys = ("samples_per_s", "step_ms", "steps", "total_steps", "window_too_short", "one_time_s", "partial")
         answer |= {key: seen.get(key) for key in keys}
         answer["parts_ms"] = {name: value for name, value in seen["parts_ms"].items() if value}

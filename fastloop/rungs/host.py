@@ -3,8 +3,8 @@
 Faster because  the shorter path saves 0.15 ms per step and as much per logged value; garbage is collected only at
                 chosen steps; step_graph replays all kernels of a forward, and of a backward, in one call.
 Costs           with step_graph: memory for a second set of activations, and a few steps' time to record and compare.
-Don't use when  step_graph is on and training_step depends on files, the clock or global variables: no check notices
-                these, and a replay ignores them.
+Don't use when  step_graph is on and a library that training_step calls reads files, the clock or its own settings in
+                each step: your own code is searched for that, but a replay ignores what libraries read.
 Evidence        replayed steps and their deviation, batches on the short path, garbage collections; or why none
 Source          https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
@@ -59,7 +59,7 @@ class Host:
     gc_every_steps: int | Literal["auto"] | None = "auto"
     """Batches between two passes of the garbage collector; null = Python's own schedule."""
     step_graph: bool | Literal["auto"] = False
-    """Replay recorded steps; auto = if that is faster. Off by default until it has been measured on a GPU."""
+    """Replay recorded steps; auto = if that is faster."""
 
     def __post_init__(self) -> None:
         why, do = "a pass needs at least one batch", "write a positive number, auto or null"
@@ -162,8 +162,6 @@ def _explain_no_graph(facts: Facts) -> str | None:
         return "manual optimization steps inside training_step"
     if facts.accumulation_scheduled:
         return "the number of batches in a step changes"
-    if facts.micro_batches and facts.accumulate == 1:
-        return "a rung cuts the batches"
     if facts.steps_with_iterator:
         return "training_step fetches its own batches"
     if facts.grad_hooks:

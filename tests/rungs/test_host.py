@@ -33,7 +33,6 @@ CUDA: dict[str, Any] = {"device": "cuda"}
         ({**CUDA, "world_size": 2, "strategy": "DDPStrategy"}, "DDPStrategy exchanges gradients"),
         ({**CUDA, "plain_gradients": False, "strategy": "FSDPStrategy"}, "FSDPStrategy exchanges gradients"),
         ({**CUDA, "automatic_optimization": False}, "manual optimization"),
-        ({**CUDA, "micro_batches": True}, "a rung cuts the batches"),
         ({**CUDA, "accumulation_scheduled": True}, "the number of batches in a step changes"),
         ({**CUDA, "steps_with_iterator": True}, "fetches its own batches"),
         ({**CUDA, "grad_hooks": True}, "hooks on their gradients"),

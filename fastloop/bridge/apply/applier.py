@@ -233,9 +233,9 @@ class Applier:
             for convert in self.tries.take_late_conversions() if args else ():
                 batch = convert(args[0]) if self.micro is None else self.micro.windows.convert(args[0], convert)
                 args = (batch, *args[1:])
-        if self.graphs is not None:
-            if self.micro is None:
-                return self.graphs.run(step, *args)
+        if self.graphs is not None and (self.micro is None or self.micro.choice.runs_whole):
+            step = partial(self.graphs.run, step)
+        elif self.graphs is not None and self.micro is not None and self.micro.choice.runs_whole is False:
             self.graphs.refused = "a rung cuts or merges the batches"
         if self.micro is None or not args:
             return step(*args, **kwargs)
@@ -355,6 +355,7 @@ class Applier:
         graphs = GraphedSteps(
             self._site,
             asked=asked,
+            terms=self.terms,
             is_ready=lambda: self.tries is None or self.tries.is_over,
             one_time=self.one_time,
         )

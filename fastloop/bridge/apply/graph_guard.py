@@ -1,11 +1,13 @@
 """What a recorded step takes for granted: its tensors' addresses, the modules' modes, and the plain values it reads.
 
-A recording keeps the numbers that Python had when it was made. A hook that sets ``self.beta`` or ``dropout.p`` between
-two steps changes an eager step; a replay does not see it, so the recording is dropped and made anew.
+A recording keeps the numbers that Python had when it was made. A hook that sets ``self.beta``, ``dropout.p`` or a
+global variable between two steps changes an eager step; a replay does not see it, so the recording is dropped and made
+anew. What nobody can look at before each step, such as the clock or a file, forbids a recording.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,12 +16,15 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.rehearse.untouched import Kept
-from fastloop.evidence.samples.sample_code import list_called
+from fastloop.evidence.samples.sample_code import list_called, list_closure, list_globals, list_names
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _LOOKED_AT = {"training", "_modules", "_parameters", "_buffers"}
 _ENTRY = ("training_step", "forward")
 """Hooks of Lightning's that run in a step."""
+_OUTSIDE = ("time", "datetime", "os", "io", "pathlib", "socket", "subprocess", "logging", "wandb", "mlflow")
+"""Modules whose values change by themselves, or whose calls have an effect each time."""
+_CALLS = ("print", "open", "input")
 
 
 class Guard:
@@ -40,6 +45,7 @@ class Guard:
             for name in holder
             if name in names and id(holder) not in buffers and _may_change(owner, holder[name])
         ]
+        self._read += list_read_globals(list_step_functions(module, kept))
         self._before = self._look()
 
     def holds(self) -> bool:
@@ -88,6 +94,47 @@ def list_read_names(module: torch.nn.Module, kinds: Iterable[type]) -> set[str]:
     for function in list_called(getattr(type(module), "training_step", None), type(module)):
         names.update(_list_names(function.__code__))
     return names - hooks  # what Lightning has under these names, the watched run replaces
+
+
+def list_step_functions(module: torch.nn.Module, kept: Kept) -> list[Any]:
+    """The user's functions that may run in a step: training_step, the forward passes of modules, functions that objects
+    keep, and what all of these call."""
+    methods = [(type(module), "training_step"), *((kind, "forward") for kind in kept.list_kinds())]
+    starts = [(inspect.getattr_static(kind, name, None), kind) for kind, name in methods]
+    starts += [(function, type(module)) for function in kept.list_functions()]
+    return list(dict.fromkeys(called for start, kind in starts for called in list_called(start, kind)))
+
+
+def find_outside(functions: Iterable[Any]) -> str | None:
+    """What a step reads or writes outside of the training, such as the clock, a file or the terminal; or None."""
+    for function in functions:
+        code = function.__code__
+        found = [(name, _find_module(value)) for name, value in (*list_globals(function), *list_closure(function))]
+        for name, module in (*found, *((name, name) for name in _list_imports(code))):
+            if module.partition(".")[0] in _OUTSIDE:
+                return f"{name} in {function.__qualname__}"
+        if called := next((name for name in _CALLS if name in list_names(code)), None):
+            return f"{called} in {function.__qualname__}"
+    return None
+
+
+def _find_module(value: Any) -> str:
+    name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+    return name if isinstance(name, str) else ""
+
+
+def _list_imports(code: Any) -> Iterator[str]:
+    yield from (each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME")
+
+
+def list_read_globals(functions: Iterable[Any]) -> list[tuple[dict[str, Any], str]]:
+    """Global variables that functions read, each as its module's dict and its name. Modules, classes, functions aside."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    for function in functions:
+        for name, value in list_globals(function):
+            if not (isinstance(value, type) or inspect.ismodule(value) or inspect.isroutine(value)):
+                found[id(function.__globals__), name] = function.__globals__, name
+    return list(found.values())
 
 
 def _list_names(code: Any) -> Iterator[str]:

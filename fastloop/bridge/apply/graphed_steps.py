@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.graph_guard import Guard
+from fastloop.bridge.apply.graph_guard import Guard, find_outside, list_read_globals, list_step_functions
 from fastloop.bridge.apply.read_model import overrides
 from fastloop.bridge.apply.read_training import find_precision
+from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.bridge.apply.rehearse.untouched import HOOKS, Kept, keep_random_streams, unwritten
 from fastloop.bridge.apply.site import LiveSite, attribute
@@ -42,6 +43,10 @@ MOST_RECORDINGS = 3
 """Limit per run: a model that keeps changing is left alone."""
 LEAST_GAIN = 0.95
 """A replay that takes more than this share of the eager step's time is not worth its memory."""
+BUSY = 0.5
+"""A step that the host launches in less than this share of its time is not recorded: the device sets its pace."""
+PLAYS = 7
+"""Times that a trial plays the step, the recording included."""
 _STATIC = ("strategy", "world_size", "global_rank", "local_rank", "node_rank", "datamodule", "training", "num_devices")
 """Trainer attributes that a step may read: they are the same at each step."""
 
@@ -52,6 +57,7 @@ class GraphedSteps:
     Args:
         site: the live objects.
         asked: the user enabled this explicitly, so it need not be faster.
+        terms: the conditions under which this run tries what need not be faster; None: none.
         is_ready: whether no other trial is under way any more.
         one_time: collects one-time costs, which belong to no step.
     """
@@ -63,14 +69,17 @@ class GraphedSteps:
         site: LiveSite,
         *,
         asked: bool,
+        terms: Terms | None = None,
         is_ready: Callable[[], bool],
         one_time: OneTime,
     ) -> None:
         self._site, self._asked, self._is_ready, self._one_time = site, asked, is_ready, one_time
+        self._terms = None if asked or terms is None else terms.of_run(site.trainer)
         self.refused: str | None = None
         """Why no step is replayed from here on."""
         self.replays = self.eager_steps = self.recordings = self._unlike = self._missed = 0
         self._seen: dict[str, Any] = {}
+        self._launch_ms = 0.0
         self._last_key: Any = None
         self._step: StaticStep | None = None
         self._guard: Guard | None = None
@@ -164,6 +173,8 @@ class GraphedSteps:
 
     def _refuse(self, batch: Any) -> str | None:
         module, trainer = self._site.module, self._site.trainer
+        if self._terms is not None and (too_short := self._terms.explain_too_short(PLAYS)) is not None:
+            return too_short
         if len(trainer.optimizers) != 1:
             return "there are several optimizers"
         if overrides(module, "backward"):
@@ -192,6 +203,11 @@ class GraphedSteps:
         watch = _Watch(module, self._site.device)
         kept, streams = Kept(whole_step=True), keep_random_streams()
         kept.keep_module(module)
+        functions = list_step_functions(module, kept)
+        if (outside := find_outside(functions)) is not None:
+            return f"training_step uses {outside}, which a replay would not"
+        for variables, name in list_read_globals(functions):
+            kept.keep(variables[name])
 
         def run(batch: Any) -> Ran:
             with watch:
@@ -224,6 +240,9 @@ class GraphedSteps:
                 return f"training_step waits for the device: {syncs[0]}"
             if watch.fault is not None:
                 return watch.fault
+            if not self._asked and self._launch_ms < BUSY * second.ms:
+                times = f"{self._launch_ms:.3g} of {second.ms:.3g} ms"
+                return f"the device is busy already: the host launches a step in {times}"
             room = recorder.note_memory()
             static.record(recorder)
             put_back()
@@ -247,6 +266,7 @@ class GraphedSteps:
         recorder.wait()
         began = time.perf_counter()
         made, gradients = play()
+        self._launch_ms = 1e3 * (time.perf_counter() - began)
         recorder.wait()
         ms = 1e3 * (time.perf_counter() - began)
         buffers = [buffer.clone() for buffer in self._site.module.buffers()]

@@ -34,7 +34,7 @@ _STDLIB = sysconfig.get_path("stdlib")
 def is_installed(thing: Any) -> bool:
     """Whether a class or function is not the user's code but belongs to Python, fastloop or an installed package."""
     module = sys.modules.get(getattr(thing, "__module__", None) or "")
-    if module is None or module.__name__ == "__main__":
+    if module is None or module.__name__ == "__main__" or ".recipe_modules." in module.__name__:
         return False
     file = getattr(module, "__file__", None)
     if file is None or file.startswith(_STDLIB) or module.__name__.startswith("fastloop."):

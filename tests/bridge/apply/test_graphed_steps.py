@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 
+from fastloop import FastLoop
 from fastloop.bridge.apply.graph_guard import Guard
 from fastloop.bridge.apply.graphed_steps import MOST_SHAPES, GraphedSteps
 from fastloop.bridge.trials.sample_ledger import Ledger
@@ -61,7 +64,7 @@ class Step(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=200)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -235,6 +238,20 @@ class Anneals(Step):
         self.beta = 0.5
 
 
+FACTOR, SETTINGS = 0.1, {"zeta": 0.1}
+"""Global variables that a step reads."""
+
+
+class Outer(Anneals):
+    """Reads global variables; a hook sets them."""
+
+    def find_factor(self) -> float:
+        return FACTOR + SETTINGS["zeta"]
+
+    def on_train_start(self) -> None:
+        globals()["FACTOR"], SETTINGS["zeta"] = 0.1, 0.1
+
+
 class Plain:
     delta = 0.0
 
@@ -267,6 +284,116 @@ def test_a_number_that_a_hook_sets_is_not_that_of_the_recording(
     found = evidence(watcher, "host")
     assert found["replayed_steps"] > 15 and found["recordings"] == (2 if is_guarded else 1)
     assert same(models.weights(ours), models.weights(plain)) is (is_guarded or change == "accumulation")
+
+
+OUTER: dict[str, Callable[[Any], object]] = {
+    "number": lambda _module: globals().update(FACTOR=0.5),
+    "dict": lambda _module: SETTINGS.update(zeta=0.5),
+}
+
+
+@pytest.mark.parametrize("change", OUTER)
+@pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "control"])
+def test_a_global_variable_that_a_hook_sets_is_not_that_of_the_recording(
+    change: str, is_guarded: bool, recorder: type[FakeRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Outer, "set_numbers", OUTER[change])
+    if not is_guarded:
+        monkeypatch.setattr(Guard, "holds", lambda _self: True)
+    ours, plain = seeded(Outer), seeded(Outer)
+    recorder.bakes = [globals(), SETTINGS]
+    watcher, _, _ = run(GRAPH, ours)
+    run(None, plain)
+    assert evidence(watcher, "host")["recordings"] == (2 if is_guarded else 1)
+    assert same(models.weights(ours), models.weights(plain)) is is_guarded
+
+
+def read_clock() -> float:
+    return time.perf_counter()
+
+
+class Clock(Step):
+    """A function that it calls reads the clock."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert read_clock() > 0
+        return super().training_step(batch, batch_idx)
+
+
+class Kept(Step):
+    """A function that it keeps does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = read_clock
+
+
+class Prints(Step):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        print("step", file=sys.stderr)
+        return super().training_step(batch, batch_idx)
+
+
+class Layer(torch.nn.Linear):
+    """A layer of the user's that looks at the environment."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        import os as system
+
+        assert system.environ is not None
+        return super().forward(input)
+
+
+class Environment(Step):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = Layer(8, 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (Clock, "time in read_clock"),
+        (Kept, "time in read_clock"),
+        (Prints, "print in Prints.training_step"),
+        (Environment, "os in Layer.forward"),
+    ],
+)
+def test_what_nobody_can_look_at_before_each_step_forbids_a_recording(kind: Any, what: str) -> None:
+    watcher, _, _ = run(GRAPH, seeded(kind))
+    found = evidence(watcher, "host")
+    assert found["graph_refused"] == f"training_step uses {what}, which a replay would not"
+    assert found["replayed_steps"] == 0
+
+
+def test_a_busy_device_is_not_recorded(recorder: type[FakeRecorder]) -> None:
+    recorder.busy_s = 0.2
+    watcher, _ = fit({"host": {"step_graph": "auto"}}, seeded(Step), models.loader(24))
+    assert evidence(watcher, "host")["graph_refused"].startswith("the device is busy already: the host launches")
+    assert recorder.recordings == 0
+    fit(GRAPH, seeded(Step), models.loader(24))
+    assert recorder.recordings == 2, "asked for, it need not be faster"
+
+
+@pytest.mark.parametrize(("epochs", "is_tried"), [(3, False), (20, True)])
+def test_a_short_run_is_not_tried(epochs: int, is_tried: bool, recorder: type[FakeRecorder]) -> None:
+    watcher = FastLoop({"rungs": {"host": {"enabled": True, "step_graph": "auto"}}}, quiet=True)
+    models.trainer(callbacks=[watcher], max_epochs=epochs).fit(seeded(Step), models.loader(60))
+    assert (recorder.recordings > 0) is is_tried
+    assert is_tried or "this run is too short to try it" in evidence(watcher, "host")["graph_refused"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "replayed"), [({}, True), ({"micro_batch": 3}, False)], ids=["batches stay whole", "batches are cut"]
+)
+def test_batches_that_a_rung_leaves_whole_are_replayed(batch: dict[str, Any], replayed: bool) -> None:
+    """BatchNorm is what would forbid the search, so there is none here."""
+    ours = seeded(Step)
+    ours.net[1] = torch.nn.Identity()
+    watcher, _, _ = run({**GRAPH, "batch": batch}, ours)
+    found = evidence(watcher, "host")
+    assert (found["replayed_steps"] > 15) is replayed
+    assert replayed or found["graph_refused"] == "a rung cuts or merges the batches"
 
 
 class Teaches(Step):

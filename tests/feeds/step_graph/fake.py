@@ -21,6 +21,9 @@ class FakeRecorder:
     """Added to what a replay writes."""
     slow_s = 0.0
     """That a replay takes at least."""
+    busy_s = 0.0
+    """That the device works on after the host has launched everything."""
+    recordings = 0
     replays = 0
     bakes: Sequence[dict[str, Any]] = ()
     """Attributes of objects: a replay has the numbers that were in them when it was recorded, as on a device."""
@@ -40,6 +43,7 @@ class FakeRecorder:
 
     def record(self, work: Callable[[], Sequence[torch.Tensor]]) -> Any:
         baked = {id(holder): (holder, _read_numbers(holder)) for holder in self.bakes}
+        type(self).recordings += 1
         static = work()
         if self.raises is not None:
             raise self.raises
@@ -64,7 +68,7 @@ class FakeRecorder:
         return lambda: self.full
 
     def wait(self) -> None:
-        pass
+        time.sleep(self.busy_s)
 
 
 def _read_numbers(holder: dict[str, Any]) -> dict[str, Any]:

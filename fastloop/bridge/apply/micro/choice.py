@@ -105,6 +105,13 @@ class PieceChoice:
             "rates": None if self._found is None else {str(size): rate for size, rate in self._found.rates.items()},
         }
 
+    @property
+    def runs_whole(self) -> bool | None:
+        """Whether batches run as the loader makes them; None until the search has decided."""
+        if self.windows.sampler is not None or self._search is None:
+            return False
+        return None if self._found is None else self.refused is not None
+
     def choose(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> Chosen:
         """Cut the batch into micro-batches of the chosen size, or into the user's batches of its window.
 

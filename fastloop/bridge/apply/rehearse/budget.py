@@ -50,6 +50,15 @@ class Terms:
         left = None if planned is None else max(0, planned - 1)
         return replace(self, steps_left=left, batches_per_step=max(1, trainer.accumulate_grad_batches))
 
+    def explain_too_short(self, plays: int) -> str | None:
+        """Why this run is too short for a trial that plays a batch that many times; None if it is not, or unknown."""
+        if self.steps_left is None or not self.weighs_costs:
+            return None
+        batches = self.steps_left * self.batches_per_step
+        if judge.REHEARSAL_SHARE * batches >= plays:
+            return None
+        return f"this run is too short to try it: trying may take 5 % of the {batches:,.0f} batches that are left"
+
 
 class Budget:
     """The time that one rehearsal has, and which rungs are too expensive to try in it.
@@ -100,24 +109,19 @@ class Budget:
 
     def refuse_all(self, steps: Sequence[Step]) -> list[Outcome]:
         """Outcomes that refuse all rungs if this run is too short to play anything; else empty."""
-        if self.terms.steps_left is None or not self.terms.weighs_costs:
+        if (too_short := self.terms.explain_too_short(LEAST_PLAYS)) is None:
             return []
-        batches = self.terms.steps_left * self.terms.batches_per_step
-        if judge.REHEARSAL_SHARE * batches >= LEAST_PLAYS:
-            return []
-        faults = [self._explain_too_short(step, batches) for step in steps]
+        faults = [self._explain_too_short(step, too_short) for step in steps]
         if None in faults:
             return []
         return [Outcome(rung=step.rung, fault=why, is_lasting=False) for step, why in zip(steps, faults, strict=True)]
 
-    def _explain_too_short(self, step: Step, batches: float) -> str | None:
-        """Why the run is too short; None for a rung that the user switched on, or whose one-time cost may pay back."""
+    def _explain_too_short(self, step: Step, why: str) -> str | None:
+        """Why the run is too short for it; None for a rung of the user's, or whose one-time cost may pay back."""
         if self._must_pay_back(step):
             step, step_ms = find_cheapest(step), self._first_ms * self.terms.batches_per_step
             return judge.explain_no_pay_back(self._expect_first_call_s(step), step_ms, self.terms.steps_left)
-        if step.rung not in self.terms.by_ladder:
-            return None
-        return f"this run is too short to try it: trying may take 5 % of the {batches:,.0f} batches that are left"
+        return why if step.rung in self.terms.by_ladder else None
 
     def refuse(self, step: Step) -> str | None:
         """Why a rung is not even tried; None if it may be tried."""

@@ -165,6 +165,10 @@ class Kept:
         """The classes of all objects with attributes that were saved."""
         return {type(owner) for owner, _ in self._attributes}
 
+    def list_functions(self) -> list[Any]:
+        """All functions among the objects that were saved."""
+        return [value for value in self._seen.values() if isinstance(value, types.FunctionType)]
+
     def restore(self) -> None:
         """Restore everything, the last entry first.
 
@@ -180,6 +184,10 @@ class Kept:
                     failed.append(error)
         if failed:
             raise failed[0]
+
+    def keep(self, value: Any) -> None:
+        """Save an object with all that it keeps."""
+        self._keep(value)
 
     def keep_module(self, root: torch.nn.Module) -> None:
         """Save a module with all its submodules, and the objects that their hooks keep."""
