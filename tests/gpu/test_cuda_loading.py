@@ -27,7 +27,7 @@ def test_a_known_loader(rungs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch)
     found = measure(config, None)
     batch_ms = 40 if "workers" in rungs else 80
     assert found["inactive"] == {} and found["queue_drained"]
-    assert 0.8 * batch_ms < found["ms_per_batch"] < 1.5 * batch_ms
+    assert 0.8 * batch_ms < found["ms_per_step"] < 1.5 * batch_ms
 
 
 def test_several_numbers_of_workers_beside_a_device_feed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,13 +36,14 @@ class Guard:
     """
 
     def __init__(self, module: torch.nn.Module, trainer: Any, kept: Kept) -> None:
-        self._parts, self._trainer = list(module.modules()), trainer
+        self._parts, self._trainer = [part for part in module.modules() if not _is_metric(part)], trainer
         buffers = {id(part._buffers) for part in self._parts}
         names = list_read_names(module, kept.list_kinds()) - _LOOKED_AT
         self._read = [
             (holder, name)
             for owner, holder in kept.list_holders()
             for name in holder
+            if not _is_metric(owner)
             if name in names and id(holder) not in buffers and _may_change(owner, holder[name])
         ]
         self._read += list_read_globals(list_step_functions(module, kept))
@@ -51,6 +52,12 @@ class Guard:
     def holds(self) -> bool:
         """Whether everything is as it was."""
         return self._look() == self._before
+
+    def explain(self) -> str:
+        """Name what is not as it was."""
+        before, now = self._before[-len(self._read) :], self._look()[-len(self._read) :]
+        changed = (name for (_, name), old, new in zip(self._read, before, now, strict=False) if old != new)
+        return next(changed, "a parameter, a buffer, or the mode of a module")
 
     def _look(self) -> list[Any]:
         """Runs at every step: a hundred modules may take a tenth of a millisecond, not more."""
@@ -72,6 +79,11 @@ class Guard:
 
 def _locate(value: Any) -> Any:
     return (id(value), value.data_ptr()) if isinstance(value, torch.Tensor) else id(value)
+
+
+def _is_metric(owner: Any) -> bool:
+    """Whether it is from torchmetrics. A step that updates one is not recorded, so only other steps change it."""
+    return any(base.__module__.startswith("torchmetrics.") for base in type(owner).__mro__)
 
 
 def _may_change(owner: Any, value: Any) -> bool:
@@ -128,7 +140,7 @@ def _list_imports(code: Any) -> Iterator[str]:
 
 
 def list_read_globals(functions: Iterable[Any]) -> list[tuple[dict[str, Any], str]]:
-    """Global variables that functions read, each as its module's dict and its name. Modules, classes, functions aside."""
+    """Global variables that functions read, each as its module's dict and its name; no modules, classes, functions."""
     found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
     for function in functions:
         for name, value in list_globals(function):

@@ -79,7 +79,7 @@ class GraphedSteps:
         """Why no step is replayed from here on."""
         self.replays = self.eager_steps = self.recordings = self._unlike = self._missed = 0
         self._seen: dict[str, Any] = {}
-        self._launch_ms = 0.0
+        self._launch_ms, self._changed = 0.0, ""
         self._last_key: Any = None
         self._step: StaticStep | None = None
         self._guard: Guard | None = None
@@ -144,7 +144,10 @@ class GraphedSteps:
                 self._drop()
             return False
         if self._guard is not None and not self._guard.holds():
+            self._changed = self._guard.explain()
             self._drop()  # a parameter was unfrozen or moved, a module switched, a number set: it is outdated
+        if self._step is None and _is_observed(self._site.device):
+            return False
         if self._step is None:
             before, self._last_key = self._last_key, key
             if key != before:
@@ -158,7 +161,7 @@ class GraphedSteps:
     def _try(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
         """Record the step and compare it with the eager one; then restore everything."""
         if self.recordings == MOST_RECORDINGS:
-            self.refused = f"the model was changed after each of {MOST_RECORDINGS} recordings"
+            self.refused = f"after each of {MOST_RECORDINGS} recordings the model was changed, last {self._changed}"
             return
         try:
             with self._one_time.span("rehearsal"):
@@ -286,6 +289,11 @@ class GraphedSteps:
         if not self._asked and replay_ms > LEAST_GAIN * eager_ms:
             return f"the device is busy already: {eager_ms:.3g} ms eager, {replay_ms:.3g} ms replayed"
         return None
+
+
+def _is_observed(device: torch.device) -> bool:
+    """Whether operators or synchronizations of this step are being counted, to which a trial would add its own."""
+    return torch._C._len_torch_dispatch_stack() > 0 or (device.type == "cuda" and torch.cuda.get_sync_debug_mode() != 0)
 
 
 def _is_from(packages: tuple[str, ...], hook: Any) -> bool:

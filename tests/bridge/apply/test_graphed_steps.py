@@ -15,9 +15,11 @@ import lightning as L
 import numpy
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import BaseFinetuning
 
 from fastloop import FastLoop
+from fastloop.bridge.apply import graphed_steps
 from fastloop.bridge.apply.graph_guard import Guard
 from fastloop.bridge.apply.graphed_steps import MOST_SHAPES, GraphedSteps
 from fastloop.bridge.trials.sample_ledger import Ledger
@@ -306,6 +308,52 @@ def test_a_global_variable_that_a_hook_sets_is_not_that_of_the_recording(
     run(None, plain)
     assert evidence(watcher, "host")["recordings"] == (2 if is_guarded else 1)
     assert same(models.weights(ours), models.weights(plain)) is is_guarded
+
+
+class Validates(Step):
+    """A metric that only validation updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.error(self.net(batch[0]), batch[1])
+        self.log("error", self.error)
+
+
+def test_validation_leaves_a_recording_as_it_is() -> None:
+    watcher, _, _ = run(GRAPH, seeded(Validates), val=models.loader(24))
+    found = evidence(watcher, "host")
+    assert (found["recordings"], found.get("graph_refused")) == (1, None) and found["replayed_steps"] == 20
+
+
+class Restless(Anneals):
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.beta += 1e-3
+
+
+def test_a_model_that_keeps_changing_is_given_up_with_what_changed() -> None:
+    watcher, _, _ = run(GRAPH, seeded(Restless))
+    assert evidence(watcher, "host")["graph_refused"].endswith("recordings the model was changed, last beta")
+
+
+@pytest.mark.parametrize(("is_observed", "counted"), [(True, 1), (False, 5)], ids=["deferred", "control"])
+def test_a_step_whose_work_is_counted_is_not_recorded(
+    is_observed: bool, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second step is one whose work is counted, and the first that could be recorded."""
+    if not is_observed:
+        monkeypatch.setattr(graphed_steps, "_is_observed", lambda _device: False)
+    config = {"rungs": {name: {"enabled": True, **keys} for name, keys in GRAPH.items()}, "watch": {"warmup_steps": 3}}
+    works = []
+    for rungs in (config, {"watch": config["watch"]}):
+        watcher = FastLoop({**rungs, "rehearsal": "off"}, quiet=True)
+        models.trainer(callbacks=[watcher], max_epochs=3).fit(seeded(Step), models.loader(60))
+        assert watcher.measurement is not None
+        works.append(watcher.measurement.flops["per_sample"])
+    assert works[0] >= (counted - 0.5) * works[1] and (works[0] == works[1]) is is_observed
 
 
 def read_clock() -> float:

@@ -6,12 +6,14 @@ over samples. Its pieces are then the user's own batches, as in the user's own a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from fastloop.bridge.apply.micro.gradient_check import TakeLoss, Weighing, explain_difference, weigh_pieces
+from fastloop.bridge.apply.micro.room import give_back
 from fastloop.bridge.apply.micro.search import SizeSearch, Trial, fits_in_memory, measure_length
 from fastloop.bridge.apply.micro.windows import Merged, MergedWindows
 from fastloop.bridge.apply.rehearse.ranks import gather
@@ -237,6 +239,7 @@ class PieceChoice:
         if len(pieces) > 1:
             with self._one_time.span("rehearsal"):
                 reason, mine = weigh_pieces(strategy, batch, pieces, self._make_take_loss(strategy, rest))
+                give_back(strategy.root_device)
         self.weighing = next((each for each in gather(trainer, mine) if each is not None), None)
         return reason
 
@@ -255,7 +258,8 @@ class PieceChoice:
 
     def _compare(self, strategy: Any, own: Sequence[Piece], merged: Sequence[Piece], rest: Sequence[Any]) -> str | None:
         take_loss = self._make_take_loss(strategy, rest)
-        with self._one_time.span("rehearsal"):
+        with self._one_time.span("rehearsal"), contextlib.ExitStack() as after:
+            after.callback(give_back, strategy.root_device)
             if merged[0].samples >= own[0].samples:
                 return explain_difference(strategy, own, merged, take_loss, self.groups, self._compares)
             # The search found that the user's own batch does not fit.

@@ -53,8 +53,7 @@ class Room:
         """Forget the peak so far; returns `count_retries`."""
         if self.bytes is None:
             return 0
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
+        _reset_peak(self._device)
         return self.count_retries()
 
     def count_retries(self) -> int:
@@ -63,9 +62,7 @@ class Room:
 
     def give_back(self) -> None:
         """Give cached memory back to the device."""
-        if self.bytes is not None:
-            gc.collect()
-            self.reset_peak()
+        give_back(self._device)
 
     def _read_bytes(self, target: float) -> float | None:
         if self._device.type != "cuda":
@@ -80,3 +77,15 @@ class Room:
         with untouched(self._module):
             later = [count_state_bytes(optimizer) for optimizer in self._strategy.optimizers]
         return sum([*later, *(each.nbytes for each in self._module.parameters() if each.requires_grad)])
+
+
+def give_back(device: torch.device) -> None:
+    """Give memory that only a trial took back to the device, and forget its peak."""
+    if device.type == "cuda":
+        gc.collect()
+        _reset_peak(device)
+
+
+def _reset_peak(device: torch.device) -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
