@@ -72,8 +72,10 @@ class Script:
         patch = self.findings[0]["patch"] if self.findings else None
         rungs = self.options.rungs.split(",") if self.options.rungs else None
         if rungs is None:
-            every = {name: {"enabled": True} for name in collect_cards() if name not in LOADERS}
-            rungs = list_applying(self.run("all rungs", number, {"rungs": every}))
+            left_out = {*LOADERS, *self.options.without.split(",")}
+            every = {name: {"enabled": True} for name in collect_cards() if name not in left_out}
+            tried = list_applying(self.run("all rungs", number, {"rungs": every}))
+            rungs = [rung for rung in tried if rung not in self.options.without.split(",")]
         arms = {REMEDY: patch} if patch else {}
         for arm, config in (arms | {rung: {"rungs": {rung: {"enabled": True}}} for rung in rungs}).items():
             if self.run(arm, number, config) is None:
@@ -110,6 +112,7 @@ def main() -> None:
     parser = make_parser(__doc__, rounds=1)
     parser.add_argument("--scripts", default=",".join(SCRIPTS))
     parser.add_argument("--rungs", help="try these alone; default: all that the plan of all rungs does not refuse")
+    parser.add_argument("--without", default="", help="rungs that are not tried: compile,dali")
     parser.add_argument("--steps", type=int, help="instead of each script's own")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one run")
     parser.add_argument("--forked", action="store_true", help="import what the scripts import once for all runs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastloop.diagnose.attribution import COMPUTE, WORTH_NAMING_PCT, Attribution, Inside
 from fastloop.diagnose.finding import ORDINARY_MS, weigh
-from fastloop.diagnose.remedies import Remedy, Rungs
+from fastloop.diagnose.remedies import NO_RUNG, Remedy, Rungs
 from fastloop.records.plan import Finding
 from fastloop.records.readings import CPU_WORTH_PCT, convolves, read_activity, to_number
 
@@ -18,6 +18,10 @@ ASIDE = 2 / 3
 """Of a forward: work without gradients that is clearly more than layers without weights or a cheap backward."""
 ASIDE_OF_CONVOLUTIONS = 0.9
 """The same where the model convolves: a first convolution and its pooling take 5 times as long forward as backward."""
+BARS = ("self.log(prog_bar=True)", "progress bar")
+"""Labels of synchronizations in which Lightning reads values for progress bars."""
+MOST_LOOP_MS = 2.0
+"""More than this between a step's hooks is not the loop that Lightning runs for every training."""
 WORTH_SAYING = 0.1
 """Smallest share of ``host_other`` that is listed separately."""
 COLLECT_LESS = (
@@ -26,7 +30,7 @@ COLLECT_LESS = (
 )
 
 
-def find_sync(step: Attribution, _rungs: Rungs) -> Finding | None:
+def find_sync(step: Attribution, rungs: Rungs) -> Finding | None:
     """Find waits of the host for the device, which then had nothing queued.
 
     On the CPU these cost nothing; the lines are named because they would cost time on a GPU.
@@ -55,8 +59,22 @@ def find_sync(step: Attribution, _rungs: Rungs) -> Finding | None:
         if instead
         else "read values from the device only every N steps; fastloop diagnose --syncs names the lines"
     )
-    remedy = Remedy(None, f"{f'at {lines[0]}; ' if lines else ''}no rung helps with this: {advice}")
-    return cost.explain(facts, remedy, detail=lines)
+    remedy = _choose(step, rungs, "bar_sync" if _are_for_bars(step) else None, advice)
+    return cost.explain(
+        facts, Remedy(remedy.patch, f"{f'at {lines[0]}; ' if lines else ''}{remedy.says}"), detail=lines
+    )
+
+
+def _choose(step: Attribution, rungs: Rungs, cause: str | None, advice: str) -> Remedy:
+    """Choose a rung against the cause, if there is one; else advise."""
+    return Remedy(None, f"{NO_RUNG}: {advice}") if cause is None else rungs.choose(step.measured, cause, advice)
+
+
+def _are_for_bars(step: Attribution) -> bool:
+    """Whether most of the synchronizations are reads for progress bars."""
+    timed = any(to_number(line.get("ms_per_step")) for line in step.sync_lines)
+    costs = [(line, to_number(line.get("ms_per_step" if timed else "per_step")) or 0.0) for line in step.sync_lines]
+    return 2 * sum(cost for line, cost in costs if str(line.get("what")).startswith(BARS)) > sum(c for _, c in costs)
 
 
 def _describe_lines(step: Attribution) -> list[str]:
@@ -113,7 +131,7 @@ def _describe_source(step: Attribution, inside: Inside) -> tuple[str, str]:
     return "", f"{ran}, per NVML" if inside.source == "nvml" else ran
 
 
-def find_callbacks_logging(step: Attribution, _rungs: Rungs) -> Finding | None:
+def find_callbacks_logging(step: Attribution, rungs: Rungs) -> Finding | None:
     """Find slow hooks of callbacks and of the module, including logging."""
     spent, worth = step.parts_ms.get("callbacks_logging"), WORTH_NAMING_PCT if step.on_gpu else CPU_WORTH_PCT
     cost = weigh(step, "callbacks_logging", spent, worth_pct=worth, least_ms=ORDINARY_MS)
@@ -124,24 +142,22 @@ def find_callbacks_logging(step: Attribution, _rungs: Rungs) -> Finding | None:
     culprits = ", ".join(f"{name} {ms:.2f} ms" for ms, name in slow if ms)
     slowest = f" (slowest: {culprits})" if culprits else ""
     facts = f"hooks and logging blocked the {step.device} for {cost.time}{slowest}"
-    title, advice = (
-        "",
-        "no rung helps with this: run them every N steps (log_every_n_steps, a callback's own interval)",
-    )
+    is_logging = _is_mostly(hooks, ("self.log",)) and (spent or 0.0) <= MOST_LOOP_MS
+    title, cause = "", "log_calls" if is_logging else None
+    advice = "run them every N steps (log_every_n_steps, a callback's own interval)"
     if _is_mostly(hooks, TRANSFER_HOOKS):
         title = "HELD UP BY A TRANSFER HOOK"
         advice = (
-            "most of it is your batch transfer hook; no rung helps with this: move that work into the dataset or"
-            " collate function, where workers do it ahead of time, or onto the GPU"
+            "most of it is your batch transfer hook: move that work into the dataset or collate function, where workers"
+            " do it ahead of time, or onto the GPU"
         )
     elif _is_mostly(hooks, SCHEDULER):
         title = "HELD UP BY THE LR SCHEDULER"
         advice = (
-            "most of it is the step of your learning rate scheduler; no rung helps with this: make it cheaper, or let"
-            ' it step each epoch ("interval": "epoch" in configure_optimizers) or every N steps ("frequency"),'
-            " which changes its schedule"
+            "most of it is the step of your learning rate scheduler: make it cheaper, or let it step each epoch"
+            ' ("interval": "epoch" in configure_optimizers) or every N steps ("frequency"), which changes its schedule'
         )
-    return cost.explain(facts, Remedy(None, advice), title=title)
+    return cost.explain(facts, _choose(step, rungs, cause, advice), title=title)
 
 
 def _is_mostly(hooks: dict[str, float], names: tuple[str, ...]) -> bool:
@@ -149,7 +165,7 @@ def _is_mostly(hooks: dict[str, float], names: tuple[str, ...]) -> bool:
     return 2 * sum(ms for name, ms in hooks.items() if name.endswith(names)) > sum(hooks.values())
 
 
-def find_host_other(step: Attribution, _rungs: Rungs) -> Finding | None:
+def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
     """Find a host that slept, read or waited inside the step, garbage collection, or loop overhead between hooks."""
     garbage, loop = step.garbage_ms, max(0.0, step.parts_ms.get("host_other", 0.0) - step.compile_ms)
     off, aside = (step.inside.blocked if step.inside else None) or 0.0, 0.0
@@ -169,12 +185,19 @@ def find_host_other(step: Attribution, _rungs: Rungs) -> Finding | None:
             f"in forward, backward and optimizer the host was off the CPU for {step.format_ms(off)}, asleep or"
             f" waiting{_describe_phase(step)}",
             "move what sleeps, reads or waits out of the step",
+            None,
         ),
-        (garbage, f"garbage collection took {step.format_ms(garbage)}{_describe_passes(step)}", COLLECT_LESS),
+        (
+            garbage,
+            f"garbage collection took {step.format_ms(garbage)}{_describe_passes(step)}",
+            COLLECT_LESS,
+            "garbage",
+        ),
         (
             loop - garbage,
             f"the loop's own work between its hooks took {step.format_ms(loop - garbage)}",
             "py-spy or a profiler shows what Python does there",
+            "loop" if loop - garbage <= MOST_LOOP_MS else None,
         ),
         (
             aside,
@@ -182,12 +205,14 @@ def find_host_other(step: Attribution, _rungs: Rungs) -> Finding | None:
             f" {step.parts_ms.get('backward', 0.0):.1f}: about {aside:.1f} ms of it is work without gradients",
             "a profiler shows which lines; log and compute metrics only every N steps, and prepare data in the"
             " dataset; cache the outputs of frozen parts for repeated samples",
+            None,
         ),
     ]
     costs.sort(key=lambda each: -each[0])
-    facts = "; ".join(words for ms, words, _ in costs if ms >= WORTH_SAYING * (off + loop + aside))
+    facts = "; ".join(words for ms, words, *_ in costs if ms >= WORTH_SAYING * (off + loop + aside))
     title = "WORK WITHOUT GRADIENTS" if costs[0][0] == aside else ""
-    return cost.explain(facts, Remedy(None, f"no rung helps with this: {costs[0][2]}"), title=title)
+    _, _, advice, cause = costs[0]
+    return cost.explain(facts, _choose(step, rungs, cause, advice), title=title)
 
 
 def _find_aside(step: Attribution) -> float:

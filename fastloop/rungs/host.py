@@ -15,11 +15,12 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from fastloop.errors import NotApplicable, require_positive
 from fastloop.evidence.gpu.forks import set_thresholds_of_children
-from fastloop.records.card import Card, ClimbState, Variant
+from fastloop.records.card import Card, ClimbState, Settings, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
@@ -32,11 +33,23 @@ def _list_variants(state: ClimbState) -> Iterator[Variant]:
         yield Variant(settings=({"step_graph": "auto"},), first=True, together=True)
 
 
+def _shorten_loop(does: str, _seen: Measurement) -> tuple[Settings, str]:
+    return {"enabled": True}, does
+
+
+REMEDIES = {
+    "bar_sync": "host reads values for progress bars ten times a second instead of after every batch",
+    "garbage": "host collects garbage at chosen steps only",
+    "log_calls": "host takes a shorter path through self.log",
+    "loop": "host takes a shorter path through Lightning's loop",
+}
+
 CARD = Card(
     family="compute",
     does="CUDA graphs replay the step's kernels without launching each, and garbage is collected only at chosen steps",
-    answers={"launch_bound": 4},
+    answers={"launch_bound": 4, **dict.fromkeys(REMEDIES, 1)},
     applies=on_gpu,
+    remedies={cause: partial(_shorten_loop, does) for cause, does in REMEDIES.items()},
     patch=lambda _seen: {"enabled": True, "step_graph": "auto"},
     variants=_list_variants,
 )

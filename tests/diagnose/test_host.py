@@ -271,6 +271,39 @@ def test_where_ranks_wait_for_one_another_no_host_is_blamed() -> None:
 # -- the garbage collector --------------------------------------------------------------------------------------------
 
 
+HOST = {"rungs": {"host": {"enabled": True}}}
+
+
+@pytest.mark.parametrize(
+    ("what", "is_for_a_bar"),
+    [
+        ("self.log(prog_bar=True) of loss", True),
+        ("progress bar", True),
+        ("self.log to a logger", False),
+        (".item(), self.log(prog_bar=True) of loss", False),
+    ],
+)
+@pytest.mark.parametrize("ms", [3.5, None])
+def test_reads_for_progress_bars_are_answered_by_host(what: str, is_for_a_bar: bool, ms: float | None) -> None:
+    """`lightning/fabric/utilities/apply_func.py` waited twice a step in a table's training: host made it 1.6 times as
+    fast, and the finding said that no rung helps."""
+    lines = ({**ITEM, "what": what, "per_step": 2.0, "ms_per_step": ms}, {**ITEM, "ms_per_step": ms and ms / 10})
+    (finding,) = findings(cifar10_launches(syncs=lines))
+    assert finding.bottleneck == "sync" and finding.patch == (HOST if is_for_a_bar else None)
+    assert finding.why.count("at train.py:40") == 1 and ("no rung helps" in finding.why) is not is_for_a_bar
+    (on,) = findings(cifar10_launches(syncs=lines), ("host",))
+    assert on.patch is None and ("no further rung helps" in on.why) is is_for_a_bar
+
+
+@pytest.mark.parametrize(("part", "hooks"), [("host_other", {}), ("callbacks_logging", {"self.log": 1.5})])
+@pytest.mark.parametrize(("ms", "is_lightnings"), [(1.5, True), (2.5, False)])
+def test_what_lightning_does_for_every_batch_is_answered_by_host(
+    part: str, hooks: dict[str, float], ms: float, is_lightnings: bool
+) -> None:
+    found = [each for each in findings(cifar10_launches(**{part: ms}, hooks_ms=hooks)) if each.bottleneck == part]
+    assert [each.patch for each in found] == [HOST if is_lightnings else None]
+
+
 def collected(ms: float, passes: int = 1) -> dict[str, Any]:
     return {"evidence": {"garbage_collection": {"ms_per_step": ms, "passes": passes}}}
 
@@ -290,7 +323,9 @@ def test_garbage_collection_is_named_as_what_it_is(
     assert finding.bottleneck == "host_other" and finding.share_pct == pytest.approx(100 * loop / 40)
     assert says in finding.why and (not_says is None or not_says not in finding.why)
     assert finding.title == "HELD UP BY THE HOST"
-    assert ("gc.freeze()" in finding.why) is (garbage > loop - garbage) and finding.patch is None
+    assert finding.patch == (HOST if garbage > loop - garbage else None)
+    (on,) = findings(on_cpu(host_other=loop, **collected(garbage)), ("host",))
+    assert ("gc.freeze()" in on.why) is (garbage > loop - garbage) and on.patch is None
 
 
 def test_several_passes_are_counted() -> None:
