@@ -16,9 +16,10 @@ from typing import Literal
 from fastloop.errors import ConfigError, NotApplicable, require_positive
 from fastloop.evidence.worker_limits import count_draws
 from fastloop.feeds.cache.wanted import KeptSamples, compute_share
-from fastloop.feeds.device_store.wanted import plan_on_device
+from fastloop.feeds.device_store.wanted import explain_no_engine, plan_on_device
 from fastloop.records.card import Card, ClimbState, Variant
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
+from fastloop.records.images import ImageFacts, RandomResizedCrop
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict
 from fastloop.records.readings import is_worth_handing_over, read_loader
@@ -28,6 +29,8 @@ SHARE_OF_SHM, SHARE_OF_MEMORY, SHARE_OF_DISK = 0.8, 0.5, 0.8
 LEAST_SHARE = 0.5
 """Smallest share of the samples to store if no size is set: the same memory can hold more of the files, which are
 smaller."""
+LITTLE_BYTES = 2 * 10**9
+"""Pictures that take no more than this may go to a GPU unasked."""
 ENGINES = ("dali", "nodes")
 """Rungs that make the batches, in place of a store on the device."""
 
@@ -59,8 +62,9 @@ class Cache:
     enabled: bool = False
     store: Literal["auto", "device", "shm", "disk", "redis"] = "auto"
     """shm = shared memory, for this run only; disk and redis persist for later runs. device = all pictures on the
-    device, which makes the batches, if they equal those of a loader without workers bit for bit. auto = shm if the
-    samples fit, else disk if `path` is set, else as many as fit into shm."""
+    device, which makes the batches, if they equal those of a loader without workers bit for bit. auto = the
+    device if that is a GPU and the pictures are few and need no resizing, else shm if the samples fit, else disk if
+    `path` is set, else as many as fit into shm."""
     size_gb: float | Literal["auto"] = "auto"
     """Most space to use (1 GB = 10^9 bytes); auto = what the samples need, up to a share of the free space."""
     path: str | None = None
@@ -81,9 +85,9 @@ class Cache:
     def plan(self, facts: Facts) -> Change:
         """Request a store if part of each sample can be cached, and samples are requested more than once."""
         if facts.loader is None:
-            may_want = "loader.engine" if self.store == "device" else "dataset.cache"
-            return Change(waits_for="the train loader", may_want=(may_want,))
-        if self.store == "device":
+            may_want = {"device": ("loader.engine",), "auto": ("loader.engine", "dataset.cache")}
+            return Change(waits_for="the train loader", may_want=may_want.get(self.store, ("dataset.cache",)))
+        if self.store == "device" or self._suits_device(facts, facts.loader):
             return plan_on_device(facts, facts.loader, None if self.size_gb == "auto" else int(self.size_gb * 1e9))
         prefix = self._find_prefix(facts.loader)
         draws = count_draws(facts.loader, facts)
@@ -103,6 +107,19 @@ class Cache:
         left = {"shm_free_bytes": max(0, facts.shm_free_bytes - (budget or 0))} if facts.shm_free_bytes else {}
         note = _describe(prefix, store, budget, share)
         return Change(wants={"dataset.cache": want}, notes=(note,), facts=left if store == "shm" else {})
+
+    def _suits_device(self, facts: Facts, loader: LoaderFacts) -> bool:
+        """Whether `auto` keeps the pictures on the device: they take little of it, and its batches cost it little work
+        and equal the loader's as it is, workers included."""
+        if (self.store, self.size_gb, self.path, facts.device) != ("auto", "auto", None, "cuda"):
+            return False
+        if explain_no_engine(facts, loader) is not None or (loader.num_workers and loader.draws_random):
+            return False
+        need = None if isinstance(loader.prefix, str) else _need(loader.prefix)
+        resizes = isinstance(loader.images, ImageFacts) and any(
+            isinstance(step, RandomResizedCrop) for step in loader.images.steps
+        )
+        return not resizes and need is not None and need <= LITTLE_BYTES
 
     def _find_prefix(self, loader: LoaderFacts) -> PrefixFacts:
         if not loader.is_dataloader:

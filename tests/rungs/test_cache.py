@@ -26,6 +26,7 @@ from fastloop.errors import ConfigError, NotApplicable
 from fastloop.feeds.cache import places
 from fastloop.feeds.cache.wanted import KeptSamples
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
+from fastloop.records.images import ImageFacts, RandomCrop, RandomHorizontalFlip, RandomResizedCrop, ToFloat, ToTensor
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.cache import Cache
 from tests.commands.command_line import wait_for
@@ -86,6 +87,37 @@ def test_plan() -> None:
     assert "up to 8 GB: the sample size is known once one has been loaded" in note
     # a run that repeats its samples within an epoch
     assert plan(facts(max_epochs=None, max_steps=101))[0] == "shm"
+
+
+LITTLE = ImageFacts(
+    steps=(RandomCrop(size=(32, 32), padding=(4, 4, 4, 4)), RandomHorizontalFlip(), ToTensor(), ToFloat()), count=1000
+)
+RESIZED = ImageFacts(steps=(RandomResizedCrop(size=(32, 32)), ToTensor(), ToFloat()), count=1000)
+
+
+@pytest.mark.parametrize(
+    ("loader", "prefix", "settings", "where", "on_device"),
+    [
+        ({}, {}, {}, {}, True),
+        ({}, {}, {}, {"device": "cpu"}, False),
+        ({}, {}, {"store": "shm"}, {}, False),
+        ({}, {}, {"size_gb": 1.0}, {}, False),
+        ({}, {}, {"path": "/elsewhere"}, {}, False),
+        ({}, {"sample_bytes": 2_000_000}, {}, {}, False),
+        ({}, {"sample_bytes": None}, {}, {}, False),
+        ({"images": RESIZED}, {}, {}, {}, False),
+        ({"images": "no images"}, {}, {}, {}, False),
+        ({"num_workers": 4, "draws_random": ("RandomCrop",)}, {}, {}, {}, False),
+        ({"num_workers": 4}, {}, {}, {}, True),
+        ({"custom_collate": True}, {}, {}, {}, False),
+    ],
+)
+def test_auto_keeps_little_pictures_on_a_gpu(
+    loader: dict[str, Any], prefix: dict[str, Any], settings: dict[str, Any], where: dict[str, Any], on_device: bool
+) -> None:
+    given = facts({"images": LITTLE, **loader}, prefix, **{"device": "cuda", **where})
+    change = Cache(enabled=True, **settings).plan(given)
+    assert list(change.wants) == (["loader.engine"] if on_device else ["dataset.cache"]) and change.parity == "exact"
 
 
 def size_of(planned: tuple[str, int | None, str]) -> int | None:

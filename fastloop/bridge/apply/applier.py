@@ -295,7 +295,7 @@ class Applier:
         loader_facts = read_facts.read_loader_facts(original, start_method, others, ranks=site.facts.world_size)
         facts = dataclasses.replace(site.facts, loader=loader_facts)
         changed = self._live.plan_loader(facts)
-        if (why := loaders.find_engine_fault(loader, changed, self.say)) is not None:
+        while (why := loaders.find_engine_fault(loader, changed, self.say)) is not None:
             self._give_up("loader.engine", why)
             changed = self._live.plan_loader(facts)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")

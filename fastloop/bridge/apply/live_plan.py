@@ -103,7 +103,8 @@ class LivePlan:
 
     def find_owner(self, key: str) -> str | None:
         """The enabled rung that sets a setting, or wanted to."""
-        return self.may_want.owner(key) or self.plan.owner(key)
+        sets = (step.rung for step in self.plan.planned if key in step.change.wants)
+        return next(sets, None) or self.may_want.owner(key) or self.plan.owner(key)
 
     def check_strict(self) -> None:
         """Raise ConfigError under ``strict`` if a rung cannot apply."""

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fastloop.errors import NotApplicable
+from fastloop.feeds.dali.planned import DaliEngine
 from fastloop.feeds.device_store.engine import DeviceEngine
 from fastloop.feeds.device_store.wanted import PicturesOnDevice, plan_on_device
 from fastloop.records import store
@@ -197,6 +198,24 @@ def test_what_cannot_be_proven_is_left_to_the_loader(
     plain, ours = both(ON_DEVICE, photos, Classifier, max_epochs=1)
     assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
     assert ours.reason("cache") is not None and "differs from the dataset's" in ours.reason("cache")
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_it_takes_the_place_of_an_engine_that_was_refused(
+    photos: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, differs: bool
+) -> None:
+    """Each engine is checked before it is used, the second one, too."""
+    pytest.importorskip("nvidia.dali")
+
+    def refuse(*_: Any) -> Any:
+        raise NotApplicable("planted")
+
+    monkeypatch.setattr(DaliEngine, "check", refuse)
+    if differs:
+        monkeypatch.setattr(DeviceEngine, "make", lambda self, indices: [torch.zeros(3, 3, 20, 20), torch.zeros(3)])
+    plain, ours = both({"dali": {}, **ON_DEVICE}, photos, Classifier, max_epochs=2)
+    assert str(ours.reason("dali")) == "planted" and ours.verdict("cache").took is not differs
+    assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n no picture"])
