@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastloop.experiments.ab.arms import Ask
-from fastloop.experiments.climb.budget import Budget, Length
+from fastloop.experiments.climb.budget import GRACE_S, Budget, Length
 from fastloop.experiments.climb.candidates import Start
 from fastloop.experiments.climb.interface import Needs, Result
 from fastloop.experiments.climb.loop import Climb
@@ -279,8 +279,11 @@ class SimulatedRunner:
         whole = 4 * needs.base_s + 3 * needs.arm_s + needs.start_s + 2 * needs.gradients_s
         return max(0.0, whole - self.confirm_done_s)
 
-    def reserve(self, seconds: float, least_s: float | None = None) -> None:
-        self.budget.reserve(seconds, least_s)
+    def reserve(self, *seconds: float) -> None:
+        self.budget.reserve(*seconds)
+
+    def left_s(self) -> float:
+        return self.budget.left_s() + GRACE_S
 
 
 class Disturbed(SimulatedRunner):

@@ -33,6 +33,7 @@ USUAL = 4
 APART = 1.25
 """If the ratios of two pairs differ by this factor, and are not both this far on the same side of 1, something else
 ran on the machine during one of them."""
+LEFT_TO_PROOF = "gradients are compared in the confirmation only: the budget has no time for both"
 CLEAR = 2.0
 """If the first pair's ratio is this large, and its base as fast as measured before, a second pair would change nothing.
 The proof is the A/B at the end."""
@@ -190,18 +191,25 @@ class _Screen:
             if effect is not None:
                 why += f": {100 * (effect.ratio - 1):+.1f} % in two pairs, where runs differ by {100 * effect.sd:.1f} %"
             return self.end("not_faster", "; ".join(filter(None, [why, note])))
-        outcome = context.runner.check_parity(
-            self.at,
-            context.known.stack,
-            apply_patch(context.known.stack, {"rungs": self._split_idle()[0]}),
-            both,
-            what=f"{self.candidate.key}: checking parity",
-            need_s=sum(estimate_gradient_s(result.step_ms or 0.0, self.start_s) for result in both[0]),
-        )
+        outcome = self._check_parity(both)
         gain = ", ".join(filter(None, [_describe_gain(pairs, effect), note]))
         ended, why = _judge_parity(outcome, gain)
         row = self.end(ended, why, outcome)
         return dataclasses.replace(self._drop_idle(row), costs=self._read_costs()) if ended == "kept" else row
+
+    def _check_parity(self, both: Sequence[tuple[Result, Result]]) -> Outcome:
+        """Compare ledgers and gradients; gradients only in the confirmation, which compares them anyway, if the budget
+        has time for that alone."""
+        context, runner = self.context, self.context.runner
+        stack = context.known.stack
+        arm = apply_patch(stack, {"rungs": self._split_idle()[0]})
+        need_s = sum(estimate_gradient_s(result.step_ms or 0.0, self.start_s) for result in both[0])
+        proof_s = context.estimate_proof_s((arm, self._read_costs()))
+        if proof_s <= runner.left_s() < proof_s + need_s:
+            outcome = runner.compare_ledgers(stack, arm, both)
+            return outcome if outcome.passed is False else dataclasses.replace(outcome, why=LEFT_TO_PROOF)
+        what = f"{self.candidate.key}: checking parity"
+        return runner.check_parity(self.at, stack, arm, both, what=what, need_s=need_s)
 
     def _read_costs(self) -> Costs:
         """Return the costs of the stack with the candidate."""

@@ -25,21 +25,20 @@ class Budget:
     Args:
 
     Attributes:
-        reserve_s: seconds to keep for the last step. They are kept as long as that step fits into the time left;
-            after that the whole budget goes to the steps before it.
-        least_s: seconds that the last step needs.
+        reserves_s: seconds to keep for the last step, by how well it is done. The most of these that is left is kept;
+            if none is, the whole budget goes to the steps before it.
     """
 
     def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_s, self._clock, self._begun = total_s, clock, clock()
-        self.reserve_s = self.least_s = 0.0
+        self.reserves_s: tuple[float, ...] = ()
 
     def spent_s(self) -> float:
         return self._clock() - self._begun
 
-    def reserve(self, seconds: float, least_s: float | None = None) -> None:
-        """Keep time for the last step, which needs `seconds`, or `least_s` of them."""
-        self.reserve_s, self.least_s = seconds, seconds if least_s is None else least_s
+    def reserve(self, *seconds: float) -> None:
+        """Keep time for the last step: the most of these that is left, or none."""
+        self.reserves_s = seconds
 
     def left_s(self) -> float:
         """Seconds left; negative during the grace period."""
@@ -48,7 +47,8 @@ class Budget:
     @property
     def kept_s(self) -> float:
         """Seconds of the remaining time that are kept for the last step."""
-        return self.reserve_s if self.least_s <= self.left_s() + GRACE_S else 0.0
+        left_s = self.left_s() + GRACE_S
+        return max((seconds for seconds in self.reserves_s if seconds <= left_s), default=0.0)
 
     def check(self, what: str, need_s: float, *, last: bool = False) -> None:
         """Raise Spent if `what` would not end in time; the `last` step may also use the reserve and the grace."""

@@ -159,8 +159,11 @@ class Runner(Protocol):
     def estimate_confirmation_s(self, at: str, needs: Needs) -> float:
         """Return the seconds that this confirmation still needs; its finished runs are found again."""
 
-    def reserve(self, seconds: float, least_s: float | None = None) -> None:
-        """Keep this much of the budget for the last step, as long as the least that it needs is left."""
+    def reserve(self, *seconds: float) -> None:
+        """Keep time for the last step: the most of these that is left, or none."""
+
+    def left_s(self) -> float:
+        """Return the seconds that the last step could take."""
 
 
 def read_result(trial: Trial) -> Result:

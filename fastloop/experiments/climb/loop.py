@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.attempt import TURNS, BaseFailed, make_attempt
@@ -24,6 +25,7 @@ from fastloop.experiments.climb.candidates import (
 )
 from fastloop.experiments.climb.interface import HOPELESS, Needs, Result
 from fastloop.experiments.climb.measuring import Measured
+from fastloop.experiments.climb.prediction import Context, Top
 from fastloop.experiments.climb.removal import take_away
 from fastloop.ladder import collect_cards
 from fastloop.records.card import Stack
@@ -49,7 +51,7 @@ class Climb(Measured):
         """
         self.begin()
         while True:
-            self.runner.reserve(self._estimate_confirmation_s() if self.stack else 0.0)
+            self.runner.reserve(*(self._list_proofs_s() if self.stack else ()))
             self.measure_missing()
             self._measure_ladders()
             added = [row for row in self.rows if not row.takes_away]  # rungs removed at the end are not tried again
@@ -58,6 +60,10 @@ class Climb(Measured):
                 self._take_away()
                 return chosen
             self._try(chosen)
+
+    @property
+    def context(self) -> Context:
+        return dataclasses.replace(super().context, estimate_proof_s=partial(self._estimate_confirmation_s, short=True))
 
     def _try(self, candidate: Candidate) -> None:
         first = not self.stack and not any(row.name == candidate.key for row in self.rows)
@@ -68,7 +74,7 @@ class Climb(Measured):
         """Remove the rungs without which the top is not slower."""
         top, place = read_stack([row for row in self.rows if not row.takes_away]), f"top-{count_kept(self.rows)}"
         for rung in list_removable(self.rows):
-            self.runner.reserve(self._estimate_confirmation_s(cold=True), self._estimate_confirmation_s())
+            self.runner.reserve(*self._list_proofs_s(cold=True), self._estimate_confirmation_s(short=True))
             at = f"{len(self.rows) + 1:02d}-{WITHOUT}{rung}"
             self._note(take_away(self.context, rung, at, lambda number: self._run_top(place, top, number)))
 
@@ -130,38 +136,43 @@ class Climb(Measured):
         """
         if not self.stack:
             return None
+        short = self._estimate_confirmation_s() > self.runner.left_s()
+        need_s = self._estimate_confirmation_s(short=short)
         try:
             return self.runner.confirm(
-                self._confirm_at, self.stack, self._choose_confirm_length(), need_s=self._estimate_confirmation_s()
+                self._name_confirmation(short), self.stack, self._choose_confirm_length(short=short), need_s=need_s
             )
         except Spent:
-            left_s = self._estimate_confirmation_s()
+            left_s = self._estimate_confirmation_s(short=short)
             took = f"{math.ceil(left_s / 60)} min" if left_s > 90 else f"{left_s:.0f} s"
             raise Spent(f"the confirmation, about {took}") from None
 
-    @property
-    def _confirm_at(self) -> str:
-        return f"confirm-{sum(row.kept for row in self.rows)}"
+    def _list_proofs_s(self, *, cold: bool = False) -> list[float]:
+        return [self._estimate_confirmation_s(short=short, cold=cold) for short in (False, True)]
 
-    def _choose_confirm_length(self) -> Length:
+    def _name_confirmation(self, short: bool) -> str:
+        return f"confirm-{count_kept(self.rows)}{'-short' if short else ''}"
+
+    def _choose_confirm_length(self, top: Top | None = None, *, short: bool = False) -> Length:
+        """Choose the length of its runs; `short` windows show large differences only."""
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
-        now, slow = self.costs, max(self.naive.step_ms, self.costs.now_ms)
-        took = self.context.choose_length(
-            now.now_ms, slow, self.stack, now.workers, screen=False, fill_read=now.fill_read
-        )
+        stack, costs = top or (self.stack, self.costs)
+        slow_ms, how = max(self.naive.step_ms, costs.now_ms), {"screen": short, "fill_read": short or costs.fill_read}
+        took = self.context.choose_length(costs.now_ms, slow_ms, stack, costs.workers, **how)
         return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS)).up_to(self.ends_at)
 
-    def _estimate_confirmation_s(self, *, cold: bool = False) -> float:
-        """Return the seconds that the rest of the confirmation takes. A top without a rung that it was checked with
-        starts `cold`: its gradient check compiles anew."""
+    def _estimate_confirmation_s(self, top: Top | None = None, *, short: bool = False, cold: bool = False) -> float:
+        """Return the seconds that the rest of the confirmation takes, of the current top or of another. A top without a
+        rung that it was checked with starts `cold`: its gradient check compiles anew."""
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
-        took, both = self._choose_confirm_length(), (self.naive.step_ms, self.costs.now_ms)
+        took, costs = self._choose_confirm_length(top, short=short), self.costs if top is None else top[1]
+        both = (self.naive.step_ms, costs.now_ms)
         base_s, arm_s = (took.seconds(ms, self.start_s) for ms in both)
         first_s = self.start_s + took.first_steps * self.naive.step_ms / 1e3
         gradients_s = sum(estimate_gradient_s(ms, self.start_s) for ms in both) / 2
         if cold or any(row.kept and row.takes_away for row in self.rows):
             gradients_s += max((collect_cards()[rung].first_start_s for rung in self.stack), default=0.0) / 2
         return self.runner.estimate_confirmation_s(
-            self._confirm_at,
+            self._name_confirmation(short),
             Needs(start_s=self.start_s, first_s=first_s, base_s=base_s, arm_s=arm_s, gradients_s=gradients_s),
         )

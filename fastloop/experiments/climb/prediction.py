@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fastloop.experiments.ab.arms import Ask
@@ -29,6 +29,8 @@ from fastloop.records.card import Patch, SearchSpace, Stack, read_int
 from fastloop.records.climb import Costs, End
 from fastloop.records.plan import PARITY_ORDER, Parity
 
+Top = tuple[Stack, Costs]
+"""A stack, and what its steps cost."""
 LADDER_TIMES = 4.0
 """Speed-up of a ladder that its window allows for."""
 
@@ -46,6 +48,8 @@ class Context:
     pool: Pool
     ends_at: int | None = None
     """Optimizer steps after which the training ends by itself; None if it trained all requested steps."""
+    estimate_proof_s: Callable[[Top], float] = lambda _top: math.inf
+    """Seconds that the confirmation of a stack takes."""
 
     def choose_length(
         self,

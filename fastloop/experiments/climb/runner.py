@@ -182,9 +182,13 @@ class ProcessRunner:
         }
         return sum(need_s for part, need_s in parts.items() if read_finished(self.place / at / part) is None)
 
-    def reserve(self, seconds: float, least_s: float | None = None) -> None:
-        """Keep this much of the budget for the last step, as long as the least that it needs is left."""
-        self.budget.reserve(seconds, least_s)
+    def reserve(self, *seconds: float) -> None:
+        """Keep time for the last step: the most of these that is left, or none."""
+        self.budget.reserve(*seconds)
+
+    def left_s(self) -> float:
+        """Return the seconds that the last step could take."""
+        return self.budget.left_s() + GRACE_S
 
     def _make_arm(self, name: str, stack: Stack, ladder: str | None = None) -> Arm:
         if ladder is None:

@@ -48,17 +48,24 @@ def test_what_does_not_fit_any_more_is_not_kept_for(reserve_s: float, kept_s: fl
         budget.check("a run", 101 - kept_s)
 
 
-def test_more_may_be_kept_than_the_end_needs() -> None:
-    """What comes before makes the end longer: it is not begun where only the shorter end fits."""
+def test_the_most_that_is_left_is_kept() -> None:
+    """A long end, as long as that fits; then a short one."""
     clock = Clock()
     budget = Budget(200, clock)
-    budget.reserve(150, least_s=100)
+    budget.reserve(150, 100)
     budget.check("a run", 50)
     clock.now += 80
     assert budget.left_s() == 120 and budget.kept_s == 150
     with pytest.raises(Spent):
         budget.check("a run", 1)
-    budget.check("the end", 100, last=True)
+    clock.now += 10
+    assert budget.kept_s == 100
+    budget.check("a run", 10)
+    with pytest.raises(Spent):
+        budget.check("a run", 11)
+    budget.check("the end", 140, last=True)
+    clock.now += 50
+    assert budget.kept_s == 0
 
 
 def test_a_reserve_that_came_too_late_keeps_nothing_back() -> None:

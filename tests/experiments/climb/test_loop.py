@@ -12,12 +12,12 @@ import pytest
 
 from fastloop.commands.climb import list_shipped
 from fastloop.experiments.climb import candidates, loop
-from fastloop.experiments.climb.attempt import BaseFailed
+from fastloop.experiments.climb.attempt import LEFT_TO_PROOF, BaseFailed
 from fastloop.experiments.climb.budget import GRACE_S, Spent
 from fastloop.experiments.climb.candidates import make_patch
 from fastloop.experiments.climb.interface import Result
 from fastloop.experiments.climb.loop import BESIDE, Climb
-from fastloop.experiments.climb.measuring import pool_spreads
+from fastloop.experiments.climb.measuring import Measured, pool_spreads
 from fastloop.ladder import collect_cards
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, Rates
@@ -139,6 +139,39 @@ def test_a_ladder_with_rungs_on_top_is_run_with_all_of_them_by_name(monkeypatch:
     assert first.kept and first.name == f"ladder-{name}" and "workers" in first.idle and name in climb.ladders
     assert asked[f"00-ladder-{name}/screen-2-arm"] is None and asked["00-ladder-full/screen-2-arm"] == "full"
     assert climb.stack["cache"] == stack["cache"] and "amp" in climb.stack
+
+
+def list_proven() -> tuple[list[int], list[int]]:
+    """Budgets whose climb ends with its proof, and those in which the gradients were left to it."""
+    proven, left = [], []
+    for budget_s in range(280, 460, 10):
+        runner = SimulatedRunner(COMPUTED).with_budget(budget_s)
+        climb = make_climb(runner, ladders=list_shipped())
+        with contextlib.suppress(Spent):
+            climb.climb()
+        with contextlib.suppress(Spent):
+            proven += [budget_s] if climb.confirm() is not None else []
+        left += [budget_s] if any(row.parity.why == LEFT_TO_PROOF for row in climb.rows) else []
+        assert runner.budget.left_s() > -GRACE_S
+    return proven, left
+
+
+def test_a_small_budget_ends_with_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """320 s once kept a ladder, compared its gradients, and had no time for the proof, which compares them again."""
+    proven, left = list_proven()
+    assert proven == list(range(350, 460, 10)) and left == [350, 360]
+    monkeypatch.setattr(Climb, "context", Measured.context)
+    assert list_proven() == (proven[2:], []), "the control compares them before"
+
+
+@pytest.mark.parametrize(("budget_s", "at"), [(370, "confirm-1-short"), (600, "confirm-")])
+def test_a_proof_is_short_where_a_long_one_does_not_fit(budget_s: float, at: str) -> None:
+    climb = make_climb(SimulatedRunner(COMPUTED).with_budget(budget_s), ladders=list_shipped())
+    with contextlib.suppress(Spent):
+        climb.climb()
+    confirmed = climb.confirm()
+    assert confirmed is not None and confirmed.run_dir.startswith(at)
+    assert confirmed.run_dir.endswith("-short") is at.endswith("-short")
 
 
 def test_a_ladder_of_which_a_part_has_no_effect_or_breaks() -> None:

@@ -36,7 +36,7 @@ from fastloop.records.plan import Rehearsed, Step
 UNCOUNTED_BATCHES = 8
 OPTIMIZER_LIMIT = 1e-2
 """Largest deviation of an optimizer's step: comparing small differences of large weights amplifies rounding."""
-MOST_PLAYS = 3
+MOST_PLAYS = 10
 BASE_SHARE, CHANGED_SHARE = 0.25, 0.6
 """Share of a rehearsal's time up to which the unchanged modules, and the changed ones, are timed more precisely."""
 ENOUGH_MS = 300.0
