@@ -118,12 +118,13 @@ def list_step_functions(module: torch.nn.Module, kept: Kept) -> list[Any]:
 
 
 def find_outside(functions: Iterable[Any]) -> str | None:
-    """What a step reads or writes outside of the training, such as the clock, a file or the terminal; or None."""
+    """What a step reads or writes outside of the module: the clock, a file, the terminal, a Trainer that is a global
+    variable; or None."""
     for function in functions:
         code = function.__code__
         found = [(name, _find_module(value)) for name, value in (*list_globals(function), *list_closure(function))]
         for name, module in (*found, *((name, name) for name in _list_imports(code))):
-            if module.partition(".")[0] in _OUTSIDE:
+            if module.partition(".")[0] in _OUTSIDE or module.endswith(".trainer.trainer"):
                 return f"{name} in {function.__qualname__}"
         if called := next((name for name in _CALLS if name in list_names(code)), None):
             return f"{called} in {function.__qualname__}"

@@ -382,6 +382,20 @@ class Prints(Step):
         return super().training_step(batch, batch_idx)
 
 
+TRAINER: Any = None
+
+
+class Asks(Step):
+    """Asks a Trainer that is no attribute of the module."""
+
+    def on_train_start(self) -> None:
+        globals()["TRAINER"] = self.trainer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert TRAINER.current_epoch >= 0
+        return super().training_step(batch, batch_idx)
+
+
 class Layer(torch.nn.Linear):
     """A layer of the user's that looks at the environment."""
 
@@ -405,6 +419,7 @@ class Environment(Step):
         (Kept, "time in read_clock"),
         (Prints, "print in Prints.training_step"),
         (Environment, "os in Layer.forward"),
+        (Asks, "TRAINER in Asks.training_step"),
     ],
 )
 def test_what_nobody_can_look_at_before_each_step_forbids_a_recording(kind: Any, what: str) -> None:
