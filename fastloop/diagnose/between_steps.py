@@ -18,10 +18,14 @@ MOSTLY = 0.5
 
 def find_validation(step: Attribution, rungs: Rungs) -> Finding | None:
     """Find validation inside fit, spread over the steps."""
-    advice = (
-        "validate less often (check_val_every_n_epoch, val_check_interval) or on fewer batches"
-        " (limit_val_batches), and give the validation loader workers"
-    )
+    found = read_loader(step.measured)
+    advice = "validate less often (check_val_every_n_epoch, val_check_interval) or on fewer batches (limit_val_batches)"
+    if not (workers := found.get("validation_workers")):
+        advice += ", and give the validation loader workers"
+    elif not found.get("validation_keeps_workers"):
+        advice = (
+            f"keep the validation loader's {workers} workers between validations (persistent_workers=True); {advice}"
+        )
     return _spread(step, rungs, "validation", "validation took", advice)
 
 

@@ -46,6 +46,25 @@ def test_workers_that_start_anew_each_epoch(loader: dict[str, Any], enabled: tup
 
 
 @pytest.mark.parametrize(
+    ("loader", "says", "not_says"),
+    [
+        ({}, "and give the validation loader workers", "persistent_workers"),
+        ({"validation_workers": 0}, "and give the validation loader workers", "persistent_workers"),
+        (
+            {"validation_workers": 8, "validation_keeps_workers": False},
+            "keep the validation loader's 8 workers between validations (persistent_workers=True); validate less often",
+            "give the validation",
+        ),
+        ({"validation_workers": 8, "validation_keeps_workers": True}, "validate less often", "workers"),
+    ],
+)
+def test_workers_that_start_anew_for_each_validation(loader: dict[str, Any], says: str, not_says: str) -> None:
+    """A ViT's validation with 8 workers took half of its time, and the advice was to give it workers."""
+    (finding,) = findings(on_cpu(validation=20.0, loader={**NO_WORKERS, **loader}))
+    assert finding.bottleneck == "validation" and says in finding.why and not_says not in finding.why
+
+
+@pytest.mark.parametrize(
     ("loader", "gap_ms", "patched"),
     [
         ({"can_keep_workers": True}, 10.0, True),

@@ -104,4 +104,16 @@ def gather_evidence(trainer: Any) -> dict[str, Any]:
         "usable_cpus": machine.count_usable_cpus(),
         "queued_batches": count_queued_batches(trainer),
         "pin_memory": all(bool(getattr(loader, "pin_memory", False)) for loader in found),
+        **_describe_validation(trainer),
     }
+
+
+def _describe_validation(trainer: Any) -> dict[str, Any]:
+    """The fewest workers of a validation loader, and whether all keep theirs; empty if there is no such loader."""
+    loop = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
+    found = list(getattr(getattr(loop, "_combined_loader", None), "flattened", []))
+    workers = [count for loader in found if (count := getattr(loader, "num_workers", None)) is not None]
+    if not workers or len(workers) < len(found):
+        return {}
+    keeps = all(bool(getattr(loader, "persistent_workers", False)) for loader in found)
+    return {"validation_workers": min(workers), "validation_keeps_workers": keeps}

@@ -34,6 +34,13 @@ class Look(L.Callback):
         }
 
 
+class Own:
+    """A loader that is no DataLoader."""
+
+    def __iter__(self) -> Any:
+        return iter([[*batch] for batch in batches(80)])
+
+
 def look(rungs: Any, loader: Any) -> dict[str, Any]:
     eyes = Look()
     run(rungs, loader, callbacks=(eyes,), max_epochs=1)
@@ -55,11 +62,26 @@ def test_with_workers_and_a_feed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (seen["queued"], seen["owed"], seen["num_workers"]) == (7, 0, 2)
 
 
-def test_loaders_that_show_nothing() -> None:
-    class Own:
-        def __iter__(self) -> Any:
-            return iter([[*batch] for batch in batches(80)])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_validation_loaders(keeps: bool) -> None:
+    class Validates(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("val", self.loss(batch))
 
+    def fit(val: Any) -> dict[str, Any]:
+        done = trainer(max_epochs=1)
+        done.fit(Validates(), batches(16), val)
+        return loader_state.gather_evidence(done)
+
+    seen = fit([batches(16, num_workers=1, persistent_workers=keeps), batches(16, num_workers=2)])
+    assert (seen["validation_workers"], seen["validation_keeps_workers"]) == (1, False)
+    seen = fit(batches(16, num_workers=1, persistent_workers=keeps))
+    assert (seen["validation_workers"], seen["validation_keeps_workers"]) == (1, keeps)
+    assert fit(batches(16))["validation_workers"] == 0 and "validation_workers" not in fit(None)
+    assert "validation_workers" not in fit(Own()), "a loader that shows no workers"
+
+
+def test_loaders_that_show_nothing() -> None:
     class Stream(IterableDataset):
         def __iter__(self) -> Any:
             return iter([tuple(member) for member in batches(80).dataset])
