@@ -128,8 +128,12 @@ def make_timer(place: Path) -> Path:
     return place
 
 
+def find_script(name: str) -> Path:
+    return ROOT / "benchmarks" / "foreign" / f"{name}.py"
+
+
 def make_command(case: Case, out: Path, options: argparse.Namespace) -> list[str]:
-    path = ROOT / "benchmarks" / "foreign" / f"{case.script}.py"
+    path = options.paths.get(case.script) or find_script(case.script)
     script = [sys.executable, str(path), "--size", options.size, "--devices", str(options.devices)]
     script += ["--steps", str(options.steps)] if options.steps else []
     script += ["--data", options.data] if options.data and '"--data"' in path.read_text() else []
@@ -241,7 +245,7 @@ def import_ahead(scripts: Sequence[str]) -> bool:
     """Import here what these scripts import. Whether a fork can use CUDA then: not if an import has touched it."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # then asking whether there is CUDA does not touch it
     for script in scripts:
-        for node in ast.walk(ast.parse((ROOT / "benchmarks" / "foreign" / f"{script}.py").read_text())):
+        for node in ast.walk(ast.parse(find_script(script).read_text())):
             names = [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             with contextlib.suppress(ImportError):
                 if isinstance(node, ast.Import):
@@ -467,6 +471,7 @@ def parse() -> argparse.Namespace:
         parser.error(f"no such script: {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}")
     options.data = str(Path(options.data).absolute()) if options.data else None
     named = (text.partition(":") for text in options.args)
+    options.paths = {}
     options.more = {script.strip(): shlex.split(text) for script, _, text in named}
     return options
 
