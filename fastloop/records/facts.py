@@ -130,6 +130,8 @@ class Facts:
     precision: str = "32-true"
     own_precision: bool = False
     """The user chose a precision or a precision plugin."""
+    strict: bool = False
+    """A rung that cannot apply is an error."""
     by_ladder: frozenset[str] = frozenset()
     """Rungs that a shipped ladder switched on, and not the user."""
     weighs_costs: bool = True

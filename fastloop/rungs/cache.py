@@ -9,6 +9,7 @@ Source          https://docs.pytorch.org/docs/stable/data.html#dataset-types
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -29,8 +30,8 @@ SHARE_OF_SHM, SHARE_OF_MEMORY, SHARE_OF_DISK = 0.8, 0.5, 0.8
 LEAST_SHARE = 0.5
 """Smallest share of the samples to store if no size is set: the same memory can hold more of the files, which are
 smaller."""
-LITTLE_BYTES = 2 * 10**9
-"""Pictures that take no more than this may go to a GPU unasked."""
+LITTLE_BYTES = 2 * 10**8
+"""Pictures that take no more than this may go to a GPU unasked: 50,000 of 32 x 32 pixels."""
 ENGINES = ("dali", "nodes")
 """Rungs that make the batches, in place of a store on the device."""
 
@@ -108,11 +109,15 @@ class Cache:
         note = _describe(prefix, store, budget, share)
         return Change(wants={"dataset.cache": want}, notes=(note,), facts=left if store == "shm" else {})
 
+    def without_engine(self) -> Cache | None:
+        """Return what `auto` chooses if the device cannot keep the pictures; None if they were to be kept there."""
+        return dataclasses.replace(self, store="shm") if self.store == "auto" else None
+
     def _suits_device(self, facts: Facts, loader: LoaderFacts) -> bool:
         """Whether `auto` keeps the pictures on the device: they take little of it, and its batches cost it little work
         and equal the loader's as it is, workers included."""
-        if (self.store, self.size_gb, self.path, facts.device) != ("auto", "auto", None, "cuda"):
-            return False
+        if (self.store, self.size_gb, self.path, facts.device) != ("auto", "auto", None, "cuda") or facts.strict:
+            return False  # strict: pin and prefetch, which have nothing to do then, would be errors
         if explain_no_engine(facts, loader) is not None or (loader.num_workers and loader.draws_random):
             return False
         need = None if isinstance(loader.prefix, str) else _need(loader.prefix)

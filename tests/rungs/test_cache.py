@@ -103,7 +103,8 @@ RESIZED = ImageFacts(steps=(RandomResizedCrop(size=(32, 32)), ToTensor(), ToFloa
         ({}, {}, {"store": "shm"}, {}, False),
         ({}, {}, {"size_gb": 1.0}, {}, False),
         ({}, {}, {"path": "/elsewhere"}, {}, False),
-        ({}, {"sample_bytes": 2_000_000}, {}, {}, False),
+        ({}, {"sample_bytes": 500_000}, {}, {}, False),
+        ({}, {}, {}, {"strict": True}, False),
         ({}, {"sample_bytes": None}, {}, {}, False),
         ({"images": RESIZED}, {}, {}, {}, False),
         ({"images": "no images"}, {}, {}, {}, False),
@@ -115,7 +116,7 @@ RESIZED = ImageFacts(steps=(RandomResizedCrop(size=(32, 32)), ToTensor(), ToFloa
 def test_auto_keeps_little_pictures_on_a_gpu(
     loader: dict[str, Any], prefix: dict[str, Any], settings: dict[str, Any], where: dict[str, Any], on_device: bool
 ) -> None:
-    given = facts({"images": LITTLE, **loader}, prefix, **{"device": "cuda", **where})
+    given = facts({"images": LITTLE, **loader}, {"sample_bytes": 3_000, **prefix}, **{"device": "cuda", **where})
     change = Cache(enabled=True, **settings).plan(given)
     assert list(change.wants) == (["loader.engine"] if on_device else ["dataset.cache"]) and change.parity == "exact"
 

@@ -27,7 +27,7 @@ from fastloop.bridge.apply.rehearse.tries import Tries
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.validation_loaders import ENGINE, ValidationLoaders
 from fastloop.bridge.place.keeping import PlaceKeeper
-from fastloop.errors import FastLoopError, describe
+from fastloop.errors import FastLoopError, NotApplicable, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.place.kept_order import Place
@@ -91,7 +91,7 @@ class Applier:
         try:
             facts = read_facts.read_run_facts(trainer, strategy)
             weighs_costs = self.terms is not None and self.terms.weighs_costs
-            facts = dataclasses.replace(facts, by_ladder=self._by_ladder, weighs_costs=weighs_costs)
+            facts = dataclasses.replace(facts, by_ladder=self._by_ladder, weighs_costs=weighs_costs, strict=self.strict)
             planned = plan(self.ladder, facts)
         except FastLoopError:
             raise
@@ -296,8 +296,11 @@ class Applier:
         facts = dataclasses.replace(site.facts, loader=loader_facts)
         changed = self._live.plan_loader(facts)
         while (why := loaders.find_engine_fault(loader, changed, self.say)) is not None:
-            self._give_up("loader.engine", why)
-            changed = self._live.plan_loader(facts)
+            if not self._live.plan_without_engine(changed.owner("loader.engine")):
+                self._give_up("loader.engine", why)
+            before, changed = changed, self._live.plan_loader(facts)
+            if changed == before:  # planned for an earlier loader, and kept for that
+                raise NotApplicable(why)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
             choice = PieceChoice(

@@ -7,24 +7,19 @@ anew. What nobody can look at before each step, such as the clock or a file, for
 
 from __future__ import annotations
 
-import dis
-import inspect
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from fastloop.bridge import namespaces
 from fastloop.bridge.apply.rehearse.untouched import Kept
-from fastloop.evidence.samples.sample_code import list_called, list_closure, list_globals, list_names
+from fastloop.bridge.apply.step_code import list_outer_values, list_read_names, list_step_functions
+from fastloop.evidence.samples.sample_code import is_installed
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _LOOKED_AT = {"training", "_modules", "_parameters", "_buffers"}
-_ENTRY = ("training_step", "forward")
-"""Hooks of Lightning's that run in a step."""
-_OUTSIDE = ("time", "datetime", "os", "io", "pathlib", "socket", "subprocess", "logging", "wandb", "mlflow")
-"""Modules whose values change by themselves, or whose calls have an effect each time."""
-_CALLS = ("print", "open", "input")
+_MISSING = object()
+MOST_MEMBERS = 64
+"""A longer list is taken to be the same as long as it is the same object."""
 
 
 class Guard:
@@ -39,14 +34,25 @@ class Guard:
         self._parts, self._trainer = [part for part in module.modules() if not _is_metric(part)], trainer
         buffers = {id(part._buffers) for part in self._parts}
         names = list_read_names(module, kept.list_kinds()) - _LOOKED_AT
-        self._read = [
+        self._read: list[tuple[Any, str]] = [
             (holder, name)
             for owner, holder in kept.list_holders()
             for name in holder
             if not _is_metric(owner)
             if name in names and id(holder) not in buffers and _may_change(owner, holder[name])
         ]
-        self._read += list_read_globals(list_step_functions(module, kept))
+        self._read += [
+            (holder, name)
+            for owner, holder in kept.list_holders()
+            if owner is not holder and not _is_metric(owner)
+            for name in (_list_class_values(type(owner)) & names) - holder.keys()  # an attribute that hides it may come
+        ]
+        kinds = {type(owner) for owner, holder in kept.list_holders() if owner is not holder}
+        bases = {base for kind in kinds for base in kind.__mro__ if not is_installed(base)}
+        self._read += [
+            (vars(base), name) for base in bases for name in _list_class_values(base) & names & {*vars(base)}
+        ]
+        self._read += list_outer_values(list_step_functions(module, kept), names)
         self._before = self._look()
 
     def holds(self) -> bool:
@@ -72,9 +78,22 @@ class Guard:
             if buffers := state["_buffers"]:
                 found += [each.data_ptr() for each in buffers.values() if each is not None]
         for holder, name in self._read:
-            value = holder.get(name)
-            found.append(value if isinstance(value, PLAIN) else _locate(value))
+            found.append(_show(holder.get(name, _MISSING)))
         return found
+
+
+def _show(value: Any) -> Any:
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, list) and len(value) <= MOST_MEMBERS:
+        return id(value), [each if isinstance(each, PLAIN) else id(each) for each in value]
+    return _locate(value)
+
+
+def _list_class_values(kind: type) -> set[str]:
+    """Names of plain values in a user's class and its bases."""
+    bases = [base for base in kind.__mro__ if not is_installed(base)]
+    return {name for base in bases for name, value in vars(base).items() if isinstance(value, PLAIN)}
 
 
 def _locate(value: Any) -> Any:
@@ -89,72 +108,3 @@ def _is_metric(owner: Any) -> bool:
 def _may_change(owner: Any, value: Any) -> bool:
     """Of torch's own layers, hooks set numbers such as a dropout's rate; sizes and strides stay as they are."""
     return isinstance(value, float) or not type(owner).__module__.startswith("torch.nn.")
-
-
-def list_read_names(module: torch.nn.Module, kinds: Iterable[type]) -> set[str]:
-    """Names that the code of a step may read: all that stand in the methods of these classes, hooks aside, and in the
-    functions that training_step calls."""
-    lightning = namespaces.load(namespaces.find_namespace(module), "core.module.LightningModule")
-    hooks = {*dir(lightning)} - {*_ENTRY}
-    bases = {base for kind in kinds for base in kind.__mro__} - {*lightning.__mro__}
-    names: set[str] = set()
-    for base in bases:
-        for name, member in vars(base).items():
-            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-            if name not in hooks and inspect.isfunction(function):
-                names.update(_list_names(function.__code__))
-    for function in list_called(getattr(type(module), "training_step", None), type(module)):
-        names.update(_list_names(function.__code__))
-    return names - hooks  # what Lightning has under these names, the watched run replaces
-
-
-def list_step_functions(module: torch.nn.Module, kept: Kept) -> list[Any]:
-    """The user's functions that may run in a step: training_step, the forward passes of modules, functions that objects
-    keep, and what all of these call."""
-    methods = [(type(module), "training_step"), *((kind, "forward") for kind in kept.list_kinds())]
-    starts = [(inspect.getattr_static(kind, name, None), kind) for kind, name in methods]
-    starts += [(function, type(module)) for function in kept.list_functions()]
-    return list(dict.fromkeys(called for start, kind in starts for called in list_called(start, kind)))
-
-
-def find_outside(functions: Iterable[Any]) -> str | None:
-    """What a step reads or writes outside of the module: the clock, a file, the terminal, a Trainer that is a global
-    variable; or None."""
-    for function in functions:
-        code = function.__code__
-        found = [(name, _find_module(value)) for name, value in (*list_globals(function), *list_closure(function))]
-        for name, module in (*found, *((name, name) for name in _list_imports(code))):
-            if module.partition(".")[0] in _OUTSIDE or module.endswith(".trainer.trainer"):
-                return f"{name} in {function.__qualname__}"
-        if called := next((name for name in _CALLS if name in list_names(code)), None):
-            return f"{called} in {function.__qualname__}"
-    return None
-
-
-def _find_module(value: Any) -> str:
-    name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
-    return name if isinstance(name, str) else ""
-
-
-def _list_imports(code: Any) -> Iterator[str]:
-    yield from (each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME")
-
-
-def list_read_globals(functions: Iterable[Any]) -> list[tuple[dict[str, Any], str]]:
-    """Global variables that functions read, each as its module's dict and its name; no modules, classes, functions."""
-    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-    for function in functions:
-        for name, value in list_globals(function):
-            if not (isinstance(value, type) or inspect.ismodule(value) or inspect.isroutine(value)):
-                found[id(function.__globals__), name] = function.__globals__, name
-    return list(found.values())
-
-
-def _list_names(code: Any) -> Iterator[str]:
-    """Names in a function's code, and its texts, which may be keys; functions inside it included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif inspect.iscode(constant):
-            yield from _list_names(constant)

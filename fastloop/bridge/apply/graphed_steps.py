@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.graph_guard import Guard, find_outside, list_read_globals, list_step_functions
+from fastloop.bridge.apply.graph_guard import Guard
 from fastloop.bridge.apply.read_model import overrides
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.budget import Terms
@@ -28,6 +28,7 @@ from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.bridge.apply.rehearse.untouched import HOOKS, Kept, keep_random_streams, unwritten
 from fastloop.bridge.apply.site import LiveSite, attribute
 from fastloop.bridge.apply.staging import set_attribute
+from fastloop.bridge.apply.step_code import find_outside, list_outer_values, list_step_functions
 from fastloop.errors import NotApplicable, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import iterate_tensors, map_tensors, walk_tensors
@@ -209,7 +210,7 @@ class GraphedSteps:
         functions = list_step_functions(module, kept)
         if (outside := find_outside(functions)) is not None:
             return f"training_step uses {outside}, which a replay would not"
-        for variables, name in list_read_globals(functions):
+        for variables, name in list_outer_values(functions, set()):
             kept.keep(variables[name])
 
         def run(batch: Any) -> Ran:
@@ -297,7 +298,8 @@ def _is_observed(device: torch.device) -> bool:
 
 
 def _is_from(packages: tuple[str, ...], hook: Any) -> bool:
-    return getattr(hook, "__module__", type(hook).__module__).startswith(packages)
+    module = getattr(hook, "__module__", type(hook).__module__)
+    return module.startswith(packages) and ".recipe_modules." not in module
 
 
 @dataclass(frozen=True)

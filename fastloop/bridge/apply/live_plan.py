@@ -57,6 +57,14 @@ class LivePlan:
         self.check_strict()
         return Plan(steps=tuple(steps.values()))
 
+    def plan_without_engine(self, rung: str | None) -> bool:
+        """Plan a rung's second choice from now on, which takes no engine's place; returns whether it has one."""
+        other = getattr(getattr(self.ladder, rung or "", None), "without_engine", lambda: None)()
+        if rung is None or other is None:
+            return False
+        self.ladder = dataclasses.replace(self.ladder, **{rung: other})
+        return True
+
     def give_up(self, step: Step, reason: str, *, is_refusal: bool = True, has_acted: bool = False) -> None:
         """Give up a rung planned for one train loader that cannot apply to all of them, or is not worth it."""
         self.loader_rungs -= {step.rung}

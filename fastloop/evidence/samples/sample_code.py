@@ -92,7 +92,7 @@ def _follow(starts: list[Any], kind: type, modules: bool = False) -> Iterator[An
 
 def list_globals(function: Any) -> Iterator[tuple[str, Any]]:
     """Objects that a function reads from its module's globals, with their names."""
-    for name in dict.fromkeys(_read_global_names(function.__code__)):
+    for name in dict.fromkeys(list_global_names(function.__code__)):
         if name in function.__globals__:
             yield name, function.__globals__[name]
 
@@ -112,13 +112,13 @@ def list_names(code: Any) -> Iterator[str]:
             yield from list_names(const)
 
 
-def _read_global_names(code: Any) -> Iterator[str]:
+def list_global_names(code: Any) -> Iterator[str]:
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield step.argval
     for const in code.co_consts:
         if inspect.iscode(const):
-            yield from _read_global_names(const)
+            yield from list_global_names(const)
 
 
 def list_writers(kind: type) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, geometric_mean
 
 from fastloop.experiments.ab.arms import Ask
-from fastloop.experiments.climb.budget import estimate_gradient_s
+from fastloop.experiments.climb.budget import Spent, estimate_gradient_s
 from fastloop.experiments.climb.candidates import CHANGES_TRAINING, Candidate, apply_patch, make_patch
 from fastloop.experiments.climb.interface import Result
 from fastloop.experiments.climb.prediction import Context, Prediction, predict, tune_number
@@ -205,11 +205,16 @@ class _Screen:
         arm = apply_patch(stack, {"rungs": self._split_idle()[0]})
         need_s = sum(estimate_gradient_s(result.step_ms or 0.0, self.start_s) for result in both[0])
         proof_s = context.estimate_proof_s((arm, self._read_costs()))
-        if proof_s <= runner.left_s() < proof_s + need_s:
-            outcome = runner.compare_ledgers(stack, arm, both)
-            return outcome if outcome.passed is False else dataclasses.replace(outcome, why=LEFT_TO_PROOF)
-        what = f"{self.candidate.key}: checking parity"
-        return runner.check_parity(self.at, stack, arm, both, what=what, need_s=need_s)
+        if not proof_s <= runner.left_s() < proof_s + need_s:
+            what = f"{self.candidate.key}: checking parity"
+            try:
+                return runner.check_parity(self.at, stack, arm, both, what=what, need_s=need_s)
+            except Spent:  # time is kept for the proof of the stack below
+                if proof_s > runner.left_s():
+                    raise
+        outcome = runner.compare_ledgers(stack, arm, both)
+        leaves = outcome.gates and outcome.passed is not False and not outcome.undecided
+        return dataclasses.replace(outcome, why=LEFT_TO_PROOF) if leaves else outcome
 
     def _read_costs(self) -> Costs:
         """Return the costs of the stack with the candidate."""

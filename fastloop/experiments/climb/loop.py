@@ -150,8 +150,8 @@ class Climb(Measured):
     def _list_proofs_s(self, *, cold: bool = False) -> list[float]:
         return [self._estimate_confirmation_s(short=short, cold=cold) for short in (False, True)]
 
-    def _name_confirmation(self, short: bool) -> str:
-        return f"confirm-{count_kept(self.rows)}{'-short' if short else ''}"
+    def _name_confirmation(self, short: bool, top: Top | None = None) -> str:
+        return f"confirm-{count_kept(self.rows) + (top is not None)}{'-short' if short else ''}"
 
     def _choose_confirm_length(self, top: Top | None = None, *, short: bool = False) -> Length:
         """Choose the length of its runs; `short` windows show large differences only."""
@@ -171,8 +171,10 @@ class Climb(Measured):
         first_s = self.start_s + took.first_steps * self.naive.step_ms / 1e3
         gradients_s = sum(estimate_gradient_s(ms, self.start_s) for ms in both) / 2
         if cold or any(row.kept and row.takes_away for row in self.rows):
-            gradients_s += max((collect_cards()[rung].first_start_s for rung in self.stack), default=0.0) / 2
+            gradients_s += (
+                max((collect_cards()[rung].first_start_s for rung in (top or (self.stack,))[0]), default=0.0) / 2
+            )
         return self.runner.estimate_confirmation_s(
-            self._name_confirmation(short),
+            self._name_confirmation(short, top),
             Needs(start_s=self.start_s, first_s=first_s, base_s=base_s, arm_s=arm_s, gradients_s=gradients_s),
         )

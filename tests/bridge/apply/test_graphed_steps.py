@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,9 @@ class Anneals(Step):
         self.beta = 0.5
 
 
+known: Any = types.ModuleType("a_module_of_the_users")
+sys.modules["a_module_of_the_users"] = known
+known.__file__, known.THETA = str(Path(__file__).with_name("a_module_of_the_users.py")), 0.1
 FACTOR, SETTINGS = 0.1, {"zeta": 0.1}
 """Global variables that a step reads."""
 
@@ -356,6 +361,61 @@ def test_a_step_whose_work_is_counted_is_not_recorded(
     assert works[0] >= (counted - 0.5) * works[1] and (works[0] == works[1]) is is_observed
 
 
+class Conf:
+    eta = 0.1
+
+
+def decorate(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    return wrapper
+
+
+class Hidden(Anneals):
+    """Reads numbers that no attribute of an object holds, or where a name in training_step does not lead."""
+
+    alpha = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [0.1]
+
+    @decorate
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)
+
+    @staticmethod
+    def read_outer() -> float:
+        return Conf.eta + known.THETA
+
+    def find_factor(self) -> float:
+        return self.alpha + self.weights[0] + self.read_outer()
+
+    def on_train_start(self) -> None:
+        Hidden.alpha = Conf.eta = known.THETA = self.weights[0] = 0.1
+
+
+HIDDEN: dict[str, Callable[[Any], object]] = {
+    "a class attribute, hidden by the object's": lambda module: setattr(module, "alpha", 0.5),
+    "a class attribute": lambda _module: setattr(Hidden, "alpha", 0.5),
+    "an attribute of another class": lambda _module: setattr(Conf, "eta", 0.5),
+    "an attribute of a module": lambda _module: setattr(known, "THETA", 0.5),
+    "a list's element": lambda module: module.weights.__setitem__(0, 0.5),
+}
+
+
+@pytest.mark.parametrize("change", HIDDEN)
+@pytest.mark.parametrize("is_changed", [True, False], ids=["changed", "control"])
+def test_a_number_that_is_in_no_object_is_not_that_of_the_recording(
+    change: str, is_changed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hidden, "set_numbers", HIDDEN[change] if is_changed else lambda _module: None)
+    watcher, _, _ = run(GRAPH, seeded(Hidden))
+    assert evidence(watcher, "host")["recordings"] == (2 if is_changed else 1)
+
+
 def read_clock() -> float:
     return time.perf_counter()
 
@@ -396,6 +456,67 @@ class Asks(Step):
         return super().training_step(batch, batch_idx)
 
 
+class Decorated(Step):
+    @decorate
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert time.time() > 0
+        return super().training_step(batch, batch_idx)
+
+
+class Encoder(torch.nn.Linear):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.look() > 0
+        return self(x)
+
+    @staticmethod
+    def look() -> float:
+        return read_clock()
+
+
+class Encodes(Step):
+    """A method of a submodule's, which has a static method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([self.encoder.encode(batch[0]), batch[1]], batch_idx)
+
+
+class Partial(Step):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = functools.partial(read_clock)
+
+
+COUNT = 0
+
+
+class Counts(Step):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        global COUNT
+        COUNT += 1
+        return super().training_step(batch, batch_idx)
+
+
+class CountsInClass(Step):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        Conf.steps = getattr(Conf, "steps", 0) + 1
+        return super().training_step(batch, batch_idx)
+
+
+class Input(Step):
+    """A layer has the name of a builtin function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input, self.open = torch.nn.Linear(8, 8), 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([self.input(batch[0]) * self.open, batch[1]], batch_idx)
+
+
 class Layer(torch.nn.Linear):
     """A layer of the user's that looks at the environment."""
 
@@ -420,6 +541,11 @@ class Environment(Step):
         (Prints, "print in Prints.training_step"),
         (Environment, "os in Layer.forward"),
         (Asks, "TRAINER in Asks.training_step"),
+        (Decorated, "time in Decorated.training_step"),
+        (Encodes, "time in read_clock"),
+        (Partial, "time in read_clock"),
+        (Counts, "COUNT in Counts.training_step"),
+        (CountsInClass, "Conf in CountsInClass.training_step"),
     ],
 )
 def test_what_nobody_can_look_at_before_each_step_forbids_a_recording(kind: Any, what: str) -> None:
@@ -427,6 +553,17 @@ def test_what_nobody_can_look_at_before_each_step_forbids_a_recording(kind: Any,
     found = evidence(watcher, "host")
     assert found["graph_refused"] == f"training_step uses {what}, which a replay would not"
     assert found["replayed_steps"] == 0
+
+
+def test_a_trial_that_is_refused_for_the_code_has_run_nothing() -> None:
+    globals()["COUNT"] = 0
+    run(GRAPH, seeded(Counts))
+    assert COUNT == 24
+
+
+def test_attributes_with_names_of_functions_are_fine() -> None:
+    watcher, _, _ = run(GRAPH, seeded(Input))
+    assert evidence(watcher, "host")["replayed_steps"] == 20
 
 
 def test_a_busy_device_is_not_recorded(recorder: type[FakeRecorder]) -> None:

@@ -218,6 +218,19 @@ def test_it_takes_the_place_of_an_engine_that_was_refused(
     assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
 
 
+@pytest.mark.parametrize("differs", [True, False])
+def test_auto_takes_shared_memory_where_the_device_fails(
+    photos: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, differs: bool
+) -> None:
+    monkeypatch.setattr(Cache, "_suits_device", lambda self, *_: self.store == "auto")
+    if differs:
+        monkeypatch.setattr(DeviceEngine, "make", lambda self, indices: [torch.zeros(3, 3, 20, 20), torch.zeros(3)])
+    plain, ours = both({"cache": {}}, photos, Classifier, max_epochs=2)
+    assert ours.verdict("cache").took and ("device_batches" in ours.seen("cache")) is not differs
+    assert not differs or (ours.seen("cache")["store"] == "shm" and ours.seen("cache")["hits"] > 0)
+    assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
+
+
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n no picture"])
 def test_a_picture_that_cannot_be_decoded_is_the_loaders_matter(
     photos: Callable[..., Any], tmp_path: Path, content: bytes

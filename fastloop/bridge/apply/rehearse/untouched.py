@@ -232,6 +232,9 @@ class Kept:
                 self._keep(member)
         elif isinstance(value, (types.FunctionType, types.MethodType)):
             self._keep_callable(value)
+        elif isinstance(value, partial):
+            for member in (value.func, *value.args, *value.keywords.values()):
+                self._keep(member)
         elif type(value).__module__.partition(".")[0] == "numpy":
             self._keep_array(value)
         elif self._whole_step and hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):

@@ -1,0 +1,160 @@
+"""The user's code that may run in a training step: its functions, the names in them, and what forbids a recording."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fastloop.bridge import namespaces
+from fastloop.bridge.apply.rehearse.untouched import Kept
+from fastloop.evidence.samples.sample_code import (
+    is_installed,
+    list_called,
+    list_closure,
+    list_global_names,
+    list_globals,
+    list_names,
+    list_roots_written,
+)
+
+_ENTRY = ("training_step", "forward")
+"""Hooks of Lightning's that run in a step."""
+_OUTSIDE = ("time", "datetime", "os", "io", "pathlib", "socket", "subprocess", "logging", "wandb", "mlflow")
+"""Modules whose values change by themselves, or whose calls have an effect each time."""
+_CALLS = ("print", "open", "input")
+
+
+def list_step_functions(module: torch.nn.Module, kept: Kept) -> list[Any]:
+    """The user's functions that may run in a step: training_step and forward, methods of kept objects that these name,
+    functions that objects keep, and what all of these call."""
+    kinds, hooks = kept.list_kinds() | {type(module)}, _list_hooks(module)
+    bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if not is_installed(base))
+    methods = [
+        (name, function)
+        for base in bases
+        for name, member in vars(base).items()
+        if name not in hooks
+        for function in _list_functions(member)
+    ]
+    found: dict[Any, None] = {}
+    names, starts, known = {*_ENTRY, "__call__"}, kept.list_functions(), -1
+    while len(found) > known:
+        known = len(found)
+        starts += [function for name, function in methods if name in names]
+        found |= dict.fromkeys(called for start in starts for called in list_called(start, type(module)))
+        names.update(name for function in found for name in list_names(function.__code__))
+        starts = []
+    return list(found)
+
+
+def list_read_names(module: torch.nn.Module, kinds: Iterable[type]) -> set[str]:
+    """Names that the code of a step may read: all that stand in the methods of these classes, hooks aside, and in the
+    functions that training_step calls."""
+    lightning, hooks = _find_lightning(module), _list_hooks(module)
+    bases = {base for kind in kinds for base in kind.__mro__} - {*lightning.__mro__}
+    functions = [
+        function
+        for base in bases
+        for name, member in vars(base).items()
+        if name not in hooks
+        for function in _list_functions(member)
+    ]
+    functions += list_called(inspect.unwrap(getattr(type(module), "training_step", list_names)), type(module))
+    return {name for function in functions for name in _list_texts(function.__code__)} - hooks
+
+
+def find_outside(functions: Iterable[Any]) -> str | None:
+    """What a step reads or writes outside of the module: the clock, a file, the terminal, a Trainer that is a global
+    variable, or any global that it sets; or None."""
+    for function in functions:
+        code, outer = function.__code__, function.__globals__
+        named = [(name, _find_module(value)) for name, value in (*list_globals(function), *list_closure(function))]
+        found = [
+            *(name for name, source in named if _is_outside(source)),
+            *(name for name in _list_arguments(code, "IMPORT_NAME") if _is_outside(name)),
+            *(name for name in _CALLS if name in list_global_names(code) and name not in outer),
+            *_list_arguments(code, "STORE_GLOBAL", "DELETE_GLOBAL"),
+            *(name for name in list_roots_written(function) if _is_shared(outer.get(name))),
+        ]
+        if found:
+            return f"{found[0]} in {function.__qualname__}"
+    return None
+
+
+def list_outer_values(functions: Iterable[Any], names: set[str]) -> list[tuple[Any, str]]:
+    """What functions read that no object keeps, each as a mapping and a name in it: global variables, and attributes of
+    the user's classes and modules that are globals."""
+    found: dict[tuple[int, str], tuple[Any, str]] = {}
+    for function in functions:
+        for name, value in list_globals(function):
+            if _is_shared(value):
+                for inner in names & vars(value).keys():
+                    if not _is_code(vars(value)[inner]):
+                        found[id(value), inner] = vars(value), inner
+            elif not _is_code(value):
+                found[id(function.__globals__), name] = function.__globals__, name
+    return list(found.values())
+
+
+def _is_code(value: Any) -> bool:
+    kinds = (type, staticmethod, classmethod, property)
+    return isinstance(value, kinds) or inspect.ismodule(value) or inspect.isroutine(value)
+
+
+def _is_shared(value: Any) -> bool:
+    """Whether it is a class or a module of the user's."""
+    if inspect.ismodule(value):
+        return not is_installed(SimpleNamespace(__module__=value.__name__))
+    return isinstance(value, type) and not is_installed(value)
+
+
+def _is_outside(source: str) -> bool:
+    return source.partition(".")[0] in _OUTSIDE or source.endswith(".trainer.trainer")
+
+
+def _find_module(value: Any) -> str:
+    name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+    return name if isinstance(name, str) else ""
+
+
+def _find_lightning(module: torch.nn.Module) -> Any:
+    return namespaces.load(namespaces.find_namespace(module), "core.module.LightningModule")
+
+
+def _list_hooks(module: torch.nn.Module) -> set[str]:
+    """Names of Lightning's, which run outside of steps or are replaced while a step is recorded."""
+    return {*dir(_find_lightning(module))} - {*_ENTRY}
+
+
+def _list_functions(member: Any) -> Iterator[Any]:
+    """The functions in a member of a class: its own, and those that decorators have wrapped."""
+    member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+    member = member.func if isinstance(member, (functools.partial, functools.partialmethod)) else member
+    while member is not None:
+        if inspect.isfunction(member):
+            yield member
+        member = getattr(member, "__wrapped__", None)
+
+
+def _list_arguments(code: Any, *operations: str) -> Iterator[str]:
+    """The arguments of such instructions in a function's code, functions inside it included."""
+    yield from (each.argval for each in dis.get_instructions(code) if each.opname in operations)
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            yield from _list_arguments(constant, *operations)
+
+
+def _list_texts(code: Any) -> Iterator[str]:
+    """Names in a function's code, and its texts, which may be keys; functions inside it included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif inspect.iscode(constant):
+            yield from _list_texts(constant)
