@@ -78,7 +78,8 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
 
 def _find_batch_counters(trainer: Any, module: Any) -> Iterator[str]:
     for owner in (module, *trainer.callbacks):
-        if not type(owner).__module__.startswith("fastloop."):
+        source = type(owner).__module__
+        if not source.startswith("fastloop.") or ".recipe_modules." in source:
             yield from (f"{type(owner).__name__}.{hook}" for hook in BATCH_HOOKS if overrides(owner, hook))
     step = getattr(module, "training_step", None)
     for name in list(inspect.signature(step).parameters)[1:2] if callable(step) else ():
