@@ -62,7 +62,8 @@ class Room:
 
     def give_back(self) -> None:
         """Give cached memory back to the device."""
-        give_back(self._device)
+        if self.bytes is not None:
+            _give_back(self._device)
 
     def _read_bytes(self, target: float) -> float | None:
         if self._device.type != "cuda":
@@ -82,8 +83,12 @@ class Room:
 def give_back(device: torch.device) -> None:
     """Give memory that only a trial took back to the device, and forget its peak."""
     if device.type == "cuda":
-        gc.collect()
-        _reset_peak(device)
+        _give_back(device)
+
+
+def _give_back(device: torch.device) -> None:
+    gc.collect()
+    _reset_peak(device)
 
 
 def _reset_peak(device: torch.device) -> None:
