@@ -27,7 +27,7 @@ from fastloop.bridge.apply.rehearse.tries import Tries
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.validation_loaders import ENGINE, ValidationLoaders
 from fastloop.bridge.place.keeping import PlaceKeeper
-from fastloop.errors import FastLoopError, NotApplicable, describe
+from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.place.kept_order import Place
@@ -147,10 +147,7 @@ class Applier:
         try:
             if self.loaders is None:
                 hands: dict[str, Any] = {"undo": self._undo_setting, "give_up": self._give_up, "warn": self.warn}
-                hands |= {
-                    "one_time": self.one_time,
-                    "by_ladder": self.terms.by_ladder if self.terms is not None else (),
-                }
+                hands |= {"one_time": self.one_time, "by_ladder": self.terms.by_ladder if self.terms else ()}
                 self.loaders = TrainLoaders(site, place=self.place, **hands)
             return self._change_loader(self.loaders, loader, site)
         except FastLoopError:
@@ -233,10 +230,8 @@ class Applier:
             for convert in self.tries.take_late_conversions() if args else ():
                 batch = convert(args[0]) if self.micro is None else self.micro.windows.convert(args[0], convert)
                 args = (batch, *args[1:])
-        if self.graphs is not None and (self.micro is None or self.micro.choice.runs_whole):
-            step = partial(self.graphs.run, step)
-        elif self.graphs is not None and self.micro is not None and self.micro.choice.runs_whole is False:
-            self.graphs.refused = "a rung cuts or merges the batches"
+        if self.graphs is not None:
+            step = self.graphs.wrap(step, runs_whole=True if self.micro is None else self.micro.choice.runs_whole)
         if self.micro is None or not args:
             return step(*args, **kwargs)
         return self.micro.run(site.strategy, site.trainer, lambda *inner: step(*inner, **kwargs), args[0], args[1:])
@@ -294,13 +289,13 @@ class Applier:
         start_method, original = self.ladder.start_method, loaders.find_original(loader)
         loader_facts = read_facts.read_loader_facts(original, start_method, others, ranks=site.facts.world_size)
         facts = dataclasses.replace(site.facts, loader=loader_facts)
-        changed = self._live.plan_loader(facts)
-        while (why := loaders.find_engine_fault(loader, changed, self.say)) is not None:
-            if not self._live.plan_without_engine(changed.owner("loader.engine")):
+
+        def plan_anew(refused: Plan, why: str) -> Plan:
+            if not self._live.plan_without_engine(refused.owner("loader.engine")):
                 self._give_up("loader.engine", why)
-            before, changed = changed, self._live.plan_loader(facts)
-            if changed == before:  # planned for an earlier loader, and kept for that
-                raise NotApplicable(why)
+            return self._live.plan_loader(facts)
+
+        changed = loaders.check_engines(loader, self._live.plan_loader(facts), plan_anew, self.say)
         rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
         if rung is not None and samples and self.micro is None:
             choice = PieceChoice(

@@ -10,12 +10,10 @@ give the same gradients as the eager step; and the step must do nothing in Pytho
 
 from __future__ import annotations
 
-import random
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +24,10 @@ from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.bridge.apply.rehearse.untouched import HOOKS, Kept, keep_random_streams, unwritten
-from fastloop.bridge.apply.site import LiveSite, attribute
+from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.staging import set_attribute
 from fastloop.bridge.apply.step_code import find_outside, list_outer_values, list_step_functions
+from fastloop.bridge.apply.step_watch import LogCall, StepWatch, WatchedIndex
 from fastloop.errors import NotApplicable, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import iterate_tensors, map_tensors, walk_tensors
@@ -48,8 +47,6 @@ BUSY = 0.5
 """A step that the host launches in less than this share of its time is not recorded: the device sets its pace."""
 PLAYS = 7
 """Times that a trial plays the step, the recording included."""
-_STATIC = ("strategy", "world_size", "global_rank", "local_rank", "node_rank", "datamodule", "training", "num_devices")
-"""Trainer attributes that a step may read: they are the same at each step."""
 
 
 class GraphedSteps:
@@ -85,13 +82,20 @@ class GraphedSteps:
         self._step: StaticStep | None = None
         self._guard: Guard | None = None
         self._output: Any = None
-        self._calls: Sequence[_LogCall] = ()
+        self._calls: Sequence[LogCall] = ()
         self._uninstall: Undo | None = None
 
     def evidence(self) -> Mapping[str, Any]:
         """Counts of replayed and eager steps; why none is replayed; the comparison's numbers."""
         counts = {"replayed_steps": self.replays, "eager_steps": self.eager_steps, "recordings": self.recordings}
         return {**counts, "graph_refused": self.refused, **self._seen}
+
+    def wrap(self, step: Callable[..., Any], *, runs_whole: bool | None) -> Callable[..., Any]:
+        """Return the training_step to run for a batch: replayed only if batches run as the loader makes them, and that
+        is decided (not None)."""
+        if runs_whole is False:
+            self.refused = "a rung cuts or merges the batches"
+        return partial(self.run, step) if runs_whole else step
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Run one training_step: replayed if possible, else eagerly."""
@@ -204,7 +208,7 @@ class GraphedSteps:
 
     def _record(self, step: Callable[..., Any], args: Sequence[Any]) -> str | None:
         module = self._site.module
-        watch = _Watch(module, self._site.device)
+        watch = StepWatch(module, self._site.device)
         kept, streams = Kept(whole_step=True), keep_random_streams()
         kept.keep_module(module)
         functions = list_step_functions(module, kept)
@@ -215,7 +219,7 @@ class GraphedSteps:
 
         def run(batch: Any) -> Ran:
             with watch:
-                output = step(batch, *(_Watched.of(each, watch.notice) for each in args[1:]))
+                output = step(batch, *(WatchedIndex.of(each, watch.notice) for each in args[1:]))
             self._output, self._calls = output, watch.calls
             loss = get_loss(output)
             if loss is None:
@@ -300,97 +304,3 @@ def _is_observed(device: torch.device) -> bool:
 def _is_from(packages: tuple[str, ...], hook: Any) -> bool:
     module = getattr(hook, "__module__", type(hook).__module__)
     return module.startswith(packages) and ".recipe_modules." not in module
-
-
-@dataclass(frozen=True)
-class _LogCall:
-    """One call of ``module.log``, to be repeated at each replay."""
-
-    name: str
-    value: Any
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-class _Watch:
-    """Wraps one forward: collects what it logs, and notices what a replay would leave out."""
-
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self.fault: str | None = None
-        self.calls: list[_LogCall] = []
-        self._module, self._device, self._open = module, device, ExitStack()
-        self._draws = self._read_draws()
-
-    def notice(self, what: str | None) -> None:
-        """Remember as the fault what the step used or changed; only the first is kept."""
-        if what is not None and self.fault is None:
-            self.fault = f"training_step uses or changes {what}, which a replay would not"
-
-    def find_host_draws(self) -> None:
-        """Notice random numbers that were drawn on the host."""
-        if self._draws != self._read_draws():
-            self.notice("host random numbers")
-
-    def _read_draws(self) -> list[Any]:
-        numpy = sys.modules.get("numpy")
-        host = torch.get_rng_state().tolist() if self._device.type != "cpu" else None
-        return [random.getstate(), host, None if numpy is None else str(numpy.random.get_state())]
-
-    def __enter__(self) -> None:
-        self.calls = []
-        with ExitStack() as opening:
-            opening.enter_context(attribute(self._module, "log", self._take_log))
-            for part in self._module.modules():
-                if (trainer := vars(part).get("_trainer")) is not None:
-                    opening.enter_context(attribute(part, "_trainer", _WatchedTrainer(trainer, self.notice)))
-            self._open = opening.pop_all()
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def _take_log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        if not isinstance(value, torch.Tensor) or value.device != self._device:
-            self.notice(f"a value for self.log({name!r}) that is not a tensor on the device")
-            return
-        self.calls.append(_LogCall(name, value.detach(), args, options))
-
-
-class _WatchedTrainer:
-    """A Trainer that reports each attribute read from it, except those that are the same at each step."""
-
-    def __init__(self, trainer: Any, notice: Callable[[str], None]) -> None:
-        self._trainer, self._notice = trainer, notice
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _STATIC:
-            self._notice(f"trainer.{name}")
-        return getattr(self._trainer, name)
-
-
-class _Watched(int):
-    """A batch_idx that reports when it is used."""
-
-    notice: Callable[[str], None]
-
-    @classmethod
-    def of(cls, value: Any, notice: Callable[[str], None]) -> Any:
-        if type(value) is not int:
-            return value
-        watched = cls(value)
-        watched.notice = notice
-        return watched
-
-
-def _watch(name: str) -> Callable[..., Any]:
-    original = getattr(int, name)
-
-    def used(self: _Watched, *args: Any) -> Any:
-        self.notice("batch_idx")
-        return original(self, *args)
-
-    return used
-
-
-_USES = """add sub mul mod floordiv truediv neg eq ne lt le gt ge bool index int float hash str repr format"""
-for _name in _USES.split():
-    setattr(_Watched, f"__{_name}__", _watch(f"__{_name}__"))

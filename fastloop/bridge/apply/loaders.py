@@ -142,7 +142,21 @@ class TrainLoaders:
             self._originals[id(changed)] = (changed, loader)
         return changed
 
-    def find_engine_fault(self, loader: Any, plan: Plan, say: Callable[[str], None]) -> str | None:
+    def check_engines(
+        self, loader: Any, plan: Plan, plan_anew: Callable[[Plan, str], Plan], say: Callable[[str], None]
+    ) -> Plan:
+        """Let each engine that would replace the loader check it first; returns the plan that is left.
+
+        Raises:
+            NotApplicable: the plan stays although its engine was refused: another loader has it, too.
+        """
+        while (why := self._find_engine_fault(loader, plan, say)) is not None:
+            refused, plan = plan, plan_anew(plan, why)
+            if plan == refused:
+                raise NotApplicable(why)
+        return plan
+
+    def _find_engine_fault(self, loader: Any, plan: Plan, say: Callable[[str], None]) -> str | None:
         """Let the engine that would replace the loader check it first; returns why it cannot, or None."""
         engine: Any = plan.wants.get("loader.engine")
         if not hasattr(engine, "check"):
