@@ -1,4 +1,4 @@
-"""Watches one training_step for what a replay of its kernels would leave out: logged values, and what it asks Python."""
+"""Watches a training_step for what a replay of its kernels would leave out: logged values, and what it asks Python."""
 
 from __future__ import annotations
 
