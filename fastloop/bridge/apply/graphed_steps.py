@@ -77,7 +77,7 @@ class GraphedSteps:
         """Why no step is replayed from here on."""
         self.replays = self.eager_steps = self.recordings = self._unlike = self._missed = 0
         self._seen: dict[str, Any] = {}
-        self._launch_ms, self._changed = 0.0, ""
+        self._launch_share, self._changed = 0.0, ""
         self._last_key: Any = None
         self._step: StaticStep | None = None
         self._guard: Guard | None = None
@@ -166,7 +166,9 @@ class GraphedSteps:
     def _try(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
         """Record the step and compare it with the eager one; then restore everything."""
         if self.recordings == MOST_RECORDINGS:
-            self.refused = f"after each of {MOST_RECORDINGS} recordings the model was changed, last {self._changed}"
+            self.refused = (
+                f"the model changed after each of {MOST_RECORDINGS} recordings, most recently {self._changed}"
+            )
             return
         try:
             with self._one_time.span("rehearsal"):
@@ -208,7 +210,7 @@ class GraphedSteps:
 
     def _record(self, step: Callable[..., Any], args: Sequence[Any]) -> str | None:
         module = self._site.module
-        watch = StepWatch(module, self._site.device)
+        watch, self._launch_share = StepWatch(module, self._site.device), 0.0
         kept, streams = Kept(whole_step=True), keep_random_streams()
         kept.keep_module(module)
         functions = list_step_functions(module, kept)
@@ -248,9 +250,8 @@ class GraphedSteps:
                 return f"training_step waits for the device: {syncs[0]}"
             if watch.fault is not None:
                 return watch.fault
-            if not self._asked and self._launch_ms < BUSY * second.ms:
-                times = f"{self._launch_ms:.3g} of {second.ms:.3g} ms"
-                return f"the device is busy already: the host launches a step in {times}"
+            if not self._asked and self._launch_share < BUSY:
+                return f"the device is busy already: the host launches a step in {self._launch_share:.0%} of its time"
             room = recorder.note_memory()
             static.record(recorder)
             put_back()
@@ -274,9 +275,10 @@ class GraphedSteps:
         recorder.wait()
         began = time.perf_counter()
         made, gradients = play()
-        self._launch_ms = 1e3 * (time.perf_counter() - began)
+        launch_ms = 1e3 * (time.perf_counter() - began)
         recorder.wait()
         ms = 1e3 * (time.perf_counter() - began)
+        self._launch_share = max(self._launch_share, launch_ms / ms)  # of one play, a pause of this process may be most
         buffers = [buffer.clone() for buffer in self._site.module.buffers()]
         return Played(ms, [*made, *buffers], gradients)
 

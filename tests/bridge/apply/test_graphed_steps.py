@@ -323,7 +323,7 @@ class Restless(Anneals):
 
 def test_a_model_that_keeps_changing_is_given_up_with_what_changed() -> None:
     watcher, _, _ = run(GRAPH, seeded(Restless))
-    assert evidence(watcher, "host")["graph_refused"].endswith("recordings the model was changed, last beta")
+    assert evidence(watcher, "host")["graph_refused"].endswith("recordings, most recently beta")
 
 
 @pytest.mark.parametrize(("is_observed", "counted"), [(True, 1), (False, 5)], ids=["deferred", "control"])

@@ -185,10 +185,6 @@ class Kept:
         if failed:
             raise failed[0]
 
-    def keep(self, value: Any) -> None:
-        """Save an object with all that it keeps."""
-        self._keep(value)
-
     def keep_module(self, root: torch.nn.Module) -> None:
         """Save a module with all its submodules, and the objects that their hooks keep."""
         for module in root.modules():
@@ -198,7 +194,7 @@ class Kept:
             attributes = {name: value for name, value in vars(module).items() if name not in OURS}
             self._keep_attributes(module, attributes)
             for value in attributes.values():
-                self._keep(value)
+                self.keep(value)
             for registry in HOOKS:
                 for hook in getattr(module, registry, {}).values():
                     self._keep_callable(hook)
@@ -212,7 +208,8 @@ class Kept:
         if len(self._seen) > MOST_OBJECTS:
             raise NotApplicable(f"the model keeps more than {MOST_OBJECTS:,} Python objects")
 
-    def _keep(self, value: Any) -> None:
+    def keep(self, value: Any) -> None:
+        """Save an object with all that it keeps."""
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         if isinstance(value, torch.nn.Module):
@@ -229,12 +226,12 @@ class Kept:
             self._keep_container(value)
         elif isinstance(value, (tuple, frozenset)):
             for member in value:
-                self._keep(member)
+                self.keep(member)
         elif isinstance(value, (types.FunctionType, types.MethodType)):
             self._keep_callable(value)
         elif isinstance(value, partial):
             for member in (value.func, *value.args, *value.keywords.values()):
-                self._keep(member)
+                self.keep(member)
         elif type(value).__module__.partition(".")[0] == "numpy":
             self._keep_array(value)
         elif self._whole_step and hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
@@ -243,7 +240,7 @@ class Kept:
             before = dict(vars(value))
             self._keep_attributes(value, before)
             for member in before.values():
-                self._keep(member)
+                self.keep(member)
 
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, torch.nn.Parameter) or torch.nn.parameter.is_lazy(tensor):
@@ -281,11 +278,11 @@ class Kept:
 
         self._undos.append(restore)
         for member in before:
-            self._keep(member)
+            self.keep(member)
 
     def _keep_callable(self, hook: Any) -> None:
         """Save what a hook may write to: the object it is a method of, or its closure variables."""
-        self._keep(getattr(hook, "__self__", None))
+        self.keep(getattr(hook, "__self__", None))
         function = getattr(hook, "__func__", hook)
         for cell in getattr(function, "__closure__", None) or ():
             try:
@@ -293,9 +290,9 @@ class Kept:
             except ValueError:  # a variable without a value yet
                 continue
             self._undos.append(partial(setattr, cell, "cell_contents", content))
-            self._keep(content)
+            self.keep(content)
         if not isinstance(function, types.FunctionType) and not isinstance(hook, types.MethodType):
-            self._keep(function)
+            self.keep(function)
 
 
 def _show(state: Any) -> str:
