@@ -19,6 +19,8 @@ LIKELY_SAVING = 1 / 3
 """Share of a module's time that a compile is expected to save, before it has been tried."""
 SLOWER, SLOWER_MS = 1.05, 0.05
 """Factor and milliseconds by which changed modules must be slower before it counts as more than timing noise."""
+REPLAY_GAIN = 0.97
+"""A rung that was off comes back if a replayed step takes less than this share of the time without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,14 @@ def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -
     )
 
 
+def explain_no_time(spent_s: float, needed_s: float, allowed_s: float) -> str | None:
+    """Why there is no time for another trial beside those already made; None if there is."""
+    if spent_s + needed_s <= allowed_s:
+        return None
+    spent = f", and {spent_s:.2g} s are spent" if spent_s else ""
+    return f"this run is too short to try it: trying may take 5 % of what is left, {allowed_s:.2g} s{spent}"
+
+
 def count_pay_back_steps(cost_s: float, saved_ms: float) -> float | None:
     """Optimizer steps until a one-time cost is recovered; None if nothing is saved."""
     return 1e3 * cost_s / saved_ms if saved_ms > 0 else None
@@ -113,10 +123,14 @@ class Outcome:
     """Why it is removed again; None: it stays."""
     is_lasting: bool = True
     """Whether the next run would hit the fault again."""
+    is_slower: bool = False
+    """The fault is that eager steps were slower with it."""
     on_modules: bool = False
     """It changes the modules, so its times are comparable with those of other such rungs."""
     is_costly: bool = False
     """Its first call has a one-time cost."""
+    first_call_s: float = 0.0
+    """Seconds by which its first call took longer than its second."""
     is_cheaper: bool = False
     """Its cheaper variant was tried."""
     rehearsed: Rehearsed | None = None
@@ -155,5 +169,6 @@ def drop_slow(outcomes: Sequence[Outcome], base_ms: float, by_ladder: Collection
                 break
         elif outcome.rung in by_ladder:
             times = f"{outcome.rehearsed.changed_ms:.3g} ms, {without_ms:.3g} ms without it"
-            judged[place] = replace(outcome, fault=f"slower on the calls of the first step: {times}", is_lasting=False)
+            why = f"slower on the calls of the first step: {times}"
+            judged[place] = replace(outcome, fault=why, is_lasting=False, is_slower=True)
     return judged

@@ -7,8 +7,8 @@ Lightning offers, keeps an undo for each, and collects the evidence probes.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -91,7 +91,7 @@ class Applier:
         try:
             facts = read_facts.read_run_facts(trainer, strategy)
             weighs_costs = self.terms is not None and self.terms.weighs_costs
-            facts = dataclasses.replace(facts, by_ladder=self._by_ladder, weighs_costs=weighs_costs, strict=self.strict)
+            facts = replace(facts, by_ladder=self._by_ladder, weighs_costs=weighs_costs, strict=self.strict)
             planned = plan(self.ladder, facts)
         except FastLoopError:
             raise
@@ -178,6 +178,7 @@ class Applier:
                 settle=self._settle,
                 one_time=self.one_time,
                 warn=self.warn,
+                recordings=self.graphs,
             )
 
     @property
@@ -203,7 +204,7 @@ class Applier:
     @property
     def is_trying(self) -> bool:
         """Whether `rehearse` has something to do before the next batch."""
-        return self.tries is not None and not self.tries.is_over
+        return self.tries is not None and self.tries.has_more
 
     def to_device(self, batch: Any, move: Callable[[Any], Any], dataloader_idx: int) -> Any:
         """Move a batch to the device, unless a feed has already done so."""
@@ -288,7 +289,7 @@ class Applier:
         others = [site.module, *site.trainer.callbacks]
         start_method, original = self.ladder.start_method, loaders.find_original(loader)
         loader_facts = read_facts.read_loader_facts(original, start_method, others, ranks=site.facts.world_size)
-        facts = dataclasses.replace(site.facts, loader=loader_facts)
+        facts = replace(site.facts, loader=loader_facts)
 
         def plan_anew(refused: Plan, why: str) -> Plan:
             if not self._live.plan_without_engine(refused.owner("loader.engine")):
@@ -383,12 +384,12 @@ class Applier:
         """Write the outcomes of the rungs that were tried into the plan."""
         held, self._live.held = self._live.held, frozenset()
         for outcome in outcomes:
-            step = next(each for each in self.plan.planned if each.rung == outcome.rung)
+            step = next(each for each in self.plan.steps if each.rung == outcome.rung)
             step = self._live.take_cheaper(step) if outcome.is_cheaper and outcome.fault is None else step
-            told = dataclasses.replace(
-                step, rehearsed=outcome.rehearsed, pays_back_after_steps=outcome.pays_back_after_steps
-            )
+            told = replace(step, rehearsed=outcome.rehearsed, pays_back_after_steps=outcome.pays_back_after_steps)
             self._live.replace(step, told)
+            if outcome.fault is None:
+                self._live.take_back(told)
             if outcome.fault is not None:
                 self._changes.evidence.pop(outcome.rung, None)
                 self._live.refused[outcome.rung] = outcome.fault

@@ -10,6 +10,7 @@ give the same gradients as the eager step; and the step must do nothing in Pytho
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -47,6 +48,8 @@ BUSY = 0.5
 """A step that the host launches in less than this share of its time is not recorded: the device sets its pace."""
 PLAYS = 7
 """Times that a trial plays the step, the recording included."""
+RECORDING_S = 0.1
+"""What a trial takes beside its plays: keeping the state, reading the code, making the graphs."""
 
 
 class GraphedSteps:
@@ -72,12 +75,15 @@ class GraphedSteps:
         one_time: OneTime,
     ) -> None:
         self._site, self._asked, self._is_ready, self._one_time = site, asked, is_ready, one_time
-        self._terms = None if asked or terms is None else terms.of_run(site.trainer)
+        self._terms = Terms(weighs_costs=False) if asked or terms is None else terms.of_run(site.trainer)
         self.refused: str | None = None
         """Why no step is replayed from here on."""
         self.replays = self.eager_steps = self.recordings = self._unlike = self._missed = 0
         self._seen: dict[str, Any] = {}
         self._launch_share, self._changed = 0.0, ""
+        self._allowed, self._let_pass, self._is_wanted = MOST_RECORDINGS, 0, False
+        self._step_began_s, self._batch_ms = -math.inf, math.inf
+        self._trial_began_s = self._trial_s = 0.0
         self._last_key: Any = None
         self._step: StaticStep | None = None
         self._guard: Guard | None = None
@@ -88,7 +94,7 @@ class GraphedSteps:
     def evidence(self) -> Mapping[str, Any]:
         """Counts of replayed and eager steps; why none is replayed; the comparison's numbers."""
         counts = {"replayed_steps": self.replays, "eager_steps": self.eager_steps, "recordings": self.recordings}
-        return {**counts, "graph_refused": self.refused, **self._seen}
+        return {**counts, "graph_refused": self.refused or "", **self._seen}
 
     def wrap(self, step: Callable[..., Any], *, runs_whole: bool | None) -> Callable[..., Any]:
         """Return the training_step to run for a batch: replayed only if batches run as the loader makes them, and that
@@ -101,6 +107,8 @@ class GraphedSteps:
         """Run one training_step: replayed if possible, else eagerly."""
         if not self._can_replay(step, args):
             self.eager_steps += 1
+            began_s, self._step_began_s = self._step_began_s, time.perf_counter()
+            self._batch_ms = min(self._batch_ms, 1e3 * (self._step_began_s - began_s))
             return step(*args)
         assert self._step is not None
         self._step.forward(args[0])
@@ -118,6 +126,23 @@ class GraphedSteps:
         if self._uninstall is not None:
             self._uninstall()
             self._uninstall = None
+
+    @property
+    def replay_ms(self) -> float | None:
+        """How long a replay of the current recording takes; None if there is none."""
+        return None if self._step is None else self._seen["replay_ms"]
+
+    def explain_no_time(self, trials: int) -> str | None:
+        """Why there is no time to record the step so many times more; None if there is."""
+        batch_ms = self._seen["replay_ms"]
+        return self._terms.explain_no_time(self._count_spent_s(), trials * self._trial_s, batch_ms)
+
+    def record_anew(self, *, let_pass: int = 1) -> None:
+        """The step is another one now: drop its recording, and make one after so many eager steps. In these, torch
+        compiles and plans what is new."""
+        self._drop()
+        self.refused, self._let_pass, self._is_wanted = None, let_pass, True
+        self._allowed += 1
 
     def undo(self) -> None:
         """Run steps eagerly from here on; the counts are kept."""
@@ -151,7 +176,8 @@ class GraphedSteps:
         if self._guard is not None and not self._guard.holds():
             self._changed = self._guard.explain()
             self._drop()  # a parameter was unfrozen or moved, a module switched, a number set: it is outdated
-        if self._step is None and _is_observed(self._site.device):
+        if self._step is None and (self._let_pass or _is_observed(self._site.device)):
+            self._let_pass = max(0, self._let_pass - 1)
             return False
         if self._step is None:
             before, self._last_key = self._last_key, key
@@ -165,11 +191,12 @@ class GraphedSteps:
 
     def _try(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
         """Record the step and compare it with the eager one; then restore everything."""
-        if self.recordings == MOST_RECORDINGS:
+        if self.recordings == self._allowed:
             self.refused = (
-                f"the model changed after each of {MOST_RECORDINGS} recordings, most recently {self._changed}"
+                f"the model changed after each of {self.recordings} recordings, most recently {self._changed}"
             )
             return
+        self._trial_began_s = time.perf_counter()
         try:
             with self._one_time.span("rehearsal"):
                 self.refused = self._refuse(args[0])
@@ -178,12 +205,27 @@ class GraphedSteps:
                         self.refused = self._record(step, args)
         except Exception as error:
             self.refused = describe(error)
+        self._trial_s, self._is_wanted = time.perf_counter() - self._trial_began_s, False
         if self.refused is not None:
             self._drop()
 
+    def _count_spent_s(self) -> float:
+        """Seconds that trying rungs has taken so far, one-time costs such as compiles left out."""
+        return self._one_time.sum_by_cause().get("rehearsal", 0.0)
+
+    def _explain_too_short(self, plays: int, ms: float) -> str | None:
+        """Why the run is too short for the rest of this trial, so many plays of so many milliseconds, or None."""
+        if self._is_wanted:
+            return None
+        spent_s = self._count_spent_s() + time.perf_counter() - self._trial_began_s
+        return self._terms.explain_no_time(spent_s, RECORDING_S + plays * ms / 1e3, ms)
+
     def _refuse(self, batch: Any) -> str | None:
         module, trainer = self._site.module, self._site.trainer
-        if self._terms is not None and (too_short := self._terms.explain_too_short(PLAYS)) is not None:
+        too_short = None if self._is_wanted else self._terms.explain_too_short(PLAYS)
+        if too_short is None and math.isfinite(self._batch_ms):
+            too_short = self._explain_too_short(PLAYS, self._batch_ms)
+        if too_short is not None:
             return too_short
         if len(trainer.optimizers) != 1:
             return "there are several optimizers"
@@ -239,18 +281,20 @@ class GraphedSteps:
         try:
             with recorder.aside():
                 syncs = recorder.find_syncs(lambda: static.play(args[0]))
-                put_back()
-                first = self._time(recorder, lambda: static.play(args[0]))
                 watch.notice(kept.find_change())
                 watch.find_host_draws()
                 put_back()
+                if syncs:
+                    return f"training_step waits for the device: {syncs[0]}"
+                if watch.fault is not None:
+                    return watch.fault
+                first = self._time(recorder, lambda: static.play(args[0]))
+                put_back()
+                if (too_short := self._explain_too_short(PLAYS - 2, first.ms)) is not None:
+                    return too_short
                 second = self._time(recorder, lambda: static.play(args[0]))
                 put_back()
-            if syncs:
-                return f"training_step waits for the device: {syncs[0]}"
-            if watch.fault is not None:
-                return watch.fault
-            if not self._asked and self._launch_share < BUSY:
+            if self._must_gain and self._launch_share < BUSY:
                 return f"the device is busy already: the host launches a step in {self._launch_share:.0%} of its time"
             room = recorder.note_memory()
             static.record(recorder)
@@ -270,6 +314,11 @@ class GraphedSteps:
             self._output = map_tensors(self._output, lambda tensor: tensor.detach())
             self._calls = [replace(call, value=None) for call in self._calls]
         return why
+
+    @property
+    def _must_gain(self) -> bool:
+        """Whether a replay must be faster than an eager step, not only equal to it."""
+        return not self._asked and not self._is_wanted
 
     def _time(self, recorder: CudaRecorder, play: Callable[[], tuple[list[Any], dict[str, Any]]]) -> Played:
         recorder.wait()
@@ -293,7 +342,7 @@ class GraphedSteps:
             fault, _ = judge.find_fault(deviation, noise, precision)
             if fault is not None:
                 return f"the replay does not match the step: {fault}"
-        if not self._asked and replay_ms > LEAST_GAIN * eager_ms:
+        if self._must_gain and replay_ms > LEAST_GAIN * eager_ms:
             return f"the device is busy already: {eager_ms:.3g} ms eager, {replay_ms:.3g} ms replayed"
         return None
 

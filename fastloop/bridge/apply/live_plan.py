@@ -91,6 +91,11 @@ class LivePlan:
             self._spared.add(step.rung)
         self.check_strict()
 
+    def take_back(self, step: Step) -> None:
+        """Plan a rung that may have been left out before."""
+        self.refused.pop(step.rung, None)
+        self.replace(step, dataclasses.replace(step, status="planned", reason=None))
+
     def skip_held(self, reason: str) -> None:
         """Leave out all rungs that still wait for the rehearsal; not an error under ``strict``."""
         self.refused.update(dict.fromkeys(self.held, reason))

@@ -24,6 +24,7 @@ from fastloop import FastLoop
 from fastloop.bridge.apply import graphed_steps
 from fastloop.bridge.apply.graph_guard import Guard
 from fastloop.bridge.apply.graphed_steps import MOST_SHAPES, GraphedSteps
+from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.bridge.watch import probes
 from fastloop.rungs import host
@@ -312,7 +313,7 @@ class Validates(Step):
 def test_validation_leaves_a_recording_as_it_is() -> None:
     watcher, _, _ = run(GRAPH, seeded(Validates), val=models.loader(24))
     found = evidence(watcher, "host")
-    assert (found["recordings"], found.get("graph_refused")) == (1, None) and found["replayed_steps"] == 20
+    assert (found["recordings"], found.get("graph_refused")) == (1, "") and found["replayed_steps"] == 20
 
 
 class Restless(Anneals):
@@ -559,7 +560,11 @@ def test_a_busy_device_is_not_recorded(recorder: type[FakeRecorder]) -> None:
 
 
 @pytest.mark.parametrize(("epochs", "is_tried"), [(3, False), (20, True)])
-def test_a_short_run_is_not_tried(epochs: int, is_tried: bool, recorder: type[FakeRecorder]) -> None:
+def test_a_short_run_is_not_tried(
+    epochs: int, is_tried: bool, recorder: type[FakeRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its number of batches; `test_replay_look.py` has the time that a trial takes."""
+    monkeypatch.setattr(Terms, "explain_no_time", lambda *_: None)
     watcher = FastLoop({"rungs": {"host": {"enabled": True, "step_graph": "auto"}}}, quiet=True)
     models.trainer(callbacks=[watcher], max_epochs=epochs).fit(seeded(Step), models.loader(60))
     assert (recorder.recordings > 0) is is_tried

@@ -59,6 +59,14 @@ class Terms:
             return None
         return f"this run is too short to try it: trying may take 5 % of the {batches:,.0f} batches that are left"
 
+    def explain_no_time(self, spent_s: float, needed_s: float, batch_ms: float) -> str | None:
+        """Why there is no time for a trial of `needed_s` seconds beside those already made, in a run whose batches take
+        `batch_ms`; None if there is, or unknown."""
+        if self.steps_left is None or not self.weighs_costs:
+            return None
+        allowed_s = judge.limit_rehearsal_s(self.steps_left, batch_ms * self.batches_per_step)
+        return judge.explain_no_time(spent_s, needed_s, allowed_s)
+
 
 class Budget:
     """The time that one rehearsal has, and which rungs are too expensive to try in it.
@@ -132,11 +140,10 @@ class Budget:
             return None
         if self._must_pay_back(step):
             return judge.explain_no_pay_back(self._expect_first_call_s(step), self.step_ms, self.terms.steps_left)
-        allowed_s = judge.limit_rehearsal_s(self.terms.steps_left, self.step_ms)
-        needed_s = self._spent_s + 2 * self.play_s + step.change.first_call_s
-        if step.rung in self.terms.by_ladder and needed_s > allowed_s:
-            return f"this run is too short to try it: trying may take 5 % of what is left, {allowed_s:.2g} s"
-        return None
+        if step.rung not in self.terms.by_ladder:
+            return None
+        needed_s = 2 * self.play_s + step.change.first_call_s
+        return self.terms.explain_no_time(self._spent_s, needed_s, self.base_ms)
 
     def keep_failure(self, step: Step, why: str) -> None:
         """Note that a rung failed, for later runs."""

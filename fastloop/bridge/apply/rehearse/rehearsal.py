@@ -264,6 +264,7 @@ class Rehearsal:
             fault=fault,
             on_modules=True,
             is_costly=is_costly(step),
+            first_call_s=first_s,
             is_cheaper=step not in self.steps,
             rehearsed=Rehearsed(
                 deviation=told, eager_ms=self._budget.base_ms, changed_ms=changed_ms, of_batch=self._recorder.is_whole

@@ -181,7 +181,9 @@ class SecondLook:
                 self.hands.unapply(step)
         beside = f", together with {', '.join(step.rung for step in steps)}" if len(steps) > 1 else ""
         why = f"slower in training{beside}: {found}"
-        self.dropped += [replace(self._outcomes[step.rung], fault=why, is_lasting=False) for step in off]
+        self.dropped += [
+            replace(self._outcomes[step.rung], fault=why, is_lasting=False, is_slower=True) for step in off
+        ]
         if on:
             self.seen = self.seen or {"rungs": on, **vars(found), "is_slower": found.is_slower}
 

@@ -1,4 +1,5 @@
-"""Tries rungs before they count: a rehearsal after the first step, and a second look in later ones."""
+"""Tries rungs before they count: a rehearsal after the first step, a second look in later ones, and where steps are
+replayed, a look at replays."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fastloop.bridge.apply.rehearse.budget import find_cheapest
 from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
+from fastloop.bridge.apply.rehearse.replay_look import Recordings, ReplayLook
 from fastloop.bridge.apply.rehearse.second_look import SecondLook
 from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
@@ -28,6 +31,7 @@ class Tries:
         settle: receives the outcomes of some rungs.
         one_time: collects one-time costs, here the rehearsal's time.
         warn: receives a line that the user must not miss.
+        recordings: the recorded step of this run; None: steps are not replayed.
     """
 
     def __init__(
@@ -38,7 +42,12 @@ class Tries:
         settle: Callable[[Sequence[Outcome]], None],
         one_time: OneTime,
         warn: Callable[[str], None],
+        recordings: Recordings | None = None,
     ) -> None:
+        self._recordings, self._terms = recordings, rehearsal.terms
+        self._slower: list[tuple[Step, Outcome]] = []
+        """Rungs that eager steps were slower with."""
+        self._replays: ReplayLook | None = None
         self._site, self._hands, self._pause, self._settle = rehearsal.site, rehearsal.hands, pause, settle
         self._one_time, self._warn = one_time, warn
         self._rehearsal: Rehearsal | None = rehearsal
@@ -52,8 +61,13 @@ class Tries:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to do between batches."""
+        """Whether the eager steps have been tried."""
         return self._rehearsal is None and self._look is None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something is left to do between batches."""
+        return not self.is_over or self._replays is not None
 
     def note_batch(self, batch: Any) -> None:
         """A training step begins with this batch."""
@@ -87,6 +101,8 @@ class Tries:
                 self._look_again(self._look, batch)
             elif self._rehearsal is not None:
                 self._rehearse(self._rehearsal, batch)
+            elif self._replays is not None:
+                self._look_at_replays(self._replays)
         finally:
             self._late += [each for each in self._site.staging.conversions if each not in before]
 
@@ -110,8 +126,10 @@ class Tries:
             if rung in kept:
                 self._one_time.add_span(FIRST_CALLS, began, began + seconds)
         self._settle(outcomes)
+        self._terms = rehearsal.terms
         hands = dataclasses.replace(self._hands, unapply=self._pause)
         self._look = SecondLook.after(rehearsal, outcomes, hands, self._first_sizes)
+        self._note_slower(rehearsal.steps, outcomes)
 
     def _look_again(self, look: SecondLook, batch: Any) -> None:
         try:
@@ -124,6 +142,27 @@ class Tries:
         self._settle(outcomes)
         for outcome in outcomes:
             self._warn(f"{outcome.rung} is off from here on: {outcome.fault}")
+        self._note_slower(look.steps, outcomes)
+
+    def _note_slower(self, steps: Sequence[Step], outcomes: Sequence[Outcome]) -> None:
+        """Note the rungs that eager steps were slower with; once all are known, look at them in replays."""
+        slower = {each.rung: each for each in outcomes if each.is_slower}
+        for step in steps:
+            if (outcome := slower.get(step.rung)) is not None:
+                self._slower.append((find_cheapest(step) if outcome.is_cheaper else step, outcome))
+        if self.is_over and self._slower and self._recordings is not None:
+            self._replays = ReplayLook(self._site, self._slower, self._recordings, self._terms, self._hands)
+
+    def _look_at_replays(self, look: ReplayLook) -> None:
+        try:
+            if not look.batch_starts():
+                return
+            outcomes = look.kept
+        except Exception as error:  # our own error, as above
+            steps = [step for step, _ in self._slower]
+            outcomes = self._drop(steps, f"switching it in training failed: {describe(error)}", is_lasting=False)
+        self._replays = None
+        self._settle(outcomes)
 
     def _drop(self, steps: Sequence[Step], why: str, *, is_lasting: bool) -> list[Outcome]:
         for step in steps:
@@ -134,4 +173,4 @@ class Tries:
         """Training is over."""
         if self._rehearsal is not None:
             self._rehearsal.stop_recording()
-        self._rehearsal = self._look = None
+        self._rehearsal = self._look = self._replays = None

@@ -1,0 +1,118 @@
+"""Judges by replayed steps the rungs that made eager steps slower.
+
+Where launching kernels takes longer than running them, an eager step shows what a rung costs the host and not what it
+saves on the device; replayed, only the device's work counts. So once a step is recorded, each such rung is switched on
+again between two steps, the step is recorded anew, and the times of the two recordings are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from fastloop.bridge.apply.rehearse.budget import Terms
+from fastloop.bridge.apply.rehearse.rehearsal import Hands
+from fastloop.bridge.apply.site import LiveSite
+from fastloop.errors import describe
+from fastloop.judge import rehearsal as judge
+from fastloop.judge.rehearsal import Outcome
+from fastloop.records.plan import Rehearsed, Step
+
+Batches = Generator[None, None, None]
+"""Resumed at the start of each batch."""
+
+
+class Recordings(Protocol):
+    """The recorded step of this run."""
+
+    refused: str | None
+
+    @property
+    def replay_ms(self) -> float | None:
+        """How long a replay takes; None if no step is recorded."""
+
+    def explain_no_time(self, trials: int) -> str | None:
+        """Why there is no time to record the step so many times more; None if there is."""
+
+    def record_anew(self) -> None:
+        """Record the step again: it has changed."""
+
+
+class ReplayLook:
+    """The look of one fit, on its only rank: a step is recorded on one device only.
+
+    Args:
+        slower: the rungs to try, in the ladder's order, with the outcomes that removed them.
+
+    Attributes:
+        kept: outcomes of the rungs that are on after all.
+    """
+
+    def __init__(
+        self,
+        site: LiveSite,
+        slower: Sequence[tuple[Step, Outcome]],
+        recordings: Recordings,
+        terms: Terms,
+        hands: Hands,
+    ) -> None:
+        self.kept: list[Outcome] = []
+        self._site, self._slower, self._recordings, self._terms, self._hands = site, slower, recordings, terms, hands
+        self._global_step, self._is_between_steps = site.trainer.global_step, True
+        self._batches = self._look()
+
+    def batch_starts(self) -> bool:
+        """A batch is about to be trained on; returns whether the look is over. May switch rungs, between two steps."""
+        step = self._site.trainer.global_step
+        self._is_between_steps, self._global_step = step != self._global_step, step
+        return next(self._batches, self) is self
+
+    def _look(self) -> Batches:
+        yield from self._wait_for_recording()
+        for step, outcome in self._slower:
+            without_ms = self._recordings.replay_ms
+            if without_ms is None:
+                return
+            if not self._may_pay(outcome, without_ms) or self._recordings.explain_no_time(trials=2) is not None:
+                continue
+            try:
+                self._hands.apply(step)
+            except Exception as error:
+                self._hands.unapply(step)
+                self._hands.say(f"{step.rung} stays off: {describe(error)}")
+                continue
+            yield from self._record()
+            with_ms = self._recordings.replay_ms
+            if with_ms is not None and with_ms < judge.REPLAY_GAIN * without_ms:
+                self._keep(outcome, with_ms, without_ms)
+            else:
+                self._hands.unapply(step)
+                yield from self._record()
+
+    def _may_pay(self, outcome: Outcome, replay_ms: float) -> bool:
+        """Whether its one-time cost, which it has again, may pay back."""
+        terms = self._terms
+        if not terms.weighs_costs or not outcome.first_call_s:
+            return True
+        step_ms = replay_ms * terms.batches_per_step
+        return judge.explain_no_pay_back(outcome.first_call_s, step_ms, terms.steps_left) is None
+
+    def _keep(self, outcome: Outcome, with_ms: float, without_ms: float) -> None:
+        saved_ms = (without_ms - with_ms) * self._terms.batches_per_step
+        pays_back = judge.count_pay_back_steps(outcome.first_call_s, saved_ms) if outcome.is_costly else None
+        seen = Rehearsed(eager_ms=without_ms, changed_ms=with_ms)
+        if outcome.rehearsed is not None:
+            seen = replace(seen, deviation=outcome.rehearsed.deviation)
+        self.kept.append(replace(outcome, fault=None, is_slower=False, rehearsed=seen, pays_back_after_steps=pays_back))
+        times = f"{with_ms:.3g} ms with it, {without_ms:.3g} ms without it"
+        self._hands.say(f"{outcome.rung} is on after all: a replayed step takes {times}")
+
+    def _record(self) -> Batches:
+        self._recordings.record_anew()
+        yield from self._wait_for_recording()
+
+    def _wait_for_recording(self) -> Batches:
+        """Wait until a step is recorded or none can be, and then for the end of a step."""
+        while (self._recordings.replay_ms is None and self._recordings.refused is None) or not self._is_between_steps:
+            yield

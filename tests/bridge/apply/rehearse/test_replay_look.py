@@ -1,0 +1,264 @@
+"""Rungs that made eager steps slower are judged again by replayed ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from fastloop import FastLoop
+from fastloop.bridge.apply import graph_guard, graphed_steps
+from fastloop.bridge.apply.graphed_steps import GraphedSteps
+from fastloop.bridge.apply.rehearse.budget import Terms
+from fastloop.bridge.apply.rehearse.replay_look import ReplayLook
+from fastloop.judge import rehearsal as judge
+from fastloop.records.plan import Action, Applied, Change, Site
+from fastloop.rungs import host
+from fastloop.rungs.amp import Amp
+from fastloop.rungs.layout import Layout
+from tests.bridge.apply.rehearse import test_rehearsal
+from tests.bridge.watch import planted
+from tests.feeds.step_graph.fake import FakeRecorder
+from tests.models import loader
+
+LONG = 100_000
+"""Steps that a run plans, so that trying a rung takes no more than a twentieth; it ends before."""
+EAGER_S, REPLAYED_S = 0.010, 0.006
+_own_cache = test_rehearsal._own_cache
+
+
+class Machine:
+    """A host that launches, and a device that replays: what each takes for a step, and more with which rung.
+
+    Attributes:
+        eager_s, replayed_s: seconds more with a rung, by its name.
+        on: the rungs that are on; `switched`: what was switched, in order.
+    """
+
+    def __init__(self) -> None:
+        self.eager_s, self.replayed_s = dict[str, float](), dict[str, float]()
+        self.on, self.switched = set[str](), list[str]()
+        self.replays = False
+
+    def work(self) -> None:
+        more, base_s = (self.replayed_s, REPLAYED_S) if self.replays else (self.eager_s, EAGER_S)
+        planted.sleep(base_s + sum(more[rung] for rung in self.on))
+
+    def plant(self, monkeypatch: pytest.MonkeyPatch, kind: Any, rung: str, eager_s: float, replayed_s: float) -> None:
+        """Let a rung take this much more time, and do nothing else."""
+        self.eager_s[rung], self.replayed_s[rung] = eager_s, replayed_s
+
+        def do(_site: Site) -> Applied:
+            self.on.add(rung)
+            self.switched.append(f"+{rung}")
+
+            def undo() -> None:
+                self.on.discard(rung)
+                self.switched.append(f"-{rung}")
+
+            return Applied(undo=undo, probe=lambda: {"dtype": "torch.bfloat16", "convs": 1, "channels_last_convs": 1})
+
+        wanted = Change(actions=(Action(when="model", do=do),), parity="approximate", rehearse="modules")
+        monkeypatch.setattr(kind, "plan", lambda self, facts: wanted)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+
+    class Recorder(FakeRecorder):
+        def record(self, work: Any) -> Any:
+            static, replay = super().record(work)
+
+            def replay_here() -> None:
+                machine.replays = True
+                replay()
+                machine.replays = False
+
+            return static, replay_here
+
+    monkeypatch.setattr(GraphedSteps, "make_recorder", Recorder)
+    monkeypatch.setattr(host, "_explain_no_graph", lambda _facts: None)
+    monkeypatch.setattr(time, "perf_counter", planted.read_clock_s)
+    for reader in (graphed_steps, graph_guard):  # naps pass on a clock that is a global variable
+        monkeypatch.setattr(reader, "list_step_functions", lambda *_: [])
+    return machine
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+        self.work: Callable[[], None] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.work()
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+class Module(L.LightningModule):
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.net = Net()
+        object.__setattr__(self.net, "work", machine.work)
+        self.ends_at, self.ended = 60, list[Any]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.ended.append((float(outputs["loss"]), self.net.layer.weight.tolist()))
+        self.trainer.should_stop = len(self.ended) >= self.ends_at
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+
+
+def train(machine: Machine, *rungs: str, steps: int = LONG, accumulate: int = 1, graph: Any = "auto") -> Any:
+    torch.manual_seed(3)
+    module, loop = Module(machine), None
+    if rungs:
+        switched: dict[str, Any] = {rung: {"enabled": True} for rung in rungs}
+        switched["host"] = {"enabled": True, "step_graph": graph, "gc_every_steps": None}
+        loop = FastLoop({"rungs": switched, "watch": {"warmup_steps": 2}}, quiet=True)
+        object.__setattr__(loop.config, "by_ladder", frozenset(switched))
+    trainer = L.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=accumulate,
+        callbacks=[] if loop is None else [loop],
+    )
+    torch.manual_seed(4)
+    trainer.fit(module, loader(48))
+    return loop, module
+
+
+def read_step(loop: Any, rung: str) -> Any:
+    return loop.plan.step(rung)
+
+
+def test_a_rung_that_only_the_host_was_slower_with_comes_back(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.plant(monkeypatch, Amp, "amp", eager_s=0.005, replayed_s=-0.003)
+    loop, module = train(machine, "amp")
+    assert machine.switched[:3] == ["+amp", "-amp", "+amp"] and machine.switched.count("+amp") == 2
+    step = read_step(loop, "amp")
+    assert step.status == "planned" and step.reason is None
+    assert step.rehearsed.eager_ms == pytest.approx(6, abs=1) and step.rehearsed.changed_ms == pytest.approx(3, abs=1)
+    verdict = next(each for each in loop.verdicts if each.rung == "amp")
+    assert verdict.took is True
+    seen = loop.measurement.evidence["host"]
+    assert seen["recordings"] == 2 and seen["replayed_steps"] > 40 and seen["replay_ms"] == pytest.approx(3, abs=1)
+    _, plain = train(machine)
+    assert module.ended == plain.ended and len(plain.ended) == 60, "what was switched computes the same"
+
+
+@pytest.mark.parametrize("more_s", [0.001, 0.0], ids=["slower", "no gain"])
+def test_a_rung_that_replays_gain_nothing_with_stays_off(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, more_s: float
+) -> None:
+    machine.plant(monkeypatch, Amp, "amp", eager_s=0.005, replayed_s=more_s)
+    loop, module = train(machine, "amp")
+    assert machine.switched == ["+amp", "-amp"] * 2 and not machine.on
+    step = read_step(loop, "amp")
+    assert step.status == "skipped" and step.reason.startswith("slower on the calls of the first step")
+    assert "amp" not in loop.measurement.evidence
+    seen = loop.measurement.evidence["host"]
+    assert seen["recordings"] == 3 and seen["replayed_steps"] > 40 and seen["replay_ms"] == pytest.approx(6, abs=1)
+    _, plain = train(machine)
+    assert module.ended == plain.ended
+
+
+def test_each_rung_is_judged_on_top_of_those_before_it(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.plant(monkeypatch, Amp, "amp", eager_s=0.005, replayed_s=0.002)
+    machine.plant(monkeypatch, Layout, "layout", eager_s=0.005, replayed_s=-0.002)
+    loop, _ = train(machine, "amp", "layout")
+    assert read_step(loop, "layout").status == "planned" and read_step(loop, "amp").status == "skipped"
+    assert read_step(loop, "layout").rehearsed.eager_ms == pytest.approx(6, abs=1)
+
+
+def test_steps_that_cannot_be_recorded_are_judged_by_eager_ones(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.plant(monkeypatch, Amp, "amp", eager_s=0.005, replayed_s=-0.003)
+    monkeypatch.setattr(GraphedSteps.make_recorder, "syncs", ["train.py:1: loss.item()"])
+    loop, _ = train(machine, "amp")
+    assert machine.switched == ["+amp", "-amp"]
+    assert read_step(loop, "amp").reason.startswith("slower on the calls of the first step")
+
+
+def test_a_step_that_cannot_be_recorded_with_the_rung_is_recorded_without_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.plant(monkeypatch, Amp, "amp", eager_s=0.005, replayed_s=-0.003)
+    original = FakeRecorder.find_syncs
+    monkeypatch.setattr(
+        FakeRecorder, "find_syncs", lambda self, work: original(self, work) + ["amp waits"] * bool(machine.on)
+    )
+    loop, _ = train(machine, "amp")
+    seen = loop.measurement.evidence["host"]
+    assert machine.switched == ["+amp", "-amp"] * 2
+    assert read_step(loop, "amp").status == "skipped" and not seen["graph_refused"]
+    assert seen["recordings"] == 2 and seen["replayed_steps"] > 40
+
+
+def test_rungs_are_switched_between_two_steps_only(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.plant(monkeypatch, Amp, "amp", eager_s=0.005, replayed_s=0.001)
+    places = list[Any]()
+    original = GraphedSteps.record_anew
+
+    def note(self: Any, **options: Any) -> None:
+        places.append(self._site.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1)
+        original(self, **options)
+
+    monkeypatch.setattr(GraphedSteps, "record_anew", note)
+    train(machine, "amp", accumulate=3)
+    assert len(places) == 2 and all(place % 3 == 0 for place in places)
+
+
+def test_a_run_that_has_spent_its_share_looks_no_more(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.plant(monkeypatch, Amp, "amp", eager_s=0.005, replayed_s=-0.003)
+    told = list[int]()
+
+    def refuse(self: Any, trials: int) -> str:
+        told.append(trials)
+        return "too short"
+
+    monkeypatch.setattr(GraphedSteps, "explain_no_time", refuse)
+    loop, _ = train(machine, "amp")
+    assert told == [2] and machine.switched == ["+amp", "-amp"]
+    assert loop.measurement.evidence["host"]["replayed_steps"] > 40
+
+
+@pytest.mark.parametrize(("steps", "is_tried"), [(240, False), (2_000, True)])
+def test_recording_a_step_and_rehearsals_share_a_twentieth_of_the_run(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, steps: int, is_tried: bool
+) -> None:
+    """A trial of 0.09 s fits into 5 % of the longer run's 20 s; and into those of the shorter one's 2.4 s, had the
+    rehearsal not spent part of them."""
+    machine.plant(monkeypatch, Amp, "amp", eager_s=-0.001, replayed_s=-0.001)
+    monkeypatch.setattr(graphed_steps, "RECORDING_S", 0.02)
+    loop, _ = train(machine, "amp", steps=steps)
+    seen = loop.measurement.evidence["host"]
+    assert (seen["replayed_steps"] > 40) is is_tried
+    assert is_tried or seen["graph_refused"].startswith("this run is too short to try it: trying may take 5 %")
+    spent_s = loop.measurement.one_time_s["rehearsal"]
+    assert 0.03 < spent_s <= 0.05 * steps * EAGER_S
+
+
+def test_a_compile_comes_back_only_if_it_can_pay_back_again() -> None:
+    outcome = judge.Outcome(rung="compile", fault="slower", is_slower=True, is_costly=True, first_call_s=20.0)
+    for steps, may in ((1_000, False), (100_000, True)):
+        look = ReplayLook.__new__(ReplayLook)
+        look._terms = Terms(steps_left=steps)
+        assert look._may_pay(outcome, 3.0) is may
