@@ -193,16 +193,20 @@ class _Substitution:
         source = loader
         if isinstance(loader, LazyLoader) and (loader.engine is None or self.count is not None):
             source = loader.inner  # a comparison wants the user's own samples, a ceiling what an engine delivers
-        sampler = _find_window_sampler(self.trainer.strategy)
+        strategy = self.trainer.strategy
+        sampler = _find_window_sampler(strategy)
         if self._leaf not in self._kept:
-            batches = _load(source, self._limit_kept) if self.count is None else _take_first(source, self.count())
+            if self.count is None:
+                batches = _load(source, self._limit_kept)
+            else:  # arms differ in what they leave to the device; a training_step gets the same
+                batches = [_finish(strategy, batch) for batch in _take_first(source, self.count())]
             sizes = list(sampler.sizes)[: len(batches)] if sampler is not None else []
             if self.change is not None:
                 batches = self.change(batches)
             if self.on_device:
                 batches = [self._stage(batch, feed) for batch in batches[:FEWEST]]
-                if self.trainer.strategy.root_device.type == "cuda":
-                    torch.cuda.synchronize(self.trainer.strategy.root_device)
+                if strategy.root_device.type == "cuda":
+                    torch.cuda.synchronize(strategy.root_device)
             self._kept[self._leaf] = batches, sizes
         batches, sizes = self._kept[self._leaf]
         if not batches:
@@ -244,6 +248,12 @@ def _find_window_sampler(strategy: Any) -> Any:
     """The sampler that merges accumulation windows, if the batch rung is active."""
     loaders = getattr(getattr(strategy, "fastloop", None), "loaders", None)
     return None if loaders is None else loaders.windows
+
+
+def _finish(strategy: Any, batch: Any) -> Any:
+    """The batch with pictures as floats, as the user's own loader makes it, if a rung leaves that to the device."""
+    loaders = getattr(getattr(strategy, "fastloop", None), "loaders", None)
+    return batch if loaders is None or loaders.staging.to_floats is None else loaders.staging.to_floats(batch)
 
 
 def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:

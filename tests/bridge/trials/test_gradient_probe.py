@@ -14,14 +14,19 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from fastloop.bridge.fit import recipe_modules
-from fastloop.bridge.trials import gradient_probe, gradient_state
+from fastloop.bridge.trials import ceilings, gradient_probe, gradient_state
 from fastloop.bridge.trials.gradient_probe import GradientProbe, measure
 from fastloop.experiments.trials.trial import Job, run_trial
+from fastloop.feeds.images.byte_batches import AsBytes
 from fastloop.judge.parity import judge_gradient
 from fastloop.records import store
 from fastloop.records.experiment import Gate
+from fastloop.records.facts import Facts
+from fastloop.records.plan import Change
 from fastloop.records.trial import GradientAnswer
+from fastloop.rungs.prefetch import Prefetch
 from tests import models
+from tests.pictures import MEAN, STD, Classifier, draw_folder
 from tests.trainings import NET
 from tests.twins import Twin, gradient, made, shuffled
 
@@ -237,6 +242,38 @@ def test_numbers_that_are_none(base: dict[str, Any], tmp_path: Path) -> None:
 
     found = arm(tmp_path, kind=Breaks)
     assert found["finite"] is False and found["deviation"] is None and judge(base, found).passed is False
+
+
+@pytest.mark.parametrize("sends_bytes", ["base", "arm", "both"])
+def test_pictures_that_one_arm_sends_as_bytes(
+    sends_bytes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base with workers sends them as bytes, DALI makes floats: the same samples."""
+    datasets, v1 = pytest.importorskip("torchvision.datasets"), pytest.importorskip("torchvision.transforms")
+
+    def plan(_rung: Prefetch, facts: Facts) -> Change:  # as on CUDA, without a feed
+        if facts.loader is None:
+            return Change(waits_for="the train loader", may_want=("dataset.uint8",))
+        return Change(wants={"dataset.uint8": AsBytes()})
+
+    monkeypatch.setattr(Prefetch, "plan", plan)
+    tail = [v1.RandomCrop(20, padding=4), v1.ToTensor(), v1.Normalize(MEAN, STD)]
+    folder = datasets.ImageFolder(draw_folder(tmp_path / "pictures", 40), v1.Compose(tail))
+
+    def load() -> DataLoader[Any]:
+        return DataLoader(folder, batch_size=8)
+
+    as_bytes: Any = {"prefetch": {}}
+    how: Any = {"kind": Classifier, "train": load}
+    base, _ = gradient(tmp_path / "base", rungs=as_bytes if sends_bytes != "arm" else None, **how)
+    other, _ = gradient(tmp_path / "arm", tmp_path / "base", rungs=as_bytes if sends_bytes != "base" else None, **how)
+    assert judge(base, other).passed is True and other["deviation"] == 0, other
+    kept = gradient_state.read(tmp_path / "base", 0)["batches"][0]
+    assert all(leaves[0].dtype == torch.float32 for leaves in kept)
+    monkeypatch.setattr(ceilings, "_finish", lambda strategy, batch: batch)
+    if sends_bytes == "base":  # what went wrong before
+        gradient(tmp_path / "bytes", rungs=as_bytes, **how)
+        assert gradient_state.read(tmp_path / "bytes", 0)["batches"][0][0][0].dtype == torch.uint8
 
 
 def test_several_loaders(tmp_path: Path) -> None:
