@@ -175,6 +175,8 @@ def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
         why += f"; {norms} BatchNorm layers kept up to {evidence['groups']} batches apart"
     if weighed := evidence.get("weighed_by"):
         why += f"; weighted by {weighed}"
+    if unequal := evidence.get("unequal_logs"):
+        why += f"; logged values change that are no means over samples: {', '.join(unequal)}"
     if problem:
         why += f"; {evidence['uncut_steps']} of {evidence['steps']} batches could not be cut: {problem}"
     if apart:

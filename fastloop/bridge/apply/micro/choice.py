@@ -87,6 +87,8 @@ class PieceChoice:
         """Batches that could not be cut."""
         self._apart_why = ""
         self._most: tuple[int, ...] = ()
+        self._unequal: dict[str, None] = {}
+        """Names of logged values that are no means over samples."""
 
     def evidence(self) -> Mapping[str, Any]:
         """Counts of batches, of those that ran in other pieces than the loader's own, and of those that could not be
@@ -102,6 +104,7 @@ class PieceChoice:
             "apart_steps": self._apart_steps,
             "apart_why": self._apart_why or None,
             "weighed_by": None if self.weighing is None else str(self.weighing.counter),
+            "unequal_logs": list(self._unequal),
             "micro_batch": self.micro,
             "searched": None if self._found is None else self._found.why,
             "rates": None if self._found is None else {str(size): rate for size, rate in self._found.rates.items()},
@@ -142,6 +145,8 @@ class PieceChoice:
                 merged = cut(batch, self.micro, window, whole_batches=self.groups is not None)
                 reason = self._compare(strategy, own, merged, rest)
             self.refused = reason = self._agree(strategy, reason)
+            if reason is None:
+                self._tell_unequal()
         if reason is None or not own:
             return Chosen(self._cut(batch, trainer, window))
         if (why := self.refused or reason) != self._apart_why and (self.refused or not self._apart_why):
@@ -226,6 +231,7 @@ class PieceChoice:
                 self._warn(f"{self._rung}: batches run whole: {self.refused}")
                 self._changed, self.uncut, self._most = 0, self.uncut + 1, ()
                 return whole
+            self._tell_unequal()
         if self.weighing is not None and len(pieces) > 1:
             weights = self.weighing.counter.weigh([piece.batch for piece in pieces])
             pieces = [piece._replace(weight=weight) for piece, weight in zip(pieces, weights, strict=True)]
@@ -238,10 +244,20 @@ class PieceChoice:
         reason, mine = None, None
         if len(pieces) > 1:
             with self._one_time.span("rehearsal"):
-                reason, mine = weigh_pieces(strategy, batch, pieces, self._make_take_loss(strategy, rest))
+                reason, mine = weigh_pieces(
+                    strategy, batch, pieces, self._make_take_loss(strategy, rest), self._note_unequal
+                )
                 give_back(strategy.root_device)
         self.weighing = next((each for each in gather(trainer, mine) if each is not None), None)
         return reason
+
+    def _note_unequal(self, name: str) -> None:
+        self._unequal[name] = None
+
+    def _tell_unequal(self) -> None:
+        if self._unequal:
+            names = ", ".join(self._unequal)
+            self._warn(f"{self._rung}: not a mean over samples, so its logged values are others from here on: {names}")
 
     # -- a window of them, merged -----------------------------------------------------------------------------------
 
@@ -261,9 +277,12 @@ class PieceChoice:
         with self._one_time.span("rehearsal"), contextlib.ExitStack() as after:
             after.callback(give_back, strategy.root_device)
             if merged[0].samples >= own[0].samples:
-                return explain_difference(strategy, own, merged, take_loss, self.groups, self._compares)
+                how = self.groups, self._compares, self._note_unequal
+                return explain_difference(strategy, own, merged, take_loss, *how)
             # The search found that the user's own batch does not fit.
-            reason, weighing = weigh_pieces(strategy, own[0].batch, cut(own[0].batch, self.micro), take_loss)
+            reason, weighing = weigh_pieces(
+                strategy, own[0].batch, cut(own[0].batch, self.micro), take_loss, self._note_unequal
+            )
             return reason or (weighing and "the loss is a mean over tokens, but a window weights it by samples")
 
     def _agree(self, strategy: Any, reason: str | None) -> str | None:

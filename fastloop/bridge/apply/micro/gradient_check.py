@@ -7,7 +7,7 @@ on its running statistics, so that only the loss can make a difference. The chec
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -29,6 +29,9 @@ from fastloop.feeds.token_counts import Counter, list_counters
 
 TakeLoss = Callable[[Any, int], Any]
 """Returns training_step's loss for a batch and that batch's number in its window."""
+Note = Callable[[str], object]
+LOGGED_ALIKE = {"fp64": 1e-3, "fp32": 1e-3, "tf32": 5e-3, "fp16": 5e-3, "bf16": 3e-2}
+"""Relative difference, by precision, up to which two ways to compute a logged mean give the same value."""
 
 
 class _Sampled(NamedTuple):
@@ -39,7 +42,7 @@ class _Sampled(NamedTuple):
     drew: bool
     """Whether training_step draws random numbers."""
     logged: list[dict[str, float]]
-    """Logged values of each piece, first of `own`, then of `others`."""
+    """Logged values that are to be averaged, of each piece: first of `own`, then of `others`."""
 
 
 class Weighing(NamedTuple):
@@ -57,12 +60,14 @@ def explain_difference(
     take_loss: TakeLoss,
     groups: BatchGroups | None = None,
     compares: bool = True,
+    note: Note = bool,
 ) -> str | None:
     """Why a window must not run as `merged`; None if its gradient equals that of the user's `own` batches.
 
     Args:
         groups: makes BatchNorm normalize each of the batches separately; None if no rung needs it.
         compares: whether to compare gradients.
+        note: receives the names of logged values that are no means over samples.
     """
     means = None if groups is None else MeansOfGroups(groups)
     try:
@@ -71,6 +76,7 @@ def explain_difference(
         return f"could not compare accumulated and merged gradients: {_say(error)}"
     if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
         return mixed
+    _note_unequal(strategy, seen, own, merged, note)
     if not compares:
         return None
     together = sum((piece.weight * each for piece, each in zip(merged, seen.others, strict=True)), torch.zeros(()))
@@ -79,11 +85,14 @@ def explain_difference(
 
 
 def weigh_pieces(
-    strategy: Any, batch: Any, pieces: Sequence[Piece], take_loss: TakeLoss
+    strategy: Any, batch: Any, pieces: Sequence[Piece], take_loss: TakeLoss, note: Note = bool
 ) -> tuple[str | None, Weighing | None]:
     """Why the user's batch must not run in `pieces`, and how to weight these, if not by their samples.
 
     If the whole batch does not fit in memory, one piece is compared with its halves.
+
+    Args:
+        note: receives the names of logged values that are no means over samples.
     """
     whole = Piece(batch, sum(piece.samples for piece in pieces), 1.0)
     alone = strategy.lightning_module.trainer.world_size == 1
@@ -96,12 +105,14 @@ def weigh_pieces(
             if first.samples < 2:
                 return None, None  # nothing smaller could be compared
             error.__traceback__ = None  # its frames hold the tensors that did not fit
-            return weigh_pieces(strategy, first.batch, cut(first.batch, -(-first.samples // 2)), take_loss)
+            return weigh_pieces(strategy, first.batch, cut(first.batch, -(-first.samples // 2)), take_loss, note)
         return f"could not compare whole and split gradients: {_say(error)}", None
     judged = _judge(strategy, seen.own, [piece.weight for piece in pieces], seen.others[0])
     what = "the loss compares samples or is not a mean over them: the gradient of the pieces"
     why = _explain(seen, *judged, "whole and split", what)
     if why is None or judged[0] is not None:
+        if why is None:
+            _note_unequal(strategy, seen, pieces, [whole], note)
         return why, None
     found: dict[float, Weighing] = {}
     for counter in list_counters(batch, strategy.lightning_module):
@@ -110,7 +121,11 @@ def weigh_pieces(
             distance = measure_difference(seen.own, weights, seen.others[0])
             names = _find_token_means(seen.logged, [piece.samples for piece in pieces], weights)
             found.setdefault(distance.apart if distance else 0.0, Weighing(counter, names))
-    return (None, found[min(found)]) if found else (why, None)
+    if not found:
+        return why, None
+    best = found[min(found)]
+    _note_unequal(strategy, seen, pieces, [whole], note, by_weight=best.names)
+    return None, best
 
 
 def _explain(seen: _Sampled, reason: str | None, apart: float | None, which: str, otherwise: str) -> str | None:
@@ -134,6 +149,31 @@ def _find_token_means(
         if len(parts) == len(pieces):
             names |= {name} if abs(average(parts, weights) - value) < abs(average(parts, samples) - value) else set()
     return frozenset(names)
+
+
+def _note_unequal(
+    strategy: Any,
+    seen: _Sampled,
+    own: Sequence[Piece],
+    others: Sequence[Piece],
+    note: Note,
+    by_weight: Collection[str] = (),
+) -> None:
+    """Note each logged value whose mean over samples is another in these `own` pieces than in the others; those
+    `by_weight` are other means."""
+    if seen.drew:
+        return  # it may differ for that reason
+    limit = LOGGED_ALIKE[find_precision(strategy.lightning_module.trainer, strategy.lightning_module)]
+    parts = seen.logged[: len(own)], seen.logged[len(own) :]
+    for name in {**parts[0][0], **parts[1][0]}:
+        if name in by_weight or not all(name in each for part in parts for each in part):
+            continue
+        first, second = (
+            average([each[name] for each in part], [piece.samples for piece in pieces])
+            for part, pieces in zip(parts, (own, others), strict=True)
+        )
+        if abs(first - second) > limit * max(abs(first), abs(second)):
+            note(name)
 
 
 def _sample(
@@ -161,9 +201,11 @@ def _sample(
                 raise ValueError("training_step returned no loss")
             return sample_gradient(loss * scale, parameters)
 
-    def note(name: str, value: Any, *_args: Any, **_named: Any) -> None:
+    def note(name: str, value: Any, *_args: Any, reduce_fx: Any = "mean", **_named: Any) -> None:
         if isinstance(value, torch.Tensor):
             value = value.detach()
+        if getattr(reduce_fx, "__name__", reduce_fx) not in ("mean", "avg"):
+            return
         if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             logged[-1][name] = float(value)
 

@@ -332,3 +332,29 @@ def test_a_recorder_of_calls_sees_the_step_alone() -> None:
 
     assert run(MERGE, EVEN(), Recorded, max_steps=1, **ACCUMULATE).verdict("batch").took
     assert [call.args[0].shape for call in recorders[0].calls] == [(32, 8)]
+
+
+class LogsRoots(Net):
+    """Logs a mean over samples, a root of one, and an extreme."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mse", loss)
+        self.log("rmse", loss.sqrt())
+        self.log("most", loss, reduce_fx="max")
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("rungs", "settings"), [({"batch": {"micro_batch": 2}}, {}), (MERGE, ACCUMULATE)], ids=["split", "merged"]
+)
+def test_logged_values_that_are_no_means_over_samples_are_named(rungs: Any, settings: Any) -> None:
+    with pytest.warns(UserWarning, match="not a mean over samples, so its logged values are others .*: rmse$"):
+        ours = run(rungs, EVEN(), LogsRoots, **settings)
+    assert ours.seen("batch")["unequal_logs"] == ["rmse"]
+    assert (
+        ours.verdict("batch").took
+        and "logged values change that are no means over samples: rmse" in ours.verdict("batch").why
+    )
+    honest = run(rungs, EVEN(), Net, **settings)
+    assert honest.seen("batch")["unequal_logs"] == [] and "logged values" not in honest.verdict("batch").why
