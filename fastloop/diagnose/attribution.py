@@ -24,6 +24,7 @@ from fastloop.records.readings import (
     list_syncing_lines,
     read_activity,
     read_garbage_ms,
+    read_loader,
     read_step_ms,
     read_trace,
     to_number,
@@ -154,7 +155,7 @@ def attribute(seen: Measurement) -> Attribution | None:
         inside=inside,
         exchange=exchange,
         drained=drained,
-        device_ms=inside.busy if inside is not None and (limits or _works_in_turns(step, inside)) else None,
+        device_ms=inside.busy if inside is not None and (limits or _works_in_turns(step, inside, drained)) else None,
         is_limit=limits,
         gpu_use=classify_use(seen, 1.0 if limits or inside is None else inside.busy / step.step_ms),
         garbage_ms=read_garbage_ms(seen),
@@ -233,12 +234,21 @@ def _divide(step: StepParts, exchange: Exchange | None, drained: bool | None) ->
     return dataclasses.replace(owners, unseen=unseen, busy=busy)
 
 
-def _works_in_turns(step: StepParts, inside: Inside) -> bool:
-    """Whether a GPU's own work takes most of a step, by its counters or a trace, and nothing else hides it."""
+def _works_in_turns(step: StepParts, inside: Inside, drained: bool | None) -> bool:
+    """Whether a GPU's own work takes most of a step, by its counters or a trace, and nothing else hides it.
+
+    Worker processes and a host that launches without pause work beside the GPU: where they do not keep up, faster
+    kernels only wait longer. Callbacks, the loop and batches made in this process come in turn with the GPU's work if
+    it still has some when the host has launched everything.
+    """
     known = read_activity(step.measured)[0] is not None or inside.source == "trace"
     if not step.on_gpu or not known or inside.busy < MOSTLY_BUSY * step.step_ms:
         return False
-    beside = (step.sum_ms(*STARVING) or 0.0) + (inside.blocked or 0.0) + (inside.launch or 0.0)
+    in_turn = drained is False
+    loads_here = in_turn and read_loader(step.measured).get("num_workers") == 0
+    beside = 0.0 if loads_here else step.parts_ms.get("data_wait", 0.0)
+    beside += 0.0 if in_turn else step.sum_ms("callbacks_logging", "host_other") or 0.0
+    beside += (inside.blocked or 0.0) + (inside.launch or 0.0)
     return beside < STARVED_SHARE * max(0.0, step.step_ms - (step.sum_ms(*GAPS) or 0.0))
 
 

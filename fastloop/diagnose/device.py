@@ -183,7 +183,8 @@ def _describe_free_data(step: Attribution) -> str | None:
     gains = [compute_gain_pct(step.measured, ceiling) for ceiling in ("resident", "replayed")]
     known = [gain for gain in gains if gain is not None]
     if not known:
-        return None if "data_wait" not in step.parts_ms else "nothing waits for data"
+        waits = step.parts_ms.get("data_wait")
+        return "nothing waits for data" if waits is not None and step.to_pct(waits) < NO_GAIN_PCT else None
     rate = f"nothing waits for data (with free data {format_factor(known[0])}, measured)"
     return rate if known[0] <= NO_GAIN_PCT else None
 

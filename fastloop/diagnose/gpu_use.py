@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from fastloop.records.measurement import Measurement
-from fastloop.records.readings import read_family_shares, read_gpu, read_precision, read_trace, to_number
+from fastloop.records.readings import (
+    attends_by_hand,
+    read_family_shares,
+    read_gpu,
+    read_precision,
+    read_trace,
+    to_number,
+)
 
 WELL_USED_MFU, WELL_USED_TENSOR_PCT = 0.35, 60.0
 """Share of the datasheet's peak, and percentage of time with active tensor cores, that good training code reaches."""
@@ -112,4 +119,7 @@ def find_culprit(seen: Measurement) -> Culprit | None:
         return Culprit("32-bit_math", says, "Trainer(precision='bf16-mixed')")
     if sms is not None and sms < FEW_SMS_PCT:
         return Culprit("small_kernels", f"only {sms:.0f} % of its SMs have work", "more work in each kernel")
+    if read_trace(seen) is None and attends_by_hand(seen):
+        says = "its attention is written by hand; how much of the time that takes, a trace shows"
+        return Culprit("attention", says, FUSED_ATTENTION)
     return None

@@ -9,6 +9,7 @@ import pytest
 
 from tests.diagnose.scenes import (
     BF16,
+    NO_WORKERS,
     findings,
     gpt2_naive,
     gpt2_tuned,
@@ -18,6 +19,8 @@ from tests.diagnose.scenes import (
     scene,
     with_trace,
 )
+
+WORKERS = {**NO_WORKERS, "num_workers": 4}
 
 
 def test_naive_gpt2_is_busy_and_not_fast() -> None:
@@ -67,7 +70,7 @@ def test_a_starved_gpu_is_not_blamed_for_its_arithmetic() -> None:
     seen = resnet50_naive(mfu={"datasheet": 0.008, "dtype_in_use": 0.3})
     assert [finding.bottleneck for finding in findings(seen)] == ["data_wait"]
     assert [finding.bottleneck for finding in findings(gpt2_naive(data_wait=150.0))] == ["fp32_math", "data_wait"]
-    assert [finding.bottleneck for finding in findings(gpt2_naive(data_wait=160.0))] == ["data_wait"]
+    assert [finding.bottleneck for finding in findings(gpt2_naive(data_wait=160.0, loader=WORKERS))] == ["data_wait"]
 
 
 def test_a_gap_and_slow_arithmetic_are_both_named() -> None:
@@ -293,10 +296,27 @@ def test_every_share_of_a_half_idle_step_has_a_name() -> None:
         ({"syncs": ()}, {"fp32_math": 69.0}),
         ({"mfu": {"datasheet": 0.3}, "precision": "bf16-mixed", "peaks": BF16}, {"sync": 31.0}),
         ({"trail": 0.0, "syncs": ()}, {"launch_bound": 31.0}),
-        ({"syncs": (), "data_wait": 55.8}, {"data_wait": 31.0}),
+        ({"syncs": (), "data_wait": 55.8, "loader": WORKERS}, {"data_wait": 31.0}),
         ({"gpu": {"gr_active_pct": 45.0}}, {"sync": 55.0}),
+        # What this process does by itself comes in turn with the GPU's work, unless it launches without pause.
+        ({"syncs": (), "data_wait": 55.8}, {"fp32_math": 69.0, "data_wait": 31.0}),
+        ({"syncs": (), "callbacks_logging": 55.8}, {"fp32_math": 69.0, "callbacks_logging": 31.0}),
+        ({"syncs": (), "callbacks_logging": 30.0, "trail": 0.0}, {"callbacks_logging": 16.7, "launch_bound": 14.3}),
     ],
-    ids=["drained", "NVML", "timed", "hardly idle", "no lines", "well used", "launches", "data", "mostly idle"],
+    ids=[
+        "drained",
+        "NVML",
+        "timed",
+        "hardly idle",
+        "no lines",
+        "well used",
+        "launches",
+        "data of workers",
+        "mostly idle",
+        "data",
+        "callbacks",
+        "callbacks, drained",
+    ],
 )
 def test_who_owns_the_rest_of_the_step(change: dict[str, Any], expected: dict[str, float]) -> None:
     assert shares(bert(**change)) == expected
@@ -382,3 +402,23 @@ def test_beside_what_owns_the_time_of_a_gpu_padding_has_no_share() -> None:
     *others, last = findings(gpt2_naive(tokens_per_s=1000.0, unpadded_tokens_per_s=400.0))
     assert others == [*plain] and last.title == "BUSY, NOT FAST: PADDING" and last.share_pct is None
     assert last.bottleneck == "compute_bound"  # others read the names: no new ones
+
+
+def test_attention_by_hand_is_named_without_a_trace() -> None:
+    def slow(**model: Any) -> Any:
+        gpu = {"gr_active_pct": 97.0, "tensor_active_pct": 20.0, "dram_active_pct": 40.0, "sm_active_pct": 90.0}
+        usual = {"step": 100.0, "trail": 20.0, "lead_ms": 20.0, "precision": "bf16-mixed", "peaks": BF16}
+        return scene(**usual, gpu=gpu, mfu={"datasheet": 0.15, "dtype_in_use": 0.15}, evidence={"model": model})
+
+    (finding,) = findings(slow(attends_by_hand=2))
+    assert finding.title == "BUSY, NOT FAST: ATTENTION" and finding.patch == {"rungs": {"attention": {"enabled": True}}}
+    assert "its attention is written by hand" in finding.why and finding.ceiling_gain_pct is None
+    (finding,) = findings(slow(attends_by_hand=0))
+    assert finding.title == "BUSY, NOT FAST" and finding.patch is None
+    (finding,) = findings(with_trace(slow(attends_by_hand=2), 97.0, {"other": 3.0}, {"gemm": 90.0}))
+    assert finding.title == "BUSY, NOT FAST", "a trace has shown that it takes little"
+
+
+def test_nothing_waits_for_data_only_where_nothing_does() -> None:
+    assert "nothing waits for data" in findings(gpt2_naive())[0].why
+    assert "nothing waits" not in findings(gpt2_naive(data_wait=150.0))[0].why
