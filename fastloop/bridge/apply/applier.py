@@ -18,9 +18,8 @@ from fastloop.bridge.apply.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.loaders import TrainLoaders, is_evaluation_asking
 from fastloop.bridge.apply.micro.batches import MicroBatches
-from fastloop.bridge.apply.micro.choice import PieceChoice
-from fastloop.bridge.apply.micro.search import SizeSearch
-from fastloop.bridge.apply.micro.search_terms import make_search
+from fastloop.bridge.apply.micro.search_terms import make_choice
+from fastloop.bridge.apply.precision_fallback import PrecisionFallback
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal
 from fastloop.bridge.apply.rehearse.tries import Tries
@@ -81,6 +80,7 @@ class Applier:
         self.micro: MicroBatches | None = None
         self.graphs: GraphedSteps | None = None
         self.validation: ValidationLoaders | None = None
+        self._fallback: PrecisionFallback | None = None
         self._site: LiveSite | None = None
         self._changes = Changes(warn)
 
@@ -100,6 +100,8 @@ class Applier:
             return
         self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
         self._site.graph_steps = self._graph_steps
+        if facts.world_size == 1:  # ranks would have to repeat a step together
+            self._fallback = PrecisionFallback(strategy.lightning_module, self._live, self._give_up_precision)
         rehearses = trainer.state.fn == "fit" and self.terms is not None
         if trainer.state.fn != "fit":
             # Other stages get the rungs that change results, so that they compute what validation inside fit computed.
@@ -234,8 +236,13 @@ class Applier:
         if self.graphs is not None:
             step = self.graphs.wrap(step, runs_whole=True if self.micro is None else self.micro.choice.runs_whole)
         if self.micro is None or not args:
-            return step(*args, **kwargs)
-        return self.micro.run(site.strategy, site.trainer, lambda *inner: step(*inner, **kwargs), args[0], args[1:])
+            return self.run_step(step, *args, **kwargs)
+        run = partial(self.run_step, step, **kwargs)
+        return self.micro.run(site.strategy, site.trainer, run, args[0], args[1:])
+
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step of any stage; without lower precision if it fails because of that."""
+        return step(*args, **kwargs) if self._fallback is None else self._fallback.run(step, *args, **kwargs)
 
     def before_backward(self) -> None:
         """Lightning is about to run the backward of a batch."""
@@ -275,7 +282,7 @@ class Applier:
         self.end_rehearsal()
         self._changes.undo_down_to(0)
         self.place.let_go()
-        self.loaders = self.micro = self.validation = self._site = None
+        self.loaders = self.micro = self.validation = self._fallback = self._site = None
 
     def end_rehearsal(self) -> None:
         """Training is over: rungs that have not been tried yet were never on."""
@@ -297,30 +304,14 @@ class Applier:
             return self._live.plan_loader(facts)
 
         changed = loaders.check_engines(loader, self._live.plan_loader(facts), plan_anew, self.say)
-        rung, samples = changed.owner("step.micro_batch"), changed.wants.get("step.micro_batch")
-        if rung is not None and samples and self.micro is None:
-            choice = PieceChoice(
-                self._search(site, rung, changed) if samples == "auto" else samples,
-                rung=rung,
-                strict=self.strict,
-                compares=not changed.wants.get("step.loss_is_mean"),
-                warn=self.warn,
-                one_time=self.one_time,
-                list_held=lambda: sorted(self._live.held),
-                is_planned=lambda name: any(step.rung == name for step in self.plan.planned),
-                groups=site.groups if changed.wants.get("step.batch_norm") == "groups" else None,
-            )
+        if self.micro is None and changed.wants.get("step.micro_batch"):
+            choice = make_choice(site, changed, self._live, self._hands, warn=self.warn, one_time=self.one_time)
             self.micro = MicroBatches(choice)
-            self._changes.add(rung, Applied(undo=lambda: None, probe=choice.evidence))
+            self._changes.add(choice.rung, Applied(undo=lambda: None, probe=choice.evidence))
         result = loaders.change(loader, changed, facts)
         if self.micro is not None:
             self.micro.windows.sampler, self.micro.choice.whole = loaders.windows, loaders.batch_sizes
         return result
-
-    def _search(self, site: LiveSite, rung: str, changed: Plan) -> SizeSearch:
-        search = make_search(site, changed.wants, held=self._live.held_steps, hands=self._hands)
-        search.warn = lambda line: self.warn(f"{rung}: {line}")
-        return search
 
     @property
     def _hands(self) -> Hands:
@@ -351,14 +342,8 @@ class Applier:
 
     def _graph_steps(self, asked: bool) -> Applied:
         assert self._site is not None
-        graphs = GraphedSteps(
-            self._site,
-            asked=asked,
-            terms=self.terms,
-            is_ready=lambda: self.tries is None or self.tries.is_over,
-            one_time=self.one_time,
-        )
-        self.graphs = graphs
+        how: dict[str, Any] = {"is_ready": lambda: self.tries is None or self.tries.is_over, "one_time": self.one_time}
+        self.graphs = graphs = GraphedSteps(self._site, asked=asked, terms=self.terms, **how)
 
         def undo() -> None:
             graphs.undo()
@@ -395,6 +380,13 @@ class Applier:
                 self._live.refused[outcome.rung] = outcome.fault
                 has_acted = outcome.rung not in held
                 self._live.skip(told, outcome.fault, is_refusal=outcome.is_lasting, has_acted=has_acted)
+
+    def _give_up_precision(self, step: Step, why: str) -> None:
+        if self.tries is not None:
+            self.tries.end()
+        self._unapply_step(step)
+        self._settle([Outcome(rung=step.rung, fault=why, is_lasting=False)])
+        self.warn(f"{step.rung} is off from here on: {why}")
 
     def _undo_setting(self, key: str, undo: Undo) -> None:
         self._changes.add(self._live.find_owner(key) or key, Applied(undo=undo))

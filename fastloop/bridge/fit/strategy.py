@@ -54,6 +54,18 @@ def make_mixin(space: str) -> type:
                 return super().training_step(*args, **kwargs)
             return self.fastloop.training_step(super().training_step, *args, **kwargs)
 
+        def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._run_evaluation(super().validation_step, *args, **kwargs)
+
+        def test_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._run_evaluation(super().test_step, *args, **kwargs)
+
+        def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._run_evaluation(super().predict_step, *args, **kwargs)
+
+        def _run_evaluation(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return step(*args, **kwargs) if self.fastloop is None else self.fastloop.run_step(step, *args, **kwargs)
+
         def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self.fastloop is not None:
                 self.fastloop.before_backward()

@@ -69,7 +69,7 @@ class PieceChoice:
         self._search = micro if isinstance(micro, SizeSearch) else None
         self.micro = 0 if isinstance(micro, SizeSearch) else micro
         """Samples per piece; 0 until the search has found it."""
-        self._rung, self._strict, self._warn = rung, strict, warn
+        self.rung, self._strict, self._warn = rung, strict, warn
         self._compares, self._undecided = compares, compares or groups is not None
         self._one_time, self._list_held, self._is_planned = one_time or OneTime(), list_held, is_planned
         self.groups = groups
@@ -151,7 +151,7 @@ class PieceChoice:
             return Chosen(self._cut(batch, trainer, window))
         if (why := self.refused or reason) != self._apart_why and (self.refused or not self._apart_why):
             self._apart_why = why
-            self._warn(f"{self._rung}: {'windows run' if self.refused else 'a window runs'} batch by batch: {why}")
+            self._warn(f"{self.rung}: {'windows run' if self.refused else 'a window runs'} batch by batch: {why}")
         self._steps, self._apart_steps = self._steps + 1, self._apart_steps + 1
         return Chosen(own, apart=True)
 
@@ -228,7 +228,7 @@ class PieceChoice:
             reason = self._weigh(strategy, trainer, batch, pieces, rest)
             self.refused = self._problem = self._agree(strategy, reason)
             if self.refused is not None:
-                self._warn(f"{self._rung}: batches run whole: {self.refused}")
+                self._warn(f"{self.rung}: batches run whole: {self.refused}")
                 self._changed, self.uncut, self._most = 0, self.uncut + 1, ()
                 return whole
             self._tell_unequal()
@@ -257,7 +257,7 @@ class PieceChoice:
     def _tell_unequal(self) -> None:
         if self._unequal:
             names = ", ".join(self._unequal)
-            self._warn(f"{self._rung}: not a mean over samples, so its logged values are others from here on: {names}")
+            self._warn(f"{self.rung}: not a mean over samples, so its logged values are others from here on: {names}")
 
     # -- a window of them, merged -----------------------------------------------------------------------------------
 
@@ -347,5 +347,5 @@ class PieceChoice:
 
     def _check_strict(self, reason: str, otherwise: str) -> None:
         if self._strict:
-            do = f"turn rungs.{self._rung} off, or turn strict off to train {otherwise}"
-            raise FastLoopError(got=f"{self._rung}.micro_batch={self.micro}", why=reason, do=do) from None
+            do = f"turn rungs.{self.rung} off, or turn strict off to train {otherwise}"
+            raise FastLoopError(got=f"{self.rung}.micro_batch={self.micro}", why=reason, do=do) from None

@@ -1,4 +1,4 @@
-"""When a run searches for the fastest micro-batch, and with which rungs switched on."""
+"""How a run chooses its micro-batches: by a number or by a search, and with which rungs switched on."""
 
 from __future__ import annotations
 
@@ -7,22 +7,51 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
+from fastloop.bridge.apply.live_plan import LivePlan
+from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.bridge.apply.micro.search import SizeSearch
 from fastloop.bridge.apply.rehearse.budget import is_costly
 from fastloop.bridge.apply.rehearse.rehearsal import Hands
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import let_through
-from fastloop.records.plan import Step
+from fastloop.evidence.clock.one_time import OneTime
+from fastloop.records.plan import Plan, Step
 
 
-def make_search(site: LiveSite, wants: Mapping[str, Any], *, held: Sequence[Step], hands: Hands) -> SizeSearch:
+def make_choice(
+    site: LiveSite, plan: Plan, live: LivePlan, hands: Hands, *, warn: Callable[[str], None], one_time: OneTime
+) -> PieceChoice:
+    """Make the choice of the rung that wants micro-batches.
+
+    Args:
+        plan: the plan for the train loader.
+    """
+    rung, wants = plan.owner("step.micro_batch") or "", plan.wants
+    micro: int | SizeSearch = wants["step.micro_batch"]
+    if wants["step.micro_batch"] == "auto":
+        micro = _make_search(site, wants, live.held_steps, hands, lambda line: warn(f"{rung}: {line}"))
+    return PieceChoice(
+        micro,
+        rung=rung,
+        strict=live.strict,
+        compares=not wants.get("step.loss_is_mean"),
+        warn=warn,
+        one_time=one_time,
+        list_held=lambda: sorted(live.held),
+        is_planned=lambda name: any(step.rung == name for step in live.plan.planned),
+        groups=site.groups if wants.get("step.batch_norm") == "groups" else None,
+    )
+
+
+def _make_search(
+    site: LiveSite, wants: Mapping[str, Any], held: Sequence[Step], hands: Hands, warn: Callable[[str], None]
+) -> SizeSearch:
     """Make the search that finds the micro-batch on the first step.
 
     Args:
         wants: what the rung that requests the search wants.
         held: rungs that wait for the rehearsal.
     """
-
     quick = [step for step in held if step.change.rehearse == "modules" and not is_costly(step)]
     names = sorted(step.rung for step in held)
     compiles = next((step.rung for step in held if is_costly(step)), None)
@@ -33,6 +62,7 @@ def make_search(site: LiveSite, wants: Mapping[str, Any], *, held: Sequence[Step
         key=(names, site.facts.precision, site.facts.world_size, wants.get("step.batch_norm")),
         compiles=compiles if wants.get("step.batch_norm") == "groups" else None,
         say=hands.say,
+        warn=warn,
     )
 
 
