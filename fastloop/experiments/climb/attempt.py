@@ -14,7 +14,13 @@ from statistics import fmean, geometric_mean
 
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.budget import Spent, estimate_gradient_s
-from fastloop.experiments.climb.candidates import CHANGES_TRAINING, Candidate, apply_patch, make_patch
+from fastloop.experiments.climb.candidates import (
+    CHANGES_TRAINING,
+    Candidate,
+    apply_patch,
+    estimate_first_start_s,
+    make_patch,
+)
 from fastloop.experiments.climb.interface import Result
 from fastloop.experiments.climb.prediction import Context, Prediction, predict, tune_number
 from fastloop.experiments.climb.worker_count import add_workers, choose_worker_count
@@ -208,7 +214,8 @@ class _Screen:
         if not proof_s <= runner.left_s() < proof_s + need_s:
             what = f"{self.candidate.key}: checking parity"
             try:
-                return runner.check_parity(self.at, stack, arm, both, what=what, need_s=need_s)
+                cold_s = estimate_first_start_s(arm)
+                return runner.check_parity(self.at, stack, arm, both, what=what, need_s=need_s + cold_s)
             except Spent:  # time is kept for the proof of the stack below
                 if proof_s > runner.left_s():
                     raise

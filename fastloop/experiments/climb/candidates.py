@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fastloop.experiments.tune.choice import find_loader_rung, list_tunables, name_number
@@ -125,7 +125,7 @@ def choose(known: Position) -> Candidate | str:
     if (ladder := _choose_ladder(known)) is not None:
         return ladder
     ceilings = {name: ms for name, ms in compute_ceilings_ms(known.costs).items() if known.pct(ms) >= WORTH_PCT}
-    state, replaced = make_climb_state(known), list_replaced(known.rows)
+    state, replaced = make_climb_state(known), list_replaced(known.rows) | list_idle(known.rows)
     ways = [(rung, card, variant) for rung, card in collect_cards().items() for variant in card.list_variants(state)]
     # A prediction by a trial rules out a rung at less cost than an immediate screen.
     ways.sort(key=lambda way: (FIRST.index(way[1].family), not way[2].first, way[2].changes == "engine"))
@@ -230,10 +230,21 @@ def list_removable(rows: Sequence[Attempt]) -> list[str]:
     return [rung for rung in reversed(list(collect_cards())) if rung in stack and rung not in seen]
 
 
+def estimate_first_start_s(rungs: Iterable[str]) -> float:
+    """Return the seconds that the first start with these rungs takes longer than later ones: they compile."""
+    cards = collect_cards()
+    return max((cards[rung].first_start_s for rung in rungs), default=0.0)
+
+
 def list_replaced(rows: Sequence[Attempt]) -> set[str]:
     """List rungs of the stack that a later one took the place of; with that one they would have no effect."""
     kept = [row for row in rows if row.kept and not row.takes_away]
     return {rung for row in kept for rung in row.patch["rungs"]} - read_stack(kept).keys()
+
+
+def list_idle(rows: Sequence[Attempt]) -> set[str]:
+    """List rungs that were switched on with the last one kept, and had no effect beside it."""
+    return next(({*row.idle} for row in reversed(rows) if row.kept), set())
 
 
 def _explain_end(known: Position, ceilings: Mapping[str, float]) -> str:

@@ -17,6 +17,7 @@ from fastloop.experiments.climb.candidates import (
     WITHOUT,
     Candidate,
     choose,
+    estimate_first_start_s,
     list_bundles,
     list_ladders,
     list_removable,
@@ -27,7 +28,6 @@ from fastloop.experiments.climb.interface import HOPELESS, Needs, Result
 from fastloop.experiments.climb.measuring import Measured
 from fastloop.experiments.climb.prediction import Context, Top
 from fastloop.experiments.climb.removal import take_away
-from fastloop.ladder import collect_cards
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, Confirmation, count_kept
 
@@ -109,7 +109,7 @@ class Climb(Measured):
                 continue
             took, costs = self.context.choose_ladder_length(stack), self.known.costs
             candidate, (seed, side) = make_ladder(name, stack), TURNS[1]
-            first_start_s = max(collect_cards()[rung].first_start_s for rung in stack)
+            first_start_s = estimate_first_start_s(stack)
             try:
                 result = self.runner.run(
                     f"00-{candidate.key}/screen-2-{side}",
@@ -147,6 +147,11 @@ class Climb(Measured):
             took = f"{math.ceil(left_s / 60)} min" if left_s > 90 else f"{left_s:.0f} s"
             raise Spent(f"the confirmation, about {took}") from None
 
+    def _is_checked(self) -> bool:
+        """Whether the top's own gradients have been compared."""
+        kept = [row for row in self.rows if row.kept]
+        return not kept or (not kept[-1].takes_away and any(gate.name == "gradient" for gate in kept[-1].parity.gates))
+
     def _list_proofs_s(self, *, cold: bool = False) -> list[float]:
         return [self._estimate_confirmation_s(short=short, cold=cold) for short in (False, True)]
 
@@ -162,18 +167,16 @@ class Climb(Measured):
         return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS)).up_to(self.ends_at)
 
     def _estimate_confirmation_s(self, top: Top | None = None, *, short: bool = False, cold: bool = False) -> float:
-        """Return the seconds that the rest of the confirmation takes, of the current top or of another. A top without a
-        rung that it was checked with starts `cold`: its gradient check compiles anew."""
+        """Return the seconds that the rest of the confirmation takes, of the current top or of another. The gradient
+        check of a stack that was not checked before starts `cold`: with deterministic kernels it compiles anew."""
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
         took, costs = self._choose_confirm_length(top, short=short), self.costs if top is None else top[1]
         both = (self.naive.step_ms, costs.now_ms)
         base_s, arm_s = (took.seconds(ms, self.start_s) for ms in both)
         first_s = self.start_s + took.first_steps * self.naive.step_ms / 1e3
         gradients_s = sum(estimate_gradient_s(ms, self.start_s) for ms in both) / 2
-        if cold or any(row.kept and row.takes_away for row in self.rows):
-            gradients_s += (
-                max((collect_cards()[rung].first_start_s for rung in (top or (self.stack,))[0]), default=0.0) / 2
-            )
+        if cold or top is not None or not self._is_checked():
+            gradients_s += estimate_first_start_s((top or (self.stack,))[0]) / 2
         return self.runner.estimate_confirmation_s(
             self._name_confirmation(short, top),
             Needs(start_s=self.start_s, first_s=first_s, base_s=base_s, arm_s=arm_s, gradients_s=gradients_s),

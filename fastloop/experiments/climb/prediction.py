@@ -16,6 +16,7 @@ from fastloop.experiments.climb.candidates import (
     apply_patch,
     count_batches_per_step,
     count_queued,
+    estimate_first_start_s,
     make_patch,
 )
 from fastloop.experiments.climb.interface import HOPELESS, Runner
@@ -24,7 +25,7 @@ from fastloop.experiments.tune.choice import list_tunables
 from fastloop.experiments.tune.search import KnownTimes
 from fastloop.judge.prediction import NEAR, WORTH_PCT, predict_saved_ms
 from fastloop.judge.statistics import Pool
-from fastloop.ladder import Ladder, collect_cards
+from fastloop.ladder import Ladder
 from fastloop.records.card import Patch, SearchSpace, Stack, read_int
 from fastloop.records.climb import Costs, End
 from fastloop.records.plan import PARITY_ORDER, Parity
@@ -117,7 +118,7 @@ def _predict_one(context: Context, candidate: Candidate, settings: Patch, at: st
     if candidate.way.changes == "gap":
         then = costs.but(outside_ms=costs.outside_ms - costs.gap_ms, gap_ms=0.0)
         return Prediction(patch=settings, then=then, saved_ms=predict_saved_ms(costs, then), start_s=context.start_s)
-    first_start_s = max(card.first_start_s for rung, card in collect_cards().items() if rung in settings["rungs"])
+    first_start_s = estimate_first_start_s(settings["rungs"])
     if candidate.way.changes == "engine":
         return Prediction(patch=settings, start_s=context.start_s + first_start_s)
     stack, expected = apply_patch(known.stack, settings), costs.replayed_ms or costs.now_ms

@@ -368,3 +368,14 @@ def test_gains_too_small_even_together_are_left() -> None:
     assert isinstance(choice(COMPUTES, *tried), str), "40 of 1580 ms"
     slower = [row(each, "small", predicted=-30.0) for each in ("amp", "layout", "fused", "compile", "batch")]
     assert isinstance(choice(COMPUTES, *slower), str)
+
+
+def test_what_had_no_effect_beside_the_last_one_is_not_asked_about() -> None:
+    kept = row("dali", "kept", idle={"workers": "DALI loads the samples", "pin": "there is no copy"})
+    stack = {"dali": {"enabled": True}}
+    chosen = choice(WAITS, kept, stack=stack)
+    assert not isinstance(chosen, Candidate) or chosen.rung not in ("workers", "pin")
+    later = choice(WAITS, kept, row("amp", "kept", at=1), stack={**stack, "amp": {"enabled": True}})
+    assert isinstance(later, Candidate) and later.rung in ("workers", "pin"), "beside another one it may have"
+    asked = choice(WAITS, row("dali", "kept"), stack=stack)
+    assert isinstance(asked, Candidate) and asked.rung in ("workers", "pin")
