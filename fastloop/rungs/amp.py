@@ -91,7 +91,8 @@ class Amp:
         if not is_mixed:
             lost = "bfloat16, too: updates below 1/256" if "bf16" in self.mode else "float16, too: updates below 1/2048"
             notes.append(f"weights are {lost} of a weight are lost; {self.mode.replace('true', 'mixed')} keeps them")
-            notes += ["the gradients of the micro-batches are summed in 16 bits"] if facts.micro_batches else []
+            if facts.micro_batches or facts.accumulate > 1:
+                notes.append("the gradients of the batches of a step are summed in 16 bits")
         if facts.device == "cuda" and "bf16" in self.mode and (facts.compute_capability or (8, 0)) < (8, 0):
             notes.append(f"{facts.device_name} only emulates bfloat16: slower; use 16-mixed")
         return Change(

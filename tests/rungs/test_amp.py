@@ -370,8 +370,9 @@ def test_true_modes_change_the_training_and_are_applied_untried(mode: Any, note:
     change = Amp(enabled=True, mode=mode).plan(Facts())
     assert (change.parity, change.notes, change.rehearse) == ("changes-training", (note,), None)
     assert dict(change.wants) == {"precision.plugin": mode} and dict(change.facts) == {"precision": mode}
-    several = Amp(enabled=True, mode=mode).plan(Facts(micro_batches=True)).notes  # A9
-    assert several == (note, "the gradients of the micro-batches are summed in 16 bits")
+    for several in (Facts(micro_batches=True), Facts(accumulate=4)):  # A9
+        notes = Amp(enabled=True, mode=mode).plan(several).notes
+        assert notes == (note, "the gradients of the batches of a step are summed in 16 bits")
     for settings in ({"keep_fp32": ("loss",)}, {"cache_weights": True}):
         with pytest.raises(NotApplicable, match=f"are for mixed precision, not for mode {mode}"):
             Amp(enabled=True, mode=mode, **settings).plan(Facts())

@@ -358,3 +358,35 @@ def test_logged_values_that_are_no_means_over_samples_are_named(rungs: Any, sett
     )
     honest = run(rungs, EVEN(), Net, **settings)
     assert honest.seen("batch")["unequal_logs"] == [] and "logged values" not in honest.verdict("batch").why
+
+
+@pytest.mark.parametrize(
+    ("rungs", "settings"), [({"batch": {"micro_batch": 2}}, {}), (MERGE, ACCUMULATE)], ids=["split", "merged"]
+)
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_lost_device_ends_it_with_the_users_error(
+    rungs: Any, settings: Any, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reason why batches run whole would be followed by errors that say nothing of the cause."""
+    asserts = RuntimeError("CUDA error: device-side assert triggered")
+    calls = []
+
+    class Asserts(Net):
+        def loss(self, batch: Any) -> torch.Tensor:
+            calls.append(len(batch[0]))
+            if len(calls) == 2:
+                raise asserts
+            return super().loss(batch)
+
+    def wait(_device: Any) -> None:
+        if is_lost and len(calls) >= 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(gradient_check, "synchronize", wait)
+    if is_lost:
+        with pytest.raises(RuntimeError, match="device-side assert") as raised:
+            run(rungs, EVEN(), Asserts, **settings)
+        assert raised.value is asserts and len(calls) == 2
+    else:
+        why = run(rungs, EVEN(), Asserts, **settings).verdict("batch").why
+        assert "RuntimeError: CUDA error: device-side assert triggered" in why
