@@ -56,7 +56,8 @@ def _rebuild(kind: type[FastLoopError], got: str, why: str, do: str, key: str | 
 # -- errors that are raised while our code runs, but not by it ---------------------------------------------------------
 
 _NO_MEMORY = re.compile(
-    r"\bout of memory\b|OutOfMemory|(CUBLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|failed to CUDA malloc|can't allocate memory",
+    r"\bout of memory\b|OutOfMemory|(CUBLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|failed to CUDA malloc"
+    r"|can't allocate memory",
     re.IGNORECASE,
 )
 

@@ -42,6 +42,9 @@ def test_a_reason_is_no_error_for_people() -> None:
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (RuntimeError("Failed to CUDA malloc 4096 bytes"), True),
+        (RuntimeError("HIP error: hipErrorOutOfMemory"), True),
         (RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"), True),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),

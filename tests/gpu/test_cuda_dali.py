@@ -50,7 +50,8 @@ def test_batches_are_those_of_the_dataset(folder: Path, decode: str, resize: str
 
 @pytest.mark.parametrize(("decode", "resize"), ARMS)
 def test_all_chains_of_transforms(folder: Path, decode: str, resize: str) -> None:
-    """With the same random draws, as before a training's first step."""
+    """With the same random draws, as before a training's first step. The GPU's decoder rounds colors otherwise: chains
+    that stretch colors or pick single pixels of these noisy pictures may be refused, never passed off as equal."""
     from fastloop.feeds.dali.graph import Machine
     from fastloop.feeds.dali.pixels import check_pixels
     from fastloop.feeds.images.reading import read_source
@@ -65,7 +66,8 @@ def test_all_chains_of_transforms(folder: Path, decode: str, resize: str) -> Non
             check_pixels(dataset, (source := read_source(dataset)), source.facts.steps, machine)
         except Exception as error:
             wrong[name] = str(error)
-    assert wrong == {}
+    assert wrong.keys() <= ({"all colors", "nearest"} if decode == "mixed" else set()), wrong
+    assert all(why.startswith("DALI's images differ from those of the transforms") for why in wrong.values())
 
 
 @pytest.mark.parametrize(("decode", "resize"), ARMS)
