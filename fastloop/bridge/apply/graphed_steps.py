@@ -10,8 +10,9 @@ give the same gradients as the eager step; and the step must do nothing in Pytho
 
 from __future__ import annotations
 
-import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -82,7 +83,9 @@ class GraphedSteps:
         self._seen: dict[str, Any] = {}
         self._launch_share, self._changed = 0.0, ""
         self._allowed, self._let_pass, self._is_wanted = MOST_RECORDINGS, 0, False
-        self._step_began_s, self._batch_ms = -math.inf, math.inf
+        self._step_began_s: float | None = None
+        self._times_s = deque[float](maxlen=MOST_SHAPES)
+        """From the start of one eager step to the next one's, one-time costs left out."""
         self._trial_began_s = self._trial_s = 0.0
         self._last_key: Any = None
         self._step: StaticStep | None = None
@@ -107,8 +110,7 @@ class GraphedSteps:
         """Run one training_step: replayed if possible, else eagerly."""
         if not self._can_replay(step, args):
             self.eager_steps += 1
-            began_s, self._step_began_s = self._step_began_s, time.perf_counter()
-            self._batch_ms = min(self._batch_ms, 1e3 * (self._step_began_s - began_s))
+            self._note_time()
             return step(*args)
         assert self._step is not None
         self._step.forward(args[0])
@@ -209,23 +211,27 @@ class GraphedSteps:
         if self.refused is not None:
             self._drop()
 
+    def _note_time(self) -> None:
+        if self.refused is None:
+            began_s, self._step_began_s = self._step_began_s, time.perf_counter() - self._one_time.spent_s
+            self._times_s += [] if began_s is None else [self._step_began_s - began_s]
+
     def _count_spent_s(self) -> float:
         """Seconds that trying rungs has taken so far, one-time costs such as compiles left out."""
         return self._one_time.sum_by_cause().get("rehearsal", 0.0)
 
-    def _explain_too_short(self, plays: int, ms: float) -> str | None:
+    def _explain_too_short(self, plays: int, play_ms: float = 0.0) -> str | None:
         """Why the run is too short for the rest of this trial, so many plays of so many milliseconds, or None."""
-        if self._is_wanted:
+        if self._is_wanted or not (play_ms or self._times_s):
             return None
+        batch_ms = 1e3 * statistics.median(self._times_s) if self._times_s else play_ms
         spent_s = self._count_spent_s() + time.perf_counter() - self._trial_began_s
-        return self._terms.explain_no_time(spent_s, RECORDING_S + plays * ms / 1e3, ms)
+        return self._terms.explain_no_time(spent_s, RECORDING_S + plays * (play_ms or batch_ms) / 1e3, batch_ms)
 
     def _refuse(self, batch: Any) -> str | None:
         module, trainer = self._site.module, self._site.trainer
         too_short = None if self._is_wanted else self._terms.explain_too_short(PLAYS)
-        if too_short is None and math.isfinite(self._batch_ms):
-            too_short = self._explain_too_short(PLAYS, self._batch_ms)
-        if too_short is not None:
+        if (too_short := too_short or self._explain_too_short(PLAYS)) is not None:
             return too_short
         if len(trainer.optimizers) != 1:
             return "there are several optimizers"

@@ -55,16 +55,13 @@ def make_mixin(space: str) -> type:
             return self.fastloop.training_step(super().training_step, *args, **kwargs)
 
         def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-            return self._run_evaluation(super().validation_step, *args, **kwargs)
+            return _run_evaluation(self.fastloop, super().validation_step, *args, **kwargs)
 
         def test_step(self, *args: Any, **kwargs: Any) -> Any:
-            return self._run_evaluation(super().test_step, *args, **kwargs)
+            return _run_evaluation(self.fastloop, super().test_step, *args, **kwargs)
 
         def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-            return self._run_evaluation(super().predict_step, *args, **kwargs)
-
-        def _run_evaluation(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return step(*args, **kwargs) if self.fastloop is None else self.fastloop.run_step(step, *args, **kwargs)
+            return _run_evaluation(self.fastloop, super().predict_step, *args, **kwargs)
 
         def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self.fastloop is not None:
@@ -82,6 +79,10 @@ def make_mixin(space: str) -> type:
             return (_unpickle, self.fastloop_made_by, own, *items)
 
     return FastLoopStrategyMixin
+
+
+def _run_evaluation(applier: Applier | None, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return step(*args, **kwargs) if applier is None else applier.run_step(step, *args, **kwargs)
 
 
 @functools.cache
