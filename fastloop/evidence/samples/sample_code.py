@@ -26,6 +26,11 @@ _MOVES = (
     *("seek", "read", "readline", "readinto"),
 )
 """Methods that change an object or its position, of which each process has its own copy."""
+_FILLS = (
+    *("copyto", "put", "putmask", "place", "put_along_axis", "fill_diagonal", "shuffle", "pack_into"),
+    *("readinto", "readinto1", "recv_into", "heappush", "heappop", "heapify", "insort"),
+)
+"""Functions that write into their first argument, or into their second after a format."""
 _BEFORE = ("__init__", "__new__", "__setstate__", "__setattr__", "__len__", "setup", "prepare_data", "load_state_dict")
 """Methods that change an object before its samples are requested."""
 _STDLIB = sysconfig.get_path("stdlib")
@@ -245,7 +250,7 @@ def find_write(function: Any) -> str | None:
 def _find_stores(code: Any) -> str | None:
     """The same without source, when it is unknown which object a write goes to."""
     stores = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_SLICE", "DELETE_ATTR", "DELETE_SUBSCR")
-    changes = {name for name in code.co_names if _is_change(name)}
+    changes = {name for name in code.co_names if _is_change(name) or name in _FILLS}
     if changes or any(step.opname in stores for step in dis.get_instructions(code)):
         return f" (something in {code.co_name}, which has no source to read)"
     return next(filter(None, (_find_stores(const) for const in code.co_consts if inspect.iscode(const))), None)
@@ -328,8 +333,9 @@ def _list_targets(node: ast.AST) -> Iterator[ast.AST]:
         queue = [keyword.value for keyword in node.keywords if keyword.arg in ("out", "dst")]
         if isinstance(node.func, ast.Attribute) and _is_change(node.func.attr):
             queue.append(node.func.value)
-        elif isinstance(node.func, ast.Name) and node.func.id in ("next", "setattr", "delattr"):
-            queue += node.args[:1]
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if name in _FILLS or (isinstance(node.func, ast.Name) and name in ("next", "setattr", "delattr")):
+            queue += node.args[: 2 if name == "pack_into" else 1]
     else:
         return
     while queue:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
 
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples import sample_code
@@ -21,7 +24,10 @@ _REASONS: Mapping[str, str] = {
     datasets.TRAINING: "is part of the training, which continues while threads load",
     datasets.ITERATOR: "is an iterator, and it would be random which thread gets which item",
 }
-_CHANGES_ITSELF = ("tokenizers.", "_io.BytesIO", "_io.StringIO", "io.BytesIO", "io.StringIO")
+_CHANGES_ITSELF = (
+    *("tokenizers.", "_io.BytesIO", "_io.StringIO", "io.BytesIO", "io.StringIO", "cv2.", "zstandard."),
+    *("zlib.", "_bz2.", "_lzma.", "_hashlib.", "_blake2.", "pyexpat.", "encodings."),
+)
 """Classes with a position or settings that each call changes."""
 _BY_TORCH = frozenset(
     {"AutoAugment", "ColorJitter", "ElasticTransform", "GaussianBlur", "RandAugment", "RandomAdjustSharpness"}
@@ -40,6 +46,7 @@ def find_thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     """Why threads that share this dataset might get different samples than one thread, each with its location."""
     found: dict[str, None] = {}
     held = [*datasets.walk(dataset), *datasets.walk(collate, "collate_fn")]
+    queues = [path for path, item in held if isinstance(item, deque)]
     for path, item in held:
         found.update(
             dict.fromkeys(f"{path}{hazard}" for hazard in (_find_foreign(item), _find_installed(item)) if hazard)
@@ -47,6 +54,8 @@ def find_thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     for place, function in sample_code.follow(item for _, item in held):
         path, item = held[place]
         found.update(dict.fromkeys(f"{path}{hazard}" for hazard in _list_hazards(function, type(item))))
+        if "rotate" in function.__code__.co_names:  # pictures have a method of this name, too, which changes nothing
+            found.update(dict.fromkeys(f"{queue} {_WRITTEN}" for queue in queues))
         for outer, value in sample_code.list_globals(function):
             for inner_path, inner in datasets.walk(value, outer):
                 if (foreign := _find_foreign(inner)) is not None:
@@ -96,6 +105,8 @@ def _find_foreign(item: Any) -> str | None:
     kind = type(item)
     if f"{kind.__module__}.{kind.__name__}".startswith(_CHANGES_ITSELF):
         return f" ({kind.__name__}) keeps a position or settings that each use changes"
+    if isinstance(item, torch.nn.Module) and item.training and getattr(item, "track_running_stats", False):
+        return f" ({kind.__name__}) is in training mode, so each use changes its running statistics; call .eval() on it"
     if (handle := datasets.find_handle(item)) is not None:
         return f" is an open {handle} handle, which threads would share; open it in __getitem__ instead"
     reason = datasets.find_reason(kind)  # type: ignore[arg-type]

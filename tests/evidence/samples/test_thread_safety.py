@@ -6,14 +6,18 @@ import functools
 import io
 import random
 import socket
+import struct
 import tempfile
 import threading
+import zlib
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from fastloop.evidence.samples.dataset import draws_random
@@ -112,6 +116,31 @@ class FillsOut(Items):
         return np.add(index, 1, out=self.buffer).copy()
 
 
+class Copies(Items):
+    def __getitem__(self, index: int) -> Any:
+        np.copyto(self.buffer[:1], index)
+        return self.buffer.copy()
+
+
+class Packs(Items):
+    def __getitem__(self, index: int) -> Any:
+        struct.pack_into("B", self.buffer, 0, index)
+        return bytes(self.buffer)
+
+
+class ReadsInto(Items):
+    def __getitem__(self, index: int) -> Any:
+        with io.BytesIO(bytes([index])) as file:
+            file.readinto(self.buffer)
+        return bytes(self.buffer)
+
+
+class Rotates(Items):
+    def __getitem__(self, index: int) -> Any:
+        self.rows.rotate(1)
+        return self.rows[0]
+
+
 class ByName(Items):
     def __getitem__(self, index: int) -> Any:
         setattr(self, "last", index)  # noqa: B010
@@ -152,11 +181,24 @@ def typed(source: str) -> Any:
         (AsksReader(reader=Reader()), f"dataset.reader.place {WRITTEN}"),
         (Fills(buffer=torch.zeros(3)), f"dataset.buffer {WRITTEN}"),
         (FillsOut(buffer=np.zeros(1)), f"dataset.buffer {WRITTEN}"),
+        (Copies(buffer=np.zeros(1)), f"dataset.buffer {WRITTEN}"),
+        (Packs(buffer=bytearray(1)), f"dataset.buffer {WRITTEN}"),
+        (ReadsInto(buffer=bytearray(1)), f"dataset.buffer {WRITTEN}"),
+        (Rotates(rows=deque([1, 2])), f"dataset.rows {WRITTEN}"),
         (ByName(), f"dataset (attributes by their names) {WRITTEN}"),
         (CountsOutside(), f"dataset (the outer COUNT) {WRITTEN}"),
         (Noisy(), f"dataset (Noisy.__getitem__) {DRAWN}"),
         (Subset(Caches(kept={}), [0]), f"dataset.dataset.kept {WRITTEN}"),
         (Items(text=io.BytesIO(b"a")), "dataset.text (BytesIO) keeps a position or settings that each use changes"),
+        (
+            Items(open=zlib.decompressobj()),
+            "dataset.open (Decompress) keeps a position or settings that each use changes",
+        ),
+        (
+            Items(norm=torch.nn.BatchNorm1d(1)),
+            "dataset.norm (BatchNorm1d) is in training mode, so each use changes its running statistics; "
+            "call .eval() on it",
+        ),
         (
             Items(source=random.Random(1)),
             "dataset.source (Random) is a random generator, and it would be random which thread draws which number",
@@ -183,6 +225,8 @@ def test_what_threads_cannot_share(dataset: Any, expected: str) -> None:
         Subset(Local(data=[1]), [0]),
         ConcatDataset([Local(data=[1])]),
         Items(values=np.zeros(3), lock=threading.Lock(), transform=lambda x: x * 2),
+        Items(norm=torch.nn.BatchNorm1d(1).eval(), rows=deque([1, 2])),
+        Rotates(rows=[Image.new("L", (1, 1))]),
         typed("class Typed(Items):\n  def __getitem__(self, index):\n    return index + 1")(),
     ],
 )
