@@ -216,7 +216,9 @@ def _list_settings(transform: Any) -> dict[str, Any]:
 
 
 def identify_files(paths: Any) -> str:
-    """Identify a version of files by each one's path, size, modification time and inode.
+    """Identify a version of files by each one's path, size, modification time, change time and inode.
+
+    Tools that unpack or copy files set the modification time; the change time cannot be set.
 
     Raises:
         OSError: a file does not exist.
@@ -226,5 +228,5 @@ def identify_files(paths: Any) -> str:
     for path in several:
         name = os.fsdecode(path)
         found = Path(name).stat()
-        words.append(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ino}")
+        words.append(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ctime_ns}\0{found.st_ino}")
     return "\0\0".join(words)
