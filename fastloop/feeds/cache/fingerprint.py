@@ -22,6 +22,7 @@ from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.dataset import draws_random
 
 _MOST_DEPTH, _LONG = 12, 100
+_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "expandvars"})
 
 
 class NoFingerprint(Exception):
@@ -58,11 +59,13 @@ class _Reader:
 
     def read(self, function: Any) -> tuple[bytes, tuple[str, ...]]:
         self._read_function(function, 0)
-        for name in self.attributes:
-            if name not in self._written:  # the method sets these itself, such as a file that it opens late
-                self.words.append(f"self.{name}")
-                self._read_value(getattr(self.owner, name), f"self.{name}", 0)
-        return digest_texts(*self.words), tuple(name for name in self.attributes if name not in self._written)
+        values = {name: getattr(self.owner, name) for name in self.attributes}
+        # What is still None is left out if the method sets it itself, such as a file that it opens late.
+        read = tuple(name for name, value in values.items() if value is not None or name not in self._written)
+        for name in read:
+            self.words.append(f"self.{name}")
+            self._read_value(values[name], f"self.{name}", 0)
+        return digest_texts(*self.words), read
 
     def _read_function(self, function: Any, depth: int, me: bool = True) -> None:
         name = getattr(function, "__qualname__", repr(function))
@@ -75,6 +78,8 @@ class _Reader:
             raise NoFingerprint(f"{name} changes{changed} from sample to sample")
         if draws := draws_random(function):
             raise NoFingerprint(f"{name} draws random numbers, judging by the names it uses ({', '.join(draws)})")
+        if variables := sorted(_ENVIRONMENT.intersection(sample_code.list_names(function.__code__))):
+            raise NoFingerprint(f"{name} reads environment variables, judging by the names it uses ({variables[0]})")
         self._read_code(function.__code__)
         self._read_value(function.__defaults__, f"a default of {name}", depth)
         self._read_value(function.__kwdefaults__, f"a default of {name}", depth)

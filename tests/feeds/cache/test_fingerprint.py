@@ -69,6 +69,17 @@ class Plain:
             self.handle = open(self.value)  # noqa: SIM115
         return self.handle.read()
 
+    def has_default(self, index: int) -> Any:
+        if self.value is None:
+            self.value = 4
+        return self.value
+
+    def reads_environment(self, index: int) -> Any:
+        return os.environ["CROP"]
+
+    def asks_environment(self, index: int) -> Any:
+        return os.getenv("CROP")
+
     def hands_self_on(self, index: int) -> Any:
         return halve(self)
 
@@ -140,16 +151,20 @@ def test_a_decorator_does_not_hide_what_a_method_reads() -> None:
         read_method(Plain(value=1), Plain.decorated)
 
 
-def test_what_it_sets_itself_it_finds_unset() -> None:
+def test_what_it_sets_itself_is_read_unless_it_is_still_unset() -> None:
     assert reads("opens_late", value="a", handle=None) == ("value",)
-    with open(os.devnull) as handle:
-        assert of("opens_late", value="a", handle=handle) == of("opens_late", value="a", handle=None)
+    assert reads("has_default", value=None) == () and reads("has_default", value=8) == ("value",)
+    assert len({of("has_default", value=value) for value in (None, 2, 8)}) == 3
+    with open(os.devnull) as handle, pytest.raises(NoFingerprint, match=r"self.handle .* cannot be fingerprinted"):
+        of("opens_late", value="a", handle=handle)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
         ("hands_self_on", None, "Plain.hands_self_on passes self to other code, so what it reads is unknown"),
+        ("reads_environment", None, "reads environment variables, judging by the names it uses (environ)"),
+        ("asks_environment", None, "reads environment variables, judging by the names it uses (getenv)"),
         ("draws", None, "Plain.draws draws random numbers, judging by the names it uses"),
         ("counts", None, "Plain.counts changes (the outer CALLS) from sample to sample"),
         ("by_attribute", object(), "self.value (builtins.object) cannot be fingerprinted"),
