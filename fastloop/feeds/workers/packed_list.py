@@ -16,6 +16,8 @@ from typing import Any, overload
 
 from torch.utils.data import ConcatDataset, Subset
 
+from fastloop.feeds.lazy_loader import StandInDataset
+
 LONG = 100_000
 """Minimum number of samples for packing to pay off: their list takes about 20 MB in each worker."""
 
@@ -70,8 +72,8 @@ class Packing:
     """Samples in the dataset."""
 
     def wrap(self, dataset: Any) -> Any:
-        """Return a copy of an image folder, or of a Subset or ConcatDataset around it, with its file list packed; the
-        user's object stays unchanged."""
+        """Return a copy of an image folder, or of a Subset, ConcatDataset or stand-in around it, with its file list
+        packed; the user's object stays unchanged."""
         return _pack(dataset)
 
 
@@ -85,6 +87,9 @@ def count_packable(dataset: Any) -> int:
 
 
 def _pack(dataset: Any) -> Any:
+    if issubclass(type(dataset), StandInDataset):
+        make, (inner, *others) = dataset.__reduce__()
+        return make(_pack(inner), *others)
     if not count_packable(dataset):
         return dataset
     twin = copy.copy(dataset)

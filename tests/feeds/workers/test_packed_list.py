@@ -12,8 +12,12 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from fastloop.feeds.cache.datasets import CachedImages
+from fastloop.feeds.cache.sample_cache import SampleCache
+from fastloop.feeds.images.byte_batches import ByteDataset
 from fastloop.feeds.workers import packed_list
 from fastloop.feeds.workers.packed_list import PackedList, Packing, count_packable
+from tests.feeds.cache.pictures import Memory
 
 pytestmark = pytest.mark.timeout(200)
 ODD = [
@@ -85,6 +89,14 @@ def test_folders_inside_subsets_and_concatenations(folder: Any, monkeypatch: pyt
     assert read(Packing(samples=12).wrap(Subset(folder, [3, 11, 0]))) == read(Subset(folder, [3, 11, 0]))
     monkeypatch.setattr(packed_list, "LONG", 13)
     assert count_packable(folder) == 0 and Packing(samples=0).wrap(folder) is folder
+
+
+def test_folders_behind_what_caches_them_or_sends_bytes(folder: Any) -> None:
+    inner = CachedImages(Subset(folder, [3, 11, 0]), SampleCache(Memory(), 1.0), b"")
+    packed = Packing(samples=12).wrap(ByteDataset(inner))
+    assert type(packed) is ByteDataset and type(packed.inner) is CachedImages
+    assert type(packed.inner.inner.dataset.samples) is PackedList and type(folder.samples) is list
+    assert packed.inner.sample_cache is inner.sample_cache and read(packed.inner) == read(Subset(folder, [3, 11, 0]))
 
 
 def test_classes_of_the_users_are_left_alone(folder: Any) -> None:
