@@ -99,6 +99,7 @@ def _read_parts(parts: Sequence[ImageSource], ends: Sequence[int]) -> ImageSourc
         raise Unknown("the parts of the ConcatDataset have different transforms")
 
     def locate(index: int) -> tuple[str, Any]:
+        index = range(ends[-1])[index]  # of a Subset, it may count from the end
         place = next(place for place, end in enumerate(ends) if index < end)
         return parts[place].locate(index - (ends[place - 1] if place else 0))
 

@@ -117,6 +117,10 @@ def test_parts_and_subsets_find_their_files(folder: Path) -> None:
     found = [source.locate(index) for index in range(8)]
     assert found == [(whole.samples[index][0], 10 + whole.samples[index][1]) for index in (5, 0, 0, 1, 2, 3, 4, 5)]
     assert [label for _, label in found] == [joined[index][1] for index in range(8)]
+    assert [source.locate(index) for index in range(-8, 0)] == found
+    assert read_source(Subset(joined, [-8])).locate(0) == found[0]
+    with pytest.raises(IndexError):
+        source.locate(-9)
 
 
 def test_parts_with_other_transforms_are_refused(folder: Path) -> None:
