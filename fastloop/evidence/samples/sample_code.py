@@ -155,7 +155,7 @@ def _find_method(kind: type, name: str) -> Any:
 # -- source -----------------------------------------------------------------------------------------------------------
 
 
-def _parse(function: Any) -> tuple[ast.AST, str | None] | None:
+def parse(function: Any) -> tuple[ast.AST, str | None] | None:
     """Its syntax tree, and its name for its own object (``self``); None if there is no source to read."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -168,7 +168,7 @@ def _parse(function: Any) -> tuple[ast.AST, str | None] | None:
 def _list_changes(function: Any) -> Iterator[str]:
     """State that one call leaves for the next: incremented, collected, or advanced. State that is only set, such as a
     lazily opened file or a cached sample, is the same in every worker."""
-    if (parsed := _parse(function)) is None:
+    if (parsed := parse(function)) is None:
         return
     tree, me = parsed
     objects, classes = _list_outer(function)
@@ -194,7 +194,7 @@ def _list_changes(function: Any) -> Iterator[str]:
 def list_remembered(item: Any) -> Iterator[str]:
     """What samples put into a container that outlives them, such as a cache: ``.cache``, or `` (the outer CACHE)``."""
     for function in list_sample_functions(item):
-        if (parsed := _parse(function)) is not None:
+        if (parsed := parse(function)) is not None:
             tree, me = parsed
             objects, _ = _list_outer(function)
             for node in ast.walk(tree):
@@ -205,7 +205,7 @@ def list_remembered(item: Any) -> Iterator[str]:
 
 def calls_between_yields(function: Any, names: re.Pattern[str]) -> bool:
     """Whether a loop that yields calls a module's function of such a name, and gives it no ``generator`` of its own."""
-    if not inspect.isgeneratorfunction(function) or (parsed := _parse(function)) is None:
+    if not inspect.isgeneratorfunction(function) or (parsed := parse(function)) is None:
         return False
     outer = dict(list_globals(function))
     loops = [node for node in ast.walk(parsed[0]) if isinstance(node, (ast.For, ast.While))]
@@ -243,7 +243,7 @@ def follow(items: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 def find_write(function: Any) -> str | None:
     """What a function writes outside its local variables, where another thread may access it: ``.cache``, or
     `` (the outer CACHE)``; None if it writes nothing."""
-    parsed = _parse(function)
+    parsed = parse(function)
     return _find_stores(function.__code__) if parsed is None else next(_list_writes(function, *parsed), None)
 
 
@@ -258,7 +258,7 @@ def _find_stores(code: Any) -> str | None:
 
 def list_roots_written(function: Any) -> Iterator[str]:
     """What a function writes to, or below: ``.x`` for its object's attribute, or the name of an outer object."""
-    if (parsed := _parse(function)) is not None:
+    if (parsed := parse(function)) is not None:
         modules = {name: name for name, value in list_globals(function) if inspect.ismodule(value)}
         for node in ast.walk(parsed[0]):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -272,7 +272,7 @@ def list_roots_written(function: Any) -> Iterator[str]:
 def list_chains_written(function: Any) -> Iterator[list[str]]:
     """Names on the way to what a function writes to, or to a method that it calls for its effect:
     ``["trainer", "datamodule", "dataset", "level"]`` for ``trainer.datamodule.dataset.level = 1``."""
-    if (parsed := _parse(function)) is None:
+    if (parsed := parse(function)) is None:
         return
     for node in ast.walk(parsed[0]):
         targets = list(_list_targets(node))
@@ -380,7 +380,7 @@ def _is_own(node: ast.AST, me: str | None) -> bool:
 
 def _list_written(function: Any) -> Iterator[str]:
     """Attributes of its own object that a method sets or changes."""
-    if (parsed := _parse(function)) is None or parsed[1] is None:
+    if (parsed := parse(function)) is None or parsed[1] is None:
         return
     tree, me = parsed
     for node in ast.walk(tree):

@@ -23,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.dataset import walk
+from fastloop.evidence.samples.system_seeds import find_system_seed
 from fastloop.feeds.lazy_loader import name_sampler
 
 Order = dict[str, dict[str, Any]]
@@ -57,6 +58,8 @@ def explain_lost_place(loader: Any, ranks: int) -> str | None:
                 return f"{path}{state} changes during iteration, and is not a plain value"
             if ranks > 1:
                 return f"{path}{state} changes during iteration, and only rank 0's is saved"
+    if (found := find_system_seed(parts)) is not None:
+        return f"{found} draws from the system's randomness, which cannot be drawn again"
     if ranks > 1 and not any(isinstance(item, DistributedSampler) for item in parts.values()):
         found = next((path for path, item in parts.items() if _is_source(item)), None)
         if found is not None:

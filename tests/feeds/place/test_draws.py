@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import random
+import secrets
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from fastloop.feeds.place.draws import Draws, explain_lost_place
-from tests.feeds.place.samplers import DATA, KEPT, Buckets, NumpyOwn, PythonAsItGoes, make
+from tests.feeds.place.samplers import DATA, KEPT, Buckets, NumpyOwn, Own, PythonAsItGoes, make
 
 
 class Stream(IterableDataset[Any]):
@@ -61,6 +66,73 @@ def test_one_rank(kind: str) -> None:
 )
 def test_reasons(loader: Any, ranks: int, reason: str | None) -> None:
     assert explain_lost_place(loader, ranks) == reason
+
+
+class NumpyUnseeded(Own):
+    def __iter__(self) -> Iterator[int]:
+        yield from np.random.default_rng().permutation(22).tolist()
+
+
+class NumpySeeded(Own):
+    def __iter__(self) -> Iterator[int]:
+        yield from np.random.default_rng(self.seed).permutation(22).tolist()
+
+
+class PythonUnseeded(Own):
+    def __iter__(self) -> Iterator[int]:
+        yield from self.shuffle(random.Random())
+
+    def shuffle(self, dice: random.Random) -> list[int]:
+        return dice.sample(range(22), 22)
+
+
+class ByUrandom(PythonUnseeded):
+    def __iter__(self) -> Iterator[int]:
+        yield from self.shuffle(random.Random(os.urandom(8)))
+
+
+class ByClock(PythonUnseeded):
+    def __iter__(self) -> Iterator[int]:
+        yield from self.shuffle(random.Random(time.time_ns()))
+
+
+class BySystem(PythonUnseeded):
+    def __iter__(self) -> Iterator[int]:
+        yield from self.shuffle(random.SystemRandom())
+
+
+class BySecrets(Own):
+    def __iter__(self) -> Iterator[int]:
+        yield from (secrets.choice(range(22)) for _ in range(22))
+
+
+class TorchReseeded(Own):
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator()
+        generator.seed()
+        yield from torch.randperm(22, generator=generator).tolist()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "name"),
+    [
+        (NumpyUnseeded(), "default_rng"),
+        (NumpySeeded(None), "default_rng"),
+        (PythonUnseeded(), "Random"),
+        (ByUrandom(), "urandom"),
+        (ByClock(), "time_ns"),
+        (BySystem(), "SystemRandom"),
+        (BySecrets(), "secrets"),
+        (TorchReseeded(), "seed"),
+    ],
+)
+def test_what_is_seeded_by_the_system_is_named(sampler: Any, name: str) -> None:
+    assert list(sampler) != list(type(sampler)(sampler.seed)), "the control"
+    place = f"sampler.sampler ({type(sampler).__qualname__}.__iter__: {name})"
+    assert explain_lost_place(DataLoader(DATA, sampler=sampler), 1) == (
+        f"{place} draws from the system's randomness, which cannot be drawn again"
+    )
+    assert explain_lost_place(DataLoader(DATA, sampler=NumpySeeded(3)), 1) is None
 
 
 def test_of_several_ranks_only_what_they_share_is_read() -> None:
