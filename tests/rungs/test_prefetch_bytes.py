@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from fastloop.bridge.apply.staging import Staging
 from fastloop.errors import NotApplicable
@@ -160,6 +160,32 @@ def test_only_the_first_of_several_loaders_sends_bytes(on_cpu: None, photos: Cal
     )
     assert same_batches(floats.module, ours.module)
     assert "byte_batches" not in floats.seen("prefetch") and ours.seen("prefetch")["byte_batches"] >= 4
+
+
+def test_a_dataset_that_goes_on_after_its_transform_sends_floats(on_cpu: None, photos: Callable[..., Any]) -> None:
+    class More(Dataset[Any]):
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.transform = inner, inner.transform
+
+        def __len__(self) -> int:
+            return len(self.inner)
+
+        def image_path_and_label(self, index: int) -> tuple[str, int]:
+            return self.inner.samples[index]
+
+        def __getitem__(self, index: int) -> Any:
+            path, label = self.inner.samples[index]
+            return self.transform(self.inner.loader(path)) * 2 - 1, label
+
+    def load() -> Any:
+        return DataLoader(More(photos().dataset), batch_size=4)
+
+    with pytest.warns(
+        UserWarning, match="images are sent as floats: More's __getitem__ gives sample 0 another picture"
+    ):
+        plain, ours = both(PREFETCH, load, Classifier, max_epochs=1)
+    assert ours.seen("prefetch")["batches"] == 3 and "byte_batches" not in ours.seen("prefetch")
+    assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
 
 
 def test_the_report_says_so() -> None:

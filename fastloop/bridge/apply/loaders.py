@@ -176,7 +176,10 @@ class TrainLoaders:
         try:
             settings["dataset"] = want.wrap(settings.get("dataset", loader.dataset))
         except NotApplicable as reason:
-            self._give_up(key, str(reason))
+            if finishes:  # batches ahead are worth it without, too
+                self._warn(f"images are sent as floats: {reason}")
+            else:
+                self._give_up(key, str(reason))
         else:
             self._keep(key, want)
             if hasattr(want, "read_fill_s"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.data import ConcatDataset, Subset
 from fastloop.feeds.cache.fingerprint import NoFingerprint, digest_texts, identify_files, read_method
 from fastloop.feeds.cache.marking import MARK
 from fastloop.feeds.cache.sample_cache import SampleCache
+from fastloop.feeds.images.own_samples import check_named
 from fastloop.feeds.images.reading import ImageSource, list_calls, read_source, read_steps
 from fastloop.feeds.lazy_loader import StandInDataset
 
@@ -49,7 +50,7 @@ class CachedImages(StandInDataset):
 
     _OWN = ("inner", "sample_cache", "fingerprint")
 
-    def __init__(self, inner: Any, sample_cache: SampleCache, fingerprint: bytes) -> None:
+    def __init__(self, inner: Any, sample_cache: SampleCache | _NoCache, fingerprint: bytes) -> None:
         self.inner, self.sample_cache, self.fingerprint = inner, sample_cache, fingerprint
         object.__setattr__(self, "_reading", _Reading(inner))
 
@@ -122,6 +123,20 @@ def _open_picture(path: str) -> Any:
 def fingerprint_images(source: ImageSource) -> bytes:
     """Fingerprint the stored part of an image dataset's work."""
     return digest_texts("pictures", str(source.unknown is None), *map(repr, source.facts.prefix))
+
+
+def check_images(dataset: Any) -> None:
+    """Compare a few samples with those that `CachedImages` makes.
+
+    Raises:
+        NotApplicable: they differ.
+    """
+    check_named(dataset, lambda leaf: CachedImages(leaf, _NoCache(), b"").__getitem__)
+
+
+class _NoCache:
+    def fetch(self, _key: bytes | None, make: Callable[[], Any]) -> Any:
+        return make()
 
 
 # -- marked methods ---------------------------------------------------------------------------------------------------

@@ -40,11 +40,13 @@ class KeptSamples:
         """Return the dataset with its samples cached.
 
         Raises:
-            NotApplicable: the store cannot be opened.
+            NotApplicable: the store cannot be opened, or samples made with it differ from the dataset's own.
         """
         from fastloop.feeds.cache import datasets
         from fastloop.feeds.cache.sample_cache import SampleCache
 
+        if not any(datasets.list_marked(dataset)):
+            datasets.check_images(dataset)
         places.sweep(places.find_shm_root())
         store, room = self._open()
         cache = SampleCache(store, compute_share(self.prefix, room))

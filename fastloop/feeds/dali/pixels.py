@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from fastloop.errors import NotApplicable, let_through
 from fastloop.feeds.dali.graph import Machine, Pins, encode, find_scale, list_pins, make_pipeline, name_pin
+from fastloop.feeds.images.own_samples import explain, is_same, untouched_generators
 from fastloop.feeds.images.reading import ImageSource
 from fastloop.records.images import (
     CenterCrop,
@@ -65,14 +65,16 @@ def check_pixels(dataset: Any, source: ImageSource, steps: Sequence[ImageStep], 
         NotApplicable: they differ by more than rounding, or DALI cannot read one of them.
     """
     wanted, pins, paths = [], [], []
-    with _untouched_generators():
+    with untouched_generators():
         for index in range(0, source.count, -(-source.count // SAMPLES)):
-            path, _ = source.locate(index)
+            path, label = source.locate(index)
             try:
-                sample, drawn = _make_both(dataset, index, path, steps)
+                sample, labels, drawn = _make_both(dataset, index, path, steps)
             except Exception as error:  # the dataset cannot read it; the training will report it when it gets there
                 let_through(error)
                 continue
+            if not is_same(labels, [default_collate([label])]):
+                raise NotApplicable(explain(dataset, "label", index))
             wanted.append(sample)
             pins.append(drawn)
             paths.append(path)
@@ -139,8 +141,8 @@ def shorten(error: Exception) -> str:
 # -- torchvision's random draws ---------------------------------------------------------------------------------------
 
 
-def _make_both(dataset: Any, index: int, path: str, steps: Sequence[ImageStep]) -> tuple[torch.Tensor, Pins]:
-    """Return a sample [3, H, W] from the dataset, and the draws of its random steps."""
+def _make_both(dataset: Any, index: int, path: str, steps: Sequence[ImageStep]) -> tuple[torch.Tensor, list[Any], Pins]:
+    """Return a sample's picture [3, H, W] and what follows it, from the dataset, and the draws of its random steps."""
     from PIL import Image
 
     with Image.open(path) as image:
@@ -150,7 +152,8 @@ def _make_both(dataset: Any, index: int, path: str, steps: Sequence[ImageStep]) 
         drawn = draw(steps, (height, width))
         if drawn is not None:
             torch.manual_seed(seed)
-            return torch.as_tensor(dataset[index][0]), drawn
+            picture, *labels = dataset[index]
+            return torch.as_tensor(picture), [default_collate([each]) for each in labels], drawn
     raise NotApplicable("ColorJitter's parts never came in DALI's order")
 
 
@@ -197,12 +200,3 @@ def draw(steps: Sequence[ImageStep], size: Size) -> Pins | None:
 
 def _draw_ints(*values: int) -> Any:
     return np.array(values, dtype=np.int32)
-
-
-@contextmanager
-def _untouched_generators() -> Iterator[None]:
-    python, host = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(python)
-    np.random.set_state(host)

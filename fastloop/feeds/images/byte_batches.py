@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Subset, default_collate
 
+from fastloop.feeds.images.own_samples import check_named
 from fastloop.feeds.images.reading import Transform, read_source
 from fastloop.feeds.lazy_loader import StandInDataset
 from fastloop.records.images import Normalize, ToFloat, ToTensor
@@ -40,11 +41,24 @@ class AsBytes:
     """The object that does them."""
 
     def wrap(self, dataset: Any) -> ByteDataset:
-        """Return a copy of the dataset that returns bytes; the user's objects stay unchanged."""
-        transforms = read_source(find_user_dataset(dataset)).transforms
-        self.live[:] = [ToFloats([each for each in transforms if is_color(each)])]
+        """Return a copy of the dataset that returns bytes; the user's objects stay unchanged.
+
+        Raises:
+            NotApplicable: floats made from bytes differ from the dataset's own.
+        """
+        plain = find_user_dataset(dataset)
+        transforms = read_source(plain).transforms
+        color = [each for each in transforms if is_color(each)]
         first = next(place for place, each in enumerate(transforms) if ToFloat() in each.steps)
-        return ByteDataset(replace_transform(dataset, make_bytes(transforms[:first])))
+        to_bytes, trial = make_bytes(transforms[:first]), ToFloats(color)
+
+        def make(leaf: Any) -> Callable[[int], Any]:
+            twin = ByteDataset(replace_transform(leaf, to_bytes))
+            return lambda index: trial.finish(default_collate([twin[index]]))
+
+        check_named(plain, make, lambda sample: default_collate([sample]))
+        self.live[:] = [ToFloats(color)]
+        return ByteDataset(replace_transform(dataset, to_bytes))
 
     def finish(self, batch: Any) -> Any:
         """Convert the marked batches in data on the device to what the user's own loader would have returned."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from PIL import ImageOps
+from torch.utils.data import ConcatDataset, Subset
 from torchvision import transforms as T
 
 from fastloop.errors import NotApplicable
@@ -159,3 +163,69 @@ def test_it_can_be_written_down(tmp_path: Path) -> None:
 def test_shares(room: int | None, size: int | None, share: float) -> None:
     prefix = PrefixFacts(what="", dataset="", fingerprint="", samples=100, sample_bytes=size)
     assert compute_share(prefix, room) == pytest.approx(share)
+
+
+class Named:
+    """Says where its samples come from, and makes them itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.transform = inner, inner.transform
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def image_path_and_label(self, index: int) -> tuple[str, int]:
+        return self.inner.samples[index]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+class Mirrors(Named):
+    def __getitem__(self, index: int) -> Any:
+        path, label = self.inner.samples[index]
+        return self.transform(ImageOps.mirror(self.inner.loader(path))), label
+
+
+class Relabels(Named):
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index][0], 9 - self.inner[index][1]
+
+
+class ToLists(Named):
+    def __getitem__(self, index: int) -> Any:
+        return list(self.inner[index])
+
+
+class Draws(Named):
+    def __getitem__(self, index: int) -> Any:
+        random.random()
+        return self.inner[index]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Mirrors, "gives sample 0 another picture than image_path_and_label and transform do"),
+        (Relabels, "gives sample 0 another label than image_path_and_label and transform do"),
+        (ToLists, "gives sample 0 another form than image_path_and_label and transform do"),
+        (Draws, "draws other random numbers than its transform"),
+    ],
+)
+def test_samples_that_are_not_what_their_dataset_says(kind: Any, why: str, tmp_path: Path) -> None:
+    plain = kind(folder(tmp_path / "pictures", transform=T.Compose([T.RandomCrop(20), T.ToTensor()])))
+    kept = want(Subset(plain, [0, 1]), store="disk")
+    before = random.getstate(), torch.get_rng_state().tolist()
+    with pytest.raises(NotApplicable, match=f"{kind.__name__}'s __getitem__ {why}"):
+        kept.wrap(ConcatDataset([plain, plain]))
+    assert before == (random.getstate(), torch.get_rng_state().tolist())
+    assert names(tmp_path / "home") == [] and kept.evidence() == {}
+
+
+def test_samples_that_are(tmp_path: Path) -> None:
+    plain = Named(folder(tmp_path / "pictures", transform=T.Compose([T.RandomCrop(20), T.ToTensor()])))
+    (tmp_path / "pictures" / "class0" / "0.png").write_bytes(b"")
+    kept = want(plain)
+    ours = kept.wrap(plain)
+    assert ours[1][1] == 0 and kept.evidence()["misses"] == 1, "no sample was kept before"
+    kept.close()

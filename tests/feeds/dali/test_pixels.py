@@ -23,6 +23,7 @@ from fastloop.feeds.dali.pixels import check_pixels, compare
 from fastloop.feeds.images.reading import read_source
 from fastloop.records.images import Normalize, RandomHorizontalFlip
 from tests.feeds.dali.folders import MEAN, STD, make_folder, make_picture, read_folder
+from tests.feeds.dali.test_engine import Numbered
 
 MACHINE = Machine(threads=2)
 FLOAT = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
@@ -146,6 +147,21 @@ def test_a_dataset_that_does_more_than_its_transform_says(folder: Path) -> None:
 
     with pytest.raises(NotApplicable, match=r"is off by -5\.\d levels"):
         check(Brighter(read_folder(folder)))
+
+
+def test_a_dataset_whose_labels_are_others_than_it_says(folder: Path) -> None:
+    class Relabeled(Numbered):
+        labels = staticmethod(lambda index: (index,))
+
+        def __getitem__(self, index: int) -> Any:
+            return self.inner[index][0], *self.labels(index)
+
+    dataset = Relabeled(read_folder(folder))
+    assert check(dataset).samples > 0
+    for labels in (lambda index: (19 - index,), lambda index: (index, index), lambda index: (float(index),)):
+        dataset.labels = labels
+        with pytest.raises(NotApplicable, match="Relabeled's __getitem__ gives sample 0 another label than image_path"):
+            check(dataset)
 
 
 def test_random_generators_are_left_as_they_were(folder: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
+from fastloop.errors import NotApplicable
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.concatenation import concatenate
 from fastloop.feeds.images.byte_batches import AsBytes, ByteSample
@@ -133,6 +134,25 @@ def test_a_dataset_that_keeps_its_transform_to_itself_is_not_normalized_twice(fo
         for plain, fast in zip(load(own), load(ours), strict=True):
             assert torch.equal(want.finish(fast)[0], plain[0])
         assert want.evidence() == {"byte_batches": bytes_came}
+
+
+def test_a_dataset_that_goes_on_after_its_transform_is_refused(folder: Path) -> None:
+    class More(Listed):
+        def __getitem__(self, index: int) -> Any:
+            image, label = super().__getitem__(index)
+            return image * 2 - 1, label
+
+    class Draws(Listed):
+        def __getitem__(self, index: int) -> Any:
+            image, label = super().__getitem__(index)
+            return (image + 0 * torch.rand(1) if image.is_floating_point() else image), label
+
+    for kind, why in ((More, "gives sample 0 another picture than"), (Draws, "draws other random numbers than")):
+        before = torch.get_rng_state()
+        own = kind(folder, v1.Compose([v1.Resize((8, 8)), v1.ToTensor()]))
+        with pytest.raises(NotApplicable, match=f"{kind.__name__}'s __getitem__ {why}"):
+            AsBytes().wrap(Subset(own, [1]))
+        assert torch.equal(before, torch.get_rng_state())
 
 
 def test_workers_and_pickles_keep_the_mark(folder: Path) -> None:
