@@ -15,6 +15,7 @@ from fastloop.errors import NotApplicable
 from fastloop.feeds.device_store.draws import Drawing, draw, draw_parts
 from fastloop.feeds.device_store.pictures import Pictures, fill
 from fastloop.feeds.images.byte_batches import ToFloats, find_user_dataset, is_color, make_bytes, replace_transform
+from fastloop.feeds.images.own_samples import untouched_generators
 from fastloop.feeds.images.reading import ImageSource, Transform, read_source
 from fastloop.records.images import RandomCrop, RandomHorizontalFlip, RandomResizedCrop, ToFloat
 
@@ -118,7 +119,8 @@ def make_engine(
     source = read_source(dataset)
     recipe = read_recipe(source.transforms)
     bytes_of = replace_transform(dataset, make_bytes(recipe.once))
-    pictures = fill(bytes_of, source, device, most_bytes=most_bytes, workers=workers, say=say)
+    with untouched_generators():  # the dataset may draw numbers beside its transform's
+        pictures = fill(bytes_of, source, device, most_bytes=most_bytes, workers=workers, say=say)
     _check_sizes(pictures, recipe)
     kept = {
         "pictures": len(pictures.sizes),

@@ -174,6 +174,28 @@ def test_a_dataset_that_does_more_is_found_out(tmp_path: Path) -> None:
             assert torch.equal(before, torch.get_rng_state())
 
 
+class KeepsItsOwn(Odd):
+    """Applies a transform, but not the one that it shows."""
+
+    keeps: Callable[[Any], Any]
+
+    def __getitem__(self, index: int) -> Any:
+        torch.rand(1)
+        path, label = self.samples[index]
+        return self.keeps(self.loader(path)), label
+
+
+@pytest.mark.parametrize(("keeps", "got"), [(v1.ToTensor(), "torch.float32"), (lambda picture: picture, "Image")])
+def test_a_dataset_that_ignores_another_transform(tmp_path: Path, keeps: Any, got: str) -> None:
+    dataset = KeepsItsOwn(draw_folder(tmp_path), v1.ToTensor())
+    dataset.keeps = keeps
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    with pytest.raises(NotApplicable, match=f"does not apply its `transform`: one that gives bytes .* gave {got}"):
+        make(DataLoader(dataset, batch_size=5))
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_labels_that_are_no_tensor_are_refused(tmp_path: Path) -> None:
     dataset = datasets.ImageFolder(draw_folder(tmp_path), TRANSFORMS["cifar10"](), target_transform=str)
     with pytest.raises(NotApplicable, match="labels that collate to a list"):
