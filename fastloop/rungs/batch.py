@@ -82,7 +82,7 @@ class Batch:
     *Split* (micro_batch smaller than the loader's batch): batch_idx, global_step, schedules, validation, checkpoints
     and batch callbacks see what they saw before. *Merge* (the Trainer accumulates smaller batches): the batches of a
     window, collated as ever, are put together, so whatever counted batches counts optimizer steps; the plan names it.
-    Batches stay as they are where they cannot be put together, and all do where the first window's gradient becomes
+    Batches stay as they are where they cannot be put together, and all do where a compared window's gradient becomes
     another. What training_step logs is put together as its reduce_fx says: means by samples or tokens, sums, extremes.
     """
 

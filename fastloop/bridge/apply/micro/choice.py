@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from fastloop.bridge.apply.micro.gradient_check import TakeLoss, Weighing, explain_difference, weigh_pieces
+from fastloop.bridge.apply.micro.gradient_check import UNKNOWN, TakeLoss, Weighing, explain_difference, weigh_pieces
 from fastloop.bridge.apply.micro.room import give_back
 from fastloop.bridge.apply.micro.search import SizeSearch, Trial, fits_in_memory, measure_length
 from fastloop.bridge.apply.micro.windows import Merged, MergedWindows
@@ -24,6 +24,8 @@ from fastloop.feeds.batch_tree import count_rows
 from fastloop.feeds.splitting import CannotSplit, Piece, cut, cut_at, get_loss
 from fastloop.judge.micro_batch import FoundSize, list_sizes
 
+RARER = 4
+"""Each comparison of gradients comes this many times as many batches after the first as the one before."""
 LIMITED = ("cuda",)
 """Devices on which a step is tried before it may run out of memory."""
 
@@ -71,6 +73,7 @@ class PieceChoice:
         """Samples per piece; 0 until the search has found it."""
         self.rung, self._strict, self._warn = rung, strict, warn
         self._compares, self._undecided = compares, compares or groups is not None
+        self._seen, self._next = 0, 1
         self._one_time, self._list_held, self._is_planned = one_time or OneTime(), list_held, is_planned
         self.groups = groups
         self.windows = MergedWindows()
@@ -139,13 +142,14 @@ class PieceChoice:
         own, reason = self._list_own(batch, window)
         no_room = self._explain_no_room(strategy, batch, window, rest, tries=reason is None)
         reason = reason or no_room
-        if self._undecided and no_room is None:
-            self._undecided = False
+        if no_room is None and self._is_due():
+            is_first, self._undecided, found = self._undecided, False, reason
             if reason is None:
                 merged = cut(batch, self.micro, window, whole_batches=self.groups is not None)
-                reason = self._compare(strategy, own, merged, rest)
-            self.refused = reason = self._agree(strategy, reason)
-            if reason is None:
+                found = self._compare(strategy, own, merged, rest)
+            self.refused = self._agree(strategy, found if is_first else self._find_late(trainer, reason, found))
+            reason = self.refused or (None if is_first else reason)
+            if is_first and reason is None:
                 self._tell_unequal()
         if reason is None or not own:
             return Chosen(self._cut(batch, trainer, window))
@@ -154,6 +158,22 @@ class PieceChoice:
             self._warn(f"{self.rung}: {'windows run' if self.refused else 'a window runs'} batch by batch: {why}")
         self._steps, self._apart_steps = self._steps + 1, self._apart_steps + 1
         return Chosen(own, apart=True)
+
+    def _is_due(self) -> bool:
+        """Whether gradients are compared on this batch or window: the first, and rarer ones later, for a loss may
+        change its kind, and the first samples may have no padding."""
+        if self.refused is not None or not (self._undecided or self._compares):
+            return False
+        self._seen += 1
+        is_due = self._seen >= self._next
+        self._next = self._seen * RARER if is_due else self._next
+        return is_due
+
+    def _find_late(self, trainer: Any, reason: str | None, found: str | None) -> str | None:
+        """What a later comparison found; None if this batch could not be compared."""
+        if reason is not None or found is None or found.startswith(UNKNOWN):
+            return None
+        return f"from optimizer step {trainer.global_step + 1} on, {found}"
 
     # -- the size -------------------------------------------------------------------------------------------------
 
@@ -223,32 +243,42 @@ class PieceChoice:
             self._steps, self.uncut = self._steps + 1, self.uncut + 1
             return whole
         pieces = self._cut(batch, trainer, None)
-        if self._undecided and (len(pieces) > 1 or trainer.world_size > 1):
-            self._undecided = False
-            reason = self._weigh(strategy, trainer, batch, pieces, rest)
-            self.refused = self._problem = self._agree(strategy, reason)
+        if (len(pieces) > 1 or trainer.world_size > 1) and self._is_due():
+            is_first, self._undecided = self._undecided, False
+            found = self._weigh(strategy, trainer, batch, pieces, rest, halves=not is_first)
+            self.refused = self._agree(strategy, found if is_first else self._find_late(trainer, None, found))
             if self.refused is not None:
+                self._problem = self.refused
                 self._warn(f"{self.rung}: batches run whole: {self.refused}")
-                self._changed, self.uncut, self._most = 0, self.uncut + 1, ()
+                self.uncut, self._changed = self.uncut + 1, 0 if is_first else self._changed - (len(pieces) > 1)
+                self._most = () if is_first else self._most
                 return whole
-            self._tell_unequal()
+            if is_first:
+                self._tell_unequal()
         if self.weighing is not None and len(pieces) > 1:
             weights = self.weighing.counter.weigh([piece.batch for piece in pieces])
             pieces = [piece._replace(weight=weight) for piece, weight in zip(pieces, weights, strict=True)]
         return pieces
 
     def _weigh(
-        self, strategy: Any, trainer: Any, batch: Any, pieces: Sequence[Piece], rest: Sequence[Any]
+        self, strategy: Any, trainer: Any, batch: Any, pieces: Sequence[Piece], rest: Sequence[Any], *, halves: bool
     ) -> str | None:
-        """Find the weights of the pieces; returns why the pieces must not be trained on, or None."""
+        """Find the weights of the pieces; returns why the pieces must not be trained on, or None.
+
+        Args:
+            halves: compare the halves of a piece with it, which fits in memory, in place of pieces with the batch.
+        """
         reason, mine = None, None
+        if halves and pieces[0].samples > 1:
+            batch = pieces[0].batch
+            pieces = cut(batch, -(-pieces[0].samples // 2))
         if len(pieces) > 1:
             with self._one_time.span("rehearsal"):
                 reason, mine = weigh_pieces(
                     strategy, batch, pieces, self._make_take_loss(strategy, rest), self._note_unequal
                 )
                 give_back(strategy.root_device)
-        self.weighing = next((each for each in gather(trainer, mine) if each is not None), None)
+        self.weighing = next((each for each in gather(trainer, mine) if each is not None), self.weighing)
         return reason
 
     def _note_unequal(self, name: str) -> None:

@@ -31,6 +31,8 @@ from fastloop.feeds.token_counts import Counter, list_counters
 TakeLoss = Callable[[Any, int], Any]
 """Returns training_step's loss for a batch and that batch's number in its window."""
 Note = Callable[[str], object]
+UNKNOWN = "could not compare"
+"""How a reason begins if nothing could be compared."""
 LOGGED_ALIKE = {"fp64": 1e-3, "fp32": 1e-3, "tf32": 5e-3, "fp16": 5e-3, "bf16": 3e-2}
 """Relative difference, by precision, up to which two ways to compute a logged mean give the same value."""
 
@@ -74,7 +76,7 @@ def explain_difference(
     try:
         seen = _sample(strategy, own, merged, take_loss, groups, means)
     except Exception as error:  # an unusual batch shape, out of memory, state that cannot be restored
-        return f"could not compare accumulated and merged gradients: {_say(strategy, error)}"
+        return f"{UNKNOWN} accumulated and merged gradients: {_say(strategy, error)}"
     if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
         return mixed
     _note_unequal(strategy, seen, own, merged, note)
@@ -107,7 +109,7 @@ def weigh_pieces(
                 return None, None  # nothing smaller could be compared
             error.__traceback__ = None  # its frames hold the tensors that did not fit
             return weigh_pieces(strategy, first.batch, cut(first.batch, -(-first.samples // 2)), take_loss, note)
-        return f"could not compare whole and split gradients: {_say(strategy, error)}", None
+        return f"{UNKNOWN} whole and split gradients: {_say(strategy, error)}", None
     judged = _judge(strategy, seen.own, [piece.weight for piece in pieces], seen.others[0])
     what = "the loss compares samples or is not a mean over them: the gradient of the pieces"
     why = _explain(seen, *judged, "whole and split", what)
@@ -132,7 +134,7 @@ def weigh_pieces(
 def _explain(seen: _Sampled, reason: str | None, apart: float | None, which: str, otherwise: str) -> str | None:
     """Put the result of `_judge` for `which` gradients into words; None if they are equal."""
     if reason is not None:
-        return f"could not compare {which} gradients: {reason}"
+        return f"{UNKNOWN} {which} gradients: {reason}"
     if apart is not None and seen.drew:
         return f"training_step draws its own random numbers: {which} gradients differ by {apart:.1e}"
     return None if apart is None else f"{otherwise} differs by {apart:.1e}"

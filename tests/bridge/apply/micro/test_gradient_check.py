@@ -390,3 +390,50 @@ def test_a_lost_device_ends_it_with_the_users_error(
     else:
         why = run(rungs, EVEN(), Asserts, **settings).verdict("batch").why
         assert "RuntimeError: CUDA error: device-side assert triggered" in why
+
+
+def sentences_padded_late(full: int = 64) -> DataLoader[Any]:
+    """The first `full` sentences have no padding."""
+    loader = sentences(2, samples=192)
+    words, targets, numbers = loader.dataset.tensors  # type: ignore[attr-defined]
+    return DataLoader(TensorDataset(words, torch.cat([words[:full].roll(1, 1), targets[full:]]), numbers), batch_size=8)
+
+
+class LateStd(Net):
+    """Its loss couples the samples from the third step on."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        out = self.net(batch[0])
+        loss = (out - batch[1]).square().mean()
+        return loss + (out.std() if self.trainer.global_step >= 2 else 0)
+
+
+@pytest.mark.parametrize(
+    ("rungs", "load", "kind", "settings"),
+    [
+        (MERGE, sentences_padded_late, Tagger, ACCUMULATE),
+        (MERGE, partial(batches, 192), LateStd, ACCUMULATE),
+        ({"batch": {"micro_batch": 4}}, EVEN, LateStd, {}),
+    ],
+    ids=["padding", "coupled, merged", "coupled, split"],
+)
+def test_a_loss_that_differs_later_is_found(rungs: Any, load: Any, kind: Any, settings: Any) -> None:
+    """On the fourth window or batch; the first shows nothing."""
+    with pytest.warns(UserWarning, match="from optimizer step 4 on, the loss "):
+        ours = run(rungs, load(), kind, max_epochs=2, **settings)
+    seen = ours.seen("batch")
+    assert seen["changed_steps"] == 3 and seen["steps"] > 6, seen
+    assert "from optimizer step 4 on" in ours.verdict("batch").why
+
+
+def test_comparisons_get_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = list[int]()
+    original = gradient_check.explain_difference
+
+    def note(strategy: Any, *args: Any) -> Any:
+        compared.append(strategy.lightning_module.trainer.global_step)
+        return original(strategy, *args)
+
+    monkeypatch.setattr("fastloop.bridge.apply.micro.choice.explain_difference", note)
+    ours = run(MERGE, EVEN(), Net, max_epochs=8, **ACCUMULATE)
+    assert compared == [0, 3, 15] and ours.seen("batch")["changed_steps"] == ours.seen("batch")["steps"] == 24
