@@ -198,6 +198,10 @@ class ArmResult:
     step_ms: float | None = None
     peak_gib: float | None = None
     global_batch: float | None = None
+    compile_s: float | None = None
+    """What compiling took in the run where it took longest: later runs find code in a cache."""
+    planned_steps: int | None = None
+    """Optimizer steps of the user's own run, if the configuration says how many."""
     failed: str | None = None
     """Why the arm has no more runs."""
 

@@ -89,6 +89,8 @@ def summarize_arm(side: Side) -> ArmResult:
         step_ms=middle(seen.step_ms.get("mean") for seen in kept),
         peak_gib=middle(seen.peak_gib for seen in kept),
         global_batch=middle(seen.global_batch for seen in kept),
+        compile_s=max((seen.one_time_s.get("compile") or 0.0 for seen in kept), default=None),
+        planned_steps=side.arm.config().run.max_steps if side.arm.plans_alone else None,  # of a script it is unknown
         failed=None if side.failed is None else side.failed.cause,
     )
 

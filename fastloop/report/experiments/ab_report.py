@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from itertools import zip_longest
 from statistics import median
@@ -19,6 +20,8 @@ from fastloop.report.run.tables import cut
 Pair = tuple[Comparison, ArmResult]
 """A comparison and its arm's result."""
 NAME_LETTERS = 44
+WORTH_SAYING_S = 5.0
+"""A shorter compile is not worth a line."""
 MEANING = (
     "The run is the unit: each is a fresh process, and steps before the window (warm-up, compilation, cold caches) do"
     " not count. The log of each run's rate is modeled by its arm and its place in the order, so machine drift does"
@@ -42,6 +45,7 @@ def write_lines(result: ExperimentResult) -> list[str]:
         ("PARITY", [verdict_words.describe_parity(best[0].parity)] if best else []),
         ("WHY", _list_reasons(result, best)),
         ("", [f"  {_describe(one, arm)}" for one, arm in pairs[1:]]),
+        ("PAY-BACK", [_describe_pay_back(result.arms[0], best[1])] if best else []),
         ("ARMS", [verdict_words.describe_shared_error_rate(result.comparisons)]),
         ("INACTIVE", list_inactive(result, besides=" ".join(_list_reasons(result, best)))),
         ("FLAG", ["; ".join(result.flags)]),
@@ -126,6 +130,19 @@ def _describe(one: Comparison, arm: ArmResult) -> str:
         return f"{claim}: {arm.failed or one.why or 'n/a'}"
     held = ", parity passed" if one.parity.passed else ""
     return f"{claim} ({verdict_words.format_interval(one)}, {verdict_words.format_level(one)}{held})"
+
+
+def _describe_pay_back(base: ArmResult, arm: ArmResult) -> str:
+    """Say after how many steps an arm has recovered what its compile takes, and how many the user's run has; empty if
+    that is no question."""
+    took_s = (arm.compile_s or 0.0) - (base.compile_s or 0.0)
+    if took_s < WORTH_SAYING_S or not base.step_ms or not arm.step_ms or arm.step_ms >= base.step_ms:
+        return ""
+    after = math.ceil(1e3 * took_s / (base.step_ms - arm.step_ms))
+    says = f"compiling took {took_s:.0f} s in its first run, and is paid back after about {after:,} steps"
+    if arm.planned_steps is None:
+        return says
+    return f"{says}; {'your' if arm.planned_steps >= after else 'but your'} run has {arm.planned_steps:,}"
 
 
 def _describe_rates(result: ExperimentResult, best: Pair | None) -> list[str]:

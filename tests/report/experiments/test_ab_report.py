@@ -36,6 +36,26 @@ def test_the_whole_answer() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("base", "arm", "says"),
+    [
+        ({}, {"compile_s": 41.2, "planned_steps": 80}, "after about 412 steps; but your run has 80"),
+        ({}, {"compile_s": 41.2, "planned_steps": 5_000}, "after about 412 steps; your run has 5,000"),
+        ({"compile_s": 21.0}, {"compile_s": 41.0}, "20 s in its first run, and is paid back after about 200 steps"),
+        ({}, {"compile_s": 4.0, "planned_steps": 80}, None),
+        ({"step_ms": 50.0}, {"compile_s": 41.2}, None),
+        ({"step_ms": None}, {"compile_s": 41.2}, None),
+    ],
+)
+def test_what_a_compile_takes_is_held_against_the_users_own_run(base: Any, arm: Any, says: str | None) -> None:
+    """Trials do not count it, and may be longer or shorter than that run."""
+    content = AB["faster"]()
+    content["arms"][0] |= {"step_ms": 300.0, **base}
+    content["arms"][1] |= {"step_ms": 200.0, **arm}
+    lines = [line for line in ab_report.write_lines(result_of(content)) if line.startswith("PAY-BACK")]
+    assert len(lines) == (says is not None) and all(line.endswith(says or "") for line in lines), lines
+
+
 def test_a_reason_is_given_once() -> None:
     content = AB["faster"]()
     content["arms"][1] |= {"active_rungs": [], "inactive_rungs": ["amp"], "inactive_why": {"amp": "no CUDA"}}
