@@ -85,7 +85,7 @@ def find_slowdown(seen: Measurement, verdicts: Sequence[Verdict]) -> Finding | N
     looked_at = [verdict.rung for verdict in active if verdict.rung in (looked.get("rungs") or ())]
     found = _read_look(looked, looked_at) if looked_at else _compare_rehearsal(seen, active)
     if found is None:
-        return None
+        return _find_worker_loss(seen, active)
     name, facts = " or ".join(found.rungs), found.facts
     share = _compute_share_pct(seen, found.more_ms)
     return Finding(
@@ -97,6 +97,33 @@ def find_slowdown(seen: Measurement, verdicts: Sequence[Verdict]) -> Finding | N
         title=f"SLOWER WITH {found.rungs[0].upper()}",
         alarm=facts,
     )
+
+
+def _find_worker_loss(seen: Measurement, active: Sequence[Verdict]) -> Finding | None:
+    """Find worker processes of a rung's that make batches slower to get than to make."""
+    step_ms = read_step_ms(seen)
+    for verdict in active:
+        loss = (seen.evidence.get(verdict.rung) or {}).get("loss_ms") or (None, None)
+        took_ms, made_ms = map(to_number, loss)
+        if took_ms is None or made_ms is None or not step_ms:
+            continue
+        share = 100 * min(step_ms, (took_ms - made_ms) * count_micro_batches(seen)) / step_ms
+        if share < WORTH_NAMING_PCT:
+            continue
+        facts = (
+            f"taking a ready batch from a worker takes {took_ms:.2f} ms, and making it {made_ms:.2f} ms"
+            " (medians of the first batches)"
+        )
+        return Finding(
+            bottleneck="data_wait",
+            share_pct=share,
+            why=f"{facts}; switch {verdict.rung} off",
+            patch={"rungs": {verdict.rung: {"enabled": False}}},
+            ceiling_gain_pct=compute_gain_bound_pct(share),
+            title=f"SLOWER WITH {verdict.rung.upper()}",
+            alarm=facts,
+        )
+    return None
 
 
 def _compute_share_pct(seen: Measurement, more_ms: float) -> float | None:

@@ -185,3 +185,15 @@ def test_the_rung_that_costs_is_named(verdicts: tuple[Verdict, ...], changes: An
 @pytest.mark.parametrize(("df", "true"), [(4, 2.776), (9, 2.262), (30, 2.042), (200, 1.972)])
 def test_the_quantile(df: int, true: float) -> None:
     assert math.isclose(_compute_t95(df), true, rel_tol=0.02)
+
+
+@pytest.mark.parametrize(("took_ms", "named"), [(3.0, True), (1.3, False), (None, False)])
+def test_workers_that_cost_more_than_they_save_are_named(took_ms: float | None, named: bool) -> None:
+    loss = None if took_ms is None else (took_ms, 1.2)
+    seen = on_cpu(step=10.0, data_wait=3.0, evidence={"workers": {"live_workers": 2, "loss_ms": loss}})
+    finding = first(seen, (Verdict(rung="workers", took=True, why="2 workers"),))
+    assert (finding.title == "SLOWER WITH WORKERS") is named
+    if named:
+        assert finding.share_pct == pytest.approx(18) and finding.patch == {"rungs": {"workers": {"enabled": False}}}
+        assert finding.alarm.startswith("taking a ready batch from a worker takes 3.00 ms, and making it 1.20 ms")
+    assert first(seen, (Verdict(rung="workers", took=False, why="off"),)).title != "SLOWER WITH WORKERS"

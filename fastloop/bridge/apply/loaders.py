@@ -70,6 +70,7 @@ class TrainLoaders:
         """Objects with which rungs replace a dataset or a loader, each with the key of its want."""
         self._checked: Mapping[str, Any] = {}
         """Result of an engine's check."""
+        self._tried: TriedWorkers | None = None
         self._most_workers: int | None = None
         self._keeps_theirs, self._kept = False, False
         self._leaves = 0
@@ -209,6 +210,7 @@ class TrainLoaders:
             free_cpus=plan.wants.get("launch.free_cpus", 0),
             leave_out=self._leave_out if plan.owner("loader.num_workers") in self._by_ladder else None,
         )
+        self._tried = tried
         return tried.batches
 
     def _leave_out(self, _workers: int, _ahead: int, why: str) -> None:
@@ -305,7 +307,8 @@ class TrainLoaders:
             (cpus for each in iterators if (cpus := loader_queue.count_worker_cpus(each)) is not None), default=None
         )
         fewer = None if self._fewer is None else self._fewer[1]
-        return {"live_workers": self._most_workers, "fewer": fewer, "worker_cpus": cpus}
+        loss = None if self._tried is None else self._tried.loss_ms
+        return {"live_workers": self._most_workers, "fewer": fewer, "worker_cpus": cpus, "loss_ms": loss}
 
     def _see_kept(self) -> Mapping[str, Any]:
         """Whether live iterators keep the user's own workers for the next epoch; empty if no rung planned that."""

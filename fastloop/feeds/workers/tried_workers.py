@@ -197,9 +197,11 @@ class TriedWorkers:
         free_cpus: int = 0,
         leave_out: Callable[[int, int, str], None] | None = None,
     ) -> None:
-        self._free_cpus, self._leave_out = free_cpus, leave_out
+        self._free_cpus, self._leave_out, self._is_weighed = free_cpus, leave_out, False
         self._made_ms: Any = ()
         self._took_ms: list[float] = []
+        self.loss_ms: tuple[float, float] | None = None
+        """What taking a ready batch from a worker takes, and what making it does; None unless taking it is slower."""
         self._room_bytes, self._step_down, self._warn, self._turn_off = room_bytes, step_down, warn, turn_off
         self._drawn, self._is_loading = _Drawn(None), False
         self._whereabouts = Whereabouts()
@@ -331,11 +333,14 @@ class TriedWorkers:
     def _find_loss(self) -> _Fewer | None:
         """Return settings without workers if taking a ready batch from a worker is slower than making it; only once."""
         made = [ms for ms in self._made_ms if ms]
-        if self._leave_out is None or len(self._took_ms) < TIMED or not made:
+        if self._is_weighed or len(self._took_ms) < TIMED or not made:
             return None
         made_ms, took_ms = statistics.median(made), statistics.median(self._took_ms)
-        tell, self._leave_out = self._leave_out, None
+        self._is_weighed, tell = True, self._leave_out
         if took_ms <= made_ms:
+            return None
+        if tell is None:
+            self.loss_ms = took_ms, made_ms
             return None
         why = f"a batch takes {made_ms:.2f} ms to make, but taking it from a worker took {took_ms:.2f} ms"
         return _Fewer(0, 0, why, tell)

@@ -230,6 +230,18 @@ def test_workers_stay_where_they_pay_or_are_asked_for_by_name(dataset: Any, pays
     assert loader.num_workers == 2 and not steps.left_out and not steps.down
 
 
+def test_workers_asked_for_by_name_tell_what_they_lose() -> None:
+    trying = TriedWorkers(room_bytes=None, step_down=list.append, warn=print, turn_off="rungs.loads.enabled: false")
+    loader = LazyLoader(DataLoader(Numbers(), 4, collate_fn=collate_many, num_workers=1), epochs=trying.batches)
+    assert trying.loss_ms is None
+    for _ in range(15):  # on a crowded machine few lie ready
+        for _ in loader:
+            time.sleep(0.02)
+        if trying.loss_ms is not None:
+            break
+    assert trying.loss_ms is not None and trying.loss_ms[0] > trying.loss_ms[1] > 0 and loader.num_workers == 1
+
+
 # -- shared memory ----------------------------------------------------------------------------------------------------
 
 BATCH_BYTES = 4 * 1000 * 8
