@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean, stdev
 
 from fastloop.judge.parity import TAU
 from fastloop.records.plan import Rehearsed
@@ -13,6 +14,12 @@ NO_GATE = 0.1
 """A limit above this passes everything and proves nothing."""
 ROUNDINGS = 5
 """A deviation within this multiple of what rounding does to the unchanged modules is not the rung's fault."""
+DRAWN = 1.5
+"""The same for what other random numbers do to the unchanged modules: two draws differ by just that."""
+NORM, COSINE = 1.15, 0.25
+"""Factor on a norm, and loss of a cosine, that are faults even where deviations prove nothing."""
+SURE = 3
+"""Standard errors within which means over random draws may differ by chance."""
 REHEARSAL_SHARE = 0.05
 """Share of the run's expected time that all rehearsals together may take."""
 LIKELY_SAVING = 1 / 3
@@ -32,10 +39,22 @@ class Deviation:
     """None if nothing required a gradient."""
     finite: bool = True
     """All numbers are finite where those of the unchanged modules are."""
+    outputs_norm: float = 1.0
+    """Norm of the changed modules' outputs, over that of the unchanged ones'."""
+    gradients_norm: float = 1.0
 
     @property
     def largest(self) -> float:
         return max(self.outputs, self.gradients or 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """Plays with other random numbers, without a rung and with it, each compared with the same play without it. The
+    random streams begin alike in both, though the rung may draw other numbers from them."""
+
+    usual: Sequence[Deviation]
+    changed: Sequence[Deviation]
 
 
 def is_close(seen: Deviation, precision: str) -> bool:
@@ -43,26 +62,77 @@ def is_close(seen: Deviation, precision: str) -> bool:
     return seen.finite and seen.largest <= TAU[precision]
 
 
-def find_fault(seen: Deviation, rounding: Deviation, precision: str) -> tuple[str | None, float | None]:
+def find_fault(
+    seen: Deviation, rounding: Deviation, precision: str, draws: Draws | None = None
+) -> tuple[str | None, float | None]:
     """The fault in a deviation above the usual limit, given what rounding does to the unchanged modules.
+
+    Args:
+        draws: what other random numbers do, where the rung may draw others than the unchanged modules.
 
     Returns:
         The fault, or None; and the deviation, None if it could not be judged.
     """
-    if not seen.finite:
+    if not all(each.finite for each in (seen, *(draws.changed if draws else ()))):
         return "outputs or gradients are not finite numbers", None
     told: list[float] = []
-    for name, value, noise in (
-        ("outputs", seen.outputs, rounding.outputs),
-        ("gradients", seen.gradients, rounding.gradients),
-    ):
+    for name in ("outputs", "gradients"):
+        value, noise = getattr(seen, name), getattr(rounding, name)
+        if value is None:
+            continue
         limit = max(TAU[precision], ROUNDINGS * (noise or 0.0))
-        if value is None or (limit > NO_GATE and value <= limit):
-            continue  # rounding alone scatters them: no limit would be meaningful
+        fault = None
         if value > limit:
-            return f"{name} deviate by {value:.2g}, more than the {limit:.2g} that {precision} explains", value
-        told.append(value)
+            fault = f"{name} deviate by {value:.2g}, more than the {limit:.2g} that {precision} explains"
+            if draws is not None and fmean(getattr(each, name) for each in draws.usual) > limit:
+                fault = _find_fault_of_draws(name, draws)
+        elif limit > NO_GATE:  # rounding alone scatters them: no limit would be meaningful
+            fault = _find_gross_fault(name, value, getattr(seen, f"{name}_norm"))
+        else:
+            told.append(value)
+        if fault is not None:
+            return fault, value
     return None, max(told, default=None)
+
+
+def _find_gross_fault(name: str, apart: float, norm: float) -> str | None:
+    """The fault in numbers that rounding scatters: an error of that size that is independent of them adds to the norm,
+    and turns them by a right angle at most."""
+    most = NORM * math.hypot(1, apart)
+    if not 1 / most <= norm <= most:
+        return f"the norm of {name} is {norm:.2g} times the usual"
+    cosine = _find_cosine(apart, norm)
+    return f"{name} point elsewhere: their cosine is {cosine:.2g}" if cosine < -COSINE else None
+
+
+def _find_fault_of_draws(name: str, draws: Draws) -> str | None:
+    """The fault in numbers that depend on random draws, by means over many draws."""
+    usual, changed = ([getattr(each, name) for each in plays] for plays in (draws.usual, draws.changed))
+    norms, new_norms = ([getattr(each, f"{name}_norm") for each in plays] for plays in (draws.usual, draws.changed))
+    if math.inf in usual or not any(norms):  # there is nothing but zeros to compare with
+        return None
+    limit = DRAWN * fmean(usual)
+    if fmean(changed) > limit and _differ(usual, changed):
+        return f"{name} deviate by {fmean(changed):.2g}, more than the {limit:.2g} that other random numbers explain"
+    ratio = fmean(new_norms) / fmean(norms)
+    if not 1 / NORM <= ratio <= NORM and _differ(norms, new_norms):
+        return f"the norm of {name} is {ratio:.2g} times the usual, whatever random numbers are drawn"
+    cosines, new_cosines = [*map(_find_cosine, usual, norms)], [*map(_find_cosine, changed, new_norms)]
+    if fmean(cosines) - fmean(new_cosines) > COSINE and _differ(cosines, new_cosines):
+        told = f"their cosine is {fmean(new_cosines):.2g}, and that of other draws {fmean(cosines):.2g}"
+        return f"{name} point elsewhere: {told}"
+    return None
+
+
+def _differ(usual: Sequence[float], changed: Sequence[float]) -> bool:
+    """Whether the means differ by more than chance, given pairs of numbers."""
+    apart = [after - before for before, after in zip(usual, changed, strict=True)]
+    return abs(fmean(apart)) > SURE * stdev(apart) / math.sqrt(len(apart))
+
+
+def _find_cosine(apart: float, norm: float) -> float:
+    """The cosine between a vector of length 1 and one of length `norm`, whose difference has the length `apart`."""
+    return (1 + norm**2 - apart**2) / (2 * norm) if norm else 0.0
 
 
 def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -> str | None:

@@ -8,6 +8,7 @@ import pytest
 
 from fastloop.judge.rehearsal import (
     Deviation,
+    Draws,
     Outcome,
     count_pay_back_steps,
     drop_slow,
@@ -53,6 +54,51 @@ def test_a_limit_above_a_tenth_tells_nothing() -> None:
         None,
         None,
     )
+
+
+@pytest.mark.parametrize(
+    ("apart", "norm", "words"),
+    [(0.9, 1.4, None), (0.9, 1.9, "norm"), (0.5, 0.5, "norm"), (0.2, 1.2, "norm"), (2.0, 1.0, "point elsewhere")],
+)
+def test_a_meaningless_limit_still_asks_for_the_norm_and_the_direction(
+    apart: float, norm: float, words: str | None
+) -> None:
+    seen = Deviation(outputs=0.0, gradients=apart, gradients_norm=norm)
+    fault, _ = find_fault(seen, Deviation(outputs=0.0, gradients=0.5), "bf16")
+    assert fault is None if words is None else words in (fault or "")
+
+
+def drawn(*plays: tuple[float, float]) -> list[Deviation]:
+    return [Deviation(outputs=apart, gradients=None, outputs_norm=norm) for apart, norm in plays]
+
+
+USUAL = drawn((1.1, 0.95), (1.2, 1.0), (1.15, 1.05), (1.15, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (drawn((1.2, 1.05), (1.1, 1.0), (1.15, 0.95), (1.1, 1.0)), None),
+        (drawn((1.9, 1.0), (1.8, 1.0), (1.9, 0.95), (1.85, 1.0)), "deviate by 1.9"),
+        (drawn((1.3, 1.2), (1.3, 1.2), (1.3, 1.25), (1.3, 1.25)), "the norm of outputs is 1.2 times the usual"),
+        (drawn((0.2, 2.0), (1.2, 0.7), (1.1, 0.8), (1.2, 1.3)), None),  # one wild draw
+        (drawn((1.6, 1.0), (1.65, 1.0), (1.6, 1.0), (1.6, 1.0)), "point elsewhere"),
+        ([*USUAL[1:], Deviation(outputs=math.inf, gradients=None, finite=False)], "not finite"),
+    ],
+    ids=["other draws", "far", "larger", "wild", "turned", "not finite"],
+)
+def test_what_depends_on_random_draws_is_judged_by_many(changed: list[Deviation], words: str | None) -> None:
+    seen = Deviation(outputs=1.2, gradients=None)
+    fault, told = find_fault(seen, QUIET, "fp32", Draws(usual=USUAL, changed=changed))
+    assert (fault is None and told is None) if words is None else words in (fault or "")
+
+
+def test_draws_without_an_effect_excuse_nothing() -> None:
+    nothing = drawn(*4 * [(0.0, 1.0)])
+    seen = Deviation(outputs=0.2, gradients=None)
+    assert "fp32 explains" in str(find_fault(seen, QUIET, "fp32", Draws(usual=nothing, changed=4 * [seen]))[0])
+    zeros = drawn(*4 * [(math.inf, 1.0)])
+    assert find_fault(seen, QUIET, "fp32", Draws(usual=zeros, changed=zeros)) == (None, None)
 
 
 def test_numbers_that_are_none() -> None:

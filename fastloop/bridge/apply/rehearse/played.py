@@ -19,6 +19,14 @@ class Played:
     outputs: list[torch.Tensor] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """Gradients of parameters by name, and of inputs by call and position; summed over the calls."""
+    is_random: bool = False
+    """Whether random numbers were drawn."""
+
+
+def read_streams(device: torch.device) -> list[torch.Tensor]:
+    """The states of the random streams that modules on this device draw from."""
+    host = torch.get_rng_state()
+    return [host, torch.cuda.get_rng_state(device)] if device.type == "cuda" else [host]
 
 
 def synchronize(device: torch.device) -> None:
@@ -38,21 +46,27 @@ def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
         raise ValueError(f"the outputs have different shapes: {shapes[1]} instead of {shapes[0]}")
     names = unchanged.gradients.keys() | changed.gradients.keys()
     pairs = [(unchanged.gradients.get(name), changed.gradients.get(name)) for name in names]
-    outputs, all_finite = _compare(list(zip(unchanged.outputs, changed.outputs, strict=True)))
-    gradients, finite = _compare(pairs)
-    return Deviation(outputs=outputs, gradients=gradients if pairs else None, finite=all_finite and finite)
+    outputs, outputs_norm, all_finite = _compare(list(zip(unchanged.outputs, changed.outputs, strict=True)))
+    gradients, gradients_norm, finite = _compare(pairs)
+    return Deviation(
+        outputs=outputs,
+        gradients=gradients if pairs else None,
+        finite=all_finite and finite,
+        outputs_norm=outputs_norm,
+        gradients_norm=gradients_norm,
+    )
 
 
-def _compare(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> tuple[float, bool]:
-    """The norm of all differences divided by that of the first values, and whether the second values are finite
-    wherever the first are."""
+def _compare(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> tuple[float, float, bool]:
+    """The norms of all differences and of the second values, both divided by that of the first values, and whether the
+    second values are finite wherever the first are."""
     if not pairs:
-        return 0.0, True
+        return 0.0, 1.0, True
     # By kernels that training has loaded already: loading others takes a tenth of a second.
-    norms = [torch.stack(torch._foreach_norm([b - a, a])) for a, b in _align(pairs)]
-    apart, norm = (math.hypot(*column) for column in zip(*torch.stack(norms).tolist(), strict=True))
-    if 0 < norm < math.inf and apart < math.inf:
-        return apart / norm, True
+    norms = [torch.stack(torch._foreach_norm([b - a, a, b])) for a, b in _align(pairs)]
+    apart, norm, other = (math.hypot(*column) for column in zip(*torch.stack(norms).tolist(), strict=True))
+    if 0 < norm < math.inf and max(apart, other) < math.inf:
+        return apart / norm, other / norm, True
     return _compare_exactly(pairs)
 
 
@@ -63,18 +77,17 @@ def _align(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> 
         yield [torch.view_as_real(each) if each.is_complex() else each.float() for each in known]
 
 
-def _compare_exactly(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> tuple[float, bool]:
+def _compare_exactly(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> tuple[float, float, bool]:
     """The same in double precision, which has room for very small numbers, and without those that are not finite."""
     sums: list[torch.Tensor] = []
     for a, b in _align(pairs):
         whole = torch.isfinite(a)
         broken = (whole & ~torch.isfinite(b)).any()
-        apart = torch.where(whole, b - a, 0.0).double().square().sum()
-        norm = torch.where(whole, a, 0.0).double().square().sum()
-        sums.append(torch.stack([apart, norm, broken.double()]))
-    apart, norm, broken = torch.stack(sums).sum(0).tolist()
+        squares = [torch.where(whole, each, 0.0).double().square().sum() for each in (b - a, a, b)]
+        sums.append(torch.stack([*squares, broken.double()]))
+    apart, norm, other, broken = torch.stack(sums).sum(0).tolist()
     if broken:
-        return math.inf, False
+        return math.inf, math.inf, False
     if norm == 0:
-        return (0.0 if apart == 0 else math.inf), True
-    return math.sqrt(apart / norm), True
+        return (0.0 if apart == 0 else math.inf), 1.0, True
+    return math.sqrt(apart / norm), math.sqrt(other / norm), True

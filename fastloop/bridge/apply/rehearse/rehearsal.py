@@ -7,29 +7,30 @@ deviates, recompiles for the same shapes, takes too long or cannot pay back; tra
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Budget, Terms, find_cheapest, is_costly
+from fastloop.bridge.apply.rehearse.compared import draw, measure_rounding
 from fastloop.bridge.apply.rehearse.optimizer_twins import step_twins
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Player
 from fastloop.bridge.apply.rehearse.remembered import Remembered
+from fastloop.bridge.apply.rehearse.surroundings import check_device, convert_batch, surrounded
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, explain, find_cause, limited
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.errors import FastLoopError, NotApplicable, describe
+from fastloop.errors import NotApplicable, describe
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.judge import rehearsal as judge
-from fastloop.judge.parity import RESOLUTION
 from fastloop.judge.rehearsal import Deviation, Outcome
 from fastloop.records.plan import Rehearsed, Step
 
@@ -102,8 +103,8 @@ class Rehearsal:
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
         self.site.recorded = {name: [(call.args, call.kwargs) for call in calls if call.name == name] for name in names}
-        how: Any = {"context": self._surround, "convert": self._convert, "groups": self.site.groups}
-        self._player = Player(self.site.module, calls, self.site.device, **how)
+        how: Any = {"context": partial(surrounded, self.site), "convert": partial(convert_batch, self.site)}
+        self._player = Player(self.site.module, calls, self.site.device, groups=self.site.groups, **how)
         modules = self._player.modules
         memory = Remembered(modules, self.site.device)
         self._budget = Budget(self.terms, self.site.module, modules, memory, self.hands.settings, self._first_ms)
@@ -236,15 +237,18 @@ class Rehearsal:
                 self.hands.unapply(step)
             return outcome
         self.hands.unapply(step)
-        self._check_device(step)
+        check_device(self.site.device, step.rung)
         return Outcome(rung=step.rung, fault=fault, is_lasting=is_lasting)
 
     def _try_modules(self, step: Step, before: Sequence[Outcome]) -> Outcome:
         dropout = self._keeps_dropout(step)
+        usual = self._unchanged[dropout]
+        # Before it is applied: taken off later, it would compile again.
+        drawn = draw(self._player, usual, dropout=dropout) if usual.is_random and is_costly(step) else []
         self.hands.apply(step)
         began = time.perf_counter()
         first = self._player.play(dropout=dropout)
-        deviation = measure_deviation(self._unchanged[dropout], first)
+        deviation = measure_deviation(usual, first)
         captured = dynamo_graphs.count_captured() if is_costly(step) else 0
         second = self._player.play(dropout=dropout)
         if is_costly(step) and dynamo_graphs.count_captured() > captured:
@@ -252,11 +256,7 @@ class Rehearsal:
         first_s, more_ms = max(0.0, first.ms - second.ms) / 1e3, 0.0 if dropout else self._dropout_ms
         if is_costly(step) or second.ms + more_ms <= judge.SLOWER * self._budget.base_ms:  # else it will hardly stay
             self._note_first_call(step, began, first_s)
-        precision = find_precision(self.site.trainer, self.site.module)
-        fault: str | None = None
-        told: float | None = deviation.largest
-        if not judge.is_close(deviation, precision):
-            fault, told = judge.find_fault(deviation, self._measure_rounding(first, precision, dropout), precision)
+        fault, told = self._find_fault(step, first, deviation, drawn, dropout=dropout)
         changed_ms = more_ms + self._read_ms(second.ms, dropout=dropout, share=CHANGED_SHARE)
         saved_ms = (judge.find_last_ms(before, self._budget.base_ms) - changed_ms) * self.terms.batches_per_step
         return Outcome(
@@ -330,13 +330,27 @@ class Rehearsal:
             shortest, plays, spent_ms = min(shortest, played_ms), plays + 1, spent_ms + played_ms
         return shortest
 
-    def _measure_rounding(self, usual: Played, precision: str, dropout: bool) -> Deviation:
-        """The deviation that rounding and different random draws cause in the modules as they are now."""
-        with self._player.perturbed(RESOLUTION[precision]):
-            rounded = measure_deviation(usual, self._player.play(dropout=dropout))
-        drawn = measure_deviation(usual, self._player.play(seed=1, dropout=dropout))
-        gradients = [each.gradients for each in (rounded, drawn) if each.gradients is not None]
-        return Deviation(outputs=max(rounded.outputs, drawn.outputs), gradients=max(gradients, default=None))
+    def _find_fault(
+        self, step: Step, first: Played, seen: Deviation, drawn: Sequence[Deviation], *, dropout: bool
+    ) -> tuple[str | None, float | None]:
+        """What is wrong with a rung's first play, and its deviation, see `judge.find_fault`.
+
+        Args:
+            drawn: other draws of the modules without the rung; empty if none were made.
+        """
+        precision, usual = find_precision(self.site.trainer, self.site.module), self._unchanged[dropout]
+        if judge.is_close(seen, precision):
+            return None, seen.largest
+        rounding = measure_rounding(self._player, first, precision, dropout=dropout)
+        fault, told = judge.find_fault(seen, rounding, precision)
+        if fault is None or not usual.is_random:
+            return fault, told
+        if not drawn:
+            self.hands.unapply(step)
+            drawn = draw(self._player, usual, dropout=dropout)
+            self.hands.apply(step)
+        changed = draw(self._player, usual, dropout=dropout, count=len(drawn))
+        return judge.find_fault(seen, rounding, precision, judge.Draws(usual=drawn, changed=changed))
 
     def _note_first_call(self, step: Step, began: float, seconds: float) -> None:
         """Seconds by which a rung's first call exceeded its second: training would spend them without a rehearsal."""
@@ -366,35 +380,3 @@ class Rehearsal:
         theirs = every[failed]
         where = f"on rank {failed}: " if len(every) > 1 else ""
         return replace(mine, fault=f"{where}{theirs.fault}", is_lasting=theirs.is_lasting)
-
-    @contextlib.contextmanager
-    def _surround(self) -> Iterator[None]:
-        """Enter the contexts of a training step: the precision's, and DDP's, which shows Dynamo where buckets end."""
-        inside = getattr(self.site.wrapped, "_inside_ddp_forward", contextlib.nullcontext)
-        loop = self.site.trainer.fit_loop.epoch_loop
-        logged = loop._results
-        loop._results = type(logged)(training=True)  # values that a module logs in a play belong to no step
-        try:
-            with inside(), self.site.strategy.precision_plugin.train_step_context():
-                yield
-        finally:
-            loop._results = logged
-
-    def _convert(self, value: Any) -> Any:
-        for convert in self.site.staging.conversions:
-            value = convert(value)
-        return value
-
-    def _check_device(self, step: Step) -> None:
-        """Stop if the device is lost: every later call would fail without naming the cause."""
-        if self.site.device.type != "cuda":
-            return
-        try:
-            torch.cuda.synchronize(self.site.device)
-            torch.cuda.empty_cache()
-        except Exception as error:
-            raise FastLoopError(
-                got=f"a GPU that does not answer after the rehearsal of {step.rung}",
-                why=explain(error),
-                do=f"write rungs.{step.rung}.enabled: false",
-            ) from error
