@@ -26,6 +26,8 @@ LIKELY_SAVING = 1 / 3
 """Share of a module's time that a compile is expected to save, before it has been tried."""
 SLOWER, SLOWER_MS = 1.05, 0.05
 """Factor and milliseconds by which changed modules must be slower before it counts as more than timing noise."""
+FAR_SLOWER, FIRST_CALL_MS = 3.0, 300.0
+"""Factor, and milliseconds for kernels that are loaded once, by which a first play is slower that needs no second."""
 REPLAY_GAIN = 0.97
 """A rung that was off comes back if a replayed step takes less than this share of the time without it."""
 
@@ -184,6 +186,18 @@ def is_slower(seen: Rehearsed, than_ms: float | None) -> bool:
     return seen.changed_ms > SLOWER * than_ms + SLOWER_MS
 
 
+def explain_far_slower(first_ms: float, base_ms: float, first_call_s: float) -> str | None:
+    """Why a second play would only lose more time, given the first one's time and that of the unchanged modules; None
+    if it may show that the changed modules are fast enough."""
+    if first_ms <= FAR_SLOWER * base_ms + FIRST_CALL_MS + 1e3 * first_call_s:
+        return None
+    return _explain_slower(first_ms, base_ms)
+
+
+def _explain_slower(with_ms: float | None, without_ms: float | None) -> str:
+    return f"slower on the calls of the first step: {with_ms:.3g} ms, {without_ms:.3g} ms without it"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The result of rehearsing one rung."""
@@ -238,7 +252,6 @@ def drop_slow(outcomes: Sequence[Outcome], base_ms: float, by_ladder: Collection
             if outcome.is_costly:
                 break
         elif outcome.rung in by_ladder:
-            times = f"{outcome.rehearsed.changed_ms:.3g} ms, {without_ms:.3g} ms without it"
-            why = f"slower on the calls of the first step: {times}"
+            why = _explain_slower(outcome.rehearsed.changed_ms, without_ms)
             judged[place] = replace(outcome, fault=why, is_lasting=False, is_slower=True)
     return judged

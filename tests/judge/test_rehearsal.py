@@ -12,6 +12,7 @@ from fastloop.judge.rehearsal import (
     Outcome,
     count_pay_back_steps,
     drop_slow,
+    explain_far_slower,
     explain_no_pay_back,
     find_fault,
     is_close,
@@ -141,6 +142,12 @@ def test_slower() -> None:
     assert is_slower(Rehearsed(eager_ms=10, changed_ms=11), 10) and not is_slower(Rehearsed(changed_ms=10.4), 10)
     assert not is_slower(Rehearsed(changed_ms=0.11), 0.1), "too short to tell"
     assert not is_slower(Rehearsed(), 10) and not is_slower(Rehearsed(changed_ms=11), None)
+
+
+@pytest.mark.parametrize(("first_ms", "is_far"), [(320.0, False), (340.0, True), (1300.0, True)])
+def test_a_first_play_that_needs_no_second(first_ms: float, is_far: bool) -> None:
+    assert (explain_far_slower(first_ms, 10.0, 0.0) is not None) is is_far
+    assert explain_far_slower(first_ms, 10.0, 1.0) is None, "it was known to take so long once"
 
 
 def outcome(rung: str, changed_ms: float, *, costly: bool = False, fault: str | None = None) -> Outcome:

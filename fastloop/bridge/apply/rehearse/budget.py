@@ -22,6 +22,8 @@ COMPILE_S = {"cpu": (20.0, 0.4), "other": (5.0, 0.3)}
 """Rough compile time of a model if unknown, by device: a constant, plus a time for each layer. C++ is slow."""
 PATIENCE = 3.0
 """Times the expected compile time after which a compile that must pay back is given up."""
+LEAST_TRIAL_S, TRIAL_SHARES = 0.5, 3.0
+"""Limit for a trial that shares the rehearsal's time: so many seconds, or so many times what is left of it."""
 BEYOND = 1.25
 """Factor on a limit that a compile has reached: more than timings of equal runs differ by."""
 ENDLESS = 10**9
@@ -140,18 +142,28 @@ class Budget:
             return None
         if self._must_pay_back(step):
             return judge.explain_no_pay_back(self._expect_first_call_s(step), self.step_ms, self.terms.steps_left)
-        if step.rung not in self.terms.by_ladder:
+        if not self.shares_time(step):
             return None
         needed_s = 2 * self.play_s + step.change.first_call_s
         return self.terms.explain_no_time(self._spent_s, needed_s, self.base_ms)
+
+    def shares_time(self, step: Step) -> bool:
+        """Whether trying a rung may take no more than its share of the run: a ladder switched it on, and it has no
+        one-time cost to pay back."""
+        of_ladder = self.terms.weighs_costs and step.rung in self.terms.by_ladder
+        return of_ladder and step.change.rehearse == "modules" and not is_costly(step)
 
     def keep_failure(self, step: Step, why: str) -> None:
         """Note that a rung failed, for later runs."""
         self.memory.keep_failure(step.rung, self._read_settings(step), why)
 
     def limit_s(self, step: Step) -> float:
-        """Time limit for trying a rung. A compile that must pay back may take no longer than the run can still save,
-        and no more than a few times what was expected: if it does not end, its time is lost."""
+        """Time limit for trying a rung. One that shares the rehearsal's time may take a few times what is left of it:
+        how long it takes was a guess. A compile that must pay back may take no longer than the run can still save, and
+        no more than a few times what was expected: if it does not end, its time is lost."""
+        if self.shares_time(step):
+            left_s = judge.limit_rehearsal_s(self.terms.steps_left, self.step_ms) - self._spent_s
+            return min(LIMIT_S, max(LEAST_TRIAL_S, TRIAL_SHARES * left_s) + step.change.first_call_s)
         left = self.terms.steps_left if self.terms.weighs_costs and self._must_pay_back(step) else None
         if not is_costly(step) or left is None:
             return COSTLY_LIMIT_S if is_costly(step) else LIMIT_S

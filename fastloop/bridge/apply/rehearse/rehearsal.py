@@ -249,11 +249,16 @@ class Rehearsal:
         began = time.perf_counter()
         first = self._player.play(dropout=dropout)
         deviation = measure_deviation(usual, first)
+        more_ms = 0.0 if dropout else self._dropout_ms
+        if self._budget.shares_time(step):
+            one_time_s, ms = step.change.first_call_s, first.ms + more_ms
+            if (fault := judge.explain_far_slower(ms, self._budget.base_ms, one_time_s)) is not None:
+                return self._give_up(step, fault, deviation, ms)
         captured = dynamo_graphs.count_captured() if is_costly(step) else 0
         second = self._player.play(dropout=dropout)
         if is_costly(step) and dynamo_graphs.count_captured() > captured:
             return Outcome(rung=step.rung, fault="it compiled again for calls of the same shapes")
-        first_s, more_ms = max(0.0, first.ms - second.ms) / 1e3, 0.0 if dropout else self._dropout_ms
+        first_s = max(0.0, first.ms - second.ms) / 1e3
         if is_costly(step) or second.ms + more_ms <= judge.SLOWER * self._budget.base_ms:  # else it will hardly stay
             self._note_first_call(step, began, first_s)
         fault, told = self._find_fault(step, first, deviation, drawn, dropout=dropout)
@@ -271,6 +276,16 @@ class Rehearsal:
             ),
             pays_back_after_steps=judge.count_pay_back_steps(first_s, saved_ms) if is_costly(step) else None,
         )
+
+    def _give_up(self, step: Step, fault: str, seen: Deviation, ms: float) -> Outcome:
+        """The outcome of a rung that was played once. Replays may show it to be fast, if its results are known to be
+        right."""
+        told = Rehearsed(
+            deviation=seen.largest, eager_ms=self._budget.base_ms, changed_ms=ms, of_batch=self._recorder.is_whole
+        )
+        is_right = judge.is_close(seen, find_precision(self.site.trainer, self.site.module))
+        how: Any = {"is_lasting": False, "on_modules": True, "is_slower": is_right}
+        return Outcome(rung=step.rung, fault=fault, rehearsed=told, **how)
 
     def _try_optimizers(self, step: Step, _before: Sequence[Outcome]) -> Outcome:
         self.hands.apply(step)  # raises for an optimizer it does not know

@@ -57,7 +57,7 @@ def _alarm(seconds: float) -> Iterator[None]:
         return
 
     def ring(_number: int, _frame: FrameType | None) -> None:
-        raise TimeLimit(f"it took longer than {seconds:.0f} s")
+        raise TimeLimit(f"it took longer than {seconds:.3g} s")
 
     handler, began = signal.signal(signal.SIGALRM, ring), time.monotonic()
     left, again = signal.setitimer(signal.ITIMER_REAL, seconds)

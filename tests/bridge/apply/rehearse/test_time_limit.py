@@ -27,7 +27,7 @@ def test_work_in_time_is_left_alone() -> None:
 def test_waiting_for_a_lock_ends() -> None:
     lock = threading.Lock()
     lock.acquire()
-    with pytest.raises(TimeLimit, match="longer than 0 s"), limited(0.2, **WORDS):
+    with pytest.raises(TimeLimit, match=r"longer than 0\.2 s"), limited(0.2, **WORDS):
         lock.acquire()
 
 
