@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Budget, Terms, find_cheapest, is_costly
 from fastloop.bridge.apply.rehearse.compared import draw, measure_rounding
@@ -25,9 +23,9 @@ from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Player
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.surroundings import check_device, convert_batch, surrounded
-from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, explain, find_cause, limited
+from fastloop.bridge.apply.rehearse.time_limit import announced, explain, find_cause, is_time_limit, limited
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.errors import NotApplicable, describe
+from fastloop.errors import NotApplicable, describe, is_out_of_memory
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.judge import rehearsal as judge
@@ -211,7 +209,7 @@ class Rehearsal:
 
     def _try_here(self, step: Step, before: Sequence[Outcome]) -> Outcome:
         """Apply a rung and play what it changes; undo the rung if that fails. No collectives."""
-        limit_s, is_lasting = self._budget.limit_s(step), True
+        limit_s = self._budget.limit_s(step)
         do = f"write rungs.{step.rung}.enabled: false"
         try:
             with (
@@ -220,18 +218,17 @@ class Rehearsal:
             ):
                 try_it = self._try_optimizers if step.change.rehearse == "optimizers" else self._try_modules
                 outcome = try_it(step, before)
-        except torch.cuda.OutOfMemoryError:
-            fault, is_lasting = "there was not enough memory to try it", False
         except NotApplicable as error:
             fault, is_lasting = describe(error), False
         except Exception as error:
             # A time limit may be specific to this run, another process may hold the memory, and an optimizer's twin may
             # fail for unrelated reasons.
-            fault = explain(error)
-            passing = find_cause(error, (TimeLimit, torch.cuda.OutOfMemoryError)) is not None
-            if find_cause(error, (TimeLimit,)) is not None:
+            fault, is_lasting = explain(error), step.change.rehearse == "modules"
+            if find_cause(error, is_out_of_memory) is not None:
+                fault, is_lasting = "there was not enough memory to try it", False
+            elif find_cause(error, is_time_limit) is not None:
                 self._budget.note_limit(step, limit_s)
-            is_lasting = step.change.rehearse == "modules" and (limit_s == COSTLY_LIMIT_S or not passing)
+                is_lasting = is_lasting and limit_s == COSTLY_LIMIT_S
         else:
             if outcome.fault is not None:
                 self.hands.unapply(step)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from fastloop.evidence import machine
+from fastloop.evidence.gpu.nvml import read_driver
 from fastloop.records import store
 
 FILE = "rehearsals.json"
@@ -90,9 +91,9 @@ class Remembered:
 
 def fingerprint(modules: Sequence[torch.nn.Module], device: torch.device) -> str:
     """Hash what decides whether a rung works: the modules' classes and code, parameter shapes, versions, device."""
-    parts: list[Any] = [torch.__version__, device.type]
+    parts: list[Any] = [machine.read_versions((machine.DISTRIBUTION,)), torch.__version__, device.type]
     if device.type == "cuda":
-        parts.append(torch.cuda.get_device_name(device))
+        parts += [torch.cuda.get_device_name(device), read_driver()]
     kinds: dict[type, None] = {}
     for module in modules:
         kinds.update(dict.fromkeys(type(inner) for inner in module.modules()))

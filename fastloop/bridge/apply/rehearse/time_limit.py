@@ -119,13 +119,17 @@ def announced(what: str, say: Callable[[str], None]) -> Iterator[None]:
 def explain(error: Exception) -> str:
     """Describe the error. A compile may wrap a `TimeLimit` raised inside it in its own error; an exception that a
     signal handler raised passes through."""
-    limit = find_cause(error, (TimeLimit,))
+    limit = find_cause(error, is_time_limit)
     return describe(error) if limit is None else str(limit)
 
 
-def find_cause(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
-    """The error itself or one in its chain of causes, if it is of these kinds; else None."""
+def is_time_limit(error: BaseException) -> bool:
+    return isinstance(error, TimeLimit)
+
+
+def find_cause(error: BaseException, is_wanted: Callable[[BaseException], bool]) -> BaseException | None:
+    """The error itself or one in its chain of causes, if it is wanted; else None."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, kinds):
+    while cause is not None and not is_wanted(cause):
         cause = cause.__cause__ or cause.__context__
     return cause

@@ -187,7 +187,7 @@ def _raise(error: Exception) -> Forward:
 FAULTS: dict[str, tuple[Forward, str]] = {
     "raises in forward": (_raise(RuntimeError("no kernel")), "RuntimeError: no kernel"),
     "raises in backward": (lambda old: lambda *a, **k: Breaks.apply(old(*a, **k)), "AssertionError: expected stride 4"),
-    "out of memory": (_raise(torch.cuda.OutOfMemoryError("2 GiB")), "not enough memory"),
+    "out of memory": (_raise(torch.cuda.OutOfMemoryError("CUDA out of memory: 2 GiB")), "not enough memory"),
     "deviates": (lambda old: lambda *a, **k: 1.2 * old(*a, **k), "deviate by 0.2"),
     "not finite": (lambda old: lambda *a, **k: old(*a, **k) * float("nan"), "not finite"),
     "other shape": (lambda old: lambda *a, **k: old(*a, **k)[:4], "a different shape"),
@@ -457,6 +457,28 @@ def test_a_known_failure_is_skipped_at_once(monkeypatch: pytest.MonkeyPatch, tmp
     file.unlink()
     fit(config("amp"))
     assert len(tried) == 2
+
+
+@pytest.mark.parametrize("pay_back", [None, "ignore"])
+def test_what_lacked_memory_is_tried_again(pay_back: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whichever wording, and inside another error: another process may have held the memory."""
+    tried: list[int] = []
+
+    def broken(original: Callable[..., Any]) -> Callable[..., Any]:
+        tried.append(1)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+            except RuntimeError as error:
+                raise ValueError("the backend failed") from error
+
+        return forward
+
+    plant(monkeypatch, broken, pay_back=pay_back)
+    for count in (1, 2):
+        loop, _, _ = fit(config("amp"))
+        assert read(loop) == (False, "there was not enough memory to try it") and len(tried) == count
 
 
 def test_what_cannot_be_played_again_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
