@@ -194,6 +194,14 @@ def explain_far_slower(first_ms: float, base_ms: float, first_call_s: float) -> 
     return _explain_slower(first_ms, base_ms)
 
 
+def explain_no_room(more_bytes: int, free_bytes: int) -> str | None:
+    """Why changed modules that take so much more memory do not fit beside all that a step takes; None if they do."""
+    if more_bytes <= max(0, free_bytes):
+        return None
+    more, free = more_bytes / 2**30, max(0, free_bytes) / 2**30
+    return f"it takes {more:.2g} GiB more of the device's memory, and the first step left only {free:.2g} GiB of it"
+
+
 def _explain_slower(with_ms: float | None, without_ms: float | None) -> str:
     return f"slower on the calls of the first step: {with_ms:.3g} ms, {without_ms:.3g} ms without it"
 

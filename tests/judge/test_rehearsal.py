@@ -14,6 +14,7 @@ from fastloop.judge.rehearsal import (
     drop_slow,
     explain_far_slower,
     explain_no_pay_back,
+    explain_no_room,
     find_fault,
     is_close,
     is_slower,
@@ -148,6 +149,13 @@ def test_slower() -> None:
 def test_a_first_play_that_needs_no_second(first_ms: float, is_far: bool) -> None:
     assert (explain_far_slower(first_ms, 10.0, 0.0) is not None) is is_far
     assert explain_far_slower(first_ms, 10.0, 1.0) is None, "it was known to take so long once"
+
+
+@pytest.mark.parametrize(
+    ("more", "free", "fits"), [(0, -5, True), (5, 5, True), (6, 5, False), (-5, -9, True), (1, -9, False)]
+)
+def test_memory_that_a_step_leaves(more: int, free: int, fits: bool) -> None:
+    assert (explain_no_room(more * 2**30, free * 2**30) is None) is fits
 
 
 def outcome(rung: str, changed_ms: float, *, costly: bool = False, fault: str | None = None) -> Outcome:

@@ -27,6 +27,8 @@ class LiveSite:
         self.staging = Staging(trainer, strategy)
         self.recorded: Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]] = {}
         self.changed_sizes: list[Mapping[int, int]] = []
+        self.step_bytes: int | None = None
+        """The most device memory that tensors took in the first step; None: not known."""
         self.groups = BatchGroups()
         self.graph_passes: list[Callable[[Any], Any]] = []
         self.graph_steps: Callable[[bool], Applied] = lambda _asked: Applied(undo=lambda: None)

@@ -10,15 +10,37 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.rehearse.played import Played, synchronize
+from fastloop.bridge.apply.rehearse.played import Played, measure_deviation, synchronize
+from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import let_through
 from fastloop.feeds.batch_tree import iterate_tensors
+from fastloop.judge.rehearsal import Outcome
+from fastloop.records.plan import Rehearsed, Step
 
 MOST_BYTES = 256 * 2**20
 """Limit for the copied parameters of one optimizer; the largest ones that fit are copied."""
 GRADIENT = 1e-3
+OPTIMIZER_LIMIT = 1e-2
+"""Largest deviation of an optimizer's step: comparing small differences of large weights amplifies rounding."""
 STATE_COPIES = 2
 """Assumed state size, in copies of the parameters, of an optimizer whose twin cannot step."""
+
+
+def try_optimizers(
+    step: Step, site: LiveSite, *, apply: Callable[[Step], None], unapply: Callable[[Step], None]
+) -> Outcome:
+    """Apply a rung that changes optimizers, and compare steps of their twins without it and with it."""
+    apply(step)  # raises for an optimizer it does not know
+    unapply(step)
+    usual = step_twins(site.optimizers, site.device)
+    apply(step)
+    changed = step_twins(site.optimizers, site.device)
+    deviation = measure_deviation(usual, changed)
+    fault = None
+    if not deviation.finite or deviation.largest > OPTIMIZER_LIMIT:
+        fault = f"a step of the optimizer deviates by {deviation.largest:.2g}"
+    rehearsed = Rehearsed(deviation=deviation.largest, eager_ms=usual.ms, changed_ms=changed.ms)
+    return Outcome(rung=step.rung, fault=fault, rehearsed=rehearsed)
 
 
 def step_twins(optimizers: Sequence[Any], device: torch.device) -> Played:

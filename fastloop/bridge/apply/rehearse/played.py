@@ -21,6 +21,8 @@ class Played:
     """Gradients of parameters by name, and of inputs by call and position; summed over the calls."""
     is_random: bool = False
     """Whether random numbers were drawn."""
+    peak_bytes: int | None = None
+    """The most device memory that it took; None: not known."""
 
 
 def read_streams(device: torch.device) -> list[torch.Tensor]:

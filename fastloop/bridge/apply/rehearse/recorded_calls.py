@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
+from fastloop.bridge.apply.rehearse import memory
 from fastloop.bridge.apply.rehearse.played import Played, read_streams, synchronize
 from fastloop.bridge.apply.rehearse.untouched import read_prints, untouched
 from fastloop.errors import NotApplicable, describe
@@ -229,7 +230,7 @@ class Player:
             if "torch._inductor.cudagraph_trees" in sys.modules:  # the call itself would import it, for seconds
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             made: dict[tuple[int, int], torch.Tensor] = {}
-            streams = read_streams(self.device)
+            streams, held = read_streams(self.device), memory.forget_peak(self.device)
             for index, call in enumerate(self.calls):
                 args, kwargs = _hand_on(made, call, [copy_value(call.args), copy_value(dict(call.kwargs))])
                 if call.is_of_batch:
@@ -241,6 +242,8 @@ class Player:
                 played.ms += 1e3 * (time.perf_counter() - began)
                 latest = played.outputs[len(made) :]
                 made |= {(index, place): each for place, each in enumerate(latest)}
+            if held is not None:
+                played.peak_bytes = (memory.read_peak(self.device) or 0) - held
             played.is_random = not all(map(torch.equal, streams, read_streams(self.device)))
         return played
 

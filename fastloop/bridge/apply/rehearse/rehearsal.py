@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 from fastloop.bridge.apply.read_training import find_precision
+from fastloop.bridge.apply.rehearse import memory
 from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Budget, Terms, find_cheapest, is_costly
 from fastloop.bridge.apply.rehearse.compared import draw, measure_rounding
-from fastloop.bridge.apply.rehearse.optimizer_twins import step_twins
+from fastloop.bridge.apply.rehearse.optimizer_twins import try_optimizers
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Player
@@ -33,8 +34,6 @@ from fastloop.judge.rehearsal import Deviation, Outcome
 from fastloop.records.plan import Rehearsed, Step
 
 UNCOUNTED_BATCHES = 8
-OPTIMIZER_LIMIT = 1e-2
-"""Largest deviation of an optimizer's step: comparing small differences of large weights amplifies rounding."""
 MOST_PLAYS = 10
 BASE_SHARE, CHANGED_SHARE = 0.25, 0.6
 """Share of a rehearsal's time up to which the unchanged modules, and the changed ones, are timed more precisely."""
@@ -74,6 +73,7 @@ class Rehearsal:
         """The first batch is about to be trained on. `args` are the arguments of training_step."""
         if self._recorder.is_recording:
             self._recorder.note_batch(args)
+            memory.forget_peak(self.site.device)
             self._first_began_s = time.perf_counter()
 
     def stop_recording(self) -> None:
@@ -95,6 +95,7 @@ class Rehearsal:
         """Try all rungs; those that stay are applied when this returns."""
         outcomes: list[Outcome] = []
         self.stop_recording()
+        self.site.step_bytes = memory.read_peak(self.site.device)
         made = self.site.trainer.global_step - self._began_at
         if made > 1:  # Lightning adds up the steps of all optimizers
             self.terms = replace(self.terms, batches_per_step=1 / made)
@@ -104,8 +105,8 @@ class Rehearsal:
         how: Any = {"context": partial(surrounded, self.site), "convert": partial(convert_batch, self.site)}
         self._player = Player(self.site.module, calls, self.site.device, groups=self.site.groups, **how)
         modules = self._player.modules
-        memory = Remembered(modules, self.site.device)
-        self._budget = Budget(self.terms, self.site.module, modules, memory, self.hands.settings, self._first_ms)
+        known = Remembered(modules, self.site.device)
+        self._budget = Budget(self.terms, self.site.module, modules, known, self.hands.settings, self._first_ms)
         try:
             refused = self._budget.refuse_all(self.steps)
             if all(gather(self.site.trainer, bool(refused))):
@@ -216,8 +217,11 @@ class Rehearsal:
                 announced(f"trying {step.rung} on the calls of the first step", self.hands.say),
                 limited(limit_s, cause=f"the rehearsal of {step.rung}", do=do),
             ):
-                try_it = self._try_optimizers if step.change.rehearse == "optimizers" else self._try_modules
-                outcome = try_it(step, before)
+                if step.change.rehearse == "optimizers":
+                    hands = {"apply": self.hands.apply, "unapply": self.hands.unapply}
+                    outcome = try_optimizers(step, self.site, **hands)
+                else:
+                    outcome = self._try_modules(step, before)
         except NotApplicable as error:
             fault, is_lasting = describe(error), False
         except Exception as error:
@@ -259,11 +263,13 @@ class Rehearsal:
         if is_costly(step) or second.ms + more_ms <= judge.SLOWER * self._budget.base_ms:  # else it will hardly stay
             self._note_first_call(step, began, first_s)
         fault, told = self._find_fault(step, first, deviation, drawn, dropout=dropout)
+        no_room = memory.explain_no_room(self.site, usual, second) if step.rung in self.terms.by_ladder else None
         changed_ms = more_ms + self._read_ms(second.ms, dropout=dropout, share=CHANGED_SHARE)
         saved_ms = (judge.find_last_ms(before, self._budget.base_ms) - changed_ms) * self.terms.batches_per_step
         return Outcome(
             rung=step.rung,
-            fault=fault,
+            fault=fault or no_room,
+            is_lasting=fault is not None,
             on_modules=True,
             is_costly=is_costly(step),
             first_call_s=first_s,
@@ -283,19 +289,6 @@ class Rehearsal:
         is_right = judge.is_close(seen, find_precision(self.site.trainer, self.site.module))
         how: Any = {"is_lasting": False, "on_modules": True, "is_slower": is_right}
         return Outcome(rung=step.rung, fault=fault, rehearsed=told, **how)
-
-    def _try_optimizers(self, step: Step, _before: Sequence[Outcome]) -> Outcome:
-        self.hands.apply(step)  # raises for an optimizer it does not know
-        self.hands.unapply(step)
-        usual = step_twins(self.site.optimizers, self.site.device)
-        self.hands.apply(step)
-        changed = step_twins(self.site.optimizers, self.site.device)
-        deviation = measure_deviation(usual, changed)
-        fault = None
-        if not deviation.finite or deviation.largest > OPTIMIZER_LIMIT:
-            fault = f"a step of the optimizer deviates by {deviation.largest:.2g}"
-        rehearsed = Rehearsed(deviation=deviation.largest, eager_ms=usual.ms, changed_ms=changed.ms)
-        return Outcome(rung=step.rung, fault=fault, rehearsed=rehearsed)
 
     def _try_without_others(self, step: Step, failed: Outcome, before: list[Outcome]) -> Outcome:
         """Retry a failed rung without others: two rungs may fail only together, and then the faster one stays."""

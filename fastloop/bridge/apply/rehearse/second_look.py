@@ -226,7 +226,7 @@ class SecondLook:
             return True
         grown = max([1.0, *(each.size / self._first_size for each in seen if self._first_size)])
         free, _ = torch.cuda.mem_get_info(device)
-        needed = ROOM * grown * torch.cuda.max_memory_allocated(device)
+        needed = ROOM * grown * max(torch.cuda.max_memory_allocated(device), self.site.step_bytes or 0)
         return needed <= free + torch.cuda.memory_reserved(device)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop
-from fastloop.bridge.apply.rehearse import budget, compared, recorded_calls, rehearsal
+from fastloop.bridge.apply.rehearse import budget, compared, memory, recorded_calls, rehearsal
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.errors import ConfigError
 from fastloop.records.plan import Action, Applied, Change, Site
@@ -479,6 +479,45 @@ def test_what_lacked_memory_is_tried_again(pay_back: Any, monkeypatch: pytest.Mo
     for count in (1, 2):
         loop, _, _ = fit(config("amp"))
         assert read(loop) == (False, "there was not enough memory to try it") and len(tried) == count
+
+
+PEAK = [0]
+"""Bytes, as a global: what the model keeps is put back after each play."""
+
+
+@pytest.mark.parametrize(("more", "by_ladder", "kept"), [(30, True, True), (50, True, False), (50, False, True)])
+def test_what_will_not_fit_into_a_step_is_off(
+    more: int, by_ladder: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device of 100 GiB, of which tensors take 10, and the first step 60. A play fits even with the rung."""
+
+    def forget(_device: torch.device) -> int:
+        PEAK[0] = 0
+        return 10 * 2**30
+
+    def greedy(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            out = original(*args, **kwargs)
+            PEAK[0] += more * 2**30
+            return out
+
+        return forward
+
+    def usual(self: Inner, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        PEAK[0] = 60 * 2**30
+        return forward(self, x, **how)
+
+    forward = Inner.forward
+    monkeypatch.setattr(Inner, "forward", usual)
+    monkeypatch.setattr(memory, "forget_peak", forget)
+    monkeypatch.setattr(memory, "read_peak", lambda _device: PEAK[0])
+    monkeypatch.setattr(memory, "read_available", lambda _device: 100 * 2**30)
+    plant(monkeypatch, greedy)
+    rungs = ("amp",) if by_ladder else ()
+    loop, _, _ = fit(config("amp"), Brief(), steps=100_000, by_ladder=rungs, max_epochs=20_000)
+    took, why = read(loop)
+    assert (took is kept) or "slower" in why, why
+    assert kept or "it takes 50 GiB more of the device's memory, and the first step left only 40 GiB of it" in why
 
 
 def test_what_cannot_be_played_again_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -465,14 +465,18 @@ def test_its_price_is_microseconds_while_it_watches_and_nothing_later(monkeypatc
 @pytest.mark.parametrize(
     ("peak", "largest", "room"), [(60, 100, True), (70, 100, False), (40, 200, False), (30, 200, True)]
 )
-def test_batches_without_a_rung_must_fit(peak: int, largest: int, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_batches_without_a_rung_must_fit(
+    peak: int, largest: int, room: bool, forgotten: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """80 are there, 50 of them reserved by torch; the first batch had 100 elements."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 20 if forgotten else peak)
 
     class Found:
         device = torch.device("cuda")
+        step_bytes = peak if forgotten else None
 
     look = SecondLook.__new__(SecondLook)
     look.site, look._first_size = Found(), 100  # type: ignore[assignment]
