@@ -1,17 +1,21 @@
 """Restores all state that a forward pass changes, so that a model can run any number of times without a trace.
 
 A backward pass by ``torch.autograd.grad`` does not touch gradients, their hooks or DDP. What remains is state that a
-forward pass may change: random streams, buffers, and any Python objects that modules and hooks keep. A whole
-``training_step`` may also write to parameters (the teacher of a student) and take batches from iterators.
+forward pass may change: random streams, torch's settings, buffers, and any Python objects that modules and hooks keep.
+What an iterator has given out cannot be put back: a model that keeps one is refused. A whole ``training_step`` may also
+write to parameters (the teacher of a student).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import io
 import random
 import sys
 import types
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -20,7 +24,10 @@ from typing import Any
 import torch
 
 from fastloop.bridge import namespaces
+from fastloop.bridge.apply.rehearse.flags import keep_flags
+from fastloop.bridge.apply.rehearse.names import READERS, list_inner, restore_names
 from fastloop.errors import NotApplicable
+from fastloop.evidence.samples.sample_code import is_installed
 
 MOST_OBJECTS = 100_000
 """Limit for the Python objects that a model keeps; checking more would take longer than a step."""
@@ -42,6 +49,9 @@ _PLAIN = (
     types.ModuleType,
     torch.dtype,
 )
+_CDATA: Any = ctypes.c_int.__mro__[-2]
+"""The base of all C values, also of those in multiprocessing's shared memory."""
+_CACHE = functools._lru_cache_wrapper
 _NOT_WALKED = ("torch.", *(f"{name}." for name in namespaces.NAMES))
 
 
@@ -50,12 +60,12 @@ def untouched(*modules: torch.nn.Module, whole_step: bool = False) -> Iterator[N
     """Restore the modules' state and all random streams afterwards, bit for bit.
 
     Args:
-        whole_step: a training_step runs inside, which may take batches from iterators that the module keeps.
+        whole_step: a training_step runs inside.
 
     Raises:
-        NotApplicable: the modules keep more objects than can be restored, or, for a whole step, iterators.
+        NotApplicable: the modules keep more objects than can be restored, or iterators.
     """
-    streams, kept = keep_random_streams(), Kept(whole_step=whole_step)
+    streams, flags, kept = keep_random_streams(), keep_flags(), Kept(whole_step=whole_step)
     for module in modules:
         kept.keep_module(module)
     try:
@@ -65,6 +75,7 @@ def untouched(*modules: torch.nn.Module, whole_step: bool = False) -> Iterator[N
             kept.restore()
         finally:
             streams()
+            flags()
 
 
 def keep_random_streams() -> Callable[[], None]:
@@ -128,14 +139,14 @@ def read_prints(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[Any, ...]]
 
 
 class Kept:
-    """Copies the contents of objects, each object once, and restores them.
+    """Copies the contents of objects, each object once, and restores them. Refuses iterators: what a step takes from
+    one cannot be put back.
 
     Args:
-        whole_step: refuse iterators: what a training_step takes from one cannot be put back.
+        whole_step: a training_step runs between.
     """
 
     def __init__(self, *, whole_step: bool = False) -> None:
-        self._whole_step = whole_step
         self._streams: list[tuple[str, Callable[[], str], str]] = []
         """Random generators: a name, how to read their state, and what it was."""
         self._seen: dict[int, Any] = {}
@@ -143,6 +154,8 @@ class Kept:
         self._undos: list[Callable[[], object]] = []
         self._attributes: list[tuple[Any, dict[str, Any]]] = []
         self._containers: list[tuple[Any, list[Any]]] = []
+        self._names: list[tuple[type, Any, dict[str, Any]]] = []
+        """Slots of objects, attributes of classes and of tensors: how to read them, their owner, and what they were."""
 
     def find_change(self) -> str | None:
         """Name one attribute (by its owner's class) or container member that is no longer the same object, or None."""
@@ -151,6 +164,11 @@ class Kept:
             for name in {**before, **now}:
                 if name not in OURS and now.get(name, now) is not before.get(name, before):
                     return f"{type(owner).__name__}.{name}"
+        for kind, owner, before in self._names:
+            now = READERS[kind](owner)
+            for name in {**before, **now}:
+                if now.get(name, now) is not before.get(name, before):
+                    return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{name}"
         for value, members in self._containers:
             if not _holds(value, members):
                 return f"a {type(value).__name__} that the model keeps"
@@ -198,10 +216,23 @@ class Kept:
             for registry in HOOKS:
                 for hook in getattr(module, registry, {}).values():
                     self._keep_callable(hook)
+            for parameter in module.parameters(recurse=False):
+                self._keep_names(torch.Tensor, parameter)
 
     def _keep_attributes(self, owner: Any, before: dict[str, Any]) -> None:
         self._attributes.append((owner, before))
         self._undos.append(partial(_restore_attributes, owner.__dict__, before))
+        for base in type(owner).__mro__:
+            if id(base) not in self._seen and not is_installed(base):
+                self._note(base)
+                self._keep_names(type, base)
+
+    def _keep_names(self, kind: type, owner: Any) -> None:
+        if before := READERS[kind](owner):
+            self._names.append((kind, owner, before))
+        self._undos.append(partial(restore_names, kind, owner, before))
+        for member in list_inner(before):
+            self.keep(member)
 
     def _note(self, value: Any) -> None:
         self._seen[id(value)] = value
@@ -232,15 +263,26 @@ class Kept:
         elif isinstance(value, partial):
             for member in (value.func, *value.args, *value.keywords.values()):
                 self.keep(member)
+        elif isinstance(value, (bytearray, array)):
+            self._undos.append(partial(value.__setitem__, slice(None), value[:]))
+        elif isinstance(value, _CDATA):
+            self._undos.append(partial(ctypes.memmove, ctypes.addressof(value), bytes(value), ctypes.sizeof(value)))
+        elif isinstance(value, _CACHE):
+            self._keep_cache(value)
         elif type(value).__module__.partition(".")[0] == "numpy":
             self._keep_array(value)
-        elif self._whole_step and hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
+        elif hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
             raise NotApplicable(f"the model keeps an iterator ({type(value).__name__}): items taken from it are gone")
-        elif hasattr(value, "__dict__") and not _is_foreign(f"{type(value).__module__}."):
+        elif not _is_foreign(f"{type(value).__module__}."):
+            self._keep_object(value)
+
+    def _keep_object(self, value: Any) -> None:
+        if hasattr(value, "__dict__"):
             before = dict(vars(value))
             self._keep_attributes(value, before)
             for member in before.values():
                 self.keep(member)
+        self._keep_names(object, value)
 
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, torch.nn.Parameter) or torch.nn.parameter.is_lazy(tensor):
@@ -260,8 +302,14 @@ class Kept:
             self._keep_stream(value, value.get_state, value.set_state)
         elif (bits := getattr(value, "bit_generator", None)) is not None:
             self._keep_stream(value, lambda: bits.state, partial(setattr, bits, "state"))
-        elif hasattr(value, "shape") and value.shape and value.flags.writeable:
+        elif isinstance(value, sys.modules["numpy"].ndarray) and value.flags.writeable:
             self._undos.append(partial(value.__setitem__, ..., value.copy()))
+
+    def _keep_cache(self, value: Any) -> None:
+        """Empty a ``functools.lru_cache`` that has taken results of a changed module: it will compute them again."""
+        missed = value.cache_info().misses
+        self._undos.append(lambda: value.cache_clear() if value.cache_info().misses != missed else None)
+        self.keep(value.__wrapped__)
 
     def _keep_container(self, value: Any) -> None:
         before = list(value.items() if isinstance(value, dict) else value)

@@ -149,6 +149,10 @@ def test_the_users_own_error_arrives_once_and_as_it_is() -> None:
         run(MERGE, EVEN(), Raises, max_epochs=1, **ACCUMULATE)
 
 
+STRUCK: list[int] = []
+"""A global: what a model and its class keep is put back."""
+
+
 def test_what_a_signal_raises_arrives_although_it_is_raised_once() -> None:
     """As torch says that a worker was killed: from a handler, wherever the main thread is."""
 
@@ -159,11 +163,9 @@ def test_what_a_signal_raises_arrives_although_it_is_raised_once() -> None:
         raise Killed("planted")
 
     class Struck(Net):
-        calls: list[int] = []
-
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            Struck.calls.append(batch_idx)
-            if len(Struck.calls) == 2:
+            STRUCK.append(batch_idx)
+            if len(STRUCK) == 2:
                 signal.raise_signal(signal.SIGUSR1)
             return super().training_step(batch, batch_idx)
 
@@ -173,7 +175,7 @@ def test_what_a_signal_raises_arrives_although_it_is_raised_once() -> None:
             run(MERGE, EVEN(), Struck, max_epochs=1, **ACCUMULATE)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert Struck.calls == [0, 1], "it struck while gradients were compared"
+    assert STRUCK == [0, 1], "it struck while gradients were compared"
 
 
 def test_the_users_word_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import functools
+import itertools
+import multiprocessing
 import random
+from array import array
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import numpy
 import pytest
 import torch
 
 from fastloop.bridge.apply.rehearse import untouched as module_under_test
-from fastloop.bridge.apply.rehearse.untouched import untouched, unwritten
+from fastloop.bridge.apply.rehearse.flags import keep_flags
+from fastloop.bridge.apply.rehearse.untouched import Kept, untouched, unwritten
 from fastloop.errors import NotApplicable
 
 
@@ -29,12 +35,33 @@ class Queue:
         self.pushed += 1
 
 
+class Slotted:
+    """A user's own object without a ``__dict__``."""
+
+    __slots__ = ("items", "later", "pushed")
+
+    def __init__(self) -> None:
+        self.items, self.pushed = [1.0], 1
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name == "pushed":
+            object.__setattr__(self, "items", [*self.items, value])
+
+
 class Keeper(torch.nn.Module):
     """Changes something of every kind when it is called."""
+
+    shared: ClassVar[list[int]] = []
+    total = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.BatchNorm1d(4)
+        self.slotted, self.bytes, self.numbers = Slotted(), bytearray(b"ab"), array("d", [1.0])
+        self.single, self.cell = numpy.zeros(()), ctypes.c_int(1)
+        self.marked = torch.nn.Parameter(torch.ones(1))
+        self.marked.uses = 0  # type: ignore[attr-defined]
         self.drop = torch.nn.Dropout(0.5)
         self.register_buffer("average", torch.zeros(4))
         self.calls, self.names, self.seen = 0, ["a"], {"last": 0.0, "all": [0.0]}
@@ -59,9 +86,31 @@ class Keeper(torch.nn.Module):
         self.counter["a"] += 1
         self.queue.push(0.5)
         self.array += 1
+        self.slotted.items.append(3.0)
+        self.slotted.pushed, self.slotted.later = 2, 1
+        self.bytes += b"c"
+        self.numbers[0] = 2.0
+        self.numbers.append(3.0)
+        self.single[...] = 5.0
+        self.cell.value += 1
+        self.marked.uses = getattr(self.marked, "uses", 0) + 1  # type: ignore[attr-defined]
+        type(self).total += 1
+        type(self).new = 1  # type: ignore[attr-defined]
+        self.shared.append(1)
+        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+        torch.set_float32_matmul_precision("high")
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True, warn_only=True)
         self.later = "not there before"
         drawn = self.random.random() + float(self.numpy.random()) + float(torch.rand(1, generator=self.generator))
         return y * drawn + random.random() + float(numpy.random.random())
+
+
+def look_at_flags() -> tuple[Any, ...]:
+    determinism = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    return torch.backends.cudnn.benchmark, precision, threads, torch.get_default_dtype(), *determinism
 
 
 def look(module: Keeper) -> dict[str, Any]:
@@ -82,6 +131,14 @@ def look(module: Keeper) -> dict[str, Any]:
         "generator": module.generator.get_state().tolist(),
         "numpy": copy.deepcopy(module.numpy.bit_generator.state),
         "later": hasattr(module, "later"),
+        "slots": (list(module.slotted.items), module.slotted.pushed, hasattr(module.slotted, "later")),
+        "bytes": bytes(module.bytes),
+        "numbers": module.numbers.tolist(),
+        "single": float(module.single),
+        "cell": module.cell.value,
+        "parameter": module.marked.uses,  # type: ignore[attr-defined]
+        "class": (Keeper.total, list(Keeper.shared), hasattr(Keeper, "new")),
+        "flags": look_at_flags(),
         "streams": (torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())),
     }
 
@@ -90,9 +147,15 @@ KEPT = tuple(look(Keeper()))
 
 
 @pytest.fixture
-def keeper() -> Keeper:
+def keeper() -> Iterator[Keeper]:
     torch.manual_seed(0)
-    return Keeper().train()
+    flags = keep_flags()
+    yield Keeper().train()
+    flags()
+    Keeper.total = 0
+    Keeper.shared.clear()
+    if hasattr(Keeper, "new"):
+        del Keeper.new
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -112,7 +175,10 @@ def test_the_next_call_computes_what_it_would_have(keeper: Keeper) -> None:
         random.seed(1)
         numpy.random.seed(1)
         rehearse(module)
-        return module(x)
+        flags = keep_flags()
+        out = module(x)
+        flags()
+        return out
 
     def guarded(module: Keeper) -> None:
         with untouched(module):
@@ -230,6 +296,50 @@ def test_a_module_that_is_no_registered_child_is_put_back(keeper: Keeper) -> Non
         keeper(torch.randn(8, 4))
         assert look(keeper) != before
     assert look(keeper) == before
+
+
+@pytest.mark.parametrize("kept", [itertools.count(), iter([1.0]), (number for number in range(3))])
+def test_a_model_that_keeps_an_iterator_is_refused(keeper: Keeper, kept: Any) -> None:
+    keeper.queue.source = kept  # type: ignore[attr-defined]
+    with pytest.raises(NotApplicable, match="the model keeps an iterator"), untouched(keeper):
+        pass
+
+
+def test_what_a_cache_took_is_dropped() -> None:
+    """Results of a module that was changed only for a trial; the control is a cache that took nothing."""
+    keeper = Keeper()
+    keeper.table = functools.lru_cache(lambda length: torch.ones(length))  # type: ignore[assignment]
+    first = keeper.table(3)
+    with untouched(keeper):
+        assert keeper.table(3) is first
+    assert keeper.table(3) is first
+    with untouched(keeper):
+        tried = keeper.table(4)
+    assert keeper.table(4) is not tried
+
+
+def test_what_processes_share_is_put_back(keeper: Keeper) -> None:
+    keeper.shared_values = one, many = multiprocessing.Value("i", 1), multiprocessing.Array("d", [1.0, 2.0])
+    with untouched(keeper):
+        one.value, many[1] = 2, 3.0
+    assert one.value == 1 and list(many) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("change", ["slot", "class", "parameter"])
+def test_a_change_of_names_is_found(keeper: Keeper, change: str) -> None:
+    kept = Kept()
+    kept.keep_module(keeper)
+    assert kept.find_change() is None
+    if change == "slot":
+        keeper.slotted.later = 3
+    elif change == "class":
+        Keeper.total = 7
+    else:
+        keeper.marked.uses = 7  # type: ignore[attr-defined]
+    expected = {"slot": "Slotted.later", "class": "Keeper.total", "parameter": "Parameter.uses"}
+    assert kept.find_change() == expected[change]
+    kept.restore()
+    assert kept.find_change() is None
 
 
 @pytest.mark.parametrize("raised", [ValueError("the user's own"), KeyboardInterrupt()])
