@@ -21,10 +21,9 @@ class Count:
 
 
 def count_captured() -> int:
-    """Graphs captured in this process so far."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
+    """Graphs captured in this process so far. Does not import Dynamo."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
 
 
 def count() -> Count:

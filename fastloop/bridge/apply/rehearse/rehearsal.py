@@ -67,6 +67,8 @@ class Rehearsal:
         self._dropout_ms = 0.0
         """What dropout adds to times taken without it, where others are taken with it."""
         self._first_began_s, self._first_ms = 0.0, math.inf
+        self._captured = 0
+        """Graphs that Dynamo captured in the first step; until it ends, those captured before it."""
         self._batches = 0
 
     def note_batch(self, args: tuple[Any, ...]) -> None:
@@ -74,12 +76,14 @@ class Rehearsal:
         if self._recorder.is_recording:
             self._recorder.note_batch(args)
             memory.forget_peak(self.site.device)
+            self._captured = dynamo_graphs.count_captured()
             self._first_began_s = time.perf_counter()
 
     def stop_recording(self) -> None:
         """The first batch is done, and all calls to play later are recorded. Idempotent."""
         if self._recorder.is_recording:
             self._first_ms = 1e3 * (time.perf_counter() - self._first_began_s)
+            self._captured = dynamo_graphs.count_captured() - self._captured
         self._recorder.stop()
 
     def is_due(self) -> bool:
@@ -206,7 +210,10 @@ class Rehearsal:
 
     def _refuse(self, step: Step) -> str | None:
         """Why a rung is not even tried, if any rank refuses it, or None."""
-        return next((each for each in gather(self.site.trainer, self._budget.refuse(step)) if each is not None), None)
+        mine = self._budget.refuse(step)
+        if mine is None and is_costly(step) and self._captured:
+            mine = f"your own code compiles parts of a step already: {self._captured} graphs in the first one"
+        return next((each for each in gather(self.site.trainer, mine) if each is not None), None)
 
     def _try_here(self, step: Step, before: Sequence[Outcome]) -> Outcome:
         """Apply a rung and play what it changes; undo the rung if that fails. No collectives."""

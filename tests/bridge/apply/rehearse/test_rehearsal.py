@@ -324,6 +324,47 @@ def test_what_cannot_pay_back_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls, "a cost that is known counts in place of the guess"
 
 
+def compile_loss(module: Module) -> None:
+    loss = torch.compile(torch.nn.functional.mse_loss, backend="eager")
+    module.compute = lambda batch: loss(module.net(batch[0]), batch[1])
+
+
+def compile_later(module: Module) -> None:
+    made: list[Any] = []
+
+    def compute(batch: Any) -> Any:
+        made[:] = made or [torch.compile(module.net, backend="eager")]
+        return torch.nn.functional.mse_loss(made[0](batch[0]), batch[1])
+
+    module.compute = compute
+
+
+def compile_nothing(module: Module) -> None:
+    module.compute = lambda batch: torch.nn.functional.mse_loss(module.net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("own", [compile_loss, compile_later, compile_nothing])
+def test_what_the_users_code_compiles_is_not_compiled_twice(
+    own: Callable[[Module], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`amp` stands for a compile, and `layout` for a rung that is none."""
+
+    class Own(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.compute(batch)  # type: ignore[operator]
+
+    torch._dynamo.reset()
+    plant(monkeypatch, lambda old: old, pay_back="ignore")
+    plant(monkeypatch, lambda old: old, Layout)
+    module = Own()
+    own(module)
+    loop, _, _ = fit(config("amp", "layout"), module)
+    took, why = read(loop)
+    assert took is (own is compile_nothing)
+    assert took or "your own code compiles parts of a step already" in why
+    assert "compiles" not in read(loop, "layout")[1]
+
+
 @pytest.mark.parametrize(("epochs", "tried"), [(3, False), (-1, True)])
 def test_a_run_of_unknown_length_pays_for_nothing(epochs: int, tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader without a length; the control is a run that was asked to go on for ever."""
@@ -664,6 +705,7 @@ def test_ranks_whose_modules_differ_in_dropout_ask_each_other_equally_often(monk
         step: Any = rehearsal.Step(rung="compile", status="planned", change=change)
         this: Any = rehearsal.Rehearsal.__new__(rehearsal.Rehearsal)
         this.site, this.steps, this._unchanged = types.SimpleNamespace(trainer=None), [step], {own: Played()}
+        this._captured = 0
         this._budget = types.SimpleNamespace(refuse=lambda _step: None, base_ms=1.0)
         this._play_base = lambda **_: None
         assert this._play_with_dropout() is None
