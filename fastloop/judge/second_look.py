@@ -15,6 +15,8 @@ FEWEST = 5
 OVER_PROMISE, OVER_MS = 1.5, 1.0
 """Forward and backward are checked again if they exceed the rehearsed time by this factor and these milliseconds: a
 training_step also computes losses and metrics."""
+OVER_IN_LONG_RUNS, LONG_STEPS = 1.15, 1_000
+"""The factor in runs with at least so many steps left, where checking costs next to nothing."""
 GAINED = 0.7
 """Share of the unchanged modules' time: batches below it have gained from their rungs, whatever was promised."""
 MARGIN, MARGIN_MS = 0.1, 0.5
@@ -51,7 +53,7 @@ class Comparison:
         )
 
 
-def is_suspicious(seen: Sequence[Timed], promised: Rehearsed, first_size: int) -> bool:
+def is_suspicious(seen: Sequence[Timed], promised: Rehearsed, first_size: int, steps_left: int | None = None) -> bool:
     """Whether batches take clearly longer than the first one did in the rehearsal.
 
     A larger batch may take proportionally longer; a smaller one is allowed the same time. Single pauses do not count,
@@ -61,7 +63,8 @@ def is_suspicious(seen: Sequence[Timed], promised: Rehearsed, first_size: int) -
         return False
     taken = [each.ms / max(1.0, each.size / first_size if first_size else 1.0) for each in seen]
     typical = min(statistics.median(taken), statistics.mean(taken))
-    return typical > max(OVER_PROMISE * promised.changed_ms, promised.changed_ms + OVER_MS, GAINED * promised.eager_ms)
+    over = OVER_IN_LONG_RUNS if steps_left is not None and steps_left >= LONG_STEPS else OVER_PROMISE
+    return typical > max(over * promised.changed_ms, promised.changed_ms + OVER_MS, GAINED * promised.eager_ms)
 
 
 def compare(with_it: Sequence[Timed], without: Sequence[Timed]) -> Comparison | None:

@@ -38,6 +38,13 @@ def test_a_broken_promise(seen: list[Timed], promised: Rehearsed, suspicious: bo
     assert is_suspicious(seen, promised, 100) is suspicious
 
 
+@pytest.mark.parametrize(("steps_left", "suspicious"), [(None, False), (999, False), (1_000, True)])
+def test_a_long_run_looks_at_smaller_excesses(steps_left: int | None, suspicious: bool) -> None:
+    promised = Rehearsed(eager_ms=51.0, changed_ms=50.0, of_batch=True)
+    assert is_suspicious(alike(*[69] * 8), promised, 100, steps_left) is suspicious
+    assert not is_suspicious(alike(*[55] * 8), promised, 100, steps_left)
+
+
 def test_slower_beyond_doubt() -> None:
     found = compare(alike(181, 175, 190, 160, 200, 185, 179, 2000), alike(127, 120, 130, 140, 125, 128, 126, 900))
     assert found is not None and found.is_slower and found.n == 8

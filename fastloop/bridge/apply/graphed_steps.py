@@ -259,7 +259,7 @@ class GraphedSteps:
     def _record(self, step: Callable[..., Any], args: Sequence[Any]) -> str | None:
         module = self._site.module
         watch, self._launch_share = StepWatch(module, self._site.device), 0.0
-        kept, streams = Kept(whole_step=True), keep_random_streams()
+        kept, streams = Kept(), keep_random_streams()
         kept.keep_module(module)
         functions = list_step_functions(module, kept)
         if (outside := find_outside(functions)) is not None:

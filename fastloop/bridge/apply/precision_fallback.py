@@ -63,7 +63,7 @@ class PrecisionFallback:
 
     def _keep_state(self) -> Callable[[], None] | None:
         """Save what a step changes; returns a function that restores it, None if that is impossible."""
-        kept, streams = Kept(whole_step=True), keep_random_streams()
+        kept, streams = Kept(), keep_random_streams()
         try:
             kept.keep_module(self._module)
         except NotApplicable:

@@ -214,13 +214,13 @@ def _sample(
 
     logged: list[dict[str, float]] = []
     with quiet(strategy, note), _without_chance(module), unwritten(module.parameters()):
-        with untouched(module, whole_step=True), nullcontext() if means is None else means.looking():
+        with untouched(module), nullcontext() if means is None else means.looking():
             before = _read_streams(strategy)
             first = [sample(piece, number) for number, piece in enumerate(own)]
             drew = not all(map(torch.equal, before, _read_streams(strategy)))
             known = list(logged)
         logged.clear()
-        with untouched(module, whole_step=True), nullcontext() if means is None else means.looking():
+        with untouched(module), nullcontext() if means is None else means.looking():
             return _Sampled(first, [sample(piece, 0) for piece in others], drew, known + logged)
 
 

@@ -269,7 +269,7 @@ class _Run:
     def play_plain(self, sizes: Sequence[int]) -> None:
         """Run sizes as the first step will, until one does not fit; records the results in `ran` and `peaks`."""
         alone = self.strategy.lightning_module.trainer.world_size == 1
-        with quiet(self.strategy), untouched(self.module, whole_step=True), contextlib.ExitStack() as after:
+        with quiet(self.strategy), untouched(self.module), contextlib.ExitStack() as after:
             after.callback(self.room.reset_peak)  # memory that only trials took is no peak of the training
             for size in sizes:
                 predicted = judge.predict_bytes(self.peaks, size)
@@ -317,7 +317,7 @@ class _Run:
                 if size > self.own and judge.is_hopeless(list(self.rates.values())):
                     continue
                 try:
-                    with untouched(self.module, whole_step=True):
+                    with untouched(self.module):
                         piece = self.take(size)
                         piece = piece._replace(batch=convert(piece.batch))
                         self._play(size, piece)

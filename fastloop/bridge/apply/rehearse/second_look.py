@@ -129,7 +129,7 @@ class SecondLook:
         synchronize(self.site.device)
         waited_ms = 1e3 * (time.perf_counter() - began) / WATCHED
         watched = [each._replace(ms=each.ms + waited_ms) for each in watched]
-        suspicious = judge.is_suspicious(watched, self._promised, self._first_size)
+        suspicious = judge.is_suspicious(watched, self._promised, self._first_size, self.terms.steps_left)
         every = gather(self.site.trainer, (suspicious, self._has_room(watched)))
         if not any(found for found, _ in every) or not all(room for _, room in every):
             return

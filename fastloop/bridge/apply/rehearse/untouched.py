@@ -56,16 +56,13 @@ _NOT_WALKED = ("torch.", *(f"{name}." for name in namespaces.NAMES))
 
 
 @contextlib.contextmanager
-def untouched(*modules: torch.nn.Module, whole_step: bool = False) -> Iterator[None]:
+def untouched(*modules: torch.nn.Module) -> Iterator[None]:
     """Restore the modules' state and all random streams afterwards, bit for bit.
-
-    Args:
-        whole_step: a training_step runs inside.
 
     Raises:
         NotApplicable: the modules keep more objects than can be restored, or iterators.
     """
-    streams, flags, kept = keep_random_streams(), keep_flags(), Kept(whole_step=whole_step)
+    streams, flags, kept = keep_random_streams(), keep_flags(), Kept()
     for module in modules:
         kept.keep_module(module)
     try:
@@ -140,13 +137,9 @@ def read_prints(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[Any, ...]]
 
 class Kept:
     """Copies the contents of objects, each object once, and restores them. Refuses iterators: what a step takes from
-    one cannot be put back.
+    one cannot be put back."""
 
-    Args:
-        whole_step: a training_step runs between.
-    """
-
-    def __init__(self, *, whole_step: bool = False) -> None:
+    def __init__(self) -> None:
         self._streams: list[tuple[str, Callable[[], str], str]] = []
         """Random generators: a name, how to read their state, and what it was."""
         self._seen: dict[int, Any] = {}
