@@ -50,6 +50,8 @@ class Costs:
     """Whether the batches waiting in its workers' queues can be counted."""
     loaders_ms: tuple[tuple[int, float], ...] = ()
     """Loading alone by number of workers, for the numbers that were measured."""
+    start_s: float | None = None
+    """Seconds that a further run of the stack takes besides its steps."""
 
     @property
     def beside(self) -> bool:

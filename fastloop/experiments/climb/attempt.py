@@ -234,6 +234,7 @@ class _Screen:
             gap_ms=fmean([result.gap_ms for result in arms]),
             workers=arms[0].workers,
             copies_ms=arms[0].copies_ms,
+            start_s=self.start_s,
         )
         return drop_absurd(costs.but(replayed_ms=fmean(rests)) if costs.beside and rests else costs)
 

@@ -92,8 +92,8 @@ class Result:
 
     @property
     def next_start_s(self) -> float:
-        """The same for a further run of this stack: it finds compiled code in the cache, in less than half the time."""
-        return self.start_s - self.compile_s / 2
+        """The same for a further run of this stack: its compiled code is cached, and takes a quarter of the time."""
+        return self.start_s - 0.75 * self.compile_s
 
     @property
     def core_ms(self) -> float | None:

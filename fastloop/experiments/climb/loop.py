@@ -171,10 +171,10 @@ class Climb(Measured):
         check of a stack that was not checked before starts `cold`: with deterministic kernels it compiles anew."""
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
         took, costs = self._choose_confirm_length(top, short=short), self.costs if top is None else top[1]
-        both = (self.naive.step_ms, costs.now_ms)
-        base_s, arm_s = (took.seconds(ms, self.start_s) for ms in both)
+        both = ((self.naive.step_ms, self.start_s), (costs.now_ms, costs.start_s or self.start_s))
+        base_s, arm_s = (took.seconds(*each) for each in both)
         first_s = self.start_s + took.first_steps * self.naive.step_ms / 1e3
-        gradients_s = sum(estimate_gradient_s(ms, self.start_s) for ms in both) / 2
+        gradients_s = sum(estimate_gradient_s(*each) for each in both) / 2
         if cold or top is not None or not self._is_checked():
             gradients_s += estimate_first_start_s((top or (self.stack,))[0]) / 2
         return self.runner.estimate_confirmation_s(

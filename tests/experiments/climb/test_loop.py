@@ -16,7 +16,7 @@ from fastloop.experiments.climb.attempt import LEFT_TO_PROOF, BaseFailed
 from fastloop.experiments.climb.budget import GRACE_S, Spent
 from fastloop.experiments.climb.candidates import make_patch
 from fastloop.experiments.climb.interface import Result
-from fastloop.experiments.climb.loop import BESIDE, Climb
+from fastloop.experiments.climb.loop import BESIDE, CONFIRM_RUNS, Climb
 from fastloop.experiments.climb.measuring import Measured, pool_spreads
 from fastloop.ladder import collect_cards
 from fastloop.records.card import Stack
@@ -200,6 +200,16 @@ def test_time_is_kept_for_gradients_that_compile_anew() -> None:
     checked_s = climb._estimate_confirmation_s()
     climb.rows = [dataclasses.replace(kept, parity=Outcome(gates=tuple(gates[:1])))]
     assert "compile" in climb.stack and climb._estimate_confirmation_s() == pytest.approx(checked_s + compile_s)
+
+
+def test_the_proofs_runs_of_the_top_start_as_it_does() -> None:
+    """A stack with compiled code starts in 18 s, the beginner's script in 5."""
+    climb = make_climb(SimulatedRunner(COMPUTED).with_budget(3600), ladders=list_shipped())
+    climb.climb()
+    assert climb.costs is not None and climb.costs.start_s is not None
+    before_s = climb._estimate_confirmation_s()
+    climb.costs = climb.costs.but(start_s=climb.costs.start_s + 10)
+    assert climb._estimate_confirmation_s() == pytest.approx(before_s + CONFIRM_RUNS * 10 + 10), "and its gradients"
 
 
 def test_a_hopeless_ladder_is_not_run_to_its_end() -> None:
