@@ -12,27 +12,16 @@ import sys
 import sysconfig
 import textwrap
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fastloop.evidence.samples import writes
+
 _ENTRIES = ("__getitem__", "__getitems__", "__call__", "__iter__", "__next__", "forward")
-_CHANGES = (
-    *("append", "appendleft", "extend", "add", "insert", "update"),
-    *("pop", "popleft", "popitem", "remove", "clear", "send"),
-)
-_MOVES = (
-    *("setdefault", "discard", "sort", "reverse", "fill", "write", "put", "seed", "manual_seed"),
-    *("seek", "read", "readline", "readinto"),
-)
-"""Methods that change an object or its position, of which each process has its own copy."""
-_FILLS = (
-    *("copyto", "put", "putmask", "place", "put_along_axis", "fill_diagonal", "shuffle", "pack_into"),
-    *("readinto", "readinto1", "recv_into", "heappush", "heappop", "heapify", "insort"),
-)
-"""Functions that write into their first argument, or into their second after a format."""
 _BEFORE = ("__init__", "__new__", "__setstate__", "__setattr__", "__len__", "setup", "prepare_data", "load_state_dict")
 """Methods that change an object before its samples are requested."""
+_Pick = Callable[[ast.AST, str | None], Iterator[ast.AST]]
 _STDLIB = sysconfig.get_path("stdlib")
 
 
@@ -60,7 +49,7 @@ def find_changed_state(item: Any) -> str | None:
 
 def list_changed_state(item: Any) -> Iterator[str]:
     """All such state."""
-    return (state for function in list_sample_functions(item) for state in _list_changes(function))
+    return (state for function in list_sample_functions(item) for state in list_changes(function))
 
 
 def list_sample_functions(item: Any) -> tuple[Any, ...]:
@@ -165,30 +154,10 @@ def parse(function: Any) -> tuple[ast.AST, str | None] | None:
     return tree, names[0] if names and "." in function.__qualname__ else None
 
 
-def _list_changes(function: Any) -> Iterator[str]:
+def list_changes(function: Any) -> Iterator[str]:
     """State that one call leaves for the next: incremented, collected, or advanced. State that is only set, such as a
     lazily opened file or a cached sample, is the same in every worker."""
-    if (parsed := parse(function)) is None:
-        return
-    tree, me = parsed
-    objects, classes = _list_outer(function)
-    declared = {name for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
-    for node in ast.walk(tree):
-        found = None
-        if isinstance(node, ast.AugAssign):
-            known = declared if isinstance(node.target, ast.Name) else objects | classes | declared
-            found = _name_state(node.target, me, known)
-        elif isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Subscript):
-            found = _name_state(node.targets[0], me, declared)
-            read = {_name_state(part, me, declared) for part in ast.walk(node.value)}
-            if found not in read or isinstance(node.value, (ast.BoolOp, ast.IfExp)):
-                found = None
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
-            found = _name_state(node.func.value, me, objects)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next" and node.args:
-            found = _name_state(node.args[0], me, objects)
-        if found is not None:
-            yield found
+    return _list_touched(function, writes.list_advanced)
 
 
 def list_remembered(item: Any) -> Iterator[str]:
@@ -199,8 +168,8 @@ def list_remembered(item: Any) -> Iterator[str]:
             objects, _ = _list_outer(function)
             for node in ast.walk(tree):
                 adds = isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "setdefault"
-                puts = (each for each in _list_targets(node) if adds or isinstance(each, ast.Subscript))
-                yield from filter(None, (_name_state(each, me, objects) for each in puts))
+                puts = (each for each in writes.list_targets(node) if adds or isinstance(each, ast.Subscript))
+                yield from filter(None, (writes.name_state(each, me, objects) for each in puts))
 
 
 def calls_between_yields(function: Any, names: re.Pattern[str]) -> bool:
@@ -213,7 +182,7 @@ def calls_between_yields(function: Any, names: re.Pattern[str]) -> bool:
         if not isinstance(node, ast.Call) or any(keyword.arg == "generator" for keyword in node.keywords):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        root = outer.get(_find_root(node.func))
+        root = outer.get(writes.find_root(node.func))
         if names.fullmatch(name) and (root if isinstance(node.func, ast.Name) else inspect.ismodule(root)):
             return True
     return False
@@ -243,14 +212,15 @@ def follow(items: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 def find_write(function: Any) -> str | None:
     """What a function writes outside its local variables, where another thread may access it: ``.cache``, or
     `` (the outer CACHE)``; None if it writes nothing."""
-    parsed = parse(function)
-    return _find_stores(function.__code__) if parsed is None else next(_list_writes(function, *parsed), None)
+    if parse(function) is None:
+        return _find_stores(function.__code__)
+    return next(_list_touched(function, writes.list_targets), None)
 
 
 def _find_stores(code: Any) -> str | None:
     """The same without source, when it is unknown which object a write goes to."""
     stores = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_SLICE", "DELETE_ATTR", "DELETE_SUBSCR")
-    changes = {name for name in code.co_names if _is_change(name) or name in _FILLS}
+    changes = {name for name in code.co_names if writes.is_change(name) or name in writes.FILLS}
     if changes or any(step.opname in stores for step in dis.get_instructions(code)):
         return f" (something in {code.co_name}, which has no source to read)"
     return next(filter(None, (_find_stores(const) for const in code.co_consts if inspect.iscode(const))), None)
@@ -264,7 +234,7 @@ def list_roots_written(function: Any) -> Iterator[str]:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
                 modules |= {each.asname or each.name: f"{package}{each.name}" for each in node.names}
-        for state in _list_writes(function, *parsed, set(modules)):
+        for state in _list_touched(function, writes.list_targets, modules):
             name = state.removeprefix(" (the outer ").removesuffix(")")
             yield modules.get(name, name)
 
@@ -275,80 +245,32 @@ def list_chains_written(function: Any) -> Iterator[list[str]]:
     if (parsed := parse(function)) is None:
         return
     for node in ast.walk(parsed[0]):
-        targets = list(_list_targets(node))
+        targets = list(writes.list_targets(node))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             targets.append(node.value.func)
         for target in targets:
-            yield list(_list_chain(target))[::-1]
+            yield list(writes.list_chain(target))[::-1]
 
 
-def _list_chain(node: ast.AST) -> Iterator[str]:
-    while isinstance(node, (ast.Subscript, ast.Attribute)):
-        if isinstance(node, ast.Attribute):
-            yield node.attr
-        node = node.value
-    if isinstance(node, ast.Name):
-        yield node.id
-
-
-def _list_writes(function: Any, tree: ast.AST, me: str | None, modules: Collection[str] = frozenset()) -> Iterator[str]:
+def _list_touched(function: Any, pick: _Pick, modules: Collection[str] = frozenset()) -> Iterator[str]:
+    """State to which the nodes belong that `pick` takes from each statement and call of a function."""
+    if (parsed := parse(function)) is None:
+        return
+    tree, me = parsed
     objects, classes = _list_outer(function)
     declared = {name for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
     outer = declared | objects | classes | set(modules)
-    aliases: dict[str, str] = {}
+    aliases = dict(writes.list_aliases(tree, me, outer))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
-            state, names = (
-                _name_state(node.value, me, outer),
-                [part for part in node.targets if isinstance(part, ast.Name)],
-            )
-            aliases.update({name.id: state for name in names if state is not None})
-    for node in ast.walk(tree):
-        for target in _list_targets(node):
+        for target in pick(node, me):
             if isinstance(target, ast.Name) and not isinstance(node, ast.Call):
                 state = f" (the outer {target.id})" if target.id in declared else None
-            elif _is_own(target, me):
+            elif writes.is_own(target, me):
                 state = " (attributes by their names)"
             else:
-                state = _name_state(target, me, outer) or aliases.get(_find_root(target))
+                state = writes.name_state(target, me, outer) or aliases.get(writes.find_root(target))
             if state is not None:
                 yield state
-
-
-def _find_root(node: ast.AST) -> str:
-    while isinstance(node, (ast.Subscript, ast.Attribute)):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _list_targets(node: ast.AST) -> Iterator[ast.AST]:
-    """The targets that a statement or call writes to."""
-    if isinstance(node, (ast.Assign, ast.Delete)):
-        queue: list[ast.AST] = list(node.targets)
-    elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.NamedExpr)):
-        queue = [node.target]
-    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-        queue = [node.optional_vars]
-    elif isinstance(node, ast.Call):
-        queue = [keyword.value for keyword in node.keywords if keyword.arg in ("out", "dst")]
-        if isinstance(node.func, ast.Attribute) and _is_change(node.func.attr):
-            queue.append(node.func.value)
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if name in _FILLS or (isinstance(node.func, ast.Name) and name in ("next", "setattr", "delattr")):
-            queue += node.args[: 2 if name == "pack_into" else 1]
-    else:
-        return
-    while queue:
-        target = queue.pop()
-        if isinstance(target, (ast.Tuple, ast.List)):
-            queue += target.elts
-        else:
-            yield target.value if isinstance(target, ast.Starred) else target
-
-
-def _is_change(method: str) -> bool:
-    """Whether a method changes its object; torch's in-place methods end with one underscore."""
-    return method in _CHANGES or method in _MOVES or (method.endswith("_") and not method.endswith("__"))
 
 
 def _list_outer(function: Any) -> tuple[set[str], set[str]]:
@@ -358,24 +280,6 @@ def _list_outer(function: Any) -> tuple[set[str], set[str]]:
     found = {name: value for name, value in outer.items() if name not in own and not inspect.ismodule(value)}
     classes = {name for name, value in found.items() if isinstance(value, type)}
     return {name for name, value in found.items() if not inspect.isroutine(value)} - classes, classes
-
-
-def _name_state(node: ast.AST, me: str | None, outer: set[str]) -> str | None:
-    """``.x`` for ``self.x`` and anything below it, the name in `outer` for anything below that; None for a local."""
-    while isinstance(node, (ast.Subscript, ast.Attribute)):
-        if isinstance(node, ast.Attribute) and _is_own(node.value, me):
-            return f".{node.attr}"
-        node = node.value
-    return f" (the outer {node.id})" if isinstance(node, ast.Name) and node.id in outer else None
-
-
-def _is_own(node: ast.AST, me: str | None) -> bool:
-    """Whether it is self, type(self) or self.__class__."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type" and node.args:
-        return _is_own(node.args[0], me)
-    if isinstance(node, ast.Attribute) and node.attr == "__class__":
-        return _is_own(node.value, me)
-    return isinstance(node, ast.Name) and node.id == me
 
 
 def _list_written(function: Any) -> Iterator[str]:
@@ -389,8 +293,8 @@ def _list_written(function: Any) -> Iterator[str]:
             targets = list(node.targets)
         elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
             targets = [node.target]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in writes.CHANGES:
             targets = [node.func.value]
         for target in targets:
-            if (found := _name_state(target, me, set())) is not None:
+            if (found := writes.name_state(target, me, set())) is not None:
                 yield found.removeprefix(".")

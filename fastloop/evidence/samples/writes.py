@@ -1,0 +1,123 @@
+"""What a statement or call writes to, as it stands in its syntax tree."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+CHANGES = (
+    *("append", "appendleft", "extend", "add", "insert", "update"),
+    *("pop", "popleft", "popitem", "remove", "clear", "send"),
+)
+_MOVES = (
+    *("setdefault", "discard", "sort", "reverse", "fill", "write", "put", "seed", "manual_seed"),
+    *("seek", "read", "readline", "readinto"),
+)
+"""Methods that change an object or its position, of which each process has its own copy."""
+FILLS = (
+    *("copyto", "put", "putmask", "place", "put_along_axis", "fill_diagonal", "shuffle", "pack_into"),
+    *("readinto", "readinto1", "recv_into", "heappush", "heappop", "heapify", "insort"),
+)
+"""Functions that write into their first argument, or into their second after a format."""
+
+
+def list_chain(node: ast.AST) -> Iterator[str]:
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        node = node.value
+    if isinstance(node, ast.Name):
+        yield node.id
+
+
+def find_root(node: ast.AST) -> str:
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def list_targets(node: ast.AST, _me: str | None = None) -> Iterator[ast.AST]:
+    """The targets that a statement or call writes to."""
+    if isinstance(node, (ast.Assign, ast.Delete)):
+        queue: list[ast.AST] = list(node.targets)
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.NamedExpr)):
+        queue = [node.target]
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        queue = [node.optional_vars]
+    elif isinstance(node, ast.Call):
+        queue = [keyword.value for keyword in node.keywords if keyword.arg in ("out", "dst")]
+        if isinstance(node.func, ast.Attribute) and is_change(node.func.attr):
+            queue.append(node.func.value)
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if name in FILLS or (isinstance(node.func, ast.Name) and name in ("next", "setattr", "delattr")):
+            queue += node.args[: 2 if name == "pack_into" else 1]
+    else:
+        return
+    while queue:
+        target = queue.pop()
+        if isinstance(target, (ast.Tuple, ast.List)):
+            queue += target.elts
+        else:
+            yield target.value if isinstance(target, ast.Starred) else target
+
+
+def list_advanced(node: ast.AST, me: str | None) -> Iterator[ast.AST]:
+    """Those that it increments, collects into or advances, rather than sets."""
+    if isinstance(node, ast.AugAssign):
+        yield node.target
+    elif isinstance(node, ast.Assign) and not isinstance(node.value, (ast.BoolOp, ast.IfExp)):
+        if _reads(node.value, node.targets[0], me):
+            yield node.targets[0]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in CHANGES and not is_own(node.func.value, me):
+            yield node.func.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next":
+        yield from node.args[:1]
+
+
+def _reads(value: ast.AST, target: ast.AST, me: str | None) -> bool:
+    """Whether an assigned value is made from what its target held."""
+    if isinstance(target, ast.Subscript):
+        return False
+    root = {find_root(target)}
+    return (state := name_state(target, me, root)) is not None and any(
+        name_state(part, me, root) == state for part in ast.walk(value)
+    )
+
+
+def is_change(method: str) -> bool:
+    """Whether a method changes its object; torch's in-place methods end with one underscore."""
+    return method in CHANGES or method in _MOVES or (method.endswith("_") and not method.endswith("__"))
+
+
+def name_state(node: ast.AST, me: str | None, outer: set[str]) -> str | None:
+    """``.x`` for ``self.x`` and anything below it, the name in `outer` for anything below that; None for a local."""
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        if isinstance(node, ast.Attribute) and is_own(node.value, me):
+            return f".{node.attr}"
+        node = node.value
+    return f" (the outer {node.id})" if isinstance(node, ast.Name) and node.id in outer else None
+
+
+def list_aliases(tree: ast.AST, me: str | None, outer: set[str]) -> Iterator[tuple[str, str]]:
+    """Local names for such state, with the state; not those that later become names of something made from it."""
+    assigned = [(node, name) for node in ast.walk(tree) if isinstance(node, ast.Assign) for name in node.targets]
+    local = [(name.id, node.value) for node, name in assigned if isinstance(name, ast.Name)]
+    made = {
+        name
+        for name, value in local
+        if find_root(value) != name and any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(value))
+    }
+    for name, value in local:
+        state = name_state(value, me, outer) if isinstance(value, (ast.Attribute, ast.Name)) else None
+        if state is not None and name not in made:
+            yield name, state
+
+
+def is_own(node: ast.AST, me: str | None) -> bool:
+    """Whether it is self, type(self) or self.__class__."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type" and node.args:
+        return is_own(node.args[0], me)
+    if isinstance(node, ast.Attribute) and node.attr == "__class__":
+        return is_own(node.value, me)
+    return isinstance(node, ast.Name) and node.id == me

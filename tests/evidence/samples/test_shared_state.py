@@ -1,0 +1,91 @@
+"""What samples change in the objects that they share: each worker would have its own copy, and threads would mix it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from fastloop.evidence.samples.dataset import find_worker_hazards
+from fastloop.evidence.samples.thread_safety import find_thread_hazards
+
+TOTAL = {"n": 0}
+
+
+class Items(Dataset):
+    """Holds what a test gives it."""
+
+    def __init__(self, **members: Any) -> None:
+        self.__dict__.update(members)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+def check_found(dataset: Any, place: str) -> None:
+    """Both workers and threads are refused, for the same reason."""
+    expected = f"{place} changes between epochs or samples, and workers hold copies of it"
+    assert find_worker_hazards(dataset) == (expected,)
+    expected = f"{place} is written while a sample is made, and threads would write it concurrently"
+    assert find_thread_hazards(dataset) == (expected,)
+
+
+# -- another name for it ----------------------------------------------------------------------------------------------
+
+
+class CountsByAlias(Items):
+    def __getitem__(self, index: int) -> Any:
+        counts = self.counts
+        counts["n"] += 1
+        return counts["n"]
+
+
+class CollectsByAlias(Items):
+    def __getitem__(self, index: int) -> Any:
+        counts = self.counts
+        counts["seen"].append(index)
+        return len(counts["seen"])
+
+
+class CountsGlobalByAlias(Items):
+    def __getitem__(self, index: int) -> Any:
+        total = TOTAL
+        total["n"] += 1
+        return total["n"]
+
+
+class ReadsByAlias(Items):
+    """A local name for what a sample reads or copies."""
+
+    def __getitem__(self, index: int) -> Any:
+        count = self.count
+        count += 1
+        label = self.label
+        label = dict(label)
+        label.update(index=index)
+        mask = self.mask
+        mask = mask.clone()
+        mask[index] += 1
+        return count, label, mask
+
+
+@pytest.mark.parametrize(
+    ("dataset", "place"),
+    [
+        (CountsByAlias(counts={"n": 0}), "dataset.counts"),
+        (CollectsByAlias(counts={"seen": []}), "dataset.counts"),
+        (CountsGlobalByAlias(), "dataset (the outer TOTAL)"),
+    ],
+)
+def test_a_local_name_for_shared_state_is_followed(dataset: Any, place: str) -> None:
+    check_found(dataset, place)
+
+
+def test_a_local_name_for_a_copy_is_not() -> None:
+    dataset = ReadsByAlias(count=0, label={}, mask=torch.zeros(4))
+    assert find_worker_hazards(dataset) == () and find_thread_hazards(dataset) == ()
