@@ -28,6 +28,7 @@ POOL = "runs threads or processes, which workers do not inherit"
 DRAWS_ITSELF = "is a random generator, and every worker would draw the same numbers from its copy, again in every epoch"
 TRAINING = "is part of the training, and workers hold copies from before it started"
 ITERATOR = "is an iterator, and each worker would iterate over its own copy"
+_CHANGES = "changes between epochs or samples, and workers hold copies of it"
 _FOREIGN: Mapping[str, tuple[str, ...]] = {
     SHARED: (
         "socket.socket",
@@ -132,24 +133,38 @@ def _read_attributes(item: Any) -> dict[str, Any]:
 def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     """Why worker processes would break or change this dataset's samples, each with its location."""
     found: dict[str, None] = {}
-    for root, name in ((dataset, "dataset"), (collate, "collate_fn")):
-        for path, item in walk(root, name):
-            if (hazard := _find_hazard(item)) is not None:
-                found[f"{path}{hazard}"] = None
-            for function in sample_code.list_sample_functions(item):
-                held = () if function is item else sample_code.list_closure(function)  # a function's own are walked
-                for outer, value in (*sample_code.list_globals(function), *held):
-                    for inner_path, inner in walk(value, outer):
-                        if (hazard := _find_foreign(inner)) is not None:
-                            found[f"{inner_path}{hazard}"] = None
+    held = [*walk(dataset), *walk(collate, "collate_fn")]
+    found.update(dict.fromkeys(f"{path}{hazard}" for path, item in held if (hazard := _find_hazard(item)) is not None))
+    inside, changes = len(held), functools.cache(sample_code.list_changes)
+    for path, _, function in list_running(held):
+        found.update(dict.fromkeys(f"{path}{state} {_CHANGES}" for state in changes(function)))
+    for path, item in held[inside:]:
+        if (foreign := _find_foreign(item)) is not None:
+            found[f"{path}{foreign}"] = None
     return tuple(found)
+
+
+def list_running(held: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """The user's functions that may run for a sample of these objects, each after its object and that one's path. The
+    objects that they read from globals and closures are added to `held`."""
+    items = [item for _, item in held]
+    known, read = set(map(id, items)), set[Any]()
+    for place, function in sample_code.follow(items):
+        yield *held[place], function
+        outer = () if function in read else (*sample_code.list_globals(function), *sample_code.list_closure(function))
+        read.add(function)
+        for name, value in outer:
+            for path, item in () if id(value) in known else walk(value, name):
+                if id(item) not in known and not inspect.isroutine(item):
+                    known.add(id(item))
+                    held.append((path, item))
+                    items.append(item)
 
 
 def _find_hazard(item: Any) -> str | None:
     if (foreign := _find_foreign(item)) is not None:
         return foreign
-    state = _find_epoch_state(item) or sample_code.find_changed_state(item)
-    return None if state is None else f"{state} changes between epochs or samples, and workers hold copies of it"
+    return None if (state := _find_epoch_state(item)) is None else f"{state} {_CHANGES}"
 
 
 def _find_foreign(item: Any) -> str | None:

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import textwrap
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,11 @@ def _follow(starts: list[Any], kind: type, modules: bool = False) -> Iterator[An
             continue
         seen.add(id(function))
         yield function
-        queue.extend(_find_method(kind, name) for name in function.__code__.co_names)
+        named = tuple(list_names(function.__code__))
+        queue.extend(_find_method(kind, name) for name in named)
         outer = [value for _, value in list_globals(function)]
         queue.extend(outer)
         if modules:
-            named = function.__code__.co_names
             queue.extend(vars(each).get(name) for each in outer if inspect.ismodule(each) for name in named)
 
 
@@ -134,6 +134,7 @@ def _find_function(member: Any) -> Any:
     return function if inspect.isfunction(function) else None
 
 
+@functools.lru_cache(maxsize=4096)
 def _find_method(kind: type, name: str) -> Any:
     member = inspect.getattr_static(kind, name, None)
     if isinstance(member, property):
@@ -154,10 +155,10 @@ def parse(function: Any) -> tuple[ast.AST, str | None] | None:
     return tree, names[0] if names and "." in function.__qualname__ else None
 
 
-def list_changes(function: Any) -> Iterator[str]:
+def list_changes(function: Any) -> tuple[str, ...]:
     """State that one call leaves for the next: incremented, collected, or advanced. State that is only set, such as a
     lazily opened file or a cached sample, is the same in every worker."""
-    return _list_touched(function, writes.list_advanced)
+    return tuple(_list_touched(function, writes.list_advanced))
 
 
 def list_remembered(item: Any) -> Iterator[str]:
@@ -192,20 +193,24 @@ def _yields(node: ast.AST) -> bool:
     return any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
 
 
-def follow(items: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+def follow(items: Sequence[Any]) -> Iterator[tuple[int, Any]]:
     """The user's functions that may run for a sample, each with the index of its object in `items`: those from
-    `list_sample_functions`, and whatever they may call by name on any of the objects or in the user's modules."""
-    known, seen, names = list(enumerate(items)), set[tuple[int, int]](), set(_ENTRIES)
+    `list_sample_functions`, and whatever they may call by name on any of the objects or in the user's modules. Items
+    that are added meanwhile are followed, too."""
+    seen, names = set[tuple[int, int]](), set(_ENTRIES)
     grows = True
     while grows:
         grows = False
-        for place, item in known:
-            starts = [item] if inspect.isfunction(item) else [_find_method(type(item), name) for name in sorted(names)]
-            for function in _follow(starts, type(item), modules=True):
-                if (place, id(function)) not in seen and function.__name__ not in _BEFORE:
+        for place, item in enumerate(items):
+            kind: type = type(item)
+            called = sorted(names.difference(_BEFORE))
+            starts = [item] if inspect.isfunction(item) else [_find_method(kind, name) for name in called]
+            for function in _follow(starts, kind, modules=True):
+                if (place, id(function)) not in seen:
                     seen.add((place, id(function)))
-                    grows = grows or not names.issuperset(function.__code__.co_names)
-                    names.update(function.__code__.co_names)
+                    new = set(list_names(function.__code__)) - names
+                    grows = grows or bool(new)
+                    names |= new
                     yield place, function
 
 

@@ -21,7 +21,7 @@ _CLOCKS = frozenset({"time", "time_ns", "perf_counter", "perf_counter_ns", "mono
 def find_system_seed(items: Mapping[str, Any]) -> str | None:
     """Where one of these objects draws from the system, and by what: ``sampler (Shuffled.__iter__: default_rng)``."""
     held = list(items.items())
-    for place, function in sample_code.follow(items.values()):
+    for place, function in sample_code.follow([*items.values()]):
         path, item = held[place]
         if (name := _find_in(function, item)) is not None:
             return f"{path} ({function.__qualname__}: {name})"

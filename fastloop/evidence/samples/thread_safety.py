@@ -51,15 +51,14 @@ def find_thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
         found.update(
             dict.fromkeys(f"{path}{hazard}" for hazard in (_find_foreign(item), _find_installed(item)) if hazard)
         )
-    for place, function in sample_code.follow(item for _, item in held):
-        path, item = held[place]
+    inside = len(held)
+    for path, item, function in datasets.list_running(held):
         found.update(dict.fromkeys(f"{path}{hazard}" for hazard in _list_hazards(function, type(item))))
         if "rotate" in function.__code__.co_names:  # pictures have a method of this name, too, which changes nothing
             found.update(dict.fromkeys(f"{queue} {_WRITTEN}" for queue in queues))
-        for outer, value in sample_code.list_globals(function):
-            for inner_path, inner in datasets.walk(value, outer):
-                if (foreign := _find_foreign(inner)) is not None:
-                    found[f"{inner_path}{foreign}"] = None
+    for path, item in held[inside:]:
+        if (foreign := _find_foreign(item)) is not None:
+            found[f"{path}{foreign}"] = None
     return tuple(found)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from fastloop.evidence.samples.dataset import find_worker_hazards
 from fastloop.evidence.samples.thread_safety import find_thread_hazards
@@ -89,3 +89,83 @@ def test_a_local_name_for_shared_state_is_followed(dataset: Any, place: str) -> 
 def test_a_local_name_for_a_copy_is_not() -> None:
     dataset = ReadsByAlias(count=0, label={}, mask=torch.zeros(4))
     assert find_worker_hazards(dataset) == () and find_thread_hazards(dataset) == ()
+
+
+# -- in the methods of other objects ----------------------------------------------------------------------------------
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.n = 0
+
+    def tick(self) -> int:
+        self.n += 1
+        return self.n
+
+    def look_up(self, index: int) -> int:
+        return index + self.n
+
+
+COUNTER = Counter()
+
+
+class Clock:
+    """Gets to the counter by a method of its own."""
+
+    def strike(self) -> int:
+        return COUNTER.tick()
+
+
+class AsksHelper(Items):
+    def __getitem__(self, index: int) -> Any:
+        return self.helper.tick()
+
+
+class AsksHelpers(Items):
+    def __getitem__(self, index: int) -> Any:
+        return [helper.tick() for helper in self.helpers]
+
+
+class AsksGlobal(Items):
+    def __getitem__(self, index: int) -> Any:
+        return COUNTER.tick()
+
+
+class AsksGlobalByHelper(Items):
+    def __getitem__(self, index: int) -> Any:
+        return self.clock.strike()
+
+
+class LooksUp(Items):
+    """Calls other methods of the same objects, and counts with one of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        counter = self.make()
+        return self.helper.look_up(index) + COUNTER.look_up(index) + counter.count(index)
+
+    def make(self) -> Any:
+        return [0]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "place"),
+    [
+        (AsksHelper(helper=Counter()), "dataset.helper.n"),
+        (AsksHelpers(helpers=[Counter()]), "dataset.helpers[0].n"),
+        (AsksGlobal(), "COUNTER.n"),
+        (AsksGlobalByHelper(clock=Clock()), "COUNTER.n"),
+    ],
+)
+def test_what_helpers_count_is_found(dataset: Any, place: str) -> None:
+    check_found(dataset, place)
+
+
+def test_helpers_that_only_look_up_are_fine() -> None:
+    dataset = LooksUp(helper=Counter())
+    assert find_worker_hazards(dataset) == () and find_thread_hazards(dataset) == ()
+
+
+def test_workers_do_give_other_samples_with_such_a_helper() -> None:
+    """The control: what is refused is a fault."""
+    alone, worked = ([int(each) for each in DataLoader(AsksHelper(helper=Counter()), num_workers=n)] for n in (0, 2))
+    assert alone == [1, 2, 3, 4] and worked == [1, 1, 2, 2]
