@@ -148,7 +148,7 @@ def _find_method(kind: type, name: str) -> Any:
 def parse(function: Any) -> tuple[ast.AST, str | None] | None:
     """Its syntax tree, and its name for its own object (``self``); None if there is no source to read."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = writes.spell_out(ast.parse(textwrap.dedent(inspect.getsource(function))))
     except (OSError, TypeError, SyntaxError):
         return None
     names = function.__code__.co_varnames[: function.__code__.co_argcount]

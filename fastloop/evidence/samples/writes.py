@@ -21,6 +21,32 @@ FILLS = (
 """Functions that write into their first argument, or into their second after a format."""
 
 
+def spell_out(tree: ast.AST) -> ast.AST:
+    """The same with ``x.k`` for ``getattr(x, "k")`` and ``x.k = 1`` for ``setattr(x, "k", 1)``."""
+    return _Spelled().visit(tree)  # type: ignore[no-any-return]
+
+
+class _Spelled(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        is_read = isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) > 1
+        return _make_attribute(node) if is_read else node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        self.generic_visit(node)
+        call = node.value
+        if not (isinstance(call, ast.Call) and getattr(call.func, "id", None) == "setattr" and len(call.args) == 3):
+            return node
+        return ast.copy_location(ast.Assign([_make_attribute(call)], call.args[2]), node)
+
+
+def _make_attribute(call: ast.Call) -> ast.Attribute:
+    """The attribute that a call names; ``x.<name>`` where the name is a variable's value."""
+    name = call.args[1]
+    named = str(name.value) if isinstance(name, ast.Constant) else f"<{ast.unparse(name)}>"
+    return ast.copy_location(ast.Attribute(call.args[0], named, ast.Load()), call)
+
+
 def list_chain(node: ast.AST) -> Iterator[str]:
     while isinstance(node, (ast.Subscript, ast.Attribute)):
         if isinstance(node, ast.Attribute):

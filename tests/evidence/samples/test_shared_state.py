@@ -169,3 +169,50 @@ def test_workers_do_give_other_samples_with_such_a_helper() -> None:
     """The control: what is refused is a fault."""
     alone, worked = ([int(each) for each in DataLoader(AsksHelper(helper=Counter()), num_workers=n)] for n in (0, 2))
     assert alone == [1, 2, 3, 4] and worked == [1, 1, 2, 2]
+
+
+# -- by the names of attributes ---------------------------------------------------------------------------------------
+
+
+class CountsByName(Items):
+    def __getitem__(self, index: int) -> Any:
+        setattr(self, "n", self.n + 1)  # noqa: B010
+        return self.n
+
+
+class CountsBothByName(Items):
+    def __getitem__(self, index: int) -> Any:
+        setattr(self, "n", getattr(self, "n", 0) + 1)  # noqa: B010
+        return self.n
+
+
+class CountsByAnyName(Items):
+    def __getitem__(self, index: int) -> Any:
+        setattr(self, self.key, getattr(self, self.key) + 1)
+        return self.n
+
+
+class SetsByName(Items):
+    """A sample that is set, not counted: the same in every worker."""
+
+    def __getitem__(self, index: int) -> Any:
+        for name in ("x", "y"):
+            setattr(self, name, index * 2)
+        setattr(self, "last", getattr(self, "scale", 1) * index)  # noqa: B010
+        return self.last
+
+
+@pytest.mark.parametrize(
+    ("dataset", "place"),
+    [
+        (CountsByName(n=0), "dataset.n"),
+        (CountsBothByName(n=0), "dataset.n"),
+        (CountsByAnyName(n=0, key="n"), "dataset.<self.key>"),
+    ],
+)
+def test_what_is_counted_by_an_attributes_name_is_found(dataset: Any, place: str) -> None:
+    check_found(dataset, place)
+
+
+def test_what_is_only_set_by_its_name_is_the_same_in_every_worker() -> None:
+    assert find_worker_hazards(SetsByName()) == () and find_thread_hazards(SetsByName()) != ()

@@ -185,7 +185,7 @@ def typed(source: str) -> Any:
         (Packs(buffer=bytearray(1)), f"dataset.buffer {WRITTEN}"),
         (ReadsInto(buffer=bytearray(1)), f"dataset.buffer {WRITTEN}"),
         (Rotates(rows=deque([1, 2])), f"dataset.rows {WRITTEN}"),
-        (ByName(), f"dataset (attributes by their names) {WRITTEN}"),
+        (ByName(), f"dataset.last {WRITTEN}"),
         (CountsOutside(), f"dataset (the outer COUNT) {WRITTEN}"),
         (Noisy(), f"dataset (Noisy.__getitem__) {DRAWN}"),
         (Subset(Caches(kept={}), [0]), f"dataset.dataset.kept {WRITTEN}"),
