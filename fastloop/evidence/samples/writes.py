@@ -14,6 +14,8 @@ _MOVES = (
     *("seek", "read", "readline", "readinto"),
 )
 """Methods that change an object or its position, of which each process has its own copy."""
+_SETS = ("copy_", "fill_", "zero_", "requires_grad_", "share_memory_")
+"""Methods of tensors that leave nothing of what they held, or all of it."""
 FILLS = (
     *("copyto", "put", "putmask", "place", "put_along_axis", "fill_diagonal", "shuffle", "pack_into"),
     *("readinto", "readinto1", "recv_into", "heappush", "heappop", "heapify", "insort"),
@@ -95,7 +97,8 @@ def list_advanced(node: ast.AST, me: str | None) -> Iterator[ast.AST]:
         if _reads(node.value, node.targets[0], me):
             yield node.targets[0]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr in CHANGES and not is_own(node.func.value, me):
+        advances = node.func.attr in CHANGES or (_is_in_place(node.func.attr) and node.func.attr not in _SETS)
+        if advances and not is_own(node.func.value, me):
             yield node.func.value
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next":
         yield from node.args[:1]
@@ -113,7 +116,11 @@ def _reads(value: ast.AST, target: ast.AST, me: str | None) -> bool:
 
 def is_change(method: str) -> bool:
     """Whether a method changes its object; torch's in-place methods end with one underscore."""
-    return method in CHANGES or method in _MOVES or (method.endswith("_") and not method.endswith("__"))
+    return method in CHANGES or method in _MOVES or _is_in_place(method)
+
+
+def _is_in_place(method: str) -> bool:
+    return method.endswith("_") and not method.endswith("__")
 
 
 def name_state(node: ast.AST, me: str | None, outer: set[str]) -> str | None:

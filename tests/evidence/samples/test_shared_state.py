@@ -216,3 +216,37 @@ def test_what_is_counted_by_an_attributes_name_is_found(dataset: Any, place: str
 
 def test_what_is_only_set_by_its_name_is_the_same_in_every_worker() -> None:
     assert find_worker_hazards(SetsByName()) == () and find_thread_hazards(SetsByName()) != ()
+
+
+# -- in place ---------------------------------------------------------------------------------------------------------
+
+
+class AddsInPlace(Items):
+    def __getitem__(self, index: int) -> Any:
+        return self.total.add_(1).clone()
+
+
+class AddsInPlaceByAlias(Items):
+    def __getitem__(self, index: int) -> Any:
+        total = self.total
+        total.mul_(2)
+        return total.clone()
+
+
+class FillsInPlace(Items):
+    """A buffer that each sample fills anew, and a tensor of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.buffer.zero_()
+        self.buffer.copy_(torch.full((4,), float(index)))
+        return self.buffer.clone().add_(1)
+
+
+@pytest.mark.parametrize("kind", [AddsInPlace, AddsInPlaceByAlias])
+def test_tensors_that_samples_change_in_place_are_found(kind: Any) -> None:
+    check_found(kind(total=torch.zeros(4)), "dataset.total")
+
+
+def test_a_buffer_that_each_sample_fills_is_the_same_in_every_worker() -> None:
+    dataset = FillsInPlace(buffer=torch.zeros(4))
+    assert find_worker_hazards(dataset) == () and find_thread_hazards(dataset) != ()
