@@ -29,6 +29,7 @@ DRAWS_ITSELF = "is a random generator, and every worker would draw the same numb
 TRAINING = "is part of the training, and workers hold copies from before it started"
 ITERATOR = "is an iterator, and each worker would iterate over its own copy"
 _CHANGES = "changes between epochs or samples, and workers hold copies of it"
+_PREAD = "use os.pread, or open it in __getitem__"
 _FOREIGN: Mapping[str, tuple[str, ...]] = {
     SHARED: (
         "socket.socket",
@@ -135,9 +136,15 @@ def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     found: dict[str, None] = {}
     held = [*walk(dataset), *walk(collate, "collate_fn")]
     found.update(dict.fromkeys(f"{path}{hazard}" for path, item in held if (hazard := _find_hazard(item)) is not None))
-    inside, changes = len(held), functools.cache(sample_code.list_changes)
-    for path, _, function in list_running(held):
+    inside = len(held)
+    changes, descriptors = functools.cache(sample_code.list_changes), functools.cache(sample_code.list_descriptors)
+    for path, owner, function in list_running(held):
         found.update(dict.fromkeys(f"{path}{state} {_CHANGES}" for state in changes(function)))
+        for state in descriptors(function):
+            if isinstance(sample_code.read_state(function, state, owner), int):  # not one that is still to be opened
+                found[f"{path}{state} is an open file descriptor, and workers would share its position; {_PREAD}"] = (
+                    None
+                )
     for path, item in held[inside:]:
         if (foreign := _find_foreign(item)) is not None:
             found[f"{path}{foreign}"] = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,3 +252,56 @@ def test_tensors_that_samples_change_in_place_are_found(kind: Any) -> None:
 def test_a_buffer_that_each_sample_fills_is_the_same_in_every_worker() -> None:
     dataset = FillsInPlace(buffer=torch.zeros(4))
     assert find_worker_hazards(dataset) == () and find_thread_hazards(dataset) != ()
+
+
+# -- positions in files -----------------------------------------------------------------------------------------------
+
+DESCRIPTOR = os.open(os.devnull, os.O_RDONLY)
+
+
+class Seeks(Items):
+    def __getitem__(self, index: int) -> Any:
+        os.lseek(self.fd, index, os.SEEK_SET)
+        fd = self.fd
+        return os.read(fd, 1)
+
+
+class SeeksGlobal(Items):
+    def __getitem__(self, index: int) -> Any:
+        return os.read(DESCRIPTOR, 1)
+
+
+class ReadsAt(Items):
+    def __getitem__(self, index: int) -> Any:
+        return os.pread(self.fd, 1, index)
+
+
+class OpensLate(Items):
+    def __getitem__(self, index: int) -> Any:
+        if self.fd is None:
+            self.fd = os.open(self.path, os.O_RDONLY)
+        os.lseek(self.fd, index, os.SEEK_SET)
+        return os.read(self.fd, 1)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "place"),
+    [
+        (Seeks(fd=DESCRIPTOR), "dataset.fd"),
+        (SeeksGlobal(), "dataset (the outer DESCRIPTOR)"),
+        (OpensLate(fd=DESCRIPTOR), "dataset.fd"),
+    ],
+)
+def test_open_file_descriptors_whose_position_samples_move(dataset: Any, place: str) -> None:
+    (found,) = find_worker_hazards(dataset)
+    assert found.startswith(f"{place} is an open file descriptor, and workers would share its position")
+    assert find_thread_hazards(dataset)[0].startswith(f"{place} is written while a sample is made")
+
+
+def test_reading_at_a_place_and_opening_late_are_fine_for_workers(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(bytes(range(4)))
+    late, fd = OpensLate(fd=None, path=tmp_path / "bytes"), os.open(tmp_path / "bytes", os.O_RDONLY)
+    assert find_worker_hazards(ReadsAt(fd=fd)) == () and find_thread_hazards(ReadsAt(fd=fd)) == ()
+    assert find_worker_hazards(late) == ()
+    assert [each[0] for each in DataLoader(late, num_workers=2, collate_fn=lambda each: each[0])] == [0, 1, 2, 3]
+    os.close(fd)
