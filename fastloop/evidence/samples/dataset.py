@@ -137,10 +137,10 @@ def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     held = [*walk(dataset), *walk(collate, "collate_fn")]
     found.update(dict.fromkeys(f"{path}{hazard}" for path, item in held if (hazard := _find_hazard(item)) is not None))
     inside = len(held)
-    changes, descriptors = functools.cache(sample_code.list_changes), functools.cache(sample_code.list_descriptors)
     for path, owner, function in list_running(held):
-        found.update(dict.fromkeys(f"{path}{state} {_CHANGES}" for state in changes(function)))
-        for state in descriptors(function):
+        changes = sample_code.list_changes(function, type(owner))
+        found.update(dict.fromkeys(f"{path}{state} {_CHANGES}" for state in changes))
+        for state in sample_code.list_descriptors(function, type(owner)):
             if isinstance(sample_code.read_state(function, state, owner), int):  # not one that is still to be opened
                 found[f"{path}{state} is an open file descriptor, and workers would share its position; {_PREAD}"] = (
                     None

@@ -22,6 +22,7 @@ _ENTRIES = ("__getitem__", "__getitems__", "__call__", "__iter__", "__next__", "
 _BEFORE = ("__init__", "__new__", "__setstate__", "__setattr__", "__len__", "setup", "prepare_data", "load_state_dict")
 """Methods that change an object before its samples are requested."""
 _Pick = Callable[[ast.AST, str | None], Iterator[ast.AST]]
+_DEEPEST = 3
 _STDLIB = sysconfig.get_path("stdlib")
 
 
@@ -49,7 +50,7 @@ def find_changed_state(item: Any) -> str | None:
 
 def list_changed_state(item: Any) -> Iterator[str]:
     """All such state."""
-    return (state for function in list_sample_functions(item) for state in list_changes(function))
+    return (state for function in list_sample_functions(item) for state in list_changes(function, type(item)))
 
 
 def list_sample_functions(item: Any) -> tuple[Any, ...]:
@@ -147,23 +148,29 @@ def _find_method(kind: type, name: str) -> Any:
 
 def parse(function: Any) -> tuple[ast.AST, str | None] | None:
     """Its syntax tree, and its name for its own object (``self``); None if there is no source to read."""
-    try:
-        tree = writes.spell_out(ast.parse(textwrap.dedent(inspect.getsource(function))))
-    except (OSError, TypeError, SyntaxError):
+    if (tree := _parse_code(getattr(inspect.unwrap(function), "__code__", None))) is None:
         return None
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return tree, names[0] if names and "." in function.__qualname__ else None
 
 
-def list_changes(function: Any) -> tuple[str, ...]:
-    """State that one call leaves for the next: incremented, collected, or advanced. State that is only set, such as a
-    lazily opened file or a cached sample, is the same in every worker."""
-    return tuple(_list_touched(function, writes.list_advanced))
+@functools.lru_cache(maxsize=512)
+def _parse_code(code: Any) -> ast.AST | None:
+    try:
+        return writes.spell_out(ast.parse(textwrap.dedent(inspect.getsource(code))))
+    except (OSError, TypeError, SyntaxError):
+        return None
 
 
-def list_descriptors(function: Any) -> tuple[str, ...]:
+def list_changes(function: Any, kind: type = object) -> tuple[str, ...]:
+    """State that one call, on an object of this kind, leaves for the next: incremented, collected, or advanced. State
+    that is only set, such as a lazily opened file or a cached sample, is the same in every worker."""
+    return tuple(_list_touched(function, writes.list_advanced, kind, depth=_DEEPEST))
+
+
+def list_descriptors(function: Any, kind: type) -> tuple[str, ...]:
     """State that a function uses as a file descriptor with a position."""
-    return tuple(_list_touched(function, writes.list_descriptors))
+    return tuple(_list_touched(function, writes.list_descriptors, kind, depth=_DEEPEST))
 
 
 def read_state(function: Any, state: str, item: Any) -> Any:
@@ -227,12 +234,12 @@ def follow(items: Sequence[Any]) -> Iterator[tuple[int, Any]]:
                     yield place, function
 
 
-def find_write(function: Any) -> str | None:
-    """What a function writes outside its local variables, where another thread may access it: ``.cache``, or
-    `` (the outer CACHE)``; None if it writes nothing."""
+def find_write(function: Any, kind: type) -> str | None:
+    """What a function on an object of this kind writes outside its local variables, where another thread may access
+    it: ``.cache``, or `` (the outer CACHE)``; None if it writes nothing."""
     if parse(function) is None:
         return _find_stores(function.__code__)
-    return next(_list_touched(function, writes.list_targets), None)
+    return next(_list_touched(function, writes.list_targets, kind, depth=_DEEPEST), None)
 
 
 def _find_stores(code: Any) -> str | None:
@@ -252,7 +259,7 @@ def list_roots_written(function: Any) -> Iterator[str]:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
                 modules |= {each.asname or each.name: f"{package}{each.name}" for each in node.names}
-        for state in _list_touched(function, writes.list_targets, modules):
+        for state in _list_touched(function, writes.list_targets, object, modules):
             name = state.removeprefix(" (the outer ").removesuffix(")")
             yield modules.get(name, name)
 
@@ -270,17 +277,26 @@ def list_chains_written(function: Any) -> Iterator[list[str]]:
             yield list(writes.list_chain(target))[::-1]
 
 
-def _list_touched(function: Any, pick: _Pick, modules: Collection[str] = frozenset()) -> Iterator[str]:
-    """State to which the nodes belong that `pick` takes from each statement and call of a function."""
+def _list_touched(
+    function: Any,
+    pick: _Pick,
+    kind: type,
+    modules: Collection[str] = (),
+    parameters: Collection[str] = (),
+    depth: int = 0,
+) -> Iterator[str]:
+    """State to which the nodes belong that `pick` takes from each statement and call of a function, and of those that
+    it gives its objects to, up to this depth; those of its parameters that these nodes belong to."""
     if (parsed := parse(function)) is None:
         return
     tree, me = parsed
     objects, classes = _list_outer(function)
     declared = {name for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
     outer = declared | objects | classes | set(modules)
-    aliases = dict(writes.list_aliases(tree, me, outer))
+    aliases = dict(writes.list_aliases(tree, me, outer, parameters))
     for node in ast.walk(tree):
-        for target in pick(node, me):
+        given = _list_given(function, node, pick, me, kind, depth) if depth and isinstance(node, ast.Call) else ()
+        for target in (*pick(node, me), *given):
             if isinstance(target, ast.Name) and not isinstance(node, ast.Call):
                 state = f" (the outer {target.id})" if target.id in declared else None
             elif writes.is_own(target, me):
@@ -289,6 +305,34 @@ def _list_touched(function: Any, pick: _Pick, modules: Collection[str] = frozens
                 state = writes.name_state(target, me, outer) or aliases.get(writes.find_root(target))
             if state is not None:
                 yield state
+
+
+def _list_given(
+    function: Any, call: ast.Call, pick: _Pick, me: str | None, kind: type, depth: int
+) -> Iterator[ast.AST]:
+    """Arguments of a call that the called function touches. Only names and attributes: an item may be made anew."""
+    called = _find_called(function, call.func, me, kind)
+    if not inspect.isfunction(called) or is_installed(called):
+        return
+    code = called.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    touched = set(_list_touched(called, pick, kind, parameters=names, depth=depth - 1))
+    is_method = isinstance(call.func, ast.Attribute) and writes.is_own(call.func.value, me)
+    given = [*zip(names[is_method:], call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
+    for name, value in given:
+        if name in touched and not any(isinstance(part, (ast.Subscript, ast.Call)) for part in ast.walk(value)):
+            yield value
+
+
+def _find_called(function: Any, called: ast.AST, me: str | None, kind: type) -> Any:
+    """What a function calls by this name: its own object's method, a function of its module or of an imported one."""
+    outer = {**dict(list_globals(function)), **dict(list_closure(function))}
+    if not isinstance(called, ast.Attribute):
+        return outer.get(getattr(called, "id", ""))
+    if writes.is_own(called.value, me):
+        return _find_method(kind, called.attr)
+    module = outer.get(writes.find_root(called.value))
+    return vars(module).get(called.attr) if inspect.ismodule(module) else None
 
 
 def _list_outer(function: Any) -> tuple[set[str], set[str]]:

@@ -75,7 +75,7 @@ def _draws_by_torch(kind: type) -> bool:
 def _list_hazards(function: Any, kind: type) -> Iterator[str]:
     """Hazards of one of the user's functions, on an object of this kind."""
     names = function.__code__.co_names
-    if (written := sample_code.find_write(function)) is not None:
+    if (written := sample_code.find_write(function, kind)) is not None:
         yield f"{written} {_WRITTEN}"
     for name in names:
         if isinstance(inspect.getattr_static(kind, name, None), functools.cached_property):
@@ -93,7 +93,7 @@ def _find_installed(item: Any) -> str | None:
         return None
     if datasets.draws_random_numbers(function):
         return f" ({type(item).__name__}) {_DRAWN}"
-    written = sample_code.find_write(function)
+    written = sample_code.find_write(function, type(item))
     return None if written is None else f"{written} {_WRITTEN}"
 
 

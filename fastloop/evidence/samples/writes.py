@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 CHANGES = (
     *("append", "appendleft", "extend", "add", "insert", "update"),
@@ -113,9 +113,10 @@ def list_descriptors(node: ast.AST, _me: str | None = None) -> Iterator[ast.AST]
 
 
 def _reads(value: ast.AST, target: ast.AST, me: str | None) -> bool:
-    """Whether an assigned value is made from what its target held."""
+    """Whether an assigned value is made from what its target held; an item, whether it is calculated."""
     if isinstance(target, ast.Subscript):
-        return False
+        read = {ast.unparse(target), f"{ast.unparse(target.value)}.get({ast.unparse(target.slice)}, 0)"}
+        return isinstance(value, ast.BinOp) and any(ast.unparse(part) in read for part in (value.left, value.right))
     root = {find_root(target)}
     return (state := name_state(target, me, root)) is not None and any(
         name_state(part, me, root) == state for part in ast.walk(value)
@@ -140,8 +141,11 @@ def name_state(node: ast.AST, me: str | None, outer: set[str]) -> str | None:
     return f" (the outer {node.id})" if isinstance(node, ast.Name) and node.id in outer else None
 
 
-def list_aliases(tree: ast.AST, me: str | None, outer: set[str]) -> Iterator[tuple[str, str]]:
-    """Local names for such state, with the state; not those that later become names of something made from it."""
+def list_aliases(
+    tree: ast.AST, me: str | None, outer: set[str], parameters: Collection[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """Local names for such state, with the state, and those parameters, with their names; not those that later become
+    names of something made from it."""
     assigned = [(node, name) for node in ast.walk(tree) if isinstance(node, ast.Assign) for name in node.targets]
     local = [(name.id, node.value) for node, name in assigned if isinstance(name, ast.Name)]
     made = {
@@ -149,6 +153,7 @@ def list_aliases(tree: ast.AST, me: str | None, outer: set[str]) -> Iterator[tup
         for name, value in local
         if find_root(value) != name and any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(value))
     }
+    yield from ((name, name) for name in parameters if name not in made)
     for name, value in local:
         state = name_state(value, me, outer) if isinstance(value, (ast.Attribute, ast.Name)) else None
         if state is not None and name not in made:

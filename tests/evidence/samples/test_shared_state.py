@@ -305,3 +305,88 @@ def test_reading_at_a_place_and_opening_late_are_fine_for_workers(tmp_path: Path
     assert find_worker_hazards(late) == ()
     assert [each[0] for each in DataLoader(late, num_workers=2, collate_fn=lambda each: each[0])] == [0, 1, 2, 3]
     os.close(fd)
+
+
+# -- in functions that get the object ---------------------------------------------------------------------------------
+
+
+def bump(counts: Any, by: int = 1) -> None:
+    counts["n"] += by
+
+
+def bump_further(by: int, table: Any) -> None:
+    bump(table, by)
+
+
+def bump_copy(counts: Any) -> Any:
+    counts = dict(counts)
+    counts["n"] += 1
+    return counts
+
+
+def look_up(counts: Any, index: int) -> int:
+    total = 0
+    total += counts["n"] + index
+    return total
+
+
+class Bumps(Items):
+    def __getitem__(self, index: int) -> Any:
+        bump(self.counts)
+        return self.counts["n"]
+
+
+class BumpsByName(Items):
+    def __getitem__(self, index: int) -> Any:
+        bump_further(1, table=self.counts)
+        return self.counts["n"]
+
+
+class BumpsByMethod(Items):
+    def __getitem__(self, index: int) -> Any:
+        self.raise_one(self.counts)
+        return self.counts["n"]
+
+    def raise_one(self, counts: Any) -> None:
+        counts["n"] += 1
+
+
+class BumpsGlobal(Items):
+    def __getitem__(self, index: int) -> Any:
+        bump(TOTAL)
+        return TOTAL["n"]
+
+
+class CountsVisits(Items):
+    def __getitem__(self, index: int) -> Any:
+        TOTAL[index] = TOTAL.get(index, 0) + 1
+        return TOTAL[index]
+
+
+class Wraps(Items):
+    """Gives a function what it may write to: a copy, or a sample that another dataset makes anew."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = {"n": look_up(self.counts, index)}
+        bump(sample)
+        bump(self.others[index])
+        return sample, bump_copy(self.counts)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "place"),
+    [
+        (Bumps(counts={"n": 0}), "dataset.counts"),
+        (BumpsByName(counts={"n": 0}), "dataset.counts"),
+        (BumpsByMethod(counts={"n": 0}), "dataset.counts"),
+        (BumpsGlobal(), "dataset (the outer TOTAL)"),
+        (CountsVisits(), "dataset (the outer TOTAL)"),
+    ],
+)
+def test_what_functions_count_in_their_arguments_is_found(dataset: Any, place: str) -> None:
+    check_found(dataset, place)
+
+
+def test_functions_that_only_look_up_or_get_a_copy_are_fine() -> None:
+    dataset = Wraps(counts={"n": 0}, others=Items())
+    assert find_worker_hazards(dataset) == () and find_thread_hazards(dataset) == ()
