@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import io
@@ -125,10 +126,23 @@ def _list_members(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_attributes(item: Any) -> dict[str, Any]:
+    kind: type = type(item)
+    slots = {name: value for name, slot in _list_slots(kind) if (value := _read_slot(slot, item)) is not None}
     try:
-        return dict(vars(item))
+        return {**slots, **vars(item)}
     except TypeError:  # it has no __dict__
-        return {}
+        return slots
+
+
+@functools.lru_cache(maxsize=512)
+def _list_slots(kind: type) -> tuple[tuple[str, Any], ...]:
+    members = [member for base in kind.__mro__ if "__slots__" in vars(base) for member in vars(base).items()]
+    return tuple((name, member) for name, member in members if inspect.ismemberdescriptor(member))
+
+
+def _read_slot(slot: Any, item: Any) -> Any:
+    with contextlib.suppress(AttributeError):  # nothing was set
+        return slot.__get__(item)
 
 
 def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
@@ -141,7 +155,7 @@ def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
         changes = sample_code.list_changes(function, type(owner))
         found.update(dict.fromkeys(f"{path}{state} {_CHANGES}" for state in changes))
         for state in sample_code.list_descriptors(function, type(owner)):
-            if isinstance(sample_code.read_state(function, state, owner), int):  # not one that is still to be opened
+            if isinstance(_read_state(function, state, owner), int):  # not one that is still to be opened
                 found[f"{path}{state} is an open file descriptor, and workers would share its position; {_PREAD}"] = (
                     None
                 )
@@ -166,6 +180,14 @@ def list_running(held: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
                     known.add(id(item))
                     held.append((path, item))
                     items.append(item)
+
+
+def _read_state(function: Any, state: str, item: Any) -> Any:
+    """The value of what a function on this object touches: ``.fd``, or `` (the outer FD)``; None if it is unknown."""
+    if state.startswith("."):
+        return _read_attributes(item).get(state[1:], inspect.getattr_static(type(item), state[1:], None))
+    outer = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}
+    return outer.get(state.removeprefix(" (the outer ").removesuffix(")"))
 
 
 def _find_hazard(item: Any) -> str | None:

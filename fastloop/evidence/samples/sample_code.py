@@ -173,14 +173,6 @@ def list_descriptors(function: Any, kind: type) -> tuple[str, ...]:
     return tuple(_list_touched(function, writes.list_descriptors, kind, depth=_DEEPEST))
 
 
-def read_state(function: Any, state: str, item: Any) -> Any:
-    """The value of what a function on this object touches: ``.fd``, or `` (the outer FD)``; None if it is unknown."""
-    if state.startswith("."):
-        return getattr(item, "__dict__", {}).get(state[1:], inspect.getattr_static(type(item), state[1:], None))
-    outer = {**dict(list_globals(function)), **dict(list_closure(function))}
-    return outer.get(state.removeprefix(" (the outer ").removesuffix(")"))
-
-
 def list_remembered(item: Any) -> Iterator[str]:
     """What samples put into a container that outlives them, such as a cache: ``.cache``, or `` (the outer CACHE)``."""
     for function in list_sample_functions(item):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -390,3 +391,67 @@ def test_what_functions_count_in_their_arguments_is_found(dataset: Any, place: s
 def test_functions_that_only_look_up_or_get_a_copy_are_fine() -> None:
     dataset = Wraps(counts={"n": 0}, others=Items())
     assert find_worker_hazards(dataset) == () and find_thread_hazards(dataset) == ()
+
+
+# -- in slots ---------------------------------------------------------------------------------------------------------
+
+
+class Slotted:
+    __slots__ = ("__held", "empty")
+
+    def __init__(self, held: Any) -> None:
+        self.__held = held
+
+    def ask(self, index: int) -> Any:
+        return self.__held, index
+
+
+class SlottedCounter:
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def tick(self) -> int:
+        self.n += 1
+        return self.n
+
+
+class SlottedFile:
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int | None) -> None:
+        self.fd = fd
+
+    def ask(self, index: int) -> Any:
+        if self.fd is None:
+            self.fd = os.open(os.devnull, os.O_RDONLY)
+        return os.read(self.fd, index)
+
+
+class Asks(Items):
+    def __getitem__(self, index: int) -> Any:
+        return self.slotted.ask(index)
+
+
+def test_what_slots_hold_is_looked_at() -> None:
+    with socket.socket() as held:
+        (found,), (by_threads,) = (
+            find(Asks(slotted=Slotted(held))) for find in (find_worker_hazards, find_thread_hazards)
+        )
+    assert found.startswith("dataset.slotted._Slotted__held (socket) is a connection")
+    assert by_threads.startswith("dataset.slotted._Slotted__held (socket) is a connection")
+    assert (
+        find_worker_hazards(Asks(slotted=Slotted([1]))) == () and find_thread_hazards(Asks(slotted=Slotted([1]))) == ()
+    )
+
+
+def test_counters_in_slots_are_found() -> None:
+    check_found(AsksHelper(helper=SlottedCounter()), "dataset.helper.n")
+    check_found(AsksHelper(helper=Slotted(SlottedCounter())), "dataset.helper._Slotted__held.n")
+
+
+def test_descriptors_in_slots_are_found_unless_they_are_still_to_be_opened() -> None:
+    (found,) = find_worker_hazards(Asks(slotted=SlottedFile(DESCRIPTOR)))
+    assert found.startswith("dataset.slotted.fd is an open file descriptor")
+    assert find_worker_hazards(Asks(slotted=SlottedFile(None))) == ()
