@@ -157,9 +157,11 @@ def parse(function: Any) -> tuple[ast.AST, str | None] | None:
 @functools.lru_cache(maxsize=512)
 def _parse_code(code: Any) -> ast.AST | None:
     try:
-        return writes.spell_out(ast.parse(textwrap.dedent(inspect.getsource(code))))
+        tree = writes.spell_out(ast.parse(textwrap.dedent(inspect.getsource(code))))
     except (OSError, TypeError, SyntaxError):
         return None
+    lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda) and code.co_name == "<lambda>"]
+    return lambdas[0] if len(lambdas) == 1 else tree  # not the statement around it
 
 
 def list_changes(function: Any, kind: type = object) -> tuple[str, ...]:

@@ -455,3 +455,14 @@ def test_descriptors_in_slots_are_found_unless_they_are_still_to_be_opened() -> 
     (found,) = find_worker_hazards(Asks(slotted=SlottedFile(DESCRIPTOR)))
     assert found.startswith("dataset.slotted.fd is an open file descriptor")
     assert find_worker_hazards(Asks(slotted=SlottedFile(None))) == ()
+
+
+# -- around the function ----------------------------------------------------------------------------------------------
+
+
+def test_the_statement_that_a_lambda_stands_in_is_not_its_own() -> None:
+    dataset = Items(read=None)
+    dataset.read = lambda index: dataset[index]
+    assert find_worker_hazards(dataset) == () and find_thread_hazards(dataset) == ()
+    dataset.read = lambda index: dataset.seen.append(index)
+    check_found(dataset, "dataset.read (the outer dataset)")
