@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.bridge.apply.graphed_steps import GraphedSteps
+from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.evidence.gpu import forks
 from fastloop.records.facts import Facts

@@ -14,7 +14,6 @@ from typing import Any
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.changes import Changes
-from fastloop.bridge.apply.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.loaders import TrainLoaders, is_evaluation_asking
 from fastloop.bridge.apply.micro.batches import MicroBatches
@@ -23,6 +22,7 @@ from fastloop.bridge.apply.precision_fallback import PrecisionFallback
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal
 from fastloop.bridge.apply.rehearse.tries import Tries
+from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.validation_loaders import ENGINE, ValidationLoaders
 from fastloop.bridge.place.keeping import PlaceKeeper

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastloop.bridge.apply.live_plan import LivePlan
-from fastloop.bridge.apply.rehearse.untouched import Kept, keep_random_streams
+from fastloop.bridge.apply.state.untouched import Kept, keep_random_streams
 from fastloop.errors import NotApplicable, let_through
 from fastloop.records.plan import Step
 

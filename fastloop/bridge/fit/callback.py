@@ -16,7 +16,7 @@ from fastloop.bridge.apply import read_training
 from fastloop.bridge.apply.applier import Applier
 from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
 from fastloop.bridge.apply.rehearse.budget import Terms
-from fastloop.bridge.apply.rehearse.untouched import untouched
+from fastloop.bridge.apply.state.untouched import untouched
 from fastloop.bridge.fail_open import deaf_to_workers, explain_exception, fail_open, is_disabled
 from fastloop.bridge.fit import own_loader, run_directory, strategy
 from fastloop.bridge.watch import loader_state

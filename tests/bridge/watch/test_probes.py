@@ -13,7 +13,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fastloop.bridge.apply.rehearse.untouched import untouched
+from fastloop.bridge.apply.state.untouched import untouched
 from fastloop.bridge.watch.phases import BODY, Marks
 from fastloop.bridge.watch.probes import MOST_LEAD_IN, CountWork, HuntSyncs, Trace
 from fastloop.evidence.clock.step_clock import Clock

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from fastloop.bridge.apply.rehearse.untouched import untouched
+from fastloop.bridge.apply.state.untouched import untouched
 from fastloop.evidence.model.compiled_work import CompiledWork, find_compiled
 from fastloop.evidence.model.flops import FlopCount
 from tests.bridge.watch.made_up import forget_compiles

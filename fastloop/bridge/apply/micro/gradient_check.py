@@ -17,8 +17,8 @@ from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.played import synchronize
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
-from fastloop.bridge.apply.rehearse.untouched import untouched, unwritten
 from fastloop.bridge.apply.site import attribute
+from fastloop.bridge.apply.state.untouched import untouched, unwritten
 from fastloop.errors import is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge.apply.rehearse.optimizer_twins import count_state_bytes
-from fastloop.bridge.apply.rehearse.untouched import untouched
+from fastloop.bridge.apply.state.untouched import untouched
 
 GIB, MUCH = 2**30, 2
 """A CUDA context takes less than this many GiB."""

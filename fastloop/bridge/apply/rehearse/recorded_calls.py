@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fastloop.bridge.apply.rehearse import memory
 from fastloop.bridge.apply.rehearse.played import Played, read_streams, synchronize
-from fastloop.bridge.apply.rehearse.untouched import read_prints, untouched
+from fastloop.bridge.apply.state.untouched import read_prints, untouched
 from fastloop.errors import NotApplicable, describe
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import is_container, iterate_tensors, map_tensors, rebuild

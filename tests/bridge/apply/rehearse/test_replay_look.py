@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fastloop import FastLoop
-from fastloop.bridge.apply import graph_guard, graphed_steps
-from fastloop.bridge.apply.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.replay_look import ReplayLook
+from fastloop.bridge.apply.replay import graph_guard, graphed_steps
+from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
 from fastloop.judge import rehearsal as judge
 from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.rungs import host

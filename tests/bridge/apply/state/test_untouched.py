@@ -17,9 +17,9 @@ import numpy
 import pytest
 import torch
 
-from fastloop.bridge.apply.rehearse import untouched as module_under_test
-from fastloop.bridge.apply.rehearse.flags import keep_flags
-from fastloop.bridge.apply.rehearse.untouched import Kept, untouched, unwritten
+from fastloop.bridge.apply.state import untouched as module_under_test
+from fastloop.bridge.apply.state.flags import keep_flags
+from fastloop.bridge.apply.state.untouched import Kept, untouched, unwritten
 from fastloop.errors import NotApplicable
 
 

@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.graph_guard import Guard
 from fastloop.bridge.apply.read_model import overrides
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
-from fastloop.bridge.apply.rehearse.untouched import HOOKS, Kept, keep_random_streams, unwritten
+from fastloop.bridge.apply.replay.graph_guard import Guard
+from fastloop.bridge.apply.replay.step_code import find_outside, list_outer_values, list_step_functions
+from fastloop.bridge.apply.replay.step_watch import LogCall, StepWatch, WatchedIndex
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.staging import set_attribute
-from fastloop.bridge.apply.step_code import find_outside, list_outer_values, list_step_functions
-from fastloop.bridge.apply.step_watch import LogCall, StepWatch, WatchedIndex
+from fastloop.bridge.apply.state.untouched import HOOKS, Kept, keep_random_streams, unwritten
 from fastloop.errors import NotApplicable, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import iterate_tensors, map_tensors, walk_tensors

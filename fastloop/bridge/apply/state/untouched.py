@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply.rehearse.flags import keep_flags
-from fastloop.bridge.apply.rehearse.names import READERS, list_inner, restore_names
+from fastloop.bridge.apply.state.flags import keep_flags
+from fastloop.bridge.apply.state.names import READERS, list_inner, restore_names
 from fastloop.errors import NotApplicable
 from fastloop.evidence.samples.sample_code import is_installed
 

@@ -21,10 +21,10 @@ import torchmetrics
 from lightning.pytorch.callbacks import BaseFinetuning
 
 from fastloop import FastLoop
-from fastloop.bridge.apply import graphed_steps
-from fastloop.bridge.apply.graph_guard import Guard
-from fastloop.bridge.apply.graphed_steps import MOST_SHAPES, GraphedSteps
 from fastloop.bridge.apply.rehearse.budget import Terms
+from fastloop.bridge.apply.replay import graphed_steps
+from fastloop.bridge.apply.replay.graph_guard import Guard
+from fastloop.bridge.apply.replay.graphed_steps import MOST_SHAPES, GraphedSteps
 from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.bridge.watch import probes
 from fastloop.rungs import host

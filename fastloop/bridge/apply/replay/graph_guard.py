@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.rehearse.untouched import Kept
-from fastloop.bridge.apply.step_code import list_outer_values, list_read_names, list_step_functions
+from fastloop.bridge.apply.replay.step_code import list_outer_values, list_read_names, list_step_functions
+from fastloop.bridge.apply.state.untouched import Kept
 from fastloop.evidence.samples.sample_code import is_installed
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply.rehearse.untouched import Kept
+from fastloop.bridge.apply.state.untouched import Kept
 from fastloop.evidence.samples.sample_code import (
     is_installed,
     list_called,

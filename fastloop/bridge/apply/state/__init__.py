@@ -1,0 +1,1 @@
+"""Saves what the user's code may change, and restores it."""
