@@ -29,6 +29,7 @@ from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.bridge.watch import probes
 from fastloop.rungs import host
 from tests import models
+from tests.bridge.watch import planted
 from tests.feeds.step_graph.fake import FakeRecorder
 from tests.rungs.fits import evidence, fit, same, seeded, verdict
 
@@ -565,6 +566,7 @@ def test_a_short_run_is_not_tried(
 ) -> None:
     """By its number of batches; `test_replay_look.py` has the time that a trial takes."""
     monkeypatch.setattr(Terms, "explain_no_time", lambda *_: None)
+    monkeypatch.setattr(time, "perf_counter", planted.read_clock_s)  # what other processes do takes no time
     watcher = FastLoop({"rungs": {"host": {"enabled": True, "step_graph": "auto"}}}, quiet=True)
     models.trainer(callbacks=[watcher], max_epochs=epochs).fit(seeded(Step), models.loader(60))
     assert (recorder.recordings > 0) is is_tried
