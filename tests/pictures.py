@@ -60,3 +60,19 @@ def same_batches(a: Any, b: Any) -> bool:
         torch.equal(x, other_x) and torch.equal(y, other_y) and x.dtype == other_x.dtype
         for (x, y), (other_x, other_y) in zip(a.seen, b.seen, strict=True)
     )
+
+
+class Named:
+    """An image folder's samples, in a dataset that says where they come from and makes them itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.transform = inner, inner.transform
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def image_path_and_label(self, index: int) -> Any:
+        return self.inner.samples[index]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from fastloop.bridge.apply.staging import Staging
 from fastloop.errors import NotApplicable
@@ -17,7 +17,7 @@ from fastloop.feeds.cache import places
 from fastloop.records.images import ImageFacts, Normalize, RandomCrop, ToFloat, ToTensor
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.prefetch import Prefetch
-from tests.pictures import MEAN, STD, Classifier, draw_folder, same_batches
+from tests.pictures import MEAN, STD, Classifier, Named, draw_folder, same_batches
 from tests.rungs.test_prefetch import PREFETCH, facts
 from tests.runs import both, distance, feed_on_cpu, run
 
@@ -163,16 +163,7 @@ def test_only_the_first_of_several_loaders_sends_bytes(on_cpu: None, photos: Cal
 
 
 def test_a_dataset_that_goes_on_after_its_transform_sends_floats(on_cpu: None, photos: Callable[..., Any]) -> None:
-    class More(Dataset[Any]):
-        def __init__(self, inner: Any) -> None:
-            self.inner, self.transform = inner, inner.transform
-
-        def __len__(self) -> int:
-            return len(self.inner)
-
-        def image_path_and_label(self, index: int) -> tuple[str, int]:
-            return self.inner.samples[index]
-
+    class More(Named):
         def __getitem__(self, index: int) -> Any:
             path, label = self.inner.samples[index]
             return self.transform(self.inner.loader(path)) * 2 - 1, label

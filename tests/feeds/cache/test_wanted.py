@@ -26,6 +26,7 @@ from fastloop.feeds.cache.wanted import KeptSamples, compute_share
 from fastloop.records import store
 from fastloop.records.facts import PrefixFacts
 from tests.feeds.cache.pictures import Arrays, folder
+from tests.pictures import Named
 
 
 @pytest.fixture(autouse=True)
@@ -163,22 +164,6 @@ def test_it_can_be_written_down(tmp_path: Path) -> None:
 def test_shares(room: int | None, size: int | None, share: float) -> None:
     prefix = PrefixFacts(what="", dataset="", fingerprint="", samples=100, sample_bytes=size)
     assert compute_share(prefix, room) == pytest.approx(share)
-
-
-class Named:
-    """Says where its samples come from, and makes them itself."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.transform = inner, inner.transform
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def image_path_and_label(self, index: int) -> tuple[str, int]:
-        return self.inner.samples[index]
-
-    def __getitem__(self, index: int) -> Any:
-        return self.inner[index]
 
 
 class Mirrors(Named):

@@ -24,6 +24,7 @@ from fastloop.feeds.images.reading import read_source
 from fastloop.records.images import Normalize, RandomHorizontalFlip
 from tests.feeds.dali.folders import MEAN, STD, make_folder, make_picture, read_folder
 from tests.feeds.dali.test_engine import Numbered
+from tests.pictures import Named
 
 MACHINE = Machine(threads=2)
 FLOAT = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
@@ -131,16 +132,7 @@ def test_no_antialiasing_is_refused(shared_data: Path, tmp_path: Path) -> None:
 
 
 def test_a_dataset_that_does_more_than_its_transform_says(folder: Path) -> None:
-    class Brighter:
-        def __init__(self, inner: Any) -> None:
-            self.inner, self.transform = inner, inner.transform
-
-        def __len__(self) -> int:
-            return len(self.inner)
-
-        def image_path_and_label(self, index: int) -> tuple[str, int]:
-            return self.inner.samples[index]
-
+    class Brighter(Named):
         def __getitem__(self, index: int) -> Any:
             image, label = self.inner[index]
             return image + 0.1, label

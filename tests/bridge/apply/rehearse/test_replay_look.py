@@ -20,10 +20,10 @@ from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.rungs import host
 from fastloop.rungs.amp import Amp
 from fastloop.rungs.layout import Layout
+from tests import models
 from tests.bridge.apply.rehearse import test_rehearsal
 from tests.bridge.watch import planted
 from tests.feeds.step_graph.fake import FakeRecorder
-from tests.models import loader
 
 LONG = 100_000
 """Steps that a run plans, so that trying a rung takes no more than a twentieth; it ends before."""
@@ -128,18 +128,10 @@ def train(machine: Machine, *rungs: str, steps: int = LONG, accumulate: int = 1,
         switched["host"] = {"enabled": True, "step_graph": graph, "gc_every_steps": None}
         loop = FastLoop({"rungs": switched, "watch": {"warmup_steps": 2}}, quiet=True)
         object.__setattr__(loop.config, "by_ladder", frozenset(switched))
-    trainer = L.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accumulate_grad_batches=accumulate,
-        callbacks=[] if loop is None else [loop],
-    )
+    callbacks = [] if loop is None else [loop]
+    trainer = models.trainer(max_epochs=-1, max_steps=steps, accumulate_grad_batches=accumulate, callbacks=callbacks)
     torch.manual_seed(4)
-    trainer.fit(module, loader(48))
+    trainer.fit(module, models.loader(48))
     return loop, module
 
 
