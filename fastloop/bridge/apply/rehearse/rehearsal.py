@@ -160,7 +160,10 @@ class Rehearsal:
     def _play_base(self, *, dropout: bool) -> str | None:
         """Play the unchanged modules and take their time. Returns why it failed, or None."""
         try:
-            with limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"):
+            with (
+                announced("playing the calls of the first step again", self.hands.say),
+                limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"),
+            ):
                 if self.site.trainer.world_size > 1 and not self.site.facts.compiled_by_user and not self._unchanged:
                     with RefuseCollectives():  # type: ignore[no-untyped-call]
                         self._player.play()  # ranks play different numbers of times

@@ -477,6 +477,20 @@ def test_what_only_the_first_call_takes_is_no_rehearsal_if_the_rung_stays(
     assert (spent["first_calls"] > 0.3) == (fault is None) and (spent["rehearsal"] > 0.4) == (fault is not None)
 
 
+def test_every_play_is_announced_should_it_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    @contextlib.contextmanager
+    def announced(what: str, say: Any) -> Iterator[None]:
+        said.append(what)
+        yield
+
+    monkeypatch.setattr(rehearsal, "announced", announced)
+    plant(monkeypatch, lambda old: old)
+    fit(config("amp"))
+    assert said == ["playing the calls of the first step again", "trying amp on the calls of the first step"]
+
+
 def test_a_capture_that_takes_longer_than_its_share_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     long: dict[str, Any] = {"steps": 200_000, "max_epochs": 40_000}
     for seconds, took in ((0.0, True), (3_600.0, False)):
