@@ -101,7 +101,8 @@ class Applier:
         self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
         self._site.graph_steps = self._graph_steps
         if facts.world_size == 1:  # ranks would have to repeat a step together
-            self._fallback = PrecisionFallback(strategy.lightning_module, self._live, self._give_up_precision)
+            how: dict[str, Any] = {"is_on": self._changes.holds, "give_up": self._give_up_precision}
+            self._fallback = PrecisionFallback(trainer, self._live, **how)
         rehearses = trainer.state.fn == "fit" and self.terms is not None
         if trainer.state.fn != "fit":
             # Other stages get the rungs that change results, so that they compute what validation inside fit computed.
@@ -385,6 +386,8 @@ class Applier:
         if self.tries is not None:
             self.tries.end()
         self._unapply_step(step)
+        if self.graphs is not None and self.graphs.replay_ms is not None:
+            self.graphs.record_anew()
         self._settle([Outcome(rung=step.rung, fault=why, is_lasting=False)])
         self.warn(f"{step.rung} is off from here on: {why}")
 

@@ -31,6 +31,10 @@ class Changes:
         """Record what a rung's action did."""
         self._made.append((rung, applied))
 
+    def holds(self, rung: str) -> bool:
+        """Whether the rung has made changes that are not undone."""
+        return any(each == rung for each, _ in self._made)
+
     def read(self, more: Iterable[tuple[str, Probe]] = ()) -> dict[str, dict[str, Any]]:
         """Read every probe now; later readings are merged into earlier ones."""
         for rung, probe in (*((rung, applied.probe) for rung, applied in self._made), *more):

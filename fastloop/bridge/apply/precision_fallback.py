@@ -12,41 +12,51 @@ from typing import Any
 
 from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.state.untouched import Kept, keep_random_streams
-from fastloop.errors import NotApplicable, let_through
+from fastloop.errors import let_through
+from fastloop.feeds.batch_tree import iterate_tensors
 from fastloop.records.plan import Step
 
-KEY = "precision.plugin"
+KEY, MODE = "precision.plugin", "bf16-mixed"
 _NARROW = re.compile(r"bfloat16|float16|\bHalf\b", re.IGNORECASE)
 
 
 class PrecisionFallback:
     """Runs the steps of one fit, validation, test or prediction on its only rank.
 
+    Only under bf16-mixed, whose plugin has no loss scaler: its optimizer step goes on after the closure.
+
     Args:
+        live: the plan, with the rungs that a look has switched on again.
+        is_on: whether a rung has changed the run.
         give_up: turns a rung off for the rest of the run, for a reason.
     """
 
-    def __init__(self, module: Any, live: LivePlan, give_up: Callable[[Step, str], None]) -> None:
-        self._module, self._live, self._give_up = module, live, give_up
-        self._tried: Step | None = None
-        """The rung with which a step has worked."""
+    def __init__(
+        self, trainer: Any, live: LivePlan, *, is_on: Callable[[str], bool], give_up: Callable[[Step, str], None]
+    ) -> None:
+        self._trainer, self._live, self._is_on, self._give_up = trainer, live, is_on, give_up
+        self._tried: set[Any] = set()
+        """Stages in which a step has worked with the rung."""
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run one step. The first one with the rung leaves no trace if it fails; of a later one random draws, running
-        statistics and logged values stay."""
+        """Run one step. If the first one of a stage with the rung fails, the module is put back as it was; of a later
+        one random draws and running statistics stay. What it has logged stays in either case."""
         rung = self._find_rung()
         if rung is None:
             return call(*args, **kwargs)
-        put_back = self._keep_state() if rung is not self._tried else None
+        stage, marks = self._trainer.state.stage, _read_marks(args)
+        put_back = self._keep_state() if stage not in self._tried else None
         try:
             result = call(*args, **kwargs)
         except Exception as error:
             let_through(error)
-            if not _NARROW.search(str(error)):
+            if (
+                not _NARROW.search(str(error)) or _read_marks(args) != marks
+            ):  # a batch that it changed cannot be repeated
                 raise
             why = f"a step failed with it: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         else:
-            self._tried = rung
+            self._tried.add(stage)
             return result
         if put_back is not None:
             put_back()
@@ -55,18 +65,19 @@ class PrecisionFallback:
         return call(*args, **kwargs)
 
     def _find_rung(self) -> Step | None:
-        """The rung that lowers the precision now, and can be undone in mid-run; None if there is none."""
-        ours = (
-            step for step in self._live.plan.planned if KEY in step.change.wants and step.change.rehearse is not None
-        )
-        return next((step for step in ours if step.rung not in self._live.held), None)
+        """The rung that lowers the precision now, if it can be undone in mid-run."""
+        ours = (step for step in self._live.plan.steps if step.change.wants.get(KEY) == MODE)
+        rung = next((step for step in ours if self._is_on(step.rung)), None)
+        # A step that calls optimizers itself may have made updates.
+        return rung if rung is not None and self._trainer.lightning_module.automatic_optimization else None
 
     def _keep_state(self) -> Callable[[], None] | None:
         """Save what a step changes; returns a function that restores it, None if that is impossible."""
         kept, streams = Kept(), keep_random_streams()
         try:
-            kept.keep_module(self._module)
-        except NotApplicable:
+            kept.keep_module(self._trainer.lightning_module)
+        except Exception as error:
+            let_through(error)
             return None
 
         def put_back() -> None:
@@ -74,3 +85,13 @@ class PrecisionFallback:
             streams()
 
         return put_back
+
+
+def _read_marks(args: Any) -> list[Any]:
+    """What differs once a step has changed its arguments: tensors, and how often each was written to."""
+    return [
+        (id(each), None if each.is_inference() else each._version)
+        for arg in args
+        if not isinstance(arg, int)
+        for each in iterate_tensors(arg)
+    ]

@@ -107,13 +107,11 @@ def list_names(code: Any) -> Iterator[str]:
             yield from list_names(const)
 
 
-def list_global_names(code: Any) -> Iterator[str]:
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield step.argval
-    for const in code.co_consts:
-        if inspect.iscode(const):
-            yield from list_global_names(const)
+@functools.lru_cache(maxsize=4096)
+def list_global_names(code: Any) -> tuple[str, ...]:
+    loads = ("LOAD_GLOBAL", "LOAD_NAME")
+    own = [step.argval for step in dis.get_instructions(code) if step.opname in loads]
+    return (*own, *(name for const in code.co_consts if inspect.iscode(const) for name in list_global_names(const)))
 
 
 def list_writers(kind: type) -> Iterator[tuple[str, str]]:
@@ -310,12 +308,18 @@ def _list_given(
         return
     code = called.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    touched = set(_list_touched(called, pick, kind, parameters=names, depth=depth - 1))
+    touched = _find_touched(called, pick, kind, names, depth - 1)
     is_method = isinstance(call.func, ast.Attribute) and writes.is_own(call.func.value, me)
     given = [*zip(names[is_method:], call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
     for name, value in given:
         if name in touched and not any(isinstance(part, (ast.Subscript, ast.Call)) for part in ast.walk(value)):
             yield value
+
+
+@functools.lru_cache(maxsize=4096)
+def _find_touched(function: Any, pick: _Pick, kind: type, parameters: tuple[str, ...], depth: int) -> frozenset[str]:
+    """As `_list_touched`. Remembered: code calls the same functions over and over."""
+    return frozenset(_list_touched(function, pick, kind, parameters=parameters, depth=depth))
 
 
 def _find_called(function: Any, called: ast.AST, me: str | None, kind: type) -> Any:

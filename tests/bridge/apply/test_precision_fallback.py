@@ -39,10 +39,18 @@ class Counts(Module):
         self.counted += int((out.detach().cpu().numpy() > 0).sum() >= 0)
 
 
+def switch(*rungs: str, **more: Any) -> Any:
+    settings = config(*rungs)
+    for rung, keys in more.items():
+        settings["rungs"][rung] |= keys
+    return settings
+
+
 def fit_with(module: Module, rungs: tuple[str, ...] = ("amp",), **settings: Any) -> Any:
+    more = settings.pop("config", {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loop, _, seen = fit(config(*rungs) if rungs else None, module, **settings)
+        loop, _, seen = fit(switch(*rungs, **more) if rungs else None, module, **settings)
     return loop, seen, [text for each in caught if "is off from here on" in (text := str(each.message))]
 
 
@@ -102,3 +110,73 @@ def test_a_step_that_works_is_run_once() -> None:
     module = Counts(at=100)
     loop, _, said = fit_with(module)
     assert read(loop)[0] is True and said == [] and len(module.losses) == 12
+
+
+@pytest.mark.parametrize("changes", ["writes", "takes"])
+def test_a_step_that_has_changed_its_batch_is_not_repeated(changes: str) -> None:
+    class Changes(Counts):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if changes == "writes":
+                batch[1].mul_(10)
+            else:
+                batch.append(batch[0] + 1)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(TypeError, match="BFloat16"):
+        fit_with(Changes())
+
+
+class Steps(Counts):
+    """Optimizes by hand, and fails after the optimizer's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        out = self.net(batch[0])
+        loss = torch.nn.functional.mse_loss(out, batch[1])
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.count(out)
+        return loss
+
+
+def test_steps_that_cannot_be_made_twice_are_not_repeated() -> None:
+    with pytest.raises(TypeError, match="BFloat16"):
+        fit_with(Steps())
+    with pytest.raises(TypeError, match="ScalarType Half"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "numpy", _refuse_half)
+        fit_with(Counts(), config={"amp": {"mode": "16-mixed"}})
+
+
+def _refuse_half(_tensor: Any) -> Any:
+    raise TypeError("Got unsupported ScalarType Half")
+
+
+@pytest.mark.parametrize("kept", [torch.eye(4).to_sparse_csr(), torch.nested.nested_tensor([torch.ones(2)])])
+def test_state_that_cannot_be_saved_ends_no_training(kept: Any) -> None:
+    module = Counts(at=100)
+    object.__setattr__(module, "kept", kept)
+    loop, _, said = fit_with(module)
+    assert read(loop)[0] is True and not said and len(module.losses) == 12
+
+
+def test_the_first_validation_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has counted would count twice."""
+
+    class Adds(Counts):
+        def __init__(self) -> None:
+            super().__init__(at=100, validates=True)
+            self.register_buffer("total", torch.zeros(()))
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.total += 1
+            super().validation_step(batch, batch_idx)
+
+    module = Adds()
+    monkeypatch.setattr(module, "val_dataloader", data, raising=False)
+    fit_with(module, num_sanity_val_steps=0, val_check_interval=6)
+    assert float(module.total) == 12

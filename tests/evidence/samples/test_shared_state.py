@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.dataset import find_worker_hazards
 from fastloop.evidence.samples.thread_safety import find_thread_hazards
 
@@ -466,3 +469,30 @@ def test_the_statement_that_a_lambda_stands_in_is_not_its_own() -> None:
     assert find_worker_hazards(dataset) == () and find_thread_hazards(dataset) == ()
     dataset.read = lambda index: dataset.seen.append(index)
     check_found(dataset, "dataset.read (the outer dataset)")
+
+
+def test_functions_that_call_each_other_are_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ten functions with four calls each were read a thousand times for each object."""
+    lines = list[str]()
+    for number in range(10):
+        body = "".join(f"    x = f{(number + step) % 10}(x, k)\n" for step in (1, 3, 5, 7))
+        lines.append(f"def f{number}(x, k):\n{body}    return x")
+    lines.append("class Data:\n    def __getitem__(self, i):\n        return f0(f1(i, self.k), self.k)")
+    path = tmp_path / "calling.py"
+    path.write_text("\n".join(lines))
+    spec = importlib.util.spec_from_file_location("calling", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "calling", module)
+    spec.loader.exec_module(module)
+    read, original = list[Any](), sample_code._list_outer
+
+    def note(function: Any) -> Any:
+        read.append(function)
+        return original(function)
+
+    monkeypatch.setattr(sample_code, "_list_outer", note)
+    data = module.Data()
+    data.k = [1]
+    assert find_worker_hazards(data) == ()
+    assert 10 < len(read) < 200

@@ -269,9 +269,12 @@ class PieceChoice:
             halves: compare the halves of a piece with it, which fits in memory, in place of pieces with the batch.
         """
         reason, mine = None, None
-        if halves and pieces[0].samples > 1:
+        if halves:
             batch = pieces[0].batch
-            pieces = cut(batch, -(-pieces[0].samples // 2))
+            try:
+                pieces = cut(batch, -(-pieces[0].samples // 2))
+            except CannotSplit:
+                pieces = ()  # another rank may have found something: `gather` needs all
         if len(pieces) > 1:
             with self._one_time.span("rehearsal"):
                 reason, mine = weigh_pieces(

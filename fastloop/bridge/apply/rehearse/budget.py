@@ -22,8 +22,6 @@ COMPILE_S = {"cpu": (20.0, 0.4), "other": (5.0, 0.3)}
 """Rough compile time of a model if unknown, by device: a constant, plus a time for each layer. C++ is slow."""
 PATIENCE = 3.0
 """Times the expected compile time after which a compile that must pay back is given up."""
-LEAST_TRIAL_S, TRIAL_SHARES = 0.5, 3.0
-"""Limit for a trial that shares the rehearsal's time: so many seconds, or so many times what is left of it."""
 BEYOND = 1.25
 """Factor on a limit that a compile has reached: more than timings of equal runs differ by."""
 ENDLESS = 10**9
@@ -158,12 +156,8 @@ class Budget:
         self.memory.keep_failure(step.rung, self._read_settings(step), why)
 
     def limit_s(self, step: Step) -> float:
-        """Time limit for trying a rung. One that shares the rehearsal's time may take a few times what is left of it:
-        how long it takes was a guess. A compile that must pay back may take no longer than the run can still save, and
-        no more than a few times what was expected: if it does not end, its time is lost."""
-        if self.shares_time(step):
-            left_s = judge.limit_rehearsal_s(self.terms.steps_left, self.step_ms) - self._spent_s
-            return min(LIMIT_S, max(LEAST_TRIAL_S, TRIAL_SHARES * left_s) + step.change.first_call_s)
+        """Time limit for trying a rung. A compile that must pay back may take no longer than the run can still save,
+        and no more than a few times what was expected: if it does not end, its time is lost."""
         left = self.terms.steps_left if self.terms.weighs_costs and self._must_pay_back(step) else None
         if not is_costly(step) or left is None:
             return COSTLY_LIMIT_S if is_costly(step) else LIMIT_S

@@ -46,7 +46,7 @@ class ReplayLook:
         slower: the rungs to try, in the ladder's order, with the outcomes that removed them.
 
     Attributes:
-        kept: outcomes of the rungs that are on after all.
+        outcomes: of the rungs that were on for a while: those that are on after all, and the others.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ReplayLook:
         terms: Terms,
         hands: Hands,
     ) -> None:
-        self.kept: list[Outcome] = []
+        self.outcomes: list[Outcome] = []
         self._site, self._slower, self._recordings, self._terms, self._hands = site, slower, recordings, terms, hands
         self._global_step, self._is_between_steps = site.trainer.global_step, True
         self._batches = self._look()
@@ -82,10 +82,11 @@ class ReplayLook:
                 self._hands.unapply(step)
                 self._hands.say(f"{step.rung} stays off: {describe(error)}")
                 continue
+            self.outcomes.append(outcome)
             yield from self._record()
             with_ms = self._recordings.replay_ms
             if with_ms is not None and with_ms < judge.REPLAY_GAIN * without_ms:
-                self._keep(outcome, with_ms, without_ms)
+                self.outcomes[-1] = self._keep(outcome, with_ms, without_ms)
             else:
                 self._hands.unapply(step)
                 yield from self._record()
@@ -98,15 +99,15 @@ class ReplayLook:
         step_ms = replay_ms * terms.batches_per_step
         return judge.explain_no_pay_back(outcome.first_call_s, step_ms, terms.steps_left) is None
 
-    def _keep(self, outcome: Outcome, with_ms: float, without_ms: float) -> None:
+    def _keep(self, outcome: Outcome, with_ms: float, without_ms: float) -> Outcome:
         saved_ms = (without_ms - with_ms) * self._terms.batches_per_step
         pays_back = judge.count_pay_back_steps(outcome.first_call_s, saved_ms) if outcome.is_costly else None
         seen = Rehearsed(eager_ms=without_ms, changed_ms=with_ms)
         if outcome.rehearsed is not None:
             seen = replace(seen, deviation=outcome.rehearsed.deviation)
-        self.kept.append(replace(outcome, fault=None, is_slower=False, rehearsed=seen, pays_back_after_steps=pays_back))
         times = f"{with_ms:.3g} ms with it, {without_ms:.3g} ms without it"
         self._hands.say(f"{outcome.rung} is on after all: a replayed step takes {times}")
+        return replace(outcome, fault=None, is_slower=False, rehearsed=seen, pays_back_after_steps=pays_back)
 
     def _record(self) -> Batches:
         self._recordings.record_anew()

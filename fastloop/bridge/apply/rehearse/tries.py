@@ -157,7 +157,7 @@ class Tries:
         try:
             if not look.batch_starts():
                 return
-            outcomes = look.kept
+            outcomes = look.outcomes
         except Exception as error:  # our own error, as above
             steps = [step for step, _ in self._slower]
             outcomes = self._drop(steps, f"switching it in training failed: {describe(error)}", is_lasting=False)
@@ -173,4 +173,7 @@ class Tries:
         """Training is over."""
         if self._rehearsal is not None:
             self._rehearsal.stop_recording()
-        self._rehearsal = self._look = self._replays = None
+        replays, self._replays = self._replays, None
+        self._rehearsal = self._look = None
+        if replays is not None and replays.outcomes:
+            self._settle(replays.outcomes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,12 +12,16 @@ import torch
 
 def keep_flags() -> Callable[[], None]:
     """Save these settings; returns a function that restores those that have changed."""
-    kept = [(read, write, read()) for read, write in _FLAGS]
+    kept = list[tuple[Callable[[], Any], Callable[[Any], Any], Any]]()
+    for read, write in _FLAGS:
+        with contextlib.suppress(RuntimeError):  # TF32, once it was set by its other name
+            kept.append((read, write, read()))
 
     def restore() -> None:
         for read, write, before in kept:
-            if read() != before:
-                write(before)
+            with contextlib.suppress(RuntimeError):
+                if read() != before:
+                    write(before)
 
     return restore
 

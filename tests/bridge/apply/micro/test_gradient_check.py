@@ -16,8 +16,10 @@ from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.bridge.apply.micro import gradient_check
+from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder
 from fastloop.errors import FastLoopError
+from fastloop.feeds.splitting import Piece
 from tests.runs import Net, Run, batches, both, distance, run
 
 MERGE = {"batch": {"micro_batch": 32}}
@@ -439,3 +441,24 @@ def test_comparisons_get_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastloop.bridge.apply.micro.choice.explain_difference", note)
     ours = run(MERGE, EVEN(), Net, max_epochs=8, **ACCUMULATE)
     assert compared == [0, 3, 15] and ours.seen("batch")["changed_steps"] == ours.seen("batch")["steps"] == 24
+
+
+def test_a_batch_that_cannot_be_cut_is_not_compared_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several ranks every batch counts, also one that runs whole."""
+    monkeypatch.setattr(PieceChoice, "_is_due", lambda self: True)
+
+    def uncut(self: Any, batch: Any, trainer: Any, window: Any) -> list[Piece]:
+        self._steps += 1
+        return [Piece(batch, 8, 1.0)]
+
+    monkeypatch.setattr(PieceChoice, "_cut", uncut)
+    ours = run({"batch": {"micro_batch": 4}}, EVEN(), NotCut, max_epochs=1)
+    assert ours.trainer.global_step == 12
+
+
+class NotCut(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch[:3], batch_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [*batch, torch.zeros(2, 20)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +62,7 @@ def test_time_around_the_modules_counts_too(wait_s: float, monkeypatch: pytest.M
 
 
 @LATER
-@pytest.mark.parametrize(
-    ("wait_s", "limit_s", "reason"),
-    [(0.4, 4.0, "slower on the calls of the first step"), (5.0, 0.5, "it took longer than ")],
-)
-def test_a_slow_rung_of_a_ladder_does_not_use_up_the_run(
-    wait_s: float, limit_s: float, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_rung_of_a_ladder_does_not_use_up_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A twentieth of the run is 0.2 s. The control: a rung that the user asked for is played as often as needed."""
     usual = Inner.forward
 
@@ -79,27 +72,25 @@ def test_a_slow_rung_of_a_ladder_does_not_use_up_the_run(
 
     def slow(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            CALLS.append(wait_s)
-            time.sleep(wait_s)
+            CALLS.append(0.4)
+            time.sleep(0.4)
             return original(*args, **kwargs)
 
         return forward
 
     monkeypatch.setattr(Inner, "forward", wait)
-    monkeypatch.setattr(budget, "LEAST_TRIAL_S", limit_s)
     monkeypatch.setattr(budget.judge, "FIRST_CALL_MS", 0.0)
     plant(monkeypatch, slow)
     CALLS.clear()
     loop, _, _ = fit(config("amp"), Brief(), steps=400, by_ladder=("amp",), max_epochs=100)
     took, why = read(loop)
-    assert took is False and reason in why, why
+    assert took is False and "slower on the calls of the first step" in why, why
     assert len(CALLS) == 1
     assert loop is not None and loop.measurement is not None
     assert loop.measurement.one_time_s["rehearsal"] < 2.0
-    if wait_s < 1:
-        CALLS.clear()
-        loop, _, _ = fit(config("amp"), steps=4)
-        assert read(loop)[0] is True and len(CALLS) == 2 + 3
+    CALLS.clear()
+    loop, _, _ = fit(config("amp"), steps=4)
+    assert read(loop)[0] is True and len(CALLS) == 2 + 3
 
 
 CALLS: list[float] = []
@@ -114,20 +105,6 @@ def make_budget(steps_left: int) -> tuple[budget.Budget, Step]:
     made.base_ms = 100.0
     change: Any = Change(actions=(), parity="approximate", rehearse="modules", pay_back="required")
     return made, Step(rung="compile", status="planned", change=change)
-
-
-def test_a_trial_is_limited_by_a_few_times_what_is_left_of_the_share() -> None:
-    made, _ = make_budget(200)
-    made.terms = replace(made.terms, by_ladder=frozenset({"amp"}))
-    change: Any = Change(actions=(), parity="approximate", rehearse="modules", first_call_s=2.0)
-    step = Step(rung="amp", status="planned", change=change)
-    assert made.limit_s(step) == pytest.approx(3 * 0.05 * 200 * 0.1 + 2, abs=0.2)
-    made.terms = replace(made.terms, steps_left=1)
-    assert made.limit_s(step) == 0.5 + 2
-    for terms in ({"weighs_costs": False}, {"by_ladder": frozenset[str]()}, {"steps_left": 10**6}):
-        made.terms = replace(made.terms, **terms)  # type: ignore[arg-type]
-        assert made.limit_s(step) == budget.LIMIT_S
-        made.terms = replace(made.terms, weighs_costs=True)
 
 
 def test_a_compile_whose_code_was_cached_once_has_the_usual_time() -> None:

@@ -62,7 +62,8 @@ class Machine:
 
             return Applied(undo=undo, probe=lambda: {"dtype": "torch.bfloat16", "convs": 1, "channels_last_convs": 1})
 
-        wanted = Change(actions=(Action(when="model", do=do),), parity="approximate", rehearse="modules")
+        wants = {"precision.plugin": "bf16-mixed"} if kind is Amp else {}
+        wanted = Change(actions=(Action(when="model", do=do),), parity="approximate", rehearse="modules", wants=wants)
         monkeypatch.setattr(kind, "plan", lambda self, facts: wanted)
 
 
@@ -165,6 +166,7 @@ def test_a_rung_that_replays_gain_nothing_with_stays_off(
     assert machine.switched == ["+amp", "-amp"] * 2 and not machine.on
     step = read_step(loop, "amp")
     assert step.status == "skipped" and step.reason.startswith("slower on the calls of the first step")
+    assert step.has_acted, "a few steps were trained with it"
     assert "amp" not in loop.measurement.evidence
     seen = loop.measurement.evidence["host"]
     assert seen["recordings"] == 3 and seen["replayed_steps"] > 40 and seen["replay_ms"] == pytest.approx(60, abs=9)
@@ -203,6 +205,46 @@ def test_a_step_that_cannot_be_recorded_with_the_rung_is_recorded_without_it(
     assert machine.switched == ["+amp", "-amp"] * 2
     assert read_step(loop, "amp").status == "skipped" and not seen["graph_refused"]
     assert seen["recordings"] == 2 and seen["replayed_steps"] > 40
+
+
+def test_a_run_that_ends_while_a_rung_is_tried_says_that_it_acted(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.plant(monkeypatch, Amp, "amp", eager_s=0.05, replayed_s=-0.03)
+    monkeypatch.setattr(Module, "on_train_batch_start", _stop_once_tried(machine), raising=False)
+    loop, _ = train(machine, "amp")
+    step = read_step(loop, "amp")
+    assert machine.switched[:3] == ["+amp", "-amp", "+amp"] and step.status == "skipped" and step.has_acted
+
+
+def test_a_step_that_fails_with_the_rung_on_trial_is_repeated_without_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rehearsal plays modules only."""
+    machine.plant(monkeypatch, Amp, "amp", eager_s=0.05, replayed_s=-0.03)
+    original = Module.training_step
+
+    def step(self: Module, batch: Any, batch_idx: int) -> torch.Tensor:
+        if machine.on:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return original(self, batch, batch_idx)
+
+    monkeypatch.setattr(Module, "training_step", step)
+    with pytest.warns(UserWarning, match="amp is off from here on: a step failed with it: TypeError"):
+        loop, module = train(machine, "amp")
+    assert machine.switched == ["+amp", "-amp"] * 2 and read_step(loop, "amp").reason.startswith(
+        "a step failed with it"
+    )
+    seen = loop.measurement.evidence["host"]
+    assert seen["recordings"] == 2 and seen["replayed_steps"] > 40 and len(module.ended) == 60
+
+
+def _stop_once_tried(machine: Machine) -> Callable[..., int | None]:
+    def stop(self: Any, *_: Any) -> int | None:
+        self.trainer.should_stop = machine.switched.count("+amp") == 2
+        return -1 if self.trainer.should_stop else None
+
+    return stop
 
 
 def test_rungs_are_switched_between_two_steps_only(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
