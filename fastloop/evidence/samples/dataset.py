@@ -152,8 +152,9 @@ def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     found.update(dict.fromkeys(f"{path}{hazard}" for path, item in held if (hazard := _find_hazard(item)) is not None))
     inside = len(held)
     for path, owner, function in list_running(held):
-        changes = sample_code.list_changes(function, type(owner))
-        found.update(dict.fromkeys(f"{path}{state} {_CHANGES}" for state in changes))
+        for state in sample_code.list_changes(function, type(owner)):
+            if not _is_in_shared_memory(_read_state(function, state, owner)):
+                found[f"{path}{state} {_CHANGES}"] = None
         for state in sample_code.list_descriptors(function, type(owner)):
             if isinstance(_read_state(function, state, owner), int):  # not one that is still to be opened
                 found[f"{path}{state} is an open file descriptor, and workers would share its position; {_PREAD}"] = (
@@ -188,6 +189,11 @@ def _read_state(function: Any, state: str, item: Any) -> Any:
         return _read_attributes(item).get(state[1:], inspect.getattr_static(type(item), state[1:], None))
     outer = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}
     return outer.get(state.removeprefix(" (the outer ").removesuffix(")"))
+
+
+def _is_in_shared_memory(value: Any) -> bool:
+    """Whether workers change the same numbers as this process."""
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.is_shared()  # type: ignore[no-untyped-call]
 
 
 def _find_hazard(item: Any) -> str | None:

@@ -471,6 +471,19 @@ def test_the_statement_that_a_lambda_stands_in_is_not_its_own() -> None:
     check_found(dataset, "dataset.read (the outer dataset)")
 
 
+def test_a_counter_in_shared_memory_is_fine_for_workers() -> None:
+    class Counted(Items):
+        def __init__(self, reads: torch.Tensor) -> None:
+            self.reads = reads
+
+        def __getitem__(self, index: int) -> Any:
+            self.reads.add_(1)
+            return index
+
+    assert find_worker_hazards(Counted(torch.zeros(()).share_memory_())) == ()
+    assert len(find_worker_hazards(Counted(torch.zeros(())))) == 1 and find_thread_hazards(Counted(torch.zeros(())))
+
+
 def test_functions_that_call_each_other_are_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ten functions with four calls each were read a thousand times for each object."""
     lines = list[str]()
