@@ -120,6 +120,6 @@ def find_culprit(seen: Measurement) -> Culprit | None:
     if sms is not None and sms < FEW_SMS_PCT:
         return Culprit("small_kernels", f"only {sms:.0f} % of its SMs have work", "more work in each kernel")
     if read_trace(seen) is None and attends_by_hand(seen):
-        says = "its attention is written by hand; how much of the time that takes, a trace shows"
+        says = "the model's attention is hand-written; a trace shows how much time it takes"
         return Culprit("attention", says, FUSED_ATTENTION)
     return None

@@ -111,7 +111,7 @@ def _find_worker_loss(seen: Measurement, active: Sequence[Verdict]) -> Finding |
         if share < WORTH_NAMING_PCT:
             continue
         facts = (
-            f"taking a ready batch from a worker takes {took_ms:.2f} ms, and making it {made_ms:.2f} ms"
+            f"a batch takes {made_ms:.2f} ms to make, but taking it from a worker takes {took_ms:.2f} ms"
             " (medians of the first batches)"
         )
         return Finding(

@@ -176,7 +176,7 @@ def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
     if weighed := evidence.get("weighed_by"):
         why += f"; weighted by {weighed}"
     if unequal := evidence.get("unequal_logs"):
-        why += f"; logged values change that are no means over samples: {', '.join(unequal)}"
+        why += f"; logged values that are not means over samples differ: {', '.join(unequal)}"
     if problem:
         why += f"; {evidence['uncut_steps']} of {evidence['steps']} batches could not be cut: {problem}"
     if apart:

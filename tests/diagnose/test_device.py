@@ -412,7 +412,7 @@ def test_attention_by_hand_is_named_without_a_trace() -> None:
 
     (finding,) = findings(slow(attends_by_hand=2))
     assert finding.title == "BUSY, NOT FAST: ATTENTION" and finding.patch == {"rungs": {"attention": {"enabled": True}}}
-    assert "its attention is written by hand" in finding.why and finding.ceiling_gain_pct is None
+    assert "the model's attention is hand-written" in finding.why and finding.ceiling_gain_pct is None
     (finding,) = findings(slow(attends_by_hand=0))
     assert finding.title == "BUSY, NOT FAST" and finding.patch is None
     (finding,) = findings(with_trace(slow(attends_by_hand=2), 97.0, {"other": 3.0}, {"gemm": 90.0}))

@@ -50,9 +50,8 @@ class PrecisionFallback:
             result = call(*args, **kwargs)
         except Exception as error:
             let_through(error)
-            if (
-                not _NARROW.search(str(error)) or _read_marks(args) != marks
-            ):  # a batch that it changed cannot be repeated
+            has_changed = _read_marks(args) != marks  # such a batch cannot be run again
+            if has_changed or not _NARROW.search(str(error)):
                 raise
             why = f"a step failed with it: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         else:

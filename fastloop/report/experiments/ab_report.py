@@ -139,7 +139,7 @@ def _describe_pay_back(base: ArmResult, arm: ArmResult) -> str:
     if took_s < WORTH_SAYING_S or not base.step_ms or not arm.step_ms or arm.step_ms >= base.step_ms:
         return ""
     after = math.ceil(1e3 * took_s / (base.step_ms - arm.step_ms))
-    says = f"compiling took {took_s:.0f} s in its first run, and is paid back after about {after:,} steps"
+    says = f"compiling took {took_s:.0f} s in the first run, which pays back after about {after:,} steps"
     if arm.planned_steps is None:
         return says
     return f"{says}; {'your' if arm.planned_steps >= after else 'but your'} run has {arm.planned_steps:,}"

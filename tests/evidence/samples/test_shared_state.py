@@ -11,26 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.dataset import find_worker_hazards
 from fastloop.evidence.samples.thread_safety import find_thread_hazards
+from tests.evidence.samples.test_thread_safety import Items
 
 TOTAL = {"n": 0}
-
-
-class Items(Dataset):
-    """Holds what a test gives it."""
-
-    def __init__(self, **members: Any) -> None:
-        self.__dict__.update(members)
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        return index
 
 
 def check_found(dataset: Any, place: str) -> None:

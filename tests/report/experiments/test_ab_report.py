@@ -41,7 +41,7 @@ def test_the_whole_answer() -> None:
     [
         ({}, {"compile_s": 41.2, "planned_steps": 80}, "after about 412 steps; but your run has 80"),
         ({}, {"compile_s": 41.2, "planned_steps": 5_000}, "after about 412 steps; your run has 5,000"),
-        ({"compile_s": 21.0}, {"compile_s": 41.0}, "20 s in its first run, and is paid back after about 200 steps"),
+        ({"compile_s": 21.0}, {"compile_s": 41.0}, "20 s in the first run, which pays back after about 200 steps"),
         ({}, {"compile_s": 4.0, "planned_steps": 80}, None),
         ({"step_ms": 50.0}, {"compile_s": 41.2}, None),
         ({"step_ms": None}, {"compile_s": 41.2}, None),

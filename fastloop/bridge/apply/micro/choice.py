@@ -290,7 +290,7 @@ class PieceChoice:
     def _tell_unequal(self) -> None:
         if self._unequal:
             names = ", ".join(self._unequal)
-            self._warn(f"{self.rung}: not a mean over samples, so its logged values are others from here on: {names}")
+            self._warn(f"{self.rung}: logged values that are not means over samples will differ from here on: {names}")
 
     # -- a window of them, merged -----------------------------------------------------------------------------------
 

@@ -353,12 +353,12 @@ class LogsRoots(Net):
     ("rungs", "settings"), [({"batch": {"micro_batch": 2}}, {}), (MERGE, ACCUMULATE)], ids=["split", "merged"]
 )
 def test_logged_values_that_are_no_means_over_samples_are_named(rungs: Any, settings: Any) -> None:
-    with pytest.warns(UserWarning, match="not a mean over samples, so its logged values are others .*: rmse$"):
+    with pytest.warns(UserWarning, match="logged values that are not means over samples will differ .*: rmse$"):
         ours = run(rungs, EVEN(), LogsRoots, **settings)
     assert ours.seen("batch")["unequal_logs"] == ["rmse"]
     assert (
         ours.verdict("batch").took
-        and "logged values change that are no means over samples: rmse" in ours.verdict("batch").why
+        and "logged values that are not means over samples differ: rmse" in ours.verdict("batch").why
     )
     honest = run(rungs, EVEN(), Net, **settings)
     assert honest.seen("batch")["unequal_logs"] == [] and "logged values" not in honest.verdict("batch").why
