@@ -15,11 +15,11 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastloop.bridge.apply.micro import gradient_check
+from fastloop.bridge.apply.micro import choice, gradient_check
 from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder
 from fastloop.errors import FastLoopError
-from fastloop.feeds.splitting import Piece
+from fastloop.feeds.splitting import CannotSplit, Piece
 from tests.runs import Net, Run, batches, both, distance, run
 
 MERGE = {"batch": {"micro_batch": 32}}
@@ -445,20 +445,22 @@ def test_comparisons_get_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_batch_that_cannot_be_cut_is_not_compared_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """With several ranks every batch counts, also one that runs whole."""
-    monkeypatch.setattr(PieceChoice, "_is_due", lambda self: True)
+    refused = list[int]()
 
-    def uncut(self: Any, batch: Any, trainer: Any, window: Any) -> list[Piece]:
-        self._steps += 1
-        return [Piece(batch, 8, 1.0)]
+    def refuse(batch: Any, size: int, *_: Any, **__: Any) -> Any:
+        refused.append(size)
+        raise CannotSplit("two first dimensions")
 
-    monkeypatch.setattr(PieceChoice, "_cut", uncut)
-    ours = run({"batch": {"micro_batch": 4}}, EVEN(), NotCut, max_epochs=1)
-    assert ours.trainer.global_step == 12
+    def leave_whole(self: Any, batch: Any, trainer: Any, window: Any) -> list[Piece]:
+        return [Piece(batch, 8, 1.0), Piece(batch, 8, 1.0)]
+
+    first = iter([True])
+    monkeypatch.setattr(PieceChoice, "_weigh", _skip_first(PieceChoice._weigh, first))
+    monkeypatch.setattr(PieceChoice, "_cut", leave_whole)
+    monkeypatch.setattr(choice, "cut", refuse)
+    ours = run({"batch": {"micro_batch": 4}}, EVEN(), Net, max_epochs=1)
+    assert ours.trainer.global_step == 12 and refused == [4], "the fourth batch, and none before"
 
 
-class NotCut(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch[:3], batch_idx)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [*batch, torch.zeros(2, 20)]
+def _skip_first(original: Any, first: Any) -> Any:
+    return lambda *args, **named: None if next(first, False) else original(*args, **named)

@@ -121,16 +121,17 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
 
 
-def train(machine: Machine, *rungs: str, steps: int = LONG, accumulate: int = 1, graph: Any = "auto") -> Any:
+def train(machine: Machine, *rungs: str, steps: int = LONG, accumulate: int = 1, **settings: Any) -> Any:
     torch.manual_seed(3)
     module, loop = Module(machine), None
     if rungs:
         switched: dict[str, Any] = {rung: {"enabled": True} for rung in rungs}
-        switched["host"] = {"enabled": True, "step_graph": graph, "gc_every_steps": None}
+        switched["host"] = {"enabled": True, "step_graph": "auto", "gc_every_steps": None}
         loop = FastLoop({"rungs": switched, "watch": {"warmup_steps": 2}}, quiet=True)
         object.__setattr__(loop.config, "by_ladder", frozenset(switched))
     callbacks = [] if loop is None else [loop]
-    trainer = models.trainer(max_epochs=-1, max_steps=steps, accumulate_grad_batches=accumulate, callbacks=callbacks)
+    settings |= {"max_epochs": -1, "max_steps": steps, "accumulate_grad_batches": accumulate}
+    trainer = models.trainer(callbacks=callbacks, **settings)
     torch.manual_seed(4)
     trainer.fit(module, models.loader(48))
     return loop, module
@@ -237,6 +238,24 @@ def test_a_step_that_fails_with_the_rung_on_trial_is_repeated_without_it(
     )
     seen = loop.measurement.evidence["host"]
     assert seen["recordings"] == 2 and seen["replayed_steps"] > 40 and len(module.ended) == 60
+
+
+def test_recorded_steps_follow_the_fallback(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A validation fails long after the steps were recorded; their kernels would go on in lower precision."""
+    machine.plant(monkeypatch, Amp, "amp", eager_s=-0.01, replayed_s=-0.01)
+
+    def validate(self: Module, batch: Any, batch_idx: int) -> None:
+        if machine.on:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+
+    monkeypatch.setattr(graph_guard.Guard, "holds", lambda _: True)  # it would see the machine's own notes
+    monkeypatch.setattr(Module, "validation_step", validate, raising=False)
+    monkeypatch.setattr(Module, "val_dataloader", lambda self: models.loader(8), raising=False)
+    with pytest.warns(UserWarning, match="amp is off from here on"):
+        loop, _ = train(machine, "amp", num_sanity_val_steps=0, check_val_every_n_epoch=5)
+    seen = loop.measurement.evidence["host"]
+    assert machine.switched == ["+amp", "-amp"] and seen["recordings"] == 2
+    assert seen["replay_ms"] == pytest.approx(60, abs=9), "that of the later recording, without the rung"
 
 
 def _stop_once_tried(machine: Machine) -> Callable[..., int | None]:
