@@ -19,9 +19,9 @@ from fastloop.records.readings import (
     to_number,
 )
 
-DECODING, MOSTLY_DECODING = "decoding", "mostly_decoding"
+DECODING, MOSTLY_DECODING, PICKING = "decoding", "mostly_decoding", "picking"
 """Causes for rungs that decode less: the first if worker processes alone would not keep up, the second if in addition
-decoding is most of the work for an image."""
+decoding is most of the work for an image. The third is for rungs that pick the rows of a batch at once."""
 MOSTLY = 2 / 3
 """Share of the time for making a batch."""
 MORE_WORTH = 1.25
@@ -44,6 +44,9 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
             feeds.sort(key=rungs.list_against(cause).index)
             decoding = f"{decoding}: {' or '.join(feeds)}"
         idle += f" ({decoding})"
+    elif (rows := read_loader(step.measured).get("rows")) is not None:
+        cause = PICKING
+        idle += f" ({rows} holds all rows in memory, and each is picked on its own)"
     instead = _advise_loading(step.measured, rungs.name_number("data_wait"))
     return cost.explain(idle, rungs.choose(step.measured, cause, instead))
 

@@ -29,6 +29,19 @@ class PrefixFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowFacts:
+    """A dataset whose samples are rows of tensors, arrays or lists in memory, and nothing else."""
+
+    what: str
+    """The dataset's class."""
+    count: int
+    bytes: int
+    """Of all rows."""
+    devices: tuple[str, ...] = ()
+    """Types of the devices that hold tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoaderFacts:
     """Properties of the train loader, read without taking a sample from it."""
 
@@ -84,6 +97,8 @@ class LoaderFacts:
     """Samples whose list could be packed into arrays shared by workers; 0 if not worthwhile."""
     images: ImageFacts | str = "the dataset was not inspected"
     """The processing of each file of an image dataset; or why the dataset is not one."""
+    rows: RowFacts | str = "the dataset was not inspected"
+    """The rows in memory that its samples are; or why they are something else."""
     prefix: PrefixFacts | str = "the dataset was not inspected"
     """The part of each sample that could be cached; or why there is none."""
     engine: str | None = None

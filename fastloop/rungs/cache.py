@@ -1,9 +1,10 @@
 """Cache the part of each sample that never changes: read and decode once, augment anew in every epoch.
 
-Faster because  later epochs copy a decoded image from memory instead of decoding it again.
+Faster because  later epochs copy a decoded image from memory instead of decoding it again. Rows that are in memory
+                already (a TensorDataset) are picked a batch at a time, on the device if they fit there.
 Costs           space for the decoded samples in shared memory, on disk or on a server; the first epoch only fills it.
 Don't use when  each sample is read only once, the decoded samples fit nowhere, or loading is not the bottleneck.
-Evidence        the hit rate: samples served from the store, of all requested; batches made on the device
+Evidence        the hit rate: samples served from the store, of all requested; batches made on the device, or at once
 Source          https://docs.pytorch.org/docs/stable/data.html#dataset-types
 """
 
@@ -18,8 +19,9 @@ from fastloop.errors import ConfigError, NotApplicable, require_positive
 from fastloop.evidence.worker_limits import count_draws
 from fastloop.feeds.cache.wanted import KeptSamples, compute_share
 from fastloop.feeds.device_store.wanted import explain_no_engine, plan_on_device
+from fastloop.feeds.rows.wanted import explain_no_rows, plan_rows
 from fastloop.records.card import Card, ClimbState, Variant
-from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
+from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts, RowFacts
 from fastloop.records.images import ImageFacts, RandomResizedCrop
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict
@@ -32,6 +34,8 @@ LEAST_SHARE = 0.5
 smaller."""
 LITTLE_BYTES = 2 * 10**8
 """Pictures that take no more than this may go to a GPU unasked: 50,000 of 32 x 32 pixels."""
+LITTLE_ROW_BYTES = 10**9
+"""The same of rows, which there is no other way to have at once."""
 ENGINES = ("dali", "nodes")
 """Rungs that make the batches, in place of a store on the device."""
 
@@ -46,11 +50,24 @@ def _list_variants(state: ClimbState) -> Iterator[Variant]:
         yield Variant(name="device", settings=(device,), changes="engine", together=True, replaces=replaced)
 
 
+def _applies(seen: Measurement) -> bool:
+    decodes = read_loader(seen).get("decode_ms") is not None
+    return _picks_rows(seen) or (decodes and is_worth_handing_over(seen))
+
+
+def _picks_rows(seen: Measurement) -> bool:
+    return read_loader(seen).get("rows") is not None
+
+
 CARD = Card(
     family="feed",
-    does="the cache keeps decoded samples, so that later epochs need not decode them again",
-    answers={"data_wait": 3, "decoding": 2, "mostly_decoding": 1},
-    applies=lambda seen: read_loader(seen).get("decode_ms") is not None and is_worth_handing_over(seen),
+    does=lambda seen: (
+        "all rows of a batch are picked at once"
+        if _picks_rows(seen)
+        else "the cache keeps decoded samples, so that later epochs need not decode them again"
+    ),
+    answers={"data_wait": 3, "decoding": 2, "mostly_decoding": 1, "picking": 1},
+    applies=_applies,
     variants=_list_variants,
 )
 """What other files may know about this rung."""
@@ -88,8 +105,11 @@ class Cache:
         if facts.loader is None:
             may_want = {"device": ("loader.engine",), "auto": ("loader.engine", "dataset.cache")}
             return Change(waits_for="the train loader", may_want=may_want.get(self.store, ("dataset.cache",)))
+        most = None if self.size_gb == "auto" else int(self.size_gb * 1e9)
+        if isinstance(facts.loader.rows, RowFacts) and (self.store == "device" or self._suits_rows(facts)):
+            return plan_rows(facts, facts.loader, most)
         if self.store == "device" or self._suits_device(facts, facts.loader):
-            return plan_on_device(facts, facts.loader, None if self.size_gb == "auto" else int(self.size_gb * 1e9))
+            return plan_on_device(facts, facts.loader, most)
         prefix = self._find_prefix(facts.loader)
         draws = count_draws(facts.loader, facts)
         if self.store in ("auto", "shm") and draws is not None and draws <= prefix.samples:
@@ -125,6 +145,14 @@ class Cache:
             isinstance(step, RandomResizedCrop) for step in loader.images.steps
         )
         return not resizes and need is not None and need <= LITTLE_BYTES
+
+    def _suits_rows(self, facts: Facts) -> bool:
+        """Whether `auto` picks rows at once: on a GPU, which copies them, they take little of it."""
+        loader = facts.loader
+        if loader is None or isinstance(loader.rows, str) or self.store != "auto" or facts.strict:
+            return False
+        takes_little = facts.device != "cuda" or loader.rows.bytes <= LITTLE_ROW_BYTES
+        return takes_little and explain_no_rows(facts, loader) is None
 
     def _find_prefix(self, loader: LoaderFacts) -> PrefixFacts:
         if not loader.is_dataloader:
@@ -163,6 +191,10 @@ class Cache:
     def verify(self, seen: Measurement) -> Verdict:
         """The rung took effect if samples came from the store."""
         found = seen.evidence.get("cache", {})
+        if (batches := found.get("row_batches")) is not None:
+            why = f"{batches:,} batches were picked at once out of {found['rows']:,} rows"
+            why += f", {_format_gb(found['kept_bytes'])} on the device" if found["kept_bytes"] else ""
+            return Verdict(took=batches > 0, why=why)
         if (batches := found.get("device_batches")) is not None:
             told = f"{found['pictures']:,} pictures, {_format_gb(found['kept_bytes'])}, on the device"
             return Verdict(took=batches > 0, why=f"{batches:,} batches were made there out of {told}")

@@ -66,7 +66,7 @@ def _may_keep(seen: Measurement) -> bool:
 CARD = Card(
     family="feed",
     does=lambda seen: f"the loader has 0 workers, {read_loader(seen).get('usable_cpus')} CPUs are usable",
-    answers={"data_wait": 1, "epoch_gap": 1},
+    answers={"data_wait": 1, "picking": 2, "epoch_gap": 1},
     applies=lambda seen: (
         read_loader(seen).get("num_workers") == 0
         and bool(read_loader(seen).get("map_style"))

@@ -300,7 +300,8 @@ class Applier:
         facts = replace(site.facts, loader=loader_facts)
 
         def plan_anew(refused: Plan, why: str) -> Plan:
-            if not self._live.plan_without_engine(refused.owner("loader.engine")):
+            owner, is_used = refused.owner("loader.engine"), loaders.has_engine()
+            if not self._live.plan_without_engine(owner, why, is_used=is_used):
                 self._give_up("loader.engine", why)
             return self._live.plan_loader(facts)
 

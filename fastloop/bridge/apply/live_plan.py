@@ -32,6 +32,8 @@ class LivePlan:
         """What those rungs may want then."""
         self._given_up: frozenset[str] = frozenset()
         """Rungs that were planned for a train loader but cannot apply."""
+        self._no_engine: dict[str, str] = {}
+        """Rungs whose engine was refused, and why; their second choice is planned."""
         self._spared: set[str] = set()
         """Rungs left out that are no error under ``strict``: they could apply but are not worth it here."""
 
@@ -51,18 +53,28 @@ class LivePlan:
         off = {rung: dataclasses.replace(getattr(self.ladder, rung), enabled=False) for rung in self._given_up}
         made = plan(dataclasses.replace(self.ladder, **off), facts)
         steps = {step.rung: step for step in made.steps if step.rung in self.loader_rungs}
+        for rung, why in self._no_engine.items():
+            if rung in steps and steps[rung].status == "skipped":
+                steps[rung] = dataclasses.replace(steps[rung], reason=why)
         self.plan = Plan(
             steps=tuple(old if old.status == "planned" else steps.get(old.rung, old) for old in self.plan.steps)
         )
         self.check_strict()
         return Plan(steps=tuple(steps.values()))
 
-    def plan_without_engine(self, rung: str | None) -> bool:
-        """Plan a rung's second choice from now on, which takes no engine's place; returns whether it has one."""
+    def plan_without_engine(self, rung: str | None, why: str, *, is_used: bool) -> bool:
+        """Plan a rung's second choice from now on, which takes no engine's place; returns whether it has one.
+
+        Args:
+            is_used: whether another loader has its engine, so that the rung stays planned as it is.
+        """
         other = getattr(getattr(self.ladder, rung or "", None), "without_engine", lambda: None)()
         if rung is None or other is None:
             return False
         self.ladder = dataclasses.replace(self.ladder, **{rung: other})
+        self._no_engine[rung] = why
+        if not is_used and (step := self.plan.step(rung)) is not None:
+            self.replace(step, dataclasses.replace(step, status="waiting"))
         return True
 
     def give_up(self, step: Step, reason: str, *, is_refusal: bool = True, has_acted: bool = False) -> None:

@@ -157,6 +157,10 @@ class TrainLoaders:
                 raise NotApplicable(why)
         return plan
 
+    def has_engine(self) -> bool:
+        """Whether an engine loads in place of one of the loaders."""
+        return any(key == "loader.engine" for key, _ in self._made)
+
     def _find_engine_fault(self, loader: Any, plan: Plan, say: Callable[[str], None]) -> str | None:
         """Let the engine that would replace the loader check it first; returns why it cannot, or None."""
         engine: Any = plan.wants.get("loader.engine")

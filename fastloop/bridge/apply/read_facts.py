@@ -24,6 +24,7 @@ from fastloop.feeds.dali import pictures
 from fastloop.feeds.images.reading import read_facts as read_images
 from fastloop.feeds.lazy_loader import makes_iterators
 from fastloop.feeds.place.draws import explain_lost_place
+from fastloop.feeds.rows.reading import read_facts as read_rows
 from fastloop.feeds.workers.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
 
@@ -203,6 +204,7 @@ def read_loader_facts(
         long_lists=datasets.list_long(loader.dataset),
         packable=count_packable(loader.dataset),
         images=read_images(loader.dataset),
+        rows=read_rows(loader.dataset),
         prefix=read_prefix(loader.dataset),
     )
 

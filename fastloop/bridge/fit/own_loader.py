@@ -21,18 +21,21 @@ def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[s
     Args:
         seen: the evidence on the loader so far.
     """
-    decode_ms = loader_state.measure_decode_ms(trainer)
+    decode_ms, rows = loader_state.measure_decode_ms(trainer), loader_state.find_rows(trainer)
     restarts = bool(seen.get("num_workers")) and not seen.get("persistent_workers")
-    if not loader_state.find_loaders(trainer) or (decode_ms is None and not restarts):
+    if not loader_state.find_loaders(trainer) or (decode_ms is None and rows is None and not restarts):
         return {}
     facts = _read_loader(trainer, applier, ladder)
     loader = dict(seen)
+    if rows is not None:
+        loader["rows"] = rows
     if facts is None or (facts.loader is not None and facts.loader.num_workers):
         loader["can_keep_workers"] = facts is not None and can_keep_theirs(facts)
-    if decode_ms is None:
+    if decode_ms is not None:
+        loader["decode_ms"] = decode_ms
+    elif rows is None:
         return {"loader": loader}
-    refused = {} if facts is None else list_refused(ladder, facts)
-    return {"loader": {**loader, "decode_ms": decode_ms}, "refused": refused}
+    return {"loader": loader, "refused": {} if facts is None else list_refused(ladder, facts)}
 
 
 def _read_loader(trainer: Any, applier: Applier | None, ladder: Ladder) -> Facts | None:

@@ -12,6 +12,8 @@ from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.images import decode_time
 from fastloop.feeds.images.byte_batches import find_user_dataset
 from fastloop.feeds.lazy_loader import Bounded, LazyLoader
+from fastloop.feeds.rows.reading import read_facts as read_rows
+from fastloop.records.facts import RowFacts
 
 
 def measure_decode_ms(trainer: Any) -> float | None:
@@ -21,6 +23,14 @@ def measure_decode_ms(trainer: Any) -> float | None:
         dataset = find_user_dataset(getattr(loader, "dataset", None))
         if (found := decode_time.measure_decode_ms(dataset)) is not None:
             return found
+    return None
+
+
+def find_rows(trainer: Any) -> str | None:
+    """The class of a train loader's dataset, if its samples are rows in memory that are picked one by one."""
+    for loader in find_loaders(trainer):
+        if _find_engine(loader) is None and isinstance(found := read_rows(getattr(loader, "dataset", None)), RowFacts):
+            return found.what
     return None
 
 

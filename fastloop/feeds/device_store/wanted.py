@@ -59,7 +59,7 @@ class PicturesOnDevice:
         from fastloop.feeds.device_store.engine import make_engine
 
         device = torch.device(self.device)
-        most = int(SHARE * _measure_free(self.device)) if self.most_bytes is None else self.most_bytes
+        most = int(SHARE * measure_free(self.device)) if self.most_bytes is None else self.most_bytes
         engine = make_engine(loader, device, most_bytes=most, workers=self.workers, say=say)
         self.live[:] = [engine]
         return engine.evidence()
@@ -73,7 +73,7 @@ class PicturesOnDevice:
         return engine
 
 
-def _measure_free(device: str) -> int:
+def measure_free(device: str) -> int:
     """Return the free memory, in bytes, of the current device of this type."""
     if device == "cuda":
         import torch
@@ -110,24 +110,10 @@ def plan_on_device(facts: Facts, loader: LoaderFacts, most_bytes: int | None = N
 
 def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
     """Return why batches cannot be made on the device; None if they can."""
-    if facts.device not in ("cuda", "cpu"):
-        return f"this run is on {facts.device}"
-    if facts.steps_with_iterator:
-        return "training_step(dataloader_iter) fetches its own batches"
-    if facts.transfer_hooks:
-        return f"{facts.transfer_hooks[0]} of yours must see batches before they are on the device"
     if isinstance(loader.images, str):
         return loader.images
-    if loader.engine is not None:
-        return f"{loader.engine} loads already"
-    if loader.custom_collate or loader.own_iterator or not loader.auto_collates or loader.stateful:
-        return "code of yours makes the batches or tracks their position"
-    if facts.reload_every_n_epochs:
-        return "the Trainer reloads its loaders, and all pictures would be decoded again"
-    if loader.may_change:
-        return f"the dataset may change between epochs: {loader.may_change[0]}"
-    if loader.sampler_hazards:
-        return loader.sampler_hazards[0]
+    if (why := explain_own_batches(facts, loader)) is not None:
+        return why
     if facts.device == "cpu" and any(isinstance(step, RandomResizedCrop) for step in loader.images.steps):
         return "this run is on cpu, where Pillow resizes faster"
     draws = count_draws(loader, facts)
@@ -137,6 +123,25 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
     if strange := [name for name in loader.draws_random if name not in names]:
         return f"{strange[0]} draws random numbers, too"
     return explain_no_steps(loader.images)
+
+
+def explain_own_batches(facts: Facts, loader: LoaderFacts) -> str | None:
+    """Return why only the loader itself can make its batches, whatever its samples are; None if an engine can."""
+    if facts.device not in ("cuda", "cpu"):
+        return f"this run is on {facts.device}"
+    if facts.steps_with_iterator:
+        return "training_step(dataloader_iter) fetches its own batches"
+    if facts.transfer_hooks:
+        return f"{facts.transfer_hooks[0]} of yours must see batches before they are on the device"
+    if loader.engine is not None:
+        return f"{loader.engine} loads already"
+    if loader.custom_collate or loader.own_iterator or not loader.auto_collates or loader.stateful:
+        return "code of yours makes the batches or tracks their position"
+    if facts.reload_every_n_epochs:
+        return "the Trainer reloads its loaders, and the engine would begin anew"
+    if loader.may_change:
+        return f"the dataset may change between epochs: {loader.may_change[0]}"
+    return loader.sampler_hazards[0] if loader.sampler_hazards else None
 
 
 def explain_no_steps(images: ImageFacts) -> str | None:

@@ -1,0 +1,154 @@
+"""The engine that makes a loader's batches by picking all their rows at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from fastloop.errors import NotApplicable
+from fastloop.feeds.device_store.draws import send
+from fastloop.feeds.images.own_samples import untouched_generators
+from fastloop.feeds.rows.reading import Column, Rows, Unknown, read_rows
+
+COMPARED = 16
+"""Samples that must equal those of the user's loader, bit for bit, before the engine is used."""
+
+
+class RowEngine:
+    """Returns the same batches as the loader, bit for bit; no random number decides about them but the sampler's.
+
+    Args:
+        loader: its batch sampler chooses the samples.
+        device: where the batches are made. Rows on the CPU are copied there once, and again after they were changed in
+            place; on the CPU, batches are picked from the user's own objects.
+    """
+
+    def __init__(self, loader: DataLoader[Any], rows: Rows, device: torch.device) -> None:
+        self.loader, self.batches = loader, 0
+        self._rows, self._device = rows, device
+        self._columns = {id(column): _Values(column, device) for column in rows.columns}
+
+    def load(self, seed: int) -> Iterator[Any]:
+        """Yield one epoch's batches. The seed is unused: workers would draw nothing from it."""
+        for indices in self.loader.batch_sampler:  # type: ignore[union-attr]
+            self.batches += 1
+            yield self.make(indices)
+
+    def make(self, indices: Sequence[int]) -> Any:
+        """Make the batch of these samples, in the form of the default collate function."""
+        places = np.asarray(indices, dtype=np.int64)
+        places = np.where(places < 0, places + self._rows.count, places)
+        if self._rows.places is not None:
+            places = self._rows.places[places]
+        return self._collate(self._rows.form, places, send(places, self._device))
+
+    def _collate(self, form: Any, places: Any, sent: torch.Tensor) -> Any:
+        if isinstance(form, Column):
+            return self._columns[id(form)].pick(places, sent)
+        if isinstance(form, dict):
+            return {key: self._collate(part, places, sent) for key, part in form.items()}
+        return [self._collate(part, places, sent) for part in form]
+
+    def evidence(self) -> Mapping[str, Any]:
+        """Return the number of batches made, and facts about the rows."""
+        kept = sum(each.kept_bytes for each in self._columns.values())
+        return {"row_batches": self.batches, "rows": self._rows.count, "kept_bytes": kept}
+
+
+class _Values:
+    """One column, where batches are made."""
+
+    def __init__(self, column: Column, device: torch.device) -> None:
+        self._values, self._changes, self._device = column.values, column.changes, device
+        self._is_there = isinstance(column.values, torch.Tensor) and column.values.device == device
+        self._kept: torch.Tensor | None = None
+        self._version = -1
+
+    @property
+    def kept_bytes(self) -> int:
+        return 0 if self._kept is None else int(self._kept.nbytes)
+
+    def pick(self, places: Any, sent: torch.Tensor) -> torch.Tensor:
+        """Its rows at these places, as the default collate function stacks them.
+
+        Args:
+            sent: the same places on the device.
+        """
+        if self._is_there:
+            return _apply(self._changes, self._values.index_select(0, sent))
+        if self._device.type != "cpu":
+            return self._copy().index_select(0, sent)
+        if isinstance(self._values, list):
+            return _apply(self._changes, _into_tensor([self._values[place] for place in places]))
+        return _apply(self._changes, _into_tensor(self._values.take(places, axis=0)))
+
+    def _copy(self) -> torch.Tensor:
+        """The column on the device, copied again if a tensor was changed in place."""
+        version = self._values._version if isinstance(self._values, torch.Tensor) else 0
+        if self._kept is None or version != self._version:
+            self._kept, self._version = _apply(self._changes, _into_tensor(self._values)).to(self._device), version
+        return self._kept
+
+
+def _apply(changes: Sequence[Any], values: torch.Tensor) -> torch.Tensor:
+    for change in changes:
+        values = change(values)
+    return values
+
+
+def _into_tensor(values: Any) -> torch.Tensor:
+    """Of Python's floats, torch's default collate function makes 64 bits."""
+    if isinstance(values, list):
+        return torch.tensor(values, dtype=torch.float64 if isinstance(values[0], float) else None)
+    return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+
+
+def make_engine(loader: DataLoader[Any], device: torch.device, *, most_bytes: int) -> RowEngine:
+    """Put the rows in place and compare a few samples with the loader's own.
+
+    Raises:
+        NotApplicable: they do not fit, or differ.
+    """
+    try:
+        rows = read_rows(loader.dataset)
+    except Unknown as why:
+        raise NotApplicable(str(why)) from None
+    if not rows.count:
+        raise NotApplicable("the dataset is empty")
+    check_room(rows, device, most_bytes)
+    engine = RowEngine(loader, rows, device)
+    chosen = np.linspace(0, rows.count - 1, min(COMPARED, rows.count)).astype(int).tolist()
+    with untouched_generators():
+        expected = default_collate([loader.dataset[index] for index in chosen])
+        made = engine.make(chosen)
+    if not _is_same(made, expected):
+        raise NotApplicable("rows picked at once differ from the loader's batch")
+    return engine
+
+
+def check_room(rows: Rows, device: torch.device, most_bytes: int) -> None:
+    """Raise NotApplicable if more rows than that would have to be copied to the device."""
+    need = 0 if device.type == "cpu" else rows.count_bytes()
+    if need > most_bytes:
+        raise NotApplicable(f"the rows take {need / 1e9:.3g} GB, and they may take {most_bytes / 1e9:.3g} GB there")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two batches are of one form, and equal bit for bit; where they are does not count."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        same_form = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        return same_form and torch.equal(_read_bits(one), _read_bits(other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_is_same(one[key], other[key]) for key in one)
+    return len(one) == len(other) and all(map(_is_same, one, other))
+
+
+def _read_bits(values: torch.Tensor) -> torch.Tensor:
+    """Not a number equals itself, in bits."""
+    return values.cpu().contiguous().view(torch.uint8)

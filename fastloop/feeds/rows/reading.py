@@ -1,0 +1,258 @@
+"""Reads which datasets only pick rows of tensors, arrays or lists that they hold in memory.
+
+A TensorDataset does, and so does a class of the user's whose ``__getitem__`` is written like this:
+
+    def __getitem__(self, index):
+        x = torch.tensor(self.x[index], dtype=torch.float32)
+        return {"x": x, "y": self.y[index]}
+
+Its source is read, not called. Whatever else it does, the dataset is left alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from fastloop.records.facts import RowFacts
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+_MAKERS = ("tensor", "as_tensor", "from_numpy")
+_CASTS = ("float", "double", "half", "bfloat16", "long", "int", "short", "bool", "clone", "contiguous")
+
+
+class Unknown(Exception):
+    """The dataset does more than to pick rows, or holds something else; says what."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Values in memory, of which a sample has one row, and what is done with that row."""
+
+    values: Any
+    """A tensor, an array or a list of numbers; the user's own object."""
+    changes: tuple[Change, ...] = ()
+    """From the row as a tensor; for one row or many alike."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A dataset as columns, in the form of its samples: tuples, lists and dicts of `Column`."""
+
+    form: Any
+    count: int
+    places: np.ndarray[Any, Any] | None = None
+    """The row of each sample, int64 [count]; None: sample i is row i."""
+
+    @property
+    def columns(self) -> list[Column]:
+        return list_columns(self.form)
+
+    def count_bytes(self) -> int:
+        """Bytes of all columns; one that is used twice counts once."""
+        return sum({id(column.values): _measure_bytes(column.values) for column in self.columns}.values())
+
+
+def list_columns(form: Any) -> list[Column]:
+    """The columns of such a form, in order."""
+    if isinstance(form, Column):
+        return [form]
+    parts = form.values() if isinstance(form, Mapping) else form
+    return [column for part in parts for column in list_columns(part)]
+
+
+def read_facts(dataset: Any) -> RowFacts | str:
+    """Facts for a plan, or why the dataset's samples are not rows in memory."""
+    try:
+        rows = read_rows(dataset)
+    except Unknown as why:
+        return str(why)
+    devices = {column.values.device.type for column in rows.columns if isinstance(column.values, torch.Tensor)}
+    return RowFacts(what=_describe(dataset), count=rows.count, bytes=rows.count_bytes(), devices=tuple(sorted(devices)))
+
+
+def read_rows(dataset: Any) -> Rows:
+    """A dataset's columns, without copying anything.
+
+    Raises:
+        Unknown: its samples may be something else.
+    """
+    if type(dataset) is Subset:
+        return _take_subset(read_rows(dataset.dataset), dataset.indices)
+    if type(dataset) is TensorDataset:
+        form: Any = tuple(Column(_check(values, "one of its tensors")) for values in dataset.tensors)
+    else:
+        form = _read_class(dataset)
+    columns = list_columns(form)
+    if not columns:
+        raise Unknown(f"{type(dataset).__name__}'s samples hold no rows")
+    count = len(dataset)
+    if any(len(column.values) < count for column in columns):
+        raise Unknown(f"{type(dataset).__name__} says that it has {count:,} samples, more than its rows")
+    return Rows(form, count)
+
+
+def _take_subset(rows: Rows, indices: Sequence[int]) -> Rows:
+    places = np.asarray(indices)
+    if places.ndim != 1 or (places.size and places.dtype.kind not in "iu"):
+        raise Unknown("a Subset's indices are no whole numbers")
+    places = places.astype(np.int64)
+    if places.size and not (-rows.count <= places.min() and places.max() < rows.count):
+        raise Unknown("a Subset's indices reach beyond its dataset")
+    places = np.where(places < 0, places + rows.count, places)
+    return Rows(rows.form, len(places), places if rows.places is None else rows.places[places])
+
+
+def _describe(dataset: Any) -> str:
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    return type(inner).__name__
+
+
+def _check(values: Any, name: str) -> Any:
+    """The values themselves, if rows can be picked from them."""
+    if type(values) is torch.Tensor:
+        if values.layout is not torch.strided or values.requires_grad or values.is_quantized or not values.dim():
+            raise Unknown(f"{name} is no plain tensor")
+        return values
+    if type(values) is np.ndarray:
+        if values.dtype.kind not in "biuf" or not values.ndim or not values.dtype.isnative:
+            raise Unknown(f"{name} is an array of {values.dtype}")
+        return values
+    if type(values) is list:
+        if not values or type(values[0]) not in (int, float, bool) or len(set(map(type, values))) > 1:
+            raise Unknown(f"{name} is a list, but not of numbers of one kind")
+        return values
+    raise Unknown(f"{name} is a {type(values).__name__}")
+
+
+def _measure_bytes(values: Any) -> int:
+    return 8 * len(values) if isinstance(values, list) else int(values.nbytes)
+
+
+# -- a class of the user's, from its source ----------------------------------------------------------------------------
+
+
+def _read_class(dataset: Any) -> Any:
+    kind = type(dataset)
+    function = getattr(kind, "__getitem__", None)
+    if not inspect.isfunction(function) or hasattr(dataset, "__getitems__"):
+        raise Unknown(f"{kind.__name__} is no TensorDataset, and its __getitem__ is not plain Python")
+    looks_up = {"__getattribute__", "__getattr__"}
+    if any(looks_up & set(vars(each)) for each in kind.__mro__ if each is not object):
+        raise Unknown(f"{kind.__name__} looks its attributes up in its own way")
+    try:
+        parsed = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError) as error:
+        raise Unknown(f"the source of {kind.__name__}.__getitem__ cannot be read") from error
+    if not isinstance(parsed, ast.FunctionDef) or parsed.decorator_list or function.__closure__:
+        raise Unknown(f"{kind.__name__}.__getitem__ is decorated, or made inside a function")
+    names = [each.arg for each in parsed.args.args]
+    if len(names) != 2 or parsed.args.vararg or parsed.args.kwarg or parsed.args.kwonlyargs or parsed.args.defaults:
+        raise Unknown(f"{kind.__name__}.__getitem__ takes more than an index")
+    return _Reader(dataset, function, *names).read(parsed.body)
+
+
+class _Reader:
+    """Follows the statements of one ``__getitem__``."""
+
+    def __init__(self, dataset: Any, function: Any, own: str, index: str) -> None:
+        self._dataset, self._globals, self._own, self._index = dataset, function.__globals__, own, index
+        self._known: dict[str, Any] = {}
+
+    def read(self, body: Sequence[ast.stmt]) -> Any:
+        """The form that it returns."""
+        for statement in body:
+            match statement:
+                case ast.Expr(value=ast.Constant()):
+                    continue
+                case ast.Assign(targets=[ast.Name(id=name)]) if name not in (self._own, self._index, "torch"):
+                    self._known[name] = self._follow(statement.value)
+                case ast.Return(value=ast.expr() as value):
+                    return self._follow(value)
+                case _:
+                    raise self._refuse(statement)
+        raise Unknown(f"{type(self._dataset).__name__}.__getitem__ returns nothing")
+
+    def _follow(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Name(id=name) if name in self._known:
+                return self._known[name]
+            case ast.Tuple(elts=parts):
+                return tuple(map(self._follow, parts))
+            case ast.List(elts=parts):
+                return list(map(self._follow, parts))
+            case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+                return {key.value: self._follow(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
+            case ast.Subscript(
+                value=ast.Attribute(value=ast.Name(id=self._own), attr=name), slice=ast.Name(id=self._index)
+            ):
+                return Column(self._find(name))
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=maker), args=[inner]) if maker in _MAKERS:
+                return self._make(node, maker, inner)
+            case ast.Call(func=ast.Attribute(value=inner, attr=cast), args=[], keywords=[]) if cast in _CASTS:
+                return self._cast(node, inner, cast)
+        raise self._refuse(node)
+
+    def _find(self, name: str) -> Any:
+        kind = type(self._dataset)
+        if name not in vars(self._dataset) or hasattr(getattr(kind, name, None), "__set__"):
+            raise Unknown(f"{kind.__name__}.{name} is not an attribute of the object itself")
+        return _check(vars(self._dataset)[name], f"{kind.__name__}.{name}")
+
+    def _make(self, node: ast.Call, maker: str, inner: ast.expr) -> Column:
+        """``torch.tensor(row, dtype=torch.float32)`` and the like."""
+        column, dtype = self._follow(inner), None
+        if self._globals.get("torch") is not torch or not isinstance(column, Column):
+            raise self._refuse(node)
+        match node.keywords:
+            case []:
+                pass
+            case [ast.keyword(arg="dtype", value=ast.Attribute(value=ast.Name(id="torch"), attr=name))]:
+                dtype = getattr(torch, name, None)
+            case _:
+                raise self._refuse(node)
+        if node.keywords and not isinstance(dtype, torch.dtype):
+            raise self._refuse(node)
+        is_array = isinstance(column.values, np.ndarray)
+        if maker == "from_numpy" and not is_array:
+            raise self._refuse(node)
+        if dtype is None and (isinstance(column.values, list) or (is_array and column.values.ndim == 1)):
+            raise self._refuse(node)  # of a single number, torch chooses the type
+        return Column(column.values, (*column.changes, _To(dtype)))
+
+    def _cast(self, node: ast.Call, inner: ast.expr, cast: str) -> Column:
+        column = self._follow(inner)
+        if not isinstance(column, Column) or not (column.changes or isinstance(column.values, torch.Tensor)):
+            raise self._refuse(node)  # an array's methods are others
+        return Column(column.values, (*column.changes, _Cast(cast)))
+
+    def _refuse(self, node: ast.AST) -> Unknown:
+        text = " ".join(ast.unparse(node).split())
+        return Unknown(f"{type(self._dataset).__name__}.__getitem__ does more than to pick rows: {text[:80]}")
+
+
+@dataclass(frozen=True)
+class _To:
+    dtype: torch.dtype | None
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self.dtype is None else values.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class _Cast:
+    name: str
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        cast: torch.Tensor = getattr(values, self.name)()
+        return cast

@@ -1,0 +1,118 @@
+"""Batches picked at once: proven on samples first, fresh after changes in place, and the loader's own in training."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from fastloop.errors import NotApplicable
+from fastloop.feeds.rows import engine as engine_file
+from fastloop.feeds.rows.engine import RowEngine, make_engine
+from fastloop.feeds.rows.reading import Column, Rows, read_rows
+from tests.rungs.fits import evidence, fit, verdict
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class Pairs(Dataset[Any]):
+    """Written as people write it."""
+
+    def __init__(self, count: int = 64) -> None:
+        numbers = torch.Generator().manual_seed(0)
+        self.x = torch.randn(count, 4, generator=numbers)
+        self.y = self.x.sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index]
+
+
+class Fit(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(4, 1)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.net(x), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def load(dataset: Any, **settings: Any) -> Any:
+    return DataLoader(dataset, batch_size=8, shuffle=True, **settings)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["own", "tensors"])
+def test_training_is_the_same(kind: str, workers: int) -> None:
+    def train(rungs: Any) -> Any:
+        dataset: Any = Pairs() if kind == "own" else TensorDataset(Pairs().x, Pairs().y)
+        module = Fit()
+        watcher, _ = fit(rungs, module, load(dataset, num_workers=workers), max_epochs=3)
+        return module.losses, torch.get_rng_state(), watcher
+
+    plain, state, _ = train({})
+    ours, after, watcher = train({"cache": {}})
+    assert len(plain) == 24 and ours == plain
+    assert torch.equal(state, after)
+    assert verdict(watcher, "cache").took, verdict(watcher, "cache").why
+    assert evidence(watcher, "cache")["row_batches"] == 24
+
+
+def test_a_wrong_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: what is picked is compared with the dataset's own samples before it is used."""
+
+    def read_others(dataset: Any) -> Rows:
+        rows = read_rows(dataset)
+        return Rows((rows.form[0], Column(dataset.y * 1.0000001)), rows.count)
+
+    monkeypatch.setattr(engine_file, "read_rows", read_others)
+    with pytest.raises(NotApplicable, match="differ from the loader's batch"):
+        make_engine(load(Pairs()), CPU, most_bytes=0)
+    module = Fit()
+    watcher, _ = fit({"cache": {}}, module, load(Pairs()), max_epochs=1)
+    assert len(module.losses) == 8
+    assert verdict(watcher, "cache").took is False
+    assert "rows picked at once differ" in verdict(watcher, "cache").why
+
+
+def test_changed_in_place() -> None:
+    """On the CPU rows are the user's own; a copy elsewhere is renewed."""
+    held = Pairs()
+    engine = RowEngine(load(held), read_rows(held), CPU)
+    before = engine.make([3])[0]
+    held.x.add_(1)
+    assert torch.equal(engine.make([3])[0], before + 1)
+
+    moved = RowEngine(load(held), read_rows(held), META)
+    column = moved._columns[id(moved._rows.form[0])]
+    first = column._copy()
+    assert column._copy() is first
+    held.x.add_(1)
+    assert column._copy() is not first
+
+
+def test_too_large() -> None:
+    held = Pairs()
+    with pytest.raises(NotApplicable, match=re.escape("take 1.28e-06 GB, and they may take 1e-06 GB")):
+        engine_file.check_room(read_rows(held), META, 1000)
+    engine_file.check_room(read_rows(held), META, 1280)
+    engine_file.check_room(read_rows(held), CPU, 0)
+
+
+def test_an_empty_dataset() -> None:
+    with pytest.raises(NotApplicable, match="the dataset is empty"):
+        make_engine(DataLoader(TensorDataset(torch.ones(0, 2))), CPU, most_bytes=0)

@@ -1,0 +1,76 @@
+"""When rows are picked at once, and what other rungs see of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastloop.errors import NotApplicable
+from fastloop.feeds.rows.wanted import PickedRows, plan_rows
+from fastloop.records.facts import Facts, LoaderFacts, RowFacts
+from fastloop.rungs.cache import Cache
+
+ROWS = RowFacts(what="TensorDataset", count=1000, bytes=10**6, devices=("cpu",))
+
+
+def facts(loader: dict[str, Any] | None = None, **settings: Any) -> Facts:
+    known = {"kind": "DataLoader", "batch_size": 10, "batches": 100, "num_workers": 2, "rows": ROWS, **(loader or {})}
+    return Facts(loader=LoaderFacts(**known), **settings)
+
+
+def plan(given: Facts, **settings: Any) -> Any:
+    return Cache(enabled=True, **settings).plan(given)
+
+
+def test_plan() -> None:
+    change = plan(facts())
+    assert change.wants == {"loader.engine": PickedRows(device="cpu")}
+    assert change.parity == "exact"
+    assert change.notes == ("picks each batch of TensorDataset at once without a call per sample",)
+    after = change.facts["loader"]
+    assert (after.engine, after.on_device, after.num_workers) == ("a batch picked at once", False, 0)
+
+    change = plan(facts(device="cuda"), size_gb=0.5)
+    assert change.wants == {"loader.engine": PickedRows(device="cuda", most_bytes=500_000_000)}
+    assert change.notes == ("picks each batch of TensorDataset at once on the device, which holds all 1,000 rows",)
+    assert change.facts["loader"].on_device
+
+
+def test_a_gpu_is_asked_for_little_unless_told() -> None:
+    large = RowFacts(what="TensorDataset", count=1000, bytes=2 * 10**9, devices=("cpu",))
+    with pytest.raises(NotApplicable):
+        plan(facts({"rows": large}, device="cuda"))
+    assert plan(facts({"rows": large}, device="cuda"), store="device").wants
+    assert plan(facts({"rows": large}, device="cpu")).wants, "nothing is copied"
+
+
+REFUSED: dict[str, tuple[Facts, str]] = {
+    "other samples": (facts({"rows": "Doubled does more"}), "Doubled does more"),
+    "another device": (
+        facts({"rows": RowFacts(what="T", count=1, bytes=1, devices=("cuda",))}),
+        "T holds tensors on cuda, and this run is on cpu",
+    ),
+    "changed by training": (facts({"changes_within": ("Net writes x",)}), "training changes the data: Net writes x"),
+    "changed between epochs": (facts({"may_change": ("set_epoch",)}), "may change between epochs: set_epoch"),
+    "own collate function": (facts({"custom_collate": True}), "code of yours makes the batches"),
+    "own transfer": (facts(transfer_hooks=("on_before_batch_transfer",)), "must see batches before they are on the"),
+    "a sampler that looks": (facts({"sampler_hazards": ("it reads losses",)}), "it reads losses"),
+    "an engine": (facts({"engine": "DALI"}), "DALI loads already"),
+    "mps": (facts(device="mps"), "this run is on mps"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    given, why = REFUSED[name]
+    assert given.loader is not None
+    with pytest.raises(NotApplicable) as caught:
+        plan_rows(given, given.loader)
+    assert why in str(caught.value)
+
+
+def test_strict() -> None:
+    """Pin and prefetch would have nothing to do, which strict makes an error."""
+    with pytest.raises(NotApplicable):
+        plan(facts(strict=True))
