@@ -297,6 +297,10 @@ def _judge_band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> G
     if redrawn and low <= 0 <= high and best > band:
         why = f"not testable here: different random augmentations shift it as much as different seeds do: {figures}"
         return _make_gate("loss", None, why, testable=False, **seen)
+    if low > band or high < -band:  # only where augmentations are redrawn, which asks for a wider interval
+        side = "higher" if low > band else "lower"
+        why = f"the final loss was {side}, and {len(gaps)} runs cannot tell whether other augmentations did that"
+        return _make_gate("loss", None, f"{why}: {figures}", **seen)
     return _make_gate("loss", None, f"too few runs to tell whether the final loss is the same: {figures}", **seen)
 
 

@@ -209,6 +209,7 @@ def test_augmentations_drawn_anew_move_the_loss_as_seeds_do() -> None:
     unlucky = [[loss + gap for loss in run] for run, gap in zip(base, (0.2, 0.25, 0.3), strict=True)]
     assert judge_loss(base, unlucky).passed is False and judge_loss(base, unlucky, redrawn=True).passed is None
     assert judge_loss(base, unlucky, redrawn=True).detail == {}, "a gap that may well be there is not waved through"
+    assert "3 runs cannot tell whether other augmentations did that" in judge_loss(base, unlucky, redrawn=True).why
 
 
 def test_seeds_that_spread_widen_the_band() -> None:

@@ -236,7 +236,7 @@ def test_off_is_nothing(tmp_path: Path) -> None:
     plain, ours = both({"workers": {"count": 1}}, lambda: batches(12, 4), max_epochs=2)
     assert plain.module.samples == ours.module.samples and not (tmp_path / "home").exists()
     assert ours.loop is not None and ours.loop.plan.step("cache") is None
-    skipped = run(CACHE, batches(12, 4), max_epochs=2)
+    skipped = run(CACHE, DataLoader(list(batches(12, 4).dataset), 4), max_epochs=2)
     assert skipped.reason("cache") is not None and "marked by fastloop.cached_prefix" in skipped.reason("cache")
 
 

@@ -114,6 +114,8 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
         return loader.images
     if (why := explain_own_batches(facts, loader)) is not None:
         return why
+    if facts.reload_every_n_epochs:
+        return "the Trainer reloads its loaders, and all pictures would be decoded again"
     if facts.device == "cpu" and any(isinstance(step, RandomResizedCrop) for step in loader.images.steps):
         return "this run is on cpu, where Pillow resizes faster"
     draws = count_draws(loader, facts)
@@ -137,8 +139,6 @@ def explain_own_batches(facts: Facts, loader: LoaderFacts) -> str | None:
         return f"{loader.engine} loads already"
     if loader.custom_collate or loader.own_iterator or not loader.auto_collates or loader.stateful:
         return "code of yours makes the batches or tracks their position"
-    if facts.reload_every_n_epochs:
-        return "the Trainer reloads its loaders, and the engine would begin anew"
     if loader.may_change:
         return f"the dataset may change between epochs: {loader.may_change[0]}"
     return loader.sampler_hazards[0] if loader.sampler_hazards else None
