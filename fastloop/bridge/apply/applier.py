@@ -25,6 +25,7 @@ from fastloop.bridge.apply.rehearse.tries import Tries
 from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.validation_loaders import ENGINE, ValidationLoaders
+from fastloop.bridge.fail_open import leaves_on_sigterm
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
@@ -305,7 +306,8 @@ class Applier:
                 self._give_up("loader.engine", why)
             return self._live.plan_loader(facts)
 
-        changed = loaders.check_engines(loader, self._live.plan_loader(facts), plan_anew, self.say)
+        with leaves_on_sigterm(site.trainer):
+            changed = loaders.check_engines(loader, self._live.plan_loader(facts), plan_anew, self.say)
         if self.micro is None and changed.wants.get("step.micro_batch"):
             choice = make_choice(site, changed, self._live, self._hands, warn=self.warn, one_time=self.one_time)
             self.micro = MicroBatches(choice)

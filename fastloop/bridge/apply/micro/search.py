@@ -24,6 +24,7 @@ from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
 from fastloop.bridge.apply.state.untouched import untouched, unwritten
+from fastloop.bridge.fail_open import leaves_on_sigterm
 from fastloop.errors import NotApplicable, is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.feeds.batch_norm.groups import BatchGroups
@@ -190,6 +191,7 @@ class _Run:
             with (
                 announced("trying micro-batches on the first step", self.given.say),
                 limited(LIMIT_S, **words),
+                leaves_on_sigterm(self.module.trainer),
                 self.room.ballast(),
             ):
                 with unwritten(self.module.parameters()):

@@ -11,6 +11,7 @@ from fastloop.bridge.apply.rehearse.budget import find_cheapest
 from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
 from fastloop.bridge.apply.rehearse.replay_look import Recordings, ReplayLook
 from fastloop.bridge.apply.rehearse.second_look import SecondLook
+from fastloop.bridge.fail_open import leaves_on_sigterm
 from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
@@ -113,7 +114,7 @@ class Tries:
             return
         self._rehearsal = None
         try:
-            with self._one_time.span("rehearsal"):
+            with self._one_time.span("rehearsal"), leaves_on_sigterm(self._site.trainer):
                 outcomes = rehearsal.run()
         except FastLoopError:
             raise
