@@ -75,7 +75,7 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Samples kept before the random part of their work. Train loaders only."""
+    """Samples kept before the random part of their work. Train loaders only; rows of validation loaders, too."""
 
     enabled: bool = False
     store: Literal["auto", "device", "shm", "disk", "redis"] = "auto"
@@ -103,8 +103,11 @@ class Cache:
     def plan(self, facts: Facts) -> Change:
         """Request a store if part of each sample can be cached, and samples are requested more than once."""
         if facts.loader is None:
-            may_want = {"device": ("loader.engine",), "auto": ("loader.engine", "dataset.cache")}
+            engines = ("loader.engine", "evaluation.engine")
+            may_want = {"device": engines, "auto": (*engines, "dataset.cache")}
             return Change(waits_for="the train loader", may_want=may_want.get(self.store, ("dataset.cache",)))
+        if facts.evaluates:
+            return self._plan_validation(facts)
         most = None if self.size_gb == "auto" else int(self.size_gb * 1e9)
         if isinstance(facts.loader.rows, RowFacts) and (self.store == "device" or self._suits_rows(facts)):
             return plan_rows(facts, facts.loader, most)
@@ -128,6 +131,15 @@ class Cache:
         left = {"shm_free_bytes": max(0, facts.shm_free_bytes - (budget or 0))} if facts.shm_free_bytes else {}
         note = _describe(prefix, store, budget, share)
         return Change(wants={"dataset.cache": want}, notes=(note,), facts=left if store == "shm" else {})
+
+    def _plan_validation(self, facts: Facts) -> Change:
+        """Rows are picked at once for validation, too. Whatever else it loads is left alone."""
+        assert facts.loader is not None
+        if not (self.store == "device" and explain_no_rows(facts, facts.loader) is None) and not self._suits_rows(
+            facts
+        ):
+            return Change()
+        return Change(wants={"evaluation.engine": plan_rows(facts, facts.loader).wants["loader.engine"]})
 
     def without_engine(self) -> Cache | None:
         """Return what `auto` chooses if the device cannot keep the pictures; None if they were to be kept there."""
@@ -193,6 +205,8 @@ class Cache:
         found = seen.evidence.get("cache", {})
         if (batches := found.get("row_batches")) is not None:
             why = f"{batches:,} batches were picked at once out of {found['rows']:,} rows"
+            if more := found.get("validation_row_batches"):
+                why += f", and {more:,} of validation"
             why += f", {_format_gb(found['kept_bytes'])} on the device" if found["kept_bytes"] else ""
             return Verdict(took=batches > 0, why=why)
         if (batches := found.get("device_batches")) is not None:

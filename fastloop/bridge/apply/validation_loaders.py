@@ -36,11 +36,15 @@ class ValidationLoaders:
         self._why: str | None = None
 
     def change(self, loader: Any) -> Any:
-        """A replacement whose batches the engine makes; if that is impossible, the loader itself, with a warning."""
+        """A replacement whose batches the engine makes; the loader itself if the rung has no engine for it, or, with a
+        warning, if that is impossible."""
         loader = next((own for ours, own, _ in self._made if ours is loader), loader)
-        facts = dataclasses.replace(self._site.facts, loader=read_facts.read_loader_facts(loader), evaluates=True)
+        others = [self._site.module, *self._site.trainer.callbacks]
+        read = read_facts.read_loader_facts(loader, others=others)
         try:
-            want = self._rung.plan(facts).wants[ENGINE]
+            want = self._rung.plan(dataclasses.replace(self._site.facts, loader=read, evaluates=True)).wants.get(ENGINE)
+            if want is None:
+                return loader
             want.check(loader, self._say)
         except Exception as error:
             self._why = describe(error)
@@ -49,25 +53,26 @@ class ValidationLoaders:
         assert isinstance(loader, DataLoader)
         twin = clone(loader, {})
         engine = want.make(twin)
-        engine.wants_channels_last = self._site.staging.wants_channels_last
-        self._made.append((LazyLoader(twin, engine=engine), loader, engine))
+        if hasattr(engine, "wants_channels_last"):
+            engine.wants_channels_last = self._site.staging.wants_channels_last
+        ours = LazyLoader(twin, engine=engine, keeps_iterator=loader.persistent_workers)
+        self._made.append((ours, loader, engine))
         return self._made[-1][0]
 
     def evidence(self) -> Mapping[str, Any]:
         """What the engines loaded for validation."""
         found = [engine.evidence() for *_, engine in self._made]
-        whys = [self._why, *(each["why_plain"] for each in found)]
-        return {
-            "validation_images": sum(each["images"] for each in found),
-            "validation_why_plain": next(filter(None, whys), None),
-        }
+        whys = [self._why, *(each.get("why_plain") for each in found)]
+        counts = {f"validation_{key}": sum(each.get(key, 0) for each in found) for key in ("images", "row_batches")}
+        return counts | {"validation_why_plain": next(filter(None, whys), None)}
 
     def give_back(self) -> None:
         """Let the user's loaders load without an engine from their next start on, and hand them back to Lightning."""
         known = {id(ours): own for ours, own, _ in self._made}
         for ours, _, engine in self._made:
             ours.engine = None
-            engine.close()
+            if hasattr(engine, "close"):
+                engine.close()
         self._made = []
         for loop in (self._site.trainer.fit_loop.epoch_loop.val_loop, self._site.trainer.validate_loop):
             combined = getattr(loop, "_combined_loader", None)  # no public way to put them back

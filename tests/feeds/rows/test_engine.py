@@ -72,6 +72,36 @@ def test_training_is_the_same(kind: str, workers: int) -> None:
     assert evidence(watcher, "cache")["row_batches"] == 24
 
 
+class Validated(Fit):
+    """Draws random numbers in validation, so that one drawn too many elsewhere would be seen."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        noise = torch.randn_like(x)
+        self.losses.append(torch.nn.functional.mse_loss(self.net(x + noise), y).item())
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["no workers", "workers that stay"])
+def test_validation_is_the_same(kept: bool) -> None:
+    def train(rungs: Any) -> Any:
+        module, more = Validated(), {"num_workers": 1, "persistent_workers": True} if kept else {}
+        watcher, _ = fit(rungs, module, load(Pairs()), val=DataLoader(Pairs(20), 8, **more), max_epochs=3)
+        return module.losses, torch.get_rng_state(), watcher
+
+    plain, state, _ = train({})
+    ours, after, watcher = train({"cache": {}})
+    assert len(plain) >= 33 and ours == plain
+    assert torch.equal(state, after)
+    assert evidence(watcher, "cache")["validation_row_batches"] >= 9
+
+
+def test_validation_of_other_samples_is_left_alone() -> None:
+    module, others = Validated(), [(torch.ones(4), torch.ones(1))] * 5
+    watcher, trainer = fit({"cache": {}}, module, load(Pairs()), val=DataLoader(others), max_epochs=1)
+    assert type(trainer.val_dataloaders) is DataLoader
+    assert verdict(watcher, "cache").took and evidence(watcher, "cache")["validation_row_batches"] == 0
+
+
 def test_a_wrong_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: what is picked is compared with the dataset's own samples before it is used."""
 

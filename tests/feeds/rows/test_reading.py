@@ -86,11 +86,12 @@ def flatten(batch: Any) -> list[Any]:
         return [("dict", *batch), *(leaf for part in batch.values() for leaf in flatten(part))]
     if isinstance(batch, (list, tuple)):
         return [type(batch), *(leaf for part in batch for leaf in flatten(part))]
-    return [(batch.dtype, batch.shape, batch.stride(), batch.numpy().tobytes())]
+    return [(batch.dtype, batch.shape, batch.stride(), batch.contiguous().view(torch.uint8).numpy().tobytes())]
 
 
 DATASETS: dict[str, Callable[[], Any]] = {
     "tensors": lambda: TensorDataset(Held().x, Held().images, torch.arange(N)),
+    "a type that NumPy has not": lambda: TensorDataset(Held().x.bfloat16()),
     "one tensor": lambda: TensorDataset(Held().x),
     "a random split": lambda: torch.utils.data.random_split(TensorDataset(Held().x), [N - 6, 6])[0],
     "a subset of a subset": lambda: Subset(Subset(Tuples(), range(3, 20)), [-1, 5, 5, 0, -16, 2]),
