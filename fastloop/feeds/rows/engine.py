@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from fastloop.errors import NotApplicable
 from fastloop.feeds.device_store.draws import send
+from fastloop.feeds.images.byte_batches import find_user_dataset
 from fastloop.feeds.images.own_samples import untouched_generators
 from fastloop.feeds.rows.reading import Column, Rows, Unknown, read_rows
 
@@ -22,7 +23,7 @@ class RowEngine:
     """Returns the same batches as the loader, bit for bit; no random number decides about them but the sampler's.
 
     Args:
-        loader: its batch sampler chooses the samples.
+        loader: its batch sampler chooses the samples; those of a window of batches are one batch.
         device: where the batches are made. Rows on the CPU are copied there once, and again after they were changed in
             place; on the CPU, batches are picked from the user's own objects.
     """
@@ -122,8 +123,9 @@ def make_engine(loader: DataLoader[Any], device: torch.device, *, most_bytes: in
     Raises:
         NotApplicable: they do not fit, or differ.
     """
+    dataset = find_user_dataset(loader.dataset)
     try:
-        rows = read_rows(loader.dataset)
+        rows = read_rows(dataset)
     except Unknown as why:
         raise NotApplicable(str(why)) from None
     if not rows.count:
@@ -132,7 +134,7 @@ def make_engine(loader: DataLoader[Any], device: torch.device, *, most_bytes: in
     engine = RowEngine(loader, rows, device)
     chosen = np.linspace(0, rows.count - 1, min(COMPARED, rows.count)).astype(int).tolist()
     with untouched_generators():
-        expected = default_collate([loader.dataset[index] for index in chosen])
+        expected = default_collate([dataset[index] for index in chosen])
         made = engine.make(chosen)
     if not _is_same(made, expected):
         raise NotApplicable("rows picked at once differ from the loader's batch")

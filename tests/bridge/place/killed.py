@@ -1,4 +1,7 @@
-"""A training that kills itself, or goes on: ``killed.py FOLDER SEED EPOCH BATCH``; EPOCH -1 resumes the last one."""
+"""A training that kills itself, or goes on.
+
+    killed.py FOLDER RUNGS ACCUMULATE SEED EPOCH BATCH    EPOCH -1 resumes the last checkpoint
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 
-def main(folder: Path, seed: int, epoch: int, batch: int) -> None:
+def main(folder: Path, rungs: Any, accumulate: int, seed: int, epoch: int, batch: int) -> None:
     from tests.bridge.place.resumed import Recorded, fit, shuffled
 
     class Killed(Recorded):
@@ -21,11 +24,11 @@ def main(folder: Path, seed: int, epoch: int, batch: int) -> None:
 
     saved = sorted(folder.glob("*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
     if epoch >= 0:
-        fit({"workers": {"count": 2}}, shuffled(), seed=seed, save=folder, module=Killed())
+        fit(rungs, shuffled(), seed=seed, save=folder, module=Killed(), accumulate_grad_batches=accumulate)
     else:
-        module, _ = fit({"workers": {"count": 1}}, shuffled(), seed=seed, ckpt=saved[-1])
+        module, _ = fit(rungs, shuffled(), seed=seed, ckpt=saved[-1], accumulate_grad_batches=accumulate)
         (folder / "resumed.json").write_text(json.dumps([module.trained, saved[-1].stem]))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), *map(int, sys.argv[3:]))

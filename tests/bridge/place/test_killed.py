@@ -12,17 +12,32 @@ import psutil
 import pytest
 
 from tests.bridge.launch import ROOT, python
-from tests.bridge.place.resumed import SAMPLES, fit, shuffled
+from tests.bridge.place.resumed import BATCH, SAMPLES, fit, shuffled
 
 PROGRAM = Path(__file__).with_name("killed.py")
 
 
+WORKERS, ONE, THREADS, ROWS = (
+    json.dumps(rungs)
+    for rungs in (
+        {"workers": {"count": 2}},
+        {"workers": {"count": 1}},
+        {"nodes": {"threads": 2}},
+        {"cache": {"store": "device"}},
+    )
+)
+
+
 @pytest.mark.usefixtures("quick_starts")
-@pytest.mark.parametrize(("epoch", "batch"), [(0, 5), (1, 1)])
-def test_killed_in_mid_batch(tmp_path: Path, epoch: int, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("epoch", "batch", "first", "then", "accumulate"),
+    [(0, 5, WORKERS, ONE, 1), (1, 1, ROWS, WORKERS, 1), (0, 7, THREADS, ROWS, 3), (1, 5, ROWS, THREADS, 3)],
+    ids=["workers", "rows", "threads, accumulating", "rows, accumulating"],
+)
+def test_killed_in_mid_batch(tmp_path: Path, epoch: int, batch: int, first: str, then: str, accumulate: int) -> None:
     before = {process.pid for process in psutil.process_iter()}
     killed = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path), "5", str(epoch), str(batch)],
+        [sys.executable, str(PROGRAM), str(tmp_path), first, str(accumulate), "5", str(epoch), str(batch)],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         timeout=200,
@@ -30,13 +45,14 @@ def test_killed_in_mid_batch(tmp_path: Path, epoch: int, batch: int) -> None:
         capture_output=True,
     )
     assert killed.returncode == -9, killed.stderr.decode()
-    python(PROGRAM, tmp_path, "6", "-1", "0", cwd=ROOT)
+    python(PROGRAM, tmp_path, then, str(accumulate), "6", "-1", "0", cwd=ROOT)
     trained, last = json.loads((tmp_path / "resumed.json").read_text())
-    whole, _ = fit({"workers": {"count": 2}}, shuffled(), seed=5)
-    assert last == f"step={8 * epoch + batch}"
+    whole, _ = fit(json.loads(first), shuffled(), seed=5)
+    steps, done = batch // accumulate, batch // accumulate * accumulate * BATCH
+    assert last == f"step={-(-8 // accumulate) * epoch + steps}"
     rest = [number for when, numbers, _ in trained if when == epoch for number in numbers]
-    assert rest == whole.drawn(epoch)[8 * batch :]
-    assert sorted(whole.drawn(epoch)[: 8 * batch] + rest) == list(range(SAMPLES))
+    assert rest == whole.drawn(epoch)[done:]
+    assert sorted(whole.drawn(epoch)[:done] + rest) == list(range(SAMPLES))
     _wait_for_workers(before)
 
 

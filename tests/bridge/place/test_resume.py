@@ -19,12 +19,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     "workers": {"workers": {"count": 2, "persistent": False}},
     "kept workers": {"workers": {"count": 2, "persistent": True}, "prefetch": {"depth": 3}},
     "threads": {"nodes": {"threads": 2}},
+    "rows": {"cache": {}},
 }
 OTHERS: list[dict[str, Any]] = [
     {"prefetch": {"depth": 5}},
     {"workers": {"count": 1, "persistent": True}},
     {"workers": {"count": 2, "prefetch_factor": 4, "persistent": False}, "prefetch": {"depth": 1}},
     {"nodes": {"threads": 3}, "prefetch": {"depth": 2}},
+    {"cache": {"store": "device"}},
 ]
 MERGED = {"batch": {"micro_batch": 64}}
 
