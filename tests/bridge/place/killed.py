@@ -1,6 +1,6 @@
 """A training that kills itself, or goes on.
 
-    killed.py FOLDER RUNGS ACCUMULATE SEED EPOCH BATCH    EPOCH -1 resumes the last checkpoint
+killed.py FOLDER RUNGS ACCUMULATE SEED EPOCH BATCH    EPOCH -1 resumes the last checkpoint
 """
 
 from __future__ import annotations
