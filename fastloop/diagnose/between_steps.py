@@ -20,7 +20,9 @@ def find_validation(step: Attribution, rungs: Rungs) -> Finding | None:
     """Find validation inside fit, spread over the steps."""
     found = read_loader(step.measured)
     advice = "validate less often (check_val_every_n_epoch, val_check_interval) or on fewer batches (limit_val_batches)"
-    if not (workers := found.get("validation_workers")):
+    if found.get("validation_has_engine"):
+        pass
+    elif not (workers := found.get("validation_workers")):
         advice += ", and give the validation loader workers"
     elif not found.get("validation_keeps_workers"):
         advice = (

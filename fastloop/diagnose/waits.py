@@ -77,7 +77,8 @@ def _advise_loading(seen: Measurement, number: str | None) -> str:
     found = read_loader(seen)
     count, cpus, most = found.get("num_workers"), found.get("usable_cpus"), _count_possible_workers(seen)
     if found.get("has_engine"):
-        return "the rung that loads these batches does not keep up; give it more threads, or make samples cheaper"
+        does = "give it more threads, or make samples cheaper"
+        return f"the rung that loads these batches does not keep up; {found.get('engine_advice') or does}"
     if count is None:
         return "this loader is not a DataLoader; prepare its batches ahead of time"
     if count == 0 and not found.get("map_style"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from typing import Any, ClassVar, Protocol
@@ -111,6 +112,34 @@ class Bounded(Disguised):
         return copy.copy, (self.inner,)  # copies and pickles of its loader have no part in this run
 
 
+class ReadAhead(StandIn):
+    """Stands in for a batch sampler, and is read as by a loader with workers: ahead, from the moment an epoch begins.
+    So a sampler draws its random numbers when it would have drawn them, and as many.
+
+    Source: torch/utils/data/dataloader.py, ``_MultiProcessingDataLoaderIter._reset`` and ``_process_data``.
+    """
+
+    def __init__(self, inner: Any, batches: int) -> None:
+        self.inner, self.batches = inner, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        source = iter(self.inner)
+        return self._go_on(source, deque(islice(source, self.batches)))
+
+    def _go_on(self, source: Iterator[Any], ready: deque[Any]) -> Iterator[Any]:
+        while ready:
+            indices = ready.popleft()
+            ready.extend(islice(source, 1))
+            yield indices
+
+
+def read_like_workers(engine: Any, loader: DataLoader[Any]) -> None:
+    """Make an engine that follows the loader bit for bit read the batch sampler as the user's workers would."""
+    if getattr(engine, "begins_at_iter", False) and loader.num_workers and loader.prefetch_factor:
+        ahead = ReadAhead(engine.loader.batch_sampler, loader.num_workers * loader.prefetch_factor)
+        engine.loader.__dict__["batch_sampler"] = ahead
+
+
 def name_sampler(loader: DataLoader[Any]) -> str:
     """Name of the attribute that yields the indices of its batches."""
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -133,7 +162,11 @@ Epochs = Callable[[DataLoader[Any], Callable[[], Iterator[Any]]], Iterator[Any]]
 
 
 class Engine(Protocol):
-    """Loads batches in place of a loader."""
+    """Loads batches in place of a loader.
+
+    One with a true ``begins_at_iter`` follows the loader bit for bit: it asks ``loader.batch_sampler`` for its iterator
+    when ``load`` is called.
+    """
 
     def load(self, seed: int) -> Iterator[Any]:
         """Yield one epoch's batches, from the indices of the loader's own batch sampler.
@@ -198,8 +231,11 @@ class LazyLoader(Disguised):
         own = isinstance(self.inner, DataLoader) and makes_iterators(type(self.inner))
         self._begun = iter(self.inner) if own and not hasattr(self.inner, "state_dict") else None
         self._drawn = self._draw_seed()
-        if self._begun is None and self.engine is None and self.epochs is None and self.at_once():
-            self._begun = self._begin(self._drawn)
+        if self._begun is None and self.at_once():
+            if getattr(self.engine, "begins_at_iter", False):
+                self._begun = self._start(self._drawn)
+            elif self.engine is None and self.epochs is None:
+                self._begun = self._begin(self._drawn)
         return _Batches(self._batches(self._drawn))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -229,8 +265,9 @@ class LazyLoader(Disguised):
 
     def _start(self, drawn: torch.Tensor | None) -> Iterator[Any]:
         if self.engine is not None:
+            begun, self._begun = self._begun, None
             self._drawn, self._has_begun = None, True
-            return self.engine.load(_read_seed(drawn))
+            return self.engine.load(_read_seed(drawn)) if begun is None else begun
         if self.epochs is not None:
             return self.epochs(self.inner, lambda: self._begin(drawn))
         return self._begin(drawn)

@@ -109,7 +109,8 @@ class Cache:
         if facts.evaluates:
             return self._plan_validation(facts)
         most = None if self.size_gb == "auto" else int(self.size_gb * 1e9)
-        if isinstance(facts.loader.rows, RowFacts) and (self.store == "device" or self._suits_rows(facts)):
+        if isinstance(facts.loader.rows, RowFacts) and self.store in ("auto", "device"):
+            self._check_rows(facts, facts.loader.rows)
             return plan_rows(facts, facts.loader, most)
         if self.store == "device" or self._suits_device(facts, facts.loader):
             return plan_on_device(facts, facts.loader, most)
@@ -135,10 +136,9 @@ class Cache:
     def _plan_validation(self, facts: Facts) -> Change:
         """Rows are picked at once for validation, too. Whatever else it loads is left alone."""
         assert facts.loader is not None
-        if not (self.store == "device" and explain_no_rows(facts, facts.loader) is None) and not self._suits_rows(
-            facts
-        ):
+        if not isinstance(facts.loader.rows, RowFacts) or explain_no_rows(facts, facts.loader) is not None:
             return Change()
+        self._check_rows(facts, facts.loader.rows)
         return Change(wants={"evaluation.engine": plan_rows(facts, facts.loader).wants["loader.engine"]})
 
     def without_engine(self) -> Cache | None:
@@ -158,13 +158,12 @@ class Cache:
         )
         return not resizes and need is not None and need <= LITTLE_BYTES
 
-    def _suits_rows(self, facts: Facts) -> bool:
-        """Whether `auto` picks rows at once: on a GPU, which copies them, they take little of it."""
-        loader = facts.loader
-        if loader is None or isinstance(loader.rows, str) or self.store != "auto" or facts.strict:
-            return False
-        takes_little = facts.device != "cuda" or loader.rows.bytes <= LITTLE_ROW_BYTES
-        return takes_little and explain_no_rows(facts, loader) is None
+    def _check_rows(self, facts: Facts, rows: RowFacts) -> None:
+        """Raise NotApplicable if they would take much of a GPU that nobody offered."""
+        if facts.device == "cuda" and (self.store, self.size_gb) == ("auto", "auto") and rows.bytes > LITTLE_ROW_BYTES:
+            raise NotApplicable(
+                f"its rows would take {_format_gb(rows.bytes)} of the device; write cache.store: device for that"
+            )
 
     def _find_prefix(self, loader: LoaderFacts) -> PrefixFacts:
         if not loader.is_dataloader:

@@ -21,7 +21,7 @@ from fastloop.bridge.watch import loader_state
 from fastloop.errors import NotApplicable, describe
 from fastloop.evidence import loader_queue
 from fastloop.evidence.clock.one_time import OneTime
-from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone, name_sampler
+from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone, name_sampler, read_like_workers
 from fastloop.feeds.place.kept_order import Place
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
@@ -127,6 +127,8 @@ class TrainLoaders:
         changed = clone(base, settings) if settings or (base is loader and "loader.engine" in plan.wants) else base
         if (engine := plan.wants.get("loader.engine")) is not None:
             engine = self._keep("loader.engine", engine.make(changed))
+            if self._merge is None:
+                read_like_workers(engine, loader)
             if hasattr(engine, "wants_channels_last"):
                 engine.wants_channels_last = self.staging.wants_channels_last
         keeps_iterator = bool(getattr(loader, "persistent_workers", False))

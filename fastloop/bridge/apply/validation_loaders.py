@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import describe
-from fastloop.feeds.lazy_loader import LazyLoader, clone
+from fastloop.feeds.lazy_loader import LazyLoader, clone, read_like_workers
 
 ENGINE = "evaluation.engine"
 """The key of the engine that replaces them."""
@@ -55,7 +55,9 @@ class ValidationLoaders:
         engine = want.make(twin)
         if hasattr(engine, "wants_channels_last"):
             engine.wants_channels_last = self._site.staging.wants_channels_last
-        ours = LazyLoader(twin, engine=engine, keeps_iterator=loader.persistent_workers)
+        read_like_workers(engine, loader)
+        how: dict[str, Any] = {"keeps_iterator": loader.persistent_workers, "at_once": lambda: loader.num_workers > 0}
+        ours = LazyLoader(twin, engine=engine, **how)
         self._made.append((ours, loader, engine))
         return self._made[-1][0]
 

@@ -11,7 +11,7 @@ from fastloop.evidence import loader_queue, machine
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.images import decode_time
 from fastloop.feeds.images.byte_batches import find_user_dataset
-from fastloop.feeds.lazy_loader import Bounded, LazyLoader
+from fastloop.feeds.lazy_loader import Bounded, LazyLoader, ReadAhead
 from fastloop.feeds.rows.reading import read_facts as read_rows
 from fastloop.records.facts import RowFacts
 
@@ -28,10 +28,9 @@ def measure_decode_ms(trainer: Any) -> float | None:
 
 def find_rows(trainer: Any) -> str | None:
     """The class of a train loader's dataset, if its samples are rows in memory that are picked one by one."""
-    for loader in find_loaders(trainer):
-        if _find_engine(loader) is None and isinstance(found := read_rows(getattr(loader, "dataset", None)), RowFacts):
-            return found.what
-    return None
+    loaders = [loader for loader in find_loaders(trainer) if _find_engine(loader) is None]
+    found = (read_rows(getattr(loader, "dataset", None)) for loader in loaders)
+    return next((rows.what for rows in found if isinstance(rows, RowFacts)), None)
 
 
 def find_loaders(trainer: Any) -> list[Any]:
@@ -60,7 +59,7 @@ def read_batch_sizes(trainer: Any) -> tuple[int, ...]:
     loaders, or without torch's own batch sampler."""
     found = find_loaders(trainer)
     sampler = getattr(found[0], "batch_sampler", None) if len(found) == 1 else None
-    sampler = sampler.inner if isinstance(sampler, Bounded) else sampler
+    sampler = sampler.inner if isinstance(sampler, (Bounded, ReadAhead)) else sampler
     if type(sampler) is not BatchSampler:
         return ()
     size = sampler.batch_size
@@ -108,6 +107,7 @@ def gather_evidence(trainer: Any) -> dict[str, Any]:
     return {
         "kind": type(found[0]).__name__,
         "has_engine": len(own) < len(found),
+        "engine_advice": next(filter(None, (getattr(_find_engine(each), "advice", None) for each in found)), None),
         "num_workers": min(workers) if workers else None,
         "persistent_workers": all(bool(getattr(loader, "persistent_workers", False)) for loader in own),
         "map_style": not any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in found),
@@ -122,6 +122,8 @@ def _describe_validation(trainer: Any) -> dict[str, Any]:
     """The fewest workers of a validation loader, and whether all keep theirs; empty if there is no such loader."""
     loop = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
     found = list(getattr(getattr(loop, "_combined_loader", None), "flattened", []))
+    if any(_find_engine(loader) is not None for loader in found):
+        return {"validation_has_engine": True}
     workers = [count for loader in found if (count := getattr(loader, "num_workers", None)) is not None]
     if not workers or len(workers) < len(found):
         return {}

@@ -64,6 +64,8 @@ class DeviceEngine:
         pictures: the pictures of all samples.
     """
 
+    begins_at_iter = True
+
     def __init__(
         self, loader: DataLoader[Any], pictures: Pictures, recipe: Recipe, evidence: Mapping[str, Any]
     ) -> None:
@@ -76,10 +78,12 @@ class DeviceEngine:
         self.fill = crop.fill if isinstance(crop, RandomCrop) else 0
 
     def load(self, seed: int) -> Iterator[Any]:
-        """Yield one epoch's batches. The seed is unused, as in a loader without workers."""
-        for indices in self.loader.batch_sampler:  # type: ignore[union-attr]
-            self.batches += 1
-            yield self.make(indices)
+        """Return one epoch's batches. The seed is unused, as in a loader without workers."""
+        return map(self._make_next, iter(self.loader.batch_sampler))  # type: ignore[arg-type]
+
+    def _make_next(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        self.batches += 1
+        return self.make(indices)
 
     def make(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """Make the batch [images, labels] of these samples, in the form of the default collate function."""

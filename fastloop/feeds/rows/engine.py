@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,20 +28,34 @@ class RowEngine:
             place; on the CPU, batches are picked from the user's own objects.
     """
 
+    begins_at_iter = True
+    advice = (
+        "all rows of a batch are picked at once already; a larger batch (which changes the training) asks less often"
+    )
+
     def __init__(self, loader: DataLoader[Any], rows: Rows, device: torch.device) -> None:
         self.loader, self.batches = loader, 0
         self._rows, self._device = rows, device
         self._columns = {id(column): _Values(column, device) for column in rows.columns}
 
     def load(self, seed: int) -> Iterator[Any]:
-        """Yield one epoch's batches. The seed is unused: workers would draw nothing from it."""
-        for indices in self.loader.batch_sampler:  # type: ignore[union-attr]
-            self.batches += 1
-            yield self.make(indices)
+        """Return one epoch's batches. The seed is unused: workers would draw nothing from it."""
+        return map(self._make_next, iter(self.loader.batch_sampler))  # type: ignore[arg-type]
 
-    def make(self, indices: Sequence[int]) -> Any:
+    def _make_next(self, indices: Iterable[Any]) -> Any:
+        self.batches += 1
+        return self.make(indices)
+
+    def make(self, indices: Iterable[Any]) -> Any:
         """Make the batch of these samples, in the form of the default collate function."""
-        places = np.asarray(indices, dtype=np.int64)
+        indices = list(indices)
+        places = np.asarray(indices)
+        if places.ndim != 1 or places.dtype.kind not in "iu" or not len(places):  # torch takes other keys, too
+            dataset = find_user_dataset(self.loader.dataset)
+            return default_collate([dataset[index] for index in indices])
+        places = places.astype(np.int64)
+        if (places >= self._rows.count).any() or (places < -self._rows.count).any():
+            raise IndexError(f"the sampler asks for {places.max():,}, but the dataset has {self._rows.count:,} samples")
         places = np.where(places < 0, places + self._rows.count, places)
         if self._rows.places is not None:
             places = self._rows.places[places]

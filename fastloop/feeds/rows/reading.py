@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from fastloop.errors import describe, let_through
 from fastloop.records.facts import RowFacts
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -70,23 +71,39 @@ def list_columns(form: Any) -> list[Column]:
 
 
 def read_facts(dataset: Any) -> RowFacts | str:
-    """Facts for a plan, or why the dataset's samples are not rows in memory."""
+    """Facts for a plan, or why the dataset's samples are not rows in memory. Takes no longer for a long Subset."""
     try:
-        rows = read_rows(dataset)
+        whole = find_whole(dataset)
+        rows, count = _read_whole(whole), len(dataset)
     except Unknown as why:
         return str(why)
+    except Exception as error:  # from the user's class, which a loader may never ask that
+        let_through(error)
+        return f"{type(dataset).__name__} cannot be read: {describe(error)}"
     devices = {column.values.device.type for column in rows.columns if isinstance(column.values, torch.Tensor)}
-    return RowFacts(what=_describe(dataset), count=rows.count, bytes=rows.count_bytes(), devices=tuple(sorted(devices)))
+    name = type(whole).__name__
+    return RowFacts(what=name, count=count, bytes=rows.count_bytes(), devices=tuple(sorted(devices)))
+
+
+def find_whole(dataset: Any) -> Any:
+    """The dataset that a Subset is of."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
 
 
 def read_rows(dataset: Any) -> Rows:
-    """A dataset's columns, without copying anything.
+    """A dataset's columns, without copying them.
 
     Raises:
         Unknown: its samples may be something else.
     """
     if type(dataset) is Subset:
         return _take_subset(read_rows(dataset.dataset), dataset.indices)
+    return _read_whole(dataset)
+
+
+def _read_whole(dataset: Any) -> Rows:
     if type(dataset) is TensorDataset:
         form: Any = tuple(Column(_check(values, "one of its tensors")) for values in dataset.tensors)
     else:
@@ -95,8 +112,8 @@ def read_rows(dataset: Any) -> Rows:
     if not columns:
         raise Unknown(f"{type(dataset).__name__}'s samples hold no rows")
     count = len(dataset)
-    if any(len(column.values) < count for column in columns):
-        raise Unknown(f"{type(dataset).__name__} says that it has {count:,} samples, more than its rows")
+    if any(len(column.values) != count for column in columns):  # negative indices would count from another end
+        raise Unknown(f"{type(dataset).__name__} says that it has {count:,} samples, but it holds more or fewer rows")
     return Rows(form, count)
 
 
@@ -109,13 +126,6 @@ def _take_subset(rows: Rows, indices: Sequence[int]) -> Rows:
         raise Unknown("a Subset's indices reach beyond its dataset")
     places = np.where(places < 0, places + rows.count, places)
     return Rows(rows.form, len(places), places if rows.places is None else rows.places[places])
-
-
-def _describe(dataset: Any) -> str:
-    inner = dataset
-    while type(inner) is Subset:
-        inner = inner.dataset
-    return type(inner).__name__
 
 
 def _check(values: Any, name: str) -> Any:
@@ -154,7 +164,8 @@ def _read_class(dataset: Any) -> Any:
         parsed = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError) as error:
         raise Unknown(f"the source of {kind.__name__}.__getitem__ cannot be read") from error
-    if not isinstance(parsed, ast.FunctionDef) or parsed.decorator_list or function.__closure__:
+    is_wrapped = hasattr(function, "__wrapped__")  # its source is that of the function inside
+    if not isinstance(parsed, ast.FunctionDef) or parsed.decorator_list or function.__closure__ or is_wrapped:
         raise Unknown(f"{kind.__name__}.__getitem__ is decorated, or made inside a function")
     names = [each.arg for each in parsed.args.args]
     if len(names) != 2 or parsed.args.vararg or parsed.args.kwarg or parsed.args.kwonlyargs or parsed.args.defaults:
@@ -205,9 +216,10 @@ class _Reader:
 
     def _find(self, name: str) -> Any:
         kind = type(self._dataset)
-        if name not in vars(self._dataset) or hasattr(getattr(kind, name, None), "__set__"):
+        own = getattr(self._dataset, "__dict__", {})
+        if name not in own or hasattr(getattr(kind, name, None), "__set__"):
             raise Unknown(f"{kind.__name__}.{name} is not an attribute of the object itself")
-        return _check(vars(self._dataset)[name], f"{kind.__name__}.{name}")
+        return _check(own[name], f"{kind.__name__}.{name}")
 
     def _make(self, node: ast.Call, maker: str, inner: ast.expr) -> Column:
         """``torch.tensor(row, dtype=torch.float32)`` and the like."""

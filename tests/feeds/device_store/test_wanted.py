@@ -124,7 +124,7 @@ def test_steps_that_are_not_done_there(steps: Any, why: str) -> None:
 
 def test_the_rung_asks_for_it() -> None:
     cache = Cache(enabled=True, store="device", size_gb=2)
-    assert cache.plan(CUDA).may_want == ("loader.engine",)
+    assert cache.plan(CUDA).may_want == ("loader.engine", "evaluation.engine")
     change = cache.plan(dataclasses.replace(CUDA, loader=CIFAR))
     assert change.wants == {"loader.engine": PicturesOnDevice(device="cuda", most_bytes=2 * 10**9, workers=4)}
     seen = {"device_batches": 7, "pictures": 50_000, "kept_bytes": 154_000_000, "fill_s": 3.0}

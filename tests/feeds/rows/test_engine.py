@@ -72,6 +72,69 @@ def test_training_is_the_same(kind: str, workers: int) -> None:
     assert evidence(watcher, "cache")["row_batches"] == 24
 
 
+class GlobalBatches:
+    """A batch sampler that draws each batch from torch's own stream."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Any:
+        return (torch.randint(0, 64, (8,)).tolist() for _ in range(6))
+
+
+class OwnOrder(torch.utils.data.Sampler[int]):
+    """Draws from a generator of its own when it is read, and between indices."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.Generator().manual_seed(1)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __iter__(self) -> Any:
+        return (int(torch.randint(0, 64, (1,), generator=self.numbers)) for _ in range(64))
+
+
+ORDERS: dict[str, Any] = {
+    "shuffled": lambda: {"shuffle": True, "batch_size": 8},
+    "a generator": lambda: {"shuffle": True, "batch_size": 8, "generator": torch.Generator().manual_seed(3)},
+    "draws for each batch": lambda: {"batch_sampler": GlobalBatches()},
+    "draws for each sample": lambda: {"sampler": OwnOrder(), "batch_size": 8},
+}
+
+
+class Drawing(Fit):
+    """Notes where the stream of random numbers is at each step, and draws between epochs and in validation."""
+
+    def on_train_epoch_start(self) -> None:
+        torch.randn(1)
+
+    def on_validation_epoch_start(self) -> None:
+        torch.randn(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.losses.append(float(torch.get_rng_state().double().sum()))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses += [float(batch[0].sum()), float(torch.get_rng_state().double().sum())]
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_samplers_draw_when_they_would_have_drawn(order: str, workers: dict[str, Any]) -> None:
+    """A loader with workers reads its sampler ahead, and from the start of the epoch."""
+
+    def train(rungs: Any) -> list[float]:
+        module = Drawing()
+        train, val = (DataLoader(Pairs(), **ORDERS[order](), **workers) for _ in range(2))
+        watcher, _ = fit(rungs, module, train, val=val, max_epochs=3, limit_train_batches=5, limit_val_batches=5)
+        assert not rungs or (verdict(watcher, "cache").took and evidence(watcher, "cache")["validation_row_batches"])
+        return module.losses
+
+    assert train({"cache": {}}) == train({})
+
+
 class Validated(Fit):
     """Draws random numbers in validation, so that one drawn too many elsewhere would be seen."""
 

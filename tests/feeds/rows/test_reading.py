@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -243,4 +244,68 @@ def test_facts() -> None:
     )
     longer = Tuples()
     longer.labels = longer.labels[:-1]
-    assert str(read_facts(longer)) == "Tuples says that it has 23 samples, more than its rows"
+    assert str(read_facts(longer)) == "Tuples says that it has 23 samples, but it holds more or fewer rows"
+
+
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self) -> None:
+        self.x = Held().x
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index]
+
+
+class NoLength(Tuples):
+    def __len__(self) -> int:
+        raise TypeError("nobody asks")
+
+
+def test_a_class_that_cannot_be_asked() -> None:
+    assert "Slots.x is not an attribute" in str(read_facts(Slots()))
+    assert "NoLength cannot be read: TypeError: nobody asks" in str(read_facts(NoLength()))
+
+
+def test_a_method_that_was_wrapped_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its source is that of the method inside."""
+    before = Tuples.__getitem__
+
+    @functools.wraps(before)
+    def doubled(self: Tuples, index: int) -> Any:
+        return before(self, index) * 2
+
+    monkeypatch.setattr(Tuples, "__getitem__", doubled)
+    assert "decorated" in str(read_facts(Tuples()))
+
+
+KEYS: dict[str, Callable[[], Any]] = {
+    "generators": lambda: [(4 * batch + place for place in range(4)) for batch in range(3)],
+    "dict keys": lambda: [dict.fromkeys([3, 1, 2]).keys()],
+    "tensors": lambda: [torch.tensor([3, 1, 2])],
+    "pairs": lambda: [[(place, place % 3) for place in range(6)]],
+    "single tensors": lambda: [[torch.tensor(4), torch.tensor(-1)]],
+    "masks": lambda: [[True, True]],
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_whatever_a_sampler_yields(name: str) -> None:
+    """Torch hands each key to the dataset; only whole numbers are rows."""
+    dataset = TensorDataset(Held().x)
+    plain = list(DataLoader(dataset, batch_sampler=KEYS[name]()))
+    ours = list(RowEngine(DataLoader(dataset, batch_sampler=KEYS[name]()), read_rows(dataset), CPU).load(0))
+    assert list(map(flatten, plain)) == list(map(flatten, ours))
+
+
+def test_a_sampler_that_asks_for_too_much() -> None:
+    dataset = TensorDataset(Held().x)
+    engine = RowEngine(DataLoader(dataset), read_rows(dataset), CPU)
+    for wrong in (N, -N - 1):
+        with pytest.raises(IndexError):
+            dataset[wrong]
+        with pytest.raises(IndexError):
+            engine.make([0, wrong])

@@ -39,8 +39,9 @@ def test_plan() -> None:
 
 def test_a_gpu_is_asked_for_little_unless_told() -> None:
     large = RowFacts(what="TensorDataset", count=1000, bytes=2 * 10**9, devices=("cpu",))
-    with pytest.raises(NotApplicable):
+    with pytest.raises(NotApplicable, match="its rows would take 2 GB of the device"):
         plan(facts({"rows": large}, device="cuda"))
+    assert plan(facts({"rows": large}, device="cuda"), size_gb=3.0).wants
     assert plan(facts({"rows": large}, device="cuda"), store="device").wants
     assert plan(facts({"rows": large}, device="cpu")).wants, "nothing is copied"
 
@@ -57,6 +58,7 @@ REFUSED: dict[str, tuple[Facts, str]] = {
     "own transfer": (facts(transfer_hooks=("on_before_batch_transfer",)), "must see batches before they are on the"),
     "a sampler that looks": (facts({"sampler_hazards": ("it reads losses",)}), "it reads losses"),
     "an engine": (facts({"engine": "DALI"}), "DALI loads already"),
+    "loaders made anew": (facts(reload_every_n_epochs=1), "each copy of the rows would stay"),
     "mps": (facts(device="mps"), "this run is on mps"),
 }
 
@@ -70,7 +72,13 @@ def test_refused(name: str) -> None:
     assert why in str(caught.value)
 
 
-def test_strict() -> None:
-    """Pin and prefetch would have nothing to do, which strict makes an error."""
-    with pytest.raises(NotApplicable):
-        plan(facts(strict=True))
+def test_the_reason_is_that_of_rows() -> None:
+    """And not that they are no pictures."""
+    with pytest.raises(NotApplicable, match="rows cannot be picked at once: code of yours makes the batches"):
+        plan(facts({"custom_collate": True}))
+
+
+def test_validation() -> None:
+    assert plan(facts(evaluates=True)).wants == {"evaluation.engine": PickedRows(device="cpu")}
+    assert plan(facts({"rows": "Doubled does more"}, evaluates=True)).wants == {}
+    assert plan(facts({"custom_collate": True}, evaluates=True)).wants == {}
