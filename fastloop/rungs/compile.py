@@ -4,7 +4,7 @@ Faster because  elementwise work is fused into few kernels and Python no longer 
 Costs           seconds to minutes at the first step, and once more if sizes vary; calls that fit neither graph, such as
                 an epoch's short last batch, run eagerly.
 Don't use when  the run is too short to pay back the compile time, or something other than sizes changes at every step.
-Evidence        graphs Dynamo captured since the rung was applied, with recompiles and graph breaks by cause
+Evidence        graphs Dynamo captured since the rung was applied; recompiles by cause, graph breaks by cause and line
 Source          https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 """
 
@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
 from fastloop.evidence.model import dynamo_graphs
+from fastloop.evidence.sync import call_site
 from fastloop.records.card import DEVICE, Card, ClimbState, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
@@ -132,7 +133,7 @@ class Compile:
         whose = f" for {evidence['modules']} modules" if evidence.get("modules", 1) > 1 else ""
         why = [f"{count} graphs captured{whose}" if count else "0 graphs captured: nothing was compiled"]
         why += [f"recompiled: {reason}" for reason in evidence["recompiles"][:2]]
-        why += [f"graph break: {reason}" for reason in evidence["breaks"][:1]]
+        why += [f"graph break: {reason}" for reason in evidence["breaks"][:2]]
         if eager := evidence.get("eager_calls"):
             why.append(f"{eager} of {evidence['of_calls']} calls ran eagerly: no graph fit them")
         why += [f"{spent}: eager from then on" for spent in evidence.get("spent", ())]
@@ -162,6 +163,7 @@ class _Compiling:
                 call.note_shapes(args, kwargs)
 
         def probe() -> Mapping[str, Any]:
-            return {**dynamo_graphs.count_since(before), **sum_up(calls), "modules": len(calls)}
+            counted = dynamo_graphs.count_since(before, call_site.name_line)
+            return {**counted, **sum_up(calls), "modules": len(calls)}
 
         return Applied(undo=put_in(calls), probe=probe)

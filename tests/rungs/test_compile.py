@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -536,10 +537,12 @@ def test_a_storm_in_training_is_said_beside_a_few_other_calls(backend: list[str]
     assert verdict(watcher, "compile").why.endswith("eager from then on")
 
 
-def test_graph_breaks_are_said(backend: list[str]) -> None:
+def test_graph_breaks_are_said_with_their_line(backend: list[str]) -> None:  # C2
     watcher, _ = fit(COMPILE, seeded(Breaking))
-    assert len(evidence(watcher, "compile")["breaks"]) == 1
-    assert "graph break: " in verdict(watcher, "compile").why and ".item()" in verdict(watcher, "compile").why
+    line = inspect.getsourcelines(Breaking.Net.forward)[1] + 1
+    (cause,) = evidence(watcher, "compile")["breaks"]
+    assert ".item()" in cause and cause.endswith(f" at tests/rungs/test_compile.py:{line}")
+    assert f"graph break: {cause}" in verdict(watcher, "compile").why
     assert verdict(watcher, "compile").took is True
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from traceback import FrameSummary
 from typing import Any
+
+_PLAIN = {"generic_jump": "Data-dependent branching", "step_unsupported": "Unsupported operation"}
+"""Dynamo's own names for causes of graph breaks that a user would not understand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +19,10 @@ class Count:
     """Dynamo's counters at one moment."""
 
     graphs: int
-    breaks: Mapping[str, int]
     latest: Any
     """The last entry of Dynamo's list of compilations, which keeps only the latest; None if it is empty."""
+    latest_break: Any
+    """The last entry of Dynamo's list of graph breaks; None if it is empty."""
 
 
 def count_captured() -> int:
@@ -28,15 +33,20 @@ def count_captured() -> int:
 
 def count() -> Count:
     """Dynamo's counters now."""
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import graph_break_reasons
 
-    return Count(graphs=count_captured(), breaks=dict(counters["graph_break"]), latest=(read_records() or [None])[-1])
+    latest_break = graph_break_reasons[-1] if graph_break_reasons else None
+    return Count(graphs=count_captured(), latest=(read_records() or [None])[-1], latest_break=latest_break)
 
 
-def count_since(before: Count) -> dict[str, Any]:
-    """What happened since `before`: graphs (int), recompiles and breaks (causes), limit_hit (bool)."""
+def count_since(before: Count, name_line: Callable[[Sequence[FrameSummary]], str]) -> dict[str, Any]:
+    """What happened since `before`: graphs (int), recompiles (causes), breaks (causes with their line), limit_hit
+    (bool). `name_line` names the line to blame in a stack of the user's code, outermost frame first."""
+    from torch._dynamo.utils import graph_break_reasons
+
     now, new = count(), list_new(read_records() or [], before.latest)
-    breaks = [cause.splitlines()[0] for cause, times in now.breaks.items() if times > before.breaks.get(cause, 0)]
+    broken = list_new(graph_break_reasons, before.latest_break)
+    breaks = [f"{_shorten_break(each.reason)} at {name_line(each.user_stack)}" for each in broken]
     recompiles = [
         shorten_reason(metric.recompile_reason) for metric in new if getattr(metric, "recompile_reason", None)
     ]
@@ -44,7 +54,7 @@ def count_since(before: Count) -> dict[str, Any]:
     return {
         "graphs": now.graphs - before.graphs,
         "recompiles": list(dict.fromkeys(recompiles)),
-        "breaks": breaks,
+        "breaks": list(dict.fromkeys(breaks)),
         "limit_hit": limit_hit,
     }
 
@@ -65,6 +75,12 @@ def list_new(records: Sequence[Any], latest: Any) -> list[Any]:
 
 def _is_limit(fail_reason: str) -> bool:
     return re.search(r"(recompile|cache[ _]size)[ _]limit", fail_reason, re.IGNORECASE) is not None
+
+
+def _shorten_break(reason: str) -> str:
+    """The cause of a graph break, without Dynamo's explanations and hints."""
+    first = reason.splitlines()[0]
+    return _PLAIN.get(first.split()[0], first)[:160]
 
 
 def shorten_reason(reason: str) -> str:

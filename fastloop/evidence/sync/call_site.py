@@ -7,9 +7,11 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from traceback import FrameSummary
 from types import FrameType
 from typing import Any, Literal
 
@@ -111,6 +113,13 @@ def find_site(start: FrameType | None) -> Site:
         of_optimizer=optimizer,
         of_loading=_is_loading(start),
     )
+
+
+def name_line(stack: Sequence[FrameSummary]) -> str:
+    """The user's innermost line in a stack, outermost frame first, as ``train.py:42``; without one, the innermost."""
+    users = [frame for frame in stack if _find_owner(frame.filename, "") == "user"]
+    frame = (users or stack)[-1]
+    return f"{_shorten_path(frame.filename)}:{frame.lineno}"
 
 
 def name_ours(module: str) -> str:

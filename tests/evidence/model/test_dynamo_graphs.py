@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch._dynamo.utils import DEFAULT_COMPILATION_METRICS_LIMIT, get_compilation_metrics
 
 from fastloop.evidence.model import dynamo_graphs
+from fastloop.evidence.sync.call_site import name_line
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +21,10 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def since(before: dynamo_graphs.Count) -> dict[str, Any]:
+    return dynamo_graphs.count_since(before, name_line)
+
+
 def compiled(function: Any, **settings: Any) -> Any:
     return torch.compile(function, backend="eager", **settings)
 
@@ -26,16 +32,16 @@ def compiled(function: Any, **settings: Any) -> Any:
 def test_graphs_are_counted_from_the_moment() -> None:
     compiled(lambda x: x + 1)(torch.ones(2))
     before = dynamo_graphs.count()
-    assert dynamo_graphs.count_since(before) == {"graphs": 0, "recompiles": [], "breaks": [], "limit_hit": False}
+    assert since(before) == {"graphs": 0, "recompiles": [], "breaks": [], "limit_hit": False}
     compiled(lambda x: x + 2)(torch.ones(2))
-    assert dynamo_graphs.count_since(before) == {"graphs": 1, "recompiles": [], "breaks": [], "limit_hit": False}
+    assert since(before) == {"graphs": 1, "recompiles": [], "breaks": [], "limit_hit": False}
 
 
 def test_recompiles_have_one_line_causes() -> None:
     before, double = dynamo_graphs.count(), compiled(lambda x: 2 * x, dynamic=False)
     for size in (2, 3, 3, 4):
         double(torch.ones(size))
-    found = dynamo_graphs.count_since(before)
+    found = since(before)
     assert found["graphs"] == 3 and not found["limit_hit"]
     assert found["recompiles"] == [
         "tensor 'x' size mismatch at index 0. expected 2, actual 3",
@@ -47,20 +53,42 @@ def test_the_limit_is_seen() -> None:
     before, double = dynamo_graphs.count(), compiled(lambda x: 2 * x, dynamic=False)
     for size in range(2, 14):
         double(torch.ones(size))
-    assert dynamo_graphs.count_since(before)["limit_hit"] is True and dynamo_graphs.count_since(before)["graphs"] == 8
-    assert dynamo_graphs.count_since(dynamo_graphs.count())["limit_hit"] is False  # what is over is over
+    assert since(before)["limit_hit"] is True and since(before)["graphs"] == 8
+    assert since(dynamo_graphs.count())["limit_hit"] is False  # what is over is over
 
 
-def test_breaks_have_a_reason() -> None:
-    def broken(x: torch.Tensor) -> torch.Tensor:
-        print("a side effect")
-        return x + 1
+def halve_if_large(x: torch.Tensor) -> torch.Tensor:
+    return x / 2 if x.sum() > 0 else x
 
+
+def breaks_twice(x: torch.Tensor) -> torch.Tensor:
+    print("a side effect")
+    return halve_if_large(x)
+
+
+def test_breaks_have_a_reason_and_the_users_line() -> None:  # C2
+    before, broken = dynamo_graphs.count(), compiled(breaks_twice)
+    broken(torch.ones(2))
+    broken(torch.ones(3))
+    start, called = (inspect.getsourcelines(function)[1] for function in (breaks_twice, halve_if_large))
+    here = "tests/evidence/model/test_dynamo_graphs.py"
+    printing, branching = since(before)["breaks"]
+    assert printing.endswith(f" at {here}:{start + 1}") and "\n" not in printing
+    assert branching == f"Data-dependent branching at {here}:{called + 1}"
+    assert since(dynamo_graphs.count())["breaks"] == []
+
+
+def test_a_break_in_torchs_code_names_the_users_line() -> None:
+    def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer(x)
+
+    layer = torch.nn.Linear(2, 2)
+    layer.register_forward_hook(torch._dynamo.disable(lambda *_args: None))
     before = dynamo_graphs.count()
-    compiled(broken)(torch.ones(2))
-    assert len(dynamo_graphs.count_since(before)["breaks"]) == 1
-    assert "\n" not in dynamo_graphs.count_since(before)["breaks"][0] and dynamo_graphs.count_since(before)["breaks"][0]
-    assert dynamo_graphs.count_since(dynamo_graphs.count())["breaks"] == []
+    compiled(call)(layer, torch.ones(2, 2))
+    line = inspect.getsourcelines(call)[1] + 1
+    (cause,) = since(before)["breaks"]
+    assert cause.endswith(f" at tests/evidence/model/test_dynamo_graphs.py:{line}")
 
 
 def test_causes_are_found_when_the_list_of_compilations_is_full() -> None:
@@ -69,12 +97,10 @@ def test_causes_are_found_when_the_list_of_compilations_is_full() -> None:
         compiled(eval(f"lambda x: x + {size}"))(torch.ones(2))  # each with a code object of its own
     assert len(get_compilation_metrics()) == DEFAULT_COMPILATION_METRICS_LIMIT
     before, double = dynamo_graphs.count(), compiled(lambda x: 2 * x, dynamic=False)
-    assert dynamo_graphs.count_since(before)["recompiles"] == []
+    assert since(before)["recompiles"] == []
     double(torch.ones(2))
     double(torch.ones(3))
-    assert dynamo_graphs.count_since(before)["recompiles"] == [
-        "tensor 'x' size mismatch at index 0. expected 2, actual 3"
-    ]
+    assert since(before)["recompiles"] == ["tensor 'x' size mismatch at index 0. expected 2, actual 3"]
 
 
 @pytest.mark.parametrize(
