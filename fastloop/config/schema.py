@@ -217,7 +217,8 @@ def _read(value: Any, kind: Any) -> Any:
 def _describe(kind: Any) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
-        return repr(arguments[0]) if len(arguments) == 1 else f"one of {', '.join(map(str, arguments))}"
+        words = dict.fromkeys(map(str, arguments))  # 16 and "16" are one word to write
+        return repr(arguments[0]) if len(words) == 1 else f"one of {', '.join(words)}"
     if origin is tuple:
         count = "" if arguments[-1:] == (...,) else f"{len(arguments)} "
         return f"a list of {count}{_PLURALS.get(arguments[0], 'values')}"
@@ -230,7 +231,7 @@ def _explain_mismatch(value: Any, kind: Any) -> str:
     """Say what is wrong with the value: its type, or that it is not one of the allowed words."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{spell(value)} is not finite"
-    if isinstance(value, str) and _list_words(kind) and _guess_number(value) is None:
+    if type(value) in map(type, _list_words(kind)) and (not isinstance(value, str) or _guess_number(value) is None):
         return f"{spell(value)} is not"
     return f"{spell(value)} is {_IS.get(type(value), type(value).__name__)}"
 
@@ -245,7 +246,7 @@ def _suggest_instead(value: Any, kind: Any) -> str:
     if meant is not None and (float in kinds or (int in kinds and meant == int(meant))):
         unquoted = ", without quotes" if isinstance(value, str) and parse_plain(value) == meant else ""
         return f"{meant if float in kinds else int(meant)}{unquoted}"
-    words = _list_words(kind)
+    words = [str(each) for each in _list_words(kind)]
     near = next((each for each in words if word and each.startswith(word)), None) or find_nearest(word, words)
     if near and not isinstance(value, bool):  # a boolean resembles no word such as 16-true
         return near
@@ -258,10 +259,10 @@ def _list_alternatives(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
-def _list_words(kind: Any) -> list[str]:
-    """Return the literal words that a type allows."""
+def _list_words(kind: Any) -> list[str | int]:
+    """Return the literal words and numbers that a type allows."""
     literals = [typing.get_args(each) for each in _list_alternatives(kind) if typing.get_origin(each) is Literal]
-    return [str(choice) for choices in literals for choice in choices]
+    return [choice for choices in literals for choice in choices]
 
 
 def _guess_number(text: str) -> int | float | None:

@@ -7,8 +7,9 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import pytest
@@ -32,10 +33,13 @@ def test_the_arguments_are_those_of_the_installed_trainer() -> None:
     wrong = [
         name
         for name, kinds in known.items()
-        if kinds and not isinstance(parameters[name].default, kinds) and type(parameters[name].default) is not int
+        if kinds
+        and not isinstance(parameters[name].default, tuple(kind for kind in kinds if isinstance(kind, type)))
+        and type(parameters[name].default) is not int
     ]
     assert wrong == [], "a default that its own argument would refuse"
     assert known["profiler"] == (str, type(None)) and known["inference_mode"] == (bool,)
+    assert known["precision"] is not None and "bf16-mixed" in get_args(known["precision"][0])
 
 
 @pytest.mark.short
@@ -50,14 +54,17 @@ def test_the_arguments_are_those_of_the_installed_trainer() -> None:
         ("trainer.accumulate_grad_batches='4'", "grad_batches: '4'", "'4' is text", "write 4, without quotes"),
         ("trainer.limit_val_batches=none", "limit_val_batches: 'none'", "a number or null", "a number or null"),
         ("trainer.detect_anomaly=yes", "detect_anomaly: 'yes'", "must be true or false", "write true"),
-        (
-            "trainer.precision={a: 1}",
-            "trainer.precision: {'a': 1}",
-            "it does not take a plain value of this type",
-            "one word",
-        ),
+        ("trainer.precision={a: 1}", "trainer.precision: {'a': 1}", "it must be one of 64, 32, 16", "write one of 64"),
+        ("trainer.precision=bf17", "trainer.precision: 'bf17'", "64-true, bf16 or null; 'bf17' is not", "write bf16"),
+        ("trainer.precision=bf16-mxied", "'bf16-mxied'", "it must be one of", "write bf16-mixed"),
+        ("trainer.precision=true", "trainer.precision: true", "true is a boolean", "write one of 64, 32, 16"),
+        ("trainer.precision=8", "trainer.precision: 8", "8 is not", "write one of 64, 32, 16"),
+        ("trainer.deterministic=wran", "'wran'", "'wran' is not", "write warn"),
+        ("trainer.plugins=[slurm]", "trainer.plugins: ['slurm']", "it must be null", "write null"),
+        ("run.accelerator=gpuu", "run.accelerator: 'gpuu'", "one of auto, cpu, cuda, gpu, mps, tpu", "write gpu"),
+        ("run.accelerator=cdua", "run.accelerator: 'cdua'", "one of auto, cpu, cuda, gpu, mps, tpu", "write cuda"),
         ("trainer.max_time=[1, 2]", "trainer.max_time: [1, 2]", "text or a mapping or null", "text or a mapping"),
-        ("trainer.deterministic='yes'", "'yes'", "it is text", "write true"),
+        ("trainer.deterministic='yes'", "'yes'", "'yes' is not", "write true"),
         ("trainer.max_time=12:30", "'12:30'", "four parts", 'write "00:00:12:30"'),
         ("trainer.max_time=1:12:30", "'1:12:30'", "four parts", 'write "00:1:12:30"'),
     ],
@@ -72,7 +79,13 @@ def test_what_no_trainer_takes_is_refused(override: str, got: str, why: str, do:
     "override",
     [
         "trainer.precision=32",
+        "trainer.precision='32'",
+        "trainer.precision=bf16",
         "trainer.precision=bf16-mixed",
+        "trainer.precision=null",
+        "run.accelerator=gpu",
+        "run.accelerator=xpu",
+        "run.accelerator=hpu",
         "trainer.profiler=simple",
         "trainer.profiler=null",
         "trainer.max_time={minutes: 5}",
@@ -123,6 +136,43 @@ def test_annotations_of_a_later_style_are_read(tmp_path: Path, monkeypatch: pyte
     assert read_arguments() == {"a": (int, type(None)), "b": (bool,), "c": None}
 
 
+PARTS = {
+    SOURCE: """
+from lightning.fabric.parts import _WORDS as _A, _PATH, _OPEN
+class Trainer:
+    def __init__(self, *, a: Optional[_A], b: _PATH, c: _OPEN, d: _GONE, e: Union[str, _A]): ...
+""",
+    "fabric/parts/__init__.py": """
+from lightning.fabric.parts.words import _WORDS
+_PATH = Union[str, Path]
+_OPEN = frozenset()
+""",
+    "fabric/parts/words.py": """
+_NUMBERS = Literal[1]
+_WORDS = Union[_NUMBERS, Literal["b", "c"]]
+""",
+}
+
+
+def test_aliases_are_followed_through_lightnings_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, source in PARTS.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(source)
+    spec = importlib.machinery.ModuleSpec("lightning", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert read_arguments() == {
+        "a": (Literal[1, "b", "c"], type(None)),
+        "b": (str,),
+        "c": None,
+        "d": None,
+        "e": (Literal[1], str),
+    }
+    config = replace(load("resnet50"), trainer={"a": "c", "c": "word", "d": 3, "e": "anything"})
+    check_trainer_arguments(config)
+    with pytest.raises(ConfigError, match="it does not take a plain value of this type"):
+        check_trainer_arguments(replace(config, trainer={"c": [1]}))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -143,11 +193,11 @@ def test_every_command_says_so_without_torch(arguments: Any, tmp_path: Path) -> 
         "from fastloop.cli import main\nmain()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments, "trainer.max_epoch=3"],
+        [sys.executable, "-c", code, *arguments, "trainer.deterministic=wran"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=200,
     )
-    assert done.returncode == 2 and "do  write max_epochs" in done.stderr, done.stderr
+    assert done.returncode == 2 and "do  write warn" in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == []
