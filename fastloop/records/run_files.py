@@ -102,9 +102,13 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFlags:
-    """Process-wide flags that change float32 results."""
+    """Process-wide flags that change float32 results or their speed; None if unknown."""
 
     float32_matmul_precision: str | None = None
+    cuda_matmul_fp32_precision: str | None = None
+    cudnn_allow_tf32: bool | None = None
+    cudnn_benchmark: bool | None = None
+    deterministic_algorithms: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +124,8 @@ class Environment:
     commit: str | None = None
     dirty: bool | None = None
     """Whether the working tree had changes."""
+    variables: Mapping[str, str | None] | None = None
+    """Environment variables that may matter, by name; secrets masked."""
     torch_flags: TorchFlags | None = None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastloop.config.loading import diff
@@ -23,6 +24,8 @@ from fastloop.report.experiments import ab_report
 COMPARISON = "comparison.json"
 DEVICES = {"device_name": "device", "devices": "number of devices"}
 """Hardware properties that may differ between arms on purpose, and their names in messages."""
+VARIABLES = ("CUDA_", "NCCL_", "NVIDIA_", "TORCH_", "PYTORCH_", "OMP_", "MKL_")
+"""How environment variables begin that change numbers or speed; others name a rank or a job."""
 _TOLD_TO_END = re.compile(r"SIGTERM|terminated with code (-15|143)\b")
 
 
@@ -131,6 +134,7 @@ def list_flags(sides: Sequence[Side]) -> list[str]:
     """List reasons to doubt the figures: the machine's state, short windows, mixed environments, checkpoints."""
     found = [
         *list_mixed_environments(sides),
+        *list_mixed_settings(sides),
         *_list_checkpoint_notes([trial for side in sides for trial in side.trials()]),
     ]
     said: dict[str, dict[str, list[int]]] = {}
@@ -185,6 +189,48 @@ def list_mixed_environments(sides: Sequence[Side]) -> list[str]:
         if len(values) > 1
     ]
     return [f"the runs come from different environments: {', '.join(several)}"] if several else []
+
+
+_Settings = tuple[str, int, Mapping[str, Any]]
+"""Arm, number of the run, and its settings by name."""
+
+
+def list_mixed_settings(sides: Sequence[Side]) -> list[str]:
+    """Say which of torch's flags and which environment variables differ between the runs, and where they have which
+    value: code of an arm may set TF32, and a resumed experiment may run under other variables."""
+    flags, variables = list[_Settings](), list[_Settings]()
+    for side in sides:
+        for number in sorted(side.runs):
+            known = load_environment(side.runs[number].run_dir)
+            if known.torch_flags is not None:
+                flags.append((side.name, number, vars(known.torch_flags)))
+            if known.variables is not None:
+                chosen = {name: value for name, value in known.variables.items() if name.startswith(VARIABLES)}
+                variables.append((side.name, number, chosen))
+    found = [*_describe_differences(flags, absent=None), *_describe_differences(variables, absent="unset")]
+    return [f"the runs have different settings: {'; '.join(found)}"] if found else []
+
+
+def _describe_differences(runs: Sequence[_Settings], *, absent: str | None) -> list[str]:
+    """Describe each setting with several values: ``cudnn_benchmark false (base) and true (amp, run-2)``; None is
+    unknown."""
+    counts, found = Counter(arm for arm, *_ in runs), list[str]()
+    for name in dict.fromkeys(name for *_, settings in runs for name in settings):
+        where: dict[Any, dict[str, list[int]]] = {}
+        for arm, number, settings in runs:
+            if (value := settings.get(name, absent)) is not None:
+                where.setdefault(value, {}).setdefault(arm, []).append(number)
+        if len(where) < 2:
+            continue
+        values = []
+        for value, arms in where.items():
+            said = [
+                arm if len(numbers) == counts[arm] else f"{arm}, {format_spans(numbers)}"
+                for arm, numbers in arms.items()
+            ]
+            values.append(f"{value if isinstance(value, str) else str(value).lower()} ({' and '.join(said)})")
+        found.append(f"{name} {' and '.join(values)}")
+    return found
 
 
 def read_hardware(trials: Sequence[Trial]) -> Hardware:

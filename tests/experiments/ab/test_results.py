@@ -13,6 +13,7 @@ from fastloop.experiments.ab import passports, results
 from fastloop.experiments.ab.experiment import Experiment, Settings, Side
 from fastloop.experiments.ab.sides import list_sides
 from fastloop.records.store import to_json
+from fastloop.report.experiments import ab_report
 from tests.experiments.made_arms import MadeArm
 
 
@@ -112,6 +113,43 @@ def test_runs_of_several_environments_are_flagged_with_what_differs(tmp_path: Pa
     measured(made.sides[2], 1, world_size=4)
     (flag,) = to_json(results.summarize(made, "x", partial=False))["flags"]
     assert "number of devices 2 and 4" in flag, "a wish for two is no wish for four"
+
+
+def set_environment(side: Side, number: int, **changes: Any) -> None:
+    """Let a run have recorded other settings."""
+    path = side.runs[number].run_dir / "env.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_settings_of_torch_that_differ_between_arms_are_flagged(tmp_path: Path) -> None:  # P6
+    made = done(tmp_path, amp(), MadeArm(name="again"))
+    for side in made.sides:
+        high = side.name == "amp"
+        flags = {"float32_matmul_precision": "high" if high else "highest", "cudnn_allow_tf32": True}
+        for number in side.runs:
+            set_environment(side, number, torch_flags={**flags, "cudnn_benchmark": high})
+    (flag,) = results.list_flags(made.sides)
+    assert flag == (
+        "the runs have different settings: float32_matmul_precision highest (base and again) and high (amp);"
+        " cudnn_benchmark false (base and again) and true (amp)"
+    )
+    result = results.summarize(made, "x", partial=False)
+    assert any(flag in line for line in ab_report.write_lines(result))
+    assert all("float32_matmul_precision" in report for report in ab_report.write_reports(result).values())
+
+
+def test_variables_of_a_resumed_experiment_are_flagged_with_their_runs(tmp_path: Path) -> None:  # P6
+    made = done(tmp_path, amp())
+    for side in made.sides:
+        for number in side.runs:
+            once = {"NVIDIA_TF32_OVERRIDE": "0"} if number == 2 else {}
+            set_environment(side, number, variables={"MASTER_PORT": str(number), "OMP_NUM_THREADS": "2", **once})
+    assert results.list_flags(made.sides) == [
+        "the runs have different settings: NVIDIA_TF32_OVERRIDE unset (base, run-0 to run-1 and amp, run-0 to run-1)"
+        " and 0 (base, run-2 and amp, run-2)"
+    ]
+    set_environment(made.base, 0, variables=None, torch_flags=None)  # written by a version that did not keep them
+    assert "(base, run-1 and amp, run-0 to run-1)" in results.list_flags(made.sides)[0]
 
 
 TORCHRUN = """\
