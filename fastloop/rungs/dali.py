@@ -102,6 +102,7 @@ class Dali:
             batch_size=loader.batch_size or 1,
             on_gpu=on_gpu,
             keeps=not facts.reload_every_n_epochs,
+            turn_off="rungs.dali.enabled: false",
         )
         if facts.evaluates:
             return Change(wants={"evaluation.engine": engine}, parity="approximate")

@@ -31,7 +31,9 @@ def make(loader: Any, decode: str, resize: str) -> Any:
     from fastloop.feeds.images.reading import read_source
 
     machine = Machine(threads=2, device_id=torch.cuda.current_device(), decode=decode, resize=resize)
-    return DaliLoader(loader, read_source(loader.dataset).facts.steps, machine, batch_size=loader.batch_size)
+    return DaliLoader(
+        loader, read_source(loader.dataset).facts.steps, machine, batch_size=loader.batch_size, turn_off=""
+    )
 
 
 @pytest.mark.parametrize(("decode", "resize"), ARMS)

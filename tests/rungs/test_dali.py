@@ -68,7 +68,14 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: tuple[Any, ...],
     decode, threads, resize, on_gpu = expected
     assert change.wants == {
         "loader.engine": DaliEngine(
-            steps=STEPS, decode=decode, threads=threads, resize=resize, batch_size=4, on_gpu=on_gpu, keeps=True
+            steps=STEPS,
+            decode=decode,
+            threads=threads,
+            resize=resize,
+            batch_size=4,
+            on_gpu=on_gpu,
+            keeps=True,
+            turn_off="rungs.dali.enabled: false",
         )
     }
     assert change.parity == "approximate" and change.notes[1:] == (OWN, NOTE)

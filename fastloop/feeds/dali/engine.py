@@ -16,9 +16,11 @@ from torch.utils.data import default_collate
 from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.feeds.batch_tree import Window
 from fastloop.feeds.dali.graph import Machine, encode, make_pipeline
+from fastloop.feeds.dali.hang_watch import HangWatch
 from fastloop.feeds.dali.pixels import Deviation, check_pixels, shorten
 from fastloop.feeds.images.reading import read_source
 from fastloop.feeds.window_batches import WindowDataset
+from fastloop.feeds.workers import tried_workers
 from fastloop.records.images import ImageStep
 
 MOST_FAILURES = 3
@@ -74,6 +76,7 @@ class DaliLoader:
         loader: a DataLoader over image files, or over accumulation windows of them.
         batch_size: most samples in a batch of the user's batch sampler.
         keeps: whether DALI's threads stay alive between epochs.
+        turn_off: the configuration key that turns DALI off, as the user writes it.
     """
 
     def __init__(
@@ -83,9 +86,11 @@ class DaliLoader:
         machine: Machine,
         *,
         batch_size: int,
+        turn_off: str,
         keeps: bool = True,
     ) -> None:
         self._loader, self._steps, self._machine, self._keeps = loader, steps, machine, keeps
+        self._turn_off = turn_off
         self.ahead = machine.ahead
         """Most batches that can be ready in advance."""
         self._dataset, self._parts, self._batch_size = loader.dataset, False, batch_size
@@ -98,6 +103,8 @@ class DaliLoader:
         self._depths = bytearray(self._source.count)
         """For each sample: 0 if not yet checked, 1 if it has 8 bits, 2 if it has more."""
         self._pipeline: Any = None
+        self._watch: HangWatch
+        """Of the current epoch."""
         self._indices: Iterator[Any] = iter(())
         self._ready: deque[_Asked] = deque()
         """Batches to be passed to DALI next."""
@@ -136,9 +143,12 @@ class DaliLoader:
         Args:
             seed: for the random steps; only used if DALI is started in this epoch.
         Raises:
-            FastLoopError: a file cannot be read; names it.
+            FastLoopError: a file cannot be read; names it. Or DALI makes no batch for LIMIT_S; names its files.
         """
         self._indices, self._failed, failures = iter(self._loader.batch_sampler), None, 0
+        self._watch = HangWatch(
+            lambda waited_s: warnings.warn(f"fastloop: {self._describe_wait(waited_s)}", stacklevel=2)
+        )
         try:
             while failures < MOST_FAILURES:
                 pictures, why = self._take(seed)
@@ -163,6 +173,7 @@ class DaliLoader:
                 raise self._failed
         finally:
             self._settle()
+            self._watch.close()
 
     def _take(self, seed: int) -> tuple[torch.Tensor | None, str | None]:
         """Return the next batch's pictures, None at the end; and why DALI could not make them, None if it could."""
@@ -176,10 +187,13 @@ class DaliLoader:
             if self._pipeline.empty():
                 return None, None
             stream = {} if self._device.type == "cpu" else {"cuda_stream": torch.cuda.current_stream(self._device)}
-            (found,) = self._pipeline.outputs(**stream)
+            with self._watch.limited(self._pipeline):
+                (found,) = self._pipeline.outputs(**stream)
             pictures = torch.utils.dlpack.from_dlpack(found.as_tensor())
         except Exception as error:
             let_through(error)
+            if self._watch.hung_s is not None:
+                raise self._explain_hang(self._watch.hung_s) from None
             return None, describe(error)
         try:
             self._schedule(1)
@@ -187,6 +201,19 @@ class DaliLoader:
             let_through(error)
             self._broken = error
         return pictures, None
+
+    def _describe_wait(self, waited_s: float) -> str:
+        paths = self._under_way[0].paths if self._under_way else ()
+        return f"no batch for {waited_s:.0f} s: DALI is making that of {', '.join(paths[:3])}{' …' * (len(paths) > 3)}"
+
+    def _explain_hang(self, waited_s: float) -> FastLoopError:
+        self._pipeline = None
+        return FastLoopError(
+            got=self._describe_wait(waited_s),
+            why=f"a training that gets no batch for {tried_workers.LIMIT_S:.0f} s would wait forever",
+            do="see whether these files can be read (a pipe, a drive that does not answer); if they can, write"
+            f" {self._turn_off}",
+        )
 
     def _schedule(self, batches: int) -> None:
         """Let DALI make the next batches. Draws them here, so that errors in user code do not pass through DALI."""
@@ -254,7 +281,8 @@ class DaliLoader:
         if pipeline is not None and self._keeps:
             try:
                 while not pipeline.empty():
-                    pipeline.outputs()
+                    with self._watch.limited(pipeline):
+                        pipeline.outputs()
                 pipeline.schedule_run()  # lets it see the end of the data
                 pipeline.reset()
                 self._pipeline = pipeline

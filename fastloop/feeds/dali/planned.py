@@ -24,6 +24,8 @@ class DaliEngine:
     """Whether the batches end up on this rank's GPU."""
     keeps: bool
     """Whether DALI's threads stay alive between epochs."""
+    turn_off: str
+    """The configuration key that turns DALI off."""
 
     def _describe_machine(self) -> Any:
         import torch
@@ -54,4 +56,5 @@ class DaliEngine:
         """Return the engine that makes the loader's batches."""
         from fastloop.feeds.dali.engine import DaliLoader
 
-        return DaliLoader(loader, self.steps, self._describe_machine(), batch_size=self.batch_size, keeps=self.keeps)
+        machine, off = self._describe_machine(), self.turn_off
+        return DaliLoader(loader, self.steps, machine, batch_size=self.batch_size, turn_off=off, keeps=self.keeps)

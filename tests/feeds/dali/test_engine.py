@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import time
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -25,9 +28,12 @@ from fastloop.feeds.dali.graph import Machine
 from fastloop.feeds.images.reading import read_source
 from fastloop.feeds.lazy_loader import clone
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
+from fastloop.feeds.workers import tried_workers
+from tests.bridge.launch import python
 from tests.feeds.dali.folders import damage, make_folder, read_folder
 
 MACHINE = Machine(threads=2)
+OFF = "rungs.makes_pictures.enabled: false"
 STILL = [T.Resize((16, 16)), T.ToTensor()]
 """Nothing random: both makers come to the same pictures."""
 
@@ -40,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(loader: Any, **settings: Any) -> DaliLoader:
     size = getattr(loader.batch_sampler, "batch_size", None) or 4
     steps = read_source(getattr(loader.dataset, "inner", loader.dataset)).facts.steps
-    return DaliLoader(loader, steps, MACHINE, batch_size=size, **settings)
+    return DaliLoader(loader, steps, MACHINE, batch_size=size, turn_off=OFF, **settings)
 
 
 def count_threads() -> int:
@@ -125,7 +131,7 @@ def test_stand_ins_for_the_dataset_are_looked_through(folder: Path) -> None:
     stand_in = type("Wrapped", (), {"__module__": "fastloop.feeds.other", "__len__": lambda self: 20})()
     stand_in.inner = dataset
     loader = clone(DataLoader(dataset, batch_size=5), {"dataset": stand_in})
-    ours = DaliLoader(loader, read_source(dataset).facts.steps, MACHINE, batch_size=5)
+    ours = DaliLoader(loader, read_source(dataset).facts.steps, MACHINE, batch_size=5, turn_off=OFF)
     assert labels_of(ours.load(0)) == [list(range(at, at + 5)) for at in (0, 5, 10, 15)]
 
 
@@ -376,3 +382,69 @@ def test_orders_of_a_generator_of_ones_own(folder: Path) -> None:
 
     plain = order(lambda loader: labels_of(DataLoader(dataset, batch_sampler=loader.batch_sampler)))
     assert order(lambda loader: labels_of(make(loader).load(0))) == plain
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[Path]:
+    """A folder with one file whose opening does not return, as on a drive that does not answer."""
+    make_folder(tmp_path, classes=1)
+    stuck = tmp_path / "class0" / "009.jpg"
+    stuck.unlink()
+    os.mkfifo(stuck)
+    yield tmp_path
+    with contextlib.suppress(OSError):  # nobody waits for it
+        os.close(os.open(stuck, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def shorten_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("LOOK_S", 0.05), ("SAY_S", 0.3), ("LIMIT_S", 1.0)):
+        monkeypatch.setattr(tried_workers, name, seconds)
+
+
+def test_a_file_that_never_opens_ends_the_epoch_with_its_batch(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_limits(monkeypatch)
+    batches = make(DataLoader(read_folder(hanging), batch_size=4)).load(0)
+    assert [len(next(batches)[1]) for _ in range(2)] == [4, 4]
+    with pytest.raises(FastLoopError) as error, pytest.warns(match=r"fastloop: no batch for 0 s: .*/008\.jpg"):
+        next(batches)
+    assert "no batch for 1 s: DALI is making that of " in error.value.got and "/010.jpg …" in error.value.got
+    assert "wait forever" in error.value.why and error.value.do.endswith(f"write {OFF}")
+    assert list(batches) == []
+
+
+def test_an_epoch_that_is_left_before_such_a_file_ends_in_time(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_limits(monkeypatch)
+    ours = make(DataLoader(Subset(read_folder(hanging), [*range(12), *range(8)]), batch_size=4))
+    with pytest.warns(match="no batch for"):
+        assert [len(labels) for _, labels in islice(ours.load(0), 2)] == [4, 4]
+        gc.collect()
+    assert not ours.plain_batches
+
+
+HANGING = """
+import sys
+from torch.utils.data import DataLoader
+from fastloop.errors import FastLoopError
+from fastloop.feeds.workers import tried_workers
+from tests.feeds.dali.folders import read_folder
+from tests.feeds.dali.test_engine import make
+tried_workers.LOOK_S, tried_workers.LIMIT_S = 0.05, 1.0
+try:
+    list(make(DataLoader(read_folder(sys.argv[1]), batch_size=4)).load(0))
+except FastLoopError as error:
+    print(error)
+"""
+
+
+def test_the_process_ends_although_the_file_is_never_opened(hanging: Path, tmp_path: Path) -> None:
+    said = python("-c", HANGING, hanging, cwd=tmp_path, limit_s=60)
+    assert "no batch for 1 s" in said
+
+
+def test_a_slow_batch_is_no_hang(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only waiting for DALI counts, not the training between two batches."""
+    shorten_limits(monkeypatch)
+    ours = make(DataLoader(read_folder(folder), batch_size=10))
+    for _ in ours.load(0):
+        time.sleep(1.5)
+    assert ours.images == 20
