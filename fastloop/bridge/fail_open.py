@@ -10,10 +10,8 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from types import FrameType
 from typing import Any, Protocol, TypeVar
 
-from fastloop.bridge import namespaces
 from fastloop.errors import FastLoopError, let_through
 from fastloop.ladder import collect_cards
 
@@ -66,27 +64,6 @@ def deaf_to_workers() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, handler)
-
-
-@contextlib.contextmanager
-def leaves_on_sigterm(trainer: Any) -> Iterator[None]:
-    """End the training at once when SIGTERM arrives, as Lightning does after a batch: what we do between two batches
-    can take a minute, and a job that is preempted has half of that. Several ranks must leave together, and wait."""
-    theirs = signal.getsignal(signal.SIGTERM)
-    if trainer.world_size > 1 or not callable(theirs) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        theirs(number, frame)
-        if trainer.received_sigterm:
-            raise namespaces.load(namespaces.find_namespace(trainer), "utilities.exceptions.SIGTERMException")
-
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, theirs)
 
 
 # -- one-line explanations of exceptions with unclear messages ---------------------------------------------------------

@@ -10,13 +10,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data._utils import signal_handling
 
-from fastloop import FastLoop
 from fastloop.bridge.fail_open import deaf_to_workers, fail_open, is_disabled
 from fastloop.errors import ConfigError, FastLoopError
 
@@ -151,47 +149,6 @@ def test_workers_that_die_do_not_end_a_report(is_deaf: bool) -> None:
         assert signal.getsignal(signal.SIGCHLD) is raise_own, "put back"
     finally:
         signal.signal(signal.SIGCHLD, before)
-
-
-class Preempted(L.LightningModule):
-    """Gets SIGTERM when its module runs for the second time, which then takes long; counts the steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.runs, self.steps = torch.nn.Linear(4, 1), 0, 0
-        self.net.register_forward_hook(self.run)
-
-    def run(self, *_: Any) -> None:
-        self.runs += 1
-        if self.runs == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.steps += 1
-        return self.net(batch[0]).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("rehearses", [True, False], ids=["in a rehearsal", "control"])
-def test_sigterm_ends_a_rehearsal_at_once(rehearses: bool) -> None:
-    """Lightning looks for it after a batch, and a rehearsal may take a minute. What it changed is put back."""
-    torch.manual_seed(0)
-    module, before = Preempted(), signal.getsignal(signal.SIGTERM)
-    loop = FastLoop({"rungs": {"amp": {"enabled": rehearses}}}, quiet=True)
-    weights: list[torch.Tensor] = []
-    notes = L.pytorch.callbacks.LambdaCallback(
-        on_train_batch_end=lambda *_: weights.append(module.net.weight.detach().clone())
-    )
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[notes, loop], **quiet)  # type: ignore[arg-type]
-    with pytest.raises(SystemExit):
-        trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 4)), 2))
-    assert module.steps == (1 if rehearses else 2)
-    assert torch.equal(module.net.weight, weights[-1])
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_an_error_of_ours_with_a_frame_in_hand_stays_ours() -> None:

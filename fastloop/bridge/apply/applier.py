@@ -21,11 +21,11 @@ from fastloop.bridge.apply.micro.search_terms import make_choice
 from fastloop.bridge.apply.precision_fallback import PrecisionFallback
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal
+from fastloop.bridge.apply.rehearse.time_limit import leaves_on_sigterm
 from fastloop.bridge.apply.rehearse.tries import Tries
 from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.validation_loaders import ENGINE, ValidationLoaders
-from fastloop.bridge.fail_open import leaves_on_sigterm
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime

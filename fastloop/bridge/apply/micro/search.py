@@ -22,9 +22,8 @@ from fastloop.bridge.apply.micro.gradient_check import TakeLoss, quiet
 from fastloop.bridge.apply.micro.room import GIB, Room
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered
-from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
+from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, leaves_on_sigterm, limited
 from fastloop.bridge.apply.state.untouched import untouched, unwritten
-from fastloop.bridge.fail_open import leaves_on_sigterm
 from fastloop.errors import NotApplicable, is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.feeds.batch_norm.groups import BatchGroups

@@ -1,4 +1,7 @@
-"""A time limit for work in the user's own process: raises in Python code; ends the process if native code hangs."""
+"""A time limit for work in the user's own process: raises in Python code; ends the process if native code hangs.
+
+SIGTERM ends such work, too.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
+from fastloop.bridge import namespaces
 from fastloop.errors import describe
 
 GRACE_S = 60.0
@@ -94,6 +99,27 @@ def _end_process(seconds: float, cause: str, do: str) -> None:
     sys.stderr.flush()
     faulthandler.dump_traceback(all_threads=True)
     os._exit(1)
+
+
+@contextlib.contextmanager
+def leaves_on_sigterm(trainer: Any) -> Iterator[None]:
+    """End the training at once when SIGTERM arrives, as Lightning does after a batch: what we do between two batches
+    can take a minute, and a job that is preempted has half of that. Several ranks must leave together, and wait."""
+    theirs = signal.getsignal(signal.SIGTERM)
+    if trainer.world_size > 1 or not callable(theirs) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        theirs(number, frame)
+        if trainer.received_sigterm:
+            raise namespaces.load(namespaces.find_namespace(trainer), "utilities.exceptions.SIGTERMException")
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, theirs)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from fastloop.bridge.apply.rehearse.budget import find_cheapest
 from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
 from fastloop.bridge.apply.rehearse.replay_look import Recordings, ReplayLook
 from fastloop.bridge.apply.rehearse.second_look import SecondLook
-from fastloop.bridge.fail_open import leaves_on_sigterm
+from fastloop.bridge.apply.rehearse.time_limit import leaves_on_sigterm
 from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes

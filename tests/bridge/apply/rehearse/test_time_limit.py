@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from fastloop import FastLoop
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
 
 WORDS = {"cause": "the rehearsal of amp", "do": "write rungs.amp.enabled: false"}
@@ -76,3 +82,44 @@ def test_what_takes_long_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     with announced("trying amp", said.append):
         pass
     assert not said
+
+
+class Preempted(L.LightningModule):
+    """Gets SIGTERM when its module runs for the second time, which then takes long; counts the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.runs, self.steps = torch.nn.Linear(4, 1), 0, 0
+        self.net.register_forward_hook(self.run)
+
+    def run(self, *_: Any) -> None:
+        self.runs += 1
+        if self.runs == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.steps += 1
+        return self.net(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("rehearses", [True, False], ids=["in a rehearsal", "control"])
+def test_sigterm_ends_a_rehearsal_at_once(rehearses: bool) -> None:
+    """Lightning looks for it after a batch, and a rehearsal may take a minute. What it changed is put back."""
+    torch.manual_seed(0)
+    module, before = Preempted(), signal.getsignal(signal.SIGTERM)
+    loop = FastLoop({"rungs": {"amp": {"enabled": rehearses}}}, quiet=True)
+    weights: list[torch.Tensor] = []
+    notes = L.pytorch.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_: weights.append(module.net.weight.detach().clone())
+    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[notes, loop], **quiet)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit):
+        trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 4)), 2))
+    assert module.steps == (1 if rehearses else 2)
+    assert torch.equal(module.net.weight, weights[-1])
+    assert signal.getsignal(signal.SIGTERM) == before
