@@ -23,6 +23,7 @@ The parts in order, and what they take on one H200 with 16 CPUs, in seconds. A p
     feed            250  200  -m benchmarks.feed --budget {s}
     feed_cifar       60   80  -m benchmarks.feed --recipe cifar10 --batch 128 --eager --only "device store" --budget {s}
     counterfactual  650  300  -m benchmarks.counterfactual --scripts bert,gan --budget {s}
+    accuracy        200  160  -m benchmarks.accuracy --epochs 10 --budget {s}
     tests_alone     120  160  -m pytest tests/gpu -m alone -v --tb=short --session-timeout={s}
 
 The first number is what all of a part takes, the second its limit: where that is less, the rounds or cases of least

@@ -92,7 +92,7 @@ def test_each_gpu_has_a_queue_and_its_share_of_the_cpus(
 
 def test_the_table_names_what_there_is() -> None:
     parts = run_all.read_table(run_all.__doc__ or "")
-    assert len(parts) == 13 and {"tests", "first_contact", "compile_scope"} < {part.name for part in parts}
+    assert len(parts) == 14 and {"tests", "first_contact", "compile_scope"} < {part.name for part in parts}
     for part in parts:
         module, folder = part.command[1], run_all.ROOT / "benchmarks"
         if module != "pytest":
