@@ -20,7 +20,7 @@ from fastloop.evidence.worker_limits import count_draws
 from fastloop.feeds.cache.wanted import KeptSamples, compute_share
 from fastloop.feeds.device_store.wanted import explain_no_engine, plan_on_device
 from fastloop.feeds.rows.wanted import explain_no_rows, plan_rows
-from fastloop.records.card import Card, ClimbState, Variant
+from fastloop.records.card import Card, ClimbState, Settings, Variant
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts, RowFacts
 from fastloop.records.images import ImageFacts, RandomResizedCrop
 from fastloop.records.measurement import Measurement
@@ -59,6 +59,14 @@ def _picks_rows(seen: Measurement) -> bool:
     return read_loader(seen).get("rows") is not None
 
 
+def _pick_for_validation(seen: Measurement) -> tuple[Settings, str] | None:
+    """Only beside a train loader that has rows, too: else the rung does not apply to the training."""
+    refused = seen.evidence.get("refused") or {}
+    if not _picks_rows(seen) or "cache" in refused or read_loader(seen).get("validation_rows") is None:
+        return None
+    return {"enabled": True}, "all rows of a validation batch are picked at once"
+
+
 CARD = Card(
     family="feed",
     does=lambda seen: (
@@ -66,8 +74,9 @@ CARD = Card(
         if _picks_rows(seen)
         else "the cache keeps decoded samples, so that later epochs need not decode them again"
     ),
-    answers={"data_wait": 3, "decoding": 2, "mostly_decoding": 1, "picking": 1},
+    answers={"data_wait": 3, "decoding": 2, "mostly_decoding": 1, "picking": 1, "validation": 1},
     applies=_applies,
+    remedies={"validation": _pick_for_validation},
     variants=_list_variants,
 )
 """What other files may know about this rung."""

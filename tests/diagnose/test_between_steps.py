@@ -64,6 +64,22 @@ def test_workers_that_start_anew_for_each_validation(loader: dict[str, Any], say
     assert finding.bottleneck == "validation" and says in finding.why and not_says not in finding.why
 
 
+@pytest.mark.parametrize("rows", ["both", "validation's", "refused", "on"])
+def test_rows_that_validation_picks_one_by_one(rows: str) -> None:
+    """The rung comes for the train loader, and serves validation with it."""
+    loader = {**NO_WORKERS, "validation_workers": 0, "validation_rows": "TensorDataset"}
+    loader |= {} if rows == "validation's" else {"rows": "TensorDataset"}
+    refused = {"refused": {"cache": "why"}} if rows == "refused" else {}
+    (finding,) = findings(on_cpu(validation=20.0, loader=loader, evidence=refused), ("cache",) if rows == "on" else ())
+    assert finding.patch == ({"rungs": {"cache": {"enabled": True}}} if rows == "both" else None)
+    assert ("all rows of a validation batch are picked at once" in finding.why) is (rows == "both")
+
+
+def test_validation_that_an_engine_loads_needs_no_workers() -> None:
+    (finding,) = findings(on_cpu(validation=20.0, loader={**NO_WORKERS, "validation_has_engine": True}))
+    assert "validate less often" in finding.why and "workers" not in finding.why
+
+
 @pytest.mark.parametrize(
     ("loader", "gap_ms", "patched"),
     [

@@ -353,3 +353,26 @@ def test_a_trial_that_was_disturbed_does_not_clear_the_loader(rate: float | None
     seen = scene(100.0, data_wait=30.0, trail=0.0, samples_per_s=100.0, ceilings={"replayed": rate})
     found = [finding for finding in findings(seen) if finding.bottleneck == "data_wait"]
     assert bool(found) == named and all(finding.ceiling_is_estimate for finding in found)
+
+
+@pytest.mark.parametrize(("enabled", "patched"), [((), "cache"), (("cache",), "workers")])
+def test_rows_in_memory(enabled: tuple[str, ...], patched: str) -> None:
+    """Picking them at once comes before workers, which would pick them one by one elsewhere."""
+    finding = only({**MAP, "rows": "TensorDataset"}, enabled=enabled)
+    assert finding.patch == {"rungs": {patched: {"enabled": True}}}
+    assert "TensorDataset holds all rows in memory, and each is picked on its own" in finding.why
+
+
+def test_an_engine_that_does_not_keep_up() -> None:
+    assert "give it more threads" in only({**MAP, "num_workers": None, "has_engine": True}).why
+    assert (
+        "picked at once already"
+        in only(
+            {
+                **MAP,
+                "num_workers": None,
+                "has_engine": True,
+                "engine_advice": "all rows of a batch are picked at once already",
+            }
+        ).why
+    )

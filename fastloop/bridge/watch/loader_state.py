@@ -119,13 +119,17 @@ def gather_evidence(trainer: Any) -> dict[str, Any]:
 
 
 def _describe_validation(trainer: Any) -> dict[str, Any]:
-    """The fewest workers of a validation loader, and whether all keep theirs; empty if there is no such loader."""
+    """The fewest workers of a validation loader, and whether all keep theirs; the dataset's class if all have rows in
+    memory; whether one has an engine. Empty if there is no such loader."""
     loop = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
     found = list(getattr(getattr(loop, "_combined_loader", None), "flattened", []))
     if any(_find_engine(loader) is not None for loader in found):
         return {"validation_has_engine": True}
+    rows = [read_rows(getattr(loader, "dataset", None)) for loader in found]
+    names = [each.what for each in rows if isinstance(each, RowFacts)]
+    told: dict[str, Any] = {"validation_rows": names[0]} if names and len(names) == len(rows) else {}
     workers = [count for loader in found if (count := getattr(loader, "num_workers", None)) is not None]
     if not workers or len(workers) < len(found):
-        return {}
+        return told
     keeps = all(bool(getattr(loader, "persistent_workers", False)) for loader in found)
-    return {"validation_workers": min(workers), "validation_keeps_workers": keeps}
+    return {**told, "validation_workers": min(workers), "validation_keeps_workers": keeps}

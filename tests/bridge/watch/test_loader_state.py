@@ -79,6 +79,8 @@ def test_validation_loaders(keeps: bool) -> None:
     assert (seen["validation_workers"], seen["validation_keeps_workers"]) == (1, keeps)
     assert fit(batches(16))["validation_workers"] == 0 and "validation_workers" not in fit(None)
     assert "validation_workers" not in fit(Own()), "a loader that shows no workers"
+    assert fit(batches(16))["validation_rows"] == "TensorDataset"
+    assert "validation_rows" not in fit([batches(16), DataLoader(list(batches(16).dataset), 8)])
 
 
 def test_loaders_that_show_nothing() -> None:
