@@ -46,7 +46,8 @@ def count_since(before: Count, name_line: Callable[[Sequence[FrameSummary]], str
 
     now, new = count(), list_new(read_records() or [], before.latest)
     broken = list_new(graph_break_reasons, before.latest_break)
-    breaks = [f"{_shorten_break(each.reason)} at {name_line(each.user_stack)}" for each in broken]
+    own = [each for each in broken if not each.reason.startswith("DDPOptimizer")]  # cuts between buckets, on purpose
+    breaks = [f"{_shorten_break(each.reason)} at {name_line(each.user_stack)}" for each in own]
     recompiles = [
         shorten_reason(metric.recompile_reason) for metric in new if getattr(metric, "recompile_reason", None)
     ]
