@@ -18,7 +18,7 @@ from typing import Literal
 from fastloop.errors import ConfigError, NotApplicable, require_positive
 from fastloop.evidence.worker_limits import count_draws
 from fastloop.feeds.cache.wanted import KeptSamples, compute_share
-from fastloop.feeds.device_store.wanted import explain_no_engine, plan_on_device
+from fastloop.feeds.device_store.wanted import SHARE, explain_no_engine, plan_on_device
 from fastloop.feeds.rows.wanted import explain_no_rows, plan_rows
 from fastloop.records.card import Card, ClimbState, Settings, Variant
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts, RowFacts
@@ -34,8 +34,8 @@ LEAST_SHARE = 0.5
 smaller."""
 LITTLE_BYTES = 2 * 10**8
 """Pictures that take no more than this may go to a GPU unasked: 50,000 of 32 x 32 pixels."""
-LITTLE_ROW_BYTES = 10**9
-"""The same of rows, which there is no other way to have at once."""
+LITTLE_ROW_SHARE = 0.02
+"""Share of the GPU's free memory that rows may take unasked: there is no other way to have them at once."""
 ENGINES = ("dali", "nodes")
 """Rungs that make the batches, in place of a store on the device."""
 
@@ -119,8 +119,7 @@ class Cache:
             return self._plan_validation(facts)
         most = None if self.size_gb == "auto" else int(self.size_gb * 1e9)
         if isinstance(facts.loader.rows, RowFacts) and self.store in ("auto", "device"):
-            self._check_rows(facts, facts.loader.rows)
-            return plan_rows(facts, facts.loader, most)
+            return plan_rows(facts, facts.loader, most, share=self._find_row_share())
         if self.store == "device" or self._suits_device(facts, facts.loader):
             return plan_on_device(facts, facts.loader, most)
         prefix = self._find_prefix(facts.loader)
@@ -147,8 +146,11 @@ class Cache:
         assert facts.loader is not None
         if not isinstance(facts.loader.rows, RowFacts) or explain_no_rows(facts, facts.loader) is not None:
             return Change()
-        self._check_rows(facts, facts.loader.rows)
-        return Change(wants={"evaluation.engine": plan_rows(facts, facts.loader).wants["loader.engine"]})
+        return Change(
+            wants={
+                "evaluation.engine": plan_rows(facts, facts.loader, share=self._find_row_share()).wants["loader.engine"]
+            }
+        )
 
     def without_engine(self) -> Cache | None:
         """Return what `auto` chooses if the device cannot keep the pictures; None if they were to be kept there."""
@@ -167,12 +169,9 @@ class Cache:
         )
         return not resizes and need is not None and need <= LITTLE_BYTES
 
-    def _check_rows(self, facts: Facts, rows: RowFacts) -> None:
-        """Raise NotApplicable if they would take much of a GPU that nobody offered."""
-        if facts.device == "cuda" and (self.store, self.size_gb) == ("auto", "auto") and rows.bytes > LITTLE_ROW_BYTES:
-            raise NotApplicable(
-                f"its rows would take {_format_gb(rows.bytes)} of the device; write cache.store: device for that"
-            )
+    def _find_row_share(self) -> float:
+        """Share of the device's free memory that rows may take if no size is set."""
+        return SHARE if self.store == "device" else LITTLE_ROW_SHARE
 
     def _find_prefix(self, loader: LoaderFacts) -> PrefixFacts:
         if not loader.is_dataloader:

@@ -21,6 +21,7 @@ class PickedRows:
     """Device type; the process's current device of this type is used."""
     most_bytes: int | None = None
     """Most memory for a copy on the device; None for a share of what is free there at that time."""
+    share: float = SHARE
 
     def check(self, loader: Any, say: Callable[[str], None] = lambda _line: None) -> Mapping[str, Any]:
         """Compare a few samples.
@@ -38,13 +39,15 @@ class PickedRows:
 
         place = torch.cuda.current_device() if self.device == "cuda" else None
         device = torch.device(self.device, place) if place is not None else torch.device(self.device)
-        most = int(SHARE * measure_free(self.device)) if self.most_bytes is None else self.most_bytes
+        most = int(self.share * measure_free(self.device)) if self.most_bytes is None else self.most_bytes
         return make_engine(loader, device, most_bytes=most)
 
 
-def plan_rows(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None) -> Change:
+def plan_rows(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None, *, share: float = SHARE) -> Change:
     """Plan the change of a rung that picks this loader's rows at once.
 
+    Args:
+        most_bytes: most memory for a copy on the device; None for a `share` of what is free there.
     Raises:
         NotApplicable: batches picked so might differ from the loader's.
     """
@@ -55,7 +58,7 @@ def plan_rows(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None) 
     where = f"on the device, which holds all {loader.rows.count:,} rows" if on_gpu else "without a call per sample"
     note = f"picks each batch of {loader.rows.what} at once {where}"
     elsewhere = dataclasses.replace(loader, engine="a batch picked at once", on_device=on_gpu, num_workers=0)
-    want = PickedRows(device=facts.device, most_bytes=most_bytes)
+    want = PickedRows(device=facts.device, most_bytes=most_bytes, share=share)
     return Change(wants={"loader.engine": want}, parity="exact", notes=(note,), facts={"loader": elsewhere})
 
 
