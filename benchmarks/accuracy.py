@@ -3,9 +3,9 @@
     python -m benchmarks.accuracy [--ladder full] [--seeds 5] [--epochs 15] [--budget 280] [--size tiny]
 
 The recipe as a beginner wrote it, and the same with the ladder: both from the same seeds, on the same pictures, for the
-same steps. Then the accuracy on the pictures that neither was trained on. Every run is a process of its own: those of
-the ladder one after another, so that its rehearsals find a quiet machine, the plain ones beside them. One JSON line for
-each run, and one for the difference: its mean, and a 95 % interval (Welch).
+same steps. Then the accuracy on the pictures that neither was trained on. Every run is its own process: first those of
+the ladder one after another, so that its rehearsals find a quiet machine, then the plain ones side by side. One JSON
+line for each run, and one for the difference: its mean, and a 95 % interval (Welch).
 """
 
 from __future__ import annotations
@@ -94,19 +94,11 @@ def main() -> None:
         print(json.dumps(train(options.one, options.seeds, options)))
         return
     accuracies: dict[str, list[float]] = {PLAIN: [], options.ladder: []}
-    with (
-        concurrent.futures.ThreadPoolExecutor(options.seeds) as beside,
-        concurrent.futures.ThreadPoolExecutor(1) as in_turn,
-    ):
-        runs = {
-            pool.submit(run, arm, seed, options): (arm, seed)
-            for arm, pool in ((options.ladder, in_turn), (PLAIN, beside))
-            for seed in range(options.seeds)
-        }
-        for each in concurrent.futures.as_completed(runs):
-            (arm, seed), found = runs[each], each.result()
-            accuracies[arm] += [found["accuracy"]] if "accuracy" in found else []
-            say("accuracy", {"arm": arm, "seed": seed, "epochs": options.epochs, "size": options.size, **found})
+    for arm, at_once in ((options.ladder, 1), (PLAIN, options.seeds)):
+        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+            for seed, found in enumerate(pool.map(lambda seed, arm=arm: run(arm, seed, options), range(options.seeds))):
+                accuracies[arm] += [found["accuracy"]] if "accuracy" in found else []
+                say("accuracy", {"arm": arm, "seed": seed, "epochs": options.epochs, "size": options.size, **found})
     plain, ours = accuracies.values()
     if min(len(plain), len(ours)) > 1:
         means = {f"{arm}_mean": sum(values) / len(values) for arm, values in accuracies.items()}

@@ -35,7 +35,7 @@ smaller."""
 LITTLE_BYTES = 2 * 10**8
 """Pictures that take no more than this may go to a GPU unasked: 50,000 of 32 x 32 pixels."""
 LITTLE_ROW_SHARE = 0.02
-"""Share of the GPU's free memory that rows may take unasked: there is no other way to have them at once."""
+"""Share of the GPU's free memory that rows may take unless the user sets ``store: device`` or ``size_gb``."""
 ENGINES = ("dali", "nodes")
 """Rungs that make the batches, in place of a store on the device."""
 
@@ -115,9 +115,9 @@ class Cache:
             engines = ("loader.engine", "evaluation.engine")
             may_want = {"device": engines, "auto": (*engines, "dataset.cache")}
             return Change(waits_for="the train loader", may_want=may_want.get(self.store, ("dataset.cache",)))
-        if facts.evaluates:
-            return self._plan_validation(facts)
         most = None if self.size_gb == "auto" else int(self.size_gb * 1e9)
+        if facts.evaluates:
+            return self._plan_validation(facts, most)
         if isinstance(facts.loader.rows, RowFacts) and self.store in ("auto", "device"):
             return plan_rows(facts, facts.loader, most, share=self._find_row_share())
         if self.store == "device" or self._suits_device(facts, facts.loader):
@@ -141,14 +141,16 @@ class Cache:
         note = _describe(prefix, store, budget, share)
         return Change(wants={"dataset.cache": want}, notes=(note,), facts=left if store == "shm" else {})
 
-    def _plan_validation(self, facts: Facts) -> Change:
+    def _plan_validation(self, facts: Facts, most_bytes: int | None) -> Change:
         """Rows are picked at once for validation, too. Whatever else it loads is left alone."""
         assert facts.loader is not None
         if not isinstance(facts.loader.rows, RowFacts) or explain_no_rows(facts, facts.loader) is not None:
             return Change()
         return Change(
             wants={
-                "evaluation.engine": plan_rows(facts, facts.loader, share=self._find_row_share()).wants["loader.engine"]
+                "evaluation.engine": plan_rows(facts, facts.loader, most_bytes, share=self._find_row_share()).wants[
+                    "loader.engine"
+                ]
             }
         )
 

@@ -55,7 +55,8 @@ class LivePlan:
         steps = {step.rung: step for step in made.steps if step.rung in self.loader_rungs}
         for rung, why in self._no_engine.items():
             if rung in steps and steps[rung].status == "skipped":
-                steps[rung] = dataclasses.replace(steps[rung], reason=why)
+                reason = steps[rung].reason
+                steps[rung] = dataclasses.replace(steps[rung], reason=why if reason is None else f"{why}; {reason}")
         self.plan = Plan(
             steps=tuple(old if old.status == "planned" else steps.get(old.rung, old) for old in self.plan.steps)
         )

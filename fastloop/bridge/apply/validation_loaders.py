@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import describe
@@ -40,19 +38,18 @@ class ValidationLoaders:
         warning, if that is impossible."""
         loader = next((own for ours, own, _ in self._made if ours is loader), loader)
         others = [self._site.module, *self._site.trainer.callbacks]
-        read = read_facts.read_loader_facts(loader, others=others)
         try:
+            read = read_facts.read_loader_facts(loader, others=others)
             want = self._rung.plan(dataclasses.replace(self._site.facts, loader=read, evaluates=True)).wants.get(ENGINE)
             if want is None:
                 return loader
             want.check(loader, self._say)
+            twin = clone(loader, {})
+            engine = want.make(twin)
         except Exception as error:
             self._why = describe(error)
             self._warn(f"{self.name} leaves a validation loader as it is: {self._why}")
             return loader
-        assert isinstance(loader, DataLoader)
-        twin = clone(loader, {})
-        engine = want.make(twin)
         if hasattr(engine, "wants_channels_last"):
             engine.wants_channels_last = self._site.staging.wants_channels_last
         read_like_workers(engine, loader)

@@ -47,7 +47,9 @@ def count_since(before: Count, name_line: Callable[[Sequence[FrameSummary]], str
     now, new = count(), list_new(read_records() or [], before.latest)
     broken = list_new(graph_break_reasons, before.latest_break)
     own = [each for each in broken if not each.reason.startswith("DDPOptimizer")]  # cuts between buckets, on purpose
-    breaks = [f"{_shorten_break(each.reason)} at {name_line(each.user_stack)}" for each in own]
+    breaks = [
+        _shorten_break(each.reason) + (f" at {name_line(each.user_stack)}" if each.user_stack else "") for each in own
+    ]
     recompiles = [
         shorten_reason(metric.recompile_reason) for metric in new if getattr(metric, "recompile_reason", None)
     ]

@@ -24,6 +24,7 @@ from fastloop.report.experiments import ab_report
 COMPARISON = "comparison.json"
 DEVICES = {"device_name": "device", "devices": "number of devices"}
 """Hardware properties that may differ between arms on purpose, and their names in messages."""
+CHOOSE_DEVICES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
 VARIABLES = ("CUDA_", "NCCL_", "NVIDIA_", "TORCH_", "PYTORCH_", "OMP_", "MKL_")
 """How environment variables begin that change numbers or speed; others name a rank or a job."""
 _TOLD_TO_END = re.compile(r"SIGTERM|terminated with code (-15|143)\b")
@@ -205,7 +206,8 @@ def list_mixed_settings(sides: Sequence[Side]) -> list[str]:
             if known.torch_flags is not None:
                 flags.append((side.name, number, vars(known.torch_flags)))
             if known.variables is not None:
-                chosen = {name: value for name, value in known.variables.items() if name.startswith(VARIABLES)}
+                matter = {name for name in known.variables if name.startswith(VARIABLES)} - CHOOSE_DEVICES
+                chosen = {name: value for name, value in known.variables.items() if name in matter}
                 variables.append((side.name, number, chosen))
     found = [*_describe_differences(flags, absent=None), *_describe_differences(variables, absent="unset")]
     return [f"the runs have different settings: {'; '.join(found)}"] if found else []

@@ -54,8 +54,9 @@ class RowEngine:
             dataset = find_user_dataset(self.loader.dataset)
             return default_collate([dataset[index] for index in indices])
         places = places.astype(np.int64)
-        if (places >= self._rows.count).any() or (places < -self._rows.count).any():
-            raise IndexError(f"the sampler asks for {places.max():,}, but the dataset has {self._rows.count:,} samples")
+        outside = places[(places >= self._rows.count) | (places < -self._rows.count)]
+        if outside.size:
+            raise IndexError(f"the sampler asks for sample {outside[0]:,} of a dataset of {self._rows.count:,}")
         places = np.where(places < 0, places + self._rows.count, places)
         if self._rows.places is not None:
             places = self._rows.places[places]
@@ -175,5 +176,5 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _read_bits(values: torch.Tensor) -> torch.Tensor:
-    """Not a number equals itself, in bits."""
+    """As bytes, so that NaN equals NaN."""
     return values.cpu().contiguous().view(torch.uint8)

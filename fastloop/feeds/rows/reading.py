@@ -71,7 +71,7 @@ def list_columns(form: Any) -> list[Column]:
 
 
 def read_facts(dataset: Any) -> RowFacts | str:
-    """Facts for a plan, or why the dataset's samples are not rows in memory. Takes no longer for a long Subset."""
+    """Facts for a plan, or why the dataset's samples are not rows in memory. A Subset's indices are not read."""
     try:
         whole = find_whole(dataset)
         rows, count = _read_whole(whole), len(dataset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastloop.errors import NotApplicable
@@ -23,24 +23,33 @@ class PickedRows:
     """Most memory for a copy on the device; None for a share of what is free there at that time."""
     share: float = SHARE
 
+    live: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
+    """The engine that `check` made and `make` has not taken yet."""
+
     def check(self, loader: Any, say: Callable[[str], None] = lambda _line: None) -> Mapping[str, Any]:
-        """Compare a few samples.
+        """Put the rows in place and compare a few samples.
 
         Raises:
             NotApplicable: the rows do not fit, or differ from the user's samples.
         """
-        return self.make(loader).evidence()  # type: ignore[no-any-return]
-
-    def make(self, loader: Any) -> Any:
-        """Return the engine for this loader."""
         import torch
 
         from fastloop.feeds.rows.engine import make_engine
 
         place = torch.cuda.current_device() if self.device == "cuda" else None
-        device = torch.device(self.device, place) if place is not None else torch.device(self.device)
+        device = torch.device(self.device) if place is None else torch.device(self.device, place)
         most = int(self.share * measure_free(self.device)) if self.most_bytes is None else self.most_bytes
-        return make_engine(loader, device, most_bytes=most)
+        engine = make_engine(loader, device, most_bytes=most)
+        self.live[:] = [engine]
+        return engine.evidence()
+
+    def make(self, loader: Any) -> Any:
+        """Return the engine for this loader, which is the checked one, or our copy of it."""
+        if not self.live:
+            self.check(loader)
+        engine = self.live.pop()
+        engine.loader = loader
+        return engine
 
 
 def plan_rows(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None, *, share: float = SHARE) -> Change:

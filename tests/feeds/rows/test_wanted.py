@@ -43,11 +43,21 @@ def test_a_gpu_is_asked_for_little_unless_told(monkeypatch: pytest.MonkeyPatch) 
     """Two in a hundred of what is free there; a quarter if the device was asked for."""
     monkeypatch.setattr(wanted, "measure_free", lambda _device: 10_000)
     asked: list[int] = []
-    monkeypatch.setattr(engine, "make_engine", lambda _loader, _device, *, most_bytes: asked.append(most_bytes))
+
+    class Made:
+        def __init__(self, _loader: Any, _device: Any, *, most_bytes: int) -> None:
+            asked.append(most_bytes)
+
+        def evidence(self) -> dict[str, Any]:
+            return {}
+
+    monkeypatch.setattr(engine, "make_engine", Made)
     for settings in ({}, {"store": "device"}, {"size_gb": 3.0}):
         want = plan(facts(device="cuda"), **settings).wants["loader.engine"]
-        dataclasses.replace(want, device="cpu").make(None)
-    assert asked == [200, 2500, 3 * 10**9]
+        here = dataclasses.replace(want, device="cpu", live=[])
+        here.check("the user's")
+        assert here.make("our copy").loader == "our copy", "the one that was checked"
+    assert asked == [200, 2500, 3 * 10**9], "once each"
 
 
 REFUSED: dict[str, tuple[Facts, str]] = {
@@ -83,6 +93,7 @@ def test_the_reason_is_that_of_rows() -> None:
 
 
 def test_validation() -> None:
+    assert plan(facts(evaluates=True), size_gb=1.0).wants["evaluation.engine"].most_bytes == 10**9
     assert plan(facts(evaluates=True)).wants == {"evaluation.engine": PickedRows(device="cpu", share=0.02)}
     assert plan(facts({"rows": "Doubled does more"}, evaluates=True)).wants == {}
     assert plan(facts({"custom_collate": True}, evaluates=True)).wants == {}

@@ -113,6 +113,7 @@ def leaves_on_sigterm(trainer: Any) -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         theirs(number, frame)
         if trainer.received_sigterm:
+            signal.signal(signal.SIGTERM, theirs)  # a second one must not interrupt what is put back
             raise namespaces.load(namespaces.find_namespace(trainer), "utilities.exceptions.SIGTERMException")
 
     signal.signal(signal.SIGTERM, leave)
