@@ -104,7 +104,8 @@ def _end_process(seconds: float, cause: str, do: str) -> None:
 @contextlib.contextmanager
 def leaves_on_sigterm(trainer: Any) -> Iterator[None]:
     """End the training at once when SIGTERM arrives, as Lightning does after a batch: what we do between two batches
-    can take a minute, and a job that is preempted has half of that. Several ranks must leave together, and wait."""
+    can take a minute, and a job that is preempted often has half of that. With several ranks nothing changes: they must
+    leave together, so Lightning ends them after the batch."""
     theirs = signal.getsignal(signal.SIGTERM)
     if trainer.world_size > 1 or not callable(theirs) or threading.current_thread() is not threading.main_thread():
         yield
