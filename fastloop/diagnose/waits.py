@@ -46,7 +46,7 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
         idle += f" ({decoding})"
     elif (rows := read_loader(step.measured).get("rows")) is not None:
         cause = PICKING
-        idle += f" ({rows} holds all rows in memory, and each is picked on its own)"
+        idle += f" ({rows} holds all rows in memory, and they are picked one at a time)"
     instead = _advise_loading(step.measured, rungs.name_number("data_wait"))
     return cost.explain(idle, rungs.choose(step.measured, cause, instead))
 

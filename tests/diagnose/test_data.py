@@ -360,7 +360,7 @@ def test_rows_in_memory(enabled: tuple[str, ...], patched: str) -> None:
     """Picking them at once comes before workers, which would pick them one by one elsewhere."""
     finding = only({**MAP, "rows": "TensorDataset"}, enabled=enabled)
     assert finding.patch == {"rungs": {patched: {"enabled": True}}}
-    assert "TensorDataset holds all rows in memory, and each is picked on its own" in finding.why
+    assert "TensorDataset holds all rows in memory, and they are picked one at a time" in finding.why
 
 
 def test_an_engine_that_does_not_keep_up() -> None:

@@ -36,33 +36,25 @@ LITTLE_SHM_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class PicturesOnDevice:
-    """The want ``loader.engine`` for a store on the device."""
+class CheckedEngine:
+    """A want ``loader.engine`` whose engine is made when it is checked, and then used."""
 
     device: str
     """Device type; the process's current device of this type is used."""
     most_bytes: int | None = None
-    """Most memory for pictures; None for `SHARE` of the memory that is free at that time."""
-    workers: int = 0
-    """Processes that decode."""
+    """Most memory for samples; None for a share of the memory that is free at that time."""
     live: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
     """The engine that `check` made and `make` has not taken yet."""
 
     def check(self, loader: Any, say: Callable[[str], None] = lambda _line: None) -> Mapping[str, Any]:
-        """Fill the store and test it.
+        """Make the engine and test it.
 
         Raises:
-            NotApplicable: the pictures do not fit, or a batch differs from the user's dataset.
+            NotApplicable: the samples do not fit, or a batch differs from the user's dataset.
         """
-        import torch
-
-        from fastloop.feeds.device_store.engine import make_engine
-
-        device = torch.device(self.device)
-        most = int(SHARE * measure_free(self.device)) if self.most_bytes is None else self.most_bytes
-        engine = make_engine(loader, device, most_bytes=most, workers=self.workers, say=say)
-        self.live[:] = [engine]
-        return engine.evidence()
+        self.live[:] = [engine := self._start(loader, say)]
+        found: Mapping[str, Any] = engine.evidence()
+        return found
 
     def make(self, loader: Any) -> Any:
         """Return the engine for this loader, which is the checked one, or our copy of it."""
@@ -71,6 +63,28 @@ class PicturesOnDevice:
         engine = self.live.pop()
         engine.loader = loader
         return engine
+
+    def _start(self, loader: Any, say: Callable[[str], None]) -> Any:
+        raise NotImplementedError
+
+    def _find_most(self, share: float) -> int:
+        return int(share * measure_free(self.device)) if self.most_bytes is None else self.most_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PicturesOnDevice(CheckedEngine):
+    """The want for a store of pictures on the device."""
+
+    workers: int = 0
+    """Processes that decode."""
+
+    def _start(self, loader: Any, say: Callable[[str], None]) -> Any:
+        import torch
+
+        from fastloop.feeds.device_store.engine import make_engine
+
+        device, most = torch.device(self.device), self._find_most(SHARE)
+        return make_engine(loader, device, most_bytes=most, workers=self.workers, say=say)
 
 
 def measure_free(device: str) -> int:

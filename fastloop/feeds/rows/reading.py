@@ -31,7 +31,7 @@ _CASTS = ("float", "double", "half", "bfloat16", "long", "int", "short", "bool",
 
 
 class Unknown(Exception):
-    """The dataset does more than to pick rows, or holds something else; says what."""
+    """The dataset does more than pick rows, or holds something else; says what."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class _Reader:
 
     def _refuse(self, node: ast.AST) -> Unknown:
         text = " ".join(ast.unparse(node).split())
-        return Unknown(f"{type(self._dataset).__name__}.__getitem__ does more than to pick rows: {text[:80]}")
+        return Unknown(f"{type(self._dataset).__name__}.__getitem__ does more than pick rows: {text[:80]}")
 
 
 @dataclass(frozen=True)

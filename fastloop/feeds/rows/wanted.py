@@ -3,53 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fastloop.errors import NotApplicable
-from fastloop.feeds.device_store.wanted import SHARE, explain_own_batches, measure_free
+from fastloop.feeds.device_store.wanted import SHARE, CheckedEngine, explain_own_batches
 from fastloop.records.facts import Facts, LoaderFacts, RowFacts
 from fastloop.records.plan import Change
 
 
 @dataclass(frozen=True, kw_only=True)
-class PickedRows:
-    """The want ``loader.engine`` for rows that are in memory already."""
+class PickedRows(CheckedEngine):
+    """The want for rows that are in memory already."""
 
-    device: str
-    """Device type; the process's current device of this type is used."""
-    most_bytes: int | None = None
-    """Most memory for a copy on the device; None for a share of what is free there at that time."""
     share: float = SHARE
+    """Share of the device's free memory, if `most_bytes` is None."""
 
-    live: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
-    """The engine that `check` made and `make` has not taken yet."""
-
-    def check(self, loader: Any, say: Callable[[str], None] = lambda _line: None) -> Mapping[str, Any]:
-        """Put the rows in place and compare a few samples.
-
-        Raises:
-            NotApplicable: the rows do not fit, or differ from the user's samples.
-        """
+    def _start(self, loader: Any, say: Callable[[str], None]) -> Any:
         import torch
 
         from fastloop.feeds.rows.engine import make_engine
 
         place = torch.cuda.current_device() if self.device == "cuda" else None
         device = torch.device(self.device) if place is None else torch.device(self.device, place)
-        most = int(self.share * measure_free(self.device)) if self.most_bytes is None else self.most_bytes
-        engine = make_engine(loader, device, most_bytes=most)
-        self.live[:] = [engine]
-        return engine.evidence()
-
-    def make(self, loader: Any) -> Any:
-        """Return the engine for this loader, which is the checked one, or our copy of it."""
-        if not self.live:
-            self.check(loader)
-        engine = self.live.pop()
-        engine.loader = loader
-        return engine
+        return make_engine(loader, device, most_bytes=self._find_most(self.share))
 
 
 def plan_rows(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None, *, share: float = SHARE) -> Change:
@@ -66,7 +44,7 @@ def plan_rows(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None, 
     on_gpu = facts.device == "cuda"
     where = f"on the device, which holds all {loader.rows.count:,} rows" if on_gpu else "without a call per sample"
     note = f"picks each batch of {loader.rows.what} at once {where}"
-    elsewhere = dataclasses.replace(loader, engine="a batch picked at once", on_device=on_gpu, num_workers=0)
+    elsewhere = dataclasses.replace(loader, engine="the row picker", on_device=on_gpu, num_workers=0)
     want = PickedRows(device=facts.device, most_bytes=most_bytes, share=share)
     return Change(wants={"loader.engine": want}, parity="exact", notes=(note,), facts={"loader": elsewhere})
 

@@ -192,9 +192,9 @@ class MoreTensors(TensorDataset):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "arithmetic": (Doubled, "Doubled.__getitem__ does more than to pick rows: self.x[index] * self.scale"),
+    "arithmetic": (Doubled, "Doubled.__getitem__ does more than pick rows: self.x[index] * self.scale"),
     "random": (Noisy, "self.x[index] + torch.randn(3)"),
-    "counts": (Counting, "does more than to pick rows: self.scale += 1"),
+    "counts": (Counting, "does more than pick rows: self.scale += 1"),
     "another index": (Shifted, "self.x[index - 1]"),
     "branches": (Branches, "if index > 3"),
     "text": (Names, "Names.names is a list, but not of numbers of one kind"),
@@ -203,7 +203,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "attributes": (Looks, "Looks looks its attributes up in its own way"),
     "a type that torch chooses": (Guessed, "torch.tensor(self.labels[index])"),
     "another torch": (OwnTensor, "FakeTorch.tensor(self.x[index])"),
-    "a TensorDataset of yours": (lambda: MoreTensors(Held().x), "does more than to pick rows"),
+    "a TensorDataset of yours": (lambda: MoreTensors(Held().x), "does more than pick rows"),
     "a gradient": (
         lambda: TensorDataset(torch.ones(3, 2, requires_grad=True)),
         "one of its tensors is no plain tensor",

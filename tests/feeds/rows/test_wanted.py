@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fastloop.errors import NotApplicable
-from fastloop.feeds.rows import engine, wanted
+from fastloop.feeds.device_store import wanted
+from fastloop.feeds.rows import engine
 from fastloop.feeds.rows.wanted import PickedRows, plan_rows
 from fastloop.records.facts import Facts, LoaderFacts, RowFacts
 from fastloop.rungs.cache import Cache
@@ -31,7 +32,7 @@ def test_plan() -> None:
     assert change.parity == "exact"
     assert change.notes == ("picks each batch of TensorDataset at once without a call per sample",)
     after = change.facts["loader"]
-    assert (after.engine, after.on_device, after.num_workers) == ("a batch picked at once", False, 0)
+    assert (after.engine, after.on_device, after.num_workers) == ("the row picker", False, 0)
 
     change = plan(facts(device="cuda"), size_gb=0.5)
     assert change.wants == {"loader.engine": PickedRows(device="cuda", most_bytes=500_000_000, share=0.02)}
