@@ -144,6 +144,8 @@ class Card:
     advice: Mapping[str, str | Callable[[Measurement, bool], str | None]] = field(default_factory=dict)
     """By bottleneck: what to do if no rung helps, replacing the rule's own advice. A function receives whether the rung
     is on, and returns None if it has no better advice."""
+    replaces_loader: Callable[[Measurement], bool] = lambda _seen: False
+    """Whether it would make the batches in place of this loader, so that rungs for loaders have nothing left to do."""
     patch: Callable[[Measurement], Settings] = lambda _seen: {"enabled": True}
     """Its fields in the patch of a finding."""
     remedies: Mapping[str, Callable[[Measurement], tuple[Settings, str] | None]] = field(default_factory=dict)

@@ -76,6 +76,7 @@ CARD = Card(
     ),
     answers={"data_wait": 3, "decoding": 2, "mostly_decoding": 1, "picking": 1, "validation": 1},
     applies=_applies,
+    replaces_loader=_picks_rows,
     remedies={"validation": _pick_for_validation},
     variants=_list_variants,
 )

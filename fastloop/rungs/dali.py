@@ -43,6 +43,7 @@ CARD = Card(
     does="DALI decodes image files outside Python, and only the part of each that is used",
     answers={"data_wait": 2, "decoding": 1, "mostly_decoding": 2},
     applies=lambda seen: read_loader(seen).get("decode_ms") is not None,
+    replaces_loader=lambda _seen: True,
     variants=_list_variants,
     batches_ready=lambda settings, _workers: 0 if settings is None else AHEAD,
     first_start_s=2.0,

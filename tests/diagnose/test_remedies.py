@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from fastloop.config.loading import load_callback_config
-from fastloop.diagnose.remedies import Rungs
+from fastloop.diagnose.remedies import Rungs, list_next_steps
 from fastloop.ladder import collect_cards
 from fastloop.records.card import Card
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Verdict
+from fastloop.records.plan import Finding, Verdict
 from tests.diagnose.scenes import cifar10_launches, gpt2_naive, on_cpu, resnet50_naive, with_trace
 
 CARDS = collect_cards()
@@ -131,3 +131,23 @@ def test_a_rung_that_is_only_a_card_is_proposed_advises_and_comes_after_others()
     on = Rungs(cards=only, enabled=("new",))
     assert on.choose(seen, "data_wait", "-").says == "no further rung helps with this: turn it up"
     assert Rungs(cards={**CARDS, **only}).list_after("launch_bound") == ["batch", "new", "compile", "fused", "host"]
+
+
+@pytest.mark.parametrize(
+    ("loader", "patched", "then"),
+    [
+        ({}, "workers", ["dali", "cache", "prefetch", "pin"]),
+        ({"decode_ms": 40.0}, "dali", []),
+        ({"rows": "TensorDataset"}, "cache", []),
+    ],
+)
+def test_after_an_engine_no_rung_for_loaders_comes_next(
+    loader: dict[str, object], patched: str, then: list[str]
+) -> None:
+    seen = resnet50_naive()
+    seen = dataclasses.replace(seen, evidence={**seen.evidence, "loader": {**seen.evidence["loader"], **loader}})
+    finding = Finding(bottleneck="data_wait", share_pct=60.0, why="-", patch={"rungs": {patched: {"enabled": True}}})
+    next_steps, later = list_next_steps((finding,), seen, CARDS)
+    feeds = [rung for rung in next_steps if CARDS[rung].family == "feed"]
+    assert feeds == [rung for rung in then if available(seen, (), rung)] and bool(feeds) == bool(then)
+    assert later, "the device's own rungs are still to come"
