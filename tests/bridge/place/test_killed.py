@@ -7,23 +7,29 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tests.bridge.launch import ROOT, python
 from tests.bridge.place.resumed import BATCH, SAMPLES, fit, shuffled
+from tests.feeds.dali.folders import make_folder
+from tests.rungs.test_dali import Sees, load
 
 PROGRAM = Path(__file__).with_name("killed.py")
 
 
-WORKERS, ONE, THREADS, ROWS = (
+WORKERS, ONE, THREADS, ROWS, DALI, KEPT = (
     json.dumps(rungs)
     for rungs in (
         {"workers": {"count": 2}},
         {"workers": {"count": 1}},
         {"nodes": {"threads": 2}},
         {"cache": {"store": "device"}},
+        {"dali": {"threads": 2}},
+        {"cache": {"store": "disk", "path": "KEPT"}},
     )
 )
 
@@ -35,9 +41,41 @@ WORKERS, ONE, THREADS, ROWS = (
     ids=["workers", "rows", "threads, accumulating", "rows, accumulating"],
 )
 def test_killed_in_mid_batch(tmp_path: Path, epoch: int, batch: int, first: str, then: str, accumulate: int) -> None:
+    trained, last = _kill_and_resume(tmp_path, first, then, accumulate, epoch, batch)
+    whole, _ = fit(json.loads(first), shuffled(), seed=5)
+    steps, done = batch // accumulate, batch // accumulate * accumulate * BATCH
+    assert last == f"step={-(-8 // accumulate) * epoch + steps}"
+    rest = [number for when, numbers, _ in trained if when == epoch for number in numbers]
+    assert rest == whole.drawn(epoch)[done:]
+    assert sorted(whole.drawn(epoch)[:done] + rest) == list(range(SAMPLES))
+
+
+@pytest.mark.usefixtures("quick_starts")
+@pytest.mark.parametrize(
+    ("first", "then", "accumulate"),
+    [(DALI, KEPT, 1), (KEPT, DALI, 3), (DALI, WORKERS, 3), (KEPT, WORKERS, 1)],
+    ids=["dali", "kept, accumulating", "dali, accumulating", "kept"],
+)
+def test_killed_while_an_engine_loads_pictures(tmp_path: Path, first: str, then: str, accumulate: int) -> None:
+    """L5, K2: twenty pictures in batches of six, killed in the fourth of the second epoch."""
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+    pytest.importorskip("torchvision")
+    folder = make_folder(tmp_path / "pictures")
+    first, then = (rungs.replace("KEPT", str(tmp_path / "kept")) for rungs in (first, then))
+    labels, last = _kill_and_resume(tmp_path, first, then, accumulate, 1, 3, folder)
+    whole = Sees()
+    torch.manual_seed(0)
+    fit(None, load(folder, still=True), seed=5, module=whole)  # type: ignore[arg-type]
+    assert (last, labels) == (f"step={-(-4 // accumulate) + 3 // accumulate}", whole.labels[4 + 3 :])
+
+
+def _kill_and_resume(
+    folder: Path, first: str, then: str, accumulate: int, epoch: int, batch: int, *pictures: Path
+) -> Any:
+    """What the resumed run trained on, and the checkpoint it began at. Its seed is another one."""
     before = {process.pid for process in psutil.process_iter()}
     killed = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path), first, str(accumulate), "5", str(epoch), str(batch)],
+        [sys.executable, str(PROGRAM), str(folder), first, str(accumulate), "5", str(epoch), str(batch), *pictures],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         timeout=200,
@@ -45,15 +83,12 @@ def test_killed_in_mid_batch(tmp_path: Path, epoch: int, batch: int, first: str,
         capture_output=True,
     )
     assert killed.returncode == -9, killed.stderr.decode()
-    python(PROGRAM, tmp_path, then, str(accumulate), "6", "-1", "0", cwd=ROOT)
-    trained, last = json.loads((tmp_path / "resumed.json").read_text())
-    whole, _ = fit(json.loads(first), shuffled(), seed=5)
-    steps, done = batch // accumulate, batch // accumulate * accumulate * BATCH
-    assert last == f"step={-(-8 // accumulate) * epoch + steps}"
-    rest = [number for when, numbers, _ in trained if when == epoch for number in numbers]
-    assert rest == whole.drawn(epoch)[done:]
-    assert sorted(whole.drawn(epoch)[:done] + rest) == list(range(SAMPLES))
+    python(PROGRAM, folder, then, str(accumulate), "6", "-1", "0", *pictures, cwd=ROOT)
     _wait_for_workers(before)
+    assert json.loads((folder / "killed.json").read_text()) == list(json.loads(first))
+    trained, last, planned = json.loads((folder / "resumed.json").read_text())
+    assert planned == list(json.loads(then))
+    return trained, last
 
 
 def _wait_for_workers(before: set[int]) -> None:
