@@ -122,6 +122,7 @@ class Feeds:
             batch_size=self.options.batch,
             on_gpu=self.device.type == "cuda",
             keeps=True,
+            turn_off="--only with other feeds",
         )
 
     def compare_pixels(self, decode: str, _left_s: float) -> dict[str, Any]:
