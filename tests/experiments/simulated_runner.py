@@ -69,6 +69,8 @@ class Machine:
     crowding: float = 1.0
     """Beside workers, computing takes so much longer than without."""
     own_workers: int = 0
+    queued: int = 0
+    """Batches that these hold; a training of no more steps shows no step time."""
     engine_ms: float | None = None
     """What decodes in the loader's place, beside the training; None: the samples are no image files."""
     ends_at: int | None = None
@@ -187,8 +189,8 @@ class SimulatedRunner:
         off = {rung: why for rung, why in {**machine.idle, **machine.planned_off}.items() if rung in stack}
         planned_off = {rung: why for rung, why in machine.planned_off.items() if rung in stack}
         steps = min(ask.steps or 0, machine.ends_at or 10**9)
-        if steps <= (ask.warmup or 0):
-            return Result(ok=False, cause="it ended before the window", seconds=START_S, steps=steps, ended_at=steps)
+        if steps <= max(ask.warmup or 0, machine.queued):
+            return Result(seconds=START_S, steps=steps, ended_at=steps, queued=machine.queued)
         return Result(
             seconds=START_S + steps * ms / 1e3,
             steps=steps,
@@ -199,6 +201,7 @@ class SimulatedRunner:
             micro_batch=MICRO,
             device="cuda",
             device_name="Made Up 1",
+            queued=machine.queued if ask.variation == "as_it_is" else 0,
             skipped=planned_off,
             inactive=off,
             workers=machine.workers(stack) if ask.variation == "as_it_is" else 0,

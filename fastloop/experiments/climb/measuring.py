@@ -171,8 +171,11 @@ class Measured:
             if shorter.steps > result.ended_at:
                 why = f"it ends after {result.ended_at} steps, but a climb needs {shorter.steps}"
                 raise BaseFailed(dataclasses.replace(result, cause=why))
-            if not result.step_ms:  # it ended in its warm-up
-                return self._run_naive(at, shorter, what, need_s)
+            if result.ok and not result.step_ms and shorter != took:  # it ended in its warm-up
+                return self._run_naive(f"{at}-shorter", shorter, what, need_s)
+        elif result.ok and not result.step_ms and result.queued > took.warmup:  # all its batches were ready before it
+            longer = dataclasses.replace(took, warmup=result.queued)
+            return self._run_naive(f"{at}-longer", longer, what, need_s)
         if not result.ok or not result.step_ms:
             raise BaseFailed(result)
         return result

@@ -537,6 +537,18 @@ def test_a_script_that_ends_soon_is_asked_for_no_more_and_waited_for_no_longer(e
     assert estimate_s <= 12 * (START_S + ends_at * 0.03), "and so is the confirmation"
 
 
+@pytest.mark.parametrize("ends_at", [None, 40, 18])
+def test_a_pilot_that_only_drained_the_users_own_workers_is_made_again_and_longer(ends_at: int | None) -> None:
+    """Eight workers with two batches each: the first 16 steps wait for nothing, and show nothing."""
+    machine = dataclasses.replace(CIFAR, own_workers=8, queued=16, ends_at=ends_at)
+    runner = SimulatedRunner(machine, best={"workers": 12})
+    climb = make_climb(runner)
+    climb.begin()
+    first, again, *_ = runner.ran
+    assert (first, again) == ("00-naive/pilot", "00-naive/pilot-longer") and climb.naive is not None
+    assert runner.asks[again][1].warmup == 16 and climb.naive.step_ms and climb.ends_at == ends_at
+
+
 def test_a_script_of_a_few_steps_is_no_climb() -> None:
     with pytest.raises(BaseFailed, match=r"it ends after 9 steps, but a climb needs 14"):
         make_climb(SimulatedRunner(dataclasses.replace(CIFAR, ends_at=9))).climb()
