@@ -151,6 +151,13 @@ class Budget:
         of_ladder = self.terms.weighs_costs and step.rung in self.terms.by_ladder
         return of_ladder and step.change.rehearse == "modules" and not is_costly(step)
 
+    def may_have_loaded(self, step: Step, first_ms: float) -> bool:
+        """Whether a slow first play may have loaded kernels, for which a rung states only the usual time, and a second
+        one is worth its risk: at worst it takes as long, which a third of the remaining steps' time must outweigh."""
+        risk_s = first_ms / 1e3
+        loads = step.change.first_call_s > 0
+        return loads and judge.explain_no_pay_back(risk_s, self.step_ms, self.terms.steps_left) is None
+
     def keep_failure(self, step: Step, why: str) -> None:
         """Note that a rung failed, for later runs."""
         self.memory.keep_failure(step.rung, self._read_settings(step), why)

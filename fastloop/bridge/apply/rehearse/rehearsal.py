@@ -263,7 +263,8 @@ class Rehearsal:
         more_ms = 0.0 if dropout else self._dropout_ms
         if self._budget.shares_time(step):
             one_time_s, ms = step.change.first_call_s, first.ms + more_ms
-            if (fault := judge.explain_far_slower(ms, self._budget.base_ms, one_time_s)) is not None:
+            fault = judge.explain_far_slower(ms, self._budget.base_ms, one_time_s)
+            if fault is not None and not self._budget.may_have_loaded(step, ms):
                 return self._give_up(step, fault, deviation, ms)
         captured = dynamo_graphs.count_captured() if is_costly(step) else 0
         second = self._player.play(dropout=dropout)

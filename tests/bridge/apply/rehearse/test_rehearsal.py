@@ -477,6 +477,37 @@ def test_what_only_the_first_call_takes_is_no_rehearsal_if_the_rung_stays(
     assert (spent["first_calls"] > 0.3) == (fault is None) and (spent["rehearsal"] > 0.4) == (fault is not None)
 
 
+@pytest.mark.parametrize(
+    ("first_call_s", "later_s", "took"), [(0.01, 0.0, True), (0.0, 0.0, False), (0.01, 0.4, False)]
+)
+def test_a_slow_first_play_of_what_loads_kernels_is_not_the_last(
+    first_call_s: float, later_s: float, took: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen: ViT's first bf16 kernels took 1.6 s on a busy machine, and amp, three times as fast later, was off."""
+    usual = Inner.forward
+    COLD.clear()
+
+    def slow(self: Inner, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        time.sleep(0.02)
+        return usual(self, x, **how)
+
+    def cold(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            COLD.append(1)
+            time.sleep(later_s if len(COLD) > 1 else 0.5)
+            return usual(original.__self__, *args, **kwargs)  # type: ignore[attr-defined]
+
+        return forward
+
+    monkeypatch.setattr(Inner, "forward", slow)
+    plant(monkeypatch, cold, first_call_s=first_call_s)
+    long: dict[str, Any] = {"steps": 200_000, "max_epochs": 40_000}
+    loop, _, _ = fit(config("amp"), Brief(), by_ladder=("amp",), **long)
+    is_on, why = read(loop)
+    assert is_on is took and ("slower" not in why) is took, why
+    assert (len(COLD) > 1) is (first_call_s > 0), "a rung that loads nothing is played once"
+
+
 def test_every_play_is_announced_should_it_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
