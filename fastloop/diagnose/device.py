@@ -32,6 +32,8 @@ from fastloop.records.readings import (
     to_number,
 )
 
+UNEXPLAINED = "BUSY, NOT FAST"
+"""The headline of device work that only a trace can explain."""
 MOST = 0.8
 """Of an optimizer's time: from here on no milliseconds are given, for copies are not quite like its parameters."""
 
@@ -97,7 +99,7 @@ def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
     facts = _join_words(f"the GPU {works} for {cost.time}", _describe_rate(seen), _describe_counters(seen))
     if culprit is None:
         advice = f"no rung helps with this: {ASK_A_TRACE}"
-        return cost.explain(facts, Remedy(None, advice), title="BUSY, NOT FAST")
+        return cost.explain(facts, Remedy(None, advice), title=UNEXPLAINED)
     title = f"BUSY, NOT FAST: {culprit.cause.replace('_', ' ').upper()}"
     remedy = rungs.choose(seen, culprit.cause, culprit.instead)
     return cost.explain(f"{facts}; {culprit.says}", remedy, title=title)
