@@ -47,7 +47,8 @@ class Rung(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """All rungs. Field order is planning order: a rung sees the facts as the rungs above leave them."""
+    """All rungs. Field order is planning order: a rung sees the facts as the rungs above leave them. One with a method
+    ``goes_first(facts)`` that returns true is planned before all others."""
 
     coming: ClassVar[tuple[str, ...]] = ("gaps", "shard")
     """Names of rungs planned for later versions: these are not typing errors."""
@@ -92,9 +93,9 @@ def plan(ladder: Ladder, facts: Facts) -> Plan:
     steps: list[Step] = []
     owners: dict[str, str] = {}
     lost = None if facts.loader is None else facts.loader.place_lost
-    for name, rung in ladder.rungs():
-        if not rung.enabled:
-            continue
+    enabled = [(name, rung) for name, rung in ladder.rungs() if rung.enabled]
+    first = {name for name, rung in enabled if getattr(rung, "goes_first", lambda _facts: False)(facts)}
+    for name, rung in sorted(enabled, key=lambda entry: entry[0] not in first):
         step = _plan_one(name, rung, facts)
         for key in _list_keys(step):
             if key in owners:
@@ -110,7 +111,8 @@ def plan(ladder: Ladder, facts: Facts) -> Plan:
             step = dataclasses.replace(step, change=dataclasses.replace(step.change, notes=(*step.change.notes, note)))
             lost = None
         steps.append(step)
-    return Plan(steps=tuple(steps))
+    places = [name for name, _ in enabled]
+    return Plan(steps=tuple(sorted(steps, key=lambda step: places.index(step.rung))))
 
 
 def _plan_one(name: str, rung: Rung, facts: Facts) -> Step:

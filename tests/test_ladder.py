@@ -147,6 +147,19 @@ def test_later_rungs_see_the_facts_as_earlier_ones_leave_them() -> None:
     assert last.seen == [Facts(accumulate=1, micro_batches=True, precision="bf16-mixed")]
 
 
+def test_a_rung_may_go_first_and_keeps_its_place_in_the_plan() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Eager(Fake):
+        def goes_first(self, facts: Facts) -> bool:
+            return facts.accumulate == 4
+
+    for accumulate, changed in ((4, {"accumulate": 1, "micro_batches": True}), (2, {})):
+        before = Facts(accumulate=accumulate)
+        other, eager = Fake(), Eager(change=Change(facts={"accumulate": 1, "micro_batches": True}))
+        made = plan(fakes(other=other, eager=eager), before)
+        assert other.seen == [before.after(changed)] and [step.rung for step in made.steps] == ["other", "eager"]
+
+
 def test_the_real_rungs_fold_their_facts() -> None:
     static = dataclasses.replace(all_on(), overlap=dataclasses.replace(all_on().overlap, static_graph=True))
     ranks = dataclasses.replace(SITUATIONS["a big machine"], accumulate=1, loader=None)

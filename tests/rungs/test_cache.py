@@ -22,13 +22,16 @@ import torch
 from torch.utils.data import DataLoader
 from torchvision import transforms as T
 
+from fastloop import ladder
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.feeds.cache import places
 from fastloop.feeds.cache.wanted import KeptSamples
+from fastloop.ladder import Ladder
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
 from fastloop.records.images import ImageFacts, RandomCrop, RandomHorizontalFlip, RandomResizedCrop, ToFloat, ToTensor
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.cache import Cache
+from fastloop.rungs.dali import Dali
 from tests.commands.command_line import wait_for
 from tests.feeds.cache.pictures import Arrays, folder
 from tests.feeds.cache.redis_server import Server
@@ -119,6 +122,24 @@ def test_auto_keeps_little_pictures_on_a_gpu(
     given = facts({"images": LITTLE, **loader}, {"sample_bytes": 3_000, **prefix}, **{"device": "cuda", **where})
     change = Cache(enabled=True, **settings).plan(given)
     assert list(change.wants) == (["loader.engine"] if on_device else ["dataset.cache"]) and change.parity == "exact"
+
+
+@pytest.mark.parametrize(
+    ("loader", "prefix", "first"),
+    [({}, {}, True), ({"images": RESIZED}, {}, False), ({}, {"sample_bytes": 500_000}, False)],
+    ids=["little", "to resize", "large"],
+)
+def test_few_small_pictures_go_to_the_device_before_dali_gets_them(
+    loader: dict[str, Any], prefix: dict[str, Any], first: bool
+) -> None:
+    """Seen: with DALI installed, CIFAR-10 trained at 12,600 images/s, and waited for DALI for 6 of 10 ms a step."""
+    given = facts({"images": LITTLE, "batches": 250, **loader}, {"sample_bytes": 3_000, **prefix}, device="cuda")
+    both = dataclasses.replace(Ladder(), dali=Dali(enabled=True), cache=Cache(enabled=True))
+    steps = ladder.plan(both, dataclasses.replace(given, has_dali=True, cpu_count=16)).steps
+    assert [step.rung for step in steps] == ["dali", "cache"]
+    assert [step.status for step in steps] == (["skipped", "planned"] if first else ["planned", "skipped"])
+    reason = "a store of pictures loads the samples already" if first else "DALI reads and decodes the files itself"
+    assert reason in [step.reason for step in steps]
 
 
 def size_of(planned: tuple[str, int | None, str]) -> int | None:
