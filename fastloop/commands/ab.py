@@ -21,7 +21,7 @@ from fastloop.experiments.ab import parity_gates, results
 from fastloop.experiments.ab import resume as manifest
 from fastloop.experiments.ab.arms import Arm, ConfigArm, Progress
 from fastloop.experiments.ab.commit import Versus, compare_with
-from fastloop.experiments.ab.experiment import Experiment, Settings, Unplanned
+from fastloop.experiments.ab.experiment import FEWEST_STEPS, Experiment, Settings, Unplanned
 from fastloop.experiments.ab.resume import BASE, refuse_others
 from fastloop.experiments.ab.script_arms import ScriptArm, make_command, runs_under_this_python
 from fastloop.experiments.ab.sides import list_sides
@@ -128,6 +128,14 @@ def _claim_and_compare(
     asked: Request, versus: Versus, *, out: str | None, force: bool, resume: str | None, progress: Progress
 ) -> Answer:
     base = versus.sides[0].arm.config()
+    if asked.steps is not None and asked.steps <= base.watch.warmup_steps + 1:
+        warmup = base.watch.warmup_steps
+        raise ConfigError(
+            key="watch.warmup_steps",
+            got=f"--steps {asked.steps}",
+            why=f"the first {warmup + 1} steps of a run are not timed (watch.warmup_steps: {warmup})",
+            do=f"write --steps {warmup + FEWEST_STEPS} or more, or auto, or a smaller watch.warmup_steps",
+        )
     name = base.name if asked.script is None else name_of(make_command(asked.script, asked.args))
     with claim_or_resume(f"ab-{name}", out, force=force, resume=resume, holds=manifest.NAME) as path:
         try:

@@ -57,6 +57,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (asked("cifar10"), "it is a recipe, but --vs takes a patch, rung or ladder"),
         (asked("amp+layout"), "separate several patches with commas"),
         (asked("amp", base="train.py"), "it is a script, but the base must be a configuration"),
+        (asked("amp", steps=21), "the first 21 steps of a run are not timed (watch.warmup_steps: 20)"),
     ],
     ids=[
         "no arm",
@@ -73,6 +74,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "a recipe",
         "a sum",
         "a script",
+        "no window",
     ],
 )
 def test_what_is_refused(request_: Request, why: str, tmp_path: Path) -> None:
