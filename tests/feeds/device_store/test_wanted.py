@@ -231,6 +231,22 @@ def test_auto_takes_shared_memory_where_the_device_fails(
     assert same_batches(plain.module, ours.module) and distance(plain, ours) == 0
 
 
+@pytest.mark.parametrize("differs", [True, False])
+def test_dali_loads_where_the_device_would_have_gone_first_and_fails(
+    photos: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, differs: bool
+) -> None:
+    pytest.importorskip("nvidia.dali")
+    monkeypatch.setattr(Cache, "_suits_device", lambda self, *_: self.store == "auto")
+    if differs:
+        monkeypatch.setattr(DeviceEngine, "make", lambda self, indices: [torch.zeros(3, 3, 20, 20), torch.zeros(3)])
+    _, ours = both({"dali": {}, "cache": {}}, photos, Classifier, max_epochs=2)
+    assert (ours.verdict("dali").took, ours.verdict("cache").took) == (differs, not differs)
+    if differs:
+        assert "differs from the dataset's" in str(ours.reason("cache")) and ours.seen("dali")["images"] > 0
+    else:
+        assert ours.reason("dali") == "a store of pictures loads the samples already"
+
+
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n no picture"])
 def test_a_picture_that_cannot_be_decoded_is_the_loaders_matter(
     photos: Callable[..., Any], tmp_path: Path, content: bytes
