@@ -36,6 +36,8 @@ class Beats(Callback):
         self.path = path
         self._file: int | None = None
         self._ends_at: int | None = None
+        self._most: int | None = None
+        """The Trainer's own limit, which a trial raises if each batch takes several optimizer steps."""
         drop_other_hooks(self, "on_train_batch_end")
 
     @classmethod
@@ -59,6 +61,7 @@ class Beats(Callback):
     def on_train_start(self, trainer: Any, *_: Any, **__: Any) -> None:
         planned = count_planned_steps(trainer)  # epochs may end before max_steps
         self._ends_at = None if planned is None else trainer.global_step + planned
+        self._most = trainer.max_steps
         do_without_metrics(trainer)  # each fit with a heartbeat is a trial
         self._beat(trainer)
 
@@ -71,7 +74,7 @@ class Beats(Callback):
 
     def _beat(self, trainer: Any) -> None:
         if self._file is not None:
-            steps = trainer.max_steps if self._ends_at is None else self._ends_at
+            steps = trainer.max_steps if self._ends_at is None or self._most != trainer.max_steps else self._ends_at
             text = f"{trainer.global_step} {steps} {os.getpid()}".ljust(WIDTH - 1) + "\n"
             with contextlib.suppress(OSError):
                 os.pwrite(self._file, text.encode(), 0)

@@ -45,6 +45,18 @@ def test_each_batch_beats(tmp_path: Path) -> None:
     assert len(set(looks.val)) == len(looks.val) >= 6, "a validation takes its time, too"
 
 
+def test_a_limit_that_is_raised_later_is_the_total(tmp_path: Path) -> None:
+    """As a trial does where each batch takes several optimizer steps."""
+
+    class Raises(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.fit_loop.epoch_loop.max_steps = 6
+
+    path = tmp_path / "beat"
+    models.trainer(max_steps=3, callbacks=[Raises(), Beats(path)]).fit(models.Regression(), models.loader())
+    assert said(path) == [6, 6, os.getpid()]
+
+
 def test_a_beat_leaves_nothing_of_a_longer_one_and_no_open_file(tmp_path: Path) -> None:
     path = tmp_path / "beat"
     path.write_text("9" * 200)
