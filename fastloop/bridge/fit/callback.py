@@ -170,6 +170,8 @@ class FastLoop(Callback):
         if self._applier is not None:
             self._applier.rehearse(batch)
             self.plan = self._applier.plan
+            if self._eyes is not None:
+                self._eyes.work.begin_again()
         self._switch_hook("on_train_batch_start", self._applier is not None and self._applier.is_trying)
 
     @fail_open

@@ -59,6 +59,12 @@ class CountWork:
         else:
             self.found, self._done = {"per_sample": None, "why": why}, True
 
+    def begin_again(self) -> None:
+        """The step has begun but not run, and its modules may have been compiled since: decide anew how to count it."""
+        if self._count is not None and not self._samples:
+            self.give_up()
+            self.begin()
+
     def batch(self, samples: int | None) -> None:
         """A batch of the step is done."""
         if self._count is not None or self._compiled is not None:

@@ -49,3 +49,10 @@ def test_a_rung_that_was_not_rehearsed_is_counted_too() -> None:
     seen = fit("eager", config)[2]
     assert seen.evidence["compile"]["graphs"] == 1
     assert seen.flops["per_sample"] == EAGER and "without data" in seen.flops["source"]
+
+
+def test_a_rung_that_was_rehearsed_before_the_counted_step_is_counted_as_compiled() -> None:
+    """Whether a step may be counted as an eager one was asked before the rehearsal compiled it."""
+    seen = fit("eager", {"rungs": {"compile": {"enabled": True}}, "watch": {"warmup_steps": 8}})[2]
+    assert seen.evidence["compile"]["graphs"] == 1
+    assert seen.flops["per_sample"] == EAGER and "without data" in seen.flops["source"]
