@@ -1,7 +1,8 @@
 """Restores all state that a forward pass changes, so that a model can run any number of times without a trace.
 
 A backward pass by ``torch.autograd.grad`` does not touch gradients, their hooks or DDP. What remains is state that a
-forward pass may change: random streams, torch's settings, buffers, and any Python objects that modules and hooks keep.
+forward pass may change: random streams, torch's settings, buffers, any Python objects that modules and hooks keep, and
+global variables that the code of the modules writes to.
 What an iterator has given out cannot be put back: a model that keeps one is refused. A whole ``training_step`` may also
 write to parameters (the teacher of a student).
 """
@@ -26,6 +27,7 @@ import torch
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.state.flags import keep_flags
 from fastloop.bridge.apply.state.names import READERS, list_inner, restore_names
+from fastloop.bridge.apply.state.outer import list_changeable, restore_variable
 from fastloop.errors import NotApplicable
 from fastloop.evidence.samples.sample_code import is_installed
 
@@ -211,6 +213,16 @@ class Kept:
                     self._keep_callable(hook)
             for parameter in module.parameters(recurse=False):
                 self._keep_names(torch.Tensor, parameter)
+            if not is_installed(type(module)):
+                self._keep_outer(type(module))
+
+    def _keep_outer(self, kind: type) -> None:
+        for space, name, value in list_changeable(kind):
+            self._undos.append(partial(restore_variable, space, name, value))
+            if isinstance(value, type) and id(value) not in self._seen and not is_installed(value):
+                self._note(value)
+                self._keep_names(type, value)
+            self.keep(value)
 
     def _keep_attributes(self, owner: Any, before: dict[str, Any]) -> None:
         self._attributes.append((owner, before))

@@ -22,6 +22,22 @@ from fastloop.bridge.apply.state.flags import keep_flags
 from fastloop.bridge.apply.state.untouched import Kept, untouched, unwritten
 from fastloop.errors import NotApplicable
 
+TOTAL, HISTORY, COUNTS = 0, [1.0], Counter({"a": 1})
+
+
+class Tracker:
+    """A user's own object that is a global variable."""
+
+    noted = 0
+
+
+TRACKER = Tracker()
+
+
+def note(value: float) -> None:
+    HISTORY.append(value)
+    TRACKER.noted += 1
+
 
 class Queue:
     """A user's own object with a list and a number in it."""
@@ -103,6 +119,10 @@ class Keeper(torch.nn.Module):
         torch.set_default_dtype(torch.float64)
         torch.use_deterministic_algorithms(True, warn_only=True)
         self.later = "not there before"
+        global TOTAL, ADDED
+        TOTAL, ADDED = TOTAL + 1, True
+        note(2.0)
+        COUNTS["a"] += 1
         drawn = self.random.random() + float(self.numpy.random()) + float(torch.rand(1, generator=self.generator))
         return y * drawn + random.random() + float(numpy.random.random())
 
@@ -138,6 +158,7 @@ def look(module: Keeper) -> dict[str, Any]:
         "cell": module.cell.value,
         "parameter": module.marked.uses,  # type: ignore[attr-defined]
         "class": (Keeper.total, list(Keeper.shared), hasattr(Keeper, "new")),
+        "global variables": (TOTAL, list(HISTORY), dict(COUNTS), TRACKER.noted, "ADDED" in globals()),
         "flags": look_at_flags(),
         "streams": (torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())),
     }
@@ -156,6 +177,7 @@ def keeper() -> Iterator[Keeper]:
     Keeper.shared.clear()
     if hasattr(Keeper, "new"):
         del Keeper.new
+    globals().pop("ADDED", None)
 
 
 @pytest.mark.parametrize("name", KEPT)
