@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import io
 import os
@@ -120,6 +121,9 @@ def _list_members(item: Any) -> Iterator[tuple[str, Any]]:
         yield ".__self__", item.__self__
     elif isinstance(item, functools.partial):
         yield from ((".func", item.func), (".args", item.args), (".keywords", item.keywords))
+    elif isinstance(item, functools._lru_cache_wrapper):
+        kept = (each for each in gc.get_referents(item) if each is not vars(item))  # results, or a dict of them
+        yield from ((".<cache>", each) for each in islice(kept, _MOST_MEMBERS))
     yield from ((f".{name}", value) for name, value in islice(_read_attributes(item).items(), _MOST_MEMBERS))
     if inspect.isfunction(item):
         yield from ((f".<closure {name}>", value) for name, value in sample_code.list_closure(item))
@@ -168,19 +172,31 @@ def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
 
 def list_running(held: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
     """The user's functions that may run for a sample of these objects, each after its object and that one's path. The
-    objects that they read from globals and closures are added to `held`."""
+    objects that they read from globals, closures and their classes are added to `held`."""
     items = [item for _, item in held]
     known, read = set(map(id, items)), set[Any]()
     for place, function in sample_code.follow(items):
-        yield *held[place], function
-        outer = () if function in read else (*sample_code.list_globals(function), *sample_code.list_closure(function))
-        read.add(function)
+        (path, owner), outer = held[place], list[tuple[str, Any]]()
+        yield path, owner, function
+        if function not in read:
+            outer += (*sample_code.list_globals(function), *sample_code.list_closure(function))
+        if (function, type(owner)) not in read:
+            outer += ((f"{path}.{name}", value) for name, value in _list_class_values(function, type(owner)))
+        read |= {function, (function, type(owner))}
         for name, value in outer:
             for path, item in () if id(value) in known else walk(value, name):
                 if id(item) not in known and not inspect.isroutine(item):
                     known.add(id(item))
                     held.append((path, item))
                     items.append(item)
+
+
+def _list_class_values(function: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    """Objects that the user's class keeps for all of its objects, if the function names them."""
+    names = set(sample_code.list_names(function.__code__))
+    for base in kind.__mro__:
+        if not sample_code.is_installed(base):
+            yield from ((name, value) for name, value in list(vars(base).items()) if name in names)
 
 
 def _read_state(function: Any, state: str, item: Any) -> Any:

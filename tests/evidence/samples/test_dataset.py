@@ -281,6 +281,30 @@ def ask_global(samples: Any) -> Any:
     return REMOTE, samples
 
 
+class AsksClass(Items):
+    remote, unused = REMOTE, Remote(CONNECTION)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.remote, index
+
+
+@functools.cache
+def open_once(_name: str = "") -> Remote:
+    with socket.socket() as made:
+        return Remote(made)
+
+
+@functools.lru_cache(maxsize=2)
+def open_twice(_name: str = "") -> Remote:
+    with socket.socket() as made:
+        return Remote(made)
+
+
+class AsksCached(Items):
+    def __getitem__(self, index: int) -> Any:
+        return self.opens(), index
+
+
 @pytest.mark.parametrize(
     ("member", "reason"),
     [
@@ -308,9 +332,22 @@ def test_what_workers_would_share_or_copy_is_named(member: Any, reason: str) -> 
     assert reason in find_worker_hazards(Items(), functools.partial(max, member))[0]
 
 
+@pytest.mark.parametrize("opens", [open_once, open_twice])
+def test_what_a_cached_function_has_returned_is_looked_at(opens: Any) -> None:
+    opens.cache_clear()
+    assert find_worker_hazards(AsksCached(opens=opens)) == (), "each worker will open its own"
+    opens("a")
+    (found,) = find_worker_hazards(AsksCached(opens=opens))
+    assert found.startswith("dataset.opens.<cache>") and "(socket) is a connection or its client" in found
+    opens.cache_clear()
+
+
 def test_what_a_dataset_reads_from_its_module_is_looked_at() -> None:
     assert find_worker_hazards(AsksGlobal())[0].startswith("REMOTE.pool['one'] (socket) is a connection")
     assert find_worker_hazards(Items(), ask_global)[0].startswith("REMOTE.pool['one'] (socket) is a connection")
+
+    (found,) = find_worker_hazards(AsksClass())
+    assert found.startswith("dataset.remote.pool['one'] (socket) is a connection")
 
     class NamesOnly(Items):
         def __getitem__(self, index: int) -> Any:
