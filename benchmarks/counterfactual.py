@@ -100,8 +100,14 @@ class Script:
         return folder / "fastloop"
 
     def rate(self, arm: str) -> float | None:
-        """How many times as fast as watched, by medians; None where either did not train to its end."""
-        base, ours = (pick_times(self.runs[name], "late_ms") for name in ("watched", arm))
+        """How many times as fast as watched, by medians; None where either did not train to its end. For as many batches
+        as each showed to hooks: of merged ones they see one for a window."""
+        base, ours = (
+            pick_times(
+                [row | {"late": row["late_ms"] * row.get("batches", 1)} for row in rows if "late_ms" in row], "late"
+            )
+            for rows in (self.runs["watched"], self.runs[arm])
+        )
         return statistics.median(base) / statistics.median(ours) if base and ours else None
 
     def compare(self, number: int) -> None:

@@ -48,3 +48,11 @@ def test_nothing_found_holds_if_nothing_helps() -> None:
     assert judged("none", None, watched=10.0, amp=9.5) is True
     assert judged("none", None, watched=10.0, amp=8.0) is False
     assert judged("host_other", None, watched=10.0, amp=8.0) is None, "told in words alone"
+
+
+def test_merged_batches_count_as_what_they_were() -> None:
+    """Hooks see one batch for a window of four: 30 ms each are 7.5 for what were 10."""
+    script = Script("bert", Path(), Namespace())
+    script.runs["watched"] = [{"timed": True, "finished": True, "late_ms": 10.0, "batches": 240}]
+    script.runs["batch"] = [{"timed": True, "finished": True, "late_ms": 30.0, "batches": 60}]
+    assert script.rate("batch") == pytest.approx(4 / 3)
