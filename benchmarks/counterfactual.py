@@ -100,14 +100,8 @@ class Script:
         return folder / "fastloop"
 
     def rate(self, arm: str) -> float | None:
-        """How many times as fast as watched, by medians; None where either did not train to its end. For as many batches
-        as each showed to hooks: of merged ones they see one for a window."""
-        base, ours = (
-            pick_times(
-                [row | {"late": row["late_ms"] * row.get("batches", 1)} for row in rows if "late_ms" in row], "late"
-            )
-            for rows in (self.runs["watched"], self.runs[arm])
-        )
+        """How many times as fast as watched, by medians; None where either did not train to its end."""
+        base, ours = (pick_times(map(add_late, self.runs[name]), "late") for name in ("watched", arm))
         return statistics.median(base) / statistics.median(ours) if base and ours else None
 
     def compare(self, number: int) -> None:
@@ -149,6 +143,11 @@ class Script:
             "all_rungs": self.rate("all rungs"),
             "holds": holds,
         }
+
+
+def add_late(row: dict[str, Any]) -> dict[str, Any]:
+    """A run with the time of all its batches at the pace of the later ones: of merged batches hooks see fewer."""
+    return row if row.get("late_ms") is None else row | {"late": row["late_ms"] * row.get("batches", 1)}
 
 
 def rewrite(text: str, changes: Sequence[tuple[str, str]]) -> str:

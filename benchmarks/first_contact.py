@@ -46,7 +46,7 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -417,7 +417,7 @@ def describe(runs: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) ->
     ]
 
 
-def pick_times(runs: Sequence[dict[str, Any]], key: str) -> list[float]:
+def pick_times(runs: Iterable[dict[str, Any]], key: str) -> list[float]:
     """The times of runs that were alone on the machine and trained to their end."""
     found = [run for run in runs if run["timed"] and run.get("finished") and run.get(key) is not None]
     return [run[key] for run in found if key != "process_s" or not run.get("forked")]
