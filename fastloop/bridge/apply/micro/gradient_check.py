@@ -82,14 +82,8 @@ def explain_difference(
     _note_unequal(strategy, seen, own, merged, note)
     if not compares:
         return None
-    judged = _judge_merged(strategy, seen, own, merged)
-    if judged[1] is not None and not seen.drew and "mixed" in str(strategy.precision_plugin.precision):
-        with contextlib.suppress(
-            Exception
-        ):  # rounding, or another loss? Where it does not fit, the first answer stands
-            exact = _sample(strategy, own, merged, take_loss, groups, means, rounds=False)
-            if _judge_merged(strategy, exact, own, merged, "tf32") == (None, None):
-                return None
+    together = sum((piece.weight * each for piece, each in zip(merged, seen.others, strict=True)), torch.zeros(()))
+    judged = _judge(strategy, seen.own, [piece.weight for piece in own], together)
     return _explain(seen, *judged, "accumulated and merged", "the loss is not a mean over samples: the merged gradient")
 
 
@@ -135,13 +129,6 @@ def weigh_pieces(
     best = found[min(found)]
     _note_unequal(strategy, seen, pieces, [whole], note, by_weight=best.names)
     return None, best
-
-
-def _judge_merged(
-    strategy: Any, seen: _Sampled, own: Sequence[Piece], merged: Sequence[Piece], precision: str | None = None
-) -> tuple[str | None, float | None]:
-    together = sum((piece.weight * each for piece, each in zip(merged, seen.others, strict=True)), torch.zeros(()))
-    return _judge(strategy, seen.own, [piece.weight for piece in own], together, precision)
 
 
 def _explain(seen: _Sampled, reason: str | None, apart: float | None, which: str, otherwise: str) -> str | None:
@@ -199,9 +186,8 @@ def _sample(
     take_loss: TakeLoss,
     groups: BatchGroups | None = None,
     means: MeansOfGroups | None = None,
-    rounds: bool = True,
 ) -> _Sampled:
-    """Sample the gradients of all these pieces, without mixed precision if `rounds` is false."""
+    """Sample the gradients of all these pieces."""
     module, plugin = strategy.lightning_module, strategy.precision_plugin
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     scaler = getattr(plugin, "scaler", None)
@@ -212,8 +198,7 @@ def _sample(
         if means is not None:
             means.begin()
         with nullcontext() if groups is None else groups.of(piece.groups):
-            exact = nullcontext() if rounds else torch.autocast(strategy.root_device.type, enabled=False)
-            with plugin.train_step_context(), exact:
+            with plugin.train_step_context():
                 loss = take_loss(map_tensors(piece.batch, torch.clone), number)  # a step may write into its batch
             if loss is None:
                 raise ValueError("training_step returned no loss")
@@ -240,20 +225,16 @@ def _sample(
 
 
 def _judge(
-    strategy: Any,
-    own: Sequence[torch.Tensor],
-    weights: Sequence[float],
-    other: torch.Tensor,
-    precision: str | None = None,
+    strategy: Any, own: Sequence[torch.Tensor], weights: Sequence[float], other: torch.Tensor
 ) -> tuple[str | None, float | None]:
     """Why gradients cannot be compared, or None; and the distance of the weighted sum of `own` from the other, if it is
-    too large for this precision (by default the training's), or None."""
+    too large, or None."""
     found = measure_difference(own, weights, other)
     if found is None:
         return "the gradient is not finite", None
     module = strategy.lightning_module
     halves = any(each.element_size() < 4 for each in module.parameters() if each.requires_grad)
-    precision = "bf16" if halves else precision or find_precision(module.trainer, module)
+    precision = "bf16" if halves else find_precision(module.trainer, module)
     fits = found.along <= MOST_ALONG and found.apart <= MOST_APART[precision]
     return None, None if fits else found.apart
 

@@ -81,26 +81,6 @@ def test_rounding_hides_no_weights(precision: Any) -> None:
     assert ours.verdict("batch").took is False and "not a mean over samples" in ours.verdict("batch").why
 
 
-class Rounds(Tagger):
-    """Stands for a model whose gradient is so small that 16 bits leave much of it to chance: larger where more rows are
-    computed at once, under autocast only."""
-
-    only_in_16_bits = True
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        rounds = torch.is_autocast_enabled("cpu") or not self.only_in_16_bits
-        return super().loss(batch) * (1.05 if rounds and len(batch[0]) > 8 else 1.0)
-
-
-@pytest.mark.parametrize("only_in_16_bits", [True, False])
-def test_what_only_16_bits_do_is_no_other_loss(only_in_16_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen: a GPT-2 on random tokens, whose merged gradient differed by 8 % in bf16."""
-    monkeypatch.setattr(Rounds, "only_in_16_bits", only_in_16_bits)
-    ours = run(MERGE, sentences(TOKENS), Rounds, max_epochs=1, precision="bf16-mixed", **ACCUMULATE)
-    assert ours.verdict("batch").took is only_in_16_bits
-    assert only_in_16_bits or "not a mean over samples" in ours.verdict("batch").why
-
-
 @pytest.mark.parametrize(("shortest", "took"), [(TOKENS, True), (6, False)])
 def test_with_the_scaler_of_float16(shortest: int, took: bool) -> None:
     scaler = torch.amp.GradScaler("cpu")
