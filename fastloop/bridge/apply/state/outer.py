@@ -1,4 +1,4 @@
-"""Global variables that a module's code may change when it is called."""
+"""Global variables that a module's code changes when it is called."""
 
 from __future__ import annotations
 
@@ -8,15 +8,24 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from fastloop.evidence.samples.sample_code import is_installed, list_called, list_globals, list_roots_written
+from fastloop.evidence.samples.sample_code import (
+    is_installed,
+    list_called,
+    list_chains_written,
+    list_globals,
+    list_roots_written,
+)
 
 MISSING = object()
 """The value of a variable that does not exist yet."""
 
 
 def list_changeable(kind: type) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Variables that the forward of a user's class may change, with what it calls: each as the namespace that holds it,
-    its name and its value. Objects of the user's classes count, whatever is done with them: their methods may write."""
+    """Variables that the code of a user's class changes: each as the namespace that holds it, its name and its value.
+
+    What is only read is left alone, however large. An object of the user's classes may change if a method of it is
+    called as a statement of its own.
+    """
     for space, name, is_written in _list_used(kind):
         value = space.get(name, MISSING)
         if inspect.ismodule(value):
@@ -37,15 +46,17 @@ def restore_variable(space: dict[str, Any], name: str, before: Any) -> None:
 
 @functools.lru_cache(maxsize=512)
 def _list_used(kind: type) -> tuple[tuple[dict[str, Any], str, bool], ...]:
-    """Namespaces and names of global variables in the code, and whether it writes to them or below them."""
+    """Namespaces and names of global variables that the code writes to, or below; or, where that is false, of which it
+    calls a method for its effect."""
     found: dict[tuple[int, str], tuple[dict[str, Any], str, bool]] = {}
-    forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
-    for function in list_called(forward, kind):
+    starts = [inspect.unwrap(getattr(kind, name)) for name in ("forward", "training_step") if hasattr(kind, name)]
+    for function in dict.fromkeys(each for start in starts for each in list_called(start, kind)):
         space, written = function.__globals__, set(list_roots_written(function))
-        read = {name: value for name, value in list_globals(function) if not isinstance(value, type)}
         names = {name for name in written if not name.startswith((".", " "))}
-        names |= {name for name, value in read.items() if inspect.ismodule(value) and value.__name__ in written}
-        for name in dict.fromkeys([*read, *names]):
+        modules = [(name, value) for name, value in list_globals(function) if inspect.ismodule(value)]
+        names |= {name for name, value in modules if value.__name__ in written}
+        called = {chain[0] for chain in list_chains_written(function) if len(chain) > 1 and chain[0] in space}
+        for name in (*names, *called):
             found[id(space), name] = space, name, name in names or found.get((id(space), name), (0, 0, False))[2]
     return tuple(found.values())
 

@@ -2,7 +2,7 @@
 
 A backward pass by ``torch.autograd.grad`` does not touch gradients, their hooks or DDP. What remains is state that a
 forward pass may change: random streams, torch's settings, buffers, any Python objects that modules and hooks keep, and
-global variables that the code of the modules writes to.
+global variables that ``forward`` and ``training_step`` write to, with the functions they call.
 What an iterator has given out cannot be put back: a model that keeps one is refused. A whole ``training_step`` may also
 write to parameters (the teacher of a student).
 """

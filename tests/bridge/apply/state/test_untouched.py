@@ -30,13 +30,21 @@ class Tracker:
 
     noted = 0
 
+    def log(self, value: float) -> None:
+        self.__dict__.setdefault("logged", []).append(value)
 
-TRACKER = Tracker()
+
+class Vocabulary(dict[int, list[int]]):
+    """A large object that is only read."""
+
+
+TRACKER, LOG, VOCABULARY = Tracker(), Tracker(), Vocabulary((number, [number]) for number in range(200_000))
 
 
 def note(value: float) -> None:
     HISTORY.append(value)
-    TRACKER.noted += 1
+    TRACKER.noted += len(VOCABULARY[1])
+    LOG.log(value)
 
 
 class Queue:
@@ -158,7 +166,7 @@ def look(module: Keeper) -> dict[str, Any]:
         "cell": module.cell.value,
         "parameter": module.marked.uses,  # type: ignore[attr-defined]
         "class": (Keeper.total, list(Keeper.shared), hasattr(Keeper, "new")),
-        "global variables": (TOTAL, list(HISTORY), dict(COUNTS), TRACKER.noted, "ADDED" in globals()),
+        "global variables": (TOTAL, list(HISTORY), dict(COUNTS), str((vars(TRACKER), vars(LOG))), "ADDED" in globals()),
         "flags": look_at_flags(),
         "streams": (torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())),
     }
