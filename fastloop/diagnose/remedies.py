@@ -110,9 +110,8 @@ def list_next_steps(
         return (), ()
     rungs, known = Rungs(cards=cards, enabled=enabled), {rung for patch in patches.values() for rung in patch}
     replaced = any(cards[rung].replaces_loader(seen) for rung in patches.get("data_wait", ()))
-    after = dict.fromkeys(
-        rung for cause in patches if not (replaced and cause == "data_wait") for rung in rungs.list_after(cause)
-    )
+    known |= {rung for rung, card in cards.items() if replaced and card.family == "feed"}
+    after = dict.fromkeys(rung for cause in patches for rung in rungs.list_after(cause))
     then = tuple(rung for rung in after if rung not in known and rungs.is_available(seen, rung))
     if seen.device != "cuda" or findings[0].bottleneck not in BEFORE_THE_DEVICE:
         return then, ()

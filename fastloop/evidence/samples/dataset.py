@@ -181,7 +181,7 @@ def list_running(held: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
         if function not in read:
             outer += (*sample_code.list_globals(function), *sample_code.list_closure(function))
         if (function, type(owner)) not in read:
-            outer += ((f"{path}.{name}", value) for name, value in _list_class_values(function, type(owner)))
+            outer += ((f"{path}.{name}", value) for name, value in _list_class_values(function, owner))
         read |= {function, (function, type(owner))}
         for name, value in outer:
             for path, item in () if id(value) in known else walk(value, name):
@@ -191,12 +191,14 @@ def list_running(held: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
                     items.append(item)
 
 
-def _list_class_values(function: Any, kind: type) -> Iterator[tuple[str, Any]]:
+def _list_class_values(function: Any, owner: Any) -> Iterator[tuple[str, Any]]:
     """Objects that the user's class keeps for all of its objects, if the function names them."""
-    names = set(sample_code.list_names(function.__code__))
-    for base in kind.__mro__:
+    hidden = set(_read_attributes(owner))
+    for base in type(owner).__mro__:
         if not sample_code.is_installed(base):
+            names = set(sample_code.list_names(function.__code__)) - hidden
             yield from ((name, value) for name, value in list(vars(base).items()) if name in names)
+            hidden |= set(vars(base))
 
 
 def _read_state(function: Any, state: str, item: Any) -> Any:

@@ -171,9 +171,14 @@ class Measured:
             if shorter.steps > result.ended_at:
                 why = f"it ends after {result.ended_at} steps, but a climb needs {shorter.steps}"
                 raise BaseFailed(dataclasses.replace(result, cause=why))
+            if result.ok and not result.step_ms and result.queued >= result.ended_at:
+                kept = f"the {result.queued} batches that its loader keeps ready"
+                why = f"its {result.ended_at} steps are no more than {kept}"
+                raise BaseFailed(dataclasses.replace(result, cause=why))
             if result.ok and not result.step_ms and shorter != took:  # it ended in its warm-up
                 return self._run_naive(f"{at}-shorter", shorter, what, need_s)
-        elif result.ok and not result.step_ms and result.queued > took.warmup:  # all its batches were ready before it
+        elif result.ok and not result.step_ms and result.queued > took.warmup and self.ends_at is None:
+            # All its batches were ready before the first step. In steps of several batches this is more than enough.
             longer = dataclasses.replace(took, warmup=result.queued)
             return self._run_naive(f"{at}-longer", longer, what, need_s)
         if not result.ok or not result.step_ms:

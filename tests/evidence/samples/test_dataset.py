@@ -288,6 +288,10 @@ class AsksClass(Items):
         return self.remote, index
 
 
+class HidesClass(AsksClass):
+    remote = None  # type: ignore[assignment]
+
+
 @functools.cache
 def open_once(_name: str = "") -> Remote:
     with socket.socket() as made:
@@ -340,6 +344,11 @@ def test_what_a_cached_function_has_returned_is_looked_at(opens: Any) -> None:
     (found,) = find_worker_hazards(AsksCached(opens=opens))
     assert found.startswith("dataset.opens.<cache>") and "(socket) is a connection or its client" in found
     opens.cache_clear()
+
+
+@pytest.mark.parametrize("dataset", [AsksClass(remote=None), HidesClass()], ids=["by the object", "by a subclass"])
+def test_what_a_class_keeps_and_another_value_hides_is_no_hazard(dataset: Any) -> None:
+    assert find_worker_hazards(dataset) == () != find_worker_hazards(AsksClass())
 
 
 def test_what_a_dataset_reads_from_its_module_is_looked_at() -> None:

@@ -549,6 +549,14 @@ def test_a_pilot_that_only_drained_the_users_own_workers_is_made_again_and_longe
     assert runner.asks[again][1].warmup == 16 and climb.naive.step_ms and climb.ends_at == ends_at
 
 
+@pytest.mark.parametrize(("queued", "ends_at"), [(16, 16), (32, 16), (32, 30), (20, 20)])
+def test_a_script_that_never_waits_for_its_workers_is_no_climb(queued: int, ends_at: int) -> None:
+    runner = SimulatedRunner(dataclasses.replace(CIFAR, own_workers=8, queued=queued, ends_at=ends_at))
+    with pytest.raises(BaseFailed, match=rf"its {ends_at} steps are no more than the {queued} batches that its loader"):
+        make_climb(runner).begin()
+    assert len(runner.ran) <= 2
+
+
 def test_a_script_of_a_few_steps_is_no_climb() -> None:
     with pytest.raises(BaseFailed, match=r"it ends after 9 steps, but a climb needs 14"):
         make_climb(SimulatedRunner(dataclasses.replace(CIFAR, ends_at=9))).climb()

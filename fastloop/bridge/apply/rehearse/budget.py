@@ -151,7 +151,7 @@ class Budget:
         of_ladder = self.terms.weighs_costs and step.rung in self.terms.by_ladder
         return of_ladder and step.change.rehearse == "modules" and not is_costly(step)
 
-    def may_have_loaded(self, step: Step, first_ms: float) -> bool:
+    def deserves_second_play(self, step: Step, first_ms: float) -> bool:
         """Whether a slow first play may have loaded kernels, for which a rung states only the usual time, and a second
         one is worth its risk: at worst it takes as long, which a third of the remaining steps' time must outweigh."""
         risk_s = first_ms / 1e3

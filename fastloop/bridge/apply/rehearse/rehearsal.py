@@ -264,7 +264,7 @@ class Rehearsal:
         if self._budget.shares_time(step):
             one_time_s, ms = step.change.first_call_s, first.ms + more_ms
             fault = judge.explain_far_slower(ms, self._budget.base_ms, one_time_s)
-            if fault is not None and not self._budget.may_have_loaded(step, ms):
+            if fault is not None and not self._budget.deserves_second_play(step, ms):
                 return self._give_up(step, fault, deviation, ms)
         captured = dynamo_graphs.count_captured() if is_costly(step) else 0
         second = self._player.play(dropout=dropout)
