@@ -449,10 +449,10 @@ COLD: list[int] = []
 """A global: what the model keeps is put back after each play."""
 
 
-@pytest.mark.parametrize("fault", [None, "raises later"])
-def test_what_only_the_first_call_takes_is_no_rehearsal_if_the_rung_stays(
-    fault: str | None, monkeypatch: pytest.MonkeyPatch
+def plant_cold(
+    monkeypatch: pytest.MonkeyPatch, *, first_s: float, later_s: float = 0.0, factor: float = 1.0, **change: Any
 ) -> None:
+    """A module that takes 20 ms, and a rung whose first call takes longer than its later ones."""
     usual = Inner.forward
     COLD.clear()
 
@@ -463,13 +463,20 @@ def test_what_only_the_first_call_takes_is_no_rehearsal_if_the_rung_stays(
     def cold(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             COLD.append(1)
-            time.sleep(0.0 if len(COLD) > 1 else 0.4)
-            return (1.2 if fault else 1.0) * usual(original.__self__, *args, **kwargs)  # type: ignore[attr-defined]
+            time.sleep(later_s if len(COLD) > 1 else first_s)
+            return factor * usual(original.__self__, *args, **kwargs)  # type: ignore[attr-defined]
 
         return forward
 
     monkeypatch.setattr(Inner, "forward", slow)
-    plant(monkeypatch, cold)
+    plant(monkeypatch, cold, **change)
+
+
+@pytest.mark.parametrize("fault", [None, "raises later"])
+def test_what_only_the_first_call_takes_is_no_rehearsal_if_the_rung_stays(
+    fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_cold(monkeypatch, first_s=0.4, factor=1.2 if fault else 1.0)
     loop, _, _ = fit(config("amp"))
     assert loop is not None and loop.measurement is not None
     spent = loop.measurement.one_time_s
@@ -484,23 +491,7 @@ def test_a_slow_first_play_of_what_loads_kernels_is_not_the_last(
     first_call_s: float, later_s: float, took: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen: ViT's first bf16 kernels took 1.6 s on a busy machine, and amp, three times as fast later, was off."""
-    usual = Inner.forward
-    COLD.clear()
-
-    def slow(self: Inner, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        time.sleep(0.02)
-        return usual(self, x, **how)
-
-    def cold(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            COLD.append(1)
-            time.sleep(later_s if len(COLD) > 1 else 0.5)
-            return usual(original.__self__, *args, **kwargs)  # type: ignore[attr-defined]
-
-        return forward
-
-    monkeypatch.setattr(Inner, "forward", slow)
-    plant(monkeypatch, cold, first_call_s=first_call_s)
+    plant_cold(monkeypatch, first_s=0.5, later_s=later_s, first_call_s=first_call_s)
     long: dict[str, Any] = {"steps": 200_000, "max_epochs": 40_000}
     loop, _, _ = fit(config("amp"), Brief(), by_ladder=("amp",), **long)
     is_on, why = read(loop)
