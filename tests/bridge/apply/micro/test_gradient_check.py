@@ -20,6 +20,7 @@ from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder
 from fastloop.errors import FastLoopError
 from fastloop.feeds.splitting import CannotSplit, Piece
+from tests.noted import Noted
 from tests.runs import Net, Run, batches, both, distance, run
 
 MERGE = {"batch": {"micro_batch": 32}}
@@ -151,7 +152,7 @@ def test_the_users_own_error_arrives_once_and_as_it_is() -> None:
         run(MERGE, EVEN(), Raises, max_epochs=1, **ACCUMULATE)
 
 
-STRUCK: list[int] = []
+STRUCK = Noted()
 """A global: what a model and its class keep is put back."""
 
 
@@ -166,8 +167,7 @@ def test_what_a_signal_raises_arrives_although_it_is_raised_once() -> None:
 
     class Struck(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            STRUCK.append(batch_idx)
-            if len(STRUCK) == 2:
+            if STRUCK.add(batch_idx) == 2:
                 signal.raise_signal(signal.SIGUSR1)
             return super().training_step(batch, batch_idx)
 
@@ -177,7 +177,7 @@ def test_what_a_signal_raises_arrives_although_it_is_raised_once() -> None:
             run(MERGE, EVEN(), Struck, max_epochs=1, **ACCUMULATE)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert STRUCK == [0, 1], "it struck while gradients were compared"
+    assert STRUCK.take() == [0, 1], "it struck while gradients were compared"
 
 
 def test_the_users_word_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:

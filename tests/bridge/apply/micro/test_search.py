@@ -20,6 +20,7 @@ from fastloop.bridge.apply.rehearse import optimizer_twins
 from fastloop.evidence.clock.one_time import OneTime
 from tests import runs
 from tests.bridge.apply.micro.test_piece_logs import Memory
+from tests.noted import Noted
 from tests.runs import Net, Run, batches, both, distance, numbered, run
 
 AUTO, BY_HAND = {"batch": {}}, {"batch": {"micro_batch": 16}}
@@ -142,12 +143,12 @@ class Hungry(Net):
 
     def loss(self, batch: Any) -> torch.Tensor:
         if len(batch[0]) > self.most:
-            REFUSED.append(len(batch[0]))
+            REFUSED.add(len(batch[0]))
             raise self.error
         return super().loss(batch)
 
 
-REFUSED: list[int] = []
+REFUSED = Noted()
 Hungry.__name__ = Hungry.__qualname__ = "Net"  # the same model to who remembers it by its class
 
 
@@ -163,11 +164,11 @@ Hungry.__name__ = Hungry.__qualname__ = "Net"  # the same model to who remembers
 def test_a_size_that_does_not_fit_is_not_taken(
     most: int, window: int, took: int, why: str, timed: dict[int, float]
 ) -> None:
-    REFUSED.clear()
+    REFUSED.take()
     timed |= {16: 1e-9, 32: 1e-9, 8: 1.0}
     done = run(AUTO, EVEN(), partial(Hungry, most), max_epochs=1, accumulate_grad_batches=window)
     assert done.seen("batch")["micro_batch"] == took and why in done.verdict("batch").why
-    assert REFUSED and set(REFUSED) == {2 * most}, "it was tried, and only while searching"
+    assert set(REFUSED.take()) == {2 * most}, "it was tried, and only while searching"
     assert all(str(size) not in done.seen("batch")["rates"] for size in (16, 32) if size > most)
 
 
@@ -414,7 +415,7 @@ def pad(samples: Any) -> Any:
     return x.repeat(1, 3 if int(numbers.max()) >= 32 else 1), y, numbers
 
 
-LENGTHS: list[tuple[int, ...]] = []
+LENGTHS = Noted()
 """Of all that ran, tries as well."""
 
 
@@ -427,7 +428,7 @@ class Padded(Keeps):
         self.most = most
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        LENGTHS.append(tuple(batch[0].shape))
+        LENGTHS.add(tuple(batch[0].shape))
         if batch[0].numel() > self.most:
             raise torch.OutOfMemoryError(SAYS)
         return super().training_step([batch[0][:, :8].clone(), *batch[1:]], batch_idx)
@@ -437,7 +438,7 @@ def fit_padded(rungs: Any, most: int) -> tuple[Run, Memory]:
     random.seed(0)
     numpy.random.seed(0)
     logger, data = Memory(), batches(64, 16, collate_fn=pad)
-    LENGTHS.clear()
+    LENGTHS.take()
     return run(rungs, data, partial(Padded, most), logger=logger, log_every_n_steps=1, max_epochs=2), logger
 
 
@@ -453,7 +454,7 @@ def test_a_longer_batch_is_tried_once_before_it_counts(monkeypatch: pytest.Monke
     monkeypatch.setattr("fastloop.bridge.apply.micro.choice.RARER", 1_000)  # gradients are compared once
     by_hand, ours = fit_padded({"batch": {"micro_batch": 4}}, 500), fit_padded(AUTO, 500)
     assert ours[0].seen("batch")["micro_batch"] == 4 and list_traces(by_hand, ours) == set()
-    long = [shape for shape in LENGTHS if shape[1] == 24]
+    long = [shape for shape in LENGTHS.take() if shape[1] == 24]
     assert long == [(4, 24)] * (1 + 2 * 2 * 4), "one try, and four pieces of two batches of each epoch"
 
 
@@ -493,10 +494,10 @@ def test_a_batch_that_runs_whole_anyway_is_not_tried(monkeypatch: pytest.MonkeyP
     )
     sizes = [range(16), range(16, 32), *(range(start, start + 3) for start in range(32, 62, 3))]
     data = torch.utils.data.DataLoader(numbered(64), batch_sampler=list(map(list, sizes)), collate_fn=pad)
-    LENGTHS.clear()
+    LENGTHS.take()
     ours = run(AUTO, data, partial(Padded, 500))
     assert ours.seen("batch")["micro_batch"] == 4
-    assert [shape for shape in LENGTHS if shape[1] == 24] == [(3, 24)] * 10
+    assert [shape for shape in LENGTHS.take() if shape[1] == 24] == [(3, 24)] * 10
     assert spans.count("rehearsal") <= 2, "the search, and the first batch that was cut"
 
 
