@@ -90,14 +90,15 @@ class DeviceEngine:
         samples = np.asarray(indices, dtype=np.int64)
         samples = np.where(samples < 0, samples + len(self.pictures.slots), samples)
         heights, widths = self.pictures.sizes[self.pictures.slots[samples]].T
+        layout = torch.channels_last if self.wants_channels_last() else torch.contiguous_format
+        told = self.recipe.to_floats, layout
         if self.recipe.resized is None:
             placed = draw(self.recipe.drawings, heights, widths)
-            images = self.recipe.to_floats(self.pictures.cut(samples, placed, self.size, self.fill))
+            images = self.pictures.cut(samples, placed, self.size, self.fill, *told)
         else:
             flips = [each.step for each in self.recipe.drawings if isinstance(each.step, RandomHorizontalFlip)]
             parts, mirrored = draw_parts(self.recipe.resized, flips, heights, widths)
-            layout = torch.channels_last if self.wants_channels_last() else torch.contiguous_format
-            images = self.pictures.resize(samples, parts, mirrored, self.size, self.recipe.to_floats, layout)
+            images = self.pictures.resize(samples, parts, mirrored, self.size, *told)
         return [images, self.pictures.find_labels(samples)]
 
     def evidence(self) -> Mapping[str, Any]:
@@ -134,13 +135,17 @@ def make_engine(
     engine = DeviceEngine(loader, pictures, recipe, kept)
     try:
         prove(engine, dataset, source)
+    except NotApplicable:
+        raise
     except Exception as error:
-        if recipe.resized is None or isinstance(error, NotApplicable):
+        if not pictures.fused and recipe.resized is None:
             raise
-        raise NotApplicable(
-            f"Triton's kernels, which resize pictures there, do not run ({type(error).__name__}: {error}); Triton needs"
-            " a C compiler (gcc)"
-        ) from error
+        why = f"Triton's kernels do not run ({type(error).__name__}: {error}); Triton needs a C compiler (gcc)"
+        if recipe.resized is not None:
+            raise NotApplicable(f"{why}, and only they resize pictures there") from error
+        say(f"{why}; pictures are cut by torch's operations instead")
+        pictures.fused = False
+        prove(engine, dataset, source)
     say(
         f"{kept['pictures']:,} pictures, {kept['kept_bytes'] / 1e9:.3g} GB of at most {most_bytes / 1e9:.3g} GB, are on"
         f" the device after {kept['fill_s']:.1f} s"

@@ -1,6 +1,6 @@
 """Crops, resizes and mirrors pictures and converts them to floats on a CUDA device, bit for bit like Pillow (bilinear).
 
-Pillow resizes in two passes, along rows and along columns. Each is a weighted sum of a few pixels, rounded to bytes;
+A cut moves pixels only, so one kernel does it. Pillow resizes in two passes, along rows and along columns. Each is a weighted sum of a few pixels, rounded to bytes;
 the weights are computed in double precision and then used as integers with 22 fractional bits. Three Triton kernels do
 the same: weights, first pass, second pass. Pillow 13 chooses the order of the passes by the sizes.
 Source: libImaging/Resample.c (precompute_coeffs, normalize_coeffs_8bpc, ImagingResampleHorizontal_8bpc).
@@ -25,7 +25,9 @@ BLOCK = 512
 POSITIONS = 128
 """Positions for which one program computes the weights."""
 TOLD = tl.constexpr(12)
-"""Numbers that programs receive about each image."""
+"""Numbers that programs receive about each resized image."""
+TOLD_OF_CUT = tl.constexpr(6)
+"""Numbers that programs receive about each cut image."""
 HALF, ONE = tl.constexpr(1 << (BITS - 1)), tl.constexpr(float(1 << BITS))
 
 
@@ -78,6 +80,30 @@ def resize_parts(
     return made
 
 
+def cut_parts(
+    pixels: torch.Tensor,
+    told: torch.Tensor,
+    size: tuple[int, int],
+    fill: int,
+    table: torch.Tensor,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> torch.Tensor:
+    """Return images [B, 3, *size], pixel for pixel from the pictures, each byte then looked up.
+
+    Args:
+        pixels: uint8 [all]; pictures are [3, height, width].
+        told: int64 [B, 6] on the device: offset of each picture in `pixels`, its height and width, and where the
+            image lies in it: pixel (y, x) is in row ``top + y`` and column ``left + step * x``.
+        fill: the byte outside of the pictures.
+        table: value for each byte, [3, 256].
+        memory_format: of the images.
+    """
+    made = torch.empty(len(told), 3, *size, dtype=table.dtype, device=table.device, memory_format=memory_format)
+    strides = made.stride()[1], made.stride()[3]
+    _cut[len(told), triton.cdiv(size[0] * size[1], BLOCK)](pixels, made, *strides, table, told, *size, fill, BLOCK)
+    return made
+
+
 def is_vertical_first(heights: Numbers, widths: Numbers, size: tuple[int, int]) -> Numbers:
     """Whether Pillow starts with the pass along columns, for parts of these sizes: bool [B]."""
     tall = heights - size[0]
@@ -94,6 +120,25 @@ def probe_order() -> bool:
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 16), dtype=np.uint8))
     whole = picture.resize((16, 16), Image.Resampling.BILINEAR).resize((8, 16), Image.Resampling.BILINEAR)
     return bool((np.asarray(picture.resize((8, 16), Image.Resampling.BILINEAR)) == np.asarray(whole)).all())
+
+
+@triton.jit
+def _cut(pixels, made, channel, step, table, told, height, width, fill, BLOCK: tl.constexpr):
+    image = tl.program_id(0).to(tl.int64)
+    told += image * TOLD_OF_CUT
+    picture_height, picture_width = tl.load(told + 1).to(tl.int32), tl.load(told + 2).to(tl.int32)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = place // width + tl.load(told + 3).to(tl.int32)
+    column = place % width * tl.load(told + 5).to(tl.int32) + tl.load(told + 4).to(tl.int32)
+    there = place < height * width
+    inside = there & (row >= 0) & (row < picture_height) & (column >= 0) & (column < picture_width)
+    source, plane = pixels + tl.load(told) + row * picture_width + column, picture_height * picture_width
+    target = made + image * 3 * height * width + place * step
+    index = 0
+    while index < 3:
+        byte = tl.where(inside, tl.load(source, mask=inside, other=0).to(tl.int32), fill)
+        tl.store(target, tl.load(table + index * 256 + byte), mask=there)
+        source, target, index = source + plane, target + channel, index + 1
 
 
 @triton.jit

@@ -40,6 +40,8 @@ class Pictures:
     def __init__(self, pixels: torch.Tensor, sizes: Numbers, slots: Numbers, labels: torch.Tensor) -> None:
         self.pixels, self.sizes, self.slots, self.labels = pixels, sizes, slots, labels
         self.starts = np.concatenate([[0], np.cumsum(3 * sizes[:, 0] * sizes[:, 1])[:-1]])
+        self.fused = pixels.is_cuda
+        """Whether pictures are cut by one Triton kernel, instead of a dozen of torch's operations."""
         self._grids: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def find_labels(self, samples: Numbers) -> torch.Tensor:
@@ -66,20 +68,37 @@ class Pictures:
         told = (self.pixels, self.starts[slots], self.sizes[slots, 0], self.sizes[slots, 1], parts)
         return kernels.resize_parts(*told, mirrored, size, to_floats.find_table(self.pixels.device), memory_format)
 
-    def cut(self, samples: Numbers, placed: Placement, size: tuple[int, int], fill: int) -> torch.Tensor:
-        """Return bytes [B, 3, *size] of these samples [B], `fill` outside the pictures."""
+    def cut(
+        self,
+        samples: Numbers,
+        placed: Placement,
+        size: tuple[int, int],
+        fill: int,
+        to_floats: ToFloats,
+        memory_format: torch.memory_format,
+    ) -> torch.Tensor:
+        """Return floats [B, 3, *size] of these samples [B]; outside the pictures, of the byte `fill`.
+
+        Raises:
+            ImportError: Triton is not installed, and `fused` is set.
+        """
         slots = self.slots[samples]
         heights, widths = self.sizes[slots].T
         columns = (self.starts[slots], heights, widths, placed.top, placed.left, placed.step)
-        told = send(np.stack(columns), self.pixels.device)
-        starts, height, width, top, left, step = told.view(6, -1, 1, 1, 1)
+        told = send(np.stack(columns, axis=1), self.pixels.device)
+        if self.fused:
+            from fastloop.feeds.device_store import kernels
+
+            table = to_floats.find_table(self.pixels.device)
+            return kernels.cut_parts(self.pixels, told, size, fill, table, memory_format)
+        starts, height, width, top, left, step = told.T.reshape(6, -1, 1, 1, 1)
         channels, rows, places = self._make_grid(size)
         row, column = rows + top, places * step + left
         index = (starts + (channels * height + row) * width) + column  # in this order only the last sum is large
         if placed.is_inside(heights, widths, size):
-            return self.pixels[index]
+            return to_floats(self.pixels[index])
         inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-        return torch.where(inside, self.pixels[torch.where(inside, index, 0)], fill)
+        return to_floats(torch.where(inside, self.pixels[torch.where(inside, index, 0)], fill))
 
     def _make_grid(self, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if size not in self._grids:

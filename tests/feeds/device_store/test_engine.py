@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from fastloop.errors import NotApplicable
+from fastloop.feeds.device_store import engine as engine_file
 from fastloop.feeds.device_store import pictures as pictures_file
 from fastloop.feeds.device_store.engine import DeviceEngine, make_engine
 from tests.pictures import MEAN, STD, draw_folder
@@ -66,15 +67,32 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are cut as on CUDA, by one kernel."""
+
+    def fill(*args: Any, **how: Any) -> pictures_file.Pictures:
+        pictures = pictures_file.fill(*args, **how)
+        pictures.fused = True
+        return pictures
+
+    monkeypatch.setattr(engine_file, "fill", fill)
+
+
 @pytest.mark.usefixtures("kernels_in_use")
+@pytest.mark.parametrize("by", ["torch", "kernel"])
 @pytest.mark.parametrize("name", list(TRANSFORMS))
-def test_the_same_batches(tmp_path: Path, name: str) -> None:
+def test_the_same_batches(tmp_path: Path, name: str, by: str, request: pytest.FixtureRequest) -> None:
     """Pictures are of several sizes; the last batch of an epoch is short."""
+    if by == "kernel":
+        request.getfixturevalue("fused")
     dataset = datasets.ImageFolder(
         draw_folder(tmp_path), TRANSFORMS[name](), target_transform=lambda label: label * 0.5
     )
     loader = DataLoader(dataset, batch_size=5, shuffle=True)
-    expect_same(loader, make(loader))
+    engine = make(loader)
+    assert engine.pictures.fused == (by == "kernel")
+    expect_same(loader, engine)
 
 
 def test_another_crop_shows(tmp_path: Path) -> None:
@@ -89,8 +107,28 @@ def test_another_crop_shows(tmp_path: Path) -> None:
 def test_where_kernels_do_not_run(tmp_path: Path) -> None:
     """Triton raises on the CPU as it does without a compiler: late."""
     loader = DataLoader(datasets.ImageFolder(draw_folder(tmp_path), TRANSFORMS["resized"]()), batch_size=5)
-    with pytest.raises(NotApplicable, match=r"Triton's kernels, which resize .* do not run \(.*a C compiler"):
+    with pytest.raises(NotApplicable, match=r"Triton's kernels do not run \(.*a C compiler.*only they resize"):
         make(loader)
+
+
+@pytest.mark.usefixtures("kernels_in_use", "fused")
+@pytest.mark.parametrize("name", ["cifar10", "resized"])
+def test_in_the_memory_format_that_the_model_wants(tmp_path: Path, name: str) -> None:
+    loader = DataLoader(datasets.ImageFolder(draw_folder(tmp_path), TRANSFORMS[name]()), batch_size=5)
+    engine = make(loader)
+    engine.wants_channels_last = lambda: True
+    assert next(engine.load(0))[0].is_contiguous(memory_format=torch.channels_last)
+    engine.batches = 0
+    expect_same(loader, engine)
+
+
+@pytest.mark.usefixtures("fused")
+def test_pictures_are_cut_without_kernels_too(tmp_path: Path) -> None:
+    said: list[str] = []
+    loader = DataLoader(datasets.ImageFolder(draw_folder(tmp_path), TRANSFORMS["cifar10"]()), batch_size=5)
+    engine = make(loader, say=said.append)
+    assert not engine.pictures.fused and "do not run" in said[0] and "cut by torch's operations" in said[0]
+    expect_same(loader, engine)
 
 
 def test_repeated_samples_are_kept_once(tmp_path: Path) -> None:
