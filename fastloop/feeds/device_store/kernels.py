@@ -1,8 +1,9 @@
 """Crops, resizes and mirrors pictures and converts them to floats on a CUDA device, bit for bit like Pillow (bilinear).
 
-A cut moves pixels only, so one kernel does it. Pillow resizes in two passes, along rows and along columns. Each is a weighted sum of a few pixels, rounded to bytes;
-the weights are computed in double precision and then used as integers with 22 fractional bits. Three Triton kernels do
-the same: weights, first pass, second pass. Pillow 13 chooses the order of the passes by the sizes.
+A cut moves pixels only, so one kernel does it. Pillow resizes in two passes, along rows and along columns. Each is a
+weighted sum of a few pixels, rounded to bytes; the weights are computed in double precision and then used as integers
+with 22 fractional bits. Three Triton kernels do the same: weights, first pass, second pass. Pillow 13 chooses the order
+of the passes by the sizes.
 Source: libImaging/Resample.c (precompute_coeffs, normalize_coeffs_8bpc, ImagingResampleHorizontal_8bpc).
 """
 # Triton's language has no types.
