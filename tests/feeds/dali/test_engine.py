@@ -7,6 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torchvision import transforms as T
 
 from fastloop.errors import FastLoopError, NotApplicable
 from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.dali import decoder_choice, graph
 from fastloop.feeds.dali import engine as engines
 from fastloop.feeds.dali.engine import DaliLoader, try_pixels
 from fastloop.feeds.dali.graph import Machine
@@ -448,3 +450,45 @@ def test_a_slow_batch_is_no_hang(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     for _ in ours.load(0):
         time.sleep(1.5)
     assert ours.images == 20
+
+
+# -- another decoder ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [None, "its pixels differ", "it does not start"])
+def test_another_decoder_makes_the_same_batches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str | None
+) -> None:
+    """Changed in the middle of an epoch, while DALI makes batches ahead; back where the other does not work."""
+    for name, value in {"SETTLING": 1, "TIMED": 2, "WAITS": -1.0, "FASTER": 1e9}.items():
+        monkeypatch.setattr(decoder_choice, name, value)
+    made: list[str] = []
+
+    def make_pipeline(steps: Any, machine: Machine, **how: Any) -> Any:
+        made.append(machine.decode)
+        if machine.decode == "another" and fault == "it does not start":
+            raise RuntimeError(fault)
+        return graph.make_pipeline(steps, replace(machine, decode="cpu"), **how)
+
+    def check_pixels(*_: Any) -> None:
+        if fault == "its pixels differ":
+            raise NotApplicable(fault)
+
+    monkeypatch.setattr(engines, "make_pipeline", make_pipeline)
+    monkeypatch.setattr(engines, "check_pixels", check_pixels)
+    loader = DataLoader(Numbered(read_folder(folder, *STILL)), batch_size=4, shuffle=True)
+    ours = make(loader, other=replace(MACHINE, decode="another"))
+    for epoch in range(2):
+        torch.manual_seed(epoch)
+        expected = list(loader)
+        torch.manual_seed(epoch)
+        torch.empty((), dtype=torch.int64).random_()  # a loader draws a seed for workers first
+        batches = list(ours.load(seed=epoch))
+        assert labels_of(batches) == labels_of(expected)
+        for (pictures, _), (images, _) in zip(batches, expected, strict=True):
+            assert (pictures - images).abs().max() < 0.02
+    seen = ours.evidence()
+    assert seen["decode"] == ("another" if fault is None else "cpu")
+    assert made == {None: ["cpu", "another"], "its pixels differ": ["cpu"]}.get(fault, ["cpu", "another", "cpu"])
+    assert ("decodes" if fault is None else fault) in seen["decode_why"]
+    assert ours.plain_batches == (fault == "it does not start")
