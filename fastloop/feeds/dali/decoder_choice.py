@@ -57,9 +57,10 @@ class DecoderChoice:
         self._times.clear()
         self._ms[self.now] = 1e3 * took
         if self.now == self.first:
-            if waited < WAITS * took:
-                return self._settle(f"training waits for pictures for {waited / took:.0%} of a batch's time")
-            return self._change(self.other)
+            if waited >= WAITS * took:
+                return self._change(self.other)
+            self._settle(f"training waits for pictures for {waited / took:.0%} of a batch's time")
+            return None
         before, after = self._ms[self.first], self._ms[self.other]
         told = (
             f"a batch takes {after:.1f} ms if the {_name(self.other)} decodes, {before:.1f} if the {_name(self.first)}"
