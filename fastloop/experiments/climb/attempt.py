@@ -107,12 +107,13 @@ class _Screen:
             else context.choose_length(after_ms, now.now_ms, self.arm, then.workers, fill_read=then.fill_read)
         )
         for place, (seed, side) in enumerate(TURNS, 1):
+            expected = (now.now_ms, context.top_start_s) if side == "base" else (after_ms, self.start_s)
             result = context.runner.run(
                 f"{self.at}/screen-{place}-{side}",
                 self.arm if side == "arm" else known.stack,
                 Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
                 what=f"{self.candidate.key}: screening, run {place} of {USUAL if place <= USUAL else len(TURNS)}",
-                need_s=took.seconds(*((now.now_ms, context.start_s) if side == "base" else (after_ms, self.start_s))),
+                need_s=took.seconds(*expected),
                 ladder=self.candidate.ladder if side == "arm" else None,
             )
             runs[side].append(result)

@@ -86,7 +86,7 @@ class Climb(Measured):
             top,
             Ask(seed=number, steps=took.steps, warmup=took.warmup),
             what=f"the top, run {number + 1}",
-            need_s=took.seconds(costs.now_ms, self.start_s),
+            need_s=took.seconds(costs.now_ms, self.context.top_start_s),
         )
         if not result.ok or not result.step_ms:
             raise BaseFailed(result)

@@ -295,7 +295,7 @@ class Measured:
             self.stack,
             Ask(variation=variation, steps=took.steps, warmup=took.warmup),
             what=what,
-            need_s=took.seconds(expected, self.start_s),
+            need_s=took.seconds(expected, self.context.top_start_s),
         )
         if result.ok and (result.loader_ms if variation == "loader" else result.core_ms):
             if result.step_ms:  # the first training of all has more to do at its start

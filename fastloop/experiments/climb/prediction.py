@@ -45,12 +45,17 @@ class Context:
     warmup: int
     """The configured warm-up steps."""
     start_s: float
-    """Seconds that a training takes besides its steps."""
+    """Seconds that a training without rungs takes besides its steps."""
     pool: Pool
     ends_at: int | None = None
     """Optimizer steps after which the training ends by itself; None if it trained all requested steps."""
     estimate_proof_s: Callable[[Top], float] = lambda _top: math.inf
     """Seconds that the confirmation of a stack takes."""
+
+    @property
+    def top_start_s(self) -> float:
+        """Seconds that a further training of the current stack takes besides its steps: it may load compiled code."""
+        return self.known.costs.start_s or self.start_s
 
     def choose_length(
         self,

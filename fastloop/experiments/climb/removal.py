@@ -44,7 +44,7 @@ def take_away(context: Context, rung: str, at: str, run_top: Callable[[int], Res
             stack,
             Ask(seed=number, steps=took.steps, warmup=took.warmup),
             what=f"{key}: run {number + 1} of {PAIRS}",
-            need_s=took.seconds(now_ms, context.start_s),
+            need_s=took.seconds(now_ms, context.top_start_s),
         )
         if not result.ok or not result.samples_per_s or not result.step_ms:
             cause = result.cause or "the run was too short to measure a rate"

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from fastloop.commands.climb import list_shipped
+from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb import candidates, loop
-from fastloop.experiments.climb.attempt import LEFT_TO_PROOF, BaseFailed
+from fastloop.experiments.climb.attempt import LEFT_TO_PROOF, BaseFailed, _Screen
 from fastloop.experiments.climb.budget import GRACE_S, Spent
 from fastloop.experiments.climb.candidates import make_patch
 from fastloop.experiments.climb.interface import Result
@@ -210,6 +211,24 @@ def test_the_proofs_runs_of_the_top_start_as_it_does() -> None:
     before_s = climb._estimate_confirmation_s()
     climb.costs = climb.costs.but(start_s=climb.costs.start_s + 10)
     assert climb._estimate_confirmation_s() == pytest.approx(before_s + CONFIRM_RUNS * 10 + 10), "and its gradients"
+
+
+def test_all_runs_of_the_top_start_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ViT's climb took 7 s for the start of one that compiles, and the time of its proof went into that."""
+    monkeypatch.setattr(_Screen, "start_s", 40.0)
+    asked: list[tuple[str, float]] = []
+
+    class Asks(SimulatedRunner):
+        def run(self, at: str, stack: Stack, ask: Ask, *, what: str, need_s: float, **how: Any) -> Result:
+            asked.append((what, need_s))
+            return super().run(at, stack, ask, what=what, need_s=need_s, **how)
+
+    climb = make_climb(Asks(COMPUTED).with_budget(3600), ladders=list_shipped())
+    climb.climb()
+    first = next(place for place, (what, _) in enumerate(asked) if what.startswith("ladder-full: screening"))
+    later = [each for each in asked[first:] if each[0].startswith(("measuring", "the top", "without-"))]
+    assert {what.partition(" ")[0] for what, _ in later} >= {"measuring", "the"}
+    assert all(need_s > 40 for _, need_s in later), later
 
 
 def test_a_hopeless_ladder_is_not_run_to_its_end() -> None:

@@ -131,13 +131,13 @@ def weigh_pieces(
     return None, best
 
 
-def _explain(seen: _Sampled, reason: str | None, apart: float | None, which: str, otherwise: str) -> str | None:
+def _explain(seen: _Sampled, reason: str | None, differs: str | None, which: str, otherwise: str) -> str | None:
     """Put the result of `_judge` for `which` gradients into words; None if they are equal."""
     if reason is not None:
         return f"{UNKNOWN} {which} gradients: {reason}"
-    if apart is not None and seen.drew:
-        return f"training_step draws its own random numbers: {which} gradients differ by {apart:.1e}"
-    return None if apart is None else f"{otherwise} differs by {apart:.1e}"
+    if differs is not None and seen.drew:
+        return f"training_step draws its own random numbers: {which} gradients differ {differs}"
+    return None if differs is None else f"{otherwise} differs {differs}"
 
 
 def _find_token_means(
@@ -226,17 +226,21 @@ def _sample(
 
 def _judge(
     strategy: Any, own: Sequence[torch.Tensor], weights: Sequence[float], other: torch.Tensor
-) -> tuple[str | None, float | None]:
-    """Why gradients cannot be compared, or None; and the distance of the weighted sum of `own` from the other, if it is
-    too large, or None."""
+) -> tuple[str | None, str | None]:
+    """Why gradients cannot be compared, or None; and by how much the weighted sum of `own` differs from the other, if
+    that is too much, or None."""
     found = measure_difference(own, weights, other)
     if found is None:
         return "the gradient is not finite", None
     module = strategy.lightning_module
     halves = any(each.element_size() < 4 for each in module.parameters() if each.requires_grad)
     precision = "bf16" if halves else find_precision(module.trainer, module)
-    fits = found.along <= MOST_ALONG and found.apart <= MOST_APART[precision]
-    return None, None if fits else found.apart
+    if found.apart > MOST_APART[precision]:
+        return None, f"by {found.apart:.1e}"
+    if found.along > MOST_ALONG:
+        told = f"by {found.apart:.1e}, {found.along:.1e} of it along the batches' own gradients, as other weights would"
+        return None, f"{told}; if this is rounding, write rungs.batch.loss_is_mean: true"
+    return None, None
 
 
 def _say(strategy: Any, error: Exception) -> str:
