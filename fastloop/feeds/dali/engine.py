@@ -27,6 +27,8 @@ from fastloop.records.images import ImageStep
 
 MOST_FAILURES = 3
 """Consecutive batches on which DALI may fail before it is turned off."""
+ROOM = 0.1
+"""Share of the GPU's memory that must be free before its decoder, which takes some, is tried in mid-training."""
 _MAY_BE_DEEP = (".png", ".tif", ".tiff", ".pgm")
 """Files that may hold 16-bit gray: PIL clips values at 255, DALI scales them."""
 _READS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".pbm", ".bmp", ".tif", ".tiff", ".webp", ".jp2")
@@ -309,12 +311,20 @@ class DaliLoader:
             return
         if decoder == self._choice.other:
             try:
+                self._check_room()
                 check_pixels(self._dataset, self._source, self._steps, self._machines[decoder])
             except NotApplicable as error:
                 self._choice.refuse(str(error))
                 return
         self._machine = self._machines[decoder]
         self._begin_again()
+
+    def _check_room(self) -> None:
+        """Raise NotApplicable if a decoder on the GPU could take the memory that training will need."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            if free < ROOM * total:
+                raise NotApplicable(f"{free / 2**30:.1f} GiB are free on the GPU: too little to try its decoder")
 
     def _distrust_decoder(self, why: str) -> None:
         """Go back to the first decoder if DALI fails with the other one."""
