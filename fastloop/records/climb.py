@@ -52,6 +52,8 @@ class Costs:
     """Loading alone by number of workers, for the numbers that were measured."""
     start_s: float | None = None
     """Seconds that a further run of the stack takes besides its steps."""
+    compile_s: float | None = None
+    """Seconds that its first run compiled for."""
 
     @property
     def beside(self) -> bool:

@@ -236,6 +236,7 @@ class _Screen:
             workers=arms[0].workers,
             copies_ms=arms[0].copies_ms,
             start_s=self.start_s,
+            compile_s=max(result.compile_s for result in arms),
         )
         return drop_absurd(costs.but(replayed_ms=fmean(rests)) if costs.beside and rests else costs)
 

@@ -11,7 +11,7 @@ import math
 from functools import partial
 
 from fastloop.experiments.ab.arms import Ask
-from fastloop.experiments.climb.attempt import TURNS, BaseFailed, make_attempt
+from fastloop.experiments.climb.attempt import APART, TURNS, BaseFailed, make_attempt
 from fastloop.experiments.climb.budget import Length, Spent, estimate_gradient_s
 from fastloop.experiments.climb.candidates import (
     WITHOUT,
@@ -29,7 +29,7 @@ from fastloop.experiments.climb.measuring import Measured
 from fastloop.experiments.climb.prediction import Context, Top
 from fastloop.experiments.climb.removal import take_away
 from fastloop.records.card import Stack
-from fastloop.records.climb import TOP, Attempt, Confirmation, count_kept
+from fastloop.records.climb import TOP, Attempt, Confirmation, Costs, count_kept
 
 CONFIRM_RUNS = 3
 """Runs of each arm: the fewest that allow a verdict."""
@@ -101,8 +101,8 @@ class Climb(Measured):
 
     def _measure_ladders(self) -> None:
         """Run the start once with each shipped ladder, to try the fastest first; this run is part of its screen. If one
-        does not fit into the budget, the others still run."""
-        spent = None
+        does not fit into the budget, the others still run. After the first, time is kept for its screen and proof."""
+        spent, keeps = None, False
         ladders = {} if self.stack else list_bundles(self.known) | list_ladders(self.start)
         for name, stack in ladders.items():
             if name in self.ladders:
@@ -121,12 +121,28 @@ class Climb(Measured):
                     ladder=candidate.ladder,
                 )
             except Spent as error:
-                spent = spent or error
+                spent = spent if keeps else spent or error
                 continue
             self.ladders[name] = result.samples_per_s if result.ok else None
+            keeps = self._keep_time_for(stack, result) or keeps
             self.save()
+        if keeps:
+            self.runner.reserve()
         if spent is not None:
             raise spent
+
+    def _keep_time_for(self, stack: Stack, result: Result) -> bool:
+        """Keep time for a ladder that was faster in its first run: a run of the start beside it, and its proof. Returns
+        whether there is as much."""
+        now_ms = self.known.costs.now_ms
+        if not result.ok or not result.step_ms or result.step_ms * APART > now_ms:
+            return False
+        start_s, compile_s = result.next_start_s, result.compile_s
+        costs = Costs(now_ms=result.step_ms, workers=result.workers, start_s=start_s, compile_s=compile_s)
+        screen_s = self.context.choose_ladder_length(stack).seconds(now_ms, self.start_s)
+        need_s = screen_s + self._estimate_confirmation_s((stack, costs), short=True)
+        self.runner.reserve(need_s)
+        return need_s <= self.runner.left_s()
 
     def confirm(self) -> Confirmation | None:
         """Compare the top with the start in a fresh A/B; returns None if nothing was kept.
@@ -176,7 +192,8 @@ class Climb(Measured):
         first_s = self.start_s + took.first_steps * self.naive.step_ms / 1e3
         gradients_s = sum(estimate_gradient_s(*each) for each in both) / 2
         if cold or top is not None or not self._is_checked():
-            gradients_s += estimate_first_start_s((top or (self.stack,))[0]) / 2
+            stack = self.stack if top is None else top[0]
+            gradients_s += (costs.compile_s or estimate_first_start_s(stack)) / 2
         return self.runner.estimate_confirmation_s(
             self._name_confirmation(short, top),
             Needs(start_s=self.start_s, first_s=first_s, base_s=base_s, arm_s=arm_s, gradients_s=gradients_s),
