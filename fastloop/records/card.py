@@ -52,6 +52,8 @@ class ClimbState:
     """The samples are made of image files."""
     gaps_count: bool = False
     """Restarting workers for each epoch takes a share of the step that is worth saving."""
+    may_keep_workers: bool = False
+    """The start has workers of its own, which could stay between epochs."""
     epochs_end: bool = False
     """Epochs end within its trials, so samples repeat."""
     recount: bool = False

@@ -40,13 +40,15 @@ KEEP = "keep the workers between epochs: rungs.workers.persistent: true"
 
 
 def _list_variants(state: ClimbState) -> Iterator[Variant]:
-    """First try workers, with a count tuned on the loader alone; later persistent ones, and a new count."""
+    """First try workers, with a count tuned on the loader alone; later persistent ones, and a new count. The user's own
+    can only be kept between epochs."""
     own = state.stack.get("workers")
     if own is None:
         yield Variant(changes="loader", tune=True)
-        return
-    if state.gaps_count and own.get("persistent") is not True:
+    if state.gaps_count and (state.may_keep_workers if own is None else own.get("persistent") is not True):
         yield Variant(name="persistent", settings=({"persistent": True},), changes="gap")
+    if own is None:
+        return
     if state.recount:
         yield Variant(name="count", settings=(), changes="loader", tune=True, repeats=True)
 

@@ -89,6 +89,8 @@ class Start:
     """Samples of an optimizer step on one rank."""
     image_files: bool = False
     """The samples come from image files."""
+    may_keep_workers: bool = False
+    """Its loader has workers of its own, which could stay between epochs."""
     ladders: Mapping[str, Stack] = field(default_factory=dict)
     """Shipped ladders by name: rungs that pay together. Each is tried as a whole before the single rungs."""
     times_loader: bool = True
@@ -137,7 +139,9 @@ def choose(known: Position) -> Candidate | str:
                     continue
                 allowed = not variant.changes_training or CHANGES_TRAINING in known.start.allow
                 if allowed and _is_open(candidate, known):
-                    refused = candidate.refused or known.start.refused.get(rung)
+                    # What the start shows to be refused is the rung with its plain settings.
+                    plain = None if variant.changes == "gap" else known.start.refused.get(rung)
+                    refused = candidate.refused or plain
                     return dataclasses.replace(candidate, refused=refused)
     return _combine_small(known) or (ceilings and _choose_rest(known)) or _explain_end(known, ceilings)
 
@@ -266,6 +270,7 @@ def make_climb_state(known: Position) -> ClimbState:
         launch_bound=costs.launch_bound,
         image_files=start.image_files,
         gaps_count=known.pct(costs.gap_ms) >= WORTH_PCT,
+        may_keep_workers=start.may_keep_workers,
         epochs_end=costs.gap_ms > 0,
         recount=known.start.times_loader and _is_recount_due(known),
         stack=known.stack,

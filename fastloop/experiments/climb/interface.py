@@ -81,6 +81,8 @@ class Result:
     """Rungs that the plan would leave out, judging by this training, and why."""
     image_files: bool = False
     """The samples come from image files."""
+    may_keep_workers: bool = False
+    """The loader has workers of its own, which could stay between epochs."""
     classes: Mapping[str, Parity] = field(default_factory=dict)
     """Parity class by rung."""
     trial: Trial | None = None
@@ -213,6 +215,7 @@ def read_result(trial: Trial) -> Result:
         classes={step.rung: step.change.parity for step in plan.steps},
         refused=find_refusals(found),
         image_files=loader.get("decode_ms") is not None,
+        may_keep_workers=loader.get("can_keep_workers") is True,
         skipped={**skipped, **answer.inactive},
         inactive={verdict.rung: verdict.why for verdict in verdicts if verdict.took is False},
     )

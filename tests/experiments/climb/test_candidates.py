@@ -297,6 +297,19 @@ def test_workers_that_start_anew_each_epoch_may_persist() -> None:
     assert isinstance(found, Candidate) and found.patches[0]["rungs"]["workers"]["persistent"] is True
 
 
+def test_the_users_own_workers_may_stay_between_epochs() -> None:
+    """The rung refuses to start others. A GAN's climb left its workers to start anew."""
+    gaps = Costs(now_ms=12, outside_ms=4, gap_ms=2, replayed_ms=5, resident_ms=5, loader_ms=8, workers=8)
+    start = dataclasses.replace(GPU, refused={"workers": "yours stand"}, may_keep_workers=True)
+    theirs = row("workers", "inactive")
+    found = choice(gaps, theirs, start=start)
+    assert key(found) == "workers-persistent" and isinstance(found, Candidate) and found.refused is None
+    assert found.patches[0]["rungs"]["workers"] == {"enabled": True, "persistent": True}
+    for other in (dataclasses.replace(start, may_keep_workers=False), start):
+        costs = gaps.but(gap_ms=0.1) if other is start else gaps
+        assert key(choice(costs, theirs, start=other)) != "workers-persistent"
+
+
 def test_what_the_start_shows_to_be_refused_says_so() -> None:
     start = Start(micro_batch=64, rank_batch=256, refused={"pin": "needs CUDA"})
     found = choice(WAITS, row("workers", "crashed"), start=start)
