@@ -149,11 +149,12 @@ def choose(known: Position) -> Candidate | str:
 def list_ladders(start: Start) -> dict[str, Stack]:
     """List what shipped ladders add to the configuration, without rungs known to be refused. Each addition appears
     once; the largest is first, since it probably contains the shorter ones."""
+    kept = _list_kept_workers(start)
     added = {
         name: {
-            rung: settings
+            rung: {**settings, **kept.get(rung, {})}
             for rung, settings in ladder.items()
-            if rung not in start.enabled and rung not in start.refused
+            if rung not in start.enabled and (rung not in start.refused or rung in kept)
         }
         for name, ladder in start.ladders.items()
     }
@@ -162,6 +163,15 @@ def list_ladders(start: Start) -> dict[str, Stack]:
         if len(stack) > 1 and stack not in found.values():
             found[name] = stack
     return found
+
+
+def _list_kept_workers(start: Start) -> Stack:
+    """Return what keeps the start's own workers between epochs, as a ladder by name does: fields by rung."""
+    if not start.may_keep_workers:
+        return {}
+    state = ClimbState(gaps_count=True, may_keep_workers=True)
+    ways = ((rung, way) for rung, card in collect_cards().items() for way in card.list_variants(state))
+    return {rung: way.settings[0] for rung, way in ways if way.changes == "gap"}
 
 
 def list_bundles(known: Position) -> dict[str, Stack]:

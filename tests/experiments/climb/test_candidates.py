@@ -310,6 +310,15 @@ def test_the_users_own_workers_may_stay_between_epochs() -> None:
         assert key(choice(costs, theirs, start=other)) != "workers-persistent"
 
 
+def test_a_ladder_keeps_the_users_own_workers() -> None:
+    """As it does by name in a run; otherwise it would be judged without."""
+    safe: Stack = {each: {"enabled": True} for each in ("workers", "pin")}
+    start = dataclasses.replace(GPU, refused={"workers": "yours stand"}, ladders={"safe": safe, "one": {"pin": {}}})
+    assert candidates.list_ladders(start) == {}
+    found = candidates.list_ladders(dataclasses.replace(start, may_keep_workers=True))
+    assert found == {"safe": {"workers": {"enabled": True, "persistent": True}, "pin": {"enabled": True}}}
+
+
 def test_what_the_start_shows_to_be_refused_says_so() -> None:
     start = Start(micro_batch=64, rank_batch=256, refused={"pin": "needs CUDA"})
     found = choice(WAITS, row("workers", "crashed"), start=start)
