@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.attempt import APART, TURNS, BaseFailed, make_attempt
@@ -31,6 +33,7 @@ from fastloop.experiments.climb.removal import take_away
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, Confirmation, Costs, count_kept
 
+T = TypeVar("T")
 CONFIRM_RUNS = 3
 """Runs of each arm: the fewest that allow a verdict."""
 CONFIRM_STEPS = 30
@@ -68,7 +71,22 @@ class Climb(Measured):
     def _try(self, candidate: Candidate) -> None:
         first = not self.stack and not any(row.name == candidate.key for row in self.rows)
         number = 0 if candidate.whole and first else len(self.rows) + 1  # it ran once before it was chosen
-        self._note(make_attempt(self.context, candidate, f"{number:02d}-{candidate.key}"))
+        at = f"{number:02d}-{candidate.key}"
+        self._note(self._run_again_shorter(lambda tail: make_attempt(self.context, candidate, f"{at}{tail}")))
+
+    def _run_again_shorter(self, run: Callable[[str], T]) -> T:
+        """Run; if the script ends by itself before the window opens, note when, and run again with shorter trainings.
+
+        Args:
+            run: receives what to add to the names of its folders.
+        """
+        try:
+            return run("")
+        except BaseFailed as error:
+            if self.ends_at is not None or not error.result.ended_at:
+                raise
+            self.ends_at = error.result.ended_at
+            return run("-shorter")
 
     def _take_away(self) -> None:
         """Remove the rungs without which the top is not slower."""
@@ -76,7 +94,10 @@ class Climb(Measured):
         for rung in list_removable(self.rows):
             self.runner.reserve(*self._list_proofs_s(cold=True), self._estimate_confirmation_s(short=True))
             at = f"{len(self.rows) + 1:02d}-{WITHOUT}{rung}"
-            self._note(take_away(self.context, rung, at, lambda number: self._run_top(place, top, number)))
+            self._note(self._run_again_shorter(partial(self._try_without, rung, at, place, top)))
+
+    def _try_without(self, rung: str, at: str, place: str, top: Stack, tail: str) -> Attempt:
+        return take_away(self.context, rung, f"{at}{tail}", lambda number: self._run_top(f"{place}{tail}", top, number))
 
     def _run_top(self, place: str, top: Stack, number: int) -> Result:
         costs = self.known.costs
@@ -153,11 +174,14 @@ class Climb(Measured):
         if not self.stack:
             return None
         short = self._estimate_confirmation_s() > self.runner.left_s()
-        need_s = self._estimate_confirmation_s(short=short)
+        name = self._name_confirmation(short)
+
+        def run(tail: str) -> Confirmation:
+            took, need_s = self._choose_confirm_length(short=short), self._estimate_confirmation_s(short=short)
+            return self.runner.confirm(f"{name}{tail}", self.stack, took, need_s=need_s)
+
         try:
-            return self.runner.confirm(
-                self._name_confirmation(short), self.stack, self._choose_confirm_length(short=short), need_s=need_s
-            )
+            return self._run_again_shorter(run)
         except Spent:
             left_s = self._estimate_confirmation_s(short=short)
             took = f"{math.ceil(left_s / 60)} min" if left_s > 90 else f"{left_s:.0f} s"

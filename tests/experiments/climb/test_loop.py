@@ -562,6 +562,16 @@ def test_a_script_that_ends_soon_is_asked_for_no_more_and_waited_for_no_longer(e
     assert estimate_s <= 12 * (START_S + ends_at * 0.03), "and so is the confirmation"
 
 
+def test_a_script_that_ends_before_a_later_window_is_trained_for_shorter() -> None:
+    """A GAN of 30 steps was measured in 16, and its climb died of a run whose window was to open after 32."""
+    runner = SimulatedRunner(dataclasses.replace(GPT, ends_at=20))
+    climb = make_climb(runner, ladders=list_shipped())
+    climb.climb()
+    shorter = [at for at in runner.ran if "-shorter" in at]
+    assert climb.ends_at == 20 and climb.stack and shorter
+    assert all((ask.steps or 0) <= 20 for at, (_, ask) in runner.asks.items() if at in shorter)
+
+
 @pytest.mark.parametrize("ends_at", [None, 40, 18])
 def test_a_pilot_that_only_drained_the_users_own_workers_is_made_again_and_longer(ends_at: int | None) -> None:
     """Eight workers with two batches each: the first 16 steps wait for nothing, and show nothing."""
