@@ -239,7 +239,7 @@ def _judge(
         return None, f"by {found.apart:.1e}"
     if found.along > MOST_ALONG:
         told = f"by {found.apart:.1e}, {found.along:.1e} of it along the batches' own gradients, as other weights would"
-        return None, f"{told}; if this is rounding, write rungs.batch.loss_is_mean: true"
+        return None, f"{told}; if this is rounding, set loss_is_mean"
     return None, None
 
 
