@@ -339,19 +339,21 @@ class TrainLoaders:
 
 def _is_loop_asking() -> bool:
     """Whether this call comes from Lightning's fetcher, and not from a callback that reads the loader itself."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not frame.f_code.co_filename.endswith(_FETCHERS):
-        frame = frame.f_back
-    return frame is not None
+    return _find_caller(_FETCHERS) is not None
 
 
 def is_evaluation_asking() -> bool:
     """Whether this call comes from an evaluation loop that sets up its data. The Trainer's stage does not tell:
     Lightning's BatchSizeFinder sets up validation while it trains."""
+    return (_find_caller(_LOOPS) or "").endswith(_LOOPS[0])
+
+
+def _find_caller(files: str | tuple[str, ...]) -> str | None:
+    """The innermost file of this call's stack that ends with one of these names."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and not frame.f_code.co_filename.endswith(_LOOPS):
+    while frame is not None and not frame.f_code.co_filename.endswith(files):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.endswith(_LOOPS[0])
+    return None if frame is None else frame.f_code.co_filename
 
 
 def _read_plain_sizes(sampler: Any) -> tuple[int, int] | None:

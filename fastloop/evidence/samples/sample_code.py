@@ -34,11 +34,11 @@ def is_installed(thing: Any) -> bool:
     file = getattr(module, "__file__", None)
     if file is None or file.startswith(_STDLIB) or module.__name__.startswith("fastloop."):
         return True
-    return _holds_packages(Path(file).parents[module.__name__.count(".") + (Path(file).name == "__init__.py")])
+    return holds_packages(Path(file).parents[module.__name__.count(".") + (Path(file).name == "__init__.py")])
 
 
 @functools.cache
-def _holds_packages(folder: Path) -> bool:
+def holds_packages(folder: Path) -> bool:
     """Whether packages were installed into this folder, wherever it is."""
     return next(folder.glob("*.dist-info"), None) is not None
 

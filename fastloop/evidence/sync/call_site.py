@@ -15,6 +15,8 @@ from traceback import FrameSummary
 from types import FrameType
 from typing import Any, Literal
 
+from fastloop.evidence.samples.sample_code import holds_packages
+
 Owner = Literal["user", "torch", "lightning", "fastloop", "library", "package", "generated"]
 
 _OURS = str(Path(__file__).resolve().parents[2])
@@ -170,12 +172,7 @@ def _describe_place(frame: FrameType | None) -> str:
 def _find_folder(filename: str) -> str | None:
     """The folder of sys.path that contains installed packages, under any name (``pip install --target``)."""
     inside = [path for path in sys.path if path and filename.startswith(path.rstrip("/\\") + os.sep)]
-    return next((path for path in inside if _has_packages(path)), None)
-
-
-@lru_cache(maxsize=256)
-def _has_packages(path: str) -> bool:
-    return any(Path(path).glob("*.dist-info"))
+    return next((path for path in inside if holds_packages(Path(path))), None)
 
 
 @lru_cache(maxsize=4096)

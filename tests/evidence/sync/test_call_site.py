@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastloop.evidence.samples.sample_code import holds_packages
 from fastloop.evidence.sync import call_site
 from fastloop.evidence.sync.call_site import Cause, Site, find_logged_name, find_site
 
@@ -132,7 +133,7 @@ def test_packages_in_a_folder_of_any_name(tmp_path: Any, monkeypatch: pytest.Mon
     apply = (f"{tmp_path}/extra/lightning/fabric/utilities/apply_func.py", "lightning.fabric.utilities.apply_func")
     monkeypatch.syspath_prepend(str(tmp_path / "extra"))
     (tmp_path / "extra" / "torch_geometric-2.8.1.dist-info").mkdir(parents=True)
-    for cache in (call_site._find_owner, call_site._has_packages, call_site._shorten_path):
+    for cache in (call_site._find_owner, holds_packages, call_site._shorten_path):
         cache.cache_clear()
     found = called(SCRIPT, FIT, LOOP, USER, scatter, TORCH)
     assert (found.where, found.inside) == ("project/train.py:3", "torch_geometric/utils/_scatter.py:3")

@@ -15,7 +15,7 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_training import find_precision
-from fastloop.bridge.apply.rehearse.played import synchronize
+from fastloop.bridge.apply.rehearse.played import read_streams, synchronize
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.apply.state.untouched import untouched, unwritten
@@ -215,9 +215,9 @@ def _sample(
     logged: list[dict[str, float]] = []
     with quiet(strategy, note), _without_chance(module), unwritten(module.parameters()):
         with untouched(module), nullcontext() if means is None else means.looking():
-            before = _read_streams(strategy)
+            before = read_streams(strategy.root_device)
             first = [sample(piece, number) for number, piece in enumerate(own)]
-            drew = not all(map(torch.equal, before, _read_streams(strategy)))
+            drew = not all(map(torch.equal, before, read_streams(strategy.root_device)))
             known = list(logged)
         logged.clear()
         with untouched(module), nullcontext() if means is None else means.looking():
@@ -279,9 +279,3 @@ def _without_chance(module: torch.nn.Module) -> Iterator[None]:
             part.training = False
             undo.callback(setattr, part, "training", True)
         yield
-
-
-def _read_streams(strategy: Any) -> list[torch.Tensor]:
-    """The states of torch's random streams."""
-    device = strategy.root_device
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

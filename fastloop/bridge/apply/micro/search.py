@@ -20,6 +20,7 @@ import torch
 
 from fastloop.bridge.apply.micro.gradient_check import TakeLoss, quiet
 from fastloop.bridge.apply.micro.room import GIB, Room
+from fastloop.bridge.apply.rehearse.played import synchronize
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, leaves_on_sigterm, limited
@@ -341,7 +342,7 @@ class _Run:
     def _play(self, size: int, piece: Piece) -> float:
         """Run forward and backward of one piece; returns milliseconds."""
         batch = map_tensors(piece.batch, torch.clone)  # a step may write into it
-        self._synchronize()
+        synchronize(self.device)
         began = time.perf_counter()
         with (
             nullcontext() if self.trial.groups is None else self.trial.groups.of(piece.groups),
@@ -351,16 +352,12 @@ class _Run:
             if loss is None:
                 raise NotApplicable("training_step returned no loss")
             torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        self._synchronize()
+        synchronize(self.device)
         return 1e3 * (time.perf_counter() - began)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _check_device(self, error: Exception) -> None:
         """Raise the user's own error if the device is lost: nothing after it could run."""
         try:
-            self._synchronize()
+            synchronize(self.device)
         except Exception:
             raise error from None

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fastloop.bridge.apply.rehearse import memory
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.played import synchronize
 from fastloop.bridge.apply.rehearse.ranks import gather
@@ -225,9 +226,8 @@ class SecondLook:
         if device.type != "cuda":
             return True
         grown = max([1.0, *(each.size / self._first_size for each in seen if self._first_size)])
-        free, _ = torch.cuda.mem_get_info(device)
         needed = ROOM * grown * max(torch.cuda.max_memory_allocated(device), self.site.step_bytes or 0)
-        return needed <= free + torch.cuda.memory_reserved(device)
+        return needed <= memory.read_available(device)
 
 
 def _count_elements(sizes: Sizes) -> int:

@@ -35,13 +35,7 @@ def list_step_functions(module: torch.nn.Module, kept: Kept) -> list[Any]:
     functions that objects keep, and what all of these call."""
     kinds, hooks = kept.list_kinds() | {type(module)}, _list_hooks(module)
     bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if not is_installed(base))
-    methods = [
-        (name, function)
-        for base in bases
-        for name, member in vars(base).items()
-        if name not in hooks
-        for function in _list_functions(member)
-    ]
+    methods = _list_methods(bases, hooks)
     found: dict[Any, None] = {}
     names, starts, known = {*_ENTRY, "__call__"}, kept.list_functions(), -1
     while len(found) > known:
@@ -58,13 +52,7 @@ def list_read_names(module: torch.nn.Module, kinds: Iterable[type]) -> set[str]:
     functions that training_step calls."""
     lightning, hooks = _find_lightning(module), _list_hooks(module)
     bases = {base for kind in kinds for base in kind.__mro__} - {*lightning.__mro__}
-    functions = [
-        function
-        for base in bases
-        for name, member in vars(base).items()
-        if name not in hooks
-        for function in _list_functions(member)
-    ]
+    functions = [function for _, function in _list_methods(bases, hooks)]
     functions += list_called(inspect.unwrap(getattr(type(module), "training_step", list_names)), type(module))
     return {name for function in functions for name in _list_texts(function.__code__)} - hooks
 
@@ -130,6 +118,12 @@ def _find_lightning(module: torch.nn.Module) -> Any:
 def _list_hooks(module: torch.nn.Module) -> set[str]:
     """Names of Lightning's, which run outside of steps or are replaced while a step is recorded."""
     return {*dir(_find_lightning(module))} - {*_ENTRY}
+
+
+def _list_methods(bases: Iterable[type], hooks: set[str]) -> list[tuple[str, Any]]:
+    """Name and function of the methods that these classes define, hooks aside."""
+    members = [(name, member) for base in bases for name, member in vars(base).items() if name not in hooks]
+    return [(name, function) for name, member in members for function in _list_functions(member)]
 
 
 def _list_functions(member: Any) -> Iterator[Any]:

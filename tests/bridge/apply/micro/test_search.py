@@ -260,7 +260,7 @@ def test_a_lost_device_ends_it_at_once(timed: dict[int, float], monkeypatch: pyt
     lost = RuntimeError("CUDA error: device-side assert triggered")
     tried: list[int] = []
 
-    def synchronize(_run: Any) -> None:
+    def synchronize(_device: Any) -> None:
         if tried:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -271,7 +271,7 @@ def test_a_lost_device_ends_it_at_once(timed: dict[int, float], monkeypatch: pyt
                 raise lost
             return super().loss(batch)
 
-    monkeypatch.setattr(micro_search._Run, "_synchronize", synchronize)
+    monkeypatch.setattr(micro_search, "synchronize", synchronize)
     with pytest.raises(RuntimeError, match="device-side assert") as raised:
         run(AUTO, EVEN(), Asserts, **ACCUMULATE)
     assert raised.value is lost and tried == [16]
