@@ -66,19 +66,19 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
         "attends_by_call": tuple(attention.list_sdpa(module)),
         "classes": find_large(module),
         "not_mean_losses": tuple(_find_other_losses(module, named)),
-        "autocasts": tuple(_find_methods(module, r"\bautocast\s*\(")),
+        "autocasts": tuple(list_methods(module, r"\bautocast\s*\(")),
         "views": tuple(_find_views(module)) if convs else (),
         "inner_views": tuple(_find_inner_views(named.values())) if convs else (),
-        "detaches_grads": tuple(_find_methods(module, r"\bgrad\.detach_\(")),
+        "detaches_grads": tuple(list_methods(module, r"\bgrad\.detach_\(")),
         "refused_losses": (
             *(name for name, part in named.items() if isinstance(part, torch.nn.BCELoss)),
-            *(name.partition(".")[2] for name in _find_methods(module, r"\bbinary_cross_entropy\(")),
+            *(name.partition(".")[2] for name in list_methods(module, r"\bbinary_cross_entropy\(")),
         ),
         "handles_grads": (
-            *(each for each in _find_methods(module, r"(?<!autograd)(?<!\bfunc)\.grad\b") if each.endswith(_SCALED)),
-            *(each for each in _find_methods(module, r"\bclip_grad") if not each.endswith(_UNSCALED)),
+            *(each for each in list_methods(module, r"(?<!autograd)(?<!\bfunc)\.grad\b") if each.endswith(_SCALED)),
+            *(each for each in list_methods(module, r"\bclip_grad") if not each.endswith(_UNSCALED)),
         ),
-        "line_searches": tuple(_find_methods(module, r"\bLBFGS\(")),
+        "line_searches": tuple(list_methods(module, r"\bLBFGS\(")),
         "compiled_by_user": tuple(name or type(module).__name__ for name in named if is_compiled(named[name])),
         "inner_modules": tuple(
             name for name in _find_outermost(module, "") if not _is_layer(module.get_submodule(name))
@@ -98,9 +98,9 @@ def _find_other_losses(module: torch.nn.Module, named: dict[str, torch.nn.Module
                 yield f"{name} ({type(part).__name__} with reduction={part.reduction!r})"
             elif getattr(part, "weight", None) is not None:
                 yield f"{name} ({type(part).__name__} divides by its class weights)"
-    for method in _find_methods(module, r"""reduction\s*=\s*["'](sum|none)["']"""):
+    for method in list_methods(module, r"""reduction\s*=\s*["'](sum|none)["']"""):
         yield f"{method} uses reduction='sum' or 'none'"
-    for method in _find_methods(module, r"\b(cross_entropy|nll_loss)\(.*\bweight\s*="):
+    for method in list_methods(module, r"\b(cross_entropy|nll_loss)\(.*\bweight\s*="):
         yield f"{method} divides by its class weights"
 
 
@@ -155,17 +155,13 @@ def _read_user_methods(module: torch.nn.Module | type) -> Iterator[tuple[str, st
                     continue
 
 
-def _find_methods(module: torch.nn.Module, pattern: str) -> Iterator[str]:
-    for name, source in _read_user_methods(module):
-        if name.startswith(("validation", "test", "predict")):
-            continue
-        if re.search(pattern, source):
-            yield f"{type(module).__name__}.{name}"
-
-
 def list_methods(module: torch.nn.Module, pattern: str) -> list[str]:
     """The module's own methods for training whose source contains `pattern`."""
-    return [*_find_methods(module, pattern)]
+    return [
+        f"{type(module).__name__}.{name}"
+        for name, source in _read_user_methods(module)
+        if not name.startswith(("validation", "test", "predict")) and re.search(pattern, source)
+    ]
 
 
 def list_compile_targets(module: torch.nn.Module) -> Iterator[str]:
@@ -178,7 +174,7 @@ def list_compile_targets(module: torch.nn.Module) -> Iterator[str]:
     targets = list(_find_outermost(module, ""))
     if targets and overrides(module, "forward") and not torch.distributed.is_initialized():
         sources = dict([*_read_user_methods(module)][::-1])  # the most derived class's last
-        if any(not each.endswith(".forward") for each in _find_methods(module, r"\bself\(")):
+        if any(not each.endswith(".forward") for each in list_methods(module, r"\bself\(")):
             are_layers = all(_is_layer(module.get_submodule(name)) for name in targets)
             works = _WORKS.search(sources.get("forward", ""))
             if are_layers or (works and not any(map(_VARIES.search, _follow("forward", sources)))):
