@@ -22,6 +22,7 @@ import types
 import typing
 import unicodedata
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -235,3 +236,8 @@ def make_safe_name(text: str) -> str:
     """A text as a file name that cannot leave its directory: ASCII letters, digits, ``.``, ``_``, ``-``; at most 80."""
     ascii_only = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub(r"[^A-Za-z0-9._-]+", "-", ascii_only).strip("-._")[:80].rstrip("-._") or "run"
+
+
+def format_utc() -> str:
+    """The current UTC time as a directory name that sorts: 20261120T093000Z."""
+    return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")

@@ -6,7 +6,6 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,11 +36,6 @@ class WatchedFit(Protocol):
     words: Mapping[str, Any]
 
 
-def format_utc() -> str:
-    """The current UTC time as a directory name that sorts: 20261120T093000Z."""
-    return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-
-
 def choose_directory(trainer: Any, out: Path | None) -> Path | None:
     """`out`, else a new path below the first logger's directory; None without a local one, and in fast_dev_run or
     barebones."""
@@ -54,7 +48,7 @@ def choose_directory(trainer: Any, out: Path | None) -> Path | None:
     base = getattr(logger, "log_dir", None) or logger.save_dir
     if not base or "://" in str(base):
         return None
-    first = Path(base) / "fastloop" / format_utc()
+    first = Path(base) / "fastloop" / store.format_utc()
     later = (first.with_name(f"{first.name}-{count}") for count in itertools.count(2))  # two fits in one second
     return first if not first.exists() else next(path for path in later if not path.exists())
 

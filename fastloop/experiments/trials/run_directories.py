@@ -7,11 +7,10 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
 from fastloop.errors import ConfigError
-from fastloop.records.store import make_safe_name, read
+from fastloop.records.store import format_utc, make_safe_name, read
 
 ROOT = Path("fastloop-runs")
 LOCK = ".lock"
@@ -95,7 +94,7 @@ def describe_partial(path: Path) -> str:
 
 def name_unclaimed(name: str, out: str | None) -> Path:
     """Return the run directory from the command line alone; ranks that write nothing need no more."""
-    return Path(out).expanduser() if out is not None else ROOT / make_safe_name(name) / _format_utc()
+    return Path(out).expanduser() if out is not None else ROOT / make_safe_name(name) / format_utc()
 
 
 def _make(path: Path) -> Place:
@@ -113,10 +112,6 @@ def _make_fresh(path: Path) -> Place:
             fresh.mkdir()
             break
     return Place(fresh, (fresh, *parents))
-
-
-def _format_utc() -> str:
-    return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
 
 
 def _explain_unwritable(path: Path, error: OSError) -> ConfigError:

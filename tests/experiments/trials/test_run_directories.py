@@ -29,7 +29,7 @@ def test_the_default_place(here: Path) -> None:
 
 
 def test_runs_of_the_same_second_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directories, "_format_utc", lambda: "20261120T093000Z")
+    monkeypatch.setattr(run_directories, "format_utc", lambda: "20261120T093000Z")
     names = [run_directories.claim("gpt2", None).path.name for _ in range(3)]
     assert names == ["20261120T093000Z", "20261120T093000Z-2", "20261120T093000Z-3"]
 
