@@ -45,7 +45,6 @@ CARD = Card(
         " rungs.amp.keep_fp32, or write rungs.amp.enabled: false",
     ),
 )
-"""What other files may know about this rung."""
 
 
 FIRST_CALL_S = 0.25

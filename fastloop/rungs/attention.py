@@ -40,7 +40,6 @@ CARD = Card(
     applies=lambda seen: on_gpu(seen) and attends_by_hand(seen),
     plan_shows_refusal=True,
 )
-"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,6 @@ CARD = Card(
     ),
     regroups=True,
 )
-"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,6 @@ CARD = Card(
     remedies={"validation": _pick_for_validation},
     variants=_list_variants,
 )
-"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,6 @@ CARD = Card(
         " (in the backward, or after it changed something in place): write rungs.compile.enabled: false"
     },
 )
-"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,6 @@ CARD = Card(
     first_start_s=2.0,
     loads_elsewhere=True,
 )
-"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)

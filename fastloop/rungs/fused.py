@@ -32,7 +32,6 @@ CARD = Card(
     follows={"memory_bound": 4, "fp32_math": 4, "compute_bound": 3},
     applies=lambda seen: (on_gpu(seen) or bool(read_fusing_ms(seen))) and not does_already(seen, "fused"),
 )
-"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,6 @@ CARD = Card(
     patch=lambda _seen: {"enabled": True, "step_graph": "auto"},
     variants=_list_variants,
 )
-"""What other files may know about this rung."""
 
 AUTO_STEPS = 100
 """Batches between two passes: one over what a hundred steps left behind takes about a millisecond."""

@@ -29,7 +29,6 @@ CARD = Card(
     applies=lambda seen: on_gpu(seen) and convolves(seen) and not does_already(seen, "channels_last"),
     plan_shows_refusal=True,
 )
-"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)

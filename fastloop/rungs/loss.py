@@ -30,7 +30,6 @@ CARD = Card(
     applies=lambda seen: on_gpu(seen) and bool(to_number((seen.evidence.get("model") or {}).get("classes"))),
     plan_shows_refusal=True,
 )
-"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,6 @@ CARD = Card(
     loads_elsewhere=True,
     batches_ready=lambda settings, _workers: 0 if settings is None else 2 * read_int(settings, "threads", MOST),
 )
-"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,6 @@ CARD = Card(
         " forbids: set it to false"
     },
 )
-"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)

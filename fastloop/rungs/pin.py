@@ -28,7 +28,6 @@ CARD = Card(
     ),
     plan_shows_refusal=True,
 )
-"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,6 @@ CARD = Card(
     plan_shows_refusal=True,
     loads_elsewhere=True,
 )
-"""What other files may know about this rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
