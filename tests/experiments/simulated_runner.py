@@ -200,7 +200,6 @@ class SimulatedRunner:
             global_batch=BATCH,
             micro_batch=MICRO,
             device="cuda",
-            device_name="Made Up 1",
             queued=machine.queued if ask.variation == "as_it_is" else 0,
             skipped=planned_off,
             inactive=off,

@@ -379,7 +379,7 @@ class Applier:
             self._live.replace(step, told)
             if outcome.fault is None:
                 self._live.take_back(told)
-            if outcome.fault is not None:
+            else:
                 self._changes.evidence.pop(outcome.rung, None)
                 self._live.refused[outcome.rung] = outcome.fault
                 has_acted = outcome.rung not in held

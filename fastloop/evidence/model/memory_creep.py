@@ -120,7 +120,7 @@ class MemoryLog:
         """
         memory, readings = next(iter(self.readings.items()))
         kept, passed_s = [each for each in readings if each[0] > after_step], time.monotonic() - self._began_s
-        pace, free = find_pace(kept, LEAST_MIB * 2**20), self._read_free_bytes(memory)
+        pace, free = find_pace(kept), self._read_free_bytes(memory)
         if self._warned or passed_s < FORESEE_AFTER_S or not pace or not free:
             return None
         steps, left_steps = kept[-1][0] - readings[0][0], free / pace
@@ -168,7 +168,7 @@ class MemoryLog:
             several_epochs: the readings span the end of an epoch, when code clears lists.
         """
         kept = {memory: [each for each in read if each[0] > after_step] for memory, read in self.readings.items()}
-        paces = {memory: pace for memory, read in kept.items() if (pace := find_pace(read, LEAST_MIB * 2**20))}
+        paces = {memory: pace for memory, read in kept.items() if (pace := find_pace(read))}
         steps = max((step for read in kept.values() for step, _ in read), default=0)
         holder = self.find_holder(roots, steps) if steps - after_step >= FEWEST else None
         if holder is not None and holder.cleared and not several_epochs:
@@ -210,12 +210,11 @@ def _find_heap_reader() -> Callable[[], int]:
     return read_heap
 
 
-def find_pace(readings: Sequence[tuple[int, int]], least_bytes: float) -> float | None:
+def find_pace(readings: Sequence[tuple[int, int]]) -> float | None:
     """Bytes per step if they grow steadily, else None.
 
     Args:
         readings: steps and bytes, in order.
-        least_bytes: smaller growth from the first quarter to the last does not count.
     """
     if len(readings) < FEWEST:
         return None
@@ -223,7 +222,7 @@ def find_pace(readings: Sequence[tuple[int, int]], least_bytes: float) -> float 
     quarters = [readings[start : start + size] for start in (0, size, 2 * size, len(readings) - size)]
     steps, sizes = ([statistics.median(each[side] for each in part) for part in quarters] for side in (0, 1))
     paces = [(sizes[i + 1] - sizes[i]) / max(1, steps[i + 1] - steps[i]) for i in range(3)]
-    if sizes[-1] - sizes[0] < least_bytes or min(paces) < STEADY * max(paces):
+    if sizes[-1] - sizes[0] < LEAST_MIB * 2**20 or min(paces) < STEADY * max(paces):
         return None
     return (sizes[-1] - sizes[0]) / max(1, steps[-1] - steps[0])
 

@@ -43,13 +43,8 @@ def holds_packages(folder: Path) -> bool:
     return next(folder.glob("*.dist-info"), None) is not None
 
 
-def find_changed_state(item: Any) -> str | None:
-    """State that one sample changes and the next may read: ``.count``, or `` (the outer COUNT)``; or None."""
-    return next(list_changed_state(item), None)
-
-
 def list_changed_state(item: Any) -> Iterator[str]:
-    """All such state."""
+    """State that one sample changes and the next may read: ``.count``, or `` (the outer COUNT)``."""
     return (state for function in list_sample_functions(item) for state in list_changes(function, type(item)))
 
 

@@ -21,8 +21,6 @@ from fastloop.records.experiment import Manifest
 from fastloop.records.run_files import Environment, Machine, load_environment
 from fastloop.records.store import decode, is_file, load, make_safe_name
 
-VERSIONS = ("torch", "lightning", "fastloop", "driver")
-
 
 def list_versions(environment: Environment) -> dict[str, str | None]:
     """Return the versions in an ``env.json`` that can change measurements."""
@@ -65,10 +63,8 @@ def _list_differences(before: Environment, now: Environment, *, on_gpu: bool) ->
         if on_gpu
         else (_name_cpu(before), _name_cpu(now))
     )
-    pairs = [
-        ("", *devices),
-        *((f"{name} ", list_versions(before)[name], list_versions(now)[name]) for name in VERSIONS),
-    ]
+    then, versions = list_versions(before), list_versions(now)
+    pairs = [("", *devices), *((f"{name} ", then[name], versions[name]) for name in then)]
     return [
         f"{label}{old}, this is {new}"
         for label, old, new in pairs

@@ -55,7 +55,6 @@ class Result:
     micro_batch: int | None = None
     world_size: int = 1
     device: str = "cpu"
-    device_name: str | None = None
     workers: int = 0
     queued: int = 0
     """Batches that workers and device feeds keep ready."""
@@ -201,7 +200,6 @@ def read_result(trial: Trial) -> Result:
         micro_batch=found.micro_batch,
         world_size=found.world_size,
         device=found.device,
-        device_name=found.device_name,
         workers=answer.workers or loader.get("num_workers") or 0,
         queued=loader.get("queued_batches") or 0,
         compile_s=found.one_time_s.get("compile") or 0.0,

@@ -32,7 +32,9 @@ def make_failure(trial: Trial, resume: Path | None = None, *, what: str = "the r
     """
     usage = trial.code == 2
     cause = trial.cause or "it was too short to measure a rate"
-    last = f"fastloop: {what}: {cause}{_advise(trial, resume)}"
+    steps = [suggest_next(trial), None if resume is None else f"to continue unchanged, use --resume {resume}"]
+    advice = "; ".join(filter(None, steps))
+    last = f"fastloop: {what}: {cause}" + (f"\n  do  {advice}" if advice else "")
     own = usage and "fastloop: " in trial.tail  # the child's own message about a configuration error
     text = trial.tail if own else f"{trial.tail}\n{last}"
     return Failed(text.lstrip("\n"), exit_code=2 if usage else 1)
@@ -45,13 +47,6 @@ _MEMORY = re.compile(r"out of memory|can't allocate memory|\bMemoryError\b|ALLOC
 def ran_out_of_memory(trial: Trial) -> bool:
     """Whether a training reports that memory ran out; one that the kernel killed for it reports nothing."""
     return bool(_MEMORY.search(f"{trial.cause}\n{trial.tail}")) and "SIGKILL" not in str(trial.cause)
-
-
-def _advise(trial: Trial, resume: Path | None = None) -> str:
-    """Return a line with advice about a failed training; empty if its cause suggests none and it cannot be resumed."""
-    steps = [suggest_next(trial), None if resume is None else f"to continue unchanged, use --resume {resume}"]
-    text = "; ".join(step for step in steps if step)
-    return f"\n  do  {text}" if text else ""
 
 
 def suggest_next(trial: Trial) -> str | None:

@@ -74,7 +74,7 @@ class _Reader:
         if id(function) in self._seen:
             return
         self._seen.add(id(function))
-        if (changed := sample_code.find_changed_state(function)) is not None:
+        if (changed := next(sample_code.list_changed_state(function), None)) is not None:
             raise NoFingerprint(f"{name} changes{changed} from sample to sample")
         if draws := draws_random(function):
             raise NoFingerprint(f"{name} draws random numbers, judging by the names it uses ({', '.join(draws)})")

@@ -46,9 +46,9 @@ def readings(size: Callable[[int], float]) -> list[tuple[int, int]]:
     ids=["steady", "uneven", "flat", "falling", "full cache", "warm-up", "cleared", "one jump", "too little"],
 )
 def test_only_steady_growth_creeps(size: Callable[[int], float], pace: float | None) -> None:
-    found = find_pace(readings(size), 4 * MIB)
+    found = find_pace(readings(size))
     assert found is None if pace is None else found == pytest.approx(pace, rel=0.1)
-    assert find_pace(readings(size)[:15], 4 * MIB) is None, "too few to tell"
+    assert find_pace(readings(size)[:15]) is None, "too few to tell"
 
 
 def test_a_long_fit_is_read_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
