@@ -10,7 +10,6 @@ import os
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from fastloop.evidence.samples import sample_code
@@ -127,9 +126,8 @@ def _list_read(walked: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, str]]:
 def _is_library(value: Any) -> bool:
     """Whether it is an installed module or class. What the training sets in one is seldom for the samples; in os, it is
     their environment."""
-    if inspect.ismodule(value):
-        return value is not os and sample_code.is_installed(SimpleNamespace(__module__=value.__name__))
-    return isinstance(value, type) and sample_code.is_installed(value)
+    is_either = inspect.ismodule(value) or isinstance(value, type)
+    return is_either and value is not os and sample_code.is_installed(value)
 
 
 def _list_running_here(

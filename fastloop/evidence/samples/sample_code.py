@@ -27,8 +27,8 @@ _STDLIB = sysconfig.get_path("stdlib")
 
 
 def is_installed(thing: Any) -> bool:
-    """Whether a class or function is not the user's code but belongs to Python, fastloop or an installed package."""
-    module = sys.modules.get(getattr(thing, "__module__", None) or "")
+    """Whether a class, function or module is not the user's but belongs to Python, fastloop or an installed package."""
+    module = sys.modules.get((thing.__name__ if inspect.ismodule(thing) else getattr(thing, "__module__", None)) or "")
     if module is None or module.__name__ == "__main__" or ".recipe_modules." in module.__name__:
         return False
     file = getattr(module, "__file__", None)

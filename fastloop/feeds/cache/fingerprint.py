@@ -15,7 +15,7 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path, PurePath
-from types import CodeType, ModuleType, SimpleNamespace
+from types import CodeType, ModuleType
 from typing import Any
 
 from fastloop.evidence.samples import sample_code
@@ -88,9 +88,7 @@ class _Reader:
                 self._read_value(cell.cell_contents, f"{variable} around {name}", depth)
         for variable, value in sample_code.list_globals(function):
             self.words.append(variable)
-            if isinstance(value, ModuleType) and not sample_code.is_installed(
-                SimpleNamespace(__module__=value.__name__)
-            ):
+            if isinstance(value, ModuleType) and not sample_code.is_installed(value):
                 self._read_own_module(function.__code__, value, depth)
             else:
                 self._read_value(value, variable, depth)

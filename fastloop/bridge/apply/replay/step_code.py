@@ -6,7 +6,6 @@ import dis
 import functools
 import inspect
 from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -97,9 +96,7 @@ def _is_code(value: Any) -> bool:
 
 def _is_shared(value: Any) -> bool:
     """Whether it is a class or a module of the user's."""
-    if inspect.ismodule(value):
-        return not is_installed(SimpleNamespace(__module__=value.__name__))
-    return isinstance(value, type) and not is_installed(value)
+    return (inspect.ismodule(value) or isinstance(value, type)) and not is_installed(value)
 
 
 def _is_outside(source: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from fastloop.evidence.samples.sample_code import (
@@ -29,7 +28,7 @@ def list_changeable(kind: type) -> Iterator[tuple[dict[str, Any], str, Any]]:
     for space, name, is_written in _list_used(kind):
         value = space.get(name, MISSING)
         if inspect.ismodule(value):
-            if is_written and not is_installed(SimpleNamespace(__module__=value.__name__)):
+            if is_written and not is_installed(value):
                 inner = vars(value)
                 yield from ((inner, each, inner[each]) for each in list(inner) if not _is_code(each, inner[each]))
         elif is_written or (not inspect.isroutine(value) and not is_installed(_find_class(value))):
