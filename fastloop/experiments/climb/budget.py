@@ -22,8 +22,6 @@ class Spent(Exception):
 class Budget:
     """Seconds of wall-clock time, counted from now.
 
-    Args:
-
     Attributes:
         reserves_s: seconds to keep for the last step, by how well it is done. The most of these that is left is kept;
             if none is, the whole budget goes to the steps before it.
