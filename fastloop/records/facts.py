@@ -35,8 +35,6 @@ class RowFacts:
     what: str
     """The dataset's class."""
     count: int
-    bytes: int
-    """Of all rows."""
     devices: tuple[str, ...] = ()
     """Types of the devices that hold tensors."""
 

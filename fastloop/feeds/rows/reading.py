@@ -82,7 +82,7 @@ def read_facts(dataset: Any) -> RowFacts | str:
         return f"{type(dataset).__name__} cannot be read: {describe(error)}"
     devices = {column.values.device.type for column in rows.columns if isinstance(column.values, torch.Tensor)}
     name = type(whole).__name__
-    return RowFacts(what=name, count=count, bytes=rows.count_bytes(), devices=tuple(sorted(devices)))
+    return RowFacts(what=name, count=count, devices=tuple(sorted(devices)))
 
 
 def find_whole(dataset: Any) -> Any:

@@ -14,7 +14,7 @@ from fastloop.feeds.rows.wanted import PickedRows, plan_rows
 from fastloop.records.facts import Facts, LoaderFacts, RowFacts
 from fastloop.rungs.cache import Cache
 
-ROWS = RowFacts(what="TensorDataset", count=1000, bytes=10**6, devices=("cpu",))
+ROWS = RowFacts(what="TensorDataset", count=1000, devices=("cpu",))
 
 
 def facts(loader: dict[str, Any] | None = None, **settings: Any) -> Facts:
@@ -64,7 +64,7 @@ def test_a_gpu_is_asked_for_little_unless_told(monkeypatch: pytest.MonkeyPatch) 
 REFUSED: dict[str, tuple[Facts, str]] = {
     "other samples": (facts({"rows": "Doubled does more"}), "Doubled does more"),
     "another device": (
-        facts({"rows": RowFacts(what="T", count=1, bytes=1, devices=("cuda",))}),
+        facts({"rows": RowFacts(what="T", count=1, devices=("cuda",))}),
         "T holds tensors on cuda, and this run is on cpu",
     ),
     "changed by training": (facts({"changes_within": ("Net writes x",)}), "training changes the data: Net writes x"),
