@@ -2,7 +2,7 @@
 
 Faster because  it decodes in C++ threads, and only the part of each image that is used; no pixel passes through Python.
 Costs           random crops that differ from torchvision's (same distribution); pixels that differ by 0.2 of 255
-                levels; device memory for three batches, and with decode: mixed some of the GPU's time.
+                levels; device memory for three batches, and where the GPU decodes some of its time.
 Don't use when  data_wait is already under 2 % of the step, or the transforms go beyond torchvision's common ones.
 Evidence        images that DALI decoded for the training
 Source          https://docs.nvidia.com/deeplearning/dali/user-guide/docs/
@@ -17,7 +17,6 @@ from typing import Literal
 
 from fastloop.errors import NotApplicable, require_positive
 from fastloop.feeds.accumulation_windows import count_steps
-from fastloop.feeds.dali.decoder_choice import LEAST_STEPS
 from fastloop.feeds.dali.pictures import AHEAD, Where, find_obstacle, is_installed
 from fastloop.feeds.dali.planned import DaliEngine
 from fastloop.records.card import Card, ClimbState, Variant
@@ -30,6 +29,9 @@ from fastloop.records.readings import read_loader
 ENOUGH_CPUS = 8
 """CPUs per GPU from which on the CPU decodes first. With 16, an H200 trained 6,266 images/s with CPU decoding and 5,961
 with GPU decoding, which competes with the training."""
+LEAST_STEPS = 2_000
+"""Optimizer steps of a run from which on trying the other decoder is worth its cost: about two seconds, and some slower
+batches."""
 MIXED_THREADS = 4
 """Enough threads to keep the GPU's decoder busy: 22,026 images/s, compared with 24,278 with more."""
 
@@ -128,6 +130,8 @@ class Dali:
         """The decoder that may be tried in training, and its threads; None if the run is too short for that."""
         steps = count_steps(facts)
         if self.decode != "auto" or facts.device != "cuda" or facts.evaluates or not facts.weighs_costs:
+            return None
+        if facts.reload_every_n_epochs:  # each reload would begin anew
             return None
         if steps is not None and steps < LEAST_STEPS:
             return None

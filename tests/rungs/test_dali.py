@@ -96,6 +96,7 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: tuple[Any, ...],
         ({}, {"weighs_costs": False}, None),
         ({}, {"evaluates": True}, None),
         ({}, {"device": "cpu"}, None),
+        ({}, {"reload_every_n_epochs": 1}, None),
     ],
 )
 def test_the_other_decoder_may_be_tried(

@@ -6,19 +6,30 @@ if the training waits for pictures that the CPU decodes, the GPU decodes for a w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-LEAST_STEPS = 2_000
-"""Optimizer steps of a run from which on a trial is worth its cost: about two seconds, and some slower batches."""
-SETTLING, TIMED = 100, 40
-"""Batches of an epoch or a decoder that are not timed (compiles, rehearsals, full queues), and then those that are."""
+import torch
+
+from fastloop.errors import NotApplicable
+from fastloop.feeds.images.reading import ImageSource
+
+SETTLING = 100
+"""Batches that are not timed, at the start and after each change: compiles, rehearsals, queues that were full."""
+BLOCK, BLOCKS = 8, 5
+"""Batches that are timed together, since the host may run ahead of the device, and how often. The median block counts,
+whatever falls between two batches of another: validation, a checkpoint."""
 WAITS = 0.1
-"""Share of a batch's time spent waiting for its pictures from which on the other decoder is tried."""
+"""Share of the time spent waiting for pictures from which on the other decoder is tried."""
 FASTER = 0.97
 """The other decoder stays if a batch takes at most this share of its time before."""
+ROOM, SPARE, LOOKED_AT = 0.1, 2.0, 16
+"""Share of the GPU's memory that must be free before its decoder is tried in mid-training, and how many times what the
+largest of so many pictures would take."""
 
 
 @dataclass
@@ -26,59 +37,92 @@ class DecoderChoice:
     """The course of one choice. Each rank chooses by itself: its batches stay the same."""
 
     first: str
-    """The decoder that is used, and the one that may be tried."""
+    """The decoder in use, and the one that may be tried."""
     other: str
+    synchronize: Callable[[], object]
+    """Waits until the device has done all work so far."""
+    clock: Callable[[], float] = time.perf_counter
     now: str = ""
     is_over: bool = False
     why: str | None = None
     _ms: dict[str, float] = field(default_factory=dict)
     _left: int = field(default_factory=lambda: SETTLING)
-    _times: list[tuple[float, float]] = field(default_factory=list)
-    """Of each timed batch: its time, and how much of it was spent waiting, in seconds."""
+    _began: float = 0.0
+    """When the current block began."""
+    _waits: list[float] = field(default_factory=list)
+    """Of its batches, in seconds."""
+    _blocks: list[tuple[float, float]] = field(default_factory=list)
+    """Of each block: its time, and how much of it was spent waiting, in seconds."""
 
     def __post_init__(self) -> None:
-        self.now = self.now or self.first
+        self.now = self.first
 
     def evidence(self) -> Mapping[str, Any]:
         """Return the milliseconds per batch by decoder, as far as measured, and the reason for the choice."""
         return {"decode_ms": dict(self._ms), "decode_why": self.why}
 
-    def note(self, took_s: float, waited_s: float) -> str | None:
-        """Note one batch; returns the decoder to change to, or None."""
+    def note(self, waited_s: float) -> str | None:
+        """Note that one more batch was trained on, and how long its pictures were waited for; returns the decoder to
+        change to, or None."""
         if self.is_over:
             return None
         if self._left:
             self._left -= 1
+            if not self._left:
+                self._begin_block()
             return None
-        self._times.append((took_s, waited_s))
-        if len(self._times) < TIMED:
+        self._waits.append(waited_s)
+        if len(self._waits) < BLOCK:
             return None
-        took, waited = (median(each) for each in zip(*self._times, strict=True))
-        self._times.clear()
-        self._ms[self.now] = 1e3 * took
+        self.synchronize()
+        self._blocks.append((self.clock() - self._began, sum(self._waits)))
+        self._begin_block()
+        if len(self._blocks) < BLOCKS:
+            return None
+        took, waited = (median(each) for each in zip(*self._blocks, strict=True))
+        self._ms[self.now] = 1e3 * took / BLOCK
         if self.now == self.first:
             if waited >= WAITS * took:
                 return self._change(self.other)
-            self._settle(f"training waits for pictures for {waited / took:.0%} of a batch's time")
+            self._settle(f"training waits for pictures for {waited / took:.0%} of its time")
             return None
         before, after = self._ms[self.first], self._ms[self.other]
-        told = (
+        self._settle(
             f"a batch takes {after:.1f} ms if the {_name(self.other)} decodes, {before:.1f} if the {_name(self.first)}"
         )
-        self._settle(told)
         return None if after <= FASTER * before else self._change(self.first)
 
     def refuse(self, why: str) -> None:
         """The other decoder does not work here."""
         self.now = self.first
-        self._settle(why)
+        self._settle(f"the {_name(self.other)} does not decode: {why}")
+
+    def _begin_block(self) -> None:
+        self.synchronize()
+        self._began = self.clock()
+        self._waits.clear()
 
     def _change(self, decoder: str) -> str:
         self.now, self._left = decoder, SETTLING
+        self._blocks.clear()
         return decoder
 
     def _settle(self, why: str) -> None:
         self.why, self.is_over = why, True
+
+
+def check_room(device: torch.device, source: ImageSource, pictures: int) -> None:
+    """Raise NotApplicable if so many whole pictures on this GPU could take the memory that training will need."""
+    from PIL import Image
+
+    pixels = [0]
+    for index in range(0, source.count, -(-source.count // LOOKED_AT)):
+        with contextlib.suppress(OSError), Image.open(source.locate(index)[0]) as picture:
+            pixels.append(picture.width * picture.height)
+    needed = 3 * max(pixels) * pictures
+    free, total = torch.cuda.mem_get_info(device)
+    if free < max(ROOM * total, SPARE * needed):
+        raise NotApplicable(f"{free / 2**30:.1f} GiB are free there, and pictures may take {needed / 2**30:.1f}")
 
 
 def _name(decoder: str) -> str:

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.feeds.batch_tree import Window
-from fastloop.feeds.dali.decoder_choice import DecoderChoice
+from fastloop.feeds.dali.decoder_choice import DecoderChoice, check_room
 from fastloop.feeds.dali.graph import Machine, encode, make_pipeline
 from fastloop.feeds.dali.hang_watch import HangWatch
 from fastloop.feeds.dali.pixels import Deviation, check_pixels, shorten
@@ -27,8 +27,6 @@ from fastloop.records.images import ImageStep
 
 MOST_FAILURES = 3
 """Consecutive batches on which DALI may fail before it is turned off."""
-ROOM = 0.1
-"""Share of the GPU's memory that must be free before its decoder, which takes some, is tried in mid-training."""
 _MAY_BE_DEEP = (".png", ".tif", ".tiff", ".pgm")
 """Files that may hold 16-bit gray: PIL clips values at 255, DALI scales them."""
 _READS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".pbm", ".bmp", ".tif", ".tiff", ".webp", ".jp2")
@@ -97,7 +95,6 @@ class DaliLoader:
     ) -> None:
         self._loader, self._steps, self._machine, self._keeps = loader, steps, machine, keeps
         self._machines = {each.decode: each for each in (machine, other) if each is not None}
-        self._choice = None if other is None else DecoderChoice(machine.decode, other.decode)
         self._turn_off = turn_off
         self.ahead = machine.ahead
         """Most batches that can be ready in advance."""
@@ -108,6 +105,7 @@ class DaliLoader:
             self._dataset = self._dataset.inner
         self._source = read_source(self._dataset)
         self._device = torch.device("cpu") if machine.device_id is None else torch.device("cuda", machine.device_id)
+        self._choice = None if other is None else DecoderChoice(machine.decode, other.decode, self._synchronize)
         self._depths = bytearray(self._source.count)
         """For each sample: 0 if not yet checked, 1 if it has 8 bits, 2 if it has more."""
         self._pipeline: Any = None
@@ -165,7 +163,7 @@ class DaliLoader:
                 waited_s = time.perf_counter() - began
                 if why is not None:
                     failures += 1
-                    self._distrust_decoder(why)
+                    self._distrust_decoder(why, failures)
                     asked = self._give_up_batch()
                 elif pictures is None:
                     break
@@ -176,7 +174,7 @@ class DaliLoader:
                         continue
                     self.images += len(asked.paths)
                     yield self._hand_out(pictures, asked)
-                    self._choose_decoder(time.perf_counter() - began, waited_s)
+                    self._choose_decoder(waited_s)
                     continue
                 if asked is not None:
                     yield self._make_plainly(asked, why)
@@ -305,32 +303,37 @@ class DaliLoader:
 
     # -- the decoder ----------------------------------------------------------------------------------------------
 
-    def _choose_decoder(self, took_s: float, waited_s: float) -> None:
+    def _choose_decoder(self, waited_s: float) -> None:
         """Note a batch that was trained on, and change the decoder if that may be, or was, faster."""
-        if self._choice is None or (decoder := self._choice.note(took_s, waited_s)) is None:
+        if self._choice is None or (decoder := self._choice.note(waited_s)) is None:
             return
+        machine = self._machines[decoder]
         if decoder == self._choice.other:
             try:
-                self._check_room()
-                check_pixels(self._dataset, self._source, self._steps, self._machines[decoder])
-            except NotApplicable as error:
-                self._choice.refuse(str(error))
+                if decoder == "mixed":
+                    check_room(self._device, self._source, self._batch_size * (self.ahead + 1))
+                check_pixels(self._dataset, self._source, self._steps, machine)
+            except Exception as error:
+                let_through(error)
+                self._choice.refuse(str(error) if isinstance(error, NotApplicable) else describe(error))
                 return
-        self._machine = self._machines[decoder]
+        self._machine = machine
         self._begin_again()
+        if decoder == self._choice.first:
+            importlib.import_module("nvidia.dali.backend").ReleaseUnusedMemory()
 
-    def _check_room(self) -> None:
-        """Raise NotApplicable if a decoder on the GPU could take the memory that training will need."""
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-            if free < ROOM * total:
-                raise NotApplicable(f"{free / 2**30:.1f} GiB are free on the GPU: too little to try its decoder")
-
-    def _distrust_decoder(self, why: str) -> None:
-        """Go back to the first decoder if DALI fails with the other one."""
-        if self._choice is not None and self._machine.decode == self._choice.other:
+    def _distrust_decoder(self, why: str, failures: int) -> None:
+        """Go back to the first decoder if DALI fails with the other one: at once in its trial, later twice in a row,
+        since a single file may be to blame."""
+        if self._choice is None or self._machine.decode != self._choice.other:
+            return
+        if failures > 1 or not self._choice.is_over:
             self._choice.refuse(why)
             self._machine = self._machines[self._choice.first]
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     # -- a batch --------------------------------------------------------------------------------------------------
 

@@ -147,11 +147,12 @@ def _make_both(dataset: Any, index: int, path: str, steps: Sequence[ImageStep]) 
 
     with Image.open(path) as image:
         width, height = image.size
+    generator = torch.default_generator  # of the CPU; `torch.manual_seed` would set CUDA's, too, for good
     for seed in range(_TRIES):
-        torch.manual_seed(seed)
+        generator.manual_seed(seed)
         drawn = draw(steps, (height, width))
         if drawn is not None:
-            torch.manual_seed(seed)
+            generator.manual_seed(seed)
             picture, *labels = dataset[index]
             return torch.as_tensor(picture), [default_collate([each]) for each in labels], drawn
     raise NotApplicable("ColorJitter's parts never came in DALI's order")

@@ -156,11 +156,17 @@ def test_a_dataset_whose_labels_are_others_than_it_says(folder: Path) -> None:
             check(dataset)
 
 
-def test_random_generators_are_left_as_they_were(folder: Path) -> None:
+def test_random_generators_are_left_as_they_were(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's are never set, since nothing restores them: dropout would go on from seed 0."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    torch.manual_seed(7)
+    assert seeded == [7], "the control"
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     check(read_folder(folder, *CHAINS["colors"]))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
+    assert seeded == [7]
 
 
 def test_files_that_nobody_reads_are_passed_over(folder: Path, tmp_path: Path) -> None:
