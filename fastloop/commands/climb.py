@@ -172,6 +172,7 @@ class Recorder:
             notes=self._before.ceilings_notes,
             ladders=self._before.ladders_samples_per_s,
             start_s=self._before.start_s,
+            ends_at=self._before.ends_at,
             save=self.save,
         )
         return self.climb
@@ -195,6 +196,7 @@ class Recorder:
             ceilings_notes=climb.notes,
             ladders_samples_per_s=climb.ladders,
             start_s=climb.start_s or None,
+            ends_at=climb.ends_at,
             rungs=tuple(climb.rows),
             stack={"rungs": climb.stack},
             top=start if climb.costs is None else Speed(samples_per_s=rate, step_ms=climb.costs.now_ms),

@@ -174,6 +174,8 @@ class ClimbFile:
     recipe_sha256: str | None = None
     start_s: float | None = None
     """Seconds that a training takes besides its steps."""
+    ends_at: int | None = None
+    """Optimizer steps after which a script ends by itself, if that is sooner than its trainings need."""
     budget_s: float | None = None
     spent_s: float | None = None
     partial: bool = False

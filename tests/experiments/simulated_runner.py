@@ -189,7 +189,10 @@ class SimulatedRunner:
         off = {rung: why for rung, why in {**machine.idle, **machine.planned_off}.items() if rung in stack}
         planned_off = {rung: why for rung, why in machine.planned_off.items() if rung in stack}
         steps = min(ask.steps or 0, machine.ends_at or 10**9)
-        if steps <= max(ask.warmup or 0, machine.queued):
+        if steps <= (ask.warmup or 0):
+            cause = f"the fit ended after {steps} steps, before the window, which opens after {ask.warmup}"
+            return Result(ok=False, cause=cause, seconds=START_S, steps=steps, ended_at=steps)
+        if steps <= machine.queued:
             return Result(seconds=START_S, steps=steps, ended_at=steps, queued=machine.queued)
         return Result(
             seconds=START_S + steps * ms / 1e3,
@@ -329,9 +332,10 @@ def make_climb(
     allow: Sequence[str] = (),
     warmup: int = 20,
     ladders: Mapping[str, Stack] | None = None,
+    ends_at: int | None = None,
 ) -> Climb:
     """A climb on a made-up machine."""
     start = Start(
         enabled=frozenset(enabled), devices=devices, allow=frozenset(allow), cpus=12, ladders=dict(ladders or {})
     )
-    return Climb(runner, start, warmup=warmup, rows=rows)
+    return Climb(runner, start, warmup=warmup, rows=rows, ends_at=ends_at)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import cast
 
 from fastloop.experiments.ab.arms import Ask
-from fastloop.experiments.climb.attempt import APART, TURNS, BaseFailed, make_attempt
+from fastloop.experiments.climb.attempt import APART, CLEAR, TURNS, BaseFailed, make_attempt
 from fastloop.experiments.climb.budget import Length, Spent, estimate_gradient_s
 from fastloop.experiments.climb.candidates import (
     WITHOUT,
@@ -26,16 +25,18 @@ from fastloop.experiments.climb.candidates import (
     make_ladder,
     read_stack,
 )
-from fastloop.experiments.climb.interface import HOPELESS, Needs, Result
+from fastloop.experiments.climb.early_end import EndsSooner, HeedingRunner, find_early_end
+from fastloop.experiments.climb.interface import HOPELESS, Needs, Result, Runner
 from fastloop.experiments.climb.measuring import Measured
 from fastloop.experiments.climb.prediction import Context, Top
 from fastloop.experiments.climb.removal import take_away
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, Confirmation, Costs, count_kept
 
-T = TypeVar("T")
 CONFIRM_RUNS = 3
 """Runs of each arm: the fewest that allow a verdict."""
+COLD_S = 10.0
+"""A first run that compiled for this long had no compiled code from earlier ones."""
 CONFIRM_STEPS = 30
 """Fewest steps in a window: the loss gate looks at the last fifth of them."""
 BESIDE = "from its runs, minus their wait for data, with the workers running"
@@ -53,16 +54,27 @@ class Climb(Measured):
             BaseFailed: the unchanged training fails.
         """
         self.begin()
+        self.runner = cast("Runner", HeedingRunner(self.runner, lambda: self.ends_at is not None))
         while True:
-            self.runner.reserve(*(self._list_proofs_s() if self.stack else ()))
-            self.measure_missing()
-            self._measure_ladders()
-            added = [row for row in self.rows if not row.takes_away]  # rungs removed at the end are not tried again
-            chosen = choose(dataclasses.replace(self.known, rows=added, stack=read_stack(added)))
-            if isinstance(chosen, str):
-                self._take_away()
-                return chosen
-            self._try(chosen)
+            try:
+                if (reason := self._go_on()) is not None:
+                    return reason
+            except EndsSooner as end:  # what has finished is found again, the rest is made shorter
+                self.ends_at = end.steps
+                self.save()
+
+    def _go_on(self) -> str | None:
+        """Try what is most promising now; returns why nothing is left, or None."""
+        self.runner.reserve(*(self._list_proofs_s() if self.stack else ()))
+        self.measure_missing()
+        self._measure_ladders()
+        added = [row for row in self.rows if not row.takes_away]  # rungs removed at the end are not tried again
+        chosen = choose(dataclasses.replace(self.known, rows=added, stack=read_stack(added)))
+        if isinstance(chosen, str):
+            self._take_away()
+            return chosen
+        self._try(chosen)
+        return None
 
     @property
     def context(self) -> Context:
@@ -71,22 +83,7 @@ class Climb(Measured):
     def _try(self, candidate: Candidate) -> None:
         first = not self.stack and not any(row.name == candidate.key for row in self.rows)
         number = 0 if candidate.whole and first else len(self.rows) + 1  # it ran once before it was chosen
-        at = f"{number:02d}-{candidate.key}"
-        self._note(self._run_again_shorter(lambda tail: make_attempt(self.context, candidate, f"{at}{tail}")))
-
-    def _run_again_shorter(self, run: Callable[[str], T]) -> T:
-        """Run; if the script ends by itself before the window opens, note when, and run again with shorter trainings.
-
-        Args:
-            run: receives what to add to the names of its folders.
-        """
-        try:
-            return run("")
-        except BaseFailed as error:
-            if self.ends_at is not None or not error.result.ended_at:
-                raise
-            self.ends_at = error.result.ended_at
-            return run("-shorter")
+        self._note(make_attempt(self.context, candidate, f"{number:02d}-{candidate.key}"))
 
     def _take_away(self) -> None:
         """Remove the rungs without which the top is not slower."""
@@ -94,10 +91,7 @@ class Climb(Measured):
         for rung in list_removable(self.rows):
             self.runner.reserve(*self._list_proofs_s(cold=True), self._estimate_confirmation_s(short=True))
             at = f"{len(self.rows) + 1:02d}-{WITHOUT}{rung}"
-            self._note(self._run_again_shorter(partial(self._try_without, rung, at, place, top)))
-
-    def _try_without(self, rung: str, at: str, place: str, top: Stack, tail: str) -> Attempt:
-        return take_away(self.context, rung, f"{at}{tail}", lambda number: self._run_top(f"{place}{tail}", top, number))
+            self._note(take_away(self.context, rung, at, lambda number: self._run_top(place, top, number)))
 
     def _run_top(self, place: str, top: Stack, number: int) -> Result:
         costs = self.known.costs
@@ -126,7 +120,7 @@ class Climb(Measured):
         spent, keeps = None, False
         ladders = {} if self.stack else list_bundles(self.known) | list_ladders(self.start)
         for name, stack in ladders.items():
-            if name in self.ladders:
+            if self.ladders.get(name, 0.0) is None:
                 continue
             took, costs = self.context.choose_ladder_length(stack), self.known.costs
             candidate, (seed, side) = make_ladder(name, stack), TURNS[1]
@@ -153,14 +147,17 @@ class Climb(Measured):
             raise spent
 
     def _keep_time_for(self, stack: Stack, result: Result) -> bool:
-        """Keep time for a ladder that was faster in its first run: a run of the start beside it, and its proof. Returns
-        whether there is as much."""
+        """Keep time for the screen and the proof of a ladder that was faster in its first run. Returns whether there is
+        as much."""
         now_ms = self.known.costs.now_ms
         if not result.ok or not result.step_ms or result.step_ms * APART > now_ms:
             return False
         start_s, compile_s = result.next_start_s, result.compile_s
         costs = Costs(now_ms=result.step_ms, workers=result.workers, start_s=start_s, compile_s=compile_s)
-        screen_s = self.context.choose_ladder_length(stack).seconds(now_ms, self.start_s)
+        took = self.context.choose_ladder_length(stack)
+        screen_s = took.seconds(now_ms, self.start_s)
+        if result.step_ms * CLEAR > now_ms:  # it will be screened by a second pair
+            screen_s += took.seconds(now_ms, self.start_s) + took.seconds(result.step_ms, start_s)
         need_s = screen_s + self._estimate_confirmation_s((stack, costs), short=True)
         self.runner.reserve(need_s)
         return need_s <= self.runner.left_s()
@@ -174,18 +171,20 @@ class Climb(Measured):
         if not self.stack:
             return None
         short = self._estimate_confirmation_s() > self.runner.left_s()
-        name = self._name_confirmation(short)
-
-        def run(tail: str) -> Confirmation:
-            took, need_s = self._choose_confirm_length(short=short), self._estimate_confirmation_s(short=short)
-            return self.runner.confirm(f"{name}{tail}", self.stack, took, need_s=need_s)
-
+        took, need_s = self._choose_confirm_length(short=short), self._estimate_confirmation_s(short=short)
         try:
-            return self._run_again_shorter(run)
+            return self.runner.confirm(self._name_confirmation(short), self.stack, took, need_s=need_s)
+        except BaseFailed as error:
+            end = find_early_end(error.result, took.steps)
+            if end is None or self.ends_at is not None:
+                raise
+            self.ends_at = end
+            self.save()
+            return self.confirm()
         except Spent:
             left_s = self._estimate_confirmation_s(short=short)
-            took = f"{math.ceil(left_s / 60)} min" if left_s > 90 else f"{left_s:.0f} s"
-            raise Spent(f"the confirmation, about {took}") from None
+            time = f"{math.ceil(left_s / 60)} min" if left_s > 90 else f"{left_s:.0f} s"
+            raise Spent(f"the confirmation, about {time}") from None
 
     def _is_checked(self) -> bool:
         """Whether the top's own gradients have been compared."""
@@ -196,7 +195,8 @@ class Climb(Measured):
         return [self._estimate_confirmation_s(short=short, cold=cold) for short in (False, True)]
 
     def _name_confirmation(self, short: bool, top: Top | None = None) -> str:
-        return f"confirm-{count_kept(self.rows) + (top is not None)}{'-short' if short else ''}"
+        of_steps = "" if self.ends_at is None else f"-{self.ends_at}-steps"  # it may become known in a confirmation
+        return f"confirm-{count_kept(self.rows) + (top is not None)}{'-short' if short else ''}{of_steps}"
 
     def _choose_confirm_length(self, top: Top | None = None, *, short: bool = False) -> Length:
         """Choose the length of its runs; `short` windows show large differences only."""
@@ -217,7 +217,8 @@ class Climb(Measured):
         gradients_s = sum(estimate_gradient_s(*each) for each in both) / 2
         if cold or top is not None or not self._is_checked():
             stack = self.stack if top is None else top[0]
-            gradients_s += (costs.compile_s or estimate_first_start_s(stack)) / 2
+            known_s = costs.compile_s or 0.0
+            gradients_s += (known_s if known_s >= COLD_S else estimate_first_start_s(stack)) / 2
         return self.runner.estimate_confirmation_s(
             self._name_confirmation(short, top),
             Needs(start_s=self.start_s, first_s=first_s, base_s=base_s, arm_s=arm_s, gradients_s=gradients_s),

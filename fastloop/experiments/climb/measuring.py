@@ -45,6 +45,7 @@ class Measured:
         ceilings: the start's ceilings, measured by an earlier call; ``notes`` says how they came about.
         ladders: rates of shipped ladders, measured by an earlier call.
         start_s: the seconds that a training took besides its steps in an earlier call.
+        ends_at: the optimizer steps after which the script ended by itself in an earlier call.
         save: called after each decision.
     """
 
@@ -59,6 +60,7 @@ class Measured:
         notes: Mapping[str, str] | None = None,
         ladders: Mapping[str, float | None] | None = None,
         start_s: float | None = None,
+        ends_at: int | None = None,
         save: Callable[[], None] = lambda: None,
     ) -> None:
         self.runner, self.start, self.warmup, self.save = runner, start, warmup, save
@@ -72,7 +74,7 @@ class Measured:
         self.ladders: dict[str, float | None] = dict(ladders or {})
         """Samples per second of the start with a shipped ladder; None if it failed."""
         self.start_s, self._known_start_s = 0.0, start_s or math.inf
-        self.ends_at: int | None = None
+        self.ends_at = ends_at
         """Optimizer steps after which a script ends by itself; None if it trained all requested steps."""
         self._without: set[str] = set()
         """Folders of trials that failed and are not repeated."""
@@ -172,16 +174,16 @@ class Measured:
             if shorter.steps > result.ended_at:
                 why = f"it ends after {result.ended_at} steps, but a climb needs {shorter.steps}"
                 raise BaseFailed(dataclasses.replace(result, cause=why))
-            if result.ok and not result.step_ms and result.queued >= result.ended_at:
-                kept = f"the {result.queued} batches that its loader keeps ready"
-                why = f"its {result.ended_at} steps are no more than {kept}"
-                raise BaseFailed(dataclasses.replace(result, cause=why))
-            if result.ok and not result.step_ms and shorter != took:  # it ended in its warm-up
+            if not result.step_ms and shorter != took:  # it ended in its warm-up
                 return self._run_naive(f"{at}-shorter", shorter, what, need_s)
         elif result.ok and not result.step_ms and result.queued > took.warmup and self.ends_at is None:
             # All its batches were ready before the first step. In steps of several batches this is more than enough.
             longer = dataclasses.replace(took, warmup=result.queued)
             return self._run_naive(f"{at}-longer", longer, what, need_s)
+        if result.ok and not result.step_ms and result.ended_at and result.queued >= result.ended_at:
+            kept = f"the {result.queued} batches that its loader keeps ready"
+            why = f"its {result.ended_at} steps are no more than {kept}"
+            raise BaseFailed(dataclasses.replace(result, cause=why))
         if not result.ok or not result.step_ms:
             raise BaseFailed(result)
         return result

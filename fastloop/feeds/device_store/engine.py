@@ -140,7 +140,8 @@ def make_engine(
     except Exception as error:
         if not pictures.fused and recipe.resized is None:
             raise
-        why = f"Triton's kernels do not run ({type(error).__name__}: {error}); Triton needs a C compiler (gcc)"
+        needs = "install triton" if isinstance(error, ImportError) else "Triton needs a C compiler (gcc)"
+        why = f"Triton's kernels do not run ({type(error).__name__}: {error}); {needs}"
         if recipe.resized is not None:
             raise NotApplicable(f"{why}, and only they resize pictures there") from error
         say(f"{why}; pictures are cut by torch's operations instead")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +14,14 @@ from fastloop.commands.climb import list_shipped
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb import candidates, loop
 from fastloop.experiments.climb.attempt import LEFT_TO_PROOF, BaseFailed, _Screen
-from fastloop.experiments.climb.budget import GRACE_S, Spent
+from fastloop.experiments.climb.budget import GRACE_S, Length, Spent
 from fastloop.experiments.climb.candidates import make_patch
 from fastloop.experiments.climb.interface import Result
 from fastloop.experiments.climb.loop import BESIDE, CONFIRM_RUNS, Climb
 from fastloop.experiments.climb.measuring import Measured, pool_spreads
 from fastloop.ladder import collect_cards
 from fastloop.records.card import Stack
-from fastloop.records.climb import TOP, Attempt, Rates
+from fastloop.records.climb import TOP, Attempt, Confirmation, Rates
 from fastloop.records.experiment import Gate, Outcome
 from tests.experiments.simulated_runner import BATCH, START_S, Disturbed, Machine, SimulatedRunner, make_climb
 
@@ -143,11 +143,13 @@ def test_a_ladder_with_rungs_on_top_is_run_with_all_of_them_by_name(monkeypatch:
     assert climb.stack["cache"] == stack["cache"] and "amp" in climb.stack
 
 
-def list_proven() -> tuple[list[int], list[int]]:
+def list_proven(
+    machine: Machine = COMPUTED, budgets: Iterable[int] = range(280, 460, 10)
+) -> tuple[list[int], list[int]]:
     """Budgets whose climb ends with its proof, and those in which the gradients were left to it."""
     proven, left = [], []
-    for budget_s in range(280, 460, 10):
-        runner = SimulatedRunner(COMPUTED).with_budget(budget_s)
+    for budget_s in budgets:
+        runner = SimulatedRunner(machine).with_budget(budget_s)
         climb = make_climb(runner, ladders=list_shipped())
         with contextlib.suppress(Spent):
             climb.climb()
@@ -562,14 +564,83 @@ def test_a_script_that_ends_soon_is_asked_for_no_more_and_waited_for_no_longer(e
     assert estimate_s <= 12 * (START_S + ends_at * 0.03), "and so is the confirmation"
 
 
-def test_a_script_that_ends_before_a_later_window_is_trained_for_shorter() -> None:
+@pytest.mark.parametrize("ends_at", [16, 20])
+@pytest.mark.parametrize("machine", [GPT, COMPUTED], ids=["gpt", "computed"])
+def test_a_script_that_ends_before_a_later_window_is_trained_for_shorter(machine: Machine, ends_at: int) -> None:
     """A GAN of 30 steps was measured in 16, and its climb died of a run whose window was to open after 32."""
-    runner = SimulatedRunner(dataclasses.replace(GPT, ends_at=20))
+    runner = SimulatedRunner(dataclasses.replace(machine, ends_at=ends_at))
     climb = make_climb(runner, ladders=list_shipped())
     climb.climb()
-    shorter = [at for at in runner.ran if "-shorter" in at]
-    assert climb.ends_at == 20 and climb.stack and shorter
-    assert all((ask.steps or 0) <= 20 for at, (_, ask) in runner.asks.items() if at in shorter)
+    known = make_climb(SimulatedRunner(runner.machine), ladders=list_shipped(), ends_at=ends_at)
+    known.climb()
+    assert climb.ends_at == ends_at and climb.stack == known.stack and len(climb.stack) > 3
+    assert [row.ended for row in climb.rows] == [row.ended for row in known.rows], "as if it had been known"
+    assert None not in climb.ladders.values() and "crashed" not in {row.ended for row in climb.rows}
+
+
+def test_it_is_still_known_in_a_later_call() -> None:
+    """Otherwise rungs would be kept because the runs without them ended before their windows."""
+    machine, done = dataclasses.replace(GPT, ends_at=20), dict[str, Result]()
+    whole = make_climb(SimulatedRunner(machine), ladders=list_shipped())
+    whole.climb()
+    stopped = make_climb(SimulatedRunner(machine, done=done, before=stop_at("top-1/run-1")), ladders=list_shipped())
+    with pytest.raises(Spent):
+        stopped.climb()
+    assert stopped.ends_at == 20
+    again = make_climb(
+        SimulatedRunner(machine, done=done), rows=stopped.rows, ladders=list_shipped(), ends_at=stopped.ends_at
+    )
+    again.climb()
+    assert again.stack == whole.stack and [row.ended for row in again.rows] == [row.ended for row in whole.rows]
+
+
+def stop_at(folder: str) -> Callable[[str], None]:
+    def stop(at: str) -> None:
+        if at == folder:
+            raise Spent(at)
+
+    return stop
+
+
+class EndsInItsProof(SimulatedRunner):
+    """Its first confirmation ends before the windows do."""
+
+    def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Confirmation:
+        if length.steps > 20:
+            raise BaseFailed(Result(ok=False, cause="before the window", ended_at=20))
+        return super().confirm(at, stack, length, need_s=need_s)
+
+
+def test_a_proof_that_is_too_long_for_the_script_is_made_shorter() -> None:
+    climb = make_climb(EndsInItsProof(COMPUTED), ladders=list_shipped())
+    climb.climb()
+    confirmed = climb.confirm()
+    assert confirmed is not None and climb.ends_at == 20 and confirmed.run_dir.endswith("-20-steps")
+
+
+@pytest.mark.parametrize("amp", [0.62, 0.70])
+def test_time_is_kept_for_all_pairs_of_a_screen(amp: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ladder that is less than twice as fast has a second pair, and budgets lost the proof to it."""
+    machine = dataclasses.replace(COMPUTED, decode_ms=100, factors={"amp": amp})
+    proven = list_proven(machine, range(300, 500, 10))[0]
+    assert proven == list(range(proven[0], 500, 10)), "no larger budget has less"
+    monkeypatch.setattr(loop, "CLEAR", 0.0)  # the control: time for one pair only
+    assert len(list_proven(machine, range(300, 500, 10))[0]) < len(proven)
+
+
+def test_time_is_kept_for_a_ladder_that_an_earlier_call_ran() -> None:
+    budget_s, done = 380, dict[str, Result]()
+    first = SimulatedRunner(COMPUTED, done=done, before=stop_at("00-ladder-full/screen-1-base")).with_budget(budget_s)
+    climb = make_climb(first, ladders=list_shipped())
+    with pytest.raises(Spent):
+        climb.climb()
+    assert list(climb.ladders) == ["full"] and not climb.rows
+    second = SimulatedRunner(COMPUTED, done=done).with_budget(budget_s - first.now)
+    again = make_climb(second, ladders=list_shipped())
+    again.ladders = dict(climb.ladders)
+    with contextlib.suppress(Spent):
+        again.climb()
+    assert again.confirm() is not None
 
 
 @pytest.mark.parametrize("ends_at", [None, 40, 18])
@@ -589,7 +660,7 @@ def test_a_script_that_never_waits_for_its_workers_is_no_climb(queued: int, ends
     runner = SimulatedRunner(dataclasses.replace(CIFAR, own_workers=8, queued=queued, ends_at=ends_at))
     with pytest.raises(BaseFailed, match=rf"its {ends_at} steps are no more than the {queued} batches that its loader"):
         make_climb(runner).begin()
-    assert len(runner.ran) <= 2
+    assert len(runner.ran) <= 3
 
 
 def test_a_script_of_a_few_steps_is_no_climb() -> None:

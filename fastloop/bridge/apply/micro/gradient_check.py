@@ -238,8 +238,7 @@ def _judge(
     if found.apart > MOST_APART[precision]:
         return None, f"by {found.apart:.1e}"
     if found.along > MOST_ALONG:
-        told = f"by {found.apart:.1e}, {found.along:.1e} of it along the batches' own gradients, as other weights would"
-        return None, f"{told}; if this is rounding, set loss_is_mean"
+        return None, f"by {found.apart:.1e}, and by {found.along:.1e} along the batches' own gradients"
     return None, None
 
 
