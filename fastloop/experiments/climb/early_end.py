@@ -8,6 +8,7 @@ from typing import Any
 
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.interface import Result, Runner
+from fastloop.experiments.trials.trial import forget
 from fastloop.records.card import Stack
 
 
@@ -32,11 +33,11 @@ class HeedingRunner:
 
     Args:
         runner: does everything.
-        is_known: whether the script's end is known, so that trainings are short enough.
+        is_news: whether an end after so many steps may be the script's, and is not known yet.
     """
 
-    def __init__(self, runner: Runner, is_known: Callable[[], bool]) -> None:
-        self._runner, self._is_known = runner, is_known
+    def __init__(self, runner: Runner, is_news: Callable[[int], bool]) -> None:
+        self._runner, self._is_news = runner, is_news
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -55,6 +56,8 @@ class HeedingRunner:
         """Run one training."""
         result = self._runner.run(at, stack, ask, what=what, need_s=need_s, slowest_ms=slowest_ms, ladder=ladder)
         end = None if ask.variation == "loader" else find_early_end(result, ask.steps)
-        if end is not None and not self._is_known():
+        if end is not None and self._is_news(end):
+            if result.trial is not None:
+                forget(result.trial.run_dir)  # else it would be found again in place of a shorter one
             raise EndsSooner(end)
         return result

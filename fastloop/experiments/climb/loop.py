@@ -54,7 +54,7 @@ class Climb(Measured):
             BaseFailed: the unchanged training fails.
         """
         self.begin()
-        self.runner = cast("Runner", HeedingRunner(self.runner, lambda: self.ends_at is not None))
+        self.runner = cast("Runner", HeedingRunner(self.runner, self._is_news))
         while True:
             try:
                 if (reason := self._go_on()) is not None:
@@ -62,6 +62,10 @@ class Climb(Measured):
             except EndsSooner as end:  # what has finished is found again, the rest is made shorter
                 self.ends_at = end.steps
                 self.save()
+
+    def _is_news(self, end: int) -> bool:
+        """Whether the script itself may end after so many steps: not if that is known, or if the start went further."""
+        return self.ends_at is None and end >= ((self.naive and self.naive.ended_at) or 0)
 
     def _go_on(self) -> str | None:
         """Try what is most promising now; returns why nothing is left, or None."""
@@ -120,10 +124,10 @@ class Climb(Measured):
         spent, keeps = None, False
         ladders = {} if self.stack else list_bundles(self.known) | list_ladders(self.start)
         for name, stack in ladders.items():
-            if self.ladders.get(name, 0.0) is None:
+            candidate, (seed, side) = make_ladder(name, stack), TURNS[1]
+            if self.ladders.get(name, 0.0) is None or any(row.name == candidate.key for row in self.rows):
                 continue
             took, costs = self.context.choose_ladder_length(stack), self.known.costs
-            candidate, (seed, side) = make_ladder(name, stack), TURNS[1]
             first_start_s = estimate_first_start_s(stack)
             try:
                 result = self.runner.run(
@@ -176,7 +180,7 @@ class Climb(Measured):
             return self.runner.confirm(self._name_confirmation(short), self.stack, took, need_s=need_s)
         except BaseFailed as error:
             end = find_early_end(error.result, took.steps)
-            if end is None or self.ends_at is not None:
+            if end is None or not self._is_news(end):
                 raise
             self.ends_at = end
             self.save()

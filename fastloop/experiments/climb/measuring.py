@@ -176,10 +176,11 @@ class Measured:
                 raise BaseFailed(dataclasses.replace(result, cause=why))
             if not result.step_ms and shorter != took:  # it ended in its warm-up
                 return self._run_naive(f"{at}-shorter", shorter, what, need_s)
-        elif result.ok and not result.step_ms and result.queued > took.warmup and self.ends_at is None:
+        elif result.ok and not result.step_ms and result.queued > took.warmup:
             # All its batches were ready before the first step. In steps of several batches this is more than enough.
-            longer = dataclasses.replace(took, warmup=result.queued)
-            return self._run_naive(f"{at}-longer", longer, what, need_s)
+            longer = dataclasses.replace(took, warmup=result.queued).up_to(self.ends_at)
+            if longer != took:
+                return self._run_naive(f"{at}-longer", longer, what, need_s)
         if result.ok and not result.step_ms and result.ended_at and result.queued >= result.ended_at:
             kept = f"the {result.queued} batches that its loader keeps ready"
             why = f"its {result.ended_at} steps are no more than {kept}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from fastloop.experiments.ab.arms import Ask
+from fastloop.experiments.climb import early_end
 from fastloop.experiments.climb.early_end import EndsSooner, HeedingRunner, find_early_end
 from fastloop.experiments.climb.interface import Result, Runner
 
@@ -38,7 +41,7 @@ class Ends:
 
 def test_the_first_is_raised() -> None:
     known: list[int] = []
-    runner = cast("Any", HeedingRunner(cast("Runner", Ends()), lambda: bool(known)))
+    runner = cast("Any", HeedingRunner(cast("Runner", Ends()), lambda end: end not in known))
     with pytest.raises(EndsSooner) as caught:
         runner.run("a", {}, Ask(steps=24), what="", need_s=0.0)
     known.append(caught.value.steps)
@@ -46,6 +49,17 @@ def test_the_first_is_raised() -> None:
     assert runner.left_s() == 5.0
 
 
+def test_its_files_are_not_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ends right after its warm-up is no failure, but has no rate either."""
+    forgotten: list[str] = []
+    monkeypatch.setattr(early_end, "forget", forgotten.append)
+    trial: Any = SimpleNamespace(run_dir=str(tmp_path))
+    monkeypatch.setattr(Ends, "run", lambda *_, **__: Result(ended_at=21, trial=trial))
+    with pytest.raises(EndsSooner):
+        HeedingRunner(cast("Runner", Ends()), lambda _end: True).run("a", {}, Ask(steps=31), what="", need_s=0.0)
+    assert forgotten == [str(tmp_path)]
+
+
 def test_a_loader_alone_has_no_steps() -> None:
-    runner = HeedingRunner(cast("Runner", Ends()), lambda: False)
+    runner = HeedingRunner(cast("Runner", Ends()), lambda _end: True)
     assert runner.run("a", {}, Ask(steps=24, variation="loader"), what="", need_s=0.0).ended_at == 20

@@ -594,6 +594,22 @@ def test_it_is_still_known_in_a_later_call() -> None:
     assert again.stack == whole.stack and [row.ended for row in again.rows] == [row.ended for row in whole.rows]
 
 
+class CompiledEndsSoon(SimulatedRunner):
+    """Stacks with `compile` end after four steps: a time limit, a loss that is no number."""
+
+    def _train(self, at: str, stack: Stack, ask: Ask) -> Result:
+        if "compile" in stack:
+            return Result(ok=False, cause="before the window", seconds=START_S, steps=4, ended_at=4)
+        return super()._train(at, stack, ask)
+
+
+def test_one_arm_that_ends_early_is_not_the_scripts_end() -> None:
+    climb = make_climb(CompiledEndsSoon(COMPUTED), ladders=list_shipped())
+    climb.climb()
+    assert climb.ends_at is None and climb.stack and "compile" not in climb.stack
+    assert climb.ladders["full"] is None and climb._choose_confirm_length().steps > 60
+
+
 def stop_at(folder: str) -> Callable[[str], None]:
     def stop(at: str) -> None:
         if at == folder:
@@ -628,6 +644,16 @@ def test_time_is_kept_for_all_pairs_of_a_screen(amp: float, monkeypatch: pytest.
     assert len(list_proven(machine, range(300, 500, 10))[0]) < len(proven)
 
 
+def test_no_time_is_kept_for_a_ladder_that_is_out() -> None:
+    """Its time goes to the other ladders."""
+    shuffles = dataclasses.replace(COMPUTED, shuffles=frozenset({"dali"}))
+    climb = make_climb(SimulatedRunner(shuffles).with_budget(415), ladders=list_shipped())
+    with contextlib.suppress(Spent):
+        climb.climb()
+    assert ended(climb, "ladder-full") == "parity" and ended(climb, "ladder-bf16") == "kept"
+    assert climb.confirm() is not None
+
+
 def test_time_is_kept_for_a_ladder_that_an_earlier_call_ran() -> None:
     budget_s, done = 380, dict[str, Result]()
     first = SimulatedRunner(COMPUTED, done=done, before=stop_at("00-ladder-full/screen-1-base")).with_budget(budget_s)
@@ -653,6 +679,9 @@ def test_a_pilot_that_only_drained_the_users_own_workers_is_made_again_and_longe
     first, again, *_ = runner.ran
     assert (first, again) == ("00-naive/pilot", "00-naive/pilot-longer") and climb.naive is not None
     assert runner.asks[again][1].warmup == 16 and climb.naive.step_ms and climb.ends_at == ends_at
+    later = make_climb(SimulatedRunner(machine, done=runner.done), ends_at=climb.ends_at)
+    later.begin()
+    assert later.naive is not None and later.naive.step_ms == climb.naive.step_ms, "found again in a later call"
 
 
 @pytest.mark.parametrize(("queued", "ends_at"), [(16, 16), (32, 16), (32, 30), (20, 20)])
