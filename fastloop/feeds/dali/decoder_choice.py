@@ -42,9 +42,9 @@ class DecoderChoice:
     synchronize: Callable[[], object]
     """Waits until the device has done all work so far."""
     clock: Callable[[], float] = time.perf_counter
-    now: str = ""
-    is_over: bool = False
-    why: str | None = None
+    now: str = field(init=False)
+    is_over: bool = field(default=False, init=False)
+    why: str | None = field(default=None, init=False)
     _ms: dict[str, float] = field(default_factory=dict)
     _left: int = field(default_factory=lambda: SETTLING)
     _began: float = 0.0
@@ -62,7 +62,7 @@ class DecoderChoice:
         return {"decode_ms": dict(self._ms), "decode_why": self.why}
 
     def note(self, waited_s: float) -> str | None:
-        """Note that one more batch was trained on, and how long its pictures were waited for; returns the decoder to
+        """Note that one more batch was trained on, and how long it waited for its pictures; returns the decoder to
         change to, or None."""
         if self.is_over:
             return None
@@ -74,9 +74,9 @@ class DecoderChoice:
         self._waits.append(waited_s)
         if len(self._waits) < BLOCK:
             return None
-        self.synchronize()
-        self._blocks.append((self.clock() - self._began, sum(self._waits)))
+        began, waited_s = self._began, sum(self._waits)
         self._begin_block()
+        self._blocks.append((self._began - began, waited_s))
         if len(self._blocks) < BLOCKS:
             return None
         took, waited = (median(each) for each in zip(*self._blocks, strict=True))
