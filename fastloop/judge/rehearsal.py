@@ -28,6 +28,8 @@ SLOWER, SLOWER_MS = 1.05, 0.05
 """Factor and milliseconds by which changed modules must be slower before it counts as more than timing noise."""
 FAR_SLOWER, FIRST_CALL_MS = 3.0, 300.0
 """Factor, and milliseconds for kernels that are loaded once, by which a first play is slower that needs no second."""
+LAUNCH_BOUND = 0.5
+"""A step that the host launches in less than this share of its time need not be replayed: the device sets its pace."""
 REPLAY_GAIN = 0.97
 """A rung that was off comes back if a replayed step takes less than this share of the time without it."""
 
@@ -161,11 +163,13 @@ def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -
     )
 
 
-def explain_no_time(spent_s: float, needed_s: float, allowed_s: float) -> str | None:
-    """Why there is no time for another trial beside those already made; None if there is."""
-    if spent_s + needed_s <= allowed_s:
+def explain_no_time(spent_s: float, needed_s: float, allowed_s: float, kept_s: float = 0.0) -> str | None:
+    """Why there is no time for another trial beside those already made, and beside the time that is kept for recording
+    a step; None if there is."""
+    if spent_s + needed_s + kept_s <= allowed_s:
         return None
     spent = f", and {spent_s:.2g} s are spent" if spent_s else ""
+    spent += f", {kept_s:.2g} s kept for recording a step" if kept_s else ""
     return f"this run is too short to try it: trying may take 5 % of what is left, {allowed_s:.2g} s{spent}"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from fastloop.bridge.apply.rehearse.played import Played
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.judge import rehearsal as judge
@@ -59,13 +60,13 @@ class Terms:
             return None
         return f"this run is too short to try it: trying may take 5 % of the {batches:,.0f} batches that are left"
 
-    def explain_no_time(self, spent_s: float, needed_s: float, batch_ms: float) -> str | None:
+    def explain_no_time(self, spent_s: float, needed_s: float, batch_ms: float, kept_s: float = 0.0) -> str | None:
         """Why there is no time for a trial of `needed_s` seconds beside those already made, in a run whose batches take
-        `batch_ms`; None if there is, or unknown."""
+        `batch_ms`; None if there is, or unknown. `kept_s`: see `judge.explain_no_time`."""
         if self.steps_left is None or not self.weighs_costs:
             return None
         allowed_s = judge.limit_rehearsal_s(self.steps_left, batch_ms * self.batches_per_step)
-        return judge.explain_no_time(spent_s, needed_s, allowed_s)
+        return judge.explain_no_time(spent_s, needed_s, allowed_s, kept_s)
 
 
 class Budget:
@@ -95,6 +96,8 @@ class Budget:
         """Time of the unchanged modules for one batch."""
         self.play_s = 0.0
         """Time for one play of them, including saving and restoring state."""
+        self.kept_s = 0.0
+        """Seconds of the rehearsal's share that are left for recording a step."""
         self._began_s = time.perf_counter()
 
     @property
@@ -108,12 +111,22 @@ class Budget:
         if is_costly(step):
             self.memory.keep_first_call_s(step.rung, self._read_settings(step), seconds)
 
+    def keep_time_to_record(self, usual: Iterable[Played], estimate_s: Callable[[float], float]) -> None:
+        """Leave time for recording a step where the host sets the unchanged modules' pace: replays bring more there
+        than the rungs that are tried before them.
+
+        Args:
+            estimate_s: how long that takes in a run whose batches take so many milliseconds.
+        """
+        if any(each.launch_ms >= judge.LAUNCH_BOUND * each.ms for each in usual):
+            self.kept_s = estimate_s(self.base_ms)
+
     def may_play(self, ms: float, share: float) -> bool:
         """Whether one more play of `ms` milliseconds fits into a share of the rehearsal's time."""
         if not self.terms.weighs_costs:
             return True
         allowed_s = judge.limit_rehearsal_s(self.terms.steps_left, (self.base_ms or ms) * self.terms.batches_per_step)
-        return self._spent_s + ms / 1e3 <= share * allowed_s
+        return self._spent_s + ms / 1e3 <= share * (allowed_s - self.kept_s)
 
     def refuse_all(self, steps: Sequence[Step]) -> list[Outcome]:
         """Outcomes that refuse all rungs if this run is too short to play anything; else empty."""
@@ -143,7 +156,7 @@ class Budget:
         if not self.shares_time(step):
             return None
         needed_s = 2 * self.play_s + step.change.first_call_s
-        return self.terms.explain_no_time(self._spent_s, needed_s, self.base_ms)
+        return self.terms.explain_no_time(self._spent_s, needed_s, self.base_ms, self.kept_s)
 
     def shares_time(self, step: Step) -> bool:
         """Whether trying a rung may take no more than its share of the run: a ladder switched it on, and it has no

@@ -21,6 +21,8 @@ class Played:
     """Gradients of parameters by name, and of inputs by call and position; summed over the calls."""
     is_random: bool = False
     """Whether random numbers were drawn."""
+    launch_ms: float = 0.0
+    """The part of `ms` in which the host launched the work; the rest is its wait for the device."""
     peak_bytes: int | None = None
     """The most device memory that it took; None: not known."""
 

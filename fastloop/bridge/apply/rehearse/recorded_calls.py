@@ -238,6 +238,7 @@ class Player:
                 synchronize(self.device)
                 began = time.perf_counter()
                 self._play_one(index, call, args, kwargs, played)
+                played.launch_ms += 1e3 * (time.perf_counter() - began)
                 synchronize(self.device)
                 played.ms += 1e3 * (time.perf_counter() - began)
                 latest = played.outputs[len(made) :]

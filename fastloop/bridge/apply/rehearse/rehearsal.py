@@ -95,8 +95,8 @@ class Rehearsal:
 
     # -- the rehearsal itself -------------------------------------------------------------------------------------
 
-    def run(self) -> list[Outcome]:
-        """Try all rungs; those that stay are applied when this returns."""
+    def run(self, estimate_recording_s: Callable[[float], float] | None = None) -> list[Outcome]:
+        """Try all rungs; those that stay are applied when this returns. See `Recordings.estimate_trial_s`."""
         outcomes: list[Outcome] = []
         self.stop_recording()
         self.site.step_bytes = memory.read_peak(self.site.device)
@@ -117,6 +117,8 @@ class Rehearsal:
                 return refused
             problem = self._play_unchanged()
             self._heed_time_left()
+            if estimate_recording_s is not None:
+                self._budget.keep_time_to_record(self._unchanged.values(), estimate_recording_s)
             problem = problem or self._play_with_dropout()
             for step in self.steps:
                 outcomes.append(self._try_step(step, problem, outcomes))

@@ -32,6 +32,9 @@ class Recordings(Protocol):
     def replay_ms(self) -> float | None:
         """How long a replay takes; None if no step is recorded."""
 
+    def estimate_trial_s(self, batch_ms: float) -> float:
+        """How long recording a step of so many milliseconds takes, and comparing it; 0 if none will be."""
+
     def explain_no_time(self, trials: int) -> str | None:
         """Why there is no time to record the step so many times more; None if there is."""
 

@@ -115,7 +115,7 @@ class Tries:
         self._rehearsal = None
         try:
             with self._one_time.span("rehearsal"), leaves_on_sigterm(self._site.trainer):
-                outcomes = rehearsal.run()
+                outcomes = rehearsal.run(self._recordings.estimate_trial_s if self._recordings is not None else None)
         except FastLoopError:
             raise
         except Exception as error:  # our own error: the rehearsal catches all errors of user code

@@ -45,8 +45,6 @@ MOST_RECORDINGS = 3
 """Limit per run: a model that keeps changing is left alone."""
 LEAST_GAIN = 0.95
 """A replay that takes more than this share of the eager step's time is not worth its memory."""
-BUSY = 0.5
-"""A step that the host launches in less than this share of its time is not recorded: the device sets its pace."""
 PLAYS = 7
 """Times that a trial plays the step, the recording included."""
 RECORDING_S = 0.1
@@ -138,6 +136,10 @@ class GraphedSteps:
         """Why there is no time to record the step so many times more; None if there is."""
         batch_ms = self._seen["replay_ms"]
         return self._terms.explain_no_time(self._count_spent_s(), trials * self._trial_s, batch_ms)
+
+    def estimate_trial_s(self, batch_ms: float) -> float:
+        """How long recording a step of so many milliseconds takes, and comparing it; 0 if none will be."""
+        return RECORDING_S + PLAYS * batch_ms / 1e3 if self.refused is None and self._must_gain else 0.0
 
     def record_anew(self, *, let_pass: int = 1) -> None:
         """The step is another one now: drop its recording, and make one after so many eager steps. In these, torch
@@ -300,7 +302,7 @@ class GraphedSteps:
                     return too_short
                 second = self._time(recorder, lambda: static.play(args[0]))
                 put_back()
-            if self._must_gain and self._launch_share < BUSY:
+            if self._must_gain and self._launch_share < judge.LAUNCH_BOUND:
                 return f"the device is busy already: the host launches a step in {self._launch_share:.0%} of its time"
             room = recorder.note_memory()
             static.record(recorder)

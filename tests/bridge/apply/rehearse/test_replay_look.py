@@ -183,6 +183,23 @@ def test_each_rung_is_judged_on_top_of_those_before_it(machine: Machine, monkeyp
     assert read_step(loop, "layout").rehearsed.eager_ms == pytest.approx(60, abs=9)
 
 
+@pytest.mark.parametrize(("steps", "tried"), [(300, True), (210, False)])
+@pytest.mark.parametrize("keeps", [True, False], ids=["", "control"])
+def test_a_short_run_keeps_time_for_recording_a_step(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, steps: int, tried: bool, keeps: bool
+) -> None:
+    """A twentieth of these steps of 0.1 s is 1.5 or 1.0 s, and a recording takes 0.8: replays save 40 % of a step."""
+    machine.plant(monkeypatch, Amp, "amp", eager_s=0.0, replayed_s=0.0)
+    if not keeps:
+        monkeypatch.setattr(GraphedSteps, "estimate_trial_s", lambda self, batch_ms: 0.0)
+    loop, _ = train(machine, "amp", steps=steps)
+    seen, step = loop.measurement.evidence["host"], read_step(loop, "amp")
+    assert (seen["replayed_steps"] > 20) is keeps, seen["graph_refused"]
+    assert (step.status == "planned") is (tried or not keeps)
+    assert step.reason is None or "0.8 s kept for recording a step" in step.reason
+    assert loop.measurement.one_time_s["rehearsal"] <= 0.05 * 0.1 * steps
+
+
 def test_steps_that_cannot_be_recorded_are_judged_by_eager_ones(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,9 +316,10 @@ def test_recording_a_step_and_rehearsals_share_a_twentieth_of_the_run(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, steps: int, is_tried: bool
 ) -> None:
     """A trial of 0.9 s fits into 5 % of the longer run's 200 s; and into those of the shorter one's 24 s, had the
-    rehearsal not spent part of them."""
+    rehearsal, which kept no time for it here, not spent part of them."""
     machine.plant(monkeypatch, Amp, "amp", eager_s=-0.01, replayed_s=-0.01)
     monkeypatch.setattr(graphed_steps, "RECORDING_S", 0.2)
+    monkeypatch.setattr(GraphedSteps, "estimate_trial_s", lambda self, batch_ms: 0.0)
     loop, _ = train(machine, "amp", steps=steps)
     seen = loop.measurement.evidence["host"]
     assert (seen["replayed_steps"] > 40) is is_tried
