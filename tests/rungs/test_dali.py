@@ -48,10 +48,10 @@ def facts(loader: dict[str, Any] | None = None, **others: Any) -> Facts:
         (
             {},
             facts({}, device="cuda"),
-            ("cpu", 16, "device", True),
-            "the CPU decodes, with 16 threads (rule: 8 CPUs for each GPU are enough); train loaders only",
+            ("cpu", 12, "device", True),
+            "the CPU decodes, with 12 threads (rule: 8 CPUs for each GPU are enough); train loaders only",
         ),
-        ({}, facts({}, device="cuda", local_ranks=2), ("cpu", 8, "device", True), None),
+        ({}, facts({}, device="cuda", local_ranks=2), ("cpu", 6, "device", True), None),
         ({}, facts({}, device="cuda", local_ranks=3), ("mixed", 4, "device", True), None),
         ({}, facts({}, device="cuda", cpu_count=2), ("mixed", 2, "device", True), None),
         (
@@ -60,7 +60,7 @@ def facts(loader: dict[str, Any] | None = None, **others: Any) -> Facts:
             ("mixed", 6, "device", True),
             "the GPU decodes, with 6 threads; train loaders only",
         ),
-        ({"decode": "cpu", "resize": "cpu"}, facts({}, device="cuda"), ("cpu", 16, "cpu", True), None),
+        ({"decode": "cpu", "resize": "cpu"}, facts({}, device="cuda"), ("cpu", 12, "cpu", True), None),
     ],
 )
 def test_plan(settings: dict[str, Any], given: Facts, expected: tuple[Any, ...], note: str | None) -> None:
