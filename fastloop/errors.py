@@ -89,6 +89,21 @@ def describe(error: Exception) -> str:
     return text if isinstance(error, NotApplicable) else f"{type(error).__name__}: {text[:300]}"
 
 
+_FROM_WORKER = re.compile(
+    r"Caught \w+ in (.+)\.\nOriginal Traceback .*\n  File [^\n]*\n(?: [^\n]*\n)*([^\n]+)", re.DOTALL
+)
+"""torch's message of an error that it brings from another process: the whole traceback, and then the error's own."""
+
+
+def quote(error: BaseException) -> str:
+    """An error of the user's code in one line: its type and the first line of its message; of an error in a worker
+    process, the worker's own line."""
+    text = str(error).strip()
+    if (brought := _FROM_WORKER.match(text)) is not None:
+        return f"{brought[2]} (in {brought[1]})"
+    return ": ".join([type(error).__name__, *text.splitlines()[:1]])
+
+
 def _comes_from_handler(error: BaseException) -> bool:
     """Whether a frame in its traceback was called like a handler: with a number and the frame that it interrupted."""
     outer = error.__traceback__

@@ -6,8 +6,9 @@ import pickle
 
 import pytest
 import torch
+from torch._utils import ExceptionWrapper
 
-from fastloop.errors import ConfigError, FastLoopError, NotApplicable, describe, is_out_of_memory
+from fastloop.errors import ConfigError, FastLoopError, NotApplicable, describe, is_out_of_memory, quote
 
 
 @pytest.mark.parametrize(("kind", "code"), [(FastLoopError, 1), (ConfigError, 2)])
@@ -65,3 +66,16 @@ def test_a_reason_of_ours_is_told_whole_and_in_one_line() -> None:
     reason = "these modules are in the way:\n" + ", ".join(f"encoder.layers.{n}.attention" for n in range(20))
     assert describe(NotApplicable(reason)) == reason.replace("\n", " ")
     assert len(describe(ValueError(reason))) == len("ValueError: ") + 300
+
+
+def test_an_error_in_a_worker_is_quoted_in_its_own_words() -> None:
+    """As torch brings it, its message is the worker's whole traceback."""
+    try:
+        raise ValueError("row 0 is broken:\nit has no label")
+    except ValueError as error:
+        there, brought = error, ExceptionWrapper(where="in DataLoader worker process 0")  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="Original Traceback") as raised:
+        brought.reraise()
+    assert quote(raised.value) == "ValueError: row 0 is broken: (in DataLoader worker process 0)"
+    assert quote(there) == "ValueError: row 0 is broken:"
+    assert quote(KeyError()) == "KeyError"

@@ -31,6 +31,7 @@ from fastloop.bridge.trials.gradient_probe import GradientProbe
 from fastloop.bridge.trials.heartbeat import Beats, drop_other_hooks
 from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.config.loading import load_callback_config
+from fastloop.errors import quote
 from fastloop.records import store
 from fastloop.records.trial import ScriptEvent, ScriptOrders
 
@@ -186,7 +187,7 @@ class Injected(Callback):
                 step=trainer.global_step,
                 began=self._began,
                 measured=bool(self._guests),
-                why=_describe(exception),
+                why=quote(exception),
             )
 
     def _end_after(self, trainer: Any, steps: int) -> None:
@@ -281,11 +282,6 @@ def _list_imports(folder: str | None) -> tuple[str, ...]:
 
 def _is_below(file: str, folder: str) -> bool:
     return file.startswith(os.path.join(folder, ""))  # noqa: PTH118 - thousands of files
-
-
-def _describe(exception: BaseException) -> str:
-    text = " ".join(str(exception).split())
-    return f"{type(exception).__name__}: {text}" if text else type(exception).__name__
 
 
 def _note(place: Path, event: str, **more: Any) -> None:

@@ -20,6 +20,7 @@ from fastloop.bridge.watch.profiler_proxy import LogMarks, WatchingProfiler
 from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks
 from fastloop.bridge.watch.window import Probe, Watch
 from fastloop.config.loading import WatchSettings
+from fastloop.errors import quote
 from fastloop.evidence import machine
 from fastloop.evidence.clock import step_clock
 from fastloop.evidence.clock.one_time import OneTime
@@ -316,7 +317,7 @@ def describe_death(raised: BaseException | None, trainer: Any) -> str | None:
     """
     if not isinstance(raised, Exception) or trainer.received_sigterm:
         return None
-    return ": ".join([type(raised).__name__, *str(raised).strip().splitlines()[:1]])
+    return quote(raised)
 
 
 def record_of_rank(seen: Measurement, raised: BaseException | None = None) -> dict[str, Any]:
