@@ -76,7 +76,7 @@ CUDA_PLANTS: dict[str, Plant] = {
     "callback": Plant(expected=("callbacks_logging",), device_ms=10, callback_s=0.030),
     "step": Plant(expected=("host_other",), device_ms=10, step_s=0.030),
     "launches": Plant(expected=("launch_bound",), work="launches", steps=120),
-    "syncs": Plant(expected=("sync",), work="launches", syncs=20, steps=120),
+    "syncs": Plant(expected=("launch_bound", "sync"), work="launches", syncs=20, steps=120),
     "fp32_gemm": Plant(expected=("fp32_math",), work="gemm", steps=120),
     "elementwise": Plant(expected=("memory_bound",), work="elementwise", steps=1500),
     "unpinned": Plant(expected=("h2d",), work="copies", batch=1, steps=150),

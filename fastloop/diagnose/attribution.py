@@ -253,10 +253,20 @@ def _works_in_turns(step: StepParts, inside: Inside, drained: bool | None) -> bo
 
 
 def _compute_explained_share(step: StepParts, idle: float) -> float:
-    """Return the part of some idle time that synchronizing lines explain: their cost if measured, otherwise all."""
+    """Return the part of some idle time that synchronizing lines explain: their cost if measured, otherwise no more
+    than the device works.
+
+    A host waits for the device as long as that works, and that is what it would save by not waiting. Where it then
+    still launches more slowly than the device works, the rest of the idle time is due to launches.
+    """
     lines = list_syncing_lines(step.measured)
+    if not lines:
+        return 0.0
     waited = sum(to_number(line.get("ms_per_step")) or 0.0 for line in lines)
-    return min(idle, waited) if waited else idle * bool(lines)
+    active, source = read_activity(step.measured)
+    if waited or active is None or (source == "nvml" and _is_starved(step)):
+        return min(idle, waited or idle)
+    return min(idle, step.step_ms * min(100.0, active) / 100)
 
 
 def _is_device_limit(step: StepParts, inside: Inside, drained: bool | None) -> bool:
@@ -297,10 +307,12 @@ def _divide_by_trace(step: StepParts, room: float, off: float | None) -> _Idle |
     if traced is None:
         return None
     idle = {kind: to_number(value) or 0.0 for kind, value in (traced.get("idle_ms") or {}).items()}
-    free = max(0.0, step.step_ms - (step.sum_ms(*GAPS) or 0.0) - (to_number(traced.get("busy_ms")) or 0.0))
+    busy = to_number(traced.get("busy_ms")) or 0.0
+    free = max(0.0, step.step_ms - (step.sum_ms(*GAPS) or 0.0) - busy)
     scale = min(1.0, free / sum(idle.values())) if any(idle.values()) else 0.0
-    sync = min(room, scale * idle.get("sync", 0.0))
-    launch, other = (scale * idle.get(kind, 0.0) for kind in ("launch", "other"))
+    after_sync, launch, other = (scale * idle.get(kind, 0.0) for kind in ("sync", "launch", "other"))
+    sync = min(room, after_sync, busy)  # see _compute_explained_share
+    launch += max(0.0, after_sync - busy)
     blocked = None if off is None else min(off, launch + other, room - sync)
     launch = max(0.0, launch - max(0.0, (blocked or 0.0) - other))
     return sync, blocked, min(launch, room - sync - (blocked or 0.0)), "trace"

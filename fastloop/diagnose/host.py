@@ -104,7 +104,9 @@ def find_launch_bound(step: Attribution, rungs: Rungs) -> Finding | None:
     queue = "" if left is None else f", {left:.2f} ms of work still queued when the host had launched everything"
     facts = f"the GPU waited for launches for {most}{cost.time} ({source}{queue})"
     instead = "more work per launch: a larger batch (which changes the training), larger kernels"
-    return cost.explain(facts, rungs.choose(seen, "launch_bound", instead))
+    is_named = inside.sync and weigh(step, "sync", inside.sync) is not None
+    waits = [] if is_named else [f"the host also waits for the GPU at {line}" for line in _describe_lines(step)]
+    return cost.explain(facts, rungs.choose(seen, "launch_bound", instead), detail=waits)
 
 
 def _find_tiny_step(step: Attribution, rungs: Rungs) -> Finding | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 
 from fastloop.diagnose import between_steps, device, host, memory, no_bottleneck, one_time, waits
@@ -36,7 +37,8 @@ RULES: Mapping[str, Rule] = {
 def list_findings(
     seen: Measurement, cards: Cards, enabled: tuple[str, ...] = (), verdicts: Sequence[Verdict] = ()
 ) -> tuple[Finding, ...]:
-    """List bottlenecks in order of their share of the step, each with its headline; `none` if there is none to name.
+    """List bottlenecks in order of the share of the step that they or, with others, their patch is about, each with its
+    headline; `none` if there is none to name.
 
     Alarms come first: a fit that died, for which no patch is proposed; repeated compiles; a rung that makes the run
     slower. Growing memory comes last, since it costs no time until it runs out.
@@ -64,7 +66,7 @@ def _apply_rules(step: Attribution, rungs: Rungs) -> list[Finding]:
     named = [finding for rule in (*RULES.values(), device.find_padding) if (finding := rule(step, rungs))]
     each = between_steps.keep_costs_of_each_step(step, named)
     hidden = [finding for finding in named if finding not in each]
-    found = _fit_into_the_step(each)
+    found = _join_by_patch(_fit_into_the_step(each))
     if len(found) > 1 and step.gpu_use == "well_used":  # good GPU use is no excuse for, say, a slow validation
         found = [one for one in found if one.bottleneck != "compute_bound" or one.share_pct is None]  # padding stays
     if not found:
@@ -74,6 +76,21 @@ def _apply_rules(step: Attribution, rungs: Rungs) -> list[Finding]:
     beside = filter(None, (between_steps.describe_pauses(step, hidden), *no_bottleneck.list_doubts(step)))
     found[0] = dataclasses.replace(found[0], detail=(*found[0].detail, *beside))
     return found
+
+
+def _join_by_patch(found: list[Finding]) -> list[Finding]:
+    """Sort by the share of all findings that have the same patch: it shortens the step by more than a larger finding's
+    patch may. The first of these says so."""
+    groups: dict[str, list[Finding]] = {}
+    for number, finding in enumerate(found):
+        key = str(number) if finding.patch is None else json.dumps(finding.patch, sort_keys=True)
+        groups.setdefault(key, []).append(finding)
+    joined: list[Finding] = []
+    for first, *others in sorted(groups.values(), key=lambda group: -sum(each.share_pct or 0.0 for each in group)):
+        same = ", ".join(f"{each.title} ({each.share_pct or 0:.0f} % of the step)" for each in others)
+        told = (f"the same patch is against {same}",) if others else ()
+        joined += [dataclasses.replace(first, detail=(*first.detail, *told)), *others]
+    return joined
 
 
 def _fit_into_the_step(found: list[Finding]) -> list[Finding]:

@@ -56,6 +56,15 @@ def test_it_takes_an_empty_queue_and_an_idle_device(change: dict[str, Any], name
     assert ("launch_bound" in names(cifar10_launches(**change))) is named
 
 
+@pytest.mark.parametrize(("active", "beside"), [(3.0, True), (20.0, False)])
+def test_launches_name_waits_that_are_no_finding(active: float, beside: bool) -> None:
+    untimed = {**ITEM, "ms_per_step": None}
+    first, *others = findings(cifar10_launches(gpu={"gr_active_pct": active}, syncs=(untimed,)))
+    line = "the host also waits for the GPU at train.py:40 .item(), 1 a step"
+    assert first.bottleneck == "launch_bound" and (line in first.detail) is beside
+    assert (["sync"] == [each.bottleneck for each in others]) is not beside
+
+
 def test_a_short_batch_of_a_long_step_is_not_an_empty_queue() -> None:
     assert "launch_bound" not in names(gpt2_naive(gpu={}, trail=60.0)), "60 ms are a third of one of its 8 batches"
     assert "launch_bound" in names(gpt2_naive(gpu={}, trail=9.0))

@@ -45,6 +45,28 @@ def test_one_rule_for_each_bottleneck() -> None:
     assert set(RULES) == NAMES - {"none"}
 
 
+def make_table(**changes: Any) -> Measurement:
+    """A small network on a table, one H100: 9.5 ms a step, of which a kernel runs for a twentieth."""
+    parts = {"data_wait": 2.18, "validation": 1.47, "callbacks_logging": 1.13, "host_other": 1.08}
+    bar = {"where": "a.py:1", "what": "progress bar", "per_step": 1.0}
+    rows = {**NO_WORKERS, "rows": "TensorDataset", "validation_rows": "TensorDataset", "validation_workers": 0}
+    known: dict[str, Any] = {"trail": 0.0, "gpu": {"gr_active_pct": 5.0}, "syncs": (bar,), "loader": rows}
+    return scene(9.5, **parts, **{**known, **changes})
+
+
+def test_what_one_patch_removes_counts_together() -> None:
+    """On an H100 the table trained 1.67 times as fast with `cache`, and 1.21 times with what is against the largest
+    single share."""
+    first, second, third, *_ = findings(make_table())
+    assert [first.bottleneck, second.bottleneck, third.bottleneck] == ["data_wait", "validation", "launch_bound"]
+    assert first.patch == second.patch == {"rungs": {"cache": {"enabled": True}}} != third.patch
+    assert (third.share_pct or 0) > (first.share_pct or 0) > (second.share_pct or 0)
+    assert first.detail[0] == "the same patch is against HELD UP BY VALIDATION (15 % of the step)"
+    alone = findings(make_table(loader={**NO_WORKERS, "rows": "TensorDataset"}))
+    assert [each.bottleneck for each in alone][:2] == ["launch_bound", "data_wait"], "validation has no patch here"
+    assert "the same patch" not in "".join(alone[1].detail)
+
+
 # -- runs that happened -----------------------------------------------------------------------------------------------
 
 EXPECTED = {
