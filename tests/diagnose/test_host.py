@@ -62,7 +62,7 @@ def test_launches_name_waits_that_are_no_finding(active: float, beside: bool) ->
     first, *others = findings(cifar10_launches(gpu={"gr_active_pct": active}, syncs=(untimed,)))
     line = "the host also waits for the GPU at train.py:40 .item(), 1 a step"
     assert first.bottleneck == "launch_bound" and (line in first.detail) is beside
-    assert (["sync"] == [each.bottleneck for each in others]) is not beside
+    assert ([each.bottleneck for each in others] == ["sync"]) is not beside
 
 
 def test_a_short_batch_of_a_long_step_is_not_an_empty_queue() -> None:
