@@ -1,7 +1,8 @@
 """Cut host overhead: a shorter path through Lightning's loop, scheduled garbage collection, optional CUDA graphs.
 
 Faster because  the shorter path saves 0.15 ms per step and as much per logged value; garbage is collected only at
-                chosen steps; step_graph replays all kernels of a forward, and of a backward, in one call.
+                chosen steps; step_graph replays all kernels of a forward, of a backward, and of a fused optimizer's
+                update, in one call each.
 Costs           with step_graph: memory for a second set of activations, and a few steps' time to record and compare.
 Don't use when  step_graph is on and a library that training_step calls reads files, the clock or its own settings in
                 each step: your own code is searched for that, but a replay ignores what libraries read.
@@ -102,6 +103,10 @@ class Host:
         if replays:
             told.append(f"{replays} steps were replayed, {evidence['eager_steps']} ran eagerly")
             told.append(f"a replay deviates by {evidence['deviation']:.2g}")
+            if updates := evidence.get("replayed_updates"):
+                told.append(f"{updates} updates of the optimizer were replayed")
+            elif why := evidence.get("update_refused"):
+                told.append(f"no update of the optimizer was replayed: {why}")
         elif "replayed_steps" in evidence:
             told.append(f"no step was replayed: {evidence.get('graph_refused') or 'too few steps'}")
         if replays and (why := evidence.get("graph_refused")):

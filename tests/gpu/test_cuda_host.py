@@ -104,6 +104,36 @@ def test_replayed_steps_train_as_eager_ones_do(accumulate: int) -> None:
     assert models.distance(*floats) < 1e-3
 
 
+class Adams(Pictures):
+    """A fused AdamW whose learning rate changes in each step; its state is loaded again once if `loads`."""
+
+    loads = False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.loads and self.trainer.global_step == 20:
+            self.trainer.optimizers[0].load_state_dict(self.trainer.optimizers[0].state_dict())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=40, cycle_momentum=False)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Loads(Adams):
+    loads = True
+
+
+@pytest.mark.parametrize(("kind", "updates"), [(Adams, 28), (Loads, 17)])
+def test_replayed_updates_train_as_torch_does(kind: Any, updates: int) -> None:
+    """A state that was loaded is elsewhere: its updates are torch's."""
+    watcher, ours, plain = both(GRAPH, kind)
+    found = evidence(watcher, "host")
+    assert (found["replayed_steps"], found["replayed_updates"]) == (29, updates), found
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-3) and ours.rates == plain.rates
+    floats = [{k: v for k, v in models.weights(each).items() if v.is_floating_point()} for each in (plain, ours)]
+    assert models.distance(*floats) < 1e-3
+
+
 def test_the_ledger_of_a_trial_lets_steps_be_replayed(tmp_path: Path) -> None:
     """It counts backwards by hooks on gradients; an A/B would otherwise measure another stack than the user runs."""
     ours = seeded(Pictures)

@@ -116,6 +116,11 @@ class StaticStep:
             for (parameter, _, _), gradient in zip(kept, sums, strict=True):
                 parameter.grad = gradient
 
+    @property
+    def gradients(self) -> Sequence[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """The parameters with gradients, and the tensors that a replayed backward writes these to."""
+        return self._gradients
+
     def fill(self, batch: Any) -> None:
         """Copy a batch into the step's input tensors."""
         with torch.no_grad():

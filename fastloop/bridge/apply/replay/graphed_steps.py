@@ -1,8 +1,9 @@
 """Training steps replayed from a recording of their forward and backward, at the point where Lightning runs them.
 
 Lightning calls training_step, zeroes gradients, and runs the backward. The recorded forward is replayed inside
-training_step and the recorded backward in place of the backward, so hooks, zeroing, clipping, the optimizer, schedules
-and callbacks run as without us and see the same values. Each replay logs what training_step logs, with its own values.
+training_step and the recorded backward in place of the backward, so hooks, zeroing, clipping, schedules and callbacks
+run as without us and see the same values. Each replay logs what training_step logs, with its own values. A fused
+optimizer's update is replayed, too.
 
 A step is recorded in mid-run, after its batch arrives and before it is trained on, and leaves no trace. The replay must
 give the same gradients as the eager step; and the step must do nothing in Python that a replay would leave out.
@@ -25,6 +26,7 @@ from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.bridge.apply.replay.graph_guard import Guard
+from fastloop.bridge.apply.replay.recorded_update import RecordedUpdate
 from fastloop.bridge.apply.replay.step_code import find_outside, list_outer_values, list_step_functions
 from fastloop.bridge.apply.replay.step_watch import LogCall, StepWatch, WatchedIndex
 from fastloop.bridge.apply.site import LiveSite
@@ -78,6 +80,8 @@ class GraphedSteps:
         self.refused: str | None = None
         """Why no step is replayed from here on."""
         self.replays = self.eager_steps = self.recordings = self._unlike = self._missed = 0
+        self._update: RecordedUpdate | None = None
+        self._updates, self._update_refused = 0, ""
         self._seen: dict[str, Any] = {}
         self._launch_share, self._changed = 0.0, ""
         self._allowed, self._let_pass, self._is_wanted = MOST_RECORDINGS, 0, False
@@ -93,9 +97,14 @@ class GraphedSteps:
         self._uninstall: Undo | None = None
 
     def evidence(self) -> Mapping[str, Any]:
-        """Counts of replayed and eager steps; why none is replayed; the comparison's numbers."""
+        """Counts of replayed and eager steps; why none is replayed; the same of the optimizer's updates; the
+        comparison's numbers."""
         counts = {"replayed_steps": self.replays, "eager_steps": self.eager_steps, "recordings": self.recordings}
-        return {**counts, "graph_refused": self.refused or "", **self._seen}
+        update = self._update
+        counts["replayed_updates"] = self._updates + (0 if update is None else update.replays)
+        why = self._update_refused if update is None else update.refused
+        refused = {"graph_refused": self.refused or "", "update_refused": why}
+        return {**counts, **refused, **self._seen}
 
     def wrap(self, step: Callable[..., Any], *, runs_whole: bool | None) -> Callable[..., Any]:
         """Return the training_step to run for a batch: replayed only if batches run as the loader makes them, and that
@@ -160,6 +169,10 @@ class GraphedSteps:
             self._step.backward()
 
     def _drop(self) -> None:
+        if self._update is not None:
+            self._updates, self._update_refused = self._updates + self._update.replays, self._update.refused
+            self._update.let_go()
+            self._update = None
         if self._step is not None:
             self._step.let_go()
         # A play's outputs would keep its activations, and autograd nodes of another stream than that of eager steps.
@@ -207,6 +220,7 @@ class GraphedSteps:
                 if self.refused is None:
                     with unwritten(self._site.module.parameters()):
                         self.refused = self._record(step, args)
+                    self._record_update()
         except Exception as error:
             self.refused = describe(error)
         self._trial_s, self._is_wanted = time.perf_counter() - self._trial_began_s, False
@@ -322,6 +336,16 @@ class GraphedSteps:
             self._output = map_tensors(self._output, lambda tensor: tensor.detach())
             self._calls = [replace(call, value=None) for call in self._calls]
         return why
+
+    def _record_update(self) -> None:
+        """Record the optimizer's update on the gradients of the recorded step, if it can be."""
+        if self._step is None:
+            return
+        try:
+            recorder = self.make_recorder(self._site.device)
+            self._update = RecordedUpdate(self._site.trainer.optimizers[0], self._step.gradients, recorder)
+        except Exception as error:
+            self._update_refused = describe(error)
 
     @property
     def _must_gain(self) -> bool:
