@@ -89,19 +89,26 @@ def describe(error: Exception) -> str:
     return text if isinstance(error, NotApplicable) else f"{type(error).__name__}: {text[:300]}"
 
 
-_FROM_WORKER = re.compile(
-    r"Caught \w+ in (.+)\.\nOriginal Traceback .*\n  File [^\n]*\n(?: [^\n]*\n)*([^\n]+)", re.DOTALL
-)
-"""torch's message of an error that it brings from another process: the whole traceback, and then the error's own."""
+_BROUGHT = re.compile(r"Caught \w+ in ([^\n]+)\.\nOriginal Traceback ")
+"""How torch's message begins of an error that it brings from another process: the whole traceback follows."""
+_CHAINED = re.compile(r"\n(?:During handling of the above exception|The above exception was the direct cause)[^\n]*\n")
 
 
 def quote(error: BaseException) -> str:
-    """An error of the user's code in one line: its type and the first line of its message; of an error in a worker
-    process, the worker's own line."""
-    text = str(error).strip()
-    if (brought := _FROM_WORKER.match(text)) is not None:
-        return f"{brought[2]} (in {brought[1]})"
-    return ": ".join([type(error).__name__, *text.splitlines()[:1]])
+    """An error of the user's code in one line: its type and its message, or the beginning of a long one. Of an error in
+    a worker process, the worker's own."""
+    text, kind, where = str(error).strip(), type(error).__name__, ""
+    if (brought := _BROUGHT.match(text)) is not None:
+        lines = _CHAINED.split(text)[-1].splitlines()
+        frames = [place for place, line in enumerate(lines) if line.startswith("  File ")]
+        own = [line for line in lines[frames[0] :] if line.strip() and not line.startswith(" ")] if frames else []
+        kind, _, rest = own[0].partition(": ") if own else (kind, "", "")
+        text, where = "\n".join([rest, *own[1:]]), f" (in {brought[1]})"
+    if isinstance(error, FastLoopError):
+        return f"{kind}: {' '.join(text.split())}{where}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return f"{kind}: {said}{where}" if said else f"{kind}{where}"
 
 
 def _comes_from_handler(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 
 import pytest
 import torch
@@ -68,14 +69,53 @@ def test_a_reason_of_ours_is_told_whole_and_in_one_line() -> None:
     assert len(describe(ValueError(reason))) == len("ValueError: ") + 300
 
 
-def test_an_error_in_a_worker_is_quoted_in_its_own_words() -> None:
-    """As torch brings it, its message is the worker's whole traceback."""
+def bring(error: Exception) -> BaseException:
+    """The error as torch brings it from a worker: its message is the worker's whole traceback."""
     try:
-        raise ValueError("row 0 is broken:\nit has no label")
-    except ValueError as error:
-        there, brought = error, ExceptionWrapper(where="in DataLoader worker process 0")  # type: ignore[no-untyped-call]
-    with pytest.raises(ValueError, match="Original Traceback") as raised:
+        raise error
+    except Exception:
+        brought = ExceptionWrapper(where="in DataLoader worker process 0")  # type: ignore[no-untyped-call]
+    with pytest.raises(type(error), match="Original Traceback") as raised:
         brought.reraise()
-    assert quote(raised.value) == "ValueError: row 0 is broken: (in DataLoader worker process 0)"
-    assert quote(there) == "ValueError: row 0 is broken:"
-    assert quote(KeyError()) == "KeyError"
+    return raised.value
+
+
+def with_context(error: Exception) -> Exception:
+    try:
+        raise KeyError("label")
+    except KeyError as inner:
+        error.__context__ = inner
+    return error
+
+
+def show_inner() -> Exception:
+    try:
+        raise KeyError("label")
+    except KeyError:
+        return RuntimeError("row 7 is broken:\n" + traceback.format_exc())
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("row 0 is broken"), "ValueError: row 0 is broken"),
+        (ValueError("row 0 is broken:\n  it has no label\nsee above"), "ValueError: row 0 is broken: it has no label"),
+        (ValueError(), "ValueError"),
+        (FastLoopError(got="1", why="it is odd", do="write 2"), "FastLoopError: got 1 why it is odd do write 2"),
+    ],
+)
+def test_an_error_is_quoted_in_one_line(error: Exception, said: str) -> None:
+    assert quote(error) == said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("row 0 is broken"), "ValueError: row 0 is broken"),
+        (ValueError("row 0 is broken:\nit has no label"), "ValueError: row 0 is broken: it has no label"),
+        (with_context(ValueError("row 7 has no label")), "ValueError: row 7 has no label"),
+        (show_inner(), "RuntimeError: row 7 is broken: Traceback (most recent call last):"),
+    ],
+)
+def test_an_error_in_a_worker_is_quoted_in_its_own_words(error: Exception, said: str) -> None:
+    assert quote(bring(error)) == f"{said} (in DataLoader worker process 0)"

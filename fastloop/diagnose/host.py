@@ -103,6 +103,8 @@ def find_launch_bound(step: Attribution, rungs: Rungs) -> Finding | None:
     left = seen.lead_ms if seen.trail_ms is None else seen.trail_ms
     queue = "" if left is None else f", {left:.2f} ms of work still queued when the host had launched everything"
     facts = f"the GPU waited for launches for {most}{cost.time} ({source}{queue})"
+    if step.sync_lines:  # after each of them the host begins with an empty queue, whatever it does then
+        facts += ", or for other work of the host after it had waited for the GPU"
     instead = "more work per launch: a larger batch (which changes the training), larger kernels"
     is_named = inside.sync and weigh(step, "sync", inside.sync) is not None
     waits = [] if is_named else [f"the host also waits for the GPU at {line}" for line in _describe_lines(step)]

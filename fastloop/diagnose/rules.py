@@ -66,7 +66,8 @@ def _apply_rules(step: Attribution, rungs: Rungs) -> list[Finding]:
     named = [finding for rule in (*RULES.values(), device.find_padding) if (finding := rule(step, rungs))]
     each = between_steps.keep_costs_of_each_step(step, named)
     hidden = [finding for finding in named if finding not in each]
-    found = _join_by_patch(_fit_into_the_step(each))
+    has_died = no_bottleneck.explain_death(step.measured) is not None
+    found = _join_by_patch(_fit_into_the_step(each), has_died=has_died)
     if len(found) > 1 and step.gpu_use == "well_used":  # good GPU use is no excuse for, say, a slow validation
         found = [one for one in found if one.bottleneck != "compute_bound" or one.share_pct is None]  # padding stays
     if not found:
@@ -78,9 +79,9 @@ def _apply_rules(step: Attribution, rungs: Rungs) -> list[Finding]:
     return found
 
 
-def _join_by_patch(found: list[Finding]) -> list[Finding]:
+def _join_by_patch(found: list[Finding], *, has_died: bool) -> list[Finding]:
     """Sort by the share of all findings that have the same patch: it shortens the step by more than a larger finding's
-    patch may. The first of these says so."""
+    patch may. The first of these says so, unless no patch is proposed because the fit died."""
     groups: dict[str, list[Finding]] = {}
     for number, finding in enumerate(found):
         key = str(number) if finding.patch is None else json.dumps(finding.patch, sort_keys=True)
@@ -88,7 +89,7 @@ def _join_by_patch(found: list[Finding]) -> list[Finding]:
     joined: list[Finding] = []
     for first, *others in sorted(groups.values(), key=lambda group: -sum(each.share_pct or 0.0 for each in group)):
         same = ", ".join(f"{each.title} ({each.share_pct or 0:.0f} % of the step)" for each in others)
-        told = (f"the same patch is against {same}",) if others else ()
+        told = (f"the same patch is against {same}",) if others and not has_died else ()
         joined += [dataclasses.replace(first, detail=(*first.detail, *told)), *others]
     return joined
 

@@ -88,6 +88,11 @@ def list_syncing_lines(seen: Measurement) -> list[Mapping[str, Any]]:
     return [line for cost, line in sorted(dear, key=lambda pair: pair[0], reverse=True) if cost[0] or cost[1] >= OFTEN]
 
 
+def waits_in_own_code(seen: Measurement) -> bool:
+    """Whether a line of the user's code makes the host wait for the device in about every step."""
+    return any(not str(line.get("where")).startswith("lightning/") for line in list_syncing_lines(seen))
+
+
 def read_garbage_ms(seen: Measurement) -> float:
     """Time per step of Python's garbage collector, a part of ``host_other``; 0 if none was measured."""
     found = seen.evidence.get("garbage_collection") or {}

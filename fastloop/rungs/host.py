@@ -25,7 +25,7 @@ from fastloop.records.card import Card, ClimbState, Settings, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
-from fastloop.records.readings import on_gpu
+from fastloop.records.readings import on_gpu, waits_in_own_code
 
 
 def _list_variants(state: ClimbState) -> Iterator[Variant]:
@@ -38,6 +38,12 @@ def _shorten_loop(does: str, _seen: Measurement) -> tuple[Settings, str]:
     return {"enabled": True}, does
 
 
+def _tell_what_it_does(seen: Measurement) -> str:
+    if waits_in_own_code(seen):
+        return "host takes a shorter path through Lightning's loop; without your lines that wait, it could replay steps"
+    return "CUDA graphs replay the step's kernels without launching each, and garbage is collected only at chosen steps"
+
+
 REMEDIES = {
     "bar_sync": "host reads values for progress bars ten times a second instead of after every batch",
     "garbage": "host collects garbage at chosen steps only",
@@ -47,11 +53,11 @@ REMEDIES = {
 
 CARD = Card(
     family="compute",
-    does="CUDA graphs replay the step's kernels without launching each, and garbage is collected only at chosen steps",
+    does=_tell_what_it_does,
     answers={"launch_bound": 4, **dict.fromkeys(REMEDIES, 1)},
     applies=on_gpu,
     remedies={cause: partial(_shorten_loop, does) for cause, does in REMEDIES.items()},
-    patch=lambda _seen: {"enabled": True, "step_graph": "auto"},
+    patch=lambda seen: {"enabled": True} if waits_in_own_code(seen) else {"enabled": True, "step_graph": "auto"},
     variants=_list_variants,
 )
 

@@ -65,6 +65,19 @@ def test_launches_name_waits_that_are_no_finding(active: float, beside: bool) ->
     assert ([each.bottleneck for each in others] == ["sync"]) is not beside
 
 
+@pytest.mark.parametrize(
+    ("where", "graphs"),
+    [("train.py:40", False), ("lightning/pytorch/callbacks/progress/rich.py:600", True), (None, True)],
+)
+def test_steps_that_wait_are_not_advised_to_be_replayed(where: str | None, graphs: bool) -> None:
+    line = {**ITEM, "where": where, "ms_per_step": None}
+    seen = cifar10_launches(gpu={"gr_active_pct": 20.0}, syncs=() if where is None else (line,))
+    finding = next(each for each in findings(seen, ("batch", "compile", "fused")) if each.bottleneck == "launch_bound")
+    assert finding.patch == {"rungs": {"host": {"enabled": True, **({"step_graph": "auto"} if graphs else {})}}}
+    assert ("without your lines that wait, it could replay steps" in finding.why) is not graphs
+    assert ("other work of the host after it had waited" in finding.why) is (where is not None)
+
+
 def test_a_short_batch_of_a_long_step_is_not_an_empty_queue() -> None:
     assert "launch_bound" not in names(gpt2_naive(gpu={}, trail=60.0)), "60 ms are a third of one of its 8 batches"
     assert "launch_bound" in names(gpt2_naive(gpu={}, trail=9.0))

@@ -65,6 +65,8 @@ def test_what_one_patch_removes_counts_together() -> None:
     alone = findings(make_table(loader={**NO_WORKERS, "rows": "TensorDataset"}))
     assert [each.bottleneck for each in alone][:2] == ["launch_bound", "data_wait"], "validation has no patch here"
     assert "the same patch" not in "".join(alone[1].detail)
+    died = findings(make_table(died_of="ValueError: no"))
+    assert all(each.patch is None and "the same patch" not in "".join(each.detail) for each in died)
 
 
 # -- runs that happened -----------------------------------------------------------------------------------------------

@@ -43,9 +43,11 @@ class StaticStep:
         """Outputs of the last replayed forward."""
         self._run, self._parameters = run, parameters
         self._inputs = map_tensors(batch, lambda tensor: torch.empty_like(tensor).copy_(tensor))
-        self._slots = list(iterate_tensors(self._inputs))
+        self._fields = list(iterate_tensors(self._inputs))
         self._loss: torch.Tensor | None = None
         self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._slots: list[torch.Tensor] = []
+        """The memory that a replayed backward writes to, which nobody else can give another tensor's."""
         self._forward: Callable[[], None] = lambda: None
         self._backward: Callable[[], None] = lambda: None
 
@@ -70,15 +72,16 @@ class StaticStep:
         def run_backward() -> Sequence[torch.Tensor]:
             """Copy the gradients out of the recordings' memory: the next forward writes its activations there."""
             made = self._run_backward()
-            owners = [each for each in slots if each.grad is not None]
-            written = [slots[each] for each in owners]
+            written = [slot for parameter, slot in slots.items() if parameter.grad is not None]
             torch._foreach_copy_(written, made)
-            self._gradients = list(zip(owners, written, strict=True))
             return written
 
         with gradients_aside(self._parameters.values()):
             self.made, self._forward = recorder.record(self._run_forward)
-            _, self._backward = recorder.record(run_backward)
+            written, self._backward = recorder.record(run_backward)
+        self._slots = [each.detach() for each in written]
+        known = {id(each) for each in written}
+        self._gradients = [(parameter, slot) for parameter, slot in slots.items() if id(slot) in known]
         self._loss = None
 
     def replay(self, batch: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -106,6 +109,9 @@ class StaticStep:
                 hook(parameter)
 
     def _replay_backward(self) -> None:
+        for place, (parameter, gradient) in enumerate(self._gradients):
+            if gradient.data_ptr() != self._slots[place].data_ptr():  # somebody wrote `grad.data = ...`
+                self._gradients[place] = parameter, self._slots[place].detach()
         kept = [(each, own, static) for each, static in self._gradients if (own := each.grad) is not None]
         sums = _copy_away([own for _, own, _ in kept], {id(static) for _, _, static in kept})
         self._backward()
@@ -124,8 +130,8 @@ class StaticStep:
     def fill(self, batch: Any) -> None:
         """Copy a batch into the step's input tensors."""
         with torch.no_grad():
-            for slot, tensor in zip(self._slots, iterate_tensors(batch), strict=True):
-                slot.copy_(tensor, non_blocking=True)
+            for field, tensor in zip(self._fields, iterate_tensors(batch), strict=True):
+                field.copy_(tensor, non_blocking=True)
 
     def let_go(self) -> None:
         """Replace the parameters' gradients by copies that the graphs do not write to."""

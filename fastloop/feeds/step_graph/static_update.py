@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from fastloop.errors import NotApplicable
-from fastloop.feeds.batch_tree import iterate_tensors
 from fastloop.feeds.step_graph.recording import CudaRecorder
 from fastloop.feeds.step_graph.static_step import gradients_aside
 
@@ -23,8 +22,8 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class StaticUpdate:
-    """The update of one optimizer. A replay reads learning rates anew, as 32-bit numbers; a recording holds only as
-    long as all else in the optimizer is as it was.
+    """The update of one optimizer. A replay reads learning rates anew, as 32-bit numbers. All else is fixed: the
+    settings, and the addresses of parameters, gradients and state.
 
     Args:
         gradients: the parameters, and the tensors that hold their gradients at each replay. Others have none.
@@ -34,24 +33,33 @@ class StaticUpdate:
     """
 
     def __init__(self, optimizer: Any, gradients: Sequence[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
-        self._optimizer, self._gradients = optimizer, list(gradients)
+        grouped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        self._optimizer, self._gradients = optimizer, [pair for pair in gradients if id(pair[0]) in grouped]
         if (why := self._refuse()) is not None:
             raise NotApplicable(why)
-        owners = {id(parameter) for parameter, _ in gradients}
+        owners = {id(parameter) for parameter, _ in self._gradients}
         self._groups = list(optimizer.param_groups)
         self._settings = [_read_settings(group) for group in self._groups]
         self._others = [each for group in self._groups for each in group["params"] if id(each) not in owners]
-        self._state, self._known = optimizer.state, self._locate_state()
-        self._rates = [float(group[RATE]) for group in self._groups]
-        device = gradients[0][0].device
+        """Parameters without a gradient."""
+        self._rates = [group[RATE] for group in self._groups]
+        device = self._gradients[0][0].device
         self._sent = [torch.tensor(rate, dtype=torch.float32, device=device) for rate in self._rates]
+        """The rates on the device."""
         self._replay: Callable[[], None] = lambda: None
+        with self.handed_over():
+            self._addresses = self._locate()
 
     @property
-    def written(self) -> list[torch.Tensor]:
-        """What an update writes to: the parameters, and their state."""
-        states = [dict(self._state.get(parameter, {})) for parameter, _ in self._gradients]
-        return [*(parameter.detach() for parameter, _ in self._gradients), *iterate_tensors(states)]
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that an update writes to."""
+        return [parameter.detach() for parameter, _ in self._gradients]
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """The optimizer's tensors that it writes to."""
+        states = (self._optimizer.state.get(parameter, {}) for parameter, _ in self._gradients)
+        return [each for state in states for each in state.values() if isinstance(each, torch.Tensor)]
 
     @contextlib.contextmanager
     def handed_over(self) -> Iterator[None]:
@@ -63,15 +71,15 @@ class StaticUpdate:
                 parameter.grad = gradient
             yield
 
-    def run(self) -> None:
-        """Update once without recording, while gradients are handed over."""
-        type(self._optimizer).step.__wrapped__(self._optimizer)  # without hooks
+    def run_eagerly(self) -> None:
+        """Update once by torch, without hooks, while gradients are handed over."""
+        type(self._optimizer).step.__wrapped__(self._optimizer)
 
     def record(self, recorder: CudaRecorder) -> None:
         """Record an update, while gradients are handed over. The recorder may or may not run it."""
 
         def work() -> Sequence[torch.Tensor]:
-            self.run()
+            self.run_eagerly()
             return ()
 
         with self._made_recordable():
@@ -85,17 +93,19 @@ class StaticUpdate:
                 self._sent[place].fill_(rate)
         self._replay()
 
-    def holds(self) -> bool:
-        """Whether the gradients are where the recording reads them, and the optimizer is as it was."""
+    def has_settings(self) -> bool:
+        """Whether the optimizer has the groups and settings of the recording."""
+        groups = self._optimizer.param_groups
         return (
-            all(parameter.grad is gradient for parameter, gradient in self._gradients)
-            and all(each.grad is None for each in self._others)
-            and self._optimizer.state is self._state
-            and self._locate_state() == self._known
-            and len(self._optimizer.param_groups) == len(self._groups)
-            and [_read_settings(group) for group in self._optimizer.param_groups] == self._settings
-            and all(isinstance(group[RATE], float) for group in self._groups)
+            len(groups) == len(self._groups)
+            and all(mine is theirs for mine, theirs in zip(groups, self._groups, strict=True))
+            and [_read_settings(group) for group in groups] == self._settings
+            and all(isinstance(group[RATE], float) for group in groups)
         )
+
+    def has_addresses(self) -> bool:
+        """Whether parameters, gradients and state are where the recording reads and writes them."""
+        return self._locate() == self._addresses and all(each.grad is None for each in self._others)
 
     def _refuse(self) -> str | None:
         optimizer, kind = self._optimizer, type(self._optimizer)
@@ -103,24 +113,33 @@ class StaticUpdate:
             return f"{kind.__name__} is none of {', '.join(KINDS)}"
         if not all(group.get("fused") is True and not group.get("differentiable") for group in optimizer.param_groups):
             return f"{kind.__name__} is not fused"
-        if any(not isinstance(group[RATE], float) for group in optimizer.param_groups):
-            return "its learning rate is no plain number"
-        if not self._gradients or getattr(optimizer, "grad_scale", None) is not None:
-            return "it has nothing to update, or a loss scale"
-        stateful = kind is not torch.optim.SGD or any(group["momentum"] for group in optimizer.param_groups)
-        states = [optimizer.state.get(parameter) for parameter, _ in self._gradients]
-        if stateful and not all(state and None not in state.values() for state in states):
-            return "not all parameters have been updated yet"
+        if any(type(group[RATE]) is not float for group in optimizer.param_groups):
+            return "a learning rate is not a float"
+        if not self._gradients:
+            return "no parameter has a gradient"
+        if any(parameter.dtype is torch.float64 for parameter, _ in self._gradients):
+            return "parameters have 64 bits, and a recorded learning rate has 32"
+        stateless = {
+            id(each) for group in optimizer.param_groups if group.get("momentum") == 0 for each in group["params"]
+        }
+        states = [optimizer.state.get(each, {}) for each, _ in self._gradients if id(each) not in stateless]
+        if not all(state and None not in state.values() for state in states):
+            return "a parameter has not been updated yet"
         return None
 
-    def _locate_state(self) -> Any:
-        """Where the state of the first and the last parameter is: a state that is loaded replaces all of it."""
-        ends = [self._optimizer.state.get(self._gradients[place][0], {}) for place in (0, -1)]
-        return len(self._optimizer.state), [id(each) for state in ends for each in state.values()]
+    def _locate(self) -> list[int]:
+        """Runs at every step."""
+        found: list[int] = []
+        state = self._optimizer.state
+        for parameter, _ in self._gradients:
+            gradient = parameter.grad
+            found += (parameter.data_ptr(), 0 if gradient is None else gradient.data_ptr())
+            found += [each.data_ptr() for each in state.get(parameter, {}).values() if isinstance(each, torch.Tensor)]
+        return found
 
     @contextlib.contextmanager
     def _made_recordable(self) -> Iterator[None]:
-        """Learning rates are read from the device, as for the time of this only."""
+        """Learning rates are read from the device, for the time of this only."""
         before = [{name: group[name] for name in (RATE, CAPTURABLE) if name in group} for group in self._groups]
         for group, rate in zip(self._groups, self._sent, strict=True):
             group.update({RATE: rate, **({CAPTURABLE: True} if CAPTURABLE in group else {})})
@@ -132,7 +151,7 @@ class StaticUpdate:
 
 
 def _read_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings but for its learning rate, which schedules change; of tensors and lists their addresses."""
+    """A group's settings but for its learning rate, which schedules change; of tensors and lists their identities."""
     plain = {name: value if _is_plain(value) else id(value) for name, value in group.items() if name != RATE}
     return {**plain, "count": len(group["params"])}
 

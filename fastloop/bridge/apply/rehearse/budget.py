@@ -119,7 +119,9 @@ class Budget:
             estimate_s: how long that takes in a run whose batches take so many milliseconds.
         """
         if any(each.launch_ms >= judge.LAUNCH_BOUND * each.ms for each in usual):
-            self.kept_s = estimate_s(self.base_ms)
+            kept_s = estimate_s(self.base_ms)
+            has_time = self.terms.explain_no_time(self._spent_s, kept_s, self.base_ms) is None
+            self.kept_s = kept_s if has_time else 0.0
 
     def may_play(self, ms: float, share: float) -> bool:
         """Whether one more play of `ms` milliseconds fits into a share of the rehearsal's time."""

@@ -26,7 +26,7 @@ from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.bridge.apply.replay.graph_guard import Guard
-from fastloop.bridge.apply.replay.recorded_update import RecordedUpdate
+from fastloop.bridge.apply.replay.recorded_update import RecordedUpdates, is_from
 from fastloop.bridge.apply.replay.step_code import find_outside, list_outer_values, list_step_functions
 from fastloop.bridge.apply.replay.step_watch import LogCall, StepWatch, WatchedIndex
 from fastloop.bridge.apply.site import LiveSite
@@ -80,8 +80,7 @@ class GraphedSteps:
         self.refused: str | None = None
         """Why no step is replayed from here on."""
         self.replays = self.eager_steps = self.recordings = self._unlike = self._missed = 0
-        self._update: RecordedUpdate | None = None
-        self._updates, self._update_refused = 0, ""
+        self._updates = RecordedUpdates()
         self._seen: dict[str, Any] = {}
         self._launch_share, self._changed = 0.0, ""
         self._allowed, self._let_pass, self._is_wanted = MOST_RECORDINGS, 0, False
@@ -100,11 +99,7 @@ class GraphedSteps:
         """Counts of replayed and eager steps; why none is replayed; the same of the optimizer's updates; the
         comparison's numbers."""
         counts = {"replayed_steps": self.replays, "eager_steps": self.eager_steps, "recordings": self.recordings}
-        update = self._update
-        counts["replayed_updates"] = self._updates + (0 if update is None else update.replays)
-        why = self._update_refused if update is None else update.refused
-        refused = {"graph_refused": self.refused or "", "update_refused": why}
-        return {**counts, **refused, **self._seen}
+        return {**counts, "graph_refused": self.refused or "", **self._updates.evidence(), **self._seen}
 
     def wrap(self, step: Callable[..., Any], *, runs_whole: bool | None) -> Callable[..., Any]:
         """Return the training_step to run for a batch: replayed only if batches run as the loader makes them, and that
@@ -120,6 +115,10 @@ class GraphedSteps:
             self._note_time()
             return step(*args)
         assert self._step is not None
+        if self._updates.are_due(self.replays):
+            with self._one_time.span("rehearsal"):
+                recorder = self.make_recorder(self._site.device)
+                self._updates.record(self._site.trainer.optimizers[0], self._step, recorder)
         self._step.forward(args[0])
         self.replays += 1
         made = iter(self._step.made)
@@ -148,7 +147,9 @@ class GraphedSteps:
 
     def estimate_trial_s(self, batch_ms: float) -> float:
         """How long recording a step of so many milliseconds takes, and comparing it; 0 if none will be."""
-        return RECORDING_S + PLAYS * batch_ms / 1e3 if self.refused is None and self._must_gain else 0.0
+        if self.refused or not self._must_gain or self._terms.explain_too_short(PLAYS) or self._refuse_module():
+            return 0.0
+        return RECORDING_S + PLAYS * batch_ms / 1e3
 
     def record_anew(self, *, let_pass: int = 1) -> None:
         """The step is another one now: drop its recording, and make one after so many eager steps. In these, torch
@@ -169,10 +170,7 @@ class GraphedSteps:
             self._step.backward()
 
     def _drop(self) -> None:
-        if self._update is not None:
-            self._updates, self._update_refused = self._updates + self._update.replays, self._update.refused
-            self._update.let_go()
-            self._update = None
+        self._updates.drop()
         if self._step is not None:
             self._step.let_go()
         # A play's outputs would keep its activations, and autograd nodes of another stream than that of eager steps.
@@ -220,7 +218,6 @@ class GraphedSteps:
                 if self.refused is None:
                     with unwritten(self._site.module.parameters()):
                         self.refused = self._record(step, args)
-                    self._record_update()
         except Exception as error:
             self.refused = describe(error)
         self._trial_s, self._is_wanted = time.perf_counter() - self._trial_began_s, False
@@ -245,11 +242,20 @@ class GraphedSteps:
         return self._terms.explain_no_time(spent_s, RECORDING_S + plays * (play_ms or batch_ms) / 1e3, batch_ms)
 
     def _refuse(self, batch: Any) -> str | None:
-        module, trainer = self._site.module, self._site.trainer
-        too_short = None if self._is_wanted else self._terms.explain_too_short(PLAYS)
-        if (too_short := too_short or self._explain_too_short(PLAYS)) is not None:
-            return too_short
-        if len(trainer.optimizers) != 1:
+        too_short = None if self._is_wanted else self._terms.explain_too_short(PLAYS) or self._explain_too_short(PLAYS)
+        if (why := too_short or self._refuse_module()) is not None:
+            return why
+        found = list(iterate_tensors(batch))
+        if not found or len(found) != len(list(walk_tensors(batch))):
+            return "the batch holds objects that are neither tensors nor containers"
+        if any(tensor.device != self._site.device for tensor in found):
+            return "the batch is not on the device"
+        return None
+
+    def _refuse_module(self) -> str | None:
+        """Why no step of this module can be recorded, whatever its batch."""
+        module = self._site.module
+        if len(self._site.trainer.optimizers) != 1:
             return "there are several optimizers"
         if overrides(module, "backward"):
             return f"{type(module).__name__} overrides backward"
@@ -257,17 +263,12 @@ class GraphedSteps:
             return "detect_anomaly checks each backward"
         for name, part in module.named_modules():
             for registry in HOOKS:
-                if not all(_is_from(("torch.", "fastloop."), hook) for hook in getattr(part, registry, {}).values()):
+                if not all(is_from(("torch.", "fastloop."), hook) for hook in getattr(part, registry, {}).values()):
                     return f"{name or type(part).__name__} has a hook, which a replay would not call"
         for name, parameter in module.named_parameters():
             after = (parameter._post_accumulate_grad_hooks or {}).values()  # a replay calls these
-            if parameter._backward_hooks or not all(_is_from(("fastloop.",), hook) for hook in after):
+            if parameter._backward_hooks or not all(is_from(("fastloop.",), hook) for hook in after):
                 return f"{name} has a hook on its gradient, which a replay would not call"
-        found = list(iterate_tensors(batch))
-        if not found or len(found) != len(list(walk_tensors(batch))):
-            return "the batch holds objects that are neither tensors nor containers"
-        if any(tensor.device != self._site.device for tensor in found):
-            return "the batch is not on the device"
         return None
 
     # -- recording ------------------------------------------------------------------------------------------------
@@ -337,16 +338,6 @@ class GraphedSteps:
             self._calls = [replace(call, value=None) for call in self._calls]
         return why
 
-    def _record_update(self) -> None:
-        """Record the optimizer's update on the gradients of the recorded step, if it can be."""
-        if self._step is None:
-            return
-        try:
-            recorder = self.make_recorder(self._site.device)
-            self._update = RecordedUpdate(self._site.trainer.optimizers[0], self._step.gradients, recorder)
-        except Exception as error:
-            self._update_refused = describe(error)
-
     @property
     def _must_gain(self) -> bool:
         """Whether a replay must be faster than an eager step, not only equal to it."""
@@ -382,8 +373,3 @@ class GraphedSteps:
 def _is_observed(device: torch.device) -> bool:
     """Whether operators or synchronizations of this step are being counted, to which a trial would add its own."""
     return torch._C._len_torch_dispatch_stack() > 0 or (device.type == "cuda" and torch.cuda.get_sync_debug_mode() != 0)
-
-
-def _is_from(packages: tuple[str, ...], hook: Any) -> bool:
-    module = getattr(hook, "__module__", type(hook).__module__)
-    return module.startswith(packages) and ".recipe_modules." not in module

@@ -7,7 +7,7 @@ what torch does after that is replaced.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,19 +15,59 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fastloop.bridge.apply.rehearse.optimizer_twins import OPTIMIZER_LIMIT
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
-from fastloop.bridge.apply.staging import set_attribute
-from fastloop.errors import NotApplicable
+from fastloop.bridge.apply.staging import StandsFor
+from fastloop.errors import NotApplicable, describe
 from fastloop.feeds.step_graph.recording import CudaRecorder
+from fastloop.feeds.step_graph.static_step import StaticStep
 from fastloop.feeds.step_graph.static_update import StaticUpdate
 
-HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-OURS = "fastloop."
-MOST_MISSED = 32
-"""Give up after more updates than this that the recording did not hold for, and more than it held for."""
+Gradients = Sequence[tuple[torch.nn.Parameter, torch.Tensor]]
+STALE = 3
+"""Updates in a row that a recording did not hold for, after which another one is made."""
+TRIES = (0, 8, 64)
+"""Replayed steps after which a recording is tried: a parameter may have no state yet, or a new one."""
+SCHEDULED = "_wrapped_by_lr_sched"
+"""torch's mark for a `step` that a scheduler has wrapped; one that has it is not wrapped again."""
+
+
+class RecordedUpdates:
+    """The updates of a fit's optimizer."""
+
+    def __init__(self) -> None:
+        self._count = self._tries = 0
+        self._refused = ""
+        self._update: RecordedUpdate | None = None
+
+    def evidence(self) -> dict[str, Any]:
+        """How many updates were replayed, and why not more."""
+        running = 0 if self._update is None else self._update.replays
+        return {"replayed_updates": self._count + running, "update_refused": self._refused}
+
+    def are_due(self, replays: int) -> bool:
+        """Whether to record an update, after so many replayed steps: there is none, or none that holds."""
+        if self._update is not None and self._update.missed >= STALE:
+            self.drop()
+            self._refused = "gradients, state or settings of the optimizer are others in each step"
+        return self._update is None and self._tries < len(TRIES) and replays >= TRIES[self._tries]
+
+    def record(self, optimizer: Any, step: StaticStep, recorder: CudaRecorder) -> None:
+        """Record an update, between two updates."""
+        self._tries += 1
+        try:
+            self._update, self._refused = RecordedUpdate(optimizer, step.gradients, recorder), ""
+        except Exception as error:
+            self._refused = describe(error)
+
+    def drop(self) -> None:
+        """Let torch update the parameters, until there is another recording."""
+        if self._update is not None:
+            self._count += self._update.replays
+            self._update.let_go()
+            self._update = None
 
 
 class RecordedUpdate:
-    """The recorded update of one optimizer, which is on until `let_go`.
+    """One recording, which is in the place of the optimizer's `step` until `let_go`.
 
     Args:
         gradients: see StaticUpdate; they hold the gradients of a step.
@@ -36,74 +76,95 @@ class RecordedUpdate:
         NotApplicable: it cannot be recorded, or its results differ.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        gradients: Sequence[tuple[torch.nn.Parameter, torch.Tensor]],
-        recorder: CudaRecorder,
-    ) -> None:
-        of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-        every = [hook for hooks in (*(getattr(optimizer, name) for name in HOOKS), *of_all) for hook in hooks.values()]
-        if not all(getattr(hook, "__module__", "").startswith(OURS) for hook in every):
+    def __init__(self, optimizer: Any, gradients: Gradients, recorder: CudaRecorder) -> None:
+        self._optimizer, self._usual = optimizer, optimizer.step
+        own = vars(optimizer).get("step")
+        if own is not None and not (hasattr(own, SCHEDULED) and own.__wrapped__ is type(optimizer).step):
+            raise NotApplicable("the optimizer's step is not torch's own")
+        if self._has_hooks():
             raise NotApplicable("the optimizer's step has a hook")
-        self.replays = self._missed = 0
-        self.refused = ""
-        """Why no update is replayed from here on."""
-        self._optimizer, self._static = optimizer, StaticUpdate(optimizer, gradients)
-        self._compare(recorder)
-        self._uninstall = set_attribute(optimizer, "step", partial(self._step, optimizer.step))
-        optimizer.step._wrapped_by_lr_sched = True  # a scheduler made from here on need not wrap it
+        self.replays = self.missed = 0
+        """Updates that were replayed, and those since then that could not be."""
+        self._static = StaticUpdate(optimizer, gradients)
+        _compare(self._static, recorder)
+        self._is_on, self._had = True, own
+        self._ours = StandsFor(optimizer.step, self._step)
+        setattr(self._ours, SCHEDULED, True)
+        optimizer.step = self._ours
 
     def let_go(self) -> None:
         """Let torch update the parameters from here on."""
-        self._uninstall()
+        self._is_on = False
+        if vars(self._optimizer).get("step") is not self._ours:
+            return  # somebody has wrapped it since
+        if self._had is None:
+            del self._optimizer.step
+        else:
+            self._optimizer.step = self._had
 
-    def _compare(self, recorder: CudaRecorder) -> None:
-        """Record, and make the same update by torch and by the recording; restores everything."""
-        written = self._static.written
-        before = [each.clone() for each in written]
-
-        def play(update: Callable[[], None]) -> Played:
-            update()
-            played = Played(outputs=[now.float() - old.float() for now, old in zip(written, before, strict=True)])
-            put_back()
-            return played
-
-        def put_back() -> None:
-            for each, old in zip(written, before, strict=True):
-                each.copy_(old)
-
-        with torch.no_grad(), self._static.handed_over():
-            try:
-                usual = play(self._static.run)
-                self._static.record(recorder)
-                put_back()
-                deviation = measure_deviation(usual, play(self._static.replay))
-            finally:
-                put_back()
-                recorder.wait()
-        if not deviation.finite or deviation.largest > OPTIMIZER_LIMIT:
-            raise NotApplicable(f"a replayed update deviates by {deviation.largest:.2g}")
-
-    def _step(self, step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
-        """The optimizer's `step`, given its own, which a scheduler may have wrapped."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if not self._static.holds():
-            self._note_missed()
-            step()
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's `step`."""
+        if not self._is_on or closure is None or self._has_hooks() or not self._static.has_settings():
+            self.missed += 1
+            return self._usual(closure)
+        with torch.enable_grad():
+            loss = closure()
+        if not self._static.has_addresses():
+            self.missed += 1
+            self._usual()
             return loss
         self._static.replay()
-        self.replays += 1
+        self.replays, self.missed = self.replays + 1, 0
         self._optimizer._opt_called = True  # as a scheduler's wrapper notes
         for hook in self._optimizer._optimizer_step_post_hooks.values():  # ours: they count
             hook(self._optimizer, (), {})
         return loss
 
-    def _note_missed(self) -> None:
-        self._missed += 1
-        if self._missed > max(MOST_MISSED, self.replays):
-            self.refused = "gradients or settings of the optimizer are others in each step"
-            self.let_go()
+    def _has_hooks(self) -> bool:
+        """Whether a hook of the user's runs around the step."""
+        mine, theirs = self._optimizer._optimizer_step_post_hooks, self._optimizer._optimizer_step_pre_hooks
+        every = chain(theirs.values(), _global_optimizer_pre_hooks.values(), _global_optimizer_post_hooks.values())
+        return any(True for _ in every) or not all(is_from(("fastloop.",), hook) for hook in mine.values())
+
+
+def is_from(packages: tuple[str, ...], hook: Any) -> bool:
+    """Whether one of these packages has the hook, and no recipe does."""
+    module = getattr(hook, "__module__", type(hook).__module__)
+    return module.startswith(packages) and ".recipe_modules." not in module
+
+
+@torch.no_grad()
+def _compare(static: StaticUpdate, recorder: CudaRecorder) -> None:
+    """Record, and make the same update by torch and by the recording. Restores everything.
+
+    Raises:
+        NotApplicable: they differ.
+    """
+    parameters, state = static.parameters, static.state
+    before = [each.clone() for each in (*parameters, *state)]
+
+    def put_back() -> None:
+        for each, old in zip((*parameters, *state), before, strict=True):
+            each.copy_(old)
+
+    def play(update: Callable[[], None]) -> tuple[Played, list[float]]:
+        update()
+        changes = [now - old for now, old in zip((*parameters, *state), before, strict=True)]
+        moved, kept = changes[: len(parameters)], changes[len(parameters) :]
+        counted = [float(each) for each in kept if not each.dim()]
+        put_back()
+        # Apart from each other: a counter goes up by 1, and a parameter by its learning rate.
+        return Played(outputs=moved, gradients={str(n): each for n, each in enumerate(kept) if each.dim()}), counted
+
+    with static.handed_over():
+        try:
+            usual, counted = play(static.run_eagerly)
+            static.record(recorder)
+            put_back()
+            replayed, counted_again = play(static.replay)
+        finally:
+            put_back()
+            recorder.wait()
+    deviation = measure_deviation(usual, replayed)
+    if counted != counted_again or not deviation.finite or deviation.largest > OPTIMIZER_LIMIT:
+        raise NotApplicable(f"a replayed update deviates by {deviation.largest:.2g}")
