@@ -204,7 +204,7 @@ def test_a_short_run_keeps_time_for_recording_a_step(
 def test_no_time_is_kept_for_a_recording_that_will_not_be_made(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, steps: int, hooked: bool
 ) -> None:
-    """A twentieth of 150 steps of 0.1 s is less than a recording takes; and a replay would not call the user's hooks."""
+    """A twentieth of 150 steps of 0.1 s is less than a recording takes; and a replay calls no hooks of modules."""
     machine.plant(monkeypatch, Amp, "amp", eager_s=0.0, replayed_s=0.0)
     if hooked:
         usual = Module.__init__
