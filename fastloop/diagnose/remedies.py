@@ -66,6 +66,12 @@ class Rungs:
         state = "is on but had no effect" if verdict.took is False else "is on, but whether it had an effect is unknown"
         return f"{rung} {state} ({verdict.why})"
 
+    def explain_refused(self, seen: Measurement, cause: str) -> str | None:
+        """Return why the first rung against this cause does not apply to the run's loader; None if it does."""
+        refused = seen.evidence.get("refused") or {}
+        first = next((rung for rung in self.list_against(cause) if rung not in self.enabled), None)
+        return f"{first} does not apply: {refused[first]}" if first is not None and first in refused else None
+
     def advise(self, seen: Measurement, cause: str) -> str | None:
         """Return advice from a rung's card about this cause, for when no rung helps."""
         for rung, card in self.cards.items():

@@ -47,7 +47,9 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
     elif (rows := read_loader(step.measured).get("rows")) is not None:
         cause = PICKING
         idle += f" ({rows} holds all rows in memory, and they are picked one at a time)"
-    instead = _advise_loading(step.measured, rungs.name_number("data_wait"))
+    instead = _advise_loading(
+        step.measured, rungs.name_number("data_wait"), rungs.explain_refused(step.measured, cause)
+    )
     return cost.explain(idle, rungs.choose(step.measured, cause, instead))
 
 
@@ -68,11 +70,12 @@ def _is_mostly_decoding(seen: Measurement) -> bool:
     return decode_ms * seen.micro_batch >= MOSTLY * made_ms
 
 
-def _advise_loading(seen: Measurement, number: str | None) -> str:
+def _advise_loading(seen: Measurement, number: str | None, refused: str | None) -> str:
     """Return advice about a loader that does not keep up.
 
     Args:
         number: the setting for the number of workers if a rung sets it, otherwise None.
+        refused: why a rung cannot help, if one might.
     """
     found = read_loader(seen)
     count, cpus, most = found.get("num_workers"), found.get("usable_cpus"), _count_possible_workers(seen)
@@ -89,7 +92,9 @@ def _advise_loading(seen: Measurement, number: str | None) -> str:
             f" {find_hand_over_ms(seen):g} ms; a dataset with __getitems__ makes a whole batch at once"
         )
     if count == 0:
-        return "make samples and batches cheaper"
+        return (
+            "make samples and batches cheaper" if refused is None else f"{refused}; or make samples and batches cheaper"
+        )
     if most is not None and most >= MORE_WORTH * count:
         how = f"set num_workers={most} in your loader" if number is None else f"write {number}: {most}"
         return f"num_workers={count}, with {cpus} usable CPUs: {how}"

@@ -102,8 +102,8 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str |
         return f"the loader already has {workers}; your number stands"
     if not loader.map_style:
         return (
-            "every worker would read the whole iterable dataset, so samples would repeat; shard it with"
-            " torch.utils.data.get_worker_info and set num_workers"
+            "every worker would read an iterable dataset whole, and samples would repeat, unless it asks"
+            " torch.utils.data.get_worker_info for its share; if it does, set num_workers yourself"
         )
     if loader.stateful:
         return (

@@ -27,6 +27,8 @@ class PlannedRung:
     notes: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
     """The keys of its actions."""
+    has_acted: bool = False
+    """It is off, but was on for some of the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ class PlanFile:
                 wants=step.change.wants,
                 notes=step.change.notes,
                 actions=tuple(key for action in step.change.actions for key in action.keys),
+                has_acted=step.has_acted,
             )
             for step in plan.steps
         ]
@@ -62,6 +65,7 @@ class PlanFile:
                 status=row.status,
                 reason=row.reason,
                 change=Change(wants=row.wants, notes=row.notes, parity=row.parity_class),
+                has_acted=row.has_acted,
             )
             for row in self.rungs
         ]

@@ -52,6 +52,7 @@ def test_a_plan() -> None:
                 "notes": ["mind"],
                 "wants": {"precision.plugin": "bf16-mixed"},
                 "actions": ["a", "b"],
+                "has_acted": False,
             },
             {
                 "rung": "pin",
@@ -61,6 +62,7 @@ def test_a_plan() -> None:
                 "notes": [],
                 "wants": {},
                 "actions": [],
+                "has_acted": False,
             },
         ],
     }

@@ -33,8 +33,10 @@ def read_evidence(trainer: Any) -> dict[str, Any]:
     if module is None:
         return {}
     convolutions = [inner for inner in module.modules() if isinstance(inner, torch.nn.Conv2d)]
-    # A 1x1 kernel has the same layout in both memory formats, so it shows nothing.
-    wide = [inner.weight for inner in convolutions if inner.weight.dim() == 4 and max(inner.weight.shape[2:]) > 1]
+    # Not by attribute: reading a weight with a spectral norm trains that norm. A 1x1 kernel has the same layout in both
+    # memory formats, so it shows nothing.
+    weights = [inner._parameters.get("weight") for inner in convolutions]
+    wide = [each for each in weights if each is not None and each.dim() == 4 and max(each.shape[2:]) > 1]
     groups = [group for optimizer in trainer.optimizers for group in getattr(optimizer, "param_groups", [])]
     return {
         "compiled": any(read_model.is_compiled(inner) for inner in module.modules()),

@@ -16,14 +16,15 @@ from fastloop.records.facts import Facts
 
 
 def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[str, Any]) -> dict[str, Any]:
-    """Evidence for proposing feeds to a loader of pictures, or to keep workers that start anew in every epoch.
+    """Evidence for proposing feeds to a loader without workers, or to keep workers that start anew in every epoch.
 
     Args:
         seen: the evidence on the loader so far.
     """
     decode_ms, rows = loader_state.measure_decode_ms(trainer), loader_state.find_rows(trainer)
-    restarts = bool(seen.get("num_workers")) and not seen.get("persistent_workers")
-    if not loader_state.find_loaders(trainer) or (decode_ms is None and rows is None and not restarts):
+    restarts, alone = bool(seen.get("num_workers")) and not seen.get("persistent_workers"), not seen.get("num_workers")
+    may_have_feeds = decode_ms is not None or rows is not None or alone
+    if not loader_state.find_loaders(trainer) or not (may_have_feeds or restarts):
         return {}
     facts = _read_loader(trainer, applier, ladder)
     loader = dict(seen)
@@ -33,7 +34,7 @@ def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[s
         loader["can_keep_workers"] = facts is not None and can_keep_theirs(facts)
     if decode_ms is not None:
         loader["decode_ms"] = decode_ms
-    elif rows is None:
+    elif not may_have_feeds:
         return {"loader": loader}
     return {"loader": loader, "refused": {} if facts is None else list_refused(ladder, facts)}
 

@@ -84,7 +84,7 @@ class _Phase:
             return  # a second one within the hook: the phase still lasts
         elif self.is_forward and self.marks.around_forward is not None:
             self._back = self.marks.around_forward()
-        if self.is_work and self.marks.around_work is not None and not self.marks.counts:
+        if self.is_work and self.marks.may_count(self.phase) and not self.marks.counts:
             self.marks.counts, self._work = True, self.marks.around_work
             self._work.__enter__()
         self.marks.enter(self.phase)
@@ -195,6 +195,11 @@ class Marks:
         clock = self.clock
         timed = clock.open and (clock.detailed or not clock.in_body)
         return timed or self.ranges is not None or self.around_work is not None
+
+    def may_count(self, phase: str) -> bool:
+        """Whether the work of a phase is counted."""
+        work = self.around_work
+        return work is not None and not (phase == "backward" and work.reforms_backward)
 
     def in_detail(self) -> bool:
         """Whether every hook is marked separately."""

@@ -2,7 +2,8 @@
 
 Uses a light dispatch mode. ``torch.utils.flop_counter.FlopCounterMode`` installs module hooks and decomposes unknown
 operators, so it counts a different step from the one the user runs; this one runs every operator unchanged, looks at
-shapes and uses torch's public formulas where they are correct.
+shapes and uses torch's public formulas where they are correct. Where torch would choose another backward because of the
+mode, `reforms_backward` says so after the forward.
 
 Recomputation (activation checkpointing, and the scores that a fused attention recomputes in its backward) is counted
 separately, so a model has the same count eager, compiled, checkpointed or with fused attention.
@@ -11,6 +12,8 @@ Source: ``facts/measuring.md`` section 3; https://github.com/pytorch/pytorch/blo
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
 import sys
 import threading
@@ -38,6 +41,11 @@ _HEAVY = re.compile(
 )
 """torch's operators that do heavy work: if they have no formula, the count becomes "at least". Those in the last line
 arrive undecomposed only from tensor subclasses (jagged ones, for instance)."""
+
+
+_REFORMED = ("prod", "cumprod", "masked_fill", "masked_fill_")
+"""Operators whose backward torch computes by another formula, with other rounding, under any dispatch mode. Found by
+comparing all of torch's operators; the last two only where the value is a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +99,9 @@ class FlopCount(TorchDispatchMode):
         self.recomputed = 0
         self.ambiguous = False
         """A graph of the backward was built (``create_graph``) in a way that hides which work is recomputation."""
+        self.reforms_backward = False
+        """The backward of an operator would be computed differently under this mode."""
+        self._reforming = set[Any]()
         self._creates_graph = False
         self._uncounted: dict[str, None] = {}
         self._known: dict[Any, Callable[..., tuple[str, int, int]] | None] = {}
@@ -120,6 +131,8 @@ class FlopCount(TorchDispatchMode):
             formula = self._known[func] = self._find_formula(func)
         if formula is not None:
             self._add(func, formula, args, kwargs, out)
+        elif func in self._reforming and isinstance(out, torch.Tensor) and out.is_floating_point():
+            self.reforms_backward = self.reforms_backward or torch.is_grad_enabled()
         return out
 
     @property
@@ -139,6 +152,9 @@ class FlopCount(TorchDispatchMode):
     def per(self, samples: int, source: str = STEP) -> Mapping[str, Any]:
         """The work counted so far, in the form of ``Measurement.flops``; a step without a backward gives no count, for
         instance if ``training_step`` returned None."""
+        if self.reforms_backward:
+            why = "a product of all elements (prod, cumprod) would round differently in the backward of a counted step"
+            return {"per_sample": None, "source": source, "why": why}
         if self.work.total and not self.backward.total():
             return {"per_sample": None, "source": source, "why": "the counted step had no backward"}
         return self.work.per(samples, source)
@@ -148,6 +164,8 @@ class FlopCount(TorchDispatchMode):
         packet = getattr(func, "_overloadpacket", None)
         name = func.__name__ if packet is None else packet.__name__
         namespace = getattr(func, "namespace", "higher_order")
+        if name in _REFORMED and getattr(func, "_overloadname", "") != "Scalar":
+            self._reforming.add(func)
         if packet in flop_registry or (namespace == "aten" and name in _OWN):
             return _OWN.get(name) or _make_formula(name, flop_registry[packet])
         if packet is None or not _PLAIN_NAMESPACES.fullmatch(namespace) or (namespace == "aten" and _HEAVY.match(name)):
@@ -206,6 +224,8 @@ def may_count(module: torch.nn.Module) -> str | None:
             return f"{where} is compiled: fused operators cannot be counted, and counting may turn torch.compile off"
         if str(getattr(vars(part).get("forward"), "__module__", "")).startswith("torch.cuda.graphs"):
             return f"{where} replays a CUDA graph, whose operators are not visible"
+    if not getattr(module, "automatic_optimization", True) and _mentions_products(module):
+        return "training_step runs its own backwards, and one through prod or cumprod would round differently"
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters = getattr(dynamo, "counters", None) or {}
     if any(counters[name] for name in ("stats", "frames") if name in counters):
@@ -213,6 +233,18 @@ def may_count(module: torch.nn.Module) -> str | None:
     if torch.cuda._initialized and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return None
+
+
+def _mentions_products(module: torch.nn.Module) -> bool:
+    """Whether code of the user's modules multiplies all elements."""
+    kinds = {
+        type(part) for part in module.modules() if not type(part).__module__.startswith(("torch.", "torchmetrics."))
+    }
+    for kind in kinds:
+        with contextlib.suppress(OSError, TypeError):  # it has no source
+            if re.search(r"prod\s*\(", inspect.getsource(kind)):
+                return True
+    return False
 
 
 def _make_formula(name: str, formula: Callable[..., int]) -> Callable[..., tuple[str, int, int]]:

@@ -160,6 +160,12 @@ def check(command: Sequence[str]) -> None:
             do="write it after two dashes: fastloop exec -- python train.py",
         )
     if shutil.which(command[0]) is None:
+        if "=" in command[0]:
+            why, do = (
+                "exec takes no overrides",
+                "write them into a file: fastloop exec --config FILE.yaml -- python train.py",
+            )
+            raise ConfigError(got=repr(command[0]), why=why, do=do)
         script, there = command[0].endswith(".py"), Path(command[0]).is_file()
         why = "it is a script that is not executable" if script and there else "there is no such command"
         do = f"write python {command[0]}" if script else "write the command as you would in a shell"

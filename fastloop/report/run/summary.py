@@ -114,14 +114,22 @@ def write_lines(
 
 
 def list_loop_changes(plan: Plan, verdicts: Sequence[Verdict]) -> list[str]:
-    """List the notes of effective rungs that set Trainer keys or group batches into steps differently."""
+    """List the notes of effective rungs that set Trainer keys or group batches into steps differently, and of those
+    that are off now but have trained differently."""
     took = {verdict.rung for verdict in verdicts if verdict.took}
-    return [
+    changed = [
         f"{step.rung}: {'; '.join(step.change.notes)}"
         for step in plan.planned
         if step.rung in took
         and step.change.notes
         and any(key.startswith(("step.", "trainer.")) for key in step.change.wants)
+    ]
+    acted = [
+        step for step in plan.steps if step.has_acted and step.status != "planned" and step.change.parity != "exact"
+    ]
+    return changed + [
+        f"{step.rung} was on for the first steps: {'; '.join(step.change.notes) or 'they may differ by rounding'}"
+        for step in acted
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,40 @@ def test_a_run_whose_facts_cannot_be_read_is_measured(monkeypatch: pytest.Monkey
     watch = FastLoop({"watch": {"warmup_steps": 1}}, quiet=True)
     models.trainer(callbacks=[watch], max_epochs=2).fit(Short(), DataLoader(Rows(), 4, num_workers=1))
     assert watch.measurement is not None and watch.measurement.evidence["loader"]["can_keep_workers"] is False
+
+
+class Slow(Rows):
+    """Takes its time for a row, as reading a file would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hard: list[int] = []
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.004)
+        return super().__getitem__(index)
+
+
+class Mines(Short):
+    """Tells the dataset which samples were hard."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.trainer.train_dataloader.dataset.hard.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", [Short, Mines])
+def test_workers_are_not_advised_where_they_would_be_refused(kind: type[Short]) -> None:
+    watch = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
+    models.trainer(callbacks=[watch], max_epochs=2).fit(kind(), DataLoader(Slow(), 4))
+    finding = watch.findings[0]
+    assert finding.bottleneck == "data_wait"
+    assert finding.patch == ({"rungs": {"workers": {"enabled": True}}} if kind is Short else None)
+    assert ("workers does not apply: workers would load from an outdated copy" in finding.why) is (kind is Mines)
 
 
 class Mean(L.LightningModule):

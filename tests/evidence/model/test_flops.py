@@ -526,3 +526,21 @@ def test_a_step_without_a_backward_is_none_to_go_by() -> None:
     with count:
         loss.backward()
     assert count.per(4, "a trial") == count.work.per(4, "a trial") and count.per(4)["per_sample"] == 2 * 2 * 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("forward", "reforms"),
+    [
+        (lambda x: x.cumprod(0), True),
+        (lambda x: x.prod(), True),
+        (lambda x: x.masked_fill(x > 0, torch.ones(())), True),
+        (lambda x: x.masked_fill(x > 0, 1.0), False),
+        (lambda x: x.cumsum(0) * torch.tensor([2, 3]).prod(), False),
+    ],
+)
+def test_a_backward_that_torch_would_write_otherwise_is_known_beforehand(forward: Any, reforms: bool) -> None:
+    x = torch.linspace(-1, 2, 7, requires_grad=True)
+    with (count := FlopCount()):
+        forward(x)
+    assert count.reforms_backward is reforms
+    assert ("would round differently" in str(count.per(7).get("why"))) is reforms

@@ -214,6 +214,8 @@ def test_a_command_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
         check([])
     with pytest.raises(ConfigError, match=r"got 'phyton'\n  why there is no such command"):
         check(["phyton", "train.py"])
+    with pytest.raises(ConfigError, match=r"exec takes no overrides\n  do  write them into a file"):
+        check(["rungs.workers.count=2", "--", "python", "train.py"])
     with pytest.raises(ConfigError, match=r"not executable\n  do  write python train\.py"):
         check(["train.py"])
     with pytest.raises(ConfigError, match=r"no such command\n  do  write python gone\.py"):

@@ -11,6 +11,7 @@ import pytest
 from fastloop.ladder import Ladder
 from fastloop.records.measurement import PARTS, Measurement
 from fastloop.records.plan import Change, Finding, Plan, Rehearsed, Step, Verdict
+from fastloop.records.run_files import PlanFile
 from fastloop.records.yaml_text import dump_on_one_line
 from fastloop.report import numbers
 from fastloop.report.run import summary
@@ -66,6 +67,21 @@ def test_the_whole() -> None:
         "FIX      rungs.workers {enabled: true, count: 3}",
         "REPORT   runs/x/report.md",
     ]
+
+
+@pytest.mark.parametrize(
+    ("parity", "acted", "said"), [("approximate", True, True), ("approximate", False, False), ("exact", True, False)]
+)
+def test_a_rung_that_is_off_but_has_trained_differently_is_told(parity: Any, acted: bool, said: bool) -> None:
+    """Read from its file, too: that is what `exec` shows."""
+    change = Change(wants={"loader.num_workers": 4}, parity=parity, notes=("random augmentations differ",))
+    step = Step(rung="workers", status="skipped", reason="taking a batch took longer", change=change, has_acted=acted)
+    plan = PlanFile.of(Plan(steps=(step,))).to_plan()
+    verdicts = [Verdict(rung="workers", took=False, why="taking a batch took longer"), Verdict(rung="host", took=True)]
+    lines = summary.write_lines(SEEN, plan, verdicts, [])
+    line = "CHANGES  workers was on for the first steps: random augmentations differ"
+    assert (line in lines) is said
+    assert any(each.startswith(f"TOOK     [{'approximate' if said else 'exact'}]") for each in lines)
 
 
 def test_what_a_rung_changes_besides_is_said_once_it_took() -> None:

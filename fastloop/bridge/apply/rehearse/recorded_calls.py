@@ -98,6 +98,7 @@ class CallRecorder:
             self._prints[name] = self._read_prints(module)
             self._current.pop(name, None)
             if not module.training:
+                self.is_whole = False  # such as a frozen teacher's, whose time is part of the step
                 return
             if sum(call.name == name for call in self.calls) >= MOST_CALLS:
                 self.is_whole = False

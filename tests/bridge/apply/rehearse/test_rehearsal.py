@@ -925,3 +925,15 @@ def test_strict_is_about_what_cannot_apply(monkeypatch: pytest.MonkeyPatch) -> N
     plant(monkeypatch, _raise(RuntimeError("no kernel")))
     with pytest.raises(ConfigError, match="no kernel"):
         fit(config("amp", strict=True))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_a_frozen_module_takes_is_not_in_the_time_of_a_batch(frozen: bool) -> None:
+    """A teacher in evaluation mode is not recorded: the step takes longer than its calls, and no rung is to blame."""
+    module = torch.nn.ModuleDict({"teacher": torch.nn.Linear(4, 4), "student": torch.nn.Linear(4, 4)})
+    module["teacher"].train(not frozen)
+    recorder = recorded_calls.CallRecorder(module, ["teacher", "student"])
+    recorder.note_batch((torch.ones(2, 4),))
+    module["teacher"](torch.ones(2, 4)), module["student"](torch.ones(2, 4))
+    recorder.stop()
+    assert recorder.is_whole is not frozen and len(recorder.calls) == 2 - frozen
