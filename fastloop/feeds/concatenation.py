@@ -75,8 +75,10 @@ def _list_members(member: Any, first: Any) -> list[Any]:
 
 def _join_tensors(members: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
     first = members[0]
-    if type(first) is not torch.Tensor or first.layout != torch.strided:
-        raise CannotConcatenate(f"a {type(first).__name__} of layout {first.layout} cannot be concatenated")
+    if type(first) is not torch.Tensor:
+        raise CannotConcatenate(f"it is unknown how to concatenate tensors of the class {type(first).__name__}")
+    if first.layout != torch.strided:
+        raise CannotConcatenate(f"tensors of layout {first.layout} cannot be concatenated")
     if all(member.dim() == 0 for member in members):
         if any(not torch.equal(member, first) for member in members):
             raise CannotConcatenate("a number of its own for each batch")

@@ -87,7 +87,8 @@ def find_fault(
         limit = max(TAU[precision], ROUNDINGS * (noise or 0.0))
         fault = None
         if value > limit:
-            fault = f"{name} deviate by {value:.2g}, more than the {limit:.2g} that {precision} explains"
+            digits = ".2g" if f"{value:.2g}" != f"{limit:.2g}" else ".4g"
+            fault = f"{name} deviate by {value:{digits}}, more than the {limit:{digits}} that {precision} explains"
             if draws is not None and fmean(getattr(each, name) for each in draws.usual) > limit:
                 fault = _find_fault_of_draws(name, draws)
         elif limit > NO_GATE:  # rounding alone scatters them: no limit would be meaningful

@@ -150,7 +150,8 @@ class Marks:
         whole: whether the current step is entirely inside the window, unlike the one in which it opens.
         in_work: whether a batch's work is running.
         saver: the hook that is running now, if it saves checkpoints.
-        around_work: a reusable context that is entered for every forward and backward.
+        around_work: a reusable context, a FlopCount, that is entered for every forward, and every backward unless it
+            `reforms_backward`.
         counts: whether that context is entered now.
         unheard: actions of hooks that are not overridden, which Lightning opens all the same.
         around_forward: called before a marked ``training_step``; returns a function that is called after it.

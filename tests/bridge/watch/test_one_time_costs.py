@@ -216,7 +216,7 @@ def test_a_rehearsal_is_in_no_step_and_its_compile_counts_as_one() -> None:
 @pytest.mark.parametrize("rehearsal", ["on", "off"])
 def test_the_rehearsal_of_a_rung_is_told_apart(rehearsal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Rehearsal.run
-    monkeypatch.setattr(Rehearsal, "run", lambda self: (planted.sleep(COMPILE_S), run(self))[1])
+    monkeypatch.setattr(Rehearsal, "run", lambda self, *how: (planted.sleep(COMPILE_S), run(self, *how))[1])
     config = {"watch": {"warmup_steps": 1}, "rehearsal": rehearsal, "rungs": {"amp": {"enabled": True}}}
     loop = FastLoop(config, quiet=True)
     trainer(callbacks=[loop], max_steps=STEPS, max_epochs=-1).fit(Compiled(), batches())

@@ -211,6 +211,8 @@ def test_a_trace_gets_the_phases_with_the_window_closed(clock: Notes) -> None:
 
 
 class Around:
+    reforms_backward = False
+
     def __init__(self) -> None:
         self.log: list[str] = []
 

@@ -58,7 +58,8 @@ class Terms:
         batches = self.steps_left * self.batches_per_step
         if judge.REHEARSAL_SHARE * batches >= plays:
             return None
-        return f"this run is too short to try it: trying may take 5 % of the {batches:,.0f} batches that are left"
+        left = "one batch that is" if round(batches) == 1 else f"{batches:,.0f} batches that are"
+        return f"this run is too short to try it: trying may take 5 % of the {left} left"
 
     def explain_no_time(self, spent_s: float, needed_s: float, batch_ms: float, kept_s: float = 0.0) -> str | None:
         """Why there is no time for a trial of `needed_s` seconds beside those already made, in a run whose batches take
