@@ -94,9 +94,13 @@ _BROUGHT = re.compile(r"Caught \w+ in ([^\n]+)\.\nOriginal Traceback ")
 _CHAINED = re.compile(r"\n(?:During handling of the above exception|The above exception was the direct cause)[^\n]*\n")
 
 
-def quote(error: BaseException) -> str:
-    """An error of the user's code in one line: its type and its message, or the beginning of a long one. Of an error in
-    a worker process, the worker's own."""
+def quote(error: BaseException, *, briefly: bool = False) -> str:
+    """An error of the user's code in one line: its type and its message. Of an error in a worker process, the worker's
+    own.
+
+    Args:
+        briefly: of the message only the first line, and the second if that one only announces it.
+    """
     text, kind, where = str(error).strip(), type(error).__name__, ""
     if (brought := _BROUGHT.match(text)) is not None:
         lines = _CHAINED.split(text)[-1].splitlines()
@@ -104,10 +108,10 @@ def quote(error: BaseException) -> str:
         own = [line for line in lines[frames[0] :] if line.strip() and not line.startswith(" ")] if frames else []
         kind, _, rest = own[0].partition(": ") if own else (kind, "", "")
         text, where = "\n".join([rest, *own[1:]]), f" (in {brought[1]})"
-    if isinstance(error, FastLoopError):
-        return f"{kind}: {' '.join(text.split())}{where}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    if briefly:
+        lines = lines[: 2 if lines and lines[0].endswith(":") else 1]
+    said = " ".join(" ".join(lines).split())
     return f"{kind}: {said}{where}" if said else f"{kind}{where}"
 
 

@@ -99,7 +99,10 @@ def show_inner() -> Exception:
     ("error", "said"),
     [
         (ValueError("row 0 is broken"), "ValueError: row 0 is broken"),
-        (ValueError("row 0 is broken:\n  it has no label\nsee above"), "ValueError: row 0 is broken: it has no label"),
+        (
+            ValueError("row 0 is broken:\n  it has no label\nsee above"),
+            "ValueError: row 0 is broken: it has no label see above",
+        ),
         (ValueError(), "ValueError"),
         (FastLoopError(got="1", why="it is odd", do="write 2"), "FastLoopError: got 1 why it is odd do write 2"),
     ],
@@ -109,12 +112,23 @@ def test_an_error_is_quoted_in_one_line(error: Exception, said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("row 0\nsee above", "ValueError: row 0"),
+        ("row 0 is broken:\n\n  no label\nsee above", "ValueError: row 0 is broken: no label"),
+    ],
+)
+def test_the_beginning_of_a_message_tells_what_it_announces(message: str, said: str) -> None:
+    assert quote(ValueError(message), briefly=True) == said
+
+
+@pytest.mark.parametrize(
     ("error", "said"),
     [
         (ValueError("row 0 is broken"), "ValueError: row 0 is broken"),
         (ValueError("row 0 is broken:\nit has no label"), "ValueError: row 0 is broken: it has no label"),
         (with_context(ValueError("row 7 has no label")), "ValueError: row 7 has no label"),
-        (show_inner(), "RuntimeError: row 7 is broken: Traceback (most recent call last):"),
+        (show_inner(), "RuntimeError: row 7 is broken: Traceback (most recent call last): KeyError: 'label'"),
     ],
 )
 def test_an_error_in_a_worker_is_quoted_in_its_own_words(error: Exception, said: str) -> None:

@@ -162,6 +162,10 @@ class ScriptOrders:
     """A folder that no module should be imported from: files of modules imported from it are reported."""
 
 
+FAST_DEV_RUN = "fast_dev_run"
+"""Why a fit is not measured: Lightning's own word for a few steps that only try the code."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScriptEvent:
     """An event reported by that callback, or by the entry point before it."""

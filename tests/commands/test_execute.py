@@ -127,8 +127,15 @@ def test_several_ranks(launcher: tuple[str, ...], library: str, place: Path) -> 
         ("never", 0, "fastloop: nothing was measured: train made a Trainer, but never called fit", None),
         ("twice", 0, "NOTE     fit was called 2 times: the first one that trained was measured", 128),
         ("exits", 3, "PARTIAL: the fit did not end normally", 25),
+        ("tries_first", 0, "steps 22-128", 128),
+        (
+            "only_tries",
+            0,
+            "nothing was measured: every fit of train is a fast_dev_run, which only tries the code",
+            None,
+        ),
     ],
-    ids=["never", "twice", "exits"],
+    ids=["never", "twice", "exits", "tries_first", "only_tries"],
 )
 def test_what_scripts_do_is_named(does: str, code: int, line: str, steps: int | None, place: Path) -> None:
     said = fastloop_exec(place, "--json", "said.json", "--", sys.executable, TRAIN, "--does", does)

@@ -33,7 +33,7 @@ from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.config.loading import load_callback_config
 from fastloop.errors import quote
 from fastloop.records import store
-from fastloop.records.trial import ScriptEvent, ScriptOrders
+from fastloop.records.trial import FAST_DEV_RUN, ScriptEvent, ScriptOrders
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -140,7 +140,7 @@ class Injected(Callback):
         own = any(isinstance(each, FastLoop) for each in trainer.callbacks)
         chosen = not own and self._is_the_one(trainer)
         if trainer.is_global_zero:
-            self.note("yielded" if own else "fit", measured=chosen)
+            self.note("yielded" if own else "fit", measured=chosen, why=_tell_rehearsal(trainer))
         if chosen:
             self._invite(trainer)
 
@@ -158,7 +158,8 @@ class Injected(Callback):
         if trainer.is_global_zero:
             if self._guests:
                 (self.place / TRAINED).touch()
-            self.note("fit_began", measured=bool(self._guests), step=trainer.global_step)
+            why = _tell_rehearsal(trainer)
+            self.note("fit_began", measured=bool(self._guests), step=trainer.global_step, why=why)
 
     @fail_open
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -212,12 +213,12 @@ class Injected(Callback):
             self.note("unsaved")
 
     def _is_the_one(self, trainer: Any) -> bool:
-        """Whether this fit is the first that trains, in any process of the command.
+        """Whether this fit is the first that trains, in any process of the command; a fast_dev_run only tries the code.
 
         All ranks of a fit get the same answer: rank 0 marks that it trains only after the others have checked, because
         there is a barrier after the setup. Source: trainer/call.py, ``_call_setup_hook``.
         """
-        if (self.place / TRAINED).exists():
+        if (self.place / TRAINED).exists() or trainer.fast_dev_run:
             return False
         alone = f"process {os.getpid()}"
         group = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
@@ -255,6 +256,10 @@ class Injected(Callback):
         """Remove the callbacks added for one fit; a later fit of the same Trainer does not get them."""
         trainer.callbacks[:] = [each for each in trainer.callbacks if not any(each is guest for guest in self._guests)]
         self._guests = []
+
+
+def _tell_rehearsal(trainer: Any) -> str | None:
+    return FAST_DEV_RUN if trainer.fast_dev_run else None
 
 
 class _Answers(Callback):

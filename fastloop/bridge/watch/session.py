@@ -317,7 +317,7 @@ def describe_death(raised: BaseException | None, trainer: Any) -> str | None:
     """
     if not isinstance(raised, Exception) or trainer.received_sigterm:
         return None
-    return quote(raised)
+    return quote(raised, briefly=True)
 
 
 def record_of_rank(seen: Measurement, raised: BaseException | None = None) -> dict[str, Any]:

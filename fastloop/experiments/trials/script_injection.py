@@ -22,7 +22,7 @@ from fastloop.config.loading import DEFAULT, Config
 from fastloop.errors import ConfigError
 from fastloop.records import store
 from fastloop.records.store import decode
-from fastloop.records.trial import ScriptEvent, ScriptOrders
+from fastloop.records.trial import FAST_DEV_RUN, ScriptEvent, ScriptOrders
 
 ORDERS, EVENTS = "FASTLOOP_EXEC", "events.jsonl"
 """The same values as in ``bridge/trials/script_callback.py``."""
@@ -185,7 +185,7 @@ def name_of(command: Sequence[str]) -> str:
 
 def list_notes(events: Sequence[ScriptEvent]) -> list[str]:
     """Return remarks to show with a measurement."""
-    trained = sum(event.event == "fit_began" for event in events)
+    trained = sum(event.event == "fit_began" and event.why != FAST_DEV_RUN for event in events)
     said = [f"fit was called {trained} times: the first one that trained was measured"] if trained > 1 else []
     return said + [f"fastloop stayed out of a fit: {event.why}" for event in events if event.event == "gave_up"]
 
@@ -209,6 +209,8 @@ def explain_unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> s
         return f"{name} already has a FastLoop, which writes its own report"
     if "fit" not in last:
         return f"{name} made a Trainer, but never called fit"
+    if all(event.why == FAST_DEV_RUN for event in events if event.event == "fit"):
+        return f"every fit of {name} is a fast_dev_run, which only tries the code"
     why = f": {last['exception'].why}" if "exception" in last else ""
     if "fit_began" not in last:
         return f"the fit of {name} ended before its first step{why}"

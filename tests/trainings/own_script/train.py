@@ -55,7 +55,7 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def trainer() -> Any:
+def trainer(**more: Any) -> Any:
     quiet = ("logger", "enable_progress_bar", "enable_model_summary")
     return pl.Trainer(
         accelerator="cpu",
@@ -64,7 +64,7 @@ def trainer() -> Any:
         max_epochs=given.epochs,
         enable_checkpointing=given.ckpts is not None,
         callbacks=saves(),
-        **dict.fromkeys(quiet, False),
+        **{**dict.fromkeys(quiet, False), **more},
     )
 
 
@@ -83,7 +83,9 @@ def main() -> None:
     x = torch.randn(512, 8)
     data = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=8, shuffle=True)
     fits, net = trainer(), Net()
-    if given.does != "never":
+    if given.does in ("tries_first", "only_tries"):
+        trainer(fast_dev_run=2).fit(Net(), data)
+    if given.does not in ("never", "only_tries"):
         fits.fit(net, data, ckpt_path="last" if given.ckpts is not None and given.ckpts.exists() else None)
     if given.does == "twice":
         trainer().fit(Net(), data)
