@@ -139,8 +139,8 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
         (
             {},
             {"map_style": False},
-            "every worker would read the whole iterable dataset, so samples would repeat; shard it with"
-            " torch.utils.data.get_worker_info and set num_workers",
+            "every worker would read an iterable dataset whole, and samples would repeat, unless it asks"
+            " torch.utils.data.get_worker_info for its share; if it does, set num_workers yourself",
         ),
         (
             {},
@@ -726,7 +726,7 @@ class Stream(IterableDataset):
 def test_an_iterable_dataset_is_refused_for_it_would_be_doubled() -> None:
     """D4, with the proof that it would have happened."""
     plain, ours = both(WORKERS, lambda: DataLoader(Stream(), batch_size=8), max_epochs=1)
-    assert str(ours.reason("workers")).startswith("every worker would read the whole iterable dataset")
+    assert str(ours.reason("workers")).startswith("every worker would read an iterable dataset whole")
     assert ours.module.samples == plain.module.samples
     doubled = clone(DataLoader(Stream(), batch_size=8), {"num_workers": 2, "prefetch_factor": 2})
     drawn = sorted(number for batch in doubled for number in batch[2].tolist())

@@ -3,6 +3,7 @@ writes in several ways."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,13 @@ from fastloop import FastLoop
 from fastloop.bridge.apply import read_training
 from fastloop.evidence.model import flops
 from tests import models
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test of this process may have compiled something; then nothing is counted, and nothing could differ."""
+    if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
+        monkeypatch.setattr(dynamo, "counters", {})
 
 
 class Spectral(nn.Module):
