@@ -70,7 +70,7 @@ class Rungs:
         """Return why the first rung against this cause does not apply to the run's loader; None if it does."""
         refused = seen.evidence.get("refused") or {}
         first = next((rung for rung in self.list_against(cause) if rung not in self.enabled), None)
-        return f"{first} does not apply: {refused[first]}" if first is not None and first in refused else None
+        return f"{first} does not apply ({refused[first]})" if first is not None and first in refused else None
 
     def advise(self, seen: Measurement, cause: str) -> str | None:
         """Return advice from a rung's card about this cause, for when no rung helps."""

@@ -92,9 +92,7 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
             f" {find_hand_over_ms(seen):g} ms; a dataset with __getitems__ makes a whole batch at once"
         )
     if count == 0:
-        return (
-            "make samples and batches cheaper" if refused is None else f"{refused}; or make samples and batches cheaper"
-        )
+        return "make samples and batches cheaper" if refused is None else f"{refused}; make samples and batches cheaper"
     if most is not None and most >= MORE_WORTH * count:
         how = f"set num_workers={most} in your loader" if number is None else f"write {number}: {most}"
         return f"num_workers={count}, with {cpus} usable CPUs: {how}"

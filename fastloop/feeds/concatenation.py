@@ -76,7 +76,7 @@ def _list_members(member: Any, first: Any) -> list[Any]:
 def _join_tensors(members: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
     first = members[0]
     if type(first) is not torch.Tensor:
-        raise CannotConcatenate(f"it is unknown how to concatenate tensors of the class {type(first).__name__}")
+        raise CannotConcatenate(f"tensors of the class {type(first).__name__} may not concatenate as plain ones do")
     if first.layout != torch.strided:
         raise CannotConcatenate(f"tensors of layout {first.layout} cannot be concatenated")
     if all(member.dim() == 0 for member in members):

@@ -61,7 +61,7 @@ def test_what_one_patch_removes_counts_together() -> None:
     assert [first.bottleneck, second.bottleneck, third.bottleneck] == ["data_wait", "validation", "launch_bound"]
     assert first.patch == second.patch == {"rungs": {"cache": {"enabled": True}}} != third.patch
     assert (third.share_pct or 0) > (first.share_pct or 0) > (second.share_pct or 0)
-    assert first.detail[0] == "the same patch is against HELD UP BY VALIDATION (15 % of the step)"
+    assert first.detail[0] == "the same patch also addresses HELD UP BY VALIDATION (15 % of the step)"
     alone = findings(make_table(loader={**NO_WORKERS, "rows": "TensorDataset"}))
     assert [each.bottleneck for each in alone][:2] == ["launch_bound", "data_wait"], "validation has no patch here"
     assert "the same patch" not in "".join(alone[1].detail)

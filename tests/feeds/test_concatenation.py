@@ -83,7 +83,7 @@ class Closed:
         ([x().int(), x()], "tensors of torch.int32 and torch.float32"),
         ([{"x": x(), "graph": Closed()}] * 2, "a Closed cannot be concatenated"),
         ([{"x": x(), "sparse": x().to_sparse()}] * 2, "layout torch.sparse_coo cannot be concatenated"),
-        ([[x(), torch.nn.Parameter(x())]] * 2, "it is unknown how to concatenate tensors of the class Parameter"),
+        ([[x(), torch.nn.Parameter(x())]] * 2, "tensors of the class Parameter may not concatenate as plain ones do"),
         ([{"x": x(), "names": ["a", "b"]}, {"x": x(), "names": ["a", "c"]}], "a list of its own for each batch"),
         ([{"x": x(), "classes": list(range(8))}] * 2, "a list with as many entries as the window has samples"),
         ([["a"], ["b"]], "a batch holds no tensor with a first dimension"),

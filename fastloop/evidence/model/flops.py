@@ -153,7 +153,9 @@ class FlopCount(TorchDispatchMode):
         """The work counted so far, in the form of ``Measurement.flops``; a step without a backward gives no count, for
         instance if ``training_step`` returned None."""
         if self.reforms_backward:
-            why = "a product of all elements (prod, cumprod) would round differently in the backward of a counted step"
+            why = (
+                "the backward of prod, cumprod or masked_fill would round differently while its operations are counted"
+            )
             return {"per_sample": None, "source": source, "why": why}
         if self.work.total and not self.backward.total():
             return {"per_sample": None, "source": source, "why": "the counted step had no backward"}

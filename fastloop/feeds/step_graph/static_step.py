@@ -19,6 +19,10 @@ from fastloop.feeds.step_graph.recording import CudaRecorder
 _CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype)
 
 
+Gradients = Sequence[tuple[torch.nn.Parameter, torch.Tensor]]
+"""Parameters, and the tensors that hold their gradients."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ran:
     """Outputs of one forward."""
@@ -123,7 +127,7 @@ class StaticStep:
                 parameter.grad = gradient
 
     @property
-    def gradients(self) -> Sequence[tuple[torch.nn.Parameter, torch.Tensor]]:
+    def gradients(self) -> Gradients:
         """The parameters with gradients, and the tensors that a replayed backward writes these to."""
         return self._gradients
 

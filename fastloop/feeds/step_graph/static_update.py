@@ -13,7 +13,7 @@ import torch
 
 from fastloop.errors import NotApplicable
 from fastloop.feeds.step_graph.recording import CudaRecorder
-from fastloop.feeds.step_graph.static_step import gradients_aside
+from fastloop.feeds.step_graph.static_step import Gradients, gradients_aside
 
 KINDS = ("Adam", "AdamW", "SGD")
 """Of torch.optim. The others have no fused form on CUDA."""
@@ -32,7 +32,7 @@ class StaticUpdate:
         NotApplicable: this optimizer cannot be recorded, or not yet.
     """
 
-    def __init__(self, optimizer: Any, gradients: Sequence[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+    def __init__(self, optimizer: Any, gradients: Gradients) -> None:
         grouped = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._optimizer, self._gradients = optimizer, [pair for pair in gradients if id(pair[0]) in grouped]
         if (why := self._refuse()) is not None:

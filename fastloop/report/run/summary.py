@@ -373,7 +373,7 @@ def describe_first_ceiling(seen: Measurement, findings: Sequence[Finding]) -> st
     bound = describe_ceiling(findings[0], seen) if findings else None
     if bound is None:
         return ""
-    free = FREE.get(findings[0].bottleneck, "what is named first were gone")
+    free = FREE.get(findings[0].bottleneck, "the first finding were fixed")
     if findings[0].bottleneck == "launch_bound" and seen.device == "cpu":
         free = "the loop itself were free"  # nothing is launched
     line = f"if {free}: {bound}"

@@ -106,7 +106,7 @@ def test_workers_are_not_advised_where_they_would_be_refused(kind: type[Short]) 
     finding = watch.findings[0]
     assert finding.bottleneck == "data_wait"
     assert finding.patch == ({"rungs": {"workers": {"enabled": True}}} if kind is Short else None)
-    assert ("workers does not apply: workers would load from an outdated copy" in finding.why) is (kind is Mines)
+    assert ("workers does not apply (workers would load from an outdated copy" in finding.why) is (kind is Mines)
 
 
 class Mean(L.LightningModule):

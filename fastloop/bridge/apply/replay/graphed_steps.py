@@ -149,7 +149,7 @@ class GraphedSteps:
         """How long recording a step of so many milliseconds takes, and comparing it; 0 if none will be."""
         if self.refused or not self._must_gain or self._terms.explain_too_short(PLAYS) or self._refuse_module():
             return 0.0
-        return RECORDING_S + PLAYS * batch_ms / 1e3
+        return _estimate_s(PLAYS, batch_ms)
 
     def record_anew(self, *, let_pass: int = 1) -> None:
         """The step is another one now: drop its recording, and make one after so many eager steps. In these, torch
@@ -239,7 +239,7 @@ class GraphedSteps:
             return None
         batch_ms = 1e3 * statistics.median(self._times_s) if self._times_s else play_ms
         spent_s = self._count_spent_s() + time.perf_counter() - self._trial_began_s
-        return self._terms.explain_no_time(spent_s, RECORDING_S + plays * (play_ms or batch_ms) / 1e3, batch_ms)
+        return self._terms.explain_no_time(spent_s, _estimate_s(plays, play_ms or batch_ms), batch_ms)
 
     def _refuse(self, batch: Any) -> str | None:
         too_short = None if self._is_wanted else self._terms.explain_too_short(PLAYS) or self._explain_too_short(PLAYS)
@@ -368,6 +368,11 @@ class GraphedSteps:
         if self._must_gain and replay_ms > LEAST_GAIN * eager_ms:
             return f"the device is busy already: {eager_ms:.3g} ms eager, {replay_ms:.3g} ms replayed"
         return None
+
+
+def _estimate_s(plays: int, ms: float) -> float:
+    """Seconds for so many plays of a step that takes so many milliseconds, and for all that a trial does beside them."""
+    return RECORDING_S + plays * ms / 1e3
 
 
 def _is_observed(device: torch.device) -> bool:

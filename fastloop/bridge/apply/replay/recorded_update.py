@@ -6,7 +6,7 @@ what torch does after that is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -18,10 +18,9 @@ from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.bridge.apply.staging import StandsFor
 from fastloop.errors import NotApplicable, describe
 from fastloop.feeds.step_graph.recording import CudaRecorder
-from fastloop.feeds.step_graph.static_step import StaticStep
+from fastloop.feeds.step_graph.static_step import Gradients, StaticStep
 from fastloop.feeds.step_graph.static_update import StaticUpdate
 
-Gradients = Sequence[tuple[torch.nn.Parameter, torch.Tensor]]
 STALE = 3
 """Updates in a row that a recording did not hold for, after which another one is made."""
 TRIES = (0, 8, 64)
@@ -47,7 +46,7 @@ class RecordedUpdates:
         """Whether to record an update, after so many replayed steps: there is none, or none that holds."""
         if self._update is not None and self._update.missed >= STALE:
             self.drop()
-            self._refused = "gradients, state or settings of the optimizer are others in each step"
+            self._refused = "the optimizer's gradients, state or settings change at every step"
         return self._update is None and self._tries < len(TRIES) and replays >= TRIES[self._tries]
 
     def record(self, optimizer: Any, step: StaticStep, recorder: CudaRecorder) -> None:
