@@ -41,8 +41,8 @@ def _shorten_loop(does: str, _seen: Measurement) -> tuple[Settings, str]:
 def _tell_what_it_does(seen: Measurement) -> str:
     if waits_in_own_code(seen):
         return (
-            "host takes a shorter path through Lightning's loop; it could also replay steps if your code did not wait for"
-            " the GPU"
+            "host takes a shorter path through Lightning's loop; it could also replay steps if your code did not wait"
+            " for the GPU"
         )
     return "CUDA graphs replay the step's kernels without launching each, and garbage is collected only at chosen steps"
 

@@ -371,7 +371,7 @@ class GraphedSteps:
 
 
 def _estimate_s(plays: int, ms: float) -> float:
-    """Seconds for so many plays of a step that takes so many milliseconds, and for all that a trial does beside them."""
+    """Seconds for so many plays of a step that takes so many milliseconds, and for all else that a trial does."""
     return RECORDING_S + plays * ms / 1e3
 
 
