@@ -46,6 +46,9 @@ class Deviation:
     outputs_norm: float = 1.0
     """Norm of the changed modules' outputs, over that of the unchanged ones'."""
     gradients_norm: float = 1.0
+    outputs_cosine: float = 1.0
+    """Mean over the tensors of the cosine between their changed and unchanged values."""
+    gradients_cosine: float = 1.0
 
     @property
     def largest(self) -> float:
@@ -92,7 +95,7 @@ def find_fault(
             if draws is not None and fmean(getattr(each, name) for each in draws.usual) > limit:
                 fault = _find_fault_of_draws(name, draws)
         elif limit > NO_GATE:  # rounding alone scatters them: no limit would be meaningful
-            fault = _find_gross_fault(name, value, getattr(seen, f"{name}_norm"))
+            fault = _find_gross_fault(name, value, seen)
         else:
             told.append(value)
         if fault is not None:
@@ -100,14 +103,14 @@ def find_fault(
     return None, max(told, default=None)
 
 
-def _find_gross_fault(name: str, apart: float, norm: float) -> str | None:
+def _find_gross_fault(name: str, apart: float, seen: Deviation) -> str | None:
     """The fault in numbers that rounding scatters: an error of that size that is independent of them adds to the norm,
     and turns them by a right angle at most."""
+    norm, cosine = getattr(seen, f"{name}_norm"), getattr(seen, f"{name}_cosine")
     most = NORM * math.hypot(1, apart)
     if not 1 / most <= norm <= most:
         return f"the norm of {name} is {norm:.2g} times the usual"
-    cosine = _find_cosine(apart, norm)
-    return f"{name} point elsewhere: their cosine is {cosine:.2g}" if cosine < -COSINE else None
+    return f"{name} point elsewhere: their mean cosine is {cosine:.2g}" if cosine < -COSINE else None
 
 
 def _find_fault_of_draws(name: str, draws: Draws) -> str | None:
@@ -122,9 +125,9 @@ def _find_fault_of_draws(name: str, draws: Draws) -> str | None:
     ratio = fmean(new_norms) / fmean(norms)
     if not 1 / NORM <= ratio <= NORM and _differ(norms, new_norms):
         return f"the norm of {name} is {ratio:.2g} times the usual, whatever random numbers are drawn"
-    cosines, new_cosines = [*map(_find_cosine, usual, norms)], [*map(_find_cosine, changed, new_norms)]
+    cosines, new_cosines = ([getattr(each, f"{name}_cosine") for each in plays] for plays in (draws.usual, draws.changed))
     if fmean(cosines) - fmean(new_cosines) > COSINE and _differ(cosines, new_cosines):
-        told = f"their cosine is {fmean(new_cosines):.2g}, and that of other draws {fmean(cosines):.2g}"
+        told = f"their mean cosine is {fmean(new_cosines):.2g}, and that of other draws {fmean(cosines):.2g}"
         return f"{name} point elsewhere: {told}"
     return None
 
@@ -133,11 +136,6 @@ def _differ(usual: Sequence[float], changed: Sequence[float]) -> bool:
     """Whether the means differ by more than chance, given pairs of numbers."""
     apart = [after - before for before, after in zip(usual, changed, strict=True)]
     return abs(fmean(apart)) > SURE * stdev(apart) / math.sqrt(len(apart))
-
-
-def _find_cosine(apart: float, norm: float) -> float:
-    """The cosine between a vector of length 1 and one of length `norm`, whose difference has the length `apart`."""
-    return (1 + norm**2 - apart**2) / (2 * norm) if norm else 0.0
 
 
 def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -> str | None:

@@ -59,19 +59,31 @@ def test_a_limit_above_a_tenth_tells_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("apart", "norm", "words"),
-    [(0.9, 1.4, None), (0.9, 1.9, "norm"), (0.5, 0.5, "norm"), (0.2, 1.2, "norm"), (2.0, 1.0, "point elsewhere")],
+    ("apart", "norm", "cosine", "words"),
+    [
+        (0.9, 1.4, 0.8, None),
+        (0.9, 1.9, 0.9, "norm"),
+        (0.5, 0.5, 1.0, "norm"),
+        (0.2, 1.2, 1.0, "norm"),
+        (2.0, 1.0, -1.0, "gradients point elsewhere: their mean cosine is -1"),
+        (1.6, 1.0, 0.5, None),  # of all values together it is -0.28: one layer holds nearly the whole norm
+    ],
 )
 def test_a_meaningless_limit_still_asks_for_the_norm_and_the_direction(
-    apart: float, norm: float, words: str | None
+    apart: float, norm: float, cosine: float, words: str | None
 ) -> None:
-    seen = Deviation(outputs=0.0, gradients=apart, gradients_norm=norm)
+    seen = Deviation(outputs=0.0, gradients=apart, gradients_norm=norm, gradients_cosine=cosine)
     fault, _ = find_fault(seen, Deviation(outputs=0.0, gradients=0.5), "bf16")
     assert fault is None if words is None else words in (fault or "")
 
 
 def drawn(*plays: tuple[float, float]) -> list[Deviation]:
-    return [Deviation(outputs=apart, gradients=None, outputs_norm=norm) for apart, norm in plays]
+    """Plays with a single output: `apart` and the norm determine its cosine."""
+    cosines = [(1 + norm**2 - apart**2) / (2 * norm) for apart, norm in plays]
+    return [
+        Deviation(outputs=apart, gradients=None, outputs_norm=norm, outputs_cosine=cosine)
+        for (apart, norm), cosine in zip(plays, cosines, strict=True)
+    ]
 
 
 USUAL = drawn((1.1, 0.95), (1.2, 1.0), (1.15, 1.05), (1.15, 1.0))

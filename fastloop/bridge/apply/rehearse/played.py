@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -50,28 +52,45 @@ def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
         raise ValueError(f"the outputs have different shapes: {shapes[1]} instead of {shapes[0]}")
     names = unchanged.gradients.keys() | changed.gradients.keys()
     pairs = [(unchanged.gradients.get(name), changed.gradients.get(name)) for name in names]
-    outputs, outputs_norm, all_finite = _compare(list(zip(unchanged.outputs, changed.outputs, strict=True)))
-    gradients, gradients_norm, finite = _compare(pairs)
+    outputs = _compare(list(zip(unchanged.outputs, changed.outputs, strict=True)))
+    gradients = _compare(pairs)
     return Deviation(
-        outputs=outputs,
-        gradients=gradients if pairs else None,
-        finite=all_finite and finite,
-        outputs_norm=outputs_norm,
-        gradients_norm=gradients_norm,
+        outputs=outputs.apart,
+        gradients=gradients.apart if pairs else None,
+        finite=outputs.finite and gradients.finite,
+        outputs_norm=outputs.norm,
+        gradients_norm=gradients.norm,
+        outputs_cosine=outputs.cosine,
+        gradients_cosine=gradients.cosine,
     )
 
 
-def _compare(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> tuple[float, float, bool]:
-    """The norms of all differences and of the second values, both divided by that of the first values, and whether the
-    second values are finite wherever the first are."""
+class _Compared(NamedTuple):
+    """Two lists of tensors: the norms of all differences and of the second values, both divided by that of the first."""
+
+    apart: float = 0.0
+    norm: float = 1.0
+    finite: bool = True
+    """The second values are finite wherever the first are."""
+    cosine: float = 1.0
+    """Mean of the tensors' cosines: in all values together a single tensor may hold nearly the whole norm."""
+
+
+def _compare(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> _Compared:
     if not pairs:
-        return 0.0, 1.0, True
+        return _Compared()
     # By kernels that training has loaded already: loading others takes a tenth of a second.
-    norms = [torch.stack(torch._foreach_norm([b - a, a, b])) for a, b in _align(pairs)]
-    apart, norm, other = (math.hypot(*column) for column in zip(*torch.stack(norms).tolist(), strict=True))
+    norms = torch.stack([torch.stack(torch._foreach_norm([b - a, a, b])) for a, b in _align(pairs)]).tolist()
+    apart, norm, other = (math.hypot(*column) for column in zip(*norms, strict=True))
     if 0 < norm < math.inf and max(apart, other) < math.inf:
-        return apart / norm, other / norm, True
+        return _Compared(apart / norm, other / norm, cosine=_average_cosines(norms))
     return _compare_exactly(pairs)
+
+
+def _average_cosines(norms: Sequence[Sequence[float]]) -> float:
+    """The mean cosine of pairs of tensors, given the norms of their difference, of the first and of the second."""
+    found = [(a**2 + b**2 - apart**2) / (2 * a * b) for apart, a, b in norms if a * b > 0]
+    return statistics.fmean(found) if found else 1.0
 
 
 def _align(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> Iterator[list[torch.Tensor]]:
@@ -81,7 +100,7 @@ def _align(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> 
         yield [torch.view_as_real(each) if each.is_complex() else each.float() for each in known]
 
 
-def _compare_exactly(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> tuple[float, float, bool]:
+def _compare_exactly(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> _Compared:
     """The same in double precision, which has room for very small numbers, and without those that are not finite."""
     sums: list[torch.Tensor] = []
     for a, b in _align(pairs):
@@ -89,9 +108,12 @@ def _compare_exactly(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | N
         broken = (whole & ~torch.isfinite(b)).any()
         squares = [torch.where(whole, each, 0.0).double().square().sum() for each in (b - a, a, b)]
         sums.append(torch.stack([*squares, broken.double()]))
-    apart, norm, other, broken = torch.stack(sums).sum(0).tolist()
+    every = torch.stack(sums)
+    apart, norm, other, broken = every.sum(0).tolist()
     if broken:
-        return math.inf, math.inf, False
+        return _Compared(math.inf, math.inf, finite=False)
     if norm == 0:
-        return (0.0 if apart == 0 else math.inf), 1.0, True
-    return math.sqrt(apart / norm), math.sqrt(other / norm), True
+        return _Compared(0.0 if apart == 0 else math.inf)
+    return _Compared(
+        math.sqrt(apart / norm), math.sqrt(other / norm), cosine=_average_cosines(every[:, :3].sqrt().tolist())
+    )
