@@ -125,7 +125,9 @@ def _find_fault_of_draws(name: str, draws: Draws) -> str | None:
     ratio = fmean(new_norms) / fmean(norms)
     if not 1 / NORM <= ratio <= NORM and _differ(norms, new_norms):
         return f"the norm of {name} is {ratio:.2g} times the usual, whatever random numbers are drawn"
-    cosines, new_cosines = ([getattr(each, f"{name}_cosine") for each in plays] for plays in (draws.usual, draws.changed))
+    cosines, new_cosines = (
+        [getattr(each, f"{name}_cosine") for each in plays] for plays in (draws.usual, draws.changed)
+    )
     if fmean(cosines) - fmean(new_cosines) > COSINE and _differ(cosines, new_cosines):
         told = f"their mean cosine is {fmean(new_cosines):.2g}, and that of other draws {fmean(cosines):.2g}"
         return f"{name} point elsewhere: {told}"

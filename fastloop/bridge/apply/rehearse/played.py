@@ -66,7 +66,7 @@ def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
 
 
 class _Compared(NamedTuple):
-    """Two lists of tensors: the norms of all differences and of the second values, both divided by that of the first."""
+    """Two lists of tensors: the norms of the differences and of the second ones, divided by that of the first ones."""
 
     apart: float = 0.0
     norm: float = 1.0
