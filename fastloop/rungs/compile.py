@@ -50,7 +50,7 @@ CARD = Card(
         "memory_bound:convolutions": 3,
         "elementwise": 1,
         "optimizer": 2,
-        "launch_bound": 2,
+        "launch_bound": 4,
         DEVICE: 3,
     },
     follows={"fp32_math": 3, "compute_bound": 1},

@@ -130,7 +130,7 @@ def test_a_rung_that_is_only_a_card_is_proposed_advises_and_comes_after_others()
     )
     on = Rungs(cards=only, enabled=("new",))
     assert on.choose(seen, "data_wait", "-").says == "no further rung helps with this: turn it up"
-    assert Rungs(cards={**CARDS, **only}).list_after("launch_bound") == ["batch", "new", "compile", "fused", "host"]
+    assert Rungs(cards={**CARDS, **only}).list_after("launch_bound") == ["batch", "new", "host", "fused", "compile"]
 
 
 @pytest.mark.parametrize(
