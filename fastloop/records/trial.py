@@ -178,6 +178,8 @@ class ScriptEvent:
     """A step has been trained."""
     measured: bool = False
     """The event belongs to the fit that is measured."""
+    only_rungs: bool = False
+    """The fit has the rungs, and is not measured."""
     files: tuple[str, ...] = ()
     """Files imported from the folder in ``ScriptOrders.not_from``."""
 

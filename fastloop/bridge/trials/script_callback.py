@@ -30,7 +30,7 @@ from fastloop.bridge.trials import ceilings, determinism, no_checkpoints
 from fastloop.bridge.trials.gradient_probe import GradientProbe
 from fastloop.bridge.trials.heartbeat import Beats, drop_other_hooks
 from fastloop.bridge.trials.sample_ledger import Ledger
-from fastloop.config.loading import load_callback_config
+from fastloop.config.loading import Config, load_callback_config
 from fastloop.errors import quote
 from fastloop.records import store
 from fastloop.records.trial import FAST_DEV_RUN, ScriptEvent, ScriptOrders
@@ -111,7 +111,7 @@ def _configure_in(folder: str, original: Callable[[Any, Any], None]) -> Callable
 
 
 class Injected(Callback):
-    """Gives a Trainer its FastLoop for the one fit that is measured.
+    """Gives a Trainer its FastLoop for the one fit that is measured, and the rungs alone for those after it.
 
     Args:
         place: the directory of the orders.
@@ -121,6 +121,8 @@ class Injected(Callback):
         self.orders, self.place = orders, place
         self.off = False
         self._guests: list[Any] = []
+        self._measures = False
+        """The guests measure this fit; else they only bring its rungs."""
         self._began = self._unsaved = False
         self._first = 0
         self._own_last: int | None = None
@@ -143,6 +145,8 @@ class Injected(Callback):
             self.note("yielded" if own else "fit", measured=chosen, why=_tell_rehearsal(trainer))
         if chosen:
             self._invite(trainer)
+        elif not own and not trainer.fast_dev_run and not self.orders.disposable:
+            self._bring_rungs(trainer)
 
     @fail_open
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -156,10 +160,10 @@ class Injected(Callback):
             self._end_after(trainer, most)
             vars(self).pop("on_train_batch_end", None)  # an earlier fit dropped it
         if trainer.is_global_zero:
-            if self._guests:
+            if self._measures:
                 (self.place / TRAINED).touch()
-            why = _tell_rehearsal(trainer)
-            self.note("fit_began", measured=bool(self._guests), step=trainer.global_step, why=why)
+            has = {"measured": self._measures, "only_rungs": bool(self._guests) and not self._measures}
+            self.note("fit_began", step=trainer.global_step, why=_tell_rehearsal(trainer), **has)
 
     @fail_open
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -175,8 +179,8 @@ class Injected(Callback):
             return
         if self._began:
             files = _list_imports(self.orders.not_from)
-            self.note("fit_ended", measured=bool(self._guests), step=trainer.global_step, files=files)
-        elif self._guests:  # such as a learning rate search: the fit comes later, maybe in another process
+            self.note("fit_ended", measured=self._measures, step=trainer.global_step, files=files)
+        elif self._measures:  # such as a learning rate search: the fit comes later, maybe in another process
             (self.place / CLAIM).unlink(missing_ok=True)
 
     @fail_open
@@ -187,7 +191,7 @@ class Injected(Callback):
                 rank=trainer.global_rank,
                 step=trainer.global_step,
                 began=self._began,
-                measured=bool(self._guests),
+                measured=self._measures,
                 why=quote(exception),
             )
 
@@ -231,8 +235,7 @@ class Injected(Callback):
     def _invite(self, trainer: Any) -> None:
         """Add the callbacks for this fit. Lightning sets up those behind this callback right after it."""
         before, out, beat = list(trainer.callbacks), Path(self.orders.out), self.orders.beat
-        config, _ = load_callback_config(self.orders.config)
-        config = dataclasses.replace(config, by_ladder=frozenset(self.orders.by_ladder))
+        config = self._read_config()
         if self.orders.variation == GRADIENTS:  # the gradient is taken from the first step, with all rungs on
             config = dataclasses.replace(config, rehearsal="off")
         loop = FastLoop.of(config, out=out, quiet=True)
@@ -247,15 +250,32 @@ class Injected(Callback):
                 trainer.callbacks.append(_Answers(probe, loop, out))
             if self.orders.ledger:
                 Ledger.into(trainer, out)
-            after = next(index for index, each in enumerate(trainer.callbacks) if each is self) + 1
-            trainer.callbacks[after:after] = [loop, *([Beats(Path(beat))] if beat else [])]
+            self._seat(trainer, loop, *([Beats(Path(beat))] if beat else []))
         finally:
+            self._measures = True
             self._guests = [each for each in trainer.callbacks if not any(each is other for other in before)]
+
+    def _bring_rungs(self, trainer: Any) -> None:
+        """Give a later fit of the user's run, such as the next fold, the rungs of the first, and its place in the data;
+        its files go with our private directory."""
+        config = self._read_config()
+        if config.ladder.enabled():
+            config = dataclasses.replace(config, watch=dataclasses.replace(config.watch, enabled=False))
+            self._guests = [FastLoop.of(config, out=self.place / "later", quiet=True)]
+            self._seat(trainer, *self._guests)
+
+    def _read_config(self) -> Config:
+        config, _ = load_callback_config(self.orders.config)
+        return dataclasses.replace(config, by_ladder=frozenset(self.orders.by_ladder))
+
+    def _seat(self, trainer: Any, *guests: Any) -> None:
+        after = next(index for index, each in enumerate(trainer.callbacks) if each is self) + 1
+        trainer.callbacks[after:after] = guests
 
     def _evict(self, trainer: Any) -> None:
         """Remove the callbacks added for one fit; a later fit of the same Trainer does not get them."""
         trainer.callbacks[:] = [each for each in trainer.callbacks if not any(each is guest for guest in self._guests)]
-        self._guests = []
+        self._guests, self._measures = [], False
 
 
 def _tell_rehearsal(trainer: Any) -> str | None:

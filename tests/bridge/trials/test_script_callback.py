@@ -125,6 +125,26 @@ def test_the_first_fit_that_trains_is_measured_and_no_other(orders: Orders) -> N
     ]
 
 
+@pytest.mark.parametrize("disposable", [False, True], ids=["the user's run", "a trial"])
+def test_a_later_fit_of_the_users_run_has_the_rungs_too(orders: Orders, disposable: bool) -> None:
+    """Folds, or a second Trainer that resumes: rungs in the first fit alone would make them unequal."""
+    orders(config={"rungs": {"fused": {"enabled": True}}}, disposable=disposable)
+    fused = []
+
+    class Fold(models.Regression):
+        def on_train_end(self) -> None:
+            fused.append(self.trainer.optimizers[0].param_groups[0].get("fused"))
+
+    for _ in range(2):
+        fold = trainer(max_steps=5)
+        fold.fit(Fold(), models.loader())
+    assert fused == [True, None if disposable else True]
+    assert kinds(fold) == ["Injected", *([] if disposable else ["FastLoop"])]
+    began = [event for event in orders.events() if event["event"] == "fit_began"]
+    assert [(event["measured"], event["only_rungs"]) for event in began] == [(True, False), (False, not disposable)]
+    assert orders.measured()["total_steps"] == 5 and not list(Path.cwd().glob("*/later")), "only the first one writes"
+
+
 def test_what_is_only_evaluated_is_left_alone(orders: Orders) -> None:
     orders()
     evaluates = trainer()
@@ -408,6 +428,7 @@ def test_what_a_training_raises_is_told_with_the_step(orders: Orders) -> None:
         "step": 5,
         "began": True,
         "measured": True,
+        "only_rungs": False,
         "why": "ValueError: no luck",
         "files": [],
     }
