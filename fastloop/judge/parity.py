@@ -50,16 +50,13 @@ SEED_SHARE, LOSS_SHARE = 0.5, 0.005
 """The band of the loss gate: this share of the spread between seeds, or of the loss, whichever is larger."""
 
 
-def judge_gradient(
-    base: GradientAnswer, arm: GradientAnswer, parity_class: Parity = "approximate", precision: str | None = None
-) -> Gate:
+def judge_gradient(base: GradientAnswer, arm: GradientAnswer, parity_class: Parity = "approximate") -> Gate:
     """Whether both arms compute the same gradient from the same weights and batch.
 
     Args:
         base: the answer of the base's trial; ``arm``: of the arm's trial.
-        precision: a key of ``TAU`` at least as coarse as that of both arms; None: use theirs.
 
-    ``||g_arm - g_base|| / ||g_base||`` must stay below the ``TAU`` of the precision, or below the effect of its
+    ``||g_arm - g_base|| / ||g_base||`` must stay below the ``TAU`` of the coarser precision, or below the effect of its
     rounding on the base's own gradient. If that effect is too large for a meaningful limit, the steadier weights of
     `gradient_state.raise_biases` decide; if it is too large there too, the gate is not testable. For an `exact` arm the
     deviation must be 0 if the base repeats itself bit for bit. An arm fails if a layer lost its gradient, whatever its
@@ -69,11 +66,8 @@ def judge_gradient(
     """
     if (why := base.why or arm.why) is not None:
         return _make_gate("gradient", None, f"not testable here: {why}", testable=False)
-    coarsest = max(
-        (each for each in (precision, base.precision, arm.precision) if each in TAU),
-        key=lambda each: TAU[each],
-        default="fp32",
-    )
+    known = (each for each in (base.precision, arm.precision) if each in TAU)
+    coarsest = max(known, key=lambda each: TAU[each], default="fp32")
     noise, rounding = base.self_deviation or 0.0, _find_rounding(base.rounding, coarsest)
     gate = functools.partial(_make_gate, "gradient")
     if not base.finite:

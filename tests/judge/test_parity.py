@@ -60,9 +60,7 @@ def test_the_coarser_precision_of_both_sets_the_limit(precision: str, within: fl
         assert "most of it in head.weight" in gate.why and precision in gate.why
 
 
-def test_a_precision_that_is_asked_for_may_be_coarser_still() -> None:
-    assert gradient_gate(BASE, arm(1e-2)).passed is False
-    assert gradient_gate(BASE, arm(1e-2), precision="bf16").passed
+def test_an_unknown_precision_counts_as_float32() -> None:
     assert gradient_gate({**BASE, "precision": "?"}, arm(1e-6, precision=None)).limit == 1e-5
 
 

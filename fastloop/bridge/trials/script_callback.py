@@ -186,7 +186,6 @@ class Injected(Callback):
                 "exception",
                 rank=trainer.global_rank,
                 step=trainer.global_step,
-                began=self._began,
                 measured=bool(self._guests),
                 why=quote(exception),
             )
