@@ -18,11 +18,11 @@ from typing import Any
 
 from fastloop.judge.sample_ledger import judge_ledger
 from fastloop.judge.statistics import compute_mean_gap_interval
-from fastloop.records.experiment import Gate, Hardware, Outcome, Passport
+from fastloop.records.experiment import Gate, Outcome
 from fastloop.records.plan import Parity
 from fastloop.records.trial import GradientAnswer, GradientDistance
 
-__all__ = ["FEWEST_RUNS", "TAU", "judge_gradient", "judge_ledger", "judge_loss", "make_passport", "sum_up_gates"]
+__all__ = ["FEWEST_RUNS", "TAU", "judge_gradient", "judge_ledger", "judge_loss", "sum_up_gates"]
 
 TAU = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
 """Deviation of a gradient that passes without further checks, by the coarsest arithmetic in either arm. float16 has the
@@ -332,26 +332,6 @@ def sum_up_gates(parity_class: Parity, gates: Sequence[Gate]) -> Outcome:
         passed=verdict,
         gates=gates,
         why="; ".join(filter(None, [held if verdict else "", said])) or "no gate ran",
-    )
-
-
-def make_passport(rung: str, outcome: Outcome, hardware: Hardware) -> Passport:
-    """The numerics passport of a rung: what it promises, the results, and the hardware."""
-    gates = {gate.name: gate for gate in outcome.gates}
-    nothing = Gate(name="none", passed=None, why="")
-    gradient, loss = gates.get("gradient", nothing), gates.get("loss", nothing)
-    return Passport(
-        rung=rung,
-        parity_class=outcome.parity_class,
-        passed=outcome.passed,
-        why=outcome.why,
-        gradient_deviation=gradient.deviation,
-        gradient_visible=gradient.visible,
-        loss_deviation_pct=loss.deviation,
-        loss_visible_pct=loss.visible,
-        precision=gradient.detail.get("precision"),
-        gates=tuple(dataclasses.replace(gate, detail={}) for gate in outcome.gates),
-        environment=hardware,
     )
 
 
