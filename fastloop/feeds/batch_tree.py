@@ -19,6 +19,10 @@ class StagedWindow(Window):
     """A window whose batches were copied to the device ahead of time."""
 
 
+class CannotRegroup(TypeError):
+    """These batches cannot be cut, or joined, into batches of other sizes; the message names the obstacle."""
+
+
 def iterate_tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor of a batch, depth first."""
     if isinstance(batch, torch.Tensor):

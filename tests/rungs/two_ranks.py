@@ -86,10 +86,11 @@ def _refuse_on_one(*_: Any) -> str | None:
 
 def _separate_on_one(batches: Any) -> Any:
     """A window with sample 7 in it, on the second rank, after the first window."""
-    from fastloop.feeds.concatenation import CannotConcatenate, concatenate
+    from fastloop.feeds.batch_tree import CannotRegroup
+    from fastloop.feeds.concatenation import concatenate
 
     if torch.distributed.get_rank() == 1 and any(7 in batch[2] for batch in batches):
-        raise CannotConcatenate("planted")
+        raise CannotRegroup("planted")
     return concatenate(batches)
 
 
