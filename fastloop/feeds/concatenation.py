@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fastloop.feeds.batch_tree import CannotRegroup, count_rows, is_container, iterate_tensors, rebuild
+from fastloop.feeds.batch_tree import CannotRegroup, count_rows, is_container, iterate_tensors, list_members, rebuild
 
 _PLAIN = (type(None), str, bytes, bool, int, float, complex)
 
@@ -60,13 +59,9 @@ def _list_members(member: Any, first: Any) -> list[Any]:
             odd = sorted(map(str, member.keys() ^ first.keys()))
             raise CannotRegroup(f"batches with other keys: {', '.join(odd)}")
         return [member[key] for key in first]
-    if isinstance(first, (list, tuple)):
-        if len(member) != len(first):
-            raise CannotRegroup(
-                f"a {type(first).__name__} of {len(first)} members in one batch, {len(member)} in another"
-            )
-        return list(member)
-    return [getattr(member, field.name) for field in dataclasses.fields(first)]
+    if isinstance(first, (list, tuple)) and len(member) != len(first):
+        raise CannotRegroup(f"a {type(first).__name__} of {len(first)} members in one batch, {len(member)} in another")
+    return list_members(member)
 
 
 def _join_tensors(members: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
