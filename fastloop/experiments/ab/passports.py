@@ -14,7 +14,7 @@ from pathlib import Path
 from fastloop.evidence import machine
 from fastloop.records import store
 from fastloop.records.experiment import Hardware, Outcome, Passport, PassportsFile, Sample
-from fastloop.report.experiments.verdict_words import size
+from fastloop.report.experiments.verdict_words import format_figure
 
 MOST = 20
 SHOWN = 3
@@ -75,7 +75,7 @@ def describe(rung: str) -> list[str]:
 
 def _describe_figures(one: Passport) -> str:
     """Describe the measured deviation, the smallest that would have been visible, and the software versions."""
-    sizes = [(gate.name, size(gate, "deviation"), size(gate, "visible")) for gate in one.gates]
+    sizes = [(gate.name, format_figure(gate, "deviation"), format_figure(gate, "visible")) for gate in one.gates]
     seen = [f"{name} {deviation} ({visible})" for name, deviation, visible in sizes if {deviation, visible} != {"n/a"}]
     versions = vars(one.environment)
     by = ", ".join(f"{name} {versions[name] or 'n/a'}" for name in ("lightning", "fastloop", "driver"))
