@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fastloop import FastLoop, Verdict
 from fastloop.feeds.batch_tree import count_rows
@@ -29,6 +29,28 @@ def numbered(samples: int = 20, seed: int = 0) -> TensorDataset:
 
 def batches(samples: int = 20, batch_size: int = 8, **settings: Any) -> DataLoader[Any]:
     return DataLoader(numbered(samples), batch_size=batch_size, **settings)
+
+
+class Holds(Dataset[Any]):
+    """Forty numbered samples in an object with these attributes."""
+
+    def __init__(self, **members: Any) -> None:
+        self.__dict__.update(members)
+        self.rows = numbered(40)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+class Counts(Holds):
+    """Counts its samples: ``count`` must be given."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        return super().__getitem__(index)
 
 
 class Net(L.LightningModule):

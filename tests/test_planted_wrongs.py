@@ -193,15 +193,16 @@ def test_one_layer_detached_under_a_precision_with_a_wide_limit(tmp_path: Path) 
     base, _ = twins.gradient(tmp_path / "base")
     for kind, says in ((DetachesALayer, "got no gradient"), (DetachesHalfOfALayer, "it nearly vanishes in")):
         arm, module = twins.gradient(tmp_path / kind.__name__, tmp_path / "base", kind)
-        wide = {**base, "rounding": {"bf16": 0.3}}
-        gate = parity.judge_gradient(decode(wide, GradientAnswer), decode(arm, GradientAnswer), precision="bf16")
+        wide = {**base, "precision": "bf16", "rounding": {"bf16": 0.3}}
+        gate = parity.judge_gradient(decode(wide, GradientAnswer), decode(arm, GradientAnswer))
         assert module.fired and gate.limit == 0.9 and gate.passed is False and says in gate.why
 
 
 def test_a_bf16_loss_that_cancels(tmp_path: Path) -> None:
     base, _ = twins.gradient(tmp_path / "base")
     arm, module = twins.gradient(tmp_path / "arm", tmp_path / "base", CancelsInBf16)
-    gate = parity.judge_gradient(decode(base, GradientAnswer), decode(arm, GradientAnswer), precision="bf16")
+    rounded = decode({**base, "precision": "bf16"}, GradientAnswer)
+    gate = parity.judge_gradient(rounded, decode(arm, GradientAnswer))
     assert module.fired and gate.passed is False and (gate.deviation or 0) > 2 * (gate.limit or 0) > 0
 
 

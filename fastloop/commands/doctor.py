@@ -194,7 +194,7 @@ def _check_machine(environ: Mapping[str, str]) -> Iterator[Check]:
     )
     more_files = "ulimit -n 65536: every batch in flight keeps files open"
     yield _check_enough("open files", machine.open_file_limit(), LEAST_OPEN_FILES, str, "no limit", more_files)
-    yield _cache_check(environ)
+    yield _check_cache()
     compiler = machine.find_cxx_compiler(environ)
     if compiler:
         yield _check("ok", "C++ compiler", compiler)
@@ -215,8 +215,8 @@ def _format_gib(count_bytes: int | None) -> str:
     return "?" if count_bytes is None else f"{count_bytes / GIB:.1f} GiB"
 
 
-def _cache_check(environ: Mapping[str, str]) -> Check:
-    home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def _check_cache() -> Check:
+    home = machine.find_cache_home()
     nearest = next(
         folder for folder in (home, *home.parents) if os.access(folder, os.F_OK)
     )  # the missing part is created there

@@ -86,7 +86,7 @@ def load_yaml(path: Path, *, shown: str | None = None) -> Marked:
     return marked
 
 
-def parse_scalar(text: str, *, shown: str = COMMAND_LINE) -> Any:
+def parse_scalar(text: str) -> Any:
     """Read the value of one ``key=value``: a scalar, or ``[…]``, ``{…}`` and quoted text as in a file.
 
     Text that does not begin with a bracket, a brace or a quote is one scalar, no matter which characters it contains,
@@ -96,7 +96,7 @@ def parse_scalar(text: str, *, shown: str = COMMAND_LINE) -> Any:
         ConfigError: unclosed brackets or quotes, and everything that `load_yaml` refuses.
     """
     text = text.strip()
-    return _parse(text, shown).value if text.startswith(("[", "{", '"', "'", "!")) else parse_plain(text)
+    return _parse(text, COMMAND_LINE).value if text.startswith(("[", "{", '"', "'", "!")) else parse_plain(text)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc,unused-ignore]

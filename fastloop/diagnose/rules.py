@@ -16,7 +16,7 @@ from fastloop.records.plan import Finding, Verdict
 
 Rule = Callable[[Attribution, Rungs], Finding | None]
 RULES: Mapping[str, Rule] = {
-    "straggler": waits.find_straggler,
+    "straggler": waits.find_slow_rank,
     "data_wait": waits.find_data_wait,
     "h2d": waits.find_h2d,
     "sync": host.find_sync,

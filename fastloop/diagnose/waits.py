@@ -161,7 +161,7 @@ def find_comm_exposed(step: Attribution, rungs: Rungs) -> Finding | None:
     return cost.explain(facts, rungs.choose(step.measured, "comm_exposed", instead))
 
 
-def find_straggler(step: Attribution, _rungs: Rungs) -> Finding | None:
+def find_slow_rank(step: Attribution, _rungs: Rungs) -> Finding | None:
     """Find a rank whose own work takes longer than that of the others."""
     slow, ranks = step.straggler, len(step.measured.ranks)
     if slow is None or (cost := weigh(step, "straggler", slow.excess_ms)) is None:

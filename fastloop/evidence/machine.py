@@ -125,7 +125,7 @@ def count_local_ranks(environ: Mapping[str, str]) -> int:
 
 def read_memory_bytes(root: Path = ROOT) -> int | None:
     """Memory this process may use: the smaller of the installed memory and the cgroup's limit."""
-    limits = list(_read_memory_limits(root))
+    limits = [limit for _, limit in _list_memory_limits(root)]
     with contextlib.suppress(AttributeError, OSError, ValueError):  # no sysconf, or it lacks these names
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(limits, default=None)
@@ -143,13 +143,10 @@ def read_memory_free_bytes(root: Path = ROOT) -> int | None:
     """Memory this process may still allocate: the smaller of the available memory and the room left in its cgroups.
     File caches do not count as used, files in shared memory do."""
     rooms = []
-    for group in _list_cgroups(root, "memory"):
+    for group, limit in _list_memory_limits(root):
         used = dict(line.split(" ", 1) for line in _read_text(group / "memory.stat").splitlines() if " " in line)
         names = ("total_rss", "total_shmem") if "total_rss" in used else ("anon", "shmem")  # version 1, or 2
-        taken = sum(int(used.get(name, 0)) for name in names)
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            if (limit := _read_text(group / name)).isdecimal():
-                rooms.append(max(0, int(limit) - taken))
+        rooms.append(max(0, limit - sum(int(used.get(name, 0)) for name in names)))
     for line in _read_text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             rooms.append(int(line.split()[1]) * 1024)
@@ -215,12 +212,13 @@ def _read_cpu_quotas(root: Path) -> Iterator[float]:
                     yield int(quota) / int(period)
 
 
-def _read_memory_limits(root: Path) -> Iterator[int]:
+def _list_memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
+    """Cgroups with a limit, and their limits."""
     for group in _list_cgroups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             limit = _read_text(group / name)
             if limit.isdecimal():  # unlimited is "max", or in version 1 a number no machine reaches
-                yield int(limit)
+                yield group, int(limit)
 
 
 def _list_cgroups(root: Path, controller: str) -> Iterator[Path]:

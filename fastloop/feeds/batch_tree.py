@@ -19,6 +19,10 @@ class StagedWindow(Window):
     """A window whose batches were copied to the device ahead of time."""
 
 
+class CannotRegroup(TypeError):
+    """These batches cannot be cut, or joined, into batches of other sizes; the message names the obstacle."""
+
+
 def iterate_tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor of a batch, depth first."""
     if isinstance(batch, torch.Tensor):
@@ -44,12 +48,8 @@ def walk_tensors(batch: Any, inside: frozenset[int] = frozenset()) -> Iterator[t
     if isinstance(batch, torch.Tensor):
         yield batch
         return
-    if isinstance(batch, (list, tuple)):
-        members: Sequence[Any] = batch
-    elif isinstance(batch, Mapping):
-        members = [*batch.values()]
-    elif is_container(batch):
-        members = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    if is_container(batch):
+        members = list_members(batch)
     elif _can_move(batch) and id(batch) not in inside:
         members, inside = [*vars(batch).values()], inside | {id(batch)}
     else:
@@ -85,12 +85,10 @@ def may_hide_tensors(batch: Any, inside: frozenset[int] = frozenset()) -> bool:
     """
     if isinstance(batch, _LEAVES) or type(batch).__module__ == "numpy" or id(batch) in inside:
         return False
-    if isinstance(batch, Mapping):
-        members: Sequence[Any] = [*batch.values()]
-    elif isinstance(batch, (list, tuple, set)):
+    if isinstance(batch, set):
         members = [*batch]
     elif is_container(batch):
-        members = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+        members = list_members(batch)
     elif _can_move(batch):
         members = [*vars(batch).values()]
     else:
@@ -124,9 +122,18 @@ def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 def is_container(batch: Any) -> bool:
     """Whether `rebuild` can take it apart."""
-    return isinstance(batch, (Mapping, list, tuple)) or (
+    return isinstance(batch, (list, tuple, Mapping)) or (  # mappings take longer to recognize
         dataclasses.is_dataclass(batch) and not isinstance(batch, type)
     )
+
+
+def list_members(container: Any) -> list[Any]:
+    """List the direct members, in the order in which `rebuild` walks them."""
+    if isinstance(container, (list, tuple)):
+        return [*container]
+    if isinstance(container, Mapping):
+        return [*container.values()]
+    return [getattr(container, field.name) for field in dataclasses.fields(container)]
 
 
 def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

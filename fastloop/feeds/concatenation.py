@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fastloop.feeds.batch_tree import count_rows, is_container, iterate_tensors, rebuild
+from fastloop.feeds.batch_tree import CannotRegroup, count_rows, is_container, iterate_tensors, list_members, rebuild
 
 _PLAIN = (type(None), str, bytes, bool, int, float, complex)
-
-
-class CannotConcatenate(TypeError):
-    """These batches cannot be joined into one; the message says why."""
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
@@ -24,14 +19,14 @@ def concatenate(batches: Sequence[Any]) -> Any:
     sample must be the same in all batches.
 
     Raises:
-        CannotConcatenate: tensors differ in trailing shape (padded lengths), type or dtype; a number differs between
+        CannotRegroup: tensors differ in trailing shape (padded lengths), type or dtype; a number differs between
             batches; a member is some other object; containers have different members.
     """
     if len(batches) == 1:
         return batches[0]
     rows = [count_rows(batch) or 0 for batch in batches]
     if not all(rows):
-        raise CannotConcatenate("a batch holds no tensor with a first dimension")
+        raise CannotRegroup("a batch holds no tensor with a first dimension")
     return _join(batches, rows)
 
 
@@ -39,7 +34,7 @@ def _join(members: Sequence[Any], rows: Sequence[int]) -> Any:
     first = members[0]
     kinds = {type(member).__name__: None for member in members}
     if any(type(member) is not type(first) for member in members):
-        raise CannotConcatenate(f"a {' in one batch and a '.join(kinds)} in another")
+        raise CannotRegroup(f"a {' in one batch and a '.join(kinds)} in another")
     if isinstance(first, torch.Tensor):
         return _join_tensors(members, rows)
     if isinstance(first, _PLAIN):
@@ -47,14 +42,14 @@ def _join(members: Sequence[Any], rows: Sequence[int]) -> Any:
     if type(first) in (list, tuple) and not any(True for member in members for _ in iterate_tensors(member)):
         return _join_lists(members, rows)
     if not is_container(first):
-        raise CannotConcatenate(f"a {type(first).__name__} cannot be concatenated")
+        raise CannotRegroup(f"a {type(first).__name__} cannot be concatenated")
     columns = iter(list(zip(*(_list_members(member, first) for member in members), strict=True)))
     try:
         return rebuild(first, lambda _: _join(next(columns), rows))
-    except CannotConcatenate:
+    except CannotRegroup:
         raise
     except Exception as error:  # a user's constructor may raise anything
-        raise CannotConcatenate(f"a {type(first).__name__} cannot be rebuilt from its members: {error}") from error
+        raise CannotRegroup(f"a {type(first).__name__} cannot be rebuilt from its members: {error}") from error
 
 
 def _list_members(member: Any, first: Any) -> list[Any]:
@@ -62,35 +57,31 @@ def _list_members(member: Any, first: Any) -> list[Any]:
     if isinstance(first, Mapping):
         if member.keys() != first.keys():
             odd = sorted(map(str, member.keys() ^ first.keys()))
-            raise CannotConcatenate(f"batches with other keys: {', '.join(odd)}")
+            raise CannotRegroup(f"batches with other keys: {', '.join(odd)}")
         return [member[key] for key in first]
-    if isinstance(first, (list, tuple)):
-        if len(member) != len(first):
-            raise CannotConcatenate(
-                f"a {type(first).__name__} of {len(first)} members in one batch, {len(member)} in another"
-            )
-        return list(member)
-    return [getattr(member, field.name) for field in dataclasses.fields(first)]
+    if isinstance(first, (list, tuple)) and len(member) != len(first):
+        raise CannotRegroup(f"a {type(first).__name__} of {len(first)} members in one batch, {len(member)} in another")
+    return list_members(member)
 
 
 def _join_tensors(members: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
     first = members[0]
     if type(first) is not torch.Tensor:
-        raise CannotConcatenate(f"tensors of the class {type(first).__name__} may not concatenate as plain ones do")
+        raise CannotRegroup(f"tensors of the class {type(first).__name__} may not concatenate as plain ones do")
     if first.layout != torch.strided:
-        raise CannotConcatenate(f"tensors of layout {first.layout} cannot be concatenated")
+        raise CannotRegroup(f"tensors of layout {first.layout} cannot be concatenated")
     if all(member.dim() == 0 for member in members):
         if any(not torch.equal(member, first) for member in members):
-            raise CannotConcatenate("a number of its own for each batch")
+            raise CannotRegroup("a number of its own for each batch")
         return first
     for member, count in zip(members, rows, strict=True):
         if member.dim() == 0 or member.shape[0] != count:
-            raise CannotConcatenate(f"a tensor of shape {tuple(member.shape)} in a batch of {count} samples")
+            raise CannotRegroup(f"a tensor of shape {tuple(member.shape)} in a batch of {count} samples")
     if len(shapes := dict.fromkeys(tuple(member.shape[1:]) for member in members)) > 1:
         few = " and ".join(str(list(shape)) for shape in list(shapes)[:2])
-        raise CannotConcatenate(f"batches of several shapes, such as padded lengths: samples of {few}")
+        raise CannotRegroup(f"batches of several shapes, such as padded lengths: samples of {few}")
     if len(kinds := dict.fromkeys(str(member.dtype) for member in members)) > 1:
-        raise CannotConcatenate(f"tensors of {' and '.join(kinds)}")
+        raise CannotRegroup(f"tensors of {' and '.join(kinds)}")
     return torch.cat(list(members))
 
 
@@ -100,7 +91,7 @@ def _join_lists(members: Sequence[Any], rows: Sequence[int]) -> Any:
     if all(len(member) == count for member, count in zip(members, rows, strict=True)):
         return type(members[0])(entry for member in members for entry in member)
     if len(members[0]) == sum(rows):
-        raise CannotConcatenate("a list with as many entries as the window has samples")
+        raise CannotRegroup("a list with as many entries as the window has samples")
     return _share_member(members)
 
 
@@ -111,5 +102,5 @@ def _share_member(members: Sequence[Any]) -> Any:
     except Exception:  # a user's comparison may raise anything
         same = False
     if not same:
-        raise CannotConcatenate(f"a {type(first).__name__} of its own for each batch")
+        raise CannotRegroup(f"a {type(first).__name__} of its own for each batch")
     return first

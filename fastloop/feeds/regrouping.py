@@ -8,16 +8,12 @@ from typing import Any
 
 import torch
 
-from fastloop.feeds.batch_tree import count_rows, iterate_tensors, map_tensors
-from fastloop.feeds.concatenation import CannotConcatenate, concatenate
-from fastloop.feeds.splitting import CannotSplit, cut_at
+from fastloop.feeds.batch_tree import CannotRegroup, count_rows, iterate_tensors, map_tensors
+from fastloop.feeds.concatenation import concatenate
+from fastloop.feeds.splitting import cut_at
 
 Leaves = list[torch.Tensor]
 """One batch's tensors, depth first, on the host."""
-
-
-class CannotRegroup(TypeError):
-    """These batches cannot be regrouped; the message says why."""
 
 
 def copy_tensors(batch: Any) -> Leaves:
@@ -47,10 +43,7 @@ def regroup(own: Sequence[Any], others: Sequence[Leaves]) -> list[Any]:
     if len({len(leaves) for leaves in others} | {len(list(iterate_tensors(batch))) for batch in own}) > 1:
         raise CannotRegroup("the batches do not all have as many tensors")
     if theirs != sizes:
-        try:
-            others = [piece.batch for piece in cut_at(concatenate(others), sizes, full=1)]
-        except (CannotConcatenate, CannotSplit) as error:
-            raise CannotRegroup(str(error)) from error
+        others = [piece.batch for piece in cut_at(concatenate(others), sizes, full=1)]
     return [_fill(batch, leaves) for batch, leaves in zip(own, others, strict=False)]
 
 

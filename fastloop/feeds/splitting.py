@@ -8,11 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastloop.feeds.batch_tree import count_rows, is_container, iterate_tensors, rebuild
-
-
-class CannotSplit(TypeError):
-    """This batch has no common first dimension to cut along; the message names the obstacle."""
+from fastloop.feeds.batch_tree import CannotRegroup, count_rows, is_container, iterate_tensors, rebuild
 
 
 class Piece(NamedTuple):
@@ -43,11 +39,11 @@ def cut(
         whole_batches: do not cut the merged batches, even if one is larger than `micro`.
 
     Raises:
-        CannotSplit: a member has a different first dimension, or its type cannot be cut.
+        CannotRegroup: a member has a different first dimension, or its type cannot be cut.
     """
     total = count_rows(batch)
     if not total:
-        raise CannotSplit("the batch holds no tensor with a first dimension")
+        raise CannotRegroup("the batch holds no tensor with a first dimension")
     pieces, start = [], 0
     for each, count, per_sample in _list_runs(total, window):
         most = max(each, micro // each * each) if whole_batches else micro
@@ -66,11 +62,11 @@ def cut_at(batch: Any, sizes: Sequence[int], full: int) -> list[Piece]:
         full: batches in a full window.
 
     Raises:
-        CannotSplit: as in `cut`.
+        CannotRegroup: as in `cut`.
     """
     total = count_rows(batch) or 0
     if sum(sizes) != total:
-        raise CannotSplit(f"a merged batch has {total} samples where its window drew {sum(sizes)}")
+        raise CannotRegroup(f"a merged batch has {total} samples where its window drew {sum(sizes)}")
     return [
         Piece(_slice(batch, slice(end - size, end), total), size, 1 / full)
         for end, size in zip(accumulate(sizes), sizes, strict=True)
@@ -91,7 +87,7 @@ def _list_runs(total: int, window: tuple[Sequence[int], int] | None) -> list[tup
         return [(total, 1, 1 / total)]
     sizes, full = window
     if sum(sizes) != total:
-        raise CannotSplit(f"a merged batch has {total} samples where its window drew {sum(sizes)}")
+        raise CannotRegroup(f"a merged batch has {total} samples where its window drew {sum(sizes)}")
     runs = [(size, len(list(group))) for size, group in groupby(sizes)]
     return [(size, count, 1 / (full * size)) for size, count in runs]
 
@@ -101,7 +97,7 @@ def _slice(member: Any, part: slice, total: int) -> Any:
         if member.dim() == 0:
             return member
         if member.shape[0] != total:
-            raise CannotSplit(f"a tensor of shape {tuple(member.shape)} in a batch of {total} samples")
+            raise CannotRegroup(f"a tensor of shape {tuple(member.shape)} in a batch of {total} samples")
         return member[part]
     if member is None or isinstance(member, (str, bytes, bool, int, float, complex)):
         return member
@@ -112,13 +108,13 @@ def _slice(member: Any, part: slice, total: int) -> Any:
     ):
         return member[part] if len(member) == total else member
     if not is_container(member):
-        raise CannotSplit(f"a {type(member).__name__} cannot be cut into micro-batches")
+        raise CannotRegroup(f"a {type(member).__name__} cannot be cut into micro-batches")
     try:
         return rebuild(member, lambda inner: _slice(inner, part, total))
-    except CannotSplit:
+    except CannotRegroup:
         raise
     except Exception as error:  # a user's constructor may raise anything
-        raise CannotSplit(f"a {type(member).__name__} cannot be rebuilt from its members: {error}") from error
+        raise CannotRegroup(f"a {type(member).__name__} cannot be rebuilt from its members: {error}") from error
 
 
 def get_loss(output: Any) -> Any:

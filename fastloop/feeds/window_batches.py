@@ -12,8 +12,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from fastloop.feeds.batch_tree import Window, count_rows
-from fastloop.feeds.concatenation import CannotConcatenate, concatenate
+from fastloop.feeds.batch_tree import CannotRegroup, Window, count_rows
+from fastloop.feeds.concatenation import concatenate
 from fastloop.feeds.lazy_loader import StandIn, StandInDataset
 
 
@@ -95,7 +95,7 @@ class WindowDataset(StandInDataset):
             return Window(batches)
         try:
             return concatenate(batches)
-        except CannotConcatenate:
+        except CannotRegroup:
             return Window(batches)
 
     def _fetch(self, indices: list[Any]) -> Any:

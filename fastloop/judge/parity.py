@@ -18,11 +18,11 @@ from typing import Any
 
 from fastloop.judge.sample_ledger import judge_ledger
 from fastloop.judge.statistics import compute_mean_gap_interval
-from fastloop.records.experiment import Gate, Hardware, Outcome, Passport
+from fastloop.records.experiment import Gate, Outcome
 from fastloop.records.plan import Parity
 from fastloop.records.trial import GradientAnswer, GradientDistance
 
-__all__ = ["FEWEST_RUNS", "TAU", "judge_gradient", "judge_ledger", "judge_loss", "make_passport", "sum_up_gates"]
+__all__ = ["FEWEST_RUNS", "TAU", "judge_gradient", "judge_ledger", "judge_loss", "sum_up_gates"]
 
 TAU = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
 """Deviation of a gradient that passes without further checks, by the coarsest arithmetic in either arm. float16 has the
@@ -50,16 +50,13 @@ SEED_SHARE, LOSS_SHARE = 0.5, 0.005
 """The band of the loss gate: this share of the spread between seeds, or of the loss, whichever is larger."""
 
 
-def judge_gradient(
-    base: GradientAnswer, arm: GradientAnswer, parity_class: Parity = "approximate", precision: str | None = None
-) -> Gate:
+def judge_gradient(base: GradientAnswer, arm: GradientAnswer, parity_class: Parity = "approximate") -> Gate:
     """Whether both arms compute the same gradient from the same weights and batch.
 
     Args:
         base: the answer of the base's trial; ``arm``: of the arm's trial.
-        precision: a key of ``TAU`` at least as coarse as that of both arms; None: use theirs.
 
-    ``||g_arm - g_base|| / ||g_base||`` must stay below the ``TAU`` of the precision, or below the effect of its
+    ``||g_arm - g_base|| / ||g_base||`` must stay below the ``TAU`` of the coarser precision, or below the effect of its
     rounding on the base's own gradient. If that effect is too large for a meaningful limit, the steadier weights of
     `gradient_state.raise_biases` decide; if it is too large there too, the gate is not testable. For an `exact` arm the
     deviation must be 0 if the base repeats itself bit for bit. An arm fails if a layer lost its gradient, whatever its
@@ -69,11 +66,8 @@ def judge_gradient(
     """
     if (why := base.why or arm.why) is not None:
         return _make_gate("gradient", None, f"not testable here: {why}", testable=False)
-    coarsest = max(
-        (each for each in (precision, base.precision, arm.precision) if each in TAU),
-        key=lambda each: TAU[each],
-        default="fp32",
-    )
+    known = (each for each in (base.precision, arm.precision) if each in TAU)
+    coarsest = max(known, key=lambda each: TAU[each], default="fp32")
     noise, rounding = base.self_deviation or 0.0, _find_rounding(base.rounding, coarsest)
     gate = functools.partial(_make_gate, "gradient")
     if not base.finite:
@@ -338,26 +332,6 @@ def sum_up_gates(parity_class: Parity, gates: Sequence[Gate]) -> Outcome:
         passed=verdict,
         gates=gates,
         why="; ".join(filter(None, [held if verdict else "", said])) or "no gate ran",
-    )
-
-
-def make_passport(rung: str, outcome: Outcome, hardware: Hardware) -> Passport:
-    """The numerics passport of a rung: what it promises, the results, and the hardware."""
-    gates = {gate.name: gate for gate in outcome.gates}
-    nothing = Gate(name="none", passed=None, why="")
-    gradient, loss = gates.get("gradient", nothing), gates.get("loss", nothing)
-    return Passport(
-        rung=rung,
-        parity_class=outcome.parity_class,
-        passed=outcome.passed,
-        why=outcome.why,
-        gradient_deviation=gradient.deviation,
-        gradient_visible=gradient.visible,
-        loss_deviation_pct=loss.deviation,
-        loss_visible_pct=loss.visible,
-        precision=gradient.detail.get("precision"),
-        gates=tuple(dataclasses.replace(gate, detail={}) for gate in outcome.gates),
-        environment=hardware,
     )
 
 

@@ -125,20 +125,10 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Passport:
-    """Numerical results of one experiment on a single rung. Deviations are relative to the gradient's norm, or in
-    percent of the loss."""
+    """Numerical results of one experiment on a single rung."""
 
-    rung: str = ""
     parity_class: Parity = field(default="exact", metadata={"json": "class"})
     passed: bool | None = None
-    why: str = ""
-    gradient_deviation: float | None = None
-    gradient_visible: float | None = None
-    """The smallest deviation that would have been detected."""
-    loss_deviation_pct: float | None = None
-    loss_visible_pct: float | None = None
-    precision: str | None = None
-    """The coarsest arithmetic in either arm."""
     gates: tuple[Gate, ...] = ()
     environment: Hardware = field(default_factory=Hardware)
     runs: int = 0
@@ -154,7 +144,6 @@ class PassportsFile:
     """The passports of one rung on this machine, newest first."""
 
     schema: ClassVar[int] = SCHEMA
-    rung: str = ""
     passports: tuple[Passport, ...] = ()
 
 

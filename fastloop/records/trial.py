@@ -174,8 +174,6 @@ class ScriptEvent:
     why: str | None = None
     step: int | None = None
     rank: int | None = None
-    began: bool | None = None
-    """A step has been trained."""
     measured: bool = False
     """The event belongs to the fit that is measured."""
     only_rungs: bool = False

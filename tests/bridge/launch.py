@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests import preloaded
 
@@ -65,3 +68,13 @@ def python(
         raise AssertionError(f"not done after {limit_s} s:\n{said}") from None
     assert program.returncode == 0, f"exit code {program.returncode}:\n{said}"
     return said
+
+
+@functools.cache
+def fit_on_two_ranks(program: Path) -> list[Any]:
+    """What each of a program's two ranks has written into its file; run once for all tests of a session."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        python(program, cwd=Path(folder))
+        return [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]

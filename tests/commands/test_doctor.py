@@ -301,6 +301,19 @@ def test_cache_directory(diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch, tm
     assert diagnose()["cache directory"].status == "warn"
 
 
+def test_the_cache_directory_of_a_user_without_a_home(
+    diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def has_none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", has_none)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    found = diagnose()["cache directory"]
+    assert (found.status, found.found) == ("ok", str(tmp_path / f"cache-{os.getuid()}")), "a relative path is ignored"
+
+
 @pytest.mark.parametrize(
     ("devices", "asked", "status", "word"),
     [

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.feeds.batch_tree import iterate_tensors
-from fastloop.feeds.concatenation import CannotConcatenate, concatenate
+from fastloop.feeds.batch_tree import CannotRegroup, iterate_tensors
+from fastloop.feeds.concatenation import concatenate
 from fastloop.feeds.splitting import cut_at
 from tests.feeds.containers import Counted, Pair, Record
 
@@ -92,5 +92,5 @@ class Closed:
     ],
 )
 def test_what_cannot_be_concatenated_says_why(batches: Any, why: str) -> None:
-    with pytest.raises(CannotConcatenate, match=why):
+    with pytest.raises(CannotRegroup, match=why):
         concatenate(batches)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.feeds.regrouping import CannotRegroup, copy_tensors, regroup
+from fastloop.feeds.batch_tree import CannotRegroup
+from fastloop.feeds.regrouping import copy_tensors, regroup
 from tests.feeds.containers import Pair
 
 

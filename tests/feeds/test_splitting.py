@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.feeds.splitting import CannotSplit, Piece, average, cut, join
+from fastloop.feeds.batch_tree import CannotRegroup
+from fastloop.feeds.splitting import Piece, average, cut, join
 from tests.feeds.containers import Counted, Pair, Record
 
 
@@ -107,7 +108,7 @@ def test_what_goes_with_the_samples_is_cut_and_the_rest_is_shared() -> None:
     ],
 )
 def test_what_cannot_be_cut_says_why(batch: Any, message: str) -> None:
-    with pytest.raises(CannotSplit, match=message):
+    with pytest.raises(CannotRegroup, match=message):
         cut(batch, 4)
 
 
@@ -135,7 +136,7 @@ def test_a_merged_window_weighs_as_accumulation_does(window: tuple[int, ...], mi
 
 
 def test_a_window_of_another_size_is_refused() -> None:
-    with pytest.raises(CannotSplit, match="a merged batch has 10 samples where its window drew 16"):
+    with pytest.raises(CannotRegroup, match="a merged batch has 10 samples where its window drew 16"):
         cut(x(), 4, ((8, 8), 4))
 
 

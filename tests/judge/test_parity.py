@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fastloop.judge import parity
-from fastloop.judge.parity import judge_loss, make_passport, sum_up_gates
-from fastloop.records.experiment import Gate, Hardware
-from fastloop.records.store import decode, to_json
+from fastloop.judge.parity import judge_loss, sum_up_gates
+from fastloop.records.experiment import Gate
+from fastloop.records.store import decode
 from fastloop.records.trial import GradientAnswer
 
 BASE: dict[str, Any] = {
@@ -60,9 +60,7 @@ def test_the_coarser_precision_of_both_sets_the_limit(precision: str, within: fl
         assert "most of it in head.weight" in gate.why and precision in gate.why
 
 
-def test_a_precision_that_is_asked_for_may_be_coarser_still() -> None:
-    assert gradient_gate(BASE, arm(1e-2)).passed is False
-    assert gradient_gate(BASE, arm(1e-2), precision="bf16").passed
+def test_an_unknown_precision_counts_as_float32() -> None:
     assert gradient_gate({**BASE, "precision": "?"}, arm(1e-6, precision=None)).limit == 1e-5
 
 
@@ -338,23 +336,3 @@ def test_only_an_arm_that_promises_the_same_bits_may_do_without_the_gradient() -
 def test_a_changed_training_claims_nothing() -> None:
     found = sum_up_gates("changes-training", [gate("loss", False)])
     assert found.passed is None and found.why == "claims no parity: it changes the training"
-
-
-def test_the_passport_says_where_and_how_well() -> None:
-    gates = [
-        gate("ledger", True),
-        gate("gradient", True, deviation=0.002, limit=0.05, visible=0.004, detail={"precision": "bf16"}),
-        gate("loss", True, deviation=0.1, limit=0.5, visible=0.6),
-    ]
-    issued = to_json(
-        make_passport("amp", sum_up_gates("approximate", gates), Hardware(device_name="a GPU", torch="2.11"))
-    )
-    assert (issued["rung"], issued["class"], issued["passed"]) == ("amp", "approximate", True)
-    assert (issued["gradient_deviation"], issued["gradient_visible"]) == (0.002, 0.004)
-    assert (issued["loss_deviation_pct"], issued["loss_visible_pct"], issued["precision"]) == (0.1, 0.6, "bf16")
-    assert issued["environment"]["device_name"] == "a GPU" and [row["name"] for row in issued["gates"]] == [
-        "ledger",
-        "gradient",
-        "loss",
-    ]
-    assert make_passport("pin", sum_up_gates("exact", []), Hardware()).gradient_deviation is None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -221,26 +220,10 @@ class Sees(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-class Numbered:
-    """Image files whose labels are the samples' own numbers."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.transform = inner, inner.transform
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def image_path_and_label(self, index: int) -> tuple[str, int]:
-        return self.inner.samples[index][0], index
-
-    def __getitem__(self, index: int) -> Any:
-        return self.inner[index][0], index
-
-
 def pictures(folder: Path, *, still: bool = False, mean: float = 0.5, count: int | None = None) -> Any:
     from torchvision import transforms as T
 
-    from tests.feeds.dali.folders import read_folder
+    from tests.feeds.dali.folders import Numbered, read_folder
 
     first = [T.Resize((16, 16))] if still else [T.RandomResizedCrop(16), T.RandomHorizontalFlip()]
     dataset = Numbered(read_folder(folder, *first, T.ToTensor(), T.Normalize([mean] * 3, [0.25] * 3)))
@@ -305,7 +288,7 @@ def test_validation_too_where_asked(folder: Path) -> None:
     """Every sample once and in order, after a sanity check too, and the same loss; then the loader is the user's."""
     from torchvision import transforms as T
 
-    from tests.feeds.dali.folders import read_folder
+    from tests.feeds.dali.folders import Numbered, read_folder
 
     steps = (T.Resize(20), T.CenterCrop(16), T.ToTensor(), T.Normalize([0.5] * 3, [0.25] * 3))
     val = DataLoader(Numbered(read_folder(folder, *steps)), 6)  # type: ignore[arg-type]
@@ -513,20 +496,13 @@ def test_a_pipeline_of_the_users_own_stays(folder: Path) -> None:
 # -- two ranks ---------------------------------------------------------------------------------------------------------
 
 
-@cache
-def fit_two_ranks() -> list[list[list[int]]]:
-    from tests.bridge.launch import python
-
-    with tempfile.TemporaryDirectory() as place:
-        python(Path(__file__), cwd=Path(place))
-        return [torch.load(Path(place) / f"rank{rank}.pt") for rank in (0, 1)]
-
-
 @pytest.mark.multirank
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder", "quick_starts")
 def test_two_ranks_have_every_sample_once_an_epoch() -> None:
-    ranks = fit_two_ranks()
+    from tests.bridge.launch import fit_on_two_ranks
+
+    ranks = fit_on_two_ranks(Path(__file__))
     orders = []
     for epoch in range(3):
         parts = [list(chain.from_iterable(rank[2 * epoch : 2 * epoch + 2])) for rank in ranks]

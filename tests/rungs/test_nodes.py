@@ -29,7 +29,7 @@ from fastloop.records.measurement import Measurement
 from fastloop.rungs.nodes import GIL, Nodes, Threads
 from fastloop.rungs.workers import Workers
 from tests.rungs.two_ranks import results
-from tests.runs import Net, batches, both, distance, feed_on_cpu, numbered, run
+from tests.runs import Counts, Holds, Net, batches, both, distance, feed_on_cpu, numbered, run
 
 pytestmark = pytest.mark.timeout(200)
 NODES = {"nodes": {"threads": 2}}
@@ -288,24 +288,6 @@ def test_a_resumed_run_goes_on_with_the_right_epoch(tmp_path: Path) -> None:
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         return iter([tuple(member) for member in numbered(16)])
-
-
-class Holds(Dataset):
-    def __init__(self, **members: Any) -> None:
-        self.__dict__.update(members)
-        self.rows = numbered(40)
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
-
-
-class Counts(Holds):
-    def __getitem__(self, index: int) -> Any:
-        self.count += 1
-        return super().__getitem__(index)
 
 
 class Noisy(Holds):

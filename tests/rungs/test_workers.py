@@ -35,7 +35,7 @@ from fastloop.records.measurement import Measurement
 from fastloop.rungs.workers import Workers, choose_count
 from tests.models import weights
 from tests.rungs.two_ranks import results
-from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, numbered, run
+from tests.runs import Counts, Holds, Net, Run, batches, both, distance, feed_on_cpu, numbered, run
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 WORKERS = {"workers": {"count": 2}}
@@ -733,24 +733,6 @@ def test_an_iterable_dataset_is_refused_for_it_would_be_doubled() -> None:
     assert drawn == sorted([*range(16), *range(16)])
 
 
-class Holds(Dataset):
-    def __init__(self, **members: Any) -> None:
-        self.__dict__.update(members)
-        self.samples = numbered(16)
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
-
-
-class Counts(Holds):
-    def __getitem__(self, index: int) -> Any:
-        self.count += 1
-        return super().__getitem__(index)
-
-
 class Epochs(Holds):
     def set_epoch(self, epoch: int) -> None: ...
 
@@ -781,7 +763,7 @@ def test_datasets_that_workers_would_break(data: Any, reason: str) -> None:
     """D11 and open handles: skipped with the place, and training goes on."""
     ours = run(WORKERS, DataLoader(data(), batch_size=8), max_epochs=1)
     assert ours.reason("workers") == f"the dataset cannot be copied to workers: {reason}"
-    assert ours.verdict("workers").took is False and ours.trainer.global_step == 2
+    assert ours.verdict("workers").took is False and ours.trainer.global_step == 5
     with pytest.raises(ConfigError, match=r"rungs\.workers under strict: true"):
         run(WORKERS, DataLoader(data(), batch_size=8), strict=True)
 
@@ -791,7 +773,7 @@ def test_workers_hold_copies_indeed() -> None:
     counted = {workers: Counts(count=0) for workers in (0, 2)}
     for workers, data in counted.items():
         list(DataLoader(data, batch_size=8, num_workers=workers))
-    assert (counted[0].count, counted[2].count) == (16, 0)
+    assert (counted[0].count, counted[2].count) == (40, 0)
 
 
 def test_a_real_sqlite_connection(tmp_path: Path) -> None:
@@ -808,7 +790,7 @@ def test_spawn_names_what_cannot_travel() -> None:
     ours = run(spawn, DataLoader(Holds(steps=[str.upper, lambda text: text]), batch_size=8), max_epochs=1)
     reason = str(ours.reason("workers"))
     assert reason.startswith("workers start by spawn here, and dataset.steps[1] (") and "<lambda>) cannot" in reason
-    assert ours.trainer.global_step == 2
+    assert ours.trainer.global_step == 5
     collate = DataLoader(numbered(16), batch_size=8, collate_fn=lambda rows: torch.utils.data.default_collate(rows))
     assert "collate_fn (" in str(run(spawn, collate, max_epochs=1).reason("workers"))
     user = DataLoader(Holds(f=lambda: 0), batch_size=8)

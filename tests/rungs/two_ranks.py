@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-import tempfile
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -86,10 +84,11 @@ def _refuse_on_one(*_: Any) -> str | None:
 
 def _separate_on_one(batches: Any) -> Any:
     """A window with sample 7 in it, on the second rank, after the first window."""
-    from fastloop.feeds.concatenation import CannotConcatenate, concatenate
+    from fastloop.feeds.batch_tree import CannotRegroup
+    from fastloop.feeds.concatenation import concatenate
 
     if torch.distributed.get_rank() == 1 and any(7 in batch[2] for batch in batches):
-        raise CannotConcatenate("planted")
+        raise CannotRegroup("planted")
     return concatenate(batches)
 
 
@@ -118,14 +117,11 @@ def main() -> None:
     torch.save(found, f"rank{torch.distributed.get_rank()}.pt")
 
 
-@functools.cache
 def results() -> list[dict[str, dict[str, Any]]]:
-    """What each rank found, by case. One pair of processes for all tests of a session."""
-    from tests.bridge.launch import python
+    """What each rank found, by case."""
+    from tests.bridge.launch import fit_on_two_ranks
 
-    with tempfile.TemporaryDirectory() as folder:
-        python(Path(__file__), cwd=Path(folder))
-        return [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return fit_on_two_ranks(Path(__file__))
 
 
 if __name__ == "__main__":

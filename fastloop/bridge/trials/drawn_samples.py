@@ -116,7 +116,7 @@ def listen(loader: Any, given: Any) -> tuple[Any, Drawn]:
         return loader, known.drawn
     drawn = Drawn("sampler", own_order=_keeps_own_order(known), dataset=_count_unlimited(inner.dataset))
     noted = {name: _Sampler(known, drawn, batched=name == "batch_sampler")}
-    if inner is not _unwrap_sampler(given):
+    if inner is not _unwrap_loader(given):
         inner.__dict__.update(noted)
         return loader, drawn
     twin = clone(inner, noted)
@@ -126,7 +126,7 @@ def listen(loader: Any, given: Any) -> tuple[Any, Drawn]:
     return loader, drawn
 
 
-def _unwrap_sampler(loader: Any) -> Any:
+def _unwrap_loader(loader: Any) -> Any:
     while isinstance(loader, LazyLoader):
         loader = loader.inner
     return loader

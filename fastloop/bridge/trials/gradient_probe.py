@@ -34,8 +34,8 @@ from fastloop.bridge.trials.no_checkpoints import Measured, train_until_measured
 from fastloop.config.loading import Config
 from fastloop.evidence.model.dropout import switch_off_dropout
 from fastloop.evidence.model.gradient_distance import is_finite, measure_deviation
-from fastloop.feeds.batch_tree import iterate_tensors
-from fastloop.feeds.regrouping import CannotRegroup, Leaves, copy_tensors, regroup
+from fastloop.feeds.batch_tree import CannotRegroup, iterate_tensors
+from fastloop.feeds.regrouping import Leaves, copy_tensors, regroup
 from fastloop.feeds.splitting import get_loss
 from fastloop.judge.parity import is_sharp
 from fastloop.records import store

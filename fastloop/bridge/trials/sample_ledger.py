@@ -35,8 +35,8 @@ from lightning.pytorch.callbacks import Callback
 from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.bridge.trials.drawn_samples import Batch, Drawn, join_epochs, listen
 from fastloop.bridge.trials.heartbeat import drop_other_hooks
-from fastloop.feeds.batch_tree import count_rows, count_samples
-from fastloop.feeds.splitting import CannotSplit, cut
+from fastloop.feeds.batch_tree import CannotRegroup, count_rows, count_samples
+from fastloop.feeds.splitting import cut
 from fastloop.records import store
 
 MOST_STEPS = 10_000
@@ -254,7 +254,7 @@ def _count_pieces(rows: int, micro: int, window: tuple[int, ...] | None, full: i
     """Number of pieces into which a batch of `rows` samples is cut."""
     try:
         return len(cut(torch.empty(rows), micro, None if window is None else (window, full)))
-    except CannotSplit:
+    except CannotRegroup:
         return 1
 
 

@@ -190,7 +190,6 @@ class Injected(Callback):
                 "exception",
                 rank=trainer.global_rank,
                 step=trainer.global_step,
-                began=self._began,
                 measured=self._measures,
                 why=quote(exception),
             )

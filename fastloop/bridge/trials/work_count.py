@@ -21,8 +21,8 @@ from fastloop.config.loading import Config, WatchSettings
 from fastloop.errors import FastLoopError
 from fastloop.evidence.gpu import measured_rates as measured
 from fastloop.evidence.model.flops import FlopCount
-from fastloop.feeds.batch_tree import count_samples
-from fastloop.feeds.splitting import CannotSplit, cut
+from fastloop.feeds.batch_tree import CannotRegroup, count_samples
+from fastloop.feeds.splitting import cut
 
 FEW = 2
 """Samples to count on; more than one because a BatchNorm after pooling needs more."""
@@ -94,5 +94,5 @@ def _take_few(batch: Any) -> Any:
     """The first samples of a batch, or all of them if it cannot be cut."""
     try:
         return cut(batch, FEW)[0].batch
-    except CannotSplit:
+    except CannotRegroup:
         return batch

@@ -30,11 +30,8 @@ class OneTime:
         self.spans: list[Span] = []
         """In the order in which they became known; they may be nested."""
         self._unplaced: defaultdict[str, float] = defaultdict(float)
+        """Seconds by cause that lie in no step."""
         self._followed: list[tuple[str, Callable[[], tuple[float, float]], tuple[float, float]]] = []
-
-    def add(self, cause: str, seconds: float) -> None:
-        """Seconds of a cost outside all steps, or with an unknown place."""
-        self._unplaced[cause] += seconds
 
     def add_span(self, cause: str, began: float, ended: float) -> None:
         """A cost with its place in time, which may be in the past."""

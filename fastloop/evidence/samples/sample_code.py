@@ -14,6 +14,7 @@ import textwrap
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from fastloop.evidence.samples import writes
@@ -94,19 +95,28 @@ def list_closure(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
 
 
-def list_names(code: Any) -> Iterator[str]:
-    """Names of globals and attributes in a function's code, including nested functions."""
-    yield from code.co_names
+def walk_code(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of functions and comprehensions inside it."""
+    yield code
     for const in code.co_consts:
         if inspect.iscode(const):
-            yield from list_names(const)
+            yield from walk_code(const)
+
+
+def list_names(code: CodeType) -> Iterator[str]:
+    """Names of globals and attributes in a function's code, including nested functions."""
+    return (name for each in walk_code(code) for name in each.co_names)
+
+
+def list_arguments(code: CodeType, *operations: str) -> Iterator[Any]:
+    """The arguments of such instructions in a function's code, including nested functions."""
+    steps = (step for each in walk_code(code) for step in dis.get_instructions(each))
+    return (step.argval for step in steps if step.opname in operations)
 
 
 @functools.lru_cache(maxsize=4096)
-def list_global_names(code: Any) -> tuple[str, ...]:
-    loads = ("LOAD_GLOBAL", "LOAD_NAME")
-    own = [step.argval for step in dis.get_instructions(code) if step.opname in loads]
-    return (*own, *(name for const in code.co_consts if inspect.iscode(const) for name in list_global_names(const)))
+def list_global_names(code: CodeType) -> tuple[str, ...]:
+    return tuple(list_arguments(code, "LOAD_GLOBAL", "LOAD_NAME"))
 
 
 def list_writers(kind: type) -> Iterator[tuple[str, str]]:
@@ -229,13 +239,14 @@ def find_write(function: Any, kind: type) -> str | None:
     return next(_list_touched(function, writes.list_targets, kind, depth=_DEEPEST), None)
 
 
-def _find_stores(code: Any) -> str | None:
+def _find_stores(code: CodeType) -> str | None:
     """The same without source, when it is unknown which object a write goes to."""
     stores = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_SLICE", "DELETE_ATTR", "DELETE_SUBSCR")
-    changes = {name for name in code.co_names if writes.is_change(name) or name in writes.FILLS}
-    if changes or any(step.opname in stores for step in dis.get_instructions(code)):
-        return f" (something in {code.co_name}, which has no source to read)"
-    return next(filter(None, (_find_stores(const) for const in code.co_consts if inspect.iscode(const))), None)
+    for each in walk_code(code):
+        changes = {name for name in each.co_names if writes.is_change(name) or name in writes.FILLS}
+        if changes or any(step.opname in stores for step in dis.get_instructions(each)):
+            return f" (something in {each.co_name}, which has no source to read)"
+    return None
 
 
 def list_roots_written(function: Any) -> Iterator[str]:

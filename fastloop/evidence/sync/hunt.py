@@ -163,8 +163,8 @@ def _replaced(owner: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[
 
 
 def _list_explicit() -> list[tuple[Any, str]]:
-    owners = [torch.cuda, torch.cuda.Stream, torch.cuda.Event, getattr(torch, "accelerator", None)]
-    return [(owner, "synchronize") for owner in owners if owner is not None] + [(torch.distributed, "barrier")]
+    owners = [torch.cuda, torch.cuda.Stream, torch.cuda.Event, torch.accelerator]
+    return [(owner, "synchronize") for owner in owners] + [(torch.distributed, "barrier")]
 
 
 # Which line logs which metric: Lightning synchronizes for it much later, when that line is no longer on the stack.

@@ -41,7 +41,6 @@ class TraceWindow:
         device: the device that runs the steps.
         directory: for ``trace.json.gz``; None keeps no file.
         steps: optimizer steps to trace.
-        lead_in: steps to skip first; at least enough to use up the batches in the loader and device queues.
         taken: why torch.profiler must not be used, if the caller knows a reason (a profiler in the Trainer).
     """
 
@@ -51,14 +50,13 @@ class TraceWindow:
         directory: Path | None,
         steps: int,
         *,
-        lead_in: int = LEAD_IN,
         taken: str | None = None,
     ) -> None:
-        self.device, self.directory, self.steps, self.lead_in = device, directory, max(1, steps), max(1, lead_in)
+        self.device, self.directory, self.steps = device, directory, steps
+        self.lead_in = LEAD_IN
+        """Steps to skip first; at least enough to use up the batches in the loader and device queues."""
         self.skipped = taken
         """Why there is no trace."""
-        self.step_s: float | None = None
-        """Seconds of an untraced step, to compute the cost of tracing; None: use the lead-in's."""
         self.recording = False
         self.done = False
         """No further steps are recorded."""
@@ -122,8 +120,7 @@ class TraceWindow:
             self._try(lambda: found.update(self._read(profiler, whole)))
         if self.skipped is not None:
             return {"skipped": self.skipped}
-        step_s = self.step_s if self.step_s is not None else self._lead_in_s
-        traced_s = max(0.0, self._lasted_s - self._passed * step_s)
+        traced_s = max(0.0, self._lasted_s - self._passed * self._lead_in_s)
         return {**found, "asked_steps": self.steps, "cost_s": traced_s + now() - since}
 
     # -- recording ------------------------------------------------------------------------------------------------

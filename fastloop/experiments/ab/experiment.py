@@ -87,7 +87,7 @@ class Side:
     def sample(self) -> Sample:
         """Return the finished runs that have a throughput."""
         kept = [index for index in sorted(self.runs) if self.runs[index].samples_per_s is not None]
-        active, inactive = parity_gates.took([self.runs[index] for index in kept])
+        active, inactive = parity_gates.split_by_effect([self.runs[index] for index in kept])
         return Sample(
             name=self.name,
             samples_per_s=tuple(self.runs[index].samples_per_s or 0 for index in kept),

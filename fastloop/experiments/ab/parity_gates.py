@@ -28,7 +28,7 @@ def find_class(trials: Sequence[Trial]) -> Parity:
     return max((load_parity_class(trial.run_dir) for trial in trials), key=PARITY_ORDER.index, default="exact")
 
 
-def took(trials: Sequence[Trial]) -> tuple[tuple[str, ...], dict[str, str]]:
+def split_by_effect(trials: Sequence[Trial]) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the enabled rungs that took effect in every run, and those that did not, with the reason."""
     inactive: dict[str, str] = {}
     verdicts = [verdict for trial in trials for verdict in load_verdicts(trial.run_dir)]

@@ -12,10 +12,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from fastloop.evidence import machine
-from fastloop.judge import parity
 from fastloop.records import store
 from fastloop.records.experiment import Hardware, Outcome, Passport, PassportsFile, Sample
-from fastloop.report.experiments.verdict_words import size
+from fastloop.report.experiments.verdict_words import format_figure
 
 MOST = 20
 SHOWN = 3
@@ -38,8 +37,11 @@ def keep(
     """Save the result of an experiment with only this rung, replacing an earlier result from the same directory."""
     if not outcome.gates:
         return
-    entry = dataclasses.replace(
-        parity.make_passport(rung, outcome, hardware),
+    entry = Passport(
+        parity_class=outcome.parity_class,
+        passed=outcome.passed,
+        gates=tuple(dataclasses.replace(gate, detail={}) for gate in outcome.gates),
+        environment=hardware,
         runs=len(sample.samples_per_s),
         name=name,
         run_dir=None if run_dir is None else str(run_dir.absolute()),
@@ -47,7 +49,7 @@ def keep(
     )
     others = [each for each in load(rung) if run_dir is None or each.run_dir != entry.run_dir]
     with contextlib.suppress(OSError):
-        kept = PassportsFile(rung=rung, passports=(entry, *others)[:MOST])
+        kept = PassportsFile(passports=(entry, *others)[:MOST])
         store.save(choose_folder(), {f"{rung}.json": kept})
 
 
@@ -73,7 +75,7 @@ def describe(rung: str) -> list[str]:
 
 def _describe_figures(one: Passport) -> str:
     """Describe the measured deviation, the smallest that would have been visible, and the software versions."""
-    sizes = [(gate.name, size(gate, "deviation"), size(gate, "visible")) for gate in one.gates]
+    sizes = [(gate.name, format_figure(gate, "deviation"), format_figure(gate, "visible")) for gate in one.gates]
     seen = [f"{name} {deviation} ({visible})" for name, deviation, visible in sizes if {deviation, visible} != {"n/a"}]
     versions = vars(one.environment)
     by = ", ".join(f"{name} {versions[name] or 'n/a'}" for name in ("lightning", "fastloop", "driver"))

@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import torch
 
+from fastloop.evidence.samples.sample_code import walk_code
+
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "__matmul__"})
 SDPA = "scaled_dot_product_attention"
 DEPTH = 4
@@ -83,7 +85,7 @@ def _follow(function: types.FunctionType, kind: type, depth: int, seen: set[type
     if function.__code__ in seen:
         return
     seen.add(function.__code__)
-    for code in _open(function.__code__):
+    for code in walk_code(function.__code__):
         names = {*code.co_names, *code.co_freevars}
         yield from names
         steps = ((step.opname, step.argrepr) for step in dis.get_instructions(code))
@@ -94,11 +96,3 @@ def _follow(function: types.FunctionType, kind: type, depth: int, seen: set[type
             called = getattr(called, "__func__", called)
             if isinstance(called, types.FunctionType) and not (called.__module__ or "").startswith("torch."):
                 yield from _follow(called, kind, depth - 1, seen)
-
-
-def _open(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a function's code, and that of functions and comprehensions inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _open(constant)

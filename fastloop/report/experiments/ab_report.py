@@ -216,7 +216,7 @@ def _make_sections(result: ExperimentResult, pairs: Sequence[Pair]) -> tuple[Sec
     how = f"{format_number(result.steps, ',.0f')} steps a run, {warm} of them before the window. {AGAIN}"
     return (
         *made,
-        Section(title="Every run, in order", table=runs(result)),
+        Section(title="Every run, in order", table=tabulate_runs(result)),
         Section(title="How to read and repeat this", text=(MEANING, how)),
         Section(title="Where it ran", listed=describe_hardware(result.hardware)),
     )
@@ -300,7 +300,7 @@ def list_failures(result: ExperimentResult) -> list[str]:
     return found
 
 
-def runs(result: ExperimentResult) -> Table:
+def tabulate_runs(result: ExperimentResult) -> Table:
     """Tabulate all runs that began, in order."""
     known = {
         place: (str(seed), format_short(rate))

@@ -115,14 +115,14 @@ def describe_parity(parity: Outcome) -> str:
 
 def _format_gate(gate: Gate) -> str:
     """Describe one gate in a few words: ``gradient 3.1e-3 (limit 5e-2)``."""
-    seen, limit = size(gate, "deviation"), size(gate, "limit")
+    seen, limit = format_figure(gate, "deviation"), format_figure(gate, "limit")
     if seen == "n/a":
         return f"{gate.name} {'equal' if gate.passed and gate.name == 'ledger' else _PASSED[gate.passed]}"
     outcome = "" if gate.passed else f" {_PASSED[gate.passed]}"
     return f"{gate.name} {seen}{'' if limit == 'n/a' else f' (limit {limit})'}{outcome}"
 
 
-def size(gate: Gate, figure: Literal["deviation", "limit", "visible"]) -> str:
+def format_figure(gate: Gate, figure: Literal["deviation", "limit", "visible"]) -> str:
     """Format a deviation in the unit of its gate: percent of the loss, or a share of the gradient's norm."""
     value = getattr(gate, figure)
     if value is None:
@@ -146,7 +146,7 @@ def tabulate_gates(outcomes: Sequence[tuple[str, Outcome]], whose: str = "arm") 
     for name, parity in outcomes:
         whose_gates = f"{name} ({parity.parity_class})"
         for gate in parity.gates:
-            figures = (size(gate, "deviation"), size(gate, "limit"), size(gate, "visible"))
+            figures = (format_figure(gate, "deviation"), format_figure(gate, "limit"), format_figure(gate, "visible"))
             found.append((whose_gates, gate.name, _PASSED[gate.passed], *figures, gate.why))
         if not parity.gates:
             found.append((name, "none", _PASSED[parity.passed], "n/a", "n/a", "n/a", parity.why))

@@ -165,7 +165,7 @@ def tabulate_syncs(seen: Measurement) -> Table:
     ]
     if not rows and (hunted := count_hunted_steps(seen)):
         rows = [("none found", f"in {count_steps(hunted)}", "0", "0", "-")]
-    return Table("Synchronisations", ("where", "what", "per step", "ms a step", "write instead"), rows, numeric=(2, 3))
+    return Table("Synchronizations", ("where", "what", "per step", "ms a step", "write instead"), rows, numeric=(2, 3))
 
 
 def tabulate_ceilings(seen: Measurement) -> Table:
@@ -228,7 +228,7 @@ def list_missing(seen: Measurement) -> list[str]:
         "The GPU": "GPU counters: no NVIDIA GPU that could be read",
         "Work and energy": f"work and energy: {seen.flops.get('why') or 'not counted in this run'}",
         "Kernels, from the trace": f"kernel families and idle time: {skipped or 'no trace window (watch.trace_steps)'}",
-        "Synchronisations": "synchronizations: none listed; fastloop diagnose --syncs looks for them",
+        "Synchronizations": "synchronizations: none listed; fastloop diagnose --syncs looks for them",
         "Ceilings": "ceilings: no trials; fastloop headspace runs them",
     }
     shown = {table.title for table in tabulate_all(seen)}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +62,11 @@ def main() -> None:
     torch.save(found, f"rank{torch.distributed.get_rank()}.pt")
 
 
-@functools.cache
 def results() -> list[dict[str, dict[str, Any]]]:
-    """What each rank found, by case. One pair of processes for all tests of a session."""
-    from tests.bridge.launch import python
+    """What each rank found, by case."""
+    from tests.bridge.launch import fit_on_two_ranks
 
-    with tempfile.TemporaryDirectory() as folder:
-        python(Path(__file__), cwd=Path(folder))
-        return [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return fit_on_two_ranks(Path(__file__))
 
 
 if __name__ == "__main__":

@@ -426,7 +426,6 @@ def test_what_a_training_raises_is_told_with_the_step(orders: Orders) -> None:
         "event": "exception",
         "rank": 0,
         "step": 5,
-        "began": True,
         "measured": True,
         "only_rungs": False,
         "why": "ValueError: no luck",

@@ -72,7 +72,7 @@ def test_one_step_is_enough_and_nothing_is_written(tmp_path: Path, monkeypatch: 
 
 def test_a_batch_that_cannot_be_cut_is_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: Any) -> None:
-        raise work_count.CannotSplit("not this one")
+        raise work_count.CannotRegroup("not this one")
 
     monkeypatch.setattr(work_count, "cut", refuses)
     found = counted()

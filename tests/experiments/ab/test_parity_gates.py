@@ -33,7 +33,7 @@ def test_the_weakest_class_of_the_plans_counts(tmp_path: Path) -> None:
 
 def test_a_rung_took_if_it_took_in_every_run(tmp_path: Path) -> None:
     runs = [trial(tmp_path, n, verdicts={"amp": True, "pin": n != 1}) for n in range(3)]
-    assert parity_gates.took(runs) == (("amp",), {"pin": "there is one device"})
+    assert parity_gates.split_by_effect(runs) == (("amp",), {"pin": "there is one device"})
 
 
 def test_the_ledger_is_compared_run_by_run_and_rank_by_rank(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from fastloop.commands import listing
 from fastloop.experiments.ab import passports
 from fastloop.records.experiment import Gate, Hardware, Outcome, Sample
+from fastloop.records.store import to_json
 
 SAMPLE = Sample(name="amp", samples_per_s=(1.0, 2.0, 3.0), places=(0, 1, 2))
 HARDWARE = Hardware(device_name="NVIDIA H200", torch="2.11.0", lightning="2.6.6", fastloop="0.1.0")
@@ -37,12 +38,14 @@ def test_kept_newest_first_and_shown_with_the_manual(cache: Path) -> None:
     for deviation in (1e-3, 2e-3):
         passports.keep("amp", outcome(deviation), HARDWARE, SAMPLE)
     found = passports.load("amp")
-    assert [each.gradient_deviation for each in found] == [2e-3, 1e-3] and found[0].runs == 3
+    assert [each.gates[0].deviation for each in found] == [2e-3, 1e-3] and found[0].runs == 3
     answer = listing.list_rungs("amp")
     assert "NVIDIA H200" in answer.text and "approximate, passed" in answer.text and "deviates by 0.002" in answer.text
     seen = "deviation (smallest visible): gradient 2e-3 (4e-3); lightning 2.6.6, fastloop 0.1.0, driver n/a"
     assert seen in answer.text and "gradient 1e-3 (4e-3)" in answer.text
     assert answer.json is not None and len(answer.json["passports"]) == 2
+    told = to_json(answer.json["passports"][0])
+    assert (told["class"], told["passed"], told["environment"]["device_name"]) == ("approximate", True, "NVIDIA H200")
     assert passports.load("layout") == ()
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -284,16 +285,14 @@ def test_small_losses_of_rungs_that_are_taken_away_do_not_add_up() -> None:
     assert machine.step_ms(climb.stack, "as_it_is") < 1.011 * whole and len(climb.stack) == len(rungs) - 1
 
 
-@pytest.mark.parametrize("budget_s", [150, 300])
-def test_in_several_calls_a_climb_with_ladders_comes_to_the_same_top(budget_s: float) -> None:
-    whole = make_climb(SimulatedRunner(COMPUTED), ladders=list_shipped())
-    why = whole.climb()
+def check_resumed(whole: Climb, why: str, runner_of: Any, budget_s: float, **settings: Any) -> None:
+    """In calls of this budget each, a climb comes to the same end as the whole one, and repeats nothing."""
     done: dict[str, Result] = {}
     ran: list[str] = []
     rows: list[Any] = []
     for _ in range(60):
-        runner = SimulatedRunner(COMPUTED, done=done).with_budget(budget_s)
-        climb = make_climb(runner, rows=rows, ladders=list_shipped())
+        runner = runner_of(done=done).with_budget(budget_s)
+        climb = make_climb(runner, rows=rows, **settings)
         try:
             assert climb.climb() == why
             break
@@ -307,6 +306,13 @@ def test_in_several_calls_a_climb_with_ladders_comes_to_the_same_top(budget_s: f
         pytest.fail("it gets nowhere")
     assert climb.stack == whole.stack and [row.key for row in climb.rows] == [row.key for row in whole.rows]
     assert len(ran) == len(set(ran)), "what finished was found again"
+
+
+@pytest.mark.parametrize("budget_s", [150, 300])
+def test_in_several_calls_a_climb_with_ladders_comes_to_the_same_top(budget_s: float) -> None:
+    whole = make_climb(SimulatedRunner(COMPUTED), ladders=list_shipped())
+    why = whole.climb()
+    check_resumed(whole, why, partial(SimulatedRunner, COMPUTED), budget_s, ladders=list_shipped())
 
 
 # -- what it does not keep --------------------------------------------------------------------------------------------
@@ -816,25 +822,7 @@ def test_workers_and_computing_that_wait_for_each_other_are_raised_together() ->
 def test_resumed_it_repeats_nothing_and_comes_to_the_same_top(budget_s: float) -> None:
     whole = make_climb(SimulatedRunner(Machine(), best={"workers": 12, "batch": 256}))
     why = whole.climb()
-    done: dict[str, Result] = {}
-    ran: list[str] = []
-    rows: list[Any] = []
-    for _ in range(60):
-        runner = SimulatedRunner(Machine(), done=done, best={"workers": 12, "batch": 256}).with_budget(budget_s)
-        climb = make_climb(runner, rows=rows)
-        try:
-            assert climb.climb() == why
-            break
-        except Spent:
-            rows = climb.rows
-            with contextlib.suppress(Spent):
-                climb.confirm()  # as the command does
-        finally:
-            ran += runner.ran
-    else:
-        pytest.fail("it gets nowhere")
-    assert climb.stack == whole.stack and [row.key for row in climb.rows] == [row.key for row in whole.rows]
-    assert len(ran) == len(set(ran)), "what finished was found again"
+    check_resumed(whole, why, partial(SimulatedRunner, Machine(), best={"workers": 12, "batch": 256}), budget_s)
 
 
 def test_killed_anywhere_it_goes_on_where_it_stood() -> None:

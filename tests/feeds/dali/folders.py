@@ -63,3 +63,19 @@ def read_folder(path: Path, *transforms: Any) -> Any:
 
     usual: Sequence[Any] = [T.RandomResizedCrop(32), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(MEAN, STD)]
     return ImageFolder(str(path), T.Compose(list(transforms or usual)))
+
+
+class Numbered:
+    """A folder whose labels are the samples' own numbers."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.transform = inner, inner.transform
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def image_path_and_label(self, index: int) -> tuple[str, int]:
+        return self.inner.samples[index][0], index
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index][0], index

@@ -32,7 +32,7 @@ from fastloop.feeds.lazy_loader import clone
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 from fastloop.feeds.workers import tried_workers
 from tests.bridge.launch import python
-from tests.feeds.dali.folders import damage, make_folder, read_folder
+from tests.feeds.dali.folders import Numbered, damage, make_folder, read_folder
 
 MACHINE = Machine(threads=2)
 OFF = "rungs.makes_pictures.enabled: false"
@@ -54,22 +54,6 @@ def make(loader: Any, **settings: Any) -> DaliLoader:
 def count_threads() -> int:
     gc.collect()
     return psutil.Process().num_threads()
-
-
-class Numbered:
-    """A folder whose labels are the samples' own numbers."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.transform = inner, inner.transform
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def image_path_and_label(self, index: int) -> tuple[str, int]:
-        return self.inner.samples[index][0], index
-
-    def __getitem__(self, index: int) -> Any:
-        return self.inner[index][0], index
 
 
 def labels_of(batches: Any) -> list[list[int]]:

@@ -22,8 +22,7 @@ from fastloop.feeds.dali.graph import Machine
 from fastloop.feeds.dali.pixels import check_pixels, compare
 from fastloop.feeds.images.reading import read_source
 from fastloop.records.images import Normalize, RandomHorizontalFlip
-from tests.feeds.dali.folders import MEAN, STD, make_folder, make_picture, read_folder
-from tests.feeds.dali.test_engine import Numbered
+from tests.feeds.dali.folders import MEAN, STD, Numbered, make_folder, make_picture, read_folder
 from tests.pictures import Named
 
 MACHINE = Machine(threads=2)

@@ -62,8 +62,8 @@ def test_deviations_of_any_size_are_short(value: float, said: str) -> None:
 
 def test_what_was_not_measured_is_na() -> None:
     assert (
-        verdict_words.size(Gate(name="loss", passed=None, why=""), "deviation") == "n/a"
-        and verdict_words.size(Gate(name="gradient", passed=None, why=""), "limit") == "n/a"
+        verdict_words.format_figure(Gate(name="loss", passed=None, why=""), "deviation") == "n/a"
+        and verdict_words.format_figure(Gate(name="gradient", passed=None, why=""), "limit") == "n/a"
     )
 
 

@@ -9,12 +9,12 @@ from tests.report.made_experiments import AB, JAPANESE, result_of
 
 def test_every_run_has_a_row_in_the_order_they_ran() -> None:
     content = AB["six"]()
-    rows = ab_report.runs(result_of(content)).rows
+    rows = ab_report.tabulate_runs(result_of(content)).rows
     assert [row[1] for row in rows] == content["order"] and [row[0] for row in rows] == [*map(str, range(1, 29))]
     third = content["arms"][2]
     assert rows[2] == ("3", JAPANESE, "0", f"{third['samples_per_s'][0]:.0f}")
     assert {row[2:] for row in rows if row[1] == "broken"} == {("n/a", "no result")}
-    assert ab_report.runs(result_of({})).note == "n/a: no run began."
+    assert ab_report.tabulate_runs(result_of({})).note == "n/a: no run began."
 
 
 def test_failures_name_cause_rank_and_last_step() -> None:

@@ -37,7 +37,7 @@ def test_what_was_not_measured_has_no_table_and_a_line_that_says_why() -> None:
         "Work and energy",
         "Kernels, from the trace",
         "Kernels with the most time",
-        "Synchronisations",
+        "Synchronizations",
         "Ceilings",
         "The slowest hooks",
         "Later checks of the step",

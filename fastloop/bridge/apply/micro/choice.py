@@ -20,8 +20,8 @@ from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.errors import FastLoopError
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_norm.groups import BatchGroups
-from fastloop.feeds.batch_tree import count_rows
-from fastloop.feeds.splitting import CannotSplit, Piece, cut, cut_at, get_loss
+from fastloop.feeds.batch_tree import CannotRegroup, count_rows
+from fastloop.feeds.splitting import Piece, cut, cut_at, get_loss
 from fastloop.judge.micro_batch import FoundSize, list_sizes
 
 RARER = 4
@@ -185,11 +185,11 @@ class PieceChoice:
         trial = self._make_trial(strategy, batch, window, rest, own or 1)
         try:
             if (apart := self.windows.find_apart(batch)) is not None:
-                raise CannotSplit(apart[1])
+                raise CannotRegroup(apart[1])
             if window is not None and len(set(window.sizes)) > 1:
-                raise CannotSplit("the first batches differ in size")
+                raise CannotRegroup("the first batches differ in size")
             trial.take(trial.own)
-        except CannotSplit as reason:
+        except CannotRegroup as reason:
             # The exchange in `find` needs all ranks, so this rank goes on with one size.
             sizes, search.skip = [trial.own], f"no search: {reason}"
         else:
@@ -273,7 +273,7 @@ class PieceChoice:
             batch = pieces[0].batch
             try:
                 pieces = cut(batch, -(-pieces[0].samples // 2))
-            except CannotSplit:
+            except CannotRegroup:
                 pieces = ()  # another rank may have found something: `gather` needs all
         if len(pieces) > 1:
             with self._one_time.span("rehearsal"):
@@ -302,7 +302,7 @@ class PieceChoice:
             return [Piece(each, count_rows(each) or size, 1 / window.full) for each, size in sized], apart[1]
         try:
             return cut_at(batch, *window), self.refused
-        except CannotSplit as error:
+        except CannotRegroup as error:
             return [], str(error)
 
     def _compare(self, strategy: Any, own: Sequence[Piece], merged: Sequence[Piece], rest: Sequence[Any]) -> str | None:
@@ -354,7 +354,7 @@ class PieceChoice:
             if window is None:
                 self._check_size(batch, trainer)
             pieces = cut(batch, self.micro, window, whole_batches=self.groups is not None and window is not None)
-        except CannotSplit as reason:
+        except CannotRegroup as reason:
             self._check_strict(str(reason), "with whole batches")
             self.uncut, self._problem = self.uncut + 1, self._problem or str(reason)
             # A short last window keeps the weight that accumulation would have given it.
@@ -376,7 +376,7 @@ class PieceChoice:
         last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self._misfit or not (rows == self.whole[0] or (last and rows == self.whole[1])):
             self._misfit = True
-            raise CannotSplit(f"the loader's batches have {self.whole[0]} samples, and the first tensor {rows} rows")
+            raise CannotRegroup(f"the loader's batches have {self.whole[0]} samples, and the first tensor {rows} rows")
 
     def _check_strict(self, reason: str, otherwise: str) -> None:
         if self._strict:

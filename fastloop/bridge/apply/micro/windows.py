@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fastloop.feeds.batch_tree import Window, count_rows
-from fastloop.feeds.concatenation import CannotConcatenate, concatenate
+from fastloop.feeds.batch_tree import CannotRegroup, Window, count_rows
+from fastloop.feeds.concatenation import concatenate
 from fastloop.feeds.window_batches import WindowSampler
 
 
@@ -46,7 +46,7 @@ class MergedWindows:
         if reason is None:
             try:
                 whole = concatenate(batches)
-            except CannotConcatenate as error:
+            except CannotRegroup as error:
                 reason = str(error)
             else:
                 self._joined = whole, tuple(count_rows(batch) or 0 for batch in batches)

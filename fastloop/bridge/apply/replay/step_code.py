@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 from collections.abc import Iterable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ from fastloop.bridge import namespaces
 from fastloop.bridge.apply.state.untouched import Kept
 from fastloop.evidence.samples.sample_code import (
     is_installed,
+    list_arguments,
     list_called,
     list_closure,
     list_global_names,
     list_globals,
     list_names,
     list_roots_written,
+    walk_code,
 )
 
 _ENTRY = ("training_step", "forward")
@@ -64,9 +66,9 @@ def find_outside(functions: Iterable[Any]) -> str | None:
         named = [(name, _find_module(value)) for name, value in (*list_globals(function), *list_closure(function))]
         found = [
             *(name for name, source in named if _is_outside(source)),
-            *(name for name in _list_arguments(code, "IMPORT_NAME") if _is_outside(name)),
+            *(name for name in list_arguments(code, "IMPORT_NAME") if _is_outside(name)),
             *(name for name in _CALLS if name in list_global_names(code) and name not in outer),
-            *_list_arguments(code, "STORE_GLOBAL", "DELETE_GLOBAL"),
+            *list_arguments(code, "STORE_GLOBAL", "DELETE_GLOBAL"),
             *(name for name in list_roots_written(function) if _is_shared(outer.get(name))),
         ]
         if found:
@@ -133,19 +135,8 @@ def _list_functions(member: Any) -> Iterator[Any]:
         member = getattr(member, "__wrapped__", None)
 
 
-def _list_arguments(code: Any, *operations: str) -> Iterator[str]:
-    """The arguments of such instructions in a function's code, functions inside it included."""
-    yield from (each.argval for each in dis.get_instructions(code) if each.opname in operations)
-    for constant in code.co_consts:
-        if inspect.iscode(constant):
-            yield from _list_arguments(constant, *operations)
-
-
-def _list_texts(code: Any) -> Iterator[str]:
+def _list_texts(code: CodeType) -> Iterator[str]:
     """Names in a function's code, and its texts, which may be keys; functions inside it included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif inspect.iscode(constant):
-            yield from _list_texts(constant)
+    for each in walk_code(code):
+        yield from each.co_names
+        yield from (constant for constant in each.co_consts if isinstance(constant, str))

@@ -19,7 +19,8 @@ from fastloop.bridge.apply.micro import choice, gradient_check
 from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder
 from fastloop.errors import FastLoopError
-from fastloop.feeds.splitting import CannotSplit, Piece
+from fastloop.feeds.batch_tree import CannotRegroup
+from fastloop.feeds.splitting import Piece
 from tests.noted import Noted
 from tests.runs import Net, Run, batches, both, distance, run
 
@@ -449,7 +450,7 @@ def test_a_batch_that_cannot_be_cut_is_not_compared_later(monkeypatch: pytest.Mo
 
     def refuse(batch: Any, size: int, *_: Any, **__: Any) -> Any:
         refused.append(size)
-        raise CannotSplit("two first dimensions")
+        raise CannotRegroup("two first dimensions")
 
     def leave_whole(self: Any, batch: Any, trainer: Any, window: Any) -> list[Piece]:
         return [Piece(batch, 8, 1.0), Piece(batch, 8, 1.0)]
