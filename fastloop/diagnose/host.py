@@ -155,6 +155,11 @@ def find_callbacks_logging(step: Attribution, rungs: Rungs) -> Finding | None:
             "most of it is your batch transfer hook: move that work into the dataset or collate function, where workers"
             " do it ahead of time, or onto the GPU"
         )
+    elif step.measured.world_size > 1 and _is_mostly(hooks, ("self.log",)):
+        advice = (
+            "with sync_dist=True each self.log waits for all ranks: on_step=False, on_epoch=True reduces once an epoch;"
+            " or drop sync_dist in training"
+        )
     elif _is_mostly(hooks, SCHEDULER):
         title = "HELD UP BY THE LR SCHEDULER"
         advice = (

@@ -121,7 +121,7 @@ def _find_worker_loss(seen: Measurement, active: Sequence[Verdict]) -> Finding |
             patch={"rungs": {verdict.rung: {"enabled": False}}},
             ceiling_gain_pct=compute_gain_bound_pct(share),
             title=f"SLOWER WITH {verdict.rung.upper()}",
-            alarm=facts,
+            alarm=f"{took_ms:.2f} ms for a batch from a worker, {made_ms:.2f} ms to make it",
         )
     return None
 

@@ -82,6 +82,11 @@ KNOWN = "recipes: resnet50; ladders: full, safe; rungs: amp"
             f"no recipe, ladder, climb or rung has this name; there are {KNOWN}",
             "write own.yaml; a file needs its extension",
         ),
+        (
+            "full,amp",
+            f"no recipe, ladder, climb or rung has this name; there are {KNOWN}",
+            "write each with an option of its own: --config full --config amp",
+        ),
     ],
 )
 def test_unknown_names(root: Path, text: str, why: str, do: str) -> None:

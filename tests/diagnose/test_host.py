@@ -233,6 +233,14 @@ def test_a_batch_transfer_hook_is_not_to_be_called_less_often(hook: str, other: 
     assert ("your batch transfer hook" in finding.why) is theirs and ("log_every_n_steps" in finding.why) is not theirs
 
 
+@pytest.mark.parametrize(("ranks", "waits"), [(2, True), (1, False)])
+def test_with_several_ranks_a_slow_log_waits_for_them(ranks: int, waits: bool) -> None:
+    """`log_every_n_steps=1000` changed nothing for two ranks; without sync_dist the finding was gone."""
+    seen = on_cpu(callbacks_logging=20.0, hooks_ms={"self.log": 19.0}, world_size=ranks)
+    finding = next(each for each in findings(seen) if each.bottleneck == "callbacks_logging")
+    assert ("drop sync_dist in training" in finding.why) is waits is not ("log_every_n_steps" in finding.why)
+
+
 @pytest.mark.parametrize(("other", "its_own"), [(1.0, True), (11.0, False)])
 def test_a_scheduler_is_not_told_to_log_less(other: float, its_own: bool) -> None:
     hooks = {"Net.lr_scheduler_step": 10.0, "Slow.on_train_batch_start": other}

@@ -195,5 +195,7 @@ def test_workers_that_cost_more_than_they_save_are_named(took_ms: float | None, 
     assert (finding.title == "SLOWER WITH WORKERS") is named
     if named:
         assert finding.share_pct == pytest.approx(18) and finding.patch == {"rungs": {"workers": {"enabled": False}}}
-        assert finding.alarm.startswith("a batch takes 1.20 ms to make, but taking it from a worker takes 3.00 ms")
+        assert finding.alarm == "3.00 ms for a batch from a worker, 1.20 ms to make it"
+        every = findings(seen, ("workers",), (Verdict(rung="workers", took=True, why="2 workers"),))
+        assert [each.bottleneck for each in every].count("data_wait") == 1, "no second one asks for more workers"
     assert first(seen, (Verdict(rung="workers", took=False, why="off"),)).title != "SLOWER WITH WORKERS"

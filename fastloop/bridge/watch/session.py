@@ -360,14 +360,27 @@ def find_unheard(trainer: Any, module: Any) -> set[str]:
     return found[False] - found[True]
 
 
-def count_planned_steps(trainer: Any) -> int | None:
-    """Optimizer steps that this fit will make according to the Trainer; None if it does not know."""
+def count_planned_steps(trainer: Any, per_batch: int = 1) -> int | None:
+    """Optimizer steps that this fit will make according to the Trainer; None if it does not know.
+
+    Args:
+        per_batch: steps that the Trainer counts for a batch without accumulation: one for each optimizer.
+    """
     limits: list[float] = []
     if trainer.max_steps is not None and trainer.max_steps >= 0:
         limits.append(trainer.max_steps - trainer.global_step)
     batches, epochs = trainer.num_training_batches, trainer.max_epochs
     if epochs is not None and epochs >= 0 and isinstance(batches, int):
         done = (trainer.fit_loop.batch_idx + 1) % max(1, batches)  # batches already done if it resumes in mid-epoch
-        an_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
-        limits.append(an_epoch * (epochs - trainer.current_epoch) - done // trainer.accumulate_grad_batches)
+        steps = _count_epoch_steps(trainer, batches, range(trainer.current_epoch, epochs))
+        limits.append(per_batch * (steps - done // trainer.accumulate_grad_batches))
     return int(min(limits)) if limits else None
+
+
+def _count_epoch_steps(trainer: Any, batches: int, epochs: range) -> int:
+    """Optimizer steps of whole epochs; a GradientAccumulationScheduler gives each its own accumulation."""
+    schedules = (getattr(each, "get_accumulate_grad_batches", None) for each in trainer.callbacks)
+    if (read := next(filter(None, schedules), None)) is not None:
+        return sum(math.ceil(batches / read(epoch)) for epoch in epochs)
+    an_epoch: int = math.ceil(batches / trainer.accumulate_grad_batches)
+    return an_epoch * len(epochs)

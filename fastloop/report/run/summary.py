@@ -60,6 +60,8 @@ STYLES = {
 }
 """Styles by the name of the part."""
 MOST_LINES = 12
+TOLD = 2
+"""Findings whose text the summary has, from the first."""
 WORTH_A_WORD_S = 0.05
 """One-time costs below this are not named."""
 BAR_CELLS = 22
@@ -149,10 +151,12 @@ def list_inactive(verdicts: Sequence[Verdict]) -> list[str]:
 def list_fixes(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
     """List the patches, each once; a patch that does not address the headline says what it addresses."""
     fixes: dict[str, str] = {}
-    for finding, title in zip(findings, titles, strict=True):
+    for place, (finding, title) in enumerate(zip(findings, titles, strict=True)):
         if finding.patch:
-            fixes.setdefault(_flatten(dump_on_one_line(finding.patch)), title)
-    return [patch if title == titles[0] else f"{patch}   against {title}" for patch, title in fixes.items()]
+            share = "" if place < TOLD or finding.share_pct is None else f" ({finding.share_pct:.0f} % of the step)"
+            against = "" if title == titles[0] else f"   against {title}{share}"
+            fixes.setdefault(_flatten(dump_on_one_line(finding.patch)), against)
+    return [f"{patch}{against}" for patch, against in fixes.items()]
 
 
 def join_lines(kinds: list[tuple[str, list[str]]], most: int) -> None:
@@ -276,8 +280,8 @@ def _round(steps: float) -> float:
 
 
 def _list_reasons(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
-    also = [f"also {title}: " for title in titles[1:2]]
-    return [f"  {start}{finding.why}" for start, finding in zip(["", *also], findings[:2], strict=False)]
+    also = [f"also {title}: " for title in titles[1:TOLD]]
+    return [f"  {start}{finding.why}" for start, finding in zip(["", *also], findings[:TOLD], strict=False)]
 
 
 def select_known(parts: Mapping[str, float | None]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from fastloop import FastLoop
 from fastloop.bridge.watch import session
@@ -118,6 +118,11 @@ def planned(ckpt: Path | None = None, data: Any = None, **settings: Any) -> Plan
 def test_the_steps_that_are_planned_are_the_steps_that_are_made(settings: dict[str, Any], steps: int) -> None:
     plans = planned(**settings)
     assert plans.planned == steps == plans.steps
+
+
+def test_an_accumulation_that_changes_between_epochs_is_counted() -> None:
+    plans = planned(max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 1, 2: 4})])
+    assert plans.planned == 18 == plans.steps
 
 
 @pytest.mark.parametrize(

@@ -147,17 +147,27 @@ class Budget:
             return judge.explain_no_pay_back(self._expect_first_call_s(step), step_ms, self.terms.steps_left)
         return why if step.rung in self.terms.by_ladder else None
 
-    def refuse(self, step: Step) -> str | None:
-        """Why a rung is not even tried; None if it may be tried."""
+    def refuse(self, step: Step, captured: int = 0) -> str | None:
+        """Why a rung is not even tried; None if it may be tried.
+
+        Args:
+            captured: graphs that the user's own code captured in the first step.
+        """
         known = self.memory.find_failure(step.rung, self._read_settings(step))
         if known is not None:
             return f"it failed here on {known.date}: {known.why}; to try it again, delete {self.memory.path}"
+        if is_costly(step) and captured:
+            return f"your own code compiles parts of a step already: {captured} graphs in the first one"
         if not self.terms.weighs_costs or step.change.rehearse != "modules":
             return None
         if self._must_pay_back(step):
             return judge.explain_no_pay_back(self._expect_first_call_s(step), self.step_ms, self.terms.steps_left)
         if not self.shares_time(step):
             return None
+        if captured:
+            again_s = max(0.0, self._first_ms - self.base_ms) / 1e3
+            if (no_pay_back := judge.explain_no_pay_back(again_s, self.step_ms, self.terms.steps_left)) is not None:
+                return f"your own compiled code would compile again: {no_pay_back}"
         needed_s = 2 * self.play_s + step.change.first_call_s
         return self.terms.explain_no_time(self._spent_s, needed_s, self.base_ms, self.kept_s)
 

@@ -26,6 +26,7 @@ from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.surroundings import check_device, convert_batch, surrounded
 from fastloop.bridge.apply.rehearse.time_limit import announced, explain, find_cause, is_time_limit, limited
 from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.errors import NotApplicable, describe, is_out_of_memory
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.model.collectives import RefuseCollectives
@@ -102,7 +103,8 @@ class Rehearsal:
         self.site.step_bytes = memory.read_peak(self.site.device)
         made = self.site.trainer.global_step - self._began_at
         if made > 1:  # Lightning adds up the steps of all optimizers
-            self.terms = replace(self.terms, batches_per_step=1 / made)
+            left = self.terms.steps_left and count_planned_steps(self.site.trainer, per_batch=made)
+            self.terms = replace(self.terms, batches_per_step=1 / made, steps_left=left)
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
         self.site.recorded = {name: [(call.args, call.kwargs) for call in calls if call.name == name] for name in names}
@@ -215,10 +217,8 @@ class Rehearsal:
 
     def _refuse(self, step: Step) -> str | None:
         """Why a rung is not even tried, if any rank refuses it, or None."""
-        mine = self._budget.refuse(step)
-        if mine is None and is_costly(step) and self._captured:
-            mine = f"your own code compiles parts of a step already: {self._captured} graphs in the first one"
-        return next((each for each in gather(self.site.trainer, mine) if each is not None), None)
+        every = gather(self.site.trainer, self._budget.refuse(step, self._captured))
+        return next((each for each in every if each is not None), None)
 
     def _try_here(self, step: Step, before: Sequence[Outcome]) -> Outcome:
         """Apply a rung and play what it changes; undo the rung if that fails. No collectives."""

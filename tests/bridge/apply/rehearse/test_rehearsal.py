@@ -365,6 +365,32 @@ def test_what_the_users_code_compiles_is_not_compiled_twice(
     assert "compiles" not in read(loop, "layout")[1]
 
 
+@pytest.mark.parametrize(("steps", "tried"), [(400, False), (100_000_000, True)])
+def test_a_ladder_does_not_make_the_users_code_compile_again_unless_that_pays(
+    steps: int, tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled network was compiled anew for `amp`, for 6 s in a run of 2 s."""
+    tries = []
+
+    class Own(Brief):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_step == 0:
+                time.sleep(0.5)  # the compile
+            return self.compute(batch)  # type: ignore[operator]
+
+    def fails(_old: Any) -> Any:
+        tries.append(1)
+        raise RuntimeError("tried")
+
+    torch._dynamo.reset()
+    plant(monkeypatch, fails, Layout)
+    module = Own()
+    compile_later(module)
+    loop, _, _ = fit(config("layout"), module, by_ladder=("layout",), steps=steps)
+    assert bool(tries) is tried
+    assert tried or "your own compiled code would compile again: it takes about" in read(loop, "layout")[1]
+
+
 @pytest.mark.parametrize(("epochs", "tried"), [(3, False), (-1, True)])
 def test_a_run_of_unknown_length_pays_for_nothing(epochs: int, tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader without a length; the control is a run that was asked to go on for ever."""
@@ -755,7 +781,7 @@ def test_ranks_whose_modules_differ_in_dropout_ask_each_other_equally_often(monk
         this: Any = rehearsal.Rehearsal.__new__(rehearsal.Rehearsal)
         this.site, this.steps, this._unchanged = types.SimpleNamespace(trainer=None), [step], {own: Played()}
         this._captured = 0
-        this._budget = types.SimpleNamespace(refuse=lambda _step: None, base_ms=1.0)
+        this._budget = types.SimpleNamespace(refuse=lambda *_: None, base_ms=1.0)
         this._play_base = lambda **_: None
         assert this._play_with_dropout() is None
     assert asked[True] == asked[False] > 1
