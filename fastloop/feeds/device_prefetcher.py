@@ -132,7 +132,16 @@ class DeviceFeed(LazyLoader):
                 self.seen["pinned_tensors"] += pinned
                 self.seen["copied_bytes"] += tensor.nbytes
                 loose += not pinned
-        return _pin_copies(batch) if loose else batch
+        if not loose:
+            return batch
+        # By this thread alone. Worker processes keep the CPUs busy, and then waiting for torch's other threads takes
+        # longer than the copy: with two busy cores 16 ms, and 0.2 ms without them, for 1.5 MB.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return _pin_copies(batch)
+        finally:
+            torch.set_num_threads(threads)
 
     def _hand_out(self, staged: _Staged, call: int) -> Any:
         self.seen["batches"] += 1
