@@ -126,6 +126,7 @@ def draw_parts(
     state = torch.get_rng_state()
     words = draw_words(len(heights) * ((2 * TRIES + 2) + len(flips)))  # at most
     areas, ratios = _list_shapes(step, words)
+    mirrors = [((words & _MANTISSA) * np.float32(2**-24) < np.float32(flip.p)).tolist() for flip in flips]
     numbers, at = words.tolist(), 0
     parts, mirrored = [], []
     for height, width in zip(heights.tolist(), widths.tolist(), strict=True):
@@ -141,8 +142,8 @@ def draw_parts(
                 break
         parts.append(part or _take_middle(step, height, width))
         odd = False
-        for flip in flips:
-            odd ^= bool(np.float32(numbers[at] & _MANTISSA) * np.float32(2**-24) < np.float32(flip.p))
+        for mirrors_at in mirrors:
+            odd ^= mirrors_at[at]
             at += 1
         mirrored.append(odd)
     _rewind(state, at)
