@@ -42,9 +42,9 @@ CHANCE, NOISE = 3, 10
 """A deviation within this multiple of what random draws, or unordered sums, do to the base is not the arm's."""
 FEWEST_RUNS = 3
 LEVEL, LEVEL_OF_FAILURE = 0.90, 0.99
-"""Confidence levels of the loss gate's interval. An arm fails only outside the second. Other random numbers, and in some
-networks rounding alone, make losses differ like those of two seeds; with three runs one in ten would fail at the first:
-of a ResNet-50's channels-last weights, whose gradients deviate by 0.4 %, the first called the training another one."""
+"""Confidence levels of the loss gate's interval. An arm fails only outside the second: other random numbers, and
+in some networks rounding alone, make losses differ like those of two seeds, and with three runs one in ten would fail
+at the first."""
 MOST_RUNS, T_OF_MOST_RUNS = 10, 1.83
 """The most runs per arm that a user has to make, and Student's t of their interval."""
 SEED_SHARE, LOSS_SHARE = 0.5, 0.005
