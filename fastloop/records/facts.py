@@ -211,7 +211,9 @@ class Facts:
     handles_grads: tuple[str, ...] = ()
     """Methods that read or clip gradients themselves, before a loss scaler has unscaled them."""
     line_searches: tuple[str, ...] = ()
-    """Methods of the user's module that make an optimizer which compares losses: LBFGS."""
+    """Methods of the user's module whose text makes an optimizer that compares losses: LBFGS."""
+    own_line_searches: tuple[str, ...] = ()
+    """Those that configure_optimizers does not call: the Trainer need not know what they make."""
     grad_hooks: bool = False
     """Parameters carry post-accumulate hooks (an optimizer inside the backward, for instance)."""
     user_comm_hook: bool = False

@@ -135,6 +135,8 @@ class Change:
     rehearse: Literal["modules", "optimizers"] | None = None
     """Set if the change alters the device's work: after the first step its actions are tried on these objects, and stay
     if that succeeds. Before that, sanity validation included, none of the actions has run."""
+    check: Callable[[Site], None] | None = None
+    """Looks at the optimizers of a fit once they exist, before anything is tried; may raise NotApplicable."""
     pay_back: PayBack | None = None
     """Whether the rest of the run must recover the one-time cost of the first call; None if there is no such cost."""
     first_call_s: float = 0.0

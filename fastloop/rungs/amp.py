@@ -82,10 +82,8 @@ class Amp:
                 f"{min(refused - kept)} computes binary_cross_entropy, which torch refuses under autocast: use"
                 " binary_cross_entropy_with_logits on outputs without sigmoid, or list it in keep_fp32"
             )
-        if facts.line_searches:
-            raise NotApplicable(
-                f"{facts.line_searches[0]} creates an LBFGS optimizer, which can diverge on 16-bit losses"
-            )
+        if unseen := facts.own_line_searches if is_mixed else facts.line_searches:
+            raise NotApplicable(f"{unseen[0]} may create an LBFGS optimizer, which can diverge on 16-bit losses")
         if self.mode == "16-mixed" and facts.handles_grads:
             raise NotApplicable(f"{facts.handles_grads[0]} reads gradients before they are unscaled; use bf16-mixed")
         if facts.device == "mps":
@@ -106,6 +104,7 @@ class Amp:
             evaluation=True,
             facts={"precision": self.mode},
             rehearse="modules" if is_mixed else None,  # with true precision, optimizers hold the converted weights
+            check=_refuse_line_search if is_mixed else None,
             first_call_s=FIRST_CALL_S if facts.device == "cuda" else 0.0,
         )
 
@@ -156,6 +155,12 @@ class Amp:
         elif self.keep_fp32:
             why += f", those of {', '.join(self.keep_fp32)} in torch.float32"
         return Verdict(took=dtype == ("torch.bfloat16" if "bf16" in self.mode else "torch.float16"), why=why)
+
+
+def _refuse_line_search(site: Site) -> None:
+    for optimizer in site.optimizers:
+        if any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__):
+            raise NotApplicable("the optimizer is LBFGS, which can diverge on 16-bit losses")
 
 
 def _allow_tf32(_site: Site | None) -> Applied:

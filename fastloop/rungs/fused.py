@@ -45,7 +45,7 @@ class Fused:
         if facts.device not in ("cuda", "cpu"):
             raise NotApplicable(f"no fused optimizers on {facts.device}")
         action = Action(keys=("optimizer.fused",), when="train_start", do=_fuse)
-        return Change(parity="approximate", actions=(action,), rehearse="optimizers")
+        return Change(parity="approximate", actions=(action,), rehearse="optimizers", check=_check_optimizers)
 
     def verify(self, seen: Measurement) -> Verdict:
         """The rung took effect if every parameter group is fused and the optimizers have stepped since."""
@@ -79,10 +79,14 @@ def _refuse(optimizer: Any, site: Site) -> None:
             raise NotApplicable(f"{name} has parameters that are not real floating point")
 
 
-def _fuse(site: Site) -> Applied:
-    """Switch the optimizers in place: with a new optimizer object, schedulers would still refer to the old one."""
+def _check_optimizers(site: Site) -> None:
     for optimizer in site.optimizers:
         _refuse(optimizer, site)
+
+
+def _fuse(site: Site) -> Applied:
+    """Switch the optimizers in place: with a new optimizer object, schedulers would still refer to the old one."""
+    _check_optimizers(site)
     steps = [0]
     undos = [_flip(optimizer, steps) for optimizer in site.optimizers]
 

@@ -169,6 +169,7 @@ class Applier:
 
     def train_start(self) -> None:
         """Optimizers exist and hold their restored state; the first step is next."""
+        self._live.check_optimizers(self._site, self._changes.undo)
         self._run("train_start")
         if self.validation is not None and self.plan.step(self.validation.name) not in self.plan.planned:
             self.validation.give_back()  # the rung does not apply to this training

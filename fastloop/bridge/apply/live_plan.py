@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from fastloop.errors import ConfigError
+from fastloop.bridge.apply.rehearse.ranks import gather
+from fastloop.errors import ConfigError, describe
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Plan, Step
@@ -109,6 +111,17 @@ class LivePlan:
         self.refused.pop(step.rung, None)
         self.replace(step, dataclasses.replace(step, status="planned", reason=None))
 
+    def check_optimizers(self, site: Any, undo: Callable[[str], None]) -> None:
+        """Leave out rungs that cannot work with the optimizers of this fit, and `undo` what they have changed."""
+        for step in self.plan.planned:
+            if step.change.check is not None:
+                every = gather(site.trainer, _explain_refusal(step.change.check, site))
+                if (why := next((each for each in every if each is not None), None)) is not None:
+                    undo(step.rung)
+                    self.held -= {step.rung}
+                    self.refused[step.rung] = why
+                    self.skip(step, why)
+
     def skip_held(self, reason: str) -> None:
         """Leave out all rungs that still wait for the rehearsal; not an error under ``strict``."""
         self.refused.update(dict.fromkeys(self.held, reason))
@@ -136,6 +149,14 @@ class LivePlan:
         """Raise ConfigError under ``strict`` if a rung cannot apply."""
         if self.strict:
             refuse_skipped(Plan(steps=tuple(step for step in self.plan.steps if step.rung not in self._spared)))
+
+
+def _explain_refusal(check: Callable[[Any], None], site: Any) -> str | None:
+    try:
+        check(site)
+    except Exception as error:
+        return describe(error)
+    return None
 
 
 def refuse_skipped(plan: Plan) -> None:

@@ -56,6 +56,7 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
     norms = {name: part for name, part in named.items() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)}
     convs = tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d))
     training_step = getattr(module, "training_step", None)
+    searches, configuring = list_methods(module, r"\bLBFGS\("), _list_configuring(module)
     return {
         "batchnorms": tuple(norms),
         "other_batchnorms": tuple(
@@ -78,7 +79,8 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
             *(each for each in list_methods(module, r"(?<!autograd)(?<!\bfunc)\.grad\b") if each.endswith(_SCALED)),
             *(each for each in list_methods(module, r"\bclip_grad") if not each.endswith(_UNSCALED)),
         ),
-        "line_searches": tuple(list_methods(module, r"\bLBFGS\(")),
+        "line_searches": tuple(searches),
+        "own_line_searches": tuple(each for each in searches if each.partition(".")[2] not in configuring),
         "compiled_by_user": tuple(name or type(module).__name__ for name in named if is_compiled(named[name])),
         "inner_modules": tuple(
             name for name in _find_outermost(module, "") if not _is_layer(module.get_submodule(name))
@@ -180,6 +182,14 @@ def list_compile_targets(module: torch.nn.Module) -> Iterator[str]:
             if are_layers or (works and not any(map(_VARIES.search, _follow("forward", sources)))):
                 targets = [""]
     yield from targets
+
+
+def _list_configuring(module: torch.nn.Module) -> set[str]:
+    """Names of configure_optimizers and of the methods that it calls."""
+    sources = dict([*_read_user_methods(module)][::-1])
+    names = set(sources)
+    collections.deque(_follow("configure_optimizers", sources), maxlen=0)
+    return names - set(sources)
 
 
 def _follow(name: str, sources: dict[str, str]) -> Iterator[str]:

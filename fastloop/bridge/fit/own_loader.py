@@ -40,8 +40,8 @@ def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[s
 
 
 def _read_loader(trainer: Any, applier: Applier | None, ladder: Ladder) -> Facts | None:
-    """The run's facts with the user's own train loader; None if they cannot be read."""
-    found, *_ = loader_state.find_loaders(trainer)
+    """The run's facts with the user's own train loader, of several the first; None if they cannot be read."""
+    found, *more = loader_state.find_loaders(trainer)
     facts = None if applier is None else applier.facts  # read before rungs changed the objects
     if applier is not None and applier.loaders is not None:
         found = applier.loaders.find_original(found)
@@ -52,4 +52,7 @@ def _read_loader(trainer: Any, applier: Applier | None, ladder: Ladder) -> Facts
     except Exception as error:  # from the user's model or dataset, used in an unusual way
         let_through(error)
         return None
+    if more and isinstance(batches := trainer.num_training_batches, int):
+        # Each gives a part of every batch, and another one may set their number.
+        facts, read = dataclasses.replace(facts, limit_train_batches=None), dataclasses.replace(read, batches=batches)
     return dataclasses.replace(facts, loader=read)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
@@ -66,6 +66,16 @@ def read_batch_sizes(trainer: Any) -> tuple[int, ...]:
     if sampler.drop_last or not isinstance(sampler.sampler, Sized):
         return (size,)
     return size, len(sampler.sampler) % size or size
+
+
+def find_nesting(trainer: Any) -> Callable[[Any], list[Any]] | None:
+    """Takes a batch of several train loaders apart into what each of them gave; None with one loader.
+
+    It raises ValueError if the batch is nested otherwise by now, and gives None for a loader that has ended.
+    """
+    spec = getattr(getattr(trainer.fit_loop, "_combined_loader", None), "_spec", None)
+    several = len(find_loaders(trainer)) > 1
+    return getattr(spec, "flatten_up_to", None) if several else None
 
 
 def count_queued_batches(trainer: Any) -> int:

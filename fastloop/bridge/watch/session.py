@@ -77,6 +77,8 @@ class Session:
         self._note_epoch: Callable[[], None] = lambda: self._begin_epoch(trainer)
         self._drawn: tuple[int, ...] = ()
         """Samples of a batch and of an epoch's last one, according to the loader's batch sampler."""
+        self._take_apart: Callable[[Any], list[Any]] | None = None
+        """Takes a batch apart by its loaders; None with one loader."""
         self.device: torch.device = trainer.strategy.root_device
         on_cuda = self.device.type == "cuda"
         self.uuid = nvml.find_uuid(self.device) if on_cuda else None
@@ -170,7 +172,12 @@ class Session:
                 self._live.tick(trainer)
 
     def _count(self, trainer: Any, batch: Any) -> int | None:
-        """Samples of a batch. If the loader and the first dimension agree, no other source is used."""
+        """Samples of a batch, of all its loaders together. If the only loader and the first dimension agree, no other
+        source is used."""
+        if self._take_apart is not None:
+            with contextlib.suppress(ValueError):  # a hook has made one batch of them
+                counts = [count_samples(each) for each in self._take_apart(batch) if each is not None]
+                return None if None in counts else sum(filter(None, counts))
         size, told = count_rows(batch), None
         if self._logs is not None:
             told, self._logs.batch_size = self._logs.batch_size, None
@@ -256,7 +263,7 @@ class Session:
         """An epoch's first batch has arrived; its loaders may differ from those before."""
         self.workers.note(trainer)
         self._epochs += 1
-        self._drawn = loader_state.read_batch_sizes(trainer)
+        self._drawn, self._take_apart = loader_state.read_batch_sizes(trainer), loader_state.find_nesting(trainer)
 
     def _describe_costs(self, evidence: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         """Facts about one-time costs that findings need, besides their sums."""

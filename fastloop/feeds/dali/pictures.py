@@ -53,7 +53,7 @@ def find_obstacle(images: ImageFacts | str) -> str | None:
     if normalized and not any(isinstance(step, ToFloat) for step in images.steps):
         return "Normalize of bytes"
     if find_size(images.steps) is None:
-        return "the images keep different sizes: no transform makes them equal (a crop, or Resize to height and width)"
+        return "no transform makes the images equal in size (a crop, or Resize to height and width)"
     return None
 
 

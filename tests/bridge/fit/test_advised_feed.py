@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fastloop import FastLoop
@@ -73,6 +74,21 @@ def test_a_run_whose_facts_cannot_be_read_is_measured(monkeypatch: pytest.Monkey
     watch = FastLoop({"watch": {"warmup_steps": 1}}, quiet=True)
     models.trainer(callbacks=[watch], max_epochs=2).fit(Short(), DataLoader(Rows(), 4, num_workers=1))
     assert watch.measurement is not None and watch.measurement.evidence["loader"]["can_keep_workers"] is False
+
+
+class Pairs(Short):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(torch.cat([batch["few"], batch["many"]]), batch_idx)
+
+
+def test_an_epoch_of_several_loaders_has_the_batches_that_lightning_counts() -> None:
+    """Not those of the first loader, which begins again while the longer one lasts."""
+    watch = FastLoop({"watch": {"warmup_steps": 1}}, quiet=True)
+    loaders = {"few": DataLoader(Rows(), 4), "many": DataLoader(Rows(), 1)}
+    settings: dict[str, Any] = {"limit_train_batches": 0.5, "reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}
+    models.trainer(callbacks=[watch], **settings).fit(Pairs(), CombinedLoader(loaders, "max_size_cycle"))
+    assert watch.measurement is not None
+    assert watch.measurement.evidence["refused"]["workers"].startswith("epochs of 4 batches are too short")
 
 
 class Slow(Rows):

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fastloop import FastLoop
@@ -112,6 +113,29 @@ def test_a_stream_and_a_dataset_that_makes_batches() -> None:
     assert seen.global_batch == 16 and looks.sizes == (16,)
     ready = DataLoader([torch.zeros(32, 3)] * 4, batch_size=1, collate_fn=lambda batches: batches[0])
     assert watch(ready)[0].global_batch == 32
+
+
+class Joins(Learns):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return torch.cat([batch["few"], *batch["more"]])
+
+
+def test_a_batch_of_several_loaders_has_the_samples_of_all() -> None:
+    """Also where a loader has ended before the others, where a loss is logged with one loader's size, and where a hook
+    has made one batch of them."""
+
+    def combine(samples: int = 32) -> CombinedLoader:
+        few = DataLoader(torch.zeros(samples, 3), 4)
+        return CombinedLoader({"few": few, "more": [DataLoader(torch.zeros(64, 3), 8) for _ in range(2)]}, "max_size")
+
+    seen, looks, _ = watch(combine(), Learns(batch_size=4))
+    assert (seen.global_batch, seen.micro_batch, looks.sizes) == (20, 20, ())
+    assert watch(combine(), Joins())[0].global_batch == 20
+    ends, *_ = watch(combine(samples=16))
+    # The first of 8 steps opens the window; three more have samples of all loaders.
+    assert ends.samples_per_s and ends.samples_per_s * ends.wall_ms / 1000 == pytest.approx(3 * 20 + 4 * 16)
+    alone, *_ = watch(CombinedLoader({"few": DataLoader(torch.zeros(64, 3), 4)}))
+    assert alone.global_batch == 4
 
 
 def test_the_module_may_say_it_with_its_log() -> None:

@@ -36,7 +36,7 @@ NORM = Normalize(mean=(0.5,), std=(0.5,))
         ((CROP, ToTensor(), NORM), "Normalize of bytes"),
         (
             (Resize(size=9), *END),
-            "the images keep different sizes: no transform makes them equal (a crop, or Resize to height and width)",
+            "no transform makes the images equal in size (a crop, or Resize to height and width)",
         ),
         (
             (RandomResizedCrop(size=(8, 8), interpolation="hamming"), *END),

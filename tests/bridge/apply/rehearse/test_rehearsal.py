@@ -303,6 +303,19 @@ def test_a_short_run_is_not_lengthened(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(fit(config("amp"), steps=4)[0])[0] is True, "the user's own word stands"
 
 
+class LineSearch(Module):
+    """Its optimizer has no fused form."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=1e-2)
+
+
+def test_what_the_optimizers_rule_out_is_said_before_that_time_is_short() -> None:
+    loop, _, _ = fit(config("fused"), LineSearch(), steps=4, by_ladder=("fused",))
+    assert read(loop, "fused") == (False, "LBFGS has no fused form")
+    assert "too short to try it" in read(fit(config("fused"), steps=4, by_ladder=("fused",))[0], "fused")[1]
+
+
 def test_what_cannot_pay_back_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
