@@ -21,7 +21,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fastloop.evidence.samples import sample_code
-from fastloop.evidence.samples.own_generators import seeds_all_draws
 
 _MOST_OBJECTS, _MOST_MEMBERS, _DEEPEST = 5000, 200, 7
 _MANY_OBJECTS = 1_000_000
@@ -283,20 +282,15 @@ def find_draw(item: Any) -> str | None:
     for base in kind.__mro__:
         for name, member in [] if _is_of_library(base) else vars(base).items():
             function = inspect.unwrap(member) if callable(member) else None
-            is_run = name not in _BEFORE_SAMPLES and inspect.isfunction(function)
-            if is_run and draws_random_numbers(function, kind=kind):
+            if name not in _BEFORE_SAMPLES and inspect.isfunction(function) and draws_random_numbers(function):
                 return f"{kind.__name__}.{name}"
     return None
 
 
-def draws_random_numbers(function: Any, depth: int = 3, kind: type | None = None) -> bool:
-    """Whether a function names a way to draw random numbers, itself or in the user's functions that it names.
-
-    Args:
-        kind: its object's class; draws from a generator that each sample seeds itself are then left out.
-    """
+def draws_random_numbers(function: Any, depth: int = 3) -> bool:
+    """Whether a function names a way to draw random numbers, itself or in the user's functions that it names."""
     names = set(sample_code.list_names(function.__code__))
-    if any(DRAWS.fullmatch(name) for name in names) and (kind is None or not seeds_all_draws(function, kind, DRAWS)):
+    if any(DRAWS.fullmatch(name) for name in names):
         return True
     called = [function.__globals__.get(name) for name in names] if depth else []
     return any(

@@ -80,7 +80,7 @@ def _list_hazards(function: Any, kind: type) -> Iterator[str]:
     for name in names:
         if isinstance(inspect.getattr_static(kind, name, None), functools.cached_property):
             yield f".{name} {_WRITTEN}"
-    if datasets.draws_random_numbers(function, kind=kind):
+    if datasets.draws_random_numbers(function):
         yield f" ({function.__qualname__}) {_DRAWN}"
     for package in sorted(_NOT_FOR_THREADS.intersection(names)):
         yield f" ({function.__qualname__}) uses {package}, which is not thread-safe"
