@@ -5,7 +5,7 @@ A rung that is on is never proposed. If it is on without an effect, the finding 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ class Rungs:
             patch = {"rungs": {rung: fields for rung, (fields, _) in chosen}}
             return Remedy(patch, "; ".join(says for _, (_, says) in chosen))
         on = [rung for rung in rungs if rung in self.enabled]
-        idle = list(filter(None, map(self._explain_idle, on)))
+        idle = self._explain_idle(on)
         helps = NO_RUNG.replace("no rung", "no further rung") if on and not idle else NO_RUNG
         return Remedy(None, f"{helps}: {'; '.join([*idle, self.advise(seen, cause) or instead])}")
 
@@ -58,13 +58,18 @@ class Rungs:
             return None
         return card.patch(seen), card.does if isinstance(card.does, str) else card.does(seen)
 
-    def _explain_idle(self, rung: str) -> str | None:
-        """Explain by its verdict why an enabled rung had no effect; None if it had one."""
-        verdict = self.verdicts.get(rung)
-        if verdict is None or verdict.took:
-            return None
-        state = "is on but had no effect" if verdict.took is False else "is on, but whether it had an effect is unknown"
-        return f"{rung} {state} ({verdict.why})"
+    def _explain_idle(self, rungs: Sequence[str]) -> list[str]:
+        """Say which of these enabled rungs had no effect, or none that is known: why, if there is only one. Every
+        rung's reason stands with its verdict."""
+        texts = []
+        for took, state in ((False, "on but had no effect"), (None, "on, but whether it had an effect is unknown")):
+            found = [known for rung in rungs if (known := self.verdicts.get(rung)) is not None and known.took is took]
+            if len(found) == 1:
+                texts.append(f"{found[0].rung} is {state} ({found[0].why})")
+            elif found:
+                names = " and ".join((", ".join(each.rung for each in found[:-1]), found[-1].rung))
+                texts.append(f"{names} are {state.replace('it had', 'they had')}")
+        return texts
 
     def explain_refused(self, seen: Measurement, cause: str) -> str | None:
         """Return why the first rung against this cause does not apply to the run's loader; None if it does."""
