@@ -1,4 +1,4 @@
-"""fastloop exec: runs the user's command, with a FastLoop in the first of its Trainers that trains.
+"""fastloop exec: runs the user's command, with a FastLoop in the first fit that trains, and its rungs in the others.
 
 It shares this process's streams, terminal and process group, and has no time limit: it is the user's run.
 """

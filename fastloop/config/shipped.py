@@ -88,6 +88,6 @@ def _suggest_instead(text: str, folder: Path, names: list[str]) -> str:
     if "=" in text:
         return "write a name or a file first, key=value after it"
     if "," in text and set(parts := [part.strip() for part in text.split(",")]) <= set(names):
-        return f"write each with an option of its own: {' '.join(f'--config {part}' for part in parts)}"
+        return f"write base: [{', '.join(parts)}] into a YAML file, and name that"
     near = find_nearest(text, names)
     return f"write {near}" if near else "write one of these names, or a path that ends in .yaml"

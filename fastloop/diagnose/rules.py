@@ -56,9 +56,7 @@ def list_findings(
     alarms = [*filter(None, (one_time.find_storm(seen, rungs, step), one_time.find_slowdown(seen, verdicts)))]
     if (death := no_bottleneck.explain_death(seen)) is not None:
         alarms, found = [death], [dataclasses.replace(each, patch=None, alarm="") for each in (*alarms, *found)]
-    # Workers that cost more than they save are not told to be more.
-    said = {each.bottleneck for each in alarms} & {"data_wait"} | ({"none"} if alarms else set())
-    found = [*alarms, *(each for each in found if each.bottleneck not in said)]
+    found = [*alarms, *(each for each in found if not alarms or each.bottleneck != "none")]
     found[0] = dataclasses.replace(found[0], detail=(*found[0].detail, *seen.state))
     creep = memory.find_memory_creep(seen)
     return (*found, *([] if creep is None else [creep]))

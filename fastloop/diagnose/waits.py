@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fastloop.diagnose.attribution import WORTH_NAMING_PCT, Attribution
 from fastloop.diagnose.finding import NO_GAIN_PCT, ORDINARY_MS, format_factor, weigh
 from fastloop.diagnose.remedies import Remedy, Rungs
@@ -84,6 +86,8 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
         return f"the rung that loads these batches does not keep up; {found.get('engine_advice') or does}"
     if count is None:
         return "this loader is not a DataLoader; prepare its batches ahead of time"
+    if any(isinstance(each, Mapping) and each.get("loss_ms") for each in seen.evidence.values()):
+        return "make samples and batches cheaper: taking batches from workers costs more than making them"
     if count == 0 and not found.get("map_style"):
         return "an iterable dataset must be sharded in your code before it can have workers"
     if count == 0 and not is_worth_handing_over(seen):

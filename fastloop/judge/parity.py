@@ -293,7 +293,7 @@ def _judge_band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> G
         why = f"not testable here: different random augmentations shift it as much as different seeds do: {figures}"
         return _make_gate("loss", None, why, testable=False, **seen)
     if low > band or high < -band:
-        side, cause = "higher" if low > band else "lower", "other augmentations" if redrawn else "rounding"
+        side, cause = "higher" if low > band else "lower", "other augmentations" if redrawn else "rounding or chance"
         why = f"the final loss was {side}, and {len(gaps)} runs cannot tell whether {cause} did that"
         return _make_gate("loss", None, f"{why}: {figures}", **seen)
     return _make_gate("loss", None, f"too few runs to tell whether the final loss is the same: {figures}", **seen)

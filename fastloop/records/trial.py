@@ -177,7 +177,7 @@ class ScriptEvent:
     measured: bool = False
     """The event belongs to the fit that is measured."""
     only_rungs: bool = False
-    """The fit has the rungs, and is not measured."""
+    """The fit was given the rungs, and is not measured."""
     files: tuple[str, ...] = ()
     """Files imported from the folder in ``ScriptOrders.not_from``."""
 

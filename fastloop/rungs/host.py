@@ -39,9 +39,9 @@ def _shorten_loop(does: str, _seen: Measurement) -> tuple[Settings, str]:
 
 
 def _replay_steps(seen: Measurement) -> tuple[Settings, str] | None:
-    """Against launches. A step whose code waits for the device cannot be replayed; the shorter loop alone saves little
+    """Against launches, where steps can be replayed as far as a measurement shows: the shorter loop alone saves little
     of them."""
-    if waits_in_own_code(seen):
+    if waits_in_own_code(seen) or seen.world_size > 1 or seen.precision == "16-mixed":
         return None
     return {"enabled": True, "step_graph": "auto"}, REPLAYS
 

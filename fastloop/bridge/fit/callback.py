@@ -71,6 +71,8 @@ class FastLoop(Callback):
         """Find every device synchronization with its line, in a few steps after the timed ones; they run slower."""
         self.say: Callable[[str], None] = _skip_line if quiet else _say_line
         """Receives a line about progress."""
+        self.writes = True
+        """Whether the run's files are written, if there is a place for them."""
         self.in_trial = False
         """Whether this is a trial of an experiment, which represents a longer run."""
         self._refused: dict[str, str] = {}
@@ -315,7 +317,7 @@ class FastLoop(Callback):
 
     def _find_directory(self, trainer: Any) -> Path | None:
         """The run's directory, on rank 0 only and if there is one; the same at each call."""
-        if self.run_dir is None and trainer.is_global_zero:
+        if self.run_dir is None and trainer.is_global_zero and self.writes:
             self.run_dir = run_directory.choose_directory(trainer, self.out)
         return self.run_dir
 

@@ -2,8 +2,8 @@
 
 Lightning gets callbacks from entry points whenever it creates a Trainer; ``commands/execute.py`` declares one on the
 path of that command only. That entry point returns an `Injected`, which manages a FastLoop. The first fit that trains
-gets a FastLoop, unless the script has one. All other fits are only counted, and a Trainer that never fits is left
-alone.
+gets a FastLoop, unless the script has one. Later fits of the user's own run get its rungs; those of a trial are only
+counted. A Trainer that never fits is left alone.
 """
 
 from __future__ import annotations
@@ -255,13 +255,15 @@ class Injected(Callback):
             self._guests = [each for each in trainer.callbacks if not any(each is other for other in before)]
 
     def _bring_rungs(self, trainer: Any) -> None:
-        """Give a later fit of the user's run, such as the next fold, the rungs of the first, and its place in the data;
-        its files go with our private directory."""
+        """Give a later fit of the user's run, such as the next fold, the rungs of the first, each where it applies, and
+        its place in the data. Nothing is measured or written."""
         config = self._read_config()
         if config.ladder.enabled():
-            config = dataclasses.replace(config, watch=dataclasses.replace(config.watch, enabled=False))
-            self._guests = [FastLoop.of(config, out=self.place / "later", quiet=True)]
-            self._seat(trainer, *self._guests)
+            unwatched = dataclasses.replace(config.watch, enabled=False)
+            loop = FastLoop.of(dataclasses.replace(config, watch=unwatched, strict=False), out=None, quiet=True)
+            loop.writes = False
+            self._guests = [loop]
+            self._seat(trainer, loop)
 
     def _read_config(self) -> Config:
         config, _ = load_callback_config(self.orders.config)

@@ -172,12 +172,13 @@ class Session:
                 self._live.tick(trainer)
 
     def _count(self, trainer: Any, batch: Any) -> int | None:
-        """Samples of a batch, of all its loaders together. If the only loader and the first dimension agree, no other
-        source is used."""
+        """Samples of a batch, of all its loaders together if each part can be counted. If the only loader and the first
+        dimension agree, no other source is used."""
         if self._take_apart is not None:
             with contextlib.suppress(ValueError):  # a hook has made one batch of them
                 counts = [count_samples(each) for each in self._take_apart(batch) if each is not None]
-                return None if None in counts else sum(filter(None, counts))
+                if None not in counts:
+                    return sum(filter(None, counts))
         size, told = count_rows(batch), None
         if self._logs is not None:
             told, self._logs.batch_size = self._logs.batch_size, None
@@ -367,12 +368,8 @@ def find_unheard(trainer: Any, module: Any) -> set[str]:
     return found[False] - found[True]
 
 
-def count_planned_steps(trainer: Any, per_batch: int = 1) -> int | None:
-    """Optimizer steps that this fit will make according to the Trainer; None if it does not know.
-
-    Args:
-        per_batch: steps that the Trainer counts for a batch without accumulation: one for each optimizer.
-    """
+def count_planned_steps(trainer: Any) -> int | None:
+    """Optimizer steps that this fit will make according to the Trainer; None if it does not know."""
     limits: list[float] = []
     if trainer.max_steps is not None and trainer.max_steps >= 0:
         limits.append(trainer.max_steps - trainer.global_step)
@@ -380,14 +377,18 @@ def count_planned_steps(trainer: Any, per_batch: int = 1) -> int | None:
     if epochs is not None and epochs >= 0 and isinstance(batches, int):
         done = (trainer.fit_loop.batch_idx + 1) % max(1, batches)  # batches already done if it resumes in mid-epoch
         steps = _count_epoch_steps(trainer, batches, range(trainer.current_epoch, epochs))
-        limits.append(per_batch * (steps - done // trainer.accumulate_grad_batches))
+        limits.append(steps - done // trainer.accumulate_grad_batches)
     return int(min(limits)) if limits else None
 
 
 def _count_epoch_steps(trainer: Any, batches: int, epochs: range) -> int:
     """Optimizer steps of whole epochs; a GradientAccumulationScheduler gives each its own accumulation."""
-    schedules = (getattr(each, "get_accumulate_grad_batches", None) for each in trainer.callbacks)
-    if (read := next(filter(None, schedules), None)) is not None:
-        return sum(math.ceil(batches / read(epoch)) for epoch in epochs)
+    schedules = (each for each in trainer.callbacks if hasattr(each, "get_accumulate_grad_batches"))
+    if (schedule := next(schedules, None)) is not None:
+        until = max(0, max(schedule.scheduling, default=0) - epochs.start)  # from that epoch on it stays
+        steps: list[int] = [
+            math.ceil(batches / schedule.get_accumulate_grad_batches(epoch)) for epoch in epochs[: until + 1]
+        ]
+        return sum(steps) + (len(epochs) - len(steps)) * (steps[-1] if steps else 0)
     an_epoch: int = math.ceil(batches / trainer.accumulate_grad_batches)
     return an_epoch * len(epochs)

@@ -187,8 +187,8 @@ def list_notes(events: Sequence[ScriptEvent]) -> list[str]:
     """Return remarks to show with a measurement."""
     trained = [event for event in events if event.event == "fit_began" and event.why != FAST_DEV_RUN]
     said = f"fit was called {len(trained)} times: the first one that trained was measured"
-    if any(event.only_rungs for event in trained):
-        said += ", and the others had the same rungs"
+    if all(event.only_rungs for event in trained if not event.measured):
+        said += ", and the others were given the same rungs"
     gave_up = [f"fastloop stayed out of a fit: {event.why}" for event in events if event.event == "gave_up"]
     return [said, *gave_up] if len(trained) > 1 else gave_up
 

@@ -1,4 +1,4 @@
-"""The callback that a command is given: one fit gets a FastLoop, every other is left alone."""
+"""The callback that a command is given: one fit gets a FastLoop, and later ones of the user's run its rungs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 
 from fastloop import FastLoop
@@ -76,6 +77,11 @@ class Scheduled(models.Regression):
         self.rates.append(self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
 
 
+class Unfused(models.Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.RMSprop(self.parameters(), lr=0.01)
+
+
 # -- who gets one -----------------------------------------------------------------------------------------------------
 
 
@@ -128,7 +134,7 @@ def test_the_first_fit_that_trains_is_measured_and_no_other(orders: Orders) -> N
 @pytest.mark.parametrize("disposable", [False, True], ids=["the user's run", "a trial"])
 def test_a_later_fit_of_the_users_run_has_the_rungs_too(orders: Orders, disposable: bool) -> None:
     """Folds, or a second Trainer that resumes: rungs in the first fit alone would make them unequal."""
-    orders(config={"rungs": {"fused": {"enabled": True}}}, disposable=disposable)
+    orders(config={"rungs": {"fused": {"enabled": True}}, "strict": True}, disposable=disposable)
     fused = []
 
     class Fold(models.Regression):
@@ -142,7 +148,12 @@ def test_a_later_fit_of_the_users_run_has_the_rungs_too(orders: Orders, disposab
     assert kinds(fold) == ["Injected", *([] if disposable else ["FastLoop"])]
     began = [event for event in orders.events() if event["event"] == "fit_began"]
     assert [(event["measured"], event["only_rungs"]) for event in began] == [(True, False), (False, not disposable)]
-    assert orders.measured()["total_steps"] == 5 and not list(Path.cwd().glob("*/later")), "only the first one writes"
+    files = {path: path.stat().st_mtime_ns for path in orders.out.rglob("*")}
+    other = trainer(max_steps=5, logger=CSVLogger(orders.place / "logs"))
+    other.fit(Unfused(), models.loader())  # strict is for the fit that is measured: the script goes on
+    assert other.global_step == 5 and orders.measured()["total_steps"] == 5
+    assert files == {path: path.stat().st_mtime_ns for path in orders.out.rglob("*")}, "only the first one writes"
+    assert not list((orders.place / "logs").rglob("measurement.json"))
 
 
 def test_what_is_only_evaluated_is_left_alone(orders: Orders) -> None:

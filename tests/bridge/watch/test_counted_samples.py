@@ -134,6 +134,9 @@ def test_a_batch_of_several_loaders_has_the_samples_of_all() -> None:
     ends, *_ = watch(combine(samples=16))
     # The first of 8 steps opens the window; three more have samples of all loaders.
     assert ends.samples_per_s and ends.samples_per_s * ends.wall_ms / 1000 == pytest.approx(3 * 20 + 4 * 16)
+    # Where a part cannot be counted, the rate is that of the first loader's batches, as it is without others.
+    named = CombinedLoader([DataLoader(torch.zeros(64, 3), 4), DataLoader(["name"] * 64, 4)])  # type: ignore[arg-type]
+    assert watch(named)[0].global_batch == 4
     alone, *_ = watch(CombinedLoader({"few": DataLoader(torch.zeros(64, 3), 4)}))
     assert alone.global_batch == 4
 

@@ -278,7 +278,8 @@ def test_what_to_know_beside_a_measurement() -> None:
         list_notes(twice) == ["fit was called 2 times: the first one that trained was measured"] and step_of(twice) == 9
     )
     folds = [*once, event("fit_began", only_rungs=True, step=0)]
-    assert list_notes(folds)[0].endswith("the first one that trained was measured, and the others had the same rungs")
+    assert list_notes(folds)[0].endswith(" was measured, and the others were given the same rungs")
+    assert "others" not in list_notes([*folds, event("fit_began", only_rungs=False, step=0)])[0]
     assert step_of([MADE, FIT, BEGAN]) is None
 
 

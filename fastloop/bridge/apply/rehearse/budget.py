@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +51,15 @@ class Terms:
             planned = ENDLESS
         left = None if planned is None else max(0, planned - 1)
         return replace(self, steps_left=left, batches_per_step=max(1, trainer.accumulate_grad_batches))
+
+    def of_manual_steps(self, trainer: Any, steps: int, batches: int) -> Terms:
+        """These terms, once a module that steps by itself has made so many steps in so many batches. Lightning adds up
+        the steps of all optimizers, and expects one for each batch."""
+        left = self.steps_left
+        if left is not None and left < ENDLESS - 1:
+            most = trainer.max_steps - trainer.global_step if trainer.max_steps >= 0 else math.inf
+            left = int(min(left * steps / batches, most))
+        return replace(self, batches_per_step=batches / steps, steps_left=left)
 
     def explain_too_short(self, plays: int) -> str | None:
         """Why this run is too short for a trial that plays a batch that many times; None if it is not, or unknown."""

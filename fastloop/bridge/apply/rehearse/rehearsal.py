@@ -26,7 +26,6 @@ from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.surroundings import check_device, convert_batch, surrounded
 from fastloop.bridge.apply.rehearse.time_limit import announced, explain, find_cause, is_time_limit, limited
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.errors import NotApplicable, describe, is_out_of_memory
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.model.collectives import RefuseCollectives
@@ -102,9 +101,8 @@ class Rehearsal:
         self.stop_recording()
         self.site.step_bytes = memory.read_peak(self.site.device)
         made = self.site.trainer.global_step - self._began_at
-        if made > 1:  # Lightning adds up the steps of all optimizers
-            left = self.terms.steps_left and count_planned_steps(self.site.trainer, per_batch=made)
-            self.terms = replace(self.terms, batches_per_step=1 / made, steps_left=left)
+        if made and not self.site.module.automatic_optimization:
+            self.terms = self.terms.of_manual_steps(self.site.trainer, made, self._batches - 1)
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
         self.site.recorded = {name: [(call.args, call.kwargs) for call in calls if call.name == name] for name in names}

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,24 @@ def test_a_slow_rung_of_a_ladder_does_not_use_up_the_run(monkeypatch: pytest.Mon
 
 CALLS: list[float] = []
 """A global: what the model keeps is put back after each play."""
+
+
+@pytest.mark.parametrize(
+    ("left", "max_steps", "steps", "batches", "expected"),
+    [
+        (199, -1, 2, 1, (398, 0.5)),  # two optimizers in each batch
+        (199, 300, 2, 1, (298, 0.5)),
+        (199, -1, 2, 4, (99, 2.0)),  # both once in four batches
+        (None, -1, 2, 1, (None, 0.5)),
+        (budget.ENDLESS - 1, -1, 2, 1, (budget.ENDLESS - 1, 0.5)),
+    ],
+)
+def test_steps_of_a_module_that_steps_by_itself(
+    left: int | None, max_steps: int, steps: int, batches: int, expected: tuple[int | None, float]
+) -> None:
+    trainer = SimpleNamespace(max_steps=max_steps, global_step=2)
+    terms = budget.Terms(steps_left=left).of_manual_steps(trainer, steps, batches)
+    assert (terms.steps_left, terms.batches_per_step) == expected
 
 
 def make_budget(steps_left: int) -> tuple[budget.Budget, Step]:
