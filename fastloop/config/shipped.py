@@ -88,6 +88,6 @@ def _suggest_instead(text: str, folder: Path, names: list[str]) -> str:
     if "=" in text:
         return "write a name or a file first, key=value after it"
     if "," in text and set(parts := [part.strip() for part in text.split(",")]) <= set(names):
-        return f"write base: [{', '.join(parts)}] into a YAML file, and name that"
+        return f"put base: [{', '.join(parts)}] into a YAML file, and pass that file"
     near = find_nearest(text, names)
     return f"write {near}" if near else "write one of these names, or a path that ends in .yaml"

@@ -59,8 +59,8 @@ class Rungs:
         return card.patch(seen), card.does if isinstance(card.does, str) else card.does(seen)
 
     def _explain_idle(self, rungs: Sequence[str]) -> list[str]:
-        """Say which of these enabled rungs had no effect, or none that is known: why, if there is only one. Every
-        rung's reason stands with its verdict."""
+        """Say which of these enabled rungs had no effect, and of which that is unknown; with the reason if it is one.
+        The reasons of several stand with their verdicts."""
         texts = []
         for took, state in ((False, "on but had no effect"), (None, "on, but whether it had an effect is unknown")):
             found = [known for rung in rungs if (known := self.verdicts.get(rung)) is not None and known.took is took]

@@ -85,7 +85,7 @@ KNOWN = "recipes: resnet50; ladders: full, safe; rungs: amp"
         (
             "full,amp",
             f"no recipe, ladder, climb or rung has this name; there are {KNOWN}",
-            "write base: [full, amp] into a YAML file, and name that",
+            "put base: [full, amp] into a YAML file, and pass that file",
         ),
     ],
 )

@@ -152,6 +152,7 @@ class LivePlan:
 
 
 def _explain_refusal(check: Callable[[Any], None], site: Any) -> str | None:
+    """Why a rung's check refuses these optimizers; None if it does not. The user's optimizers may raise anything."""
     try:
         check(site)
     except Exception as error:

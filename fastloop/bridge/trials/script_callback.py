@@ -142,7 +142,7 @@ class Injected(Callback):
         own = any(isinstance(each, FastLoop) for each in trainer.callbacks)
         chosen = not own and self._is_the_one(trainer)
         if trainer.is_global_zero:
-            self.note("yielded" if own else "fit", measured=chosen, why=_tell_rehearsal(trainer))
+            self.note("yielded" if own else "fit", measured=chosen, why=_name_dev_run(trainer))
         if chosen:
             self._invite(trainer)
         elif not own and not trainer.fast_dev_run and not self.orders.disposable:
@@ -163,7 +163,7 @@ class Injected(Callback):
             if self._measures:
                 (self.place / TRAINED).touch()
             has = {"measured": self._measures, "only_rungs": bool(self._guests) and not self._measures}
-            self.note("fit_began", step=trainer.global_step, why=_tell_rehearsal(trainer), **has)
+            self.note("fit_began", step=trainer.global_step, why=_name_dev_run(trainer), **has)
 
     @fail_open
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -279,7 +279,7 @@ class Injected(Callback):
         self._guests, self._measures = [], False
 
 
-def _tell_rehearsal(trainer: Any) -> str | None:
+def _name_dev_run(trainer: Any) -> str | None:
     return FAST_DEV_RUN if trainer.fast_dev_run else None
 
 

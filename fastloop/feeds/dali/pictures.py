@@ -53,7 +53,7 @@ def find_obstacle(images: ImageFacts | str) -> str | None:
     if normalized and not any(isinstance(step, ToFloat) for step in images.steps):
         return "Normalize of bytes"
     if find_size(images.steps) is None:
-        return "no transform makes the images equal in size (a crop, or Resize to height and width)"
+        return "no transform brings the images to one size (a crop would, or Resize with height and width)"
     return None
 
 

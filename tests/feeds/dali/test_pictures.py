@@ -36,7 +36,7 @@ NORM = Normalize(mean=(0.5,), std=(0.5,))
         ((CROP, ToTensor(), NORM), "Normalize of bytes"),
         (
             (Resize(size=9), *END),
-            "no transform makes the images equal in size (a crop, or Resize to height and width)",
+            "no transform brings the images to one size (a crop would, or Resize with height and width)",
         ),
         (
             (RandomResizedCrop(size=(8, 8), interpolation="hamming"), *END),

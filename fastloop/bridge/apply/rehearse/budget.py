@@ -177,7 +177,7 @@ class Budget:
         if captured:
             again_s = max(0.0, self._first_ms - self.base_ms) / 1e3
             if (no_pay_back := judge.explain_no_pay_back(again_s, self.step_ms, self.terms.steps_left)) is not None:
-                return f"your own compiled code would compile again: {no_pay_back}"
+                return f"your own compiled code would recompile: {no_pay_back}"
         needed_s = 2 * self.play_s + step.change.first_call_s
         return self.terms.explain_no_time(self._spent_s, needed_s, self.base_ms, self.kept_s)
 

@@ -88,7 +88,8 @@ def _compare(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -
 
 
 def _average_cosines(norms: Sequence[Sequence[float]]) -> float:
-    """The mean cosine of pairs of tensors, given the norms of their difference, of the first and of the second."""
+    """The mean cosine of pairs of tensors, given the norms of their difference, of the first and of the second.
+    A tensor that is lost, or new, counts as turned by a right angle."""
     found = [(a**2 + b**2 - apart**2) / (2 * a * b) if a * b > 0 else 0.0 for apart, a, b in norms if a + b > 0]
     return statistics.fmean(found) if found else 1.0
 

@@ -401,7 +401,7 @@ def test_a_ladder_does_not_make_the_users_code_compile_again_unless_that_pays(
     compile_later(module)
     loop, _, _ = fit(config("layout"), module, by_ladder=("layout",), steps=steps)
     assert bool(tries) is tried
-    assert tried or "your own compiled code would compile again: it takes about" in read(loop, "layout")[1]
+    assert tried or "your own compiled code would recompile: it takes about" in read(loop, "layout")[1]
 
 
 @pytest.mark.parametrize(("epochs", "tried"), [(3, False), (-1, True)])
