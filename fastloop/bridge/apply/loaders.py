@@ -103,36 +103,18 @@ class TrainLoaders:
         if self._leaves > 1:
             self._keep_apart(facts)
         asked = partial(self._count_asked, facts)
-        base, bounded = loader, bound_batches(loader, asked)
-        keeps_place = facts.loader is not None and facts.loader.place_lost is None
-        if self._leaves == 1 and keeps_place and changes_loader(plan.wants):
-            base = self.place.keep(self.trainer, loader, bounded)
-        settings = {
-            key.removeprefix("loader."): value
-            for key, value in plan.wants.items()
-            if key.startswith("loader.") and key not in ("loader.window", "loader.engine")
-        }
-        for key, value in plan.wants.items():
-            if key.startswith("dataset."):
-                self._wrap(key, value, loader, settings)
-        self._keeps_theirs = "persistent_workers" in settings and "num_workers" not in settings
+        bounded = bound_batches(loader, asked)
+        base = self._keep_place(loader, plan, facts, bounded)
+        settings = self._read_settings(loader, plan)
         epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
-        reads_ahead = bool(settings.get("num_workers")) or bool({"feed.depth", "loader.engine"} & set(plan.wants))
-        if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
-            settings |= self._merge_windows(base, settings.get("dataset", loader.dataset), window, facts)
-        elif (count := plan.wants.get("trainer.accumulate_grad_batches")) is not None:
-            self._undo("trainer.accumulate_grad_batches", set_attribute(self.trainer, "accumulate_grad_batches", count))
-        if "batch_sampler" not in settings and reads_ahead and base is loader and bounded is not None:
+        self._regroup(base, loader, plan, facts, settings)
+        if "batch_sampler" not in settings and base is loader and bounded is not None and _reads_ahead(plan, settings):
             settings[name_sampler(loader)] = bounded
-        changed = clone(base, settings) if settings or (base is loader and "loader.engine" in plan.wants) else base
-        if (engine := plan.wants.get("loader.engine")) is not None:
-            engine = self._keep("loader.engine", engine.make(changed))
-            if self._merge is None:
-                read_like_workers(engine, loader)
-            if hasattr(engine, "wants_channels_last"):
-                engine.wants_channels_last = self.staging.wants_channels_last
-        keeps_iterator = bool(getattr(loader, "persistent_workers", False))
-        start: dict[str, Any] = {"keeps_iterator": keeps_iterator, "epochs": epochs, "engine": engine}
+        copies = bool(settings) or (base is loader and "loader.engine" in plan.wants)
+        changed = clone(base, settings) if copies else base
+        engine = self._make_engine(changed, loader, plan)
+        start: dict[str, Any] = {"keeps_iterator": bool(getattr(loader, "persistent_workers", False))}
+        start |= {"epochs": epochs, "engine": engine}
         if isinstance(loader, DataLoader) and loader.num_workers:
             start["at_once"] = lambda: not self.trainer.fit_loop.restarting
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
@@ -144,6 +126,44 @@ class TrainLoaders:
         if changed is not loader:
             self._originals[id(changed)] = (changed, loader)
         return changed
+
+    def _keep_place(self, loader: Any, plan: Plan, facts: Facts, bounded: Any) -> Any:
+        """The loader whose position in its data is kept, if it is the only one and is to be changed; else itself."""
+        can_keep = facts.loader is not None and facts.loader.place_lost is None
+        if self._leaves > 1 or not can_keep or not changes_loader(plan.wants):
+            return loader
+        return self.place.keep(self.trainer, loader, bounded)
+
+    def _read_settings(self, loader: Any, plan: Plan) -> dict[str, Any]:
+        """The planned arguments of a DataLoader, its dataset included."""
+        settings = {
+            key.removeprefix("loader."): value
+            for key, value in plan.wants.items()
+            if key.startswith("loader.") and key not in ("loader.window", "loader.engine")
+        }
+        for key, value in plan.wants.items():
+            if key.startswith("dataset."):
+                self._wrap(key, value, loader, settings)
+        self._keeps_theirs = "persistent_workers" in settings and "num_workers" not in settings
+        return settings
+
+    def _regroup(self, base: Any, loader: Any, plan: Plan, facts: Facts, settings: dict[str, Any]) -> None:
+        """Merge accumulation windows into batches, or accumulate another number of batches, if planned."""
+        if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
+            settings |= self._merge_windows(base, settings.get("dataset", loader.dataset), window, facts)
+        elif (count := plan.wants.get("trainer.accumulate_grad_batches")) is not None:
+            self._undo("trainer.accumulate_grad_batches", set_attribute(self.trainer, "accumulate_grad_batches", count))
+
+    def _make_engine(self, changed: Any, loader: Any, plan: Plan) -> Any:
+        """What loads in place of the changed loader; None if nothing does."""
+        if (planned := plan.wants.get("loader.engine")) is None:
+            return None
+        engine = self._keep("loader.engine", planned.make(changed))
+        if self._merge is None:
+            read_like_workers(engine, loader)
+        if hasattr(engine, "wants_channels_last"):
+            engine.wants_channels_last = self.staging.wants_channels_last
+        return engine
 
     def check_engines(
         self, loader: Any, plan: Plan, plan_anew: Callable[[Plan, str], Plan], say: Callable[[str], None]
@@ -335,6 +355,11 @@ class TrainLoaders:
                 changed._iterator = None
         # They refer to us too, and the reference cycle would keep their workers alive until garbage collection.
         self._originals, self._before_reload = {}, {}
+
+
+def _reads_ahead(plan: Plan, settings: Mapping[str, Any]) -> bool:
+    """Whether batches are asked for before the training needs them."""
+    return bool(settings.get("num_workers")) or not plan.wants.keys().isdisjoint(("feed.depth", "loader.engine"))
 
 
 def _is_loop_asking() -> bool:

@@ -72,49 +72,71 @@ class Site:
 
 def find_site(start: FrameType | None) -> Site:
     """The place to blame for the event in the frame `start`, found by walking outwards; keeps no frame afterwards."""
-    frame, between, cause, optimizer = start, list[str](), None, False
-    ours, compiled, did_it, places = list[str](), False, False, dict[Owner, FrameType]()
-    while frame is not None:
+    walk, frame = _Walk(), start
+    while frame is not None and walk.visit(frame):
+        frame = frame.f_back
+    return walk.name_site(start)
+
+
+class _Walk:
+    """What a walk from an event's frame outwards has met so far."""
+
+    def __init__(self) -> None:
+        self.places: dict[Owner, FrameType] = {}
+        """The first frame of each owner who may be blamed."""
+        self.ours: list[str] = []
+        """fastloop's own modules, met before any such frame."""
+        self.did_it = False
+        """Whether fastloop itself made the call; else it only called the user's compiled code, if it was met at all."""
+        self._in_compiled = False
+        self._between: list[str] = []
+        self._of_optimizer = False
+        self._cause: Cause | None = None
+
+    def visit(self, frame: FrameType) -> bool:
+        """Note what this frame tells; returns whether to walk on."""
         module, function = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
         owner = _find_owner(frame.f_code.co_filename, module)
         if owner == "user":
-            places["user"] = frame
+            self.places["user"] = frame
         if owner == "user" or _is_entry(owner, module, function):
-            if not did_it:
-                places.setdefault(owner, frame)
-            break
-        compiled = compiled or (not places and module.startswith(_COMPILED))
-        if owner == "fastloop" and not places:
-            ours.append(module)
-            did_it = did_it or not compiled  # else it only called the user's compiled code
-        if did_it:  # from here on, look only for a user line
-            frame = frame.f_back
-            continue
-        if owner == "torch" and not places:
-            between.append(function)
-            optimizer = optimizer or module.startswith("torch.optim")
-        cause = cause or _find_cause(owner, module, function, frame)
+            if not self.did_it:
+                self.places.setdefault(owner, frame)
+            return False
+        self._in_compiled = self._in_compiled or (not self.places and module.startswith(_COMPILED))
+        if owner == "fastloop" and not self.places:
+            self.ours.append(module)
+            self.did_it = self.did_it or not self._in_compiled
+        if self.did_it:  # from here on, look only for a user line
+            return True
+        if owner == "torch" and not self.places:
+            self._between.append(function)
+            self._of_optimizer = self._of_optimizer or module.startswith("torch.optim")
+        self._cause = self._cause or _find_cause(owner, module, function, frame)
         if owner in ("lightning", "package"):
-            places.setdefault(owner, frame)
-        frame = frame.f_back
-    order: tuple[Owner, ...] = ("user", "package", "lightning") if ours else ("user", "lightning", "package")
-    place = next((places[owner] for owner in order if owner in places), start)
-    package, culprit = places.get("package"), None
-    if did_it or (ours and not places):
-        culprit = name_ours(ours[0] if did_it else ours[-1])
-    inside = culprit or (_describe_place(package) if package is not None and package is not place else None)
-    nobody_led_there = culprit is not None and not places
-    return Site(
-        where=culprit if culprit is not None and nobody_led_there else _describe_place(place),
-        users="user" in places,
-        ours=culprit is not None,
-        text="" if culprit is not None else _read_line(place),
-        cause=cause,
-        through=tuple(reversed(between)),
-        inside=None if nobody_led_there else inside,
-        of_optimizer=optimizer,
-        of_loading=_is_loading(start),
-    )
+            self.places.setdefault(owner, frame)
+        return True
+
+    def name_site(self, start: FrameType | None) -> Site:
+        """The place to blame, once the walk has ended."""
+        culprit = self._name_culprit()
+        flags: dict[str, Any] = {"of_optimizer": self._of_optimizer, "of_loading": _is_loading(start)}
+        flags |= {"cause": self._cause, "through": tuple(reversed(self._between)), "users": "user" in self.places}
+        if culprit is not None and not self.places:
+            return Site(where=culprit, ours=True, **flags)
+        order: tuple[Owner, ...] = ("user", "package", "lightning") if self.ours else ("user", "lightning", "package")
+        place = next((self.places[owner] for owner in order if owner in self.places), start)
+        if culprit is not None:
+            return Site(where=_describe_place(place), ours=True, inside=culprit, **flags)
+        package = self.places.get("package")
+        inside = None if package is None or package is place else _describe_place(package)
+        return Site(where=_describe_place(place), text=_read_line(place), inside=inside, **flags)
+
+    def _name_culprit(self) -> str | None:
+        """fastloop's own part that made the call, or led to it where nobody else did; None if it did not."""
+        if self.did_it:
+            return name_ours(self.ours[0])
+        return name_ours(self.ours[-1]) if self.ours and not self.places else None
 
 
 def name_line(stack: Sequence[FrameSummary]) -> str:

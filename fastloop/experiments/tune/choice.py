@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fastloop.experiments.trials.failures import FREE_MEMORY
 from fastloop.ladder import collect_cards
@@ -140,31 +141,15 @@ def explain(
         loader_ms: the time that the loader alone takes for a step, by value, if measured.
         rest_ms: the step time without its loader.
     """
-    ms = {each.value: each.step_ms for each in points if each.step_ms is not None}
-    others, first = {value: each for value, each in ms.items() if value != base}, {each.value: each for each in points}
     number = list_tunables()[what]
-    pct = f"{100 * number.tolerance:g} %"
+    ms = {each.value: each.step_ms for each in points if each.step_ms is not None}
     if base not in ms:
-        text = f"the unchanged training failed: {first[base].why}" if base in first else "nothing was measured"
-        if base in first and first[base].why == OUT_OF_MEMORY:
-            text += f"; train with smaller micro-batches, or {FREE_MEMORY}"
-    elif not others:
-        causes = [each.why for each in points if each.value != base]
-        text = f"no value could be measured: {causes[0]}" if causes else number.no_values
-        if causes[:1] == [OUT_OF_MEMORY]:
-            text += f"; keep {base}, or {FREE_MEMORY}, and tune again"
-    elif best is None:
-        fastest = min(others, key=lambda value: others[value])
-        text = (
-            f"no value is more than {pct} faster than the training without {what}:"
-            f" {format_short(others[fastest], 'ms')} a step with {fastest}, {format_short(ms[base], 'ms')} without"
-        )
+        text = _explain_failed_base(points, base)
+    elif len(ms) == 1:
+        text = _explain_no_value(points, base, number.no_values)
     else:
-        text = (
-            f"{best} is the smallest value within {pct} of the fastest: {format_short(ms[best], 'ms')} a step,"
-            f" {format_short(ms[base], 'ms')} without {what}"
-        )
-    if number.trained == "replayed" and others:
+        text = _compare(what, ms, base, best, f"{100 * number.tolerance:g} %")
+    if number.trained == "replayed" and ms.keys() - {base}:
         text += "; measured on replayed batches, which do not wait for the loader"
     if yours is not None and yours != best:
         text += f"; your value {yours} stays in effect" + ("" if best is None else " until you apply the patch")
@@ -173,5 +158,34 @@ def explain(
         text += f"; alone, its loader takes {alone}, and the rest of the step {format_short(rest_ms, 'ms')}"
     if best is None:
         return text
-    doubt = "; its window was too short for the loader's queues" if first[best].why else ""
+    unsure = any(each.value == best and each.why for each in points)
+    doubt = "; its window was too short for the loader's queues" if unsure else ""
     return f"{text}{doubt}; a search proves no speed-up: confirm it with fastloop ab"
+
+
+def _explain_failed_base(points: Sequence[Point], base: int) -> str:
+    why = next((each.why for each in points if each.value == base), None)
+    if why is None:
+        return "nothing was measured"
+    advice = f"; train with smaller micro-batches, or {FREE_MEMORY}" if why == OUT_OF_MEMORY else ""
+    return f"the unchanged training failed: {why}{advice}"
+
+
+def _explain_no_value(points: Sequence[Point], base: int, no_values: str) -> str:
+    """Why only the unchanged training was measured."""
+    why = next((each.why for each in points if each.value != base), None)
+    if why is None:
+        return no_values
+    advice = f"; keep {base}, or {FREE_MEMORY}, and tune again" if why == OUT_OF_MEMORY else ""
+    return f"no value could be measured: {why}{advice}"
+
+
+def _compare(what: str, ms: Mapping[Any, float], base: int, best: int | None, tolerance: str) -> str:
+    """Compare the chosen value, or the fastest, with the training without the rung; `ms` are step times by value."""
+    without = format_short(ms[base], "ms")
+    if best is not None:
+        fast = f"{best} is the smallest value within {tolerance} of the fastest"
+        return f"{fast}: {format_short(ms[best], 'ms')} a step, {without} without {what}"
+    fastest = min(ms.keys() - {base}, key=lambda value: (ms[value], value))
+    none = f"no value is more than {tolerance} faster than the training without {what}"
+    return f"{none}: {format_short(ms[fastest], 'ms')} a step with {fastest}, {without} without"
