@@ -72,6 +72,20 @@ class Amp:
             raise NotApplicable(f"keep_fp32 and cache_weights are for mixed precision, not for mode {self.mode}")
         if self.mode == "tf32":
             return self._plan_tf32(facts)
+        self._refuse_16_bits(facts, is_mixed=is_mixed)
+        return Change(
+            wants={"precision.plugin": self.mode},
+            actions=(Action(when="model", do=self._set_precision),),
+            parity="approximate" if is_mixed else "changes-training",
+            notes=tuple(self._list_notes(facts, is_mixed=is_mixed)),
+            evaluation=True,
+            facts={"precision": self.mode},
+            rehearse="modules" if is_mixed else None,  # with true precision, optimizers hold the converted weights
+            check=_refuse_line_search if is_mixed else None,
+            first_call_s=FIRST_CALL_S if facts.device == "cuda" else 0.0,
+        )
+
+    def _refuse_16_bits(self, facts: Facts, *, is_mixed: bool) -> None:
         if facts.autocasts:
             raise NotApplicable(f"{', '.join(facts.autocasts)} enters autocast itself; precision has one owner")
         if not facts.plain_gradients:
@@ -88,25 +102,16 @@ class Amp:
             raise NotApplicable(f"{facts.handles_grads[0]} reads gradients before they are unscaled; use bf16-mixed")
         if facts.device == "mps":
             raise NotApplicable("mixed precision is not tested on mps")
-        notes: list[str] = []
+
+    def _list_notes(self, facts: Facts, *, is_mixed: bool) -> Iterator[str]:
+        is_bf16 = "bf16" in self.mode
         if not is_mixed:
-            lost = "bfloat16, too: updates below 1/256" if "bf16" in self.mode else "float16, too: updates below 1/2048"
-            notes.append(f"weights are {lost} of a weight are lost; {self.mode.replace('true', 'mixed')} keeps them")
+            lost = "bfloat16, too: updates below 1/256" if is_bf16 else "float16, too: updates below 1/2048"
+            yield f"weights are {lost} of a weight are lost; {self.mode.replace('true', 'mixed')} keeps them"
             if facts.micro_batches or facts.accumulate > 1:
-                notes.append("the gradients of the batches of a step are summed in 16 bits")
-        if facts.device == "cuda" and "bf16" in self.mode and (facts.compute_capability or (8, 0)) < (8, 0):
-            notes.append(f"{facts.device_name} only emulates bfloat16: slower; use 16-mixed")
-        return Change(
-            wants={"precision.plugin": self.mode},
-            actions=(Action(when="model", do=self._set_precision),),
-            parity="approximate" if is_mixed else "changes-training",
-            notes=tuple(notes),
-            evaluation=True,
-            facts={"precision": self.mode},
-            rehearse="modules" if is_mixed else None,  # with true precision, optimizers hold the converted weights
-            check=_refuse_line_search if is_mixed else None,
-            first_call_s=FIRST_CALL_S if facts.device == "cuda" else 0.0,
-        )
+                yield "the gradients of the batches of a step are summed in 16 bits"
+        if facts.device == "cuda" and is_bf16 and (facts.compute_capability or (8, 0)) < (8, 0):
+            yield f"{facts.device_name} only emulates bfloat16: slower; use 16-mixed"
 
     def _set_precision(self, site: Site) -> Applied:
         """Install Lightning's plugin, and record the dtype of a matrix product inside the user's training_step."""
