@@ -7,11 +7,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
 
 _PLAIN = {"generic_jump": "Data-dependent branching", "step_unsupported": "Unsupported operation"}
 """Dynamo's own names for causes of graph breaks that a user would not understand."""
+_KERNELS = str(Path(__file__).resolve().parents[2] / "feeds")
+"""The folder of fastloop's functions that are compiled for a rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,19 @@ def count_captured() -> int:
     """Graphs captured in this process so far. Does not import Dynamo."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
+
+
+def follow_users_graphs() -> Callable[[], int]:
+    """Return a function that counts the graphs captured since then, except those of fastloop's own kernels. Does not
+    import Dynamo."""
+    before, latest = count_captured(), (read_records() or [None])[-1]
+
+    def count_users() -> int:
+        new = list_new(read_records() or [], latest)
+        ours = sum(str(record.co_filename).startswith(_KERNELS) for record in new)
+        return max(0, count_captured() - before - ours)
+
+    return count_users
 
 
 def count() -> Count:

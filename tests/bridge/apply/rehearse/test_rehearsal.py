@@ -20,6 +20,8 @@ from fastloop import FastLoop
 from fastloop.bridge.apply.rehearse import budget, compared, memory, recorded_calls, rehearsal
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.errors import ConfigError
+from fastloop.evidence.model import dynamo_graphs
+from fastloop.feeds.loss.cross_entropy import reduce_rows
 from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.rungs.amp import Amp
 from fastloop.rungs.layout import Layout
@@ -356,7 +358,22 @@ def compile_nothing(module: Module) -> None:
     module.compute = lambda batch: torch.nn.functional.mse_loss(module.net(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("own", [compile_loss, compile_later, compile_nothing])
+def run_our_kernel(module: Module) -> None:
+    """As the `loss` rung does on CUDA in the first step: a kernel of ours, which Dynamo captures."""
+    kernel = torch.compile(reduce_rows, backend="eager")
+
+    def compute(batch: Any) -> Any:
+        logits = module.net(batch[0])
+        captured = dynamo_graphs.count_captured()
+        kernel(logits.detach(), torch.zeros(len(logits), dtype=torch.long), -100)
+        seen.append(dynamo_graphs.count_captured() - captured)
+        return torch.nn.functional.mse_loss(logits, batch[1])
+
+    seen: list[int] = []
+    module.compute, module.captured = compute, seen
+
+
+@pytest.mark.parametrize("own", [compile_loss, compile_later, compile_nothing, run_our_kernel])
 def test_what_the_users_code_compiles_is_not_compiled_twice(
     own: Callable[[Module], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,7 +390,8 @@ def test_what_the_users_code_compiles_is_not_compiled_twice(
     own(module)
     loop, _, _ = fit(config("amp", "layout"), module)
     took, why = read(loop)
-    assert took is (own is compile_nothing)
+    assert took is (own in (compile_nothing, run_our_kernel)), why
+    assert own is not run_our_kernel or module.captured[0] == 1, "it was captured in the first step"
     assert took or "your own code compiles parts of a step already" in why
     assert "compiles" not in read(loop, "layout")[1]
 
