@@ -143,6 +143,8 @@ class Confirmation(Comparison):
     run_dir: str = ""
     failures: tuple[str, ...] = ()
     """Why runs failed."""
+    inactive: Mapping[str, str] = field(default_factory=dict)
+    """Rungs of the top that had no effect in these runs, with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)

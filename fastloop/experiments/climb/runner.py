@@ -166,8 +166,13 @@ class ProcessRunner:
         if (failed := experiment.base.failed) is not None:
             raise BaseFailed(read_result(failed))
         written = results.write(experiment, name, partial=False)
-        failures = tuple(each.cause or "" for each in written.failures)
-        return Confirmation(**vars(written.comparisons[0]), run_dir=written.run_dir, failures=failures)
+        top = written.arms[1]
+        return Confirmation(
+            **vars(written.comparisons[0]),
+            run_dir=written.run_dir,
+            failures=tuple(each.cause or "" for each in written.failures),
+            inactive={rung: top.inactive_why.get(rung, "") for rung in top.inactive_rungs},
+        )
 
     def estimate_confirmation_s(self, at: str, needs: Needs) -> float:
         """Return the seconds that this confirmation still needs; `experiments/ab/experiment.py` defines its folders."""

@@ -23,6 +23,8 @@ HOW = (
     " the training is still the same; otherwise it is rolled back, and the next attempt starts from the same stack."
 )
 PARTIAL = "PARTIAL: the climb did not finish"
+APART = 1.15
+"""Speed-ups of the climb's own runs and of the fresh ones that differ by more than this factor are both told."""
 CLOSING = "Quote only the confirmed ratio: it comes from fresh runs that took no part in choosing."
 
 
@@ -42,6 +44,7 @@ def write_lines(climb: ClimbFile) -> list[str]:
     kinds = [
         ("PROOF" if climb.confirmed else "WHY", [why]),
         ("RATE", [_compare_rates(climb)]),
+        ("NOTE", [_describe_other_rates(climb)]),
         ("KEPT", [f"{each.name}: {climb_rows.describe_saving(each)}" for each in kept]),
         ("IDLE", [f"{', '.join(idle)}: no effect here, see report.md"] if (idle := _collect_idle(climb)) else []),
         ("NOT KEPT", [f"{each.name}: {each.why or 'n/a'}" for each in back]),
@@ -180,6 +183,22 @@ def _compare_rates(climb: ClimbFile) -> str:
     return ", ".join(
         f"{name} {format_short(rate)} samples/s ({format_short(step_ms, 'ms')} a step)" for name, rate, step_ms in rates
     )
+
+
+def _describe_other_rates(climb: ClimbFile) -> str:
+    """Say that the fresh runs contradict the climb's own, and which rungs had no effect in them; else empty."""
+    if climb.confirmed is None:
+        return ""
+    first, last = (climb_rows.compute_rate(climb, end) for end in (climb.naive, climb.top))
+    ratio, notes = climb.confirmed.ratio, list[str]()
+    if verdict_words.choose_word(climb.confirmed) == "PARITY FAILED":
+        ratio = None
+    if ratio and first and last and not 1 / APART < last / first / ratio < APART:
+        notes.append(f"the climb's own runs gave {last / first:.2f}x, the fresh ones {ratio:.2f}x")
+    idle = [f"{rung} ({why})" if why else rung for rung, why in climb.confirmed.inactive.items()]
+    if idle:
+        notes.append(f"without effect in the fresh runs: {', '.join(idle)}")
+    return "; ".join(notes)
 
 
 def _collect_idle(climb: ClimbFile) -> dict[str, str]:

@@ -33,6 +33,7 @@ class World:
     def __init__(self) -> None:
         self.asked: list[tuple[str, Job, Ask, Any]] = []
         self.seconds, self.cause, self.device = 1.0, None, "Made Up 1"
+        self.refused = ""
         self.plan: dict[str, Any] = {"parity_class": "approximate", "rungs": []}
 
     def run(self, arm: Any, label: str, folder: Path, ask: Ask, *, limits: Any = None, progress: Any = None) -> Trial:
@@ -54,7 +55,8 @@ class World:
             code=0,
             measurement=store.decode(result, Measurement),
         )
-        took = [{"rung": "amp", "took": True, "why": "bfloat16"}] if arm.config().ladder.amp.enabled else []
+        amp = {"rung": "amp", "took": not self.refused, "why": self.refused or "bfloat16"}
+        took = [amp] if arm.config().ladder.amp.enabled else []
         contents = {
             "verdicts": {"verdicts": took},
             "measurement": result,
@@ -330,7 +332,15 @@ def test_the_start_against_the_top_in_fresh_runs(
     assert sorted(found["order"]) == ["naive"] * 3 + ["top"] * 3 and len(gate["folders"]) == 1
     assert figures.pop("failures") == found["failures"] == [] and figures.pop("run_dir") == found["run_dir"]
     (first,) = found["comparisons"]
+    assert figures.pop("inactive") == {}
     assert figures == {key: first[key] for key in figures} and figures["ratio"] is not None
+
+
+def test_a_rung_without_effect_in_the_fresh_runs_is_kept_with_its_reason(
+    world: World, clock: Clock, gate: dict[str, Any], tmp_path: Path
+) -> None:
+    world.refused = "it was refused"
+    assert confirmed(made(tmp_path, clock)[0]).inactive == {"amp": "it was refused"}
 
 
 def test_a_confirmation_that_was_cut_short_goes_on(
