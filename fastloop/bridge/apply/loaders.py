@@ -149,8 +149,9 @@ class TrainLoaders:
 
     def _regroup(self, base: Any, loader: Any, plan: Plan, facts: Facts, settings: dict[str, Any]) -> None:
         """Merge accumulation windows into batches, or accumulate another number of batches, if planned."""
-        if (window := plan.wants.get("loader.window")) is not None and self._leaves == 1:
-            settings |= self._merge_windows(base, settings.get("dataset", loader.dataset), window, facts)
+        if (window := plan.wants.get("loader.window")) is not None:
+            if self._leaves == 1:  # else the merge was given up, and with it the number that a plan for merging has
+                settings |= self._merge_windows(base, settings.get("dataset", loader.dataset), window, facts)
         elif (count := plan.wants.get("trainer.accumulate_grad_batches")) is not None:
             self._undo("trainer.accumulate_grad_batches", set_attribute(self.trainer, "accumulate_grad_batches", count))
 

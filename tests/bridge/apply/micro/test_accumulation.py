@@ -143,20 +143,22 @@ def test_validation_inside_a_window_is_refused(interval: Any, said: str) -> None
     assert merged.record.hooks == plain.record.hooks and distance(plain, merged) == 0
 
 
-def test_several_train_loaders_are_given_up() -> None:
+@pytest.mark.parametrize(("train", "second"), [(EVEN, EVEN), (RAGGED, partial(batches, 24, 8))])
+@pytest.mark.parametrize(
+    "settings", [{"max_epochs": 2}, {"limit_train_batches": 0.7}, {"reload_dataloaders_every_n_epochs": 1}]
+)
+def test_several_train_loaders_are_given_up(train: Any, second: Any, settings: dict[str, Any]) -> None:
     class Two(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch["a"], batch_idx) + self.loss(batch["b"])
 
-    def train() -> dict[str, Any]:
-        return {"a": RAGGED(), "b": batches(24, 8)}
+    def two() -> dict[str, Any]:
+        return {"a": train(), "b": second()}
 
-    plain, merged = both(MERGE, train, Two, max_epochs=2, limit_train_batches=0.7, **ACCUMULATE)
+    plain, merged = both(MERGE, two, Two, **{"max_epochs": 3, **ACCUMULATE, **settings})
     assert merged.reason("batch") == "several train loaders cannot be merged into one window"
     assert merged.record.hooks == plain.record.hooks and distance(plain, merged) == 0
-    plain, merged = both(MERGE, train, Two, max_epochs=3, reload_dataloaders_every_n_epochs=1, **ACCUMULATE)
-    assert merged.reason("batch") == "several train loaders cannot be merged into one window"
-    assert merged.record.hooks == plain.record.hooks and distance(plain, merged) == 0
+    assert merged.trainer.global_step == plain.trainer.global_step
 
 
 class Extra(Net):
