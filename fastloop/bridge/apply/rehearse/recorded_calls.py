@@ -169,10 +169,21 @@ def _locate(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype] | 
         return None
 
 
+def copy_with_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """A differentiable copy with the same strides: of a slice such as ``tokens[:, :-1]``, ``clone`` would make a
+    contiguous one, for which code is compiled that does not fit the slice."""
+    copied = tensor.clone()
+    if tensor.layout is not torch.strided or copied.stride() == tensor.stride() or not tensor.numel():
+        return copied
+    sizes, strides = tensor.shape, tensor.stride()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return tensor.as_strided((span,), (1,)).clone().as_strided(sizes, strides, 0)
+
+
 def copy_value(value: Any) -> Any:
     """A deep copy whose tensors require gradients as the originals do; objects are copied by their ``clone`` if any."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
+        return copy_with_strides(value.detach()).requires_grad_(value.requires_grad)
     if isinstance(value, (torch.nn.Module, str, bytes, int, float, type(None))):
         return value
     if is_container(value):
@@ -342,7 +353,7 @@ def _hand_on(made: Mapping[tuple[int, int], torch.Tensor], call: Call, given: An
 
 
 def _take_off_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.requires_grad else tensor
+    return copy_with_strides(tensor) if tensor.requires_grad else tensor
 
 
 @contextlib.contextmanager

@@ -339,6 +339,44 @@ def test_what_cannot_pay_back_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls, "a cost that is known counts in place of the guess"
 
 
+SLICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a slice": lambda x: torch.cat([x, x], 1)[:, :8],
+    "every second row": lambda x: torch.cat([x, x], 0)[::2],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "expanded": lambda x: x[:1].expand(8, 8),
+}
+
+
+STRIDES: list[tuple[int, ...]] = []
+"""Not in a closure of the model: plays would be taken back out of it."""
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("name", SLICES)
+def test_arguments_are_played_with_their_strides(
+    name: str, differentiable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`clone` makes slices contiguous: code compiled for that does not fit the training's own calls."""
+
+    class Slices(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            given = SLICES[name](batch[0].clone().requires_grad_(differentiable))
+            return torch.nn.functional.mse_loss(self.net(given), batch[1][: len(given)])
+
+    def look(old: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(x: torch.Tensor, **more: Any) -> Any:
+            STRIDES.append(x.stride())
+            return old(x, **more)
+
+        return forward
+
+    STRIDES.clear()
+    plant(monkeypatch, look)
+    loop, _, _ = fit(config("amp"), Slices())
+    assert read(loop)[0] and len(STRIDES) > 11, "plays, and all steps but the first"
+    assert len(set(STRIDES)) == 1
+
+
 def compile_loss(module: Module) -> None:
     loss = torch.compile(torch.nn.functional.mse_loss, backend="eager")
     module.compute = lambda batch: loss(module.net(batch[0]), batch[1])
