@@ -68,9 +68,16 @@ def is_finite(gradient: Gradient) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in gradient.values())
 
 
+def view_as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a complex one's real and imaginary parts in a last dimension of 2."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def _measure_row(base: torch.Tensor | None, arm: torch.Tensor | None) -> dict[str, float]:
     """Norms of one tensor in both gradients and of their difference, and the inner product."""
-    left, right = (None if tensor is None else tensor.detach().to(torch.float64) for tensor in (base, arm))
+    left, right = (
+        None if tensor is None else view_as_real(tensor.detach()).to(torch.float64) for tensor in (base, arm)
+    )
     norms = [0.0 if side is None else float(side.norm()) for side in (left, right)]
     if left is None or right is None or left.shape != right.shape:
         return {"base": norms[0], "arm": norms[1], "apart": math.hypot(*norms), "along": 0.0}

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from fastloop.evidence.model.gradient_distance import view_as_real
+
 SAMPLED = 2**16
 """Elements of a gradient that are compared, spread evenly over all parameters."""
 MOST_ALONG = 5e-3
@@ -42,7 +44,8 @@ def sample_gradient(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> t
     parts = []
     for parameter, gradient in zip(parameters, found, strict=True):
         dense = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
-        parts.append(dense.detach().reshape(-1)[::stride].to("cpu", torch.float64))
+        sampled = view_as_real(dense.detach().reshape(-1)[::stride])
+        parts.append(sampled.reshape(-1).to("cpu", torch.float64))
     return torch.cat(parts)
 
 

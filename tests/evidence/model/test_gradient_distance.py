@@ -78,3 +78,10 @@ def test_nothing_against_nothing_and_half_precision() -> None:
     assert measure_deviation({}, {})["deviation"] == 0 and measure_deviation({}, BASE)["deviation"] == math.inf
     half = {name: tensor.bfloat16() for name, tensor in BASE.items()}
     assert measure_deviation(half, half)["deviation"] == 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_both_halves_of_complex_numbers_are_compared() -> None:
+    base, arm = {"w": torch.tensor([3.0 + 4.0j])}, {"w": torch.tensor([3.0 + 5.0j]).conj().conj()}
+    assert measure_deviation(base, arm)["deviation"] == pytest.approx(0.2)
+    assert measure_deviation(base, {"w": torch.tensor([3.0 - 4.0j]).conj()})["deviation"] == 0.0

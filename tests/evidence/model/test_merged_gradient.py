@@ -67,3 +67,10 @@ def test_a_sample_of_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     rest = [(2 * torch.arange(10.0))[::stride], torch.zeros(3)[::stride]]
     assert torch.equal(sampled[:-2], torch.cat([weight, *rest]).double()) and sampled.dtype == torch.float64
     assert all(parameter.grad is None for parameter in parameters)
+
+
+@pytest.mark.filterwarnings("error")
+def test_both_halves_of_a_complex_gradient_are_sampled() -> None:
+    parameter = torch.nn.Parameter(torch.tensor([1.0 + 2.0j, 3.0 - 1.0j]))
+    sampled = sample_gradient((parameter * parameter.conj()).real.sum(), [parameter])
+    assert sampled.tolist() == [2.0, 4.0, 6.0, -2.0]

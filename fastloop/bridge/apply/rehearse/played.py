@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from fastloop.evidence.model.gradient_distance import view_as_real
 from fastloop.judge.rehearsal import Deviation
 
 
@@ -98,7 +99,7 @@ def _align(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> 
     """The pairs as real float32 numbers, one pair at a time: copies of all would double a 16-bit model's memory."""
     for first, second in pairs:
         known = [torch.zeros_like(b) if a is None else a for a, b in ((first, second), (second, first))]  # type: ignore[arg-type]
-        yield [torch.view_as_real(each) if each.is_complex() else each.float() for each in known]
+        yield [view_as_real(each).float() for each in known]
 
 
 def _compare_exactly(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> _Compared:

@@ -132,7 +132,8 @@ def read_prints(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[Any, ...]]
     """For each parameter, what differs after it was written to: its version, its address, and its norm, because writes
     through ``.data`` change no version."""
     known = [each.detach() for each in parameters if not torch.nn.parameter.is_lazy(each)]
-    norms = [torch.linalg.vector_norm(each if each.is_floating_point() else each.float()) for each in known]
+    numbers = [each if each.is_floating_point() or each.is_complex() else each.float() for each in known]
+    norms = [torch.linalg.vector_norm(each) for each in numbers]
     for each, norm in zip(known, norms, strict=True):
         yield each._version, each.data_ptr(), str(norm.item())  # as text: then nan equals nan
 

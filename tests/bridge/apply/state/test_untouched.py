@@ -388,3 +388,13 @@ def test_a_lost_device_does_not_hide_the_users_error(monkeypatch: pytest.MonkeyP
     with pytest.raises(IndexError, match="theirs"), unwritten([torch.nn.Parameter(torch.ones(3))]):
         monkeypatch.setattr(torch.linalg, "vector_norm", lose)
         raise IndexError("theirs")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_write_to_the_imaginary_part_of_a_parameter_is_seen() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0 + 2.0j]))
+    with pytest.raises(NotApplicable, match="changes parameters"), unwritten([weight]):
+        weight.data.imag.mul_(2)
+    assert weight.tolist() == [1.0 + 2.0j]
+    with unwritten([weight]):
+        pass
