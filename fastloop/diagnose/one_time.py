@@ -6,7 +6,6 @@ anything to compare with, would hide that the run became slower.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from fastloop.diagnose.attribution import WORTH_NAMING_PCT, StepParts
 from fastloop.diagnose.finding import compute_gain_bound_pct
 from fastloop.diagnose.remedies import Rungs
 from fastloop.records.measurement import AUTOTUNE, COMPILE, VALIDATION_COMPILE, Measurement
-from fastloop.records.plan import Finding, Rehearsed, Verdict
+from fastloop.records.plan import Finding, Verdict
 from fastloop.records.readings import count_micro_batches, read_step_ms, to_number
 
 STORM = "compile_storm"
@@ -23,11 +22,6 @@ STORM_STEPS = 6
 """From this many steps with a compile, it is more than the first steps, the first validation and a last batch."""
 STORM_PCT = 10.0
 """Smallest share of the fit for naming such compiles."""
-SLOWER = 1.5
-"""The whole interval must lie above this multiple of the rehearsal, which covers only the modules, while a
-training_step also computes losses and metrics."""
-FEWEST = 5
-"""Fewest steps for a comparison."""
 
 
 def find_storm(seen: Measurement, rungs: Rungs, step: StepParts | None) -> Finding | None:
@@ -63,7 +57,7 @@ def find_storm(seen: Measurement, rungs: Rungs, step: StepParts | None) -> Findi
     )
 
 
-# -- slower than without the rung, in the run's own steps, or slower than the rehearsal --------------------------------
+# -- slower than without the rung, in the run's own steps ------------------------------------------------------------
 
 
 class Slowdown(NamedTuple):
@@ -77,13 +71,13 @@ class Slowdown(NamedTuple):
 def find_slowdown(seen: Measurement, verdicts: Sequence[Verdict]) -> Finding | None:
     """Find the rung that makes the run slower, beyond noise; None if there is none, or if it is unknown.
 
-    If the run took a second look, ``evidence["second_look"]``, batches that alternated with and without rungs decide;
-    otherwise the rehearsed time of the user's modules is compared with forward and backward of the steady steps.
+    Batches that alternated with and without rungs decide, ``evidence["second_look"]``. Steps that are slower than the
+    rehearsed modules prove nothing: the user's code may do more in a step than call them.
     """
     active = [verdict for verdict in verdicts if verdict.took]
     looked = seen.evidence.get("second_look") or {}
     looked_at = [verdict.rung for verdict in active if verdict.rung in (looked.get("rungs") or ())]
-    found = _read_look(looked, looked_at) if looked_at else _compare_rehearsal(seen, active)
+    found = _read_look(looked, looked_at) if looked_at else None
     if found is None:
         return _find_worker_loss(seen, active)
     name, facts = " or ".join(found.rungs), found.facts
@@ -149,59 +143,3 @@ def _read_look(looked: Mapping[str, Any], rungs: list[str]) -> Slowdown | None:
         f" (n = {n:.0f} each, slower by {low_ms:.1f} to {high_ms:.1f} ms, 95 %)"
     )
     return Slowdown(with_ms - without_ms, rungs, facts)
-
-
-def _compare_rehearsal(seen: Measurement, active: Sequence[Verdict]) -> Slowdown | None:
-    """Compare forward and backward of a batch with the same modules' eager time, given the spread of the steps.
-
-    Since batches may differ in size, the fastest tenth of the steps must be slower too: the rehearsed one may be small.
-    """
-    tried = [verdict.rehearsed for verdict in active if verdict.rehearsed and verdict.rehearsed.of_batch]
-    eager = max([ms for each in tried if (ms := to_number(each.eager_ms))], default=None)
-    parts = [to_number(seen.parts_ms.get(part)) for part in ("forward", "backward")]
-    error_ms, mean, quickest = _read_error_ms(seen), read_step_ms(seen), to_number(seen.step_ms.get("p10"))
-    if not eager or error_ms is None or mean is None or quickest is None or parts[0] is None or parts[1] is None:
-        return None
-    batch_ms, n = (parts[0] + parts[1]) / count_micro_batches(seen), seen.steps
-    half, more = _compute_t95(n - 1) * error_ms / count_micro_batches(seen), batch_ms - eager
-    if batch_ms * quickest / mean <= eager or more - half <= (SLOWER - 1) * eager:
-        return None
-    rungs = _blame(seen, active)
-    facts = (
-        f"forward and backward take {batch_ms:.1f} ms with {' or '.join(rungs)}, while the rehearsed batch without"
-        " rungs took"
-        f" {eager:.1f} ms (n = {n}, slower by {more - half:.1f} to {more + half:.1f} ms, 95 %)"
-    )
-    return Slowdown(more, rungs, facts)
-
-
-def _read_error_ms(seen: Measurement) -> float | None:
-    """Return the standard error of the window's steps, from their deciles, which single pauses do not move."""
-    low, high = (to_number(seen.step_ms.get(name)) for name in ("p10", "p90"))
-    if low is None or high is None or seen.steps < FEWEST:
-        return None
-    return (high - low) / (2 * 1.2816) / math.sqrt(seen.steps)
-
-
-def _blame(seen: Measurement, active: Sequence[Verdict]) -> list[str]:
-    """Name the rung to blame: the one whose rehearsal added most time to the rungs kept before it, if any did; else one
-    that keeps paying a one-time cost; else all rehearsed rungs, or all that are on."""
-    costs, before = dict[str, float](), None
-    for verdict in active:
-        tried = verdict.rehearsed or Rehearsed()
-        eager, changed = to_number(tried.eager_ms), to_number(tried.changed_ms)
-        if eager is None or changed is None:
-            continue
-        costs[verdict.rung] = changed - (before if tried.of_batch and before is not None else eager)
-        before = changed if tried.of_batch else before
-    if costs and max(costs.values()) > 0:
-        return [max(costs, key=costs.__getitem__)]
-    again = [verdict.rung for verdict in active if seen.one_time_s.get(verdict.rung)]
-    if again and (seen.evidence.get("compilation") or {}).get("ms_per_step"):
-        return again[:1]
-    return list(costs) or [verdict.rung for verdict in active]
-
-
-def _compute_t95(df: int) -> float:
-    """Return the two-sided 95 % quantile of Student's t, expanded around the normal one; within 2 % for df >= 4."""
-    return 1.96 + 2.372 / df + 2.82 / df**2

@@ -118,8 +118,10 @@ def _find_obstacle(loader: LoaderFacts) -> str | None:
         return f"{loader.kind} creates its own iterators, which threads would bypass"
     if loader.sampler_hazards:
         return f"threads read ahead of training: {'; '.join(loader.sampler_hazards)}"
+    if loader.changes_within:
+        return f"threads would load too early: {'; '.join(loader.changes_within)}"
     if loader.shared_draws:
-        return f"{', '.join(loader.shared_draws[:3])} draw random numbers, which threads would share; use workers"
+        return f"threads would share the random numbers of {', '.join(loader.shared_draws[:3])}; use workers"
     if loader.thread_hazards:
         return f"threads cannot share the dataset as it is: {'; '.join(loader.thread_hazards)}"
     return None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 
 from fastloop import diagnose
-from fastloop.diagnose.one_time import STORM_STEPS, _compute_t95, find_slowdown
+from fastloop.diagnose.one_time import STORM_STEPS, find_slowdown
 from fastloop.ladder import collect_cards
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Rehearsed, Verdict
@@ -123,68 +122,29 @@ def test_what_a_slower_rung_may_be_worth_is_counted_on_the_whole_step() -> None:
     )
 
 
-def test_steps_say_more_than_a_rehearsal() -> None:
-    """By the rehearsal alone this run is slower; batches without the rung were not faster."""
-    seen = steady(24.0, evidence=looked("compile", slower=False))
-    assert find_slowdown(seen, (took(eager=10.0),)) is None
-    for others in (looked("amp", slower=False), {}):  # a rung that is off now was looked at, or none
-        assert find_slowdown(steady(24.0, evidence=others), (took(eager=10.0),)) is not None
-
-
-def test_a_rehearsal_is_a_reference_too() -> None:
-    seen = steady(24.0, parts={"validation": 2.0})
-    finding = find_slowdown(seen, (took(eager=10.0, changed=9.0),))
-    assert finding is not None and finding.alarm == (
-        "forward and backward take 21.6 ms with compile, while the rehearsed batch without rungs took 10.0 ms"
-        " (n = 60, slower by 11.4 to 11.8 ms, 95 %)"
-    )
-    micro = steady(40.0, global_batch=32, micro_batch=8)
-    assert find_slowdown(micro, (took(eager=10.0),)) is None, "four batches a step"
-    assert find_slowdown(micro, (took(eager=5.0),)) is not None
+def test_steps_that_are_slower_than_a_rehearsal_prove_nothing() -> None:
+    """Their training_step may do more than call the modules that were rehearsed."""
+    for others in (looked("compile", slower=False), looked("amp", slower=False), {}):  # amp is off now
+        assert find_slowdown(steady(24.0, evidence=others), (took(eager=10.0, changed=9.0),)) is None
 
 
 @pytest.mark.parametrize(
     ("seen", "verdicts"),
     [
-        (steady(24.0, n=4), (took(eager=10.0),)),
         (steady(24.0, evidence=looked("compile")), ()),
         (steady(24.0, evidence=looked("compile")), (Verdict(rung="compile", took=False),)),  # off: none of its doing
         (steady(9.0, evidence=looked("compile", low_ms=None)), (took(),)),  # another version's file
-        (steady(11.0), (took(eager=10.0),)),  # 9.9 ms of forward and backward
-        (steady(24.0, spread=13.0), (took(eager=10.0),)),  # batches differ: the quickest tenth takes 9.9 ms
-        (steady(24.0, spread=11.0, n=8), (took(eager=10.0),)),  # much, and uncertain
-        (steady(16.0), (took(eager=10.0),)),  # 14.4 ms: the rest may be losses and metrics
-        (steady(24.0), (took("fused", eager=0.5, changed=0.4, of_batch=False),)),  # an optimizer's step
         (Measurement(), (took(),)),
-        (Measurement(steps=60, step_ms={"mean": 21.4}), (took(),)),  # no spread: an older file
-        (steady(21.4), (Verdict(rung="compile", took=True),)),
-        (steady(21.4, parts={"forward": None}), (took(),)),
     ],
 )
 def test_what_is_not_certain_is_not_said(seen: Measurement, verdicts: tuple[Verdict, ...]) -> None:
     assert find_slowdown(seen, verdicts) is None
 
 
-@pytest.mark.parametrize(
-    ("verdicts", "changes", "named"),
-    [
-        ((took("layout", 10.0, 12.0), took("amp", 10.0, 7.0), took("fused", 10.0, 7.1)), {}, "layout"),
-        ((took("layout", 10.0, 9.0), took("amp", 10.0, 7.0), took("compile", 10.0, 7.2)), {}, "compile"),  # kept before
-        ((took("layout", 10.0, 9.0), took("compile", 10.0, 7.0)), compiled(ms_per_step=5.0), "compile"),
-        ((took("layout", 10.0, 9.0), took("compile", 10.0, 7.0)), {}, "layout or compile"),
-        ((took("amp", 10.0, 7.0), took("fused", 0.5, 0.4, of_batch=False)), {}, "amp or fused"),
-        ((took("pin"), took("amp")), {"evidence": looked("pin", "amp")}, "pin or amp"),
-    ],
-)
-def test_the_rung_that_costs_is_named(verdicts: tuple[Verdict, ...], changes: Any, named: str) -> None:
-    finding = find_slowdown(steady(21.4, **changes), verdicts)
-    assert finding is not None and f"with {named}," in finding.alarm
-    assert finding.patch == {"rungs": {named.split(" or ")[0]: {"enabled": False}}}
-
-
-@pytest.mark.parametrize(("df", "true"), [(4, 2.776), (9, 2.262), (30, 2.042), (200, 1.972)])
-def test_the_quantile(df: int, true: float) -> None:
-    assert math.isclose(_compute_t95(df), true, rel_tol=0.02)
+def test_rungs_that_were_looked_at_together_are_named_together() -> None:
+    finding = find_slowdown(steady(21.4, evidence=looked("pin", "amp")), (took("pin"), took("amp")))
+    assert finding is not None and "with pin or amp," in finding.alarm
+    assert finding.patch == {"rungs": {"pin": {"enabled": False}}}
 
 
 @pytest.mark.parametrize(("took_ms", "named"), [(3.0, True), (1.3, False), (None, False)])

@@ -95,8 +95,9 @@ def test_plan(settings: dict[str, Any], given: Facts, threads: int) -> None:
         ({"sampler_hazards": ("a is x", "b")}, "threads read ahead of training: a is x; b"),
         (
             {"draws_random": ("RandomCrop", "a"), "shared_draws": ("RandomCrop", "a", "b", "c")},
-            "RandomCrop, a, b draw random numbers, which threads would share; use workers",
+            "threads would share the random numbers of RandomCrop, a, b; use workers",
         ),
+        ({"changes_within": ("a is x", "b")}, "threads would load too early: a is x; b"),
         ({"thread_hazards": ("a is x", "b")}, "threads cannot share the dataset as it is: a is x; b"),
     ],
 )
@@ -312,7 +313,7 @@ class TouchesBefore(Net):
     [
         (lambda: DataLoader(Stream(), 8), Net, "not an iterable one"),
         (lambda: DataLoader(Counts(count=0), 8), Net, "dataset.count is written while a sample is made"),
-        (lambda: DataLoader(Noisy(), 8), Net, "Noisy.__getitem__ draw random numbers"),
+        (lambda: DataLoader(Noisy(), 8), Net, "threads would share the random numbers of Noisy.__getitem__"),
         (batches, Touches, "Touches.on_train_batch_end names train_dataloader"),
         (batches, TouchesBefore, None),
     ],

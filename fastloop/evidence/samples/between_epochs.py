@@ -9,8 +9,11 @@ import inspect
 import os
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
+
+import torch
 
 from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.between_batches import BY_DATA, list_holders, list_running
@@ -47,7 +50,7 @@ def list_changers(
         for written in sample_code.list_roots_written(function):
             known = (read[key] for key in _find_written(owner, function, written) if key in read)
             found |= {f"{path} is changed by {type(owner).__name__}.{name}": None for path in known if path not in held}
-    return tuple(found)
+    return (*found, *_list_trained(others, read))
 
 
 def list_changes_within(dataset: Any, others: Iterable[Any], *, collate: Any = None) -> tuple[str, ...]:
@@ -81,7 +84,17 @@ def list_changes_within(dataset: Any, others: Iterable[Any], *, collate: Any = N
             by_trainer = chain[chain.index("trainer") + 1 : -1] if "trainer" in chain else []
             if (named := next(filter(BY_DATA.fullmatch, by_trainer), None)) is not None:
                 found[f"{named} is changed by {type(owner).__name__}.{name}"] = None
-    return tuple(found)
+    return (*found, *_list_trained(others, read))
+
+
+def _list_trained(others: Iterable[Any], read: Mapping[Any, str]) -> Iterator[str]:
+    """The outermost part of a model that samples are made from, if an optimizer may change its weights."""
+    for model in others:
+        if isinstance(model, torch.nn.Module):
+            parts = [part for part in model.modules() if part is not model]
+            weights = [each for each in model.parameters() if each.requires_grad]
+            trained = [part for part in parts if any(each.requires_grad for each in part.parameters())]
+            yield from islice((f"{read[id(each)]} is trained" for each in (*trained, *weights) if id(each) in read), 1)
 
 
 def list_remembered(dataset: Any, collate: Any = None) -> tuple[str, ...]:

@@ -22,7 +22,6 @@ from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
 from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts
 from fastloop.evidence.clock.one_time import OneTime, Reader
 from fastloop.records.measurement import ONE_TIME, Measurement
-from fastloop.report.run import summary
 from tests.bridge.watch import planted
 from tests.bridge.watch.made_up import forget_compiles
 from tests.models import trainer
@@ -238,24 +237,21 @@ class Naps(torch.nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("from_step", [5, 0])
-def test_steps_that_turn_out_slower_than_rehearsed_are_said_first(from_step: int) -> None:
+def test_steps_that_turn_out_slower_than_rehearsed_blame_no_rung() -> None:
+    """The layer naps on its own account. Whether a rung is to blame shows only with and without it."""
+
     class Slow(Compiled):
         def on_train_batch_end(self, *_: Any) -> None:
             self.net.steps += 1
 
     module, config = Slow(), {"watch": {"warmup_steps": 8}, "rungs": {"amp": {"enabled": True}}}
-    module.net, module.step_s = Naps(from_step), 0.0
+    module.net, module.step_s = Naps(5), 0.0
     loop = FastLoop(config, quiet=True)
     trainer(callbacks=[loop], max_steps=STEPS, max_epochs=-1).fit(module, batches())
-    rehearsed, first = loop.verdicts[0].rehearsed, loop.findings[0]
-    assert rehearsed is not None and rehearsed.of_batch and rehearsed.eager_ms is not None
-    assert (rehearsed.eager_ms < 15) is bool(from_step), "or there was nothing to compare with"
-    assert (first.title == "SLOWER WITH AMP") is bool(from_step), loop.findings
-    if from_step:
-        line = summary.write_lines(seen(loop), loop.plan, loop.verdicts, loop.findings)[0]
-        assert "with amp, while the rehearsed batch without rungs took" in line and "(n = 31, slower by" in line
-        assert first.patch == {"rungs": {"amp": {"enabled": False}}}
+    rehearsed = loop.verdicts[0].rehearsed
+    assert rehearsed is not None and rehearsed.of_batch and (rehearsed.eager_ms or 99.0) < 15
+    assert (seen(loop).parts_ms["forward"] or 0.0) > 25, "it did nap"
+    assert not any(each.title.startswith("SLOWER WITH") for each in loop.findings)
 
 
 def test_nothing_compiled_is_no_time_and_a_torch_that_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -384,3 +384,41 @@ def test_what_changes_nothing_while_batches_are_loaded() -> None:
     for other in (SetsConfig(), Steps(), SetsGlobal(), LambdaCallback(on_fit_end=print)):
         assert list_changes_within(Plain(), [other]) == ()
     assert list_changes_within(ByConfig(), [SetsConfig()]) == ()
+
+
+class ByModel(Plain):
+    """Mines hard samples by the model's present weights."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+MODEL = torch.nn.Linear(4, 4)
+
+
+class ByGlobalModel(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return MODEL(torch.ones(4))
+
+
+class Trains(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+
+
+def test_parts_of_the_model_that_is_trained() -> None:
+    model = Trains()
+    for held, name in (
+        (model.net, "dataset.held"),
+        (model.net[1], "dataset.held"),
+        ([1, model.net[0].weight], "dataset.held[1]"),
+    ):
+        said = (f"{name} is trained",)
+        assert list_changes_within(ByModel(held), [model]) == said and list_changers(ByModel(held), [model]) == said
+    assert list_changes_within(ByGlobalModel(), [model]) == (), "not yet a part of it"
+    model.net.append(MODEL)
+    assert list_changes_within(ByGlobalModel(), [model]) == ("MODEL is trained",)
+    model.net[0].requires_grad_(False)
+    assert list_changes_within(ByModel(model.net[0]), [model]) == (), "frozen"
+    assert list_changes_within(ByModel(torch.nn.Linear(4, 4)), [model]) == (), "another model"

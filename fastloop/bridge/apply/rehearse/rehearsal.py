@@ -183,11 +183,12 @@ class Rehearsal:
         return is_costly(step) or not self._player.has_dropout()
 
     def _heed_time_left(self) -> None:
-        """Limit the steps left by ``max_time``, which may end a run early. All ranks use the same number."""
-        timers = [each for each in self.site.trainer.callbacks if hasattr(each, "time_remaining")]
-        left_s, step_ms = [each.time_remaining() for each in timers], self._budget.step_ms
-        steps = [int(1e3 * each / step_ms) for each in left_s if each is not None and step_ms]
-        fewest = min([*steps, *([] if self.terms.steps_left is None else [self.terms.steps_left])], default=None)
+        """Limit the steps left by ``max_time``, which may end a run early; it does not tell how long a run is whose
+        length is unknown. All ranks use the same number."""
+        timers = (each.time_remaining() for each in self.site.trainer.callbacks if hasattr(each, "time_remaining"))
+        fewest, step_ms = self.terms.steps_left, self._budget.step_ms
+        if fewest is not None and step_ms:
+            fewest = min([fewest, *(int(1e3 * left_s / step_ms) for left_s in timers if left_s is not None)])
         every = [each for each in gather(self.site.trainer, fewest) if each is not None]
         self.terms = self._budget.terms = replace(self.terms, steps_left=min(every, default=None))
 

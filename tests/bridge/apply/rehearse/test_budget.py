@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from fastloop.bridge.apply.rehearse import budget, recorded_calls
 from fastloop.bridge.apply.rehearse.remembered import Remembered
@@ -144,3 +145,17 @@ def test_what_reached_its_limit_is_not_tried_again_in_an_equal_run() -> None:
     assert "it takes about 62 s once" in (made.refuse(step) or "")
     longer, step = make_budget(3000)
     assert longer.refuse(step) is None
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from ((torch.ones(8), torch.ones(1)) for _ in range(96))
+
+
+@pytest.mark.parametrize("max_epochs", [2, -1])
+def test_max_time_is_no_length_where_the_epochs_are_counted(max_epochs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour is a cap there: two epochs of unknown length may take a second."""
+    plant(monkeypatch, lambda old: old, pay_back="required")
+    how: dict[str, Any] = {"max_epochs": max_epochs, "max_time": {"hours": 1}}
+    loop, _, _ = fit(config("amp"), Brief(), steps=-1, train=DataLoader(Stream(), 8), **how)
+    assert ("it is unknown whether that pays back" in read(loop)[1]) is (max_epochs == 2), read(loop)

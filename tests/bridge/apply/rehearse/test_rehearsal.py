@@ -124,7 +124,13 @@ class Brief(Module):
 
 
 def fit(
-    settings: Any, module: Module | None = None, *, steps: int = 12, by_ladder: tuple[str, ...] = (), **trainer: Any
+    settings: Any,
+    module: Module | None = None,
+    *,
+    steps: int = 12,
+    by_ladder: tuple[str, ...] = (),
+    train: Any = None,
+    **trainer: Any,
 ) -> tuple[FastLoop | None, Module, Any]:
     """A fit of `steps`; the module, and everything that two equal fits have in common."""
     torch.manual_seed(3)
@@ -147,7 +153,7 @@ def fit(
         **trainer,
     )
     torch.manual_seed(4)
-    run.fit(module, data())
+    run.fit(module, data() if train is None else train)
     states = [
         value.tolist() if isinstance(value, torch.Tensor) else value
         for optimizer in run.optimizers
