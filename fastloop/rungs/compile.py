@@ -2,7 +2,8 @@
 
 Faster because  elementwise work is fused into few kernels and Python no longer launches each operator.
 Costs           seconds to minutes at the first step, and once more if sizes vary; calls that fit neither graph, such as
-                an epoch's short last batch, run eagerly.
+                an epoch's short last batch, run eagerly. On a CPU, compiled dropout draws from the stream that also
+                shuffles: later epochs come in another order.
 Don't use when  the run is too short to pay back the compile time, or something other than sizes changes at every step.
 Evidence        graphs Dynamo captured since the rung was applied; recompiles by cause, graph breaks by cause and line
 Source          https://docs.pytorch.org/docs/stable/generated/torch.compile.html

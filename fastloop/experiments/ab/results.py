@@ -20,6 +20,7 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.run_files import load_environment
 from fastloop.records.trial import Trial
 from fastloop.report.experiments import ab_report
+from fastloop.report.run.summary import describe_short_window
 
 COMPARISON = "comparison.json"
 DEVICES = {"device_name": "device", "devices": "number of devices"}
@@ -143,8 +144,7 @@ def list_flags(sides: Sequence[Side]) -> list[str]:
     for side in sides:
         for number in sorted(side.runs):
             seen = side.runs[number].measurement or Measurement(window_too_short=False)
-            short = ["the window is too short for the loader's queues"] if seen.window_too_short else []
-            for each in (*seen.state, *short):
+            for each in filter(None, (*seen.state, describe_short_window(seen))):
                 alike = _SHARE.sub("about {} %", each)  # one sentence for all runs, although the share differs
                 shares.setdefault(alike, []).extend(map(int, _SHARE.findall(each)))
                 said.setdefault(alike, {}).setdefault(side.name, []).append(number)

@@ -230,10 +230,20 @@ def list_flags(seen: Measurement) -> list[str]:
     ends = [f"rank {rank.rank}: {rank.end}" for rank in read_ranks(seen) if rank.end]
     how = f" ({', '.join(ends)})" if ends else ""
     phrases = [f"PARTIAL: the fit did not end normally{how}"] if seen.partial or ends else []
-    if seen.window_too_short and seen.steps:
-        count = f": {count_steps(seen.steps)}" if seen.steps < 10 else " for the loader's queues"
-        phrases.append(f"window too short{count}")
+    if (short := describe_short_window(seen)) is not None:
+        phrases.append(short)
     return phrases
+
+
+def describe_short_window(seen: Measurement) -> str | None:
+    """Return why the window is too short; None if it is not."""
+    if not seen.window_too_short or not seen.steps:
+        return None
+    return (
+        f"window too short: {count_steps(seen.steps)}"
+        if seen.steps < 10
+        else "window too short for the loader's queues"
+    )
 
 
 def list_one_time(seen: Measurement) -> list[tuple[str, float | None]]:

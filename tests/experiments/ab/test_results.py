@@ -81,15 +81,19 @@ def measured(side: Side, number: int, **changes: Any) -> None:
 def test_throttling_and_short_windows_are_flagged_once_for_an_arm_with_its_runs(tmp_path: Path) -> None:
     made = done(tmp_path, amp())
     assert results.list_flags(made.sides) == []
-    measured(made.sides[1], 1, state=("the GPU's clocks were held back: hw_thermal 12 %",), window_too_short=True)
+    measured(
+        made.sides[1], 1, state=("the GPU's clocks were held back: hw_thermal 12 %",), window_too_short=True, steps=60
+    )
     for number in (0, 1, 2):
         crowded = f"the training waited for a CPU for about {10 * number + 40} % of the time"
-        measured(made.base, number, state=(crowded,), window_too_short=True)
+        measured(made.base, number, state=(crowded,), window_too_short=True, steps=60)
     assert results.list_flags(made.sides) == [
         "base, run-0 to run-2: the training waited for a CPU for about 40 to 60 % of the time",
-        "base, run-0 to run-2 and amp, run-1: the window is too short for the loader's queues",
+        "base, run-0 to run-2 and amp, run-1: window too short for the loader's queues",
         "amp, run-1: the GPU's clocks were held back: hw_thermal 12 %",
     ]
+    measured(made.sides[1], 1, state=(), window_too_short=True, steps=9)
+    assert results.list_flags(made.sides)[-1] == "amp, run-1: window too short: 9 steps"
 
 
 @pytest.mark.parametrize(
