@@ -169,7 +169,8 @@ def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
     if not evidence["changed_steps"]:
         none = "none was larger than micro_batch" if searched is None else f"your own micro-batch stays: {searched}"
         return Verdict(took=False, why=f"batches run whole: {problem or none}")
-    sizes = "/".join(str(size) for size in evidence["micro_batches"][:4])
+    pieces = evidence["micro_batches"]
+    sizes = "/".join(map(str, pieces[:4])) + (f"/… ({len(pieces)} of them)" if len(pieces) > 4 else "")
     why = f"{evidence['samples']} samples per loader batch ran as micro-batches of {sizes}"
     if norms := evidence.get("grouped_norms"):
         why += f"; {norms} BatchNorm layers kept up to {evidence['groups']} batches apart"

@@ -89,20 +89,20 @@ class PieceChoice:
         self.uncut = 0
         """Batches that could not be cut."""
         self._apart_why = ""
-        self._most: tuple[int, ...] = ()
+        self._largest: tuple[int, ...] = ()
         self._unequal: dict[str, None] = {}
         """Names of logged values that are no means over samples."""
 
     def evidence(self) -> Mapping[str, Any]:
         """Counts of batches, of those that ran in other pieces than the loader's own, and of those that could not be
-        cut, and why; piece sizes of the batch with the most pieces; the number of loader batches merged into one."""
+        cut, and why; piece sizes of the largest batch; the number of loader batches merged into one."""
         return {
             "steps": self._steps,
             "changed_steps": self._changed,
             "uncut_steps": self.uncut,
             "problem": self._problem,
-            "micro_batches": list(self._most),
-            "samples": sum(self._most),
+            "micro_batches": list(self._largest),
+            "samples": sum(self._largest),
             "merged_batches": self.windows.sampler.window if self.windows.sampler else 1,
             "apart_steps": self._apart_steps,
             "apart_why": self._apart_why or None,
@@ -251,7 +251,7 @@ class PieceChoice:
                 self._problem = self.refused
                 self._warn(f"{self.rung}: batches run whole: {self.refused}")
                 self.uncut, self._changed = self.uncut + 1, 0 if is_first else self._changed - (len(pieces) > 1)
-                self._most = () if is_first else self._most
+                self._largest = () if is_first else self._largest
                 return whole
             if is_first:
                 self._tell_unequal()
@@ -364,8 +364,8 @@ class PieceChoice:
             pieces = [Piece(batch, sum(sizes) if window else rows, share, groups)]
         self._steps += 1
         self._changed += len(pieces) > 1 or (window is not None and len(window.sizes) > 1)
-        if len(pieces) > len(self._most):
-            self._most = tuple(piece.samples for piece in pieces)
+        samples = tuple(piece.samples for piece in pieces)
+        self._largest = max(self._largest, samples, key=lambda each: (sum(each), len(each)))
         return pieces
 
     def _check_size(self, batch: Any, trainer: Any) -> None:
