@@ -424,13 +424,18 @@ def test_nothing_waits_for_data_only_where_nothing_does() -> None:
     assert "nothing waits" not in findings(gpt2_naive(data_wait=150.0))[0].why
 
 
+@pytest.mark.parametrize(
+    ("multiprocessors", "title"), [(90.0, "BUSY, NOT FAST"), (2.0, "BUSY, NOT FAST: SMALL KERNELS")]
+)
 @pytest.mark.parametrize(("waits", "first"), [(20.0, "data_wait"), (0.0, "compute_bound")])
-def test_what_helps_comes_before_work_that_only_a_trace_explains(waits: float, first: str) -> None:
+def test_what_helps_comes_before_work_that_no_rung_helps(
+    waits: float, first: str, multiprocessors: float, title: str
+) -> None:
     """A GPU at work for two thirds of a step whose batches this process makes in turn."""
-    gpu = {"gr_active_pct": 100 * 40 / (40 + waits), "tensor_active_pct": 5.0, "sm_active_pct": 90.0}
+    gpu = {"gr_active_pct": 100 * 40 / (40 + waits), "tensor_active_pct": 5.0, "sm_active_pct": multiprocessors}
     usual = {"step": 40.0 + waits, "trail": 20.0, "precision": "bf16-mixed", "peaks": BF16}
     found = findings(scene(**usual, data_wait=waits, gpu=gpu, mfu={"datasheet": 0.05}, loader=NO_WORKERS))
     assert found[0].bottleneck == first and (
         len(found) == 1 or found[0].patch == {"rungs": {"workers": {"enabled": True}}}
     )
-    assert found[-1].title == "BUSY, NOT FAST" and (found[-1].share_pct or 0) > 60
+    assert found[-1].title == title and (found[-1].share_pct or 0) > 60
