@@ -14,7 +14,7 @@ from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import ConfigArm, Progress
 from fastloop.experiments.trials.failures import make_failure, writing
-from fastloop.experiments.trials.run_directories import claim, hold
+from fastloop.experiments.trials.run_directories import claim
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget
 from fastloop.experiments.tune.choice import list_tunables
@@ -52,7 +52,7 @@ def tune(
     config = job.config()
     check_without_torch(config)
     _check_devices(config, what)
-    with claim(config.name, out, force=force) as path, writing(path), hold(path):
+    with claim(config.name, out, force=force) as path, writing(path):
         for name in (NAME, PATCH, "report.md", "report.html"):
             (path / name).unlink(missing_ok=True)
         with allow_quick_starts():
