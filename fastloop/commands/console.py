@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +34,22 @@ class Answer:
 def attach(error: BaseException, record: Record) -> None:
     """Attach the results so far to an exception that ends a command, so that ``--json`` still writes them."""
     vars(error)["fastloop_record"] = record
+
+
+@contextlib.contextmanager
+def attaching(collect: Callable[[], Record], place: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Attach the results so far to an exception that ends this context, and say where the files are.
+
+    Args:
+        collect: returns the results so far.
+    """
+    try:
+        yield
+    except BaseException as error:
+        attach(error, collect())
+        if not isinstance(error, FastLoopError) and any(place.iterdir()):
+            say(f"fastloop: the files so far are in {place}")
+        raise
 
 
 def get_attached(error: BaseException) -> Record | None:

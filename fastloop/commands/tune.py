@@ -67,7 +67,9 @@ def tune(
         if tuned.failed is not None and not any(each.ok for each in tuned.points):
             if tuned.failed.code == 2:
                 forget(tuned.failed.run_dir)
-            raise make_failure(tuned.failed)
+            failure = make_failure(tuned.failed)
+            attach(failure, tuned)
+            raise failure
         _write(path, tuned)
     text = "\n".join(_write_answer(tuned))
     return Answer(text=text, json=store.to_json(tuned), exit_code=0 if tuned.failed is None else 1)
@@ -75,9 +77,9 @@ def tune(
 
 def _write_partial(where: Path, tuned: Tuned, error: BaseException) -> None:
     """Write the results of a search that was stopped."""
+    attach(error, tuned)
     if tuned.points:
         with contextlib.suppress(Exception):  # it must not hide what happened
-            attach(error, tuned)
             _write(where, tuned)
 
 
