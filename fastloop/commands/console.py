@@ -111,6 +111,8 @@ def to_stdout() -> Iterator[None]:
 def check_writable(path: Path) -> None:
     """Make sure, before training, that the result can be written after it; raises ConfigError."""
     there = path.exists()
+    if path.is_fifo():
+        return  # opening a named pipe waits for its reader, and closing it ends what that one reads
     write(path, "", mode="a")
     if not there:
         path.unlink()

@@ -45,6 +45,12 @@ def test_a_file_is_tried_and_not_left_behind(tmp_path: Path) -> None:
     assert "folder.json" in error.value.got
 
 
+def test_a_named_pipe_is_not_opened_before_the_answer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    code = "from pathlib import Path; from fastloop.commands import console; console.check_writable(Path('pipe'))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60).returncode == 0
+
+
 def test_results_so_far_are_attached_and_their_place_is_told(tmp_path: Path) -> None:
     told: list[str] = []
     for error in (KeyboardInterrupt(), ConfigError(got="a", why="b", do="c"), Failed("no luck")):
