@@ -18,6 +18,7 @@ import click
 from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.experiments.trials.failures import NO_ROOM, Failed
+from fastloop.records import store
 from fastloop.records.store import Record
 
 
@@ -106,6 +107,14 @@ def to_stdout() -> Iterator[None]:
             why=f"it cannot be written: {error.strerror or error}",
             do="redirect stdout elsewhere; fastloop report RUN_DIR shows a run again",
         ) from None
+
+
+def to_json(content: Record | Mapping[str, Any]) -> dict[str, Any]:
+    """Convert an answer to its JSON object; ``run_dir`` is null if that directory was given back."""
+    answer = dict(content) if isinstance(content, Mapping) else store.to_json(content)
+    if answer.get("run_dir") is not None and not Path(answer["run_dir"]).is_dir():
+        answer["run_dir"] = None
+    return answer
 
 
 def check_writable(path: Path) -> None:

@@ -51,6 +51,13 @@ def test_a_named_pipe_is_not_opened_before_the_answer(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60).returncode == 0
 
 
+def test_a_directory_that_was_given_back_is_not_named(tmp_path: Path) -> None:
+    record = {"run_dir": str(tmp_path / "gone"), "plan": None}
+    assert console.to_json(record) == {"run_dir": None, "plan": None}
+    (tmp_path / "gone").mkdir()
+    assert console.to_json(record) == record
+
+
 def test_results_so_far_are_attached_and_their_place_is_told(tmp_path: Path) -> None:
     told: list[str] = []
     for error in (KeyboardInterrupt(), ConfigError(got="a", why="b", do="c"), Failed("no luck")):
