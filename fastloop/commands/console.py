@@ -140,6 +140,15 @@ def write(path: Path, text: str, mode: str = "w") -> None:
         ) from None
 
 
+def read_text(path: Path) -> str:
+    """Read a file of a run directory; raises ConfigError if that fails."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        why = f"it cannot be read: {error.strerror or error}"
+        raise ConfigError(got=str(path), why=why, do="make it readable, or run the training again") from None
+
+
 def parse_seconds(text: str, option: str) -> float:
     """Convert a duration such as ``90s``, ``20m``, or ``1h30m`` to seconds; raises ConfigError."""
     one = r"(\d+(?:\.\d+)?)"

@@ -15,7 +15,7 @@ from typing import Any
 from fastloop import diagnose as rules
 from fastloop.commands import rerun
 from fastloop.commands.config import check_without_torch
-from fastloop.commands.console import Answer, attaching
+from fastloop.commands.console import Answer, attaching, read_text
 from fastloop.commands.headspace import list_variations
 from fastloop.config.loading import Config
 from fastloop.config.shipped import find_shipped
@@ -114,6 +114,7 @@ def run_directory(target: str) -> Path | None:
 
 
 def _diagnose_run(where: Path) -> Answer:
+    read_text(where / MEASUREMENT)  # explains why a file cannot be read; for `load` it is then just missing
     seen = load(where / MEASUREMENT, Measurement)
     if seen is None:
         raise ConfigError(got=f"{where}/measurement.json", why="it is not a JSON object", do="run the training again")

@@ -110,6 +110,8 @@ class Config:
 
     name: str
     """Safe as a folder name."""
+    written: str = ""
+    """Its path or shipped name as written on the command line."""
     recipe_file: Path | None
     """The recipe's Python file: the one beside the deepest YAML in the chain of bases that has one."""
     recipe_yaml: str | None
@@ -153,7 +155,8 @@ def load(
     cwd = cwd or Path.cwd()
     files = read_file_layers(conf, cwd)
     layers = [*files, *(read_patch_layer(text, cwd) for text in more), *override_layers(overrides)]
-    return _assemble(layers, make_safe_name(Path(conf).stem), _find_recipe_layer(files), ladder_class)
+    config = _assemble(layers, make_safe_name(Path(conf).stem), _find_recipe_layer(files), ladder_class)
+    return dataclasses.replace(config, written=conf)
 
 
 def load_callback_config(
@@ -194,10 +197,10 @@ def require_recipe(config: Config) -> Path:
     """
     if config.recipe_file is None:
         recipes = ", ".join(find_shipped("recipes"))
-        patch = any(config.name in find_shipped(kind) for kind in ("ladders", "climbs", "rungs"))
+        patch = any(config.written in find_shipped(kind) for kind in ("ladders", "climbs", "rungs"))
         raise ConfigError(
-            got=config.name,
-            do=f"write one of {recipes}, with --config {config.name}"
+            got=config.written,
+            do=f"write one of {recipes}, with --config {config.written}"
             if patch
             else f"write base: with one of {recipes}",
             why="neither it nor its bases name a recipe, so there is nothing to train",

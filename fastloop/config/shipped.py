@@ -66,7 +66,8 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
         do = f"write {os.path.join(text, OF_RUN)} to train it again"  # noqa: PTH118 (as it was written)
         raise ConfigError(got=got, why=f"it is the directory of a run{chain}", do=do)
     if is_path(text):
-        raise ConfigError(got=got, why=f"there is no such file{chain}", do=f"check the path; it starts at {folder}")
+        missing = "it is a directory" if os.path.isdir(path) else "there is no such file"  # noqa: PTH112 (Path's raises)
+        raise ConfigError(got=got, why=f"{missing}{chain}", do=f"check the path; it starts at {folder}")
     known = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in KINDS if names[kind])
     raise ConfigError(
         got=got,

@@ -23,6 +23,7 @@ from fastloop.records.measurement import PARTS, Measurement
 from fastloop.records.plan import Plan, Step, Verdict
 from fastloop.records.run_files import PlanFile, VerdictsFile, load_run
 from fastloop.records.trial import ANSWERS
+from tests.commands.command_line import refuse_reading
 from tests.trainings import NET, SLOW
 
 SEEN = Measurement(
@@ -123,6 +124,14 @@ def test_a_broken_file_is_said(text: str, tmp_path: Path) -> None:
     (write_run(tmp_path / "a") / "measurement.json").write_text(text)
     with pytest.raises(ConfigError, match="not a JSON object"):
         asked("a")
+
+
+def test_a_file_that_cannot_be_read_is_not_called_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "a")
+    refuse_reading(monkeypatch)
+    with pytest.raises(ConfigError, match="it cannot be read: Permission denied") as error:
+        asked("a")
+    assert error.value.got == "a/measurement.json"
 
 
 def test_values_of_the_wrong_kind_are_said(tmp_path: Path) -> None:

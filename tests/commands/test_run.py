@@ -208,6 +208,14 @@ def test_nothing_is_left_of_a_run_that_could_not_begin(wrong: str, fastloop: Com
     assert list(fastloop.folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["empty.yaml", "safe.yaml"])
+def test_a_file_without_a_recipe_is_named(name: str, fastloop: CommandLine) -> None:
+    (fastloop.folder / name).touch()
+    said = fastloop("run", f"./{name}")
+    assert said.code == 2 and said.err.startswith(f"fastloop: got ./{name}\n")
+    assert said.err.endswith("  do  write base: with one of cifar10, gpt2, resnet50\n")
+
+
 @pytest.mark.parametrize("name", ["../../x", "läuft schon", "a b", "n" * 240])
 def test_the_name_of_a_configuration_leads_nowhere_else(name: str, fastloop: CommandLine) -> None:
     (fastloop.folder / "in" / "here").mkdir(parents=True)
