@@ -153,7 +153,7 @@ def load(
         ConfigError: for any error, with file, line and full key.
     """
     cwd = cwd or Path.cwd()
-    files = read_file_layers(conf, cwd)
+    files = read_file_layers(conf, cwd, suggested=("recipes",))
     layers = [*files, *(read_patch_layer(text, cwd) for text in more), *override_layers(overrides)]
     config = _assemble(layers, make_safe_name(Path(conf).stem), _find_recipe_layer(files), ladder_class)
     return dataclasses.replace(config, written=conf)
