@@ -234,14 +234,18 @@ def show(config: Config) -> list[tuple[str, Any, Origin]]:
 
 
 def diff(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
-    """Return key and both values of every leaf that differs, `ABSENT` if one is missing, with secrets masked."""
+    """Return key and both values of every leaf that differs, `ABSENT` if one is missing, with secrets masked. A section
+    that is empty on one side differs by the keys of the other."""
     clear_a, clear_b = dict(flatten(a.values)), dict(flatten(b.values))
     shown_a, shown_b = dict(flatten(_mask_values(a))), dict(flatten(_mask_values(b)))
     # Compare texts, since 1 == 1.0 in Python, but limit_train_batches: 1 is one batch and 1.0 is all batches.
+    every = {**clear_a, **clear_b}
+    sections = {path[:length] for path in every for length in range(1, len(path))}
     differing = [
         path
-        for path in {**clear_a, **clear_b}
-        if (path in clear_a) != (path in clear_b) or repr(clear_a[path]) != repr(clear_b[path])
+        for path in every
+        if not (path in sections and every[path] == {})
+        and ((path in clear_a) != (path in clear_b) or repr(clear_a[path]) != repr(clear_b[path]))
     ]
     return [(".".join(path), shown_a.get(path, ABSENT), shown_b.get(path, ABSENT)) for path in differing]
 
