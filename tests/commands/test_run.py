@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ import yaml
 
 from fastloop.commands import run as command
 from fastloop.experiments.trials import failures
+from fastloop.records import store
 from fastloop.records.plan import Change, Plan, Step
 from fastloop.records.store import NAMES
 from tests.commands.command_line import CONTROL, CommandLine, alive, family, program, run, strictly, wait_for
@@ -590,6 +592,19 @@ def test_a_plans_lines() -> None:
         "waiting  batch     waits for x",
         "                   note: mind the gap",
     ]
+
+
+def test_a_full_disk_fails_a_run_that_still_tells_what_it_measured(
+    fastloop: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(where: Path, contents: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store, "write", fill)
+    with pytest.warns(UserWarning, match="could not be written"):
+        said = fastloop("run", NET, "--json", "-", "--out", "a")
+    assert said.code == 1 and said.json["measurement"]["total_steps"] > 0
+    assert "fastloop: got run directory a\n  why it cannot be written: No space left on device\n  do  free" in said.err
 
 
 def test_the_json_of_a_run_and_of_its_report_are_one(fastloop: CommandLine) -> None:

@@ -110,6 +110,8 @@ class FastLoop(Callback):
         """Extra content of reports, besides these records; see `run_directory.choose_words`."""
         self.run_dir: Path | None = None
         """The directory to which this rank wrote its files; None if it did not."""
+        self.unwritten: str | None = None
+        """Why they could not be written; None if they could, or if there is no place for them."""
         self._loader_seen: Mapping[str, Any] = {}
         self._place: Place | None = None
         """The position in the data at which the fit ended."""
