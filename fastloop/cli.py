@@ -312,9 +312,9 @@ def _write_json(content: Record | Mapping[str, Any] | None, json_to: str | None)
     from fastloop.records.store import dump
 
     if json_to == "-":
-        _print(dump(content, ascii_only=True), aside=False, end="")
+        _print(dump(console.to_json(content), ascii_only=True), aside=False, end="")
     else:
-        console.write(Path(json_to), dump(content))
+        console.write(Path(json_to), dump(console.to_json(content)))
 
 
 def main() -> NoReturn:

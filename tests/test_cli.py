@@ -182,6 +182,7 @@ MISTYPED = [
         "batch, cache, compile, dali, fused, host, layout, loss, nodes, overlap, pin, prefetch, workers",
         "write cifar10",
     ),
+    ("plan nope", "'nope'", "no recipe, ladder", "write one of these names, or a path that ends in .yaml"),
     ("plan cifar10 --config saef", "'saef'", "no recipe, ladder", "write safe"),
     ("run nowhere/net.yaml", "'nowhere/net.yaml'", "there is no such file", "check the path; it starts at {cwd}"),
     (

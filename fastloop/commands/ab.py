@@ -26,7 +26,7 @@ from fastloop.experiments.ab.resume import BASE, refuse_others
 from fastloop.experiments.ab.script_arms import ScriptArm, make_command, runs_under_this_python
 from fastloop.experiments.ab.sides import list_sides
 from fastloop.experiments.trials.failures import make_failure, writing
-from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, hold
+from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial
 from fastloop.experiments.trials.script_injection import name_of
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget
@@ -151,7 +151,7 @@ def _compare(asked: Request, versus: Versus, path: Path, name: str, *, new: bool
     sides = versus.sides
     base = sides[0].arm.config()
     command = () if asked.script is None else make_command(asked.script, asked.args)
-    with hold(path), writing(path, manifest.NAME):
+    with writing(path, manifest.NAME):
         for side in sides:
             side.folder = path / side.folder
         folders, content = [side.folder for side in sides], _describe(asked, versus, command)

@@ -32,7 +32,7 @@ from fastloop.experiments.climb.interface import Runner
 from fastloop.experiments.climb.loop import Climb
 from fastloop.experiments.climb.runner import ProcessRunner
 from fastloop.experiments.trials.failures import Failed, make_failure, writing
-from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, hold
+from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial
 from fastloop.experiments.trials.script_injection import name_of
 from fastloop.experiments.trials.trial import TRIAL, Job, allow_quick_starts, forget
 from fastloop.records import store
@@ -80,7 +80,7 @@ def climb(
     if script is None:
         check_without_torch(config)
     place = claim_or_resume(f"climb-{start.name}", out, force=force, resume=resume, holds=NAME)
-    with place as path, writing(path, NAME), hold(path):
+    with place as path, writing(path, NAME):
         recorder = Recorder(path, start, allow, budget_s, _load_earlier(path, start, resume))
         hands: dict[str, Any] = {"limit_s": limit_s, "progress": progress, "ladders": list_shipped()}
         runner = ProcessRunner(start, path, recorder.budget, **hands)

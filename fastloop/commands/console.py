@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ import click
 from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.experiments.trials.failures import NO_ROOM, Failed
+from fastloop.records import store
 from fastloop.records.store import Record
 
 
@@ -34,6 +35,22 @@ class Answer:
 def attach(error: BaseException, record: Record) -> None:
     """Attach the results so far to an exception that ends a command, so that ``--json`` still writes them."""
     vars(error)["fastloop_record"] = record
+
+
+@contextlib.contextmanager
+def attaching(collect: Callable[[], Record], place: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Attach the results so far to an exception that ends this context, and say where the files are.
+
+    Args:
+        collect: returns the results so far.
+    """
+    try:
+        yield
+    except BaseException as error:
+        attach(error, collect())
+        if not isinstance(error, FastLoopError) and any(place.iterdir()):
+            say(f"fastloop: the files so far are in {place}")
+        raise
 
 
 def get_attached(error: BaseException) -> Record | None:
@@ -92,9 +109,19 @@ def to_stdout() -> Iterator[None]:
         ) from None
 
 
+def to_json(content: Record | Mapping[str, Any]) -> dict[str, Any]:
+    """Convert an answer to its JSON object; ``run_dir`` is null if that directory was given back."""
+    answer = dict(content) if isinstance(content, Mapping) else store.to_json(content)
+    if answer.get("run_dir") is not None and not Path(answer["run_dir"]).is_dir():
+        answer["run_dir"] = None
+    return answer
+
+
 def check_writable(path: Path) -> None:
     """Make sure, before training, that the result can be written after it; raises ConfigError."""
     there = path.exists()
+    if path.is_fifo():
+        return  # opening a named pipe waits for its reader, and closing it ends what that one reads
     write(path, "", mode="a")
     if not there:
         path.unlink()
@@ -111,6 +138,15 @@ def write(path: Path, text: str, mode: str = "w") -> None:
             why=f"it cannot be written: {error.strerror or error}",
             do="choose a file in a directory you can write to, or - for stdout",
         ) from None
+
+
+def read_text(path: Path) -> str:
+    """Read a file of a run directory; raises ConfigError if that fails."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        why = f"it cannot be read: {error.strerror or error}"
+        raise ConfigError(got=str(path), why=why, do="make it readable, or run the training again") from None
 
 
 def parse_seconds(text: str, option: str) -> float:

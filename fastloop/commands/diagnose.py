@@ -15,7 +15,7 @@ from typing import Any
 from fastloop import diagnose as rules
 from fastloop.commands import rerun
 from fastloop.commands.config import check_without_torch
-from fastloop.commands.console import Answer
+from fastloop.commands.console import Answer, attaching, read_text
 from fastloop.commands.headspace import list_variations
 from fastloop.config.loading import Config
 from fastloop.config.shipped import find_shipped
@@ -29,7 +29,15 @@ from fastloop.ladder import collect_cards, list_left_out
 from fastloop.records import store
 from fastloop.records.measurement import CEILINGS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
-from fastloop.records.run_files import MEASUREMENT, PlanFile, RunRecord, load_environment, load_plan, load_verdicts
+from fastloop.records.run_files import (
+    MEASUREMENT,
+    PlanFile,
+    RunRecord,
+    load_environment,
+    load_plan,
+    load_run,
+    load_verdicts,
+)
 from fastloop.records.store import is_file, load, read
 from fastloop.records.trial import DeviceRates, FlopCounts
 from fastloop.report.run import files, summary
@@ -106,6 +114,7 @@ def run_directory(target: str) -> Path | None:
 
 
 def _diagnose_run(where: Path) -> Answer:
+    read_text(where / MEASUREMENT)  # explains why a file cannot be read; for `load` it is then just missing
     seen = load(where / MEASUREMENT, Measurement)
     if seen is None:
         raise ConfigError(got=f"{where}/measurement.json", why="it is not a JSON object", do="run the training again")
@@ -146,7 +155,11 @@ def _answer(
 def _run_configuration(job: Job, out: str | None, force: bool, limit_s: float, progress: Progress) -> Answer:
     config, limits = job.config(), Limits(total_s=limit_s)
     check_without_torch(config)
-    with claim(config.name, out, force=force) as path, writing(path):
+    with (
+        claim(config.name, out, force=force) as path,
+        attaching(lambda: load_run(path), path, progress),
+        writing(path),
+    ):
         base = run_trial("as it is", job, path, limits=limits, progress=progress)
         if not base.ok:
             if base.code == 2:

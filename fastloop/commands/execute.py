@@ -160,7 +160,7 @@ def _answer(name: str, where: Path, code: int, events: Sequence[ScriptEvent]) ->
     if not is_first_rank():
         return Answer(text="", exit_code=code)
     record = load_run(where)
-    content = {**store.to_json(record), "exit_code": code}
+    content = {**store.to_json(record), "exit_code": code, "notes": list_notes(events)}
     if record.measurement is None:
         off = os.environ.get("FASTLOOP_DISABLE", "") not in ("", "0")
         why = "FASTLOOP_DISABLE is set" if off else explain_unmeasured(name, events, code)

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from fastloop.commands import rerun
 from fastloop.commands.config import check_without_torch
-from fastloop.commands.console import Answer
+from fastloop.commands.console import Answer, attaching
 from fastloop.config.loading import Config
 from fastloop.config.shipped import OF_RUN
 from fastloop.diagnose import is_beyond
@@ -111,21 +111,27 @@ def headspace(
     job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     config, limits = job.config(), Limits(total_s=limit_s)
     check_without_torch(config)
-    with claim(config.name, out, force=force) as path, writing(path), allow_quick_starts():
+    with claim(config.name, out, force=force) as path:
+        baselines: list[Trial] = []
+        ceilings: dict[str, Trial] = {}
 
         def trial(name: str, changed: Job) -> Trial:
             return run_trial(name, changed, path / name, limits=limits, progress=progress)
 
-        first = trial(FIRST, job)
-        if not first.ok:
-            if first.code == 2:
-                forget(first.run_dir)
-            raise make_failure(first)
-        ceilings: dict[str, Trial] = {
-            name: trial(name, dataclasses.replace(job, variation=name)) for name in list_variations(config)
-        }
-        result = summarize(str(path), (first, trial(LAST, job)), ceilings, config)
-        store.save(path, {NAME: result})
+        def collect() -> CeilingsFile:
+            return summarize(str(path), baselines, ceilings, config)
+
+        with attaching(collect, path, progress), writing(path), allow_quick_starts():
+            baselines.append(first := trial(FIRST, job))
+            if not first.ok:
+                if first.code == 2:
+                    forget(first.run_dir)
+                raise make_failure(first)
+            for name in list_variations(config):
+                ceilings[name] = trial(name, dataclasses.replace(job, variation=name))
+            baselines.append(trial(LAST, job))
+            result = collect()
+            store.save(path, {NAME: result})
     return Answer(text="\n".join(format_lines(result, config.name)), json=store.to_json(result))
 
 
@@ -160,15 +166,17 @@ def summarize(run_dir: str, baselines: Sequence[Trial], trials: Mapping[str, Tri
     return CeilingsFile(
         run_dir=run_dir,
         baseline=baseline,
-        ceilings={name: read_ceiling(trials.get(name), rate, config, baselines) for name in CEILINGS},
-        trials=(baselines[0], *trials.values(), *baselines[1:]),
+        ceilings={name: read_ceiling(name, trials.get(name), rate, config, baselines) for name in CEILINGS},
+        trials=(*baselines[:1], *trials.values(), *baselines[1:]),
     )
 
 
 def read_ceiling(
-    trial: Trial | None, baseline: float | None, config: Config, baselines: Sequence[Trial] = ()
+    name: str, trial: Trial | None, baseline: float | None, config: Config, baselines: Sequence[Trial] = ()
 ) -> Ceiling:
     """Return a trial's ceiling, checked against the runs with all costs."""
+    if trial is None and name in list_variations(config):
+        return Ceiling(why="it was not measured: something ended the command before")
     if trial is None:
         return Ceiling(why=f"run.devices is {config.run.devices}: there is no gradient exchange")
     if not trial.ok:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from fastloop.commands.console import Answer
+from fastloop.commands.console import Answer, read_text
 from fastloop.errors import ConfigError
 from fastloop.experiments.trials.run_directories import ROOT
 from fastloop.records import store
@@ -30,7 +30,7 @@ def report(run_dir: str) -> Answer:
         raise ConfigError(got=f"run directory {run_dir}", why="it contains no report.md", do=_suggest_instead(path))
     of_experiment = next(filter(None, (store.read(path / name) for name in EXPERIMENTS)), None)
     content = {**of_experiment, "run_dir": str(path)} if of_experiment else store.to_json(load_run(path))
-    return Answer(text=text.read_text(encoding="utf-8", errors="replace").rstrip("\n"), json=content)
+    return Answer(text=read_text(text).rstrip("\n"), json=content)
 
 
 def to_open(run_dir: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer, attach
 from fastloop.config.loading import load
+from fastloop.errors import FastLoopError
 from fastloop.experiments.trials.failures import Failed, explained, is_first_rank
 from fastloop.experiments.trials.run_directories import Place, claim, name_unclaimed
 from fastloop.records import store
@@ -57,7 +58,11 @@ def run(
     )
     report = store.report_in(path)
     lines = summary.write_lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report, **loop.words)
-    return Answer(text="\n".join(lines), json=store.to_json(record))
+    if loop.unwritten is not None:
+        do = f"free some space, or choose --out on another disk; {path} is incomplete"
+        full = FastLoopError(got=f"run directory {path}", why=f"it cannot be written: {loop.unwritten}", do=do)
+        lines.append(f"fastloop: {full}")
+    return Answer(text="\n".join(lines), json=store.to_json(record), exit_code=0 if loop.unwritten is None else 1)
 
 
 def plan(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> Answer:

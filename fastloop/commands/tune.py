@@ -14,7 +14,7 @@ from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import ConfigArm, Progress
 from fastloop.experiments.trials.failures import make_failure, writing
-from fastloop.experiments.trials.run_directories import claim, hold
+from fastloop.experiments.trials.run_directories import claim
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget
 from fastloop.experiments.tune.choice import list_tunables
@@ -52,7 +52,7 @@ def tune(
     config = job.config()
     check_without_torch(config)
     _check_devices(config, what)
-    with claim(config.name, out, force=force) as path, writing(path), hold(path):
+    with claim(config.name, out, force=force) as path, writing(path):
         for name in (NAME, PATCH, "report.md", "report.html"):
             (path / name).unlink(missing_ok=True)
         with allow_quick_starts():
@@ -67,7 +67,9 @@ def tune(
         if tuned.failed is not None and not any(each.ok for each in tuned.points):
             if tuned.failed.code == 2:
                 forget(tuned.failed.run_dir)
-            raise make_failure(tuned.failed)
+            failure = make_failure(tuned.failed)
+            attach(failure, tuned)
+            raise failure
         _write(path, tuned)
     text = "\n".join(_write_answer(tuned))
     return Answer(text=text, json=store.to_json(tuned), exit_code=0 if tuned.failed is None else 1)
@@ -75,9 +77,9 @@ def tune(
 
 def _write_partial(where: Path, tuned: Tuned, error: BaseException) -> None:
     """Write the results of a search that was stopped."""
+    attach(error, tuned)
     if tuned.points:
         with contextlib.suppress(Exception):  # it must not hide what happened
-            attach(error, tuned)
             _write(where, tuned)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from fastloop.config.shipped import KINDS, find_root, find_shipped, is_path, locate
+from fastloop.config.shipped import KINDS, Kind, find_root, find_shipped, is_path, locate
 from fastloop.config.strict_yaml import COMMAND_LINE, KeyPath, Marked, Origin, load_yaml, parse_scalar
 from fastloop.errors import ConfigError
 from fastloop.records.secrets import mask_secrets
@@ -39,14 +39,17 @@ class Layer:
     """How many ``base`` keys away from the requested file."""
 
 
-def read_file_layers(text: str, cwd: Path) -> list[Layer]:
+def read_file_layers(text: str, cwd: Path, suggested: Sequence[Kind] = KINDS) -> list[Layer]:
     """Return the layers of a file, given by path or shipped name: its bases left to right, each after its bases, then
     the file itself.
+
+    Args:
+        suggested: see `locate`.
 
     Raises:
         ConfigError: what `locate` and `load_yaml` refuse; circular bases, with the chain.
     """
-    layer = _read(locate(text, cwd, got=repr(text)), cwd)
+    layer = _read(locate(text, cwd, got=repr(text), suggested=suggested), cwd)
     return _add_bases(layer, cwd, chain=(layer,))
 
 

@@ -110,6 +110,8 @@ class Config:
 
     name: str
     """Safe as a folder name."""
+    written: str = ""
+    """Its path or shipped name as written on the command line."""
     recipe_file: Path | None
     """The recipe's Python file: the one beside the deepest YAML in the chain of bases that has one."""
     recipe_yaml: str | None
@@ -151,9 +153,10 @@ def load(
         ConfigError: for any error, with file, line and full key.
     """
     cwd = cwd or Path.cwd()
-    files = read_file_layers(conf, cwd)
+    files = read_file_layers(conf, cwd, suggested=("recipes",))
     layers = [*files, *(read_patch_layer(text, cwd) for text in more), *override_layers(overrides)]
-    return _assemble(layers, make_safe_name(Path(conf).stem), _find_recipe_layer(files), ladder_class)
+    config = _assemble(layers, make_safe_name(Path(conf).stem), _find_recipe_layer(files), ladder_class)
+    return dataclasses.replace(config, written=conf)
 
 
 def load_callback_config(
@@ -194,10 +197,10 @@ def require_recipe(config: Config) -> Path:
     """
     if config.recipe_file is None:
         recipes = ", ".join(find_shipped("recipes"))
-        patch = any(config.name in find_shipped(kind) for kind in ("ladders", "climbs", "rungs"))
+        patch = any(config.written in find_shipped(kind) for kind in ("ladders", "climbs", "rungs"))
         raise ConfigError(
-            got=config.name,
-            do=f"write one of {recipes}, with --config {config.name}"
+            got=config.written,
+            do=f"write one of {recipes}, with --config {config.written}"
             if patch
             else f"write base: with one of {recipes}",
             why="neither it nor its bases name a recipe, so there is nothing to train",
@@ -231,14 +234,18 @@ def show(config: Config) -> list[tuple[str, Any, Origin]]:
 
 
 def diff(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
-    """Return key and both values of every leaf that differs, `ABSENT` if one is missing, with secrets masked."""
+    """Return key and both values of every leaf that differs, `ABSENT` if one is missing, with secrets masked. A section
+    that is empty on one side differs by the keys of the other."""
     clear_a, clear_b = dict(flatten(a.values)), dict(flatten(b.values))
     shown_a, shown_b = dict(flatten(_mask_values(a))), dict(flatten(_mask_values(b)))
     # Compare texts, since 1 == 1.0 in Python, but limit_train_batches: 1 is one batch and 1.0 is all batches.
+    every = {**clear_a, **clear_b}
+    sections = {path[:length] for path in every for length in range(1, len(path))}
     differing = [
         path
-        for path in {**clear_a, **clear_b}
-        if (path in clear_a) != (path in clear_b) or repr(clear_a[path]) != repr(clear_b[path])
+        for path in every
+        if not (path in sections and every[path] == {})
+        and ((path in clear_a) != (path in clear_b) or repr(clear_a[path]) != repr(clear_b[path]))
     ]
     return [(".".join(path), shown_a.get(path, ABSENT), shown_b.get(path, ABSENT)) for path in differing]
 

@@ -145,6 +145,12 @@ def check_type(value: Any, kind: Any, key: str, origin: Origin) -> Any:
     )
 
 
+def check_switches(**given: object) -> None:
+    """Raise ConfigError if an argument of ``FastLoop`` is neither true nor false."""
+    for name, value in given.items():
+        check_type(value, bool, name, Origin("FastLoop"))
+
+
 def list_fields(record: Any) -> dict[str, Any]:
     """Return the field names of a dataclass with their types."""
     hints = typing.get_type_hints(record)

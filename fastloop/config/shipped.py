@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -38,7 +39,7 @@ def is_path(text: str) -> bool:
     return "/" in text or os.sep in text or text.endswith((".yaml", ".yml"))
 
 
-def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
+def locate(text: str, folder: Path, *, got: str, chain: str = "", suggested: Sequence[Kind] = KINDS) -> Path:
     """Return the file for a path or a shipped name.
 
     Args:
@@ -46,6 +47,7 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
         folder: where relative paths start: the folder of the file that contains the path, or the working directory.
         got: the first part of the error message, with file and line.
         chain: the chain of bases, for the error message.
+        suggested: the kinds of which the nearest name may be suggested.
 
     Raises:
         ConfigError: no such file, or no such name; with the known names and the nearest one.
@@ -66,12 +68,13 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "") -> Path:
         do = f"write {os.path.join(text, OF_RUN)} to train it again"  # noqa: PTH118 (as it was written)
         raise ConfigError(got=got, why=f"it is the directory of a run{chain}", do=do)
     if is_path(text):
-        raise ConfigError(got=got, why=f"there is no such file{chain}", do=f"check the path; it starts at {folder}")
+        missing = "it is a directory" if os.path.isdir(path) else "there is no such file"  # noqa: PTH112 (Path's raises)
+        raise ConfigError(got=got, why=f"{missing}{chain}", do=f"check the path; it starts at {folder}")
     known = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in KINDS if names[kind])
     raise ConfigError(
         got=got,
         why=f"{_explain_missing(text)}{chain}; there are {known}",
-        do=_suggest_instead(text, folder, [name for kind in KINDS for name in names[kind]]),
+        do=_suggest_instead(text, folder, [name for kind in suggested for name in names[kind]]),
     )
 
 

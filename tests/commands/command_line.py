@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -144,6 +145,15 @@ def measure_anew(measure: Callable[[], Found], fits: Callable[[Found], bool], tr
         if fits(found := measure()):
             break
     return found
+
+
+def refuse_reading(patch: pytest.MonkeyPatch) -> None:
+    """Make every file unreadable, as one of another user's is; root may read anything."""
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    patch.setattr(Path, "read_text", refuse)
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from fastloop.errors import ConfigError, FastLoopError
 from fastloop.experiments.ab import resume as manifest
 from fastloop.experiments.ab.sides import changes, list_sides
 from fastloop.experiments.trials.failures import Failed
-from fastloop.experiments.trials.run_directories import hold
 from fastloop.records import store
 from tests.commands.command_line import CommandLine, strictly
 from tests.experiments.made_arms import MadeArm
@@ -141,27 +139,6 @@ def test_identical_arms_only_to_test_the_judge() -> None:
     base, again = list_sides(list_arms(asked(aa=True)), aa=True)
     assert again.changed_rungs == () and again.name == "again" and base.name == "base"
     assert changes(load("cifar10"), load("cifar10", overrides=["strict=true"])) == []
-
-
-def test_two_at_once_in_one_directory_are_refused(tmp_path: Path) -> None:
-    place = tmp_path / "x"
-    place.mkdir()
-    found: list[Any] = []
-
-    def second() -> None:
-        try:
-            with hold(place):
-                found.append("both")
-        except ConfigError as error:
-            found.append(error.why)
-
-    with hold(place):
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join()
-    with hold(place):
-        found.append("free again")
-    assert found == ["another fastloop is using it", "free again"] and not list(place.iterdir())
 
 
 def test_resume_takes_the_directory_of_this_very_experiment(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from fastloop.errors import ConfigError
 from fastloop.experiments.climb.budget import Spent
 from fastloop.experiments.climb.interface import Result
 from fastloop.experiments.trials.failures import Failed
-from fastloop.experiments.trials.run_directories import hold
+from fastloop.experiments.trials.run_directories import claim
 from fastloop.experiments.trials.trial import Trial
 from fastloop.records.experiment import Gate, Outcome
 from fastloop.records.store import dump
@@ -367,8 +367,7 @@ def test_an_edited_recipe_is_not_resumed(pretend: Callable[..., Any]) -> None:
 
 def test_two_climbs_in_one_directory(pretend: Callable[..., Any], tmp_path: Path) -> None:
     runners = pretend()
-    (tmp_path / "a").mkdir()
-    with hold(tmp_path / "a"), pytest.raises(ConfigError, match="another fastloop is using it"):
+    with claim("first", "a"), pytest.raises(ConfigError, match="another fastloop is using it"):
         asked(out="a", force=True)
     assert runners == []
 

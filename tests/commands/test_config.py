@@ -65,6 +65,14 @@ def test_lists_are_compared_whole(here: Path) -> None:
     assert config.diff_configs("a.yaml", "b.yaml").text == "trainer.devices_of_mine: [1, 2, 3] -> [9]"
 
 
+def test_an_empty_section_is_no_difference_of_its_own(here: Path) -> None:
+    (here / "a.yaml").write_text("trainer: {benchmark: true}\nrecipe: {folds: {}}\n")
+    (here / "b.yaml").write_text("{}\n")
+    diff = config.diff_configs("a.yaml", "b.yaml").text.splitlines()
+    assert diff == ["recipe.folds: {} -> '-'", "trainer.benchmark: true -> '-'"]
+    assert config.diff_configs("b.yaml", "a.yaml").text.splitlines()[-1] == "trainer.benchmark: '-' -> true"
+
+
 def test_no_difference() -> None:
     answer = config.diff_configs("safe", "safe")
     assert answer.text == "no difference" and answer.json is not None and answer.json["differences"] == []

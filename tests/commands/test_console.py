@@ -45,6 +45,29 @@ def test_a_file_is_tried_and_not_left_behind(tmp_path: Path) -> None:
     assert "folder.json" in error.value.got
 
 
+def test_a_named_pipe_is_not_opened_before_the_answer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    code = "from pathlib import Path; from fastloop.commands import console; console.check_writable(Path('pipe'))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60).returncode == 0
+
+
+def test_a_directory_that_was_given_back_is_not_named(tmp_path: Path) -> None:
+    record = {"run_dir": str(tmp_path / "gone"), "plan": None}
+    assert console.to_json(record) == {"run_dir": None, "plan": None}
+    (tmp_path / "gone").mkdir()
+    assert console.to_json(record) == record
+
+
+def test_results_so_far_are_attached_and_their_place_is_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    for error in (KeyboardInterrupt(), ConfigError(got="a", why="b", do="c"), Failed("no luck")):
+        with pytest.raises(type(error)), console.attaching(VerdictsFile, tmp_path, told.append):
+            raise error
+        assert get_attached(error) == VerdictsFile()
+        (tmp_path / "verdicts.json").touch()
+    assert told == [f"fastloop: the files so far are in {tmp_path}"], "not before there are any, nor after our errors"
+
+
 def test_what_is_printed_by_anybody_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     with console.stdout_to_stderr():
         os.write(1, b"a library's\n")

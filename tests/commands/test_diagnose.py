@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastloop.commands import diagnose as command
-from fastloop.commands.console import Answer
+from fastloop.commands.console import Answer, get_attached
 from fastloop.commands.diagnose import diagnose, run_directory
 from fastloop.config.loading import load_callback_config, to_yaml
 from fastloop.errors import ConfigError, FastLoopError
@@ -21,8 +21,9 @@ from fastloop.experiments.trials.trial import Job, Trial
 from fastloop.records import store
 from fastloop.records.measurement import PARTS, Measurement
 from fastloop.records.plan import Plan, Step, Verdict
-from fastloop.records.run_files import PlanFile, VerdictsFile
+from fastloop.records.run_files import PlanFile, VerdictsFile, load_run
 from fastloop.records.trial import ANSWERS
+from tests.commands.command_line import refuse_reading
 from tests.trainings import NET, SLOW
 
 SEEN = Measurement(
@@ -123,6 +124,14 @@ def test_a_broken_file_is_said(text: str, tmp_path: Path) -> None:
     (write_run(tmp_path / "a") / "measurement.json").write_text(text)
     with pytest.raises(ConfigError, match="not a JSON object"):
         asked("a")
+
+
+def test_a_file_that_cannot_be_read_is_not_called_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "a")
+    refuse_reading(monkeypatch)
+    with pytest.raises(ConfigError, match="it cannot be read: Permission denied") as error:
+        asked("a")
+    assert error.value.got == "a/measurement.json"
 
 
 def test_values_of_the_wrong_kind_are_said(tmp_path: Path) -> None:
@@ -264,6 +273,19 @@ def test_a_run_that_fails_ends_it(pretend: Callable[..., Any], tmp_path: Path) -
     with pytest.raises(Failed, match="no luck") as raised:
         asked(NET, out="a")
     assert raised.value.exit_code == 1 and len(jobs) == 1
+
+
+def test_stopped_what_was_measured_is_told_and_attached(
+    pretend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(SEEN)  # and no answer for the next trial
+    told: list[str] = []
+    monkeypatch.setattr(command, "_list_further", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt) as raised:
+        given = {"more": (), "syncs": False, "trace": None, "out": "a", "force": False, "limit_s": 120}
+        diagnose(str(NET), overrides=(), progress=told.append, **given)
+    assert get_attached(raised.value) == load_run(Path("a")) and load_run(Path("a")).measurement is not None
+    assert told == ["fastloop: the files so far are in a"]
 
 
 def test_a_configuration_that_the_child_refuses_leaves_nothing(pretend: Callable[..., Any], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from fastloop.commands import execute
 from fastloop.errors import ConfigError
+from fastloop.records.trial import ScriptEvent
 from tests.commands.command_line import ROOT, Said, alive, family, program, run, wait_for
 from tests.trainings import TRAIN
 
@@ -118,6 +119,11 @@ def test_several_ranks(launcher: tuple[str, ...], library: str, place: Path) -> 
     assert (seen["world_size"], seen["total_steps"], len(seen["ranks"])) == (2, 64, 2)
     assert json.loads((place / "seen.json").read_text())["callbacks"] == ["Injected", "FastLoop"]
     assert "REPORT" in said.out + said.err and not list((place / "tmp").glob("fastloop-*"))
+
+
+def test_what_could_not_be_written_is_in_the_object_too(tmp_path: Path) -> None:
+    answer = execute._answer("train", tmp_path, 0, [ScriptEvent(event="unwritten", why="no room")])
+    assert answer.json is not None and answer.json["notes"] == ["the report could not be written: no room"]
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fastloop.commands import headspace as command
-from fastloop.commands.console import Answer
-from fastloop.commands.headspace import headspace
+from fastloop.commands.console import Answer, get_attached
+from fastloop.commands.headspace import CeilingsFile, headspace
 from fastloop.config.loading import load_callback_config, to_yaml
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.experiments.trials.failures import Failed
@@ -191,6 +191,31 @@ def test_without_a_baseline_there_is_nothing_to_compare(pretend: Callable[[Rates
     assert raised.value.exit_code == 1 and [name for name, _ in jobs] == ["baseline"]
     assert str(raised.value) == "exit code 1: no luck\nmore\nfastloop: the run failed: exit code 1: no luck"
     assert (tmp_path / "a" / "baseline" / "stderr.txt").is_file(), "what it said is kept"
+    found = get_attached(raised.value)
+    assert isinstance(found, CeilingsFile) and [trial.cause for trial in found.trials] == ["exit code 1: no luck"]
+
+
+@pytest.mark.parametrize("last", ["baseline", "resident"])
+def test_stopped_it_still_has_an_object_for_programs(
+    last: str, pretend: Callable[[Rates], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend({"baseline": 100, "replayed": 150})
+    instead = command.run_trial
+
+    def stop(name: str, *trial: Any, **options: Any) -> Trial:
+        if name == last:
+            raise KeyboardInterrupt
+        return instead(name, *trial, **options)
+
+    monkeypatch.setattr(command, "run_trial", stop)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        asked(NET)
+    found = get_attached(raised.value)
+    assert isinstance(found, CeilingsFile)
+    assert [trial.name for trial in found.trials] == ([] if last == "baseline" else ["baseline", "replayed"])
+    assert found.ceilings["replayed"].ratio == (None if last == "baseline" else pytest.approx(1.5))
+    assert "it was not measured" in str(found.ceilings["resident"].why)
+    assert "no gradient exchange" in str(found.ceilings["no_exchange"].why)
 
 
 def test_a_configuration_that_the_child_refuses_leaves_nothing(pretend: Callable[[Rates], Any], tmp_path: Path) -> None:
@@ -263,7 +288,7 @@ def test_planted_costs(cost: str, ratio: tuple[float, float]) -> None:
 
 def test_stopped_by_ctrl_c_it_leaves_no_process(tmp_path: Path) -> None:
     code = (
-        "from fastloop.commands.headspace import headspace\n"
+        "from fastloop.commands.headspace import CeilingsFile, headspace\n"
         f"headspace({str(NET)!r}, more=(), overrides=('recipe.at=3', 'recipe.does=hang', 'recipe.mark=mark'),"
         " out='a', force=False, limit_s=60, progress=print)"
     )

@@ -12,6 +12,7 @@ from fastloop.commands.report import report, to_open
 from fastloop.errors import ConfigError
 from fastloop.records.measurement import Measurement
 from fastloop.records.store import to_json
+from tests.commands.command_line import refuse_reading
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +86,14 @@ def test_a_broken_file_is_null_and_the_rest_is_there(broken: str, here: Path) ->
     answer = report("run").json
     assert answer is not None and answer["verdicts"] is None and answer["plan"] is None
     assert answer["measurement"]["steps"] == 3
+
+
+def test_a_report_that_cannot_be_read_is_no_bug_of_ours(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(here / "run")
+    refuse_reading(monkeypatch)
+    with pytest.raises(ConfigError, match="it cannot be read: Permission denied") as caught:
+        report("run")
+    assert caught.value.got == "run/report.md"
 
 
 def test_where_there_is_none_the_newest_run_is_named(here: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ import yaml
 
 from fastloop.commands import run as command
 from fastloop.experiments.trials import failures
+from fastloop.records import store
 from fastloop.records.plan import Change, Plan, Step
 from fastloop.records.store import NAMES
 from tests.commands.command_line import CONTROL, CommandLine, alive, family, program, run, strictly, wait_for
@@ -206,6 +208,14 @@ def test_nothing_is_left_of_a_run_that_could_not_begin(wrong: str, fastloop: Com
     said = fastloop("run", NET, wrong)
     assert said.code == 2 and said.err.startswith(f"fastloop: got {wrong.partition('=')[0]}"), said.err
     assert list(fastloop.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["empty.yaml", "safe.yaml"])
+def test_a_file_without_a_recipe_is_named(name: str, fastloop: CommandLine) -> None:
+    (fastloop.folder / name).touch()
+    said = fastloop("run", f"./{name}")
+    assert said.code == 2 and said.err.startswith(f"fastloop: got ./{name}\n")
+    assert said.err.endswith("  do  write base: with one of cifar10, gpt2, resnet50\n")
 
 
 @pytest.mark.parametrize("name", ["../../x", "läuft schon", "a b", "n" * 240])
@@ -582,6 +592,19 @@ def test_a_plans_lines() -> None:
         "waiting  batch     waits for x",
         "                   note: mind the gap",
     ]
+
+
+def test_a_full_disk_fails_a_run_that_still_tells_what_it_measured(
+    fastloop: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(where: Path, contents: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store, "write", fill)
+    with pytest.warns(UserWarning, match="could not be written"):
+        said = fastloop("run", NET, "--json", "-", "--out", "a")
+    assert said.code == 1 and said.json["measurement"]["total_steps"] > 0
+    assert "fastloop: got run directory a\n  why it cannot be written: No space left on device\n  do  free" in said.err
 
 
 def test_the_json_of_a_run_and_of_its_report_are_one(fastloop: CommandLine) -> None:

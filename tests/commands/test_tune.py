@@ -151,9 +151,10 @@ def test_stopped_before_anything_ran_it_leaves_nothing(monkeypatch: pytest.Monke
         raise stop
 
     monkeypatch.setattr(command, "search", search)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as raised:
         asked("workers")
     assert list(tmp_path.iterdir()) == []
+    assert get_attached(raised.value) == Tuned(key=FOUND.key), "for --json"
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -170,6 +171,7 @@ def test_without_the_training_as_it_is(
     with pytest.raises(Failed) as raised:
         asked("workers")
     assert raised.value.exit_code == exit_code and str(raised.value) == said
+    assert getattr(get_attached(raised.value), "why", None) == "no luck", "for --json"
     assert list(tmp_path.iterdir()) == [], "what never began leaves nothing"
 
 

@@ -122,6 +122,12 @@ def test_missing_files(root: Path) -> None:
     assert caught.value.do == f"check the path; it starts at {root}"
 
 
+def test_a_directory_in_place_of_a_file(root: Path) -> None:
+    (root / "d.yaml").mkdir()
+    with pytest.raises(ConfigError, match="why it is a directory"):
+        locate("d.yaml", root, got="'d.yaml'")
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [

@@ -22,6 +22,7 @@ from fastloop.bridge.fit import own_loader, run_directory, strategy
 from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session, describe_death
 from fastloop.config.loading import Config, load_callback_config
+from fastloop.config.schema import check_switches
 from fastloop.errors import FastLoopError
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu.forks import protect_children
@@ -87,6 +88,7 @@ class FastLoop(Callback):
             return
         self.config, ignored = load_callback_config(config)
         self.strict = self.config.strict if strict is None else strict
+        check_switches(strict=self.strict, quiet=quiet)
         if ignored and not quiet:
             rank_zero_info(f"fastloop: ignored, because you create the Trainer yourself: {', '.join(ignored)}")
 
@@ -108,6 +110,8 @@ class FastLoop(Callback):
         """Extra content of reports, besides these records; see `run_directory.choose_words`."""
         self.run_dir: Path | None = None
         """The directory to which this rank wrote its files; None if it did not."""
+        self.unwritten: str | None = None
+        """Why they could not be written; None if they could, or if there is no place for them."""
         self._loader_seen: Mapping[str, Any] = {}
         self._place: Place | None = None
         """The position in the data at which the fit ended."""

@@ -20,6 +20,7 @@ from fastloop.ladder import collect_cards, list_left_out
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
+from fastloop.records.run_files import MEASUREMENT
 from fastloop.records.secrets import MASK, make_scrubber
 from fastloop.records.yaml_text import dump_yaml
 from fastloop.report.run import files
@@ -34,6 +35,7 @@ class WatchedFit(Protocol):
     verdicts: tuple[Verdict, ...]
     findings: tuple[Finding, ...]
     words: Mapping[str, Any]
+    unwritten: str | None
 
 
 def choose_directory(trainer: Any, out: Path | None) -> Path | None:
@@ -62,7 +64,8 @@ def choose_words(loop: WatchedFit, module: Any) -> dict[str, Any]:
 
 
 def write(where: Path, loop: WatchedFit) -> bool:
-    """Write the run's files. A directory that cannot be written gives one warning, and the training goes on."""
+    """Write the run's files, first the measurement. If that fails, one warning and `unwritten` say why, and the
+    training goes on."""
     if loop.measurement is None:
         return False
     hide = make_scrubber(loop.config.values)
@@ -80,8 +83,9 @@ def write(where: Path, loop: WatchedFit) -> bool:
         **hide.clean(loop.words),
     )
     try:
-        store.write(where, contents)
+        store.write(where, {MEASUREMENT: contents[MEASUREMENT], **contents})
     except OSError as error:
+        loop.unwritten = str(error.strerror or error)
         rank_zero_warn(f"fastloop: the run's files could not be written to {where}: {error}")
         return False
     return True

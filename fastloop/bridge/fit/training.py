@@ -22,7 +22,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.fit.recipes import build_recipe
@@ -83,15 +83,25 @@ class ProgressLines(Callback):
 
 
 class RunLogger(CSVLogger):
-    """Writes logged values and hyperparameters to files in the run directory, with secrets masked."""
+    """Writes logged values and hyperparameters to files in the run directory, with secrets masked. If that fails, it
+    warns once, and the training goes on."""
 
     def __init__(self, out: Path, hide: Scrubber) -> None:
         super().__init__(out, name="", version="")
-        self._hide = hide
+        self._hide, self._failed = hide, False
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None) -> None:
         given = vars(params) if isinstance(params, Namespace) else params or {}
         super().log_hyperparams(self._hide.scrub({name: _to_mapping(value) for name, value in given.items()}))
+
+    @rank_zero_only
+    def save(self) -> None:
+        try:
+            super().save()
+        except OSError as error:
+            if not self._failed:
+                rank_zero_warn(f"fastloop: logged values could not be written to {self.log_dir}: {error}")
+            self._failed = True
 
 
 def _to_mapping(value: Any) -> Any:

@@ -180,6 +180,9 @@ class Injected(Callback):
         if self._began:
             files = _list_imports(self.orders.not_from)
             self.note("fit_ended", measured=self._measures, step=trainer.global_step, files=files)
+            for guest in self._guests:
+                if isinstance(guest, FastLoop) and guest.unwritten is not None:
+                    self.note("unwritten", why=guest.unwritten)
         elif self._measures:  # such as a learning rate search: the fit comes later, maybe in another process
             (self.place / CLAIM).unlink(missing_ok=True)
 

@@ -166,7 +166,7 @@ class Experiment:
     def _plan(self) -> None:
         """Plan the arms first: one that cannot be planned ends the experiment before any training."""
         for side in self.sides[1:]:
-            if not side.changed_rungs or not side.arm.plans_alone:
+            if not (side.changed_rungs or side.changed_keys) or not side.arm.plans_alone:
                 continue
             trial = self._run_trial(side, side.folder / "plan", Ask(variation="plan"))
             if not trial.ok:

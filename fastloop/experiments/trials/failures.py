@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import signal
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,10 @@ def is_first_rank() -> bool:
     return all(os.environ.get(name, "0") in ("0", "") for name in _RANKS)
 
 
+TERMINATED = (128 + signal.SIGTERM, 128 + signal.SIGHUP)
+"""Exit codes after a termination from outside, see `console.handle_signals`."""
+
+
 @contextlib.contextmanager
 def explained(config: Config, where: Path) -> Iterator[None]:
     """Turn an error or stop inside into a message, without secrets, that says where the partial report is."""
@@ -97,9 +102,9 @@ def explained(config: Config, where: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         raise Failed(f"fastloop: interrupted{partial()}" if is_first_rank() else "", exit_code=130) from None
     except SystemExit as error:
-        if error.code != 143:  # raised by the user's code
+        if not isinstance(error.code, int) or error.code not in TERMINATED:  # raised by the user's code
             raise
-        raise Failed(f"fastloop: terminated{partial()}" if is_first_rank() else "", exit_code=143) from None
+        raise Failed(f"fastloop: terminated{partial()}" if is_first_rank() else "", exit_code=error.code) from None
     except Exception as error:
         told = "".join(traceback.format_exception(error)).rstrip("\n")
         last = f"fastloop: the run failed: {type(error).__name__}: {error}{partial()}"
@@ -134,4 +139,6 @@ def writing(where: Path, begins: str | None = None) -> Iterator[None]:
         do = f"free some space, or choose --out on another disk; {where} is incomplete"
         if begins is not None and (where / begins).is_file():
             do = f"free some space, then continue with --resume {where}"
-        raise FastLoopError(got=what, why=f"it cannot be written: {error.strerror}", do=do) from error
+        full = FastLoopError(got=what, why=f"it cannot be written: {error.strerror}", do=do)
+        vars(full).update(vars(error))  # the results so far, see `console.attach`
+        raise full from error

@@ -5,26 +5,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fastloop.errors import ConfigError
 from fastloop.records.store import format_utc, make_safe_name, read
 
 ROOT = Path("fastloop-runs")
-LOCK = ".lock"
 
 
 @dataclass(frozen=True)
 class Place:
     """A directory to write into, and the directories that were created for it, innermost first.
 
-    As a context manager it yields the path, and at the end deletes what was not used.
+    As a context manager it yields the path, and at the end unlocks it and deletes what was not used.
     """
 
     path: Path
     made: tuple[Path, ...] = ()
+    lock: int | None = field(default=None, compare=False)
+    """The open descriptor that keeps other commands out; None if nothing is locked."""
 
     def __enter__(self) -> Path:
         return self.path
@@ -33,33 +33,39 @@ class Place:
         self.give_back()
 
     def give_back(self) -> None:
-        """Delete the created directories that are still empty: a run that never began leaves nothing behind."""
+        """Unlock, and delete the created directories that are still empty: a run that never began leaves nothing."""
+        if self.lock is not None:
+            os.close(self.lock)
         with contextlib.suppress(OSError):  # not empty, and so in use
             for folder in self.made:
                 folder.rmdir()
 
 
 def claim(name: str, out: str | None, *, force: bool = False) -> Place:
-    """Create the directory of a run: `out`, or by default ``fastloop-runs/<name>/<utc>``.
+    """Create the directory of a run, `out` or by default ``fastloop-runs/<name>/<utc>``, and lock it.
 
     Raises:
-        ConfigError: it exists and is not empty (without `force`), or cannot be written.
+        ConfigError: it exists and is not empty (without `force`), another command is using it, or it cannot be written.
     """
     path, place = name_unclaimed(name, out), Place(Path())
     try:
-        if out is not None and path.is_dir() and any(path.iterdir()) and not force:
+        place = _make(path) if out is not None else _make_fresh(path)
+        place = replace(place, lock=_lock(place.path))
+        if out is not None and any(path.iterdir()) and not force:
             raise ConfigError(
                 got=f"--out {out}",
                 why="the directory exists and is not empty",
                 do="choose another directory, or add --force to write into this one",
             )
-        place = _make(path) if out is not None else _make_fresh(path)
         probe = place.path / f".fastloop-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
         place.give_back()
         raise _explain_unwritable(path, error) from None
+    except ConfigError:
+        place.give_back()
+        raise
     return place
 
 
@@ -84,7 +90,7 @@ def claim_or_resume(name: str, out: str | None, *, force: bool, resume: str | No
             why=f"it contains no readable {holds}, so there is nothing to resume",
             do="write the directory that the earlier call printed, or drop --resume",
         )
-    return Place(Path(resume))
+    return Place(Path(resume), lock=_lock(Path(resume)))
 
 
 def describe_partial(path: Path) -> str:
@@ -122,32 +128,25 @@ def _explain_unwritable(path: Path, error: OSError) -> ConfigError:
     )
 
 
-@contextlib.contextmanager
-def hold(path: Path) -> Iterator[None]:
-    """Lock a directory against other commands of this kind; the lock never outlives this process.
+def _lock(path: Path) -> int | None:
+    """Lock a directory against other commands, and return the descriptor whose closing, also by the end of this
+    process, unlocks it; None on a file system without locks.
 
     Raises:
-        ConfigError: another command is using it, or it cannot be written.
+        ConfigError: another command is using it.
     """
     import fcntl  # here, because --help must also work on platforms without it
 
-    lock = path / LOCK
+    lock = os.open(path, os.O_RDONLY)
     try:
-        file = lock.open("a+")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise _explain_unwritable(path, error) from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
+        os.close(lock)
+        if isinstance(error, (BlockingIOError, PermissionError)):
             raise ConfigError(
                 got=f"run directory {path}",
                 why="another fastloop is using it",
                 do="wait for it, or choose another --out",
             ) from None
-        except OSError:  # a file system without locks
-            pass
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+        return None
+    return lock

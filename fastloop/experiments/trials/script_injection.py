@@ -189,8 +189,9 @@ def list_notes(events: Sequence[ScriptEvent]) -> list[str]:
     said = f"fit was called {len(trained)} times: the first one that trained was measured"
     if all(event.only_rungs for event in trained if not event.measured):
         said += ", and the others were given the same rungs"
-    gave_up = [f"fastloop stayed out of a fit: {event.why}" for event in events if event.event == "gave_up"]
-    return [said, *gave_up] if len(trained) > 1 else gave_up
+    notes = [f"fastloop stayed out of a fit: {event.why}" for event in events if event.event == "gave_up"]
+    notes += [f"the report could not be written: {event.why}" for event in events if event.event == "unwritten"]
+    return [said, *notes] if len(trained) > 1 else notes
 
 
 def explain_unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> str:
@@ -214,6 +215,8 @@ def explain_unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> s
         return f"{name} made a Trainer, but never called fit"
     if all(event.why == FAST_DEV_RUN for event in events if event.event == "fit"):
         return f"every fit of {name} is a fast_dev_run, which only tries the code"
+    if "unwritten" in last:
+        return f"the report of {name} could not be written: {last['unwritten'].why}"
     why = f": {last['exception'].why}" if "exception" in last else ""
     if "fit_began" not in last:
         return f"the fit of {name} ended before its first step{why}"

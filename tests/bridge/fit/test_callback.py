@@ -56,6 +56,14 @@ def fit(loop: FastLoop | None, **settings: Any) -> Regression:
 # -- what it refuses ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["strict", "quiet"])
+@pytest.mark.parametrize("value", ["yes", 1])
+def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match="it must be true or false") as caught:
+        FastLoop(**{name: value})
+    assert caught.value.got == f"{name}: {value!r} (FastLoop)"
+
+
 @pytest.mark.parametrize("space", ["lightning.pytorch", "pytorch_lightning"])
 def test_two_in_one_trainer_are_refused_by_us_and_not_by_lightning(space: str) -> None:
     importlib.import_module(space).Trainer(accelerator="cpu", logger=False, callbacks=[FastLoop(), FastLoop()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -266,3 +267,20 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
     warnings = [line for line in said if "could not be written" in line]
     assert len(warnings) == 1 and str(where) in warnings[0]
     assert loop.run_dir is None and loop.measurement is not None and not any("REPORT" in line for line in said)
+    assert loop.unwritten == ("read-only" if kind == "no permission" else "Not a directory")
+
+
+def test_of_a_disk_that_fills_up_the_measurement_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, room = Path.replace, iter([True])
+
+    def take_one(path: Path, target: Path) -> Path:
+        if not next(room, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", take_one)
+    loop = FastLoop(out=tmp_path)
+    with pytest.warns(UserWarning, match="could not be written"):
+        fit(loop)
+    assert loop.unwritten == "No space left on device"
+    assert [path.name for path in tmp_path.iterdir()] == ["measurement.json"]

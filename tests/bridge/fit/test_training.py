@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
@@ -135,6 +136,19 @@ def test_logged_hyperparameters_hold_no_secrets(kind: Any, here: Path) -> None:
     logger.save()
     text = (here / "hparams.yaml").read_text()
     assert "lr: 0.1" in text and "hf_token: '***'" in text and "batch: 7" in text and "hunter2" not in text
+
+
+def test_a_full_disk_costs_logged_values_and_one_warning(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(training.CSVLogger, "save", fill)
+    logger = training.RunLogger(here, Scrubber())
+    logger.log_metrics({"loss": 1.0}, step=0)
+    with pytest.warns(UserWarning, match="logged values could not be written to .*No space left") as warned:
+        logger.save()
+        logger.finalize("success")
+    assert len(warned) == 1
 
 
 # -- progress ---------------------------------------------------------------------------------------------------------

@@ -99,6 +99,14 @@ def test_switched_off_it_is_nothing(orders: Orders, monkeypatch: pytest.MonkeyPa
     assert add_callbacks() == [] and not (orders.place / "events.jsonl").exists()
 
 
+def test_a_report_that_cannot_be_written_is_an_event(orders: Orders) -> None:
+    orders()
+    orders.out.write_text("a file in place of the directory")
+    with pytest.warns(UserWarning, match="could not be written"):
+        trainer(max_steps=8).fit(models.Regression(), models.loader())
+    assert [event["why"] for event in orders.events() if event["event"] == "unwritten"] == ["File exists"]
+
+
 def test_the_first_fit_that_trains_is_measured_and_no_other(orders: Orders) -> None:
     orders(beat=str(orders.place / "beat"))
     first = trainer(max_steps=8)

@@ -177,8 +177,9 @@ def test_a_rung_that_did_not_take_gets_no_credit(tmp_path: Path) -> None:
     assert found.runs == 1, "more runs of the same training would tell nothing"
 
 
-def test_an_arm_that_cannot_be_planned_is_the_end_before_anything_is_trained(tmp_path: Path) -> None:
-    base, amp = BASE.but(), AMP.but(fails_at=-2)
+@pytest.mark.parametrize("change", ["rungs.amp.enabled=true", "trainer.benchmark=true", "recipe.data=elsewhere"])
+def test_an_arm_that_cannot_be_planned_is_the_end_before_anything_is_trained(change: str, tmp_path: Path) -> None:
+    base, amp = BASE.but(), AMP.but(fails_at=-2, overrides=(change,))
     with pytest.raises(experiment.Unplanned):
         carried_out(tmp_path, base, amp)
     assert runs(base) == [] and [name for name, _ in amp.calls] == ["plan"]

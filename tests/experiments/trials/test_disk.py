@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fastloop.commands.console import attach, get_attached
 from fastloop.errors import FastLoopError
 from fastloop.experiments.trials.failures import writing
+from fastloop.records.run_files import VerdictsFile
 
 pytestmark = pytest.mark.short
 
@@ -19,6 +21,14 @@ def test_no_room_is_said_with_the_place_and_what_to_do(file: str | None) -> None
         raise OSError(errno.ENOSPC, "No space left on device", file)
     assert error.value.got == (file or "run directory out") and error.value.why.endswith("No space left on device")
     assert "out is incomplete" in error.value.do and error.value.exit_code == 1
+
+
+def test_the_results_so_far_are_still_attached() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    attach(full, VerdictsFile())
+    with pytest.raises(FastLoopError) as error, writing(Path("out")):
+        raise full
+    assert get_attached(error.value) == VerdictsFile()
 
 
 def test_what_can_go_on_is_said_to(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fastloop.experiments.trials.failures import Failed, make_failure, ran_out_of_memory
+from fastloop.config.loading import load
+from fastloop.experiments.trials.failures import Failed, explained, make_failure, ran_out_of_memory
 from fastloop.records.trial import Trial
 
 
@@ -14,6 +15,16 @@ def test_a_failure_carries_its_text_and_code() -> None:
     assert (str(Failed("said")), Failed("said").exit_code, Failed("", exit_code=130).exit_code) == ("said", 1, 130)
     with pytest.raises(TypeError, match="positional"):
         Failed("said", 2)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("code", [143, 129])
+def test_a_termination_from_outside_is_a_failure_and_an_exit_of_the_users_is_not(code: int, tmp_path: Path) -> None:
+    config = load("cifar10")
+    with pytest.raises(Failed, match="fastloop: terminated") as raised, explained(config, tmp_path):
+        raise SystemExit(code)
+    assert raised.value.exit_code == code
+    with pytest.raises(SystemExit), explained(config, tmp_path):
+        raise SystemExit(5)
 
 
 def trial(cause: str | None, tail: str = "", code: int = 1) -> Trial:

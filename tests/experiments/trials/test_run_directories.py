@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,11 @@ def test_a_name_leads_nowhere_else(name: str, here: Path) -> None:
 
 def test_a_directory_of_ones_own(here: Path) -> None:
     path = Path("a/b c/ünï")
-    assert run_directories.claim("x", str(path)) == run_directories.Place(path, (path, Path("a/b c"), Path("a")))
+    made = run_directories.claim("x", str(path))
+    assert made == run_directories.Place(path, (path, Path("a/b c"), Path("a")))
+    (path / "notes").touch()
+    made.give_back()
+    (path / "notes").unlink()
     assert run_directories.claim("x", str(path)) == run_directories.Place(path, ()), "an empty one may be there already"
 
 
@@ -54,6 +60,35 @@ def test_one_that_is_not_empty_needs_force(here: Path) -> None:
     assert caught.value.do == "choose another directory, or add --force to write into this one"
     assert run_directories.claim("x", "a", force=True).made == ()
     assert below(here) == ["a", "a/notes"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_one_that_another_command_uses_is_refused_although_it_is_still_empty(force: bool, here: Path) -> None:
+    with run_directories.claim("x", "a"), pytest.raises(ConfigError, match="another fastloop is using it"):
+        run_directories.claim("x", "a", force=force)
+    with run_directories.claim("x", "a") as path:
+        assert below(here) == ["a"] and path.is_dir(), "free again"
+
+
+def test_one_that_is_resumed_is_locked_too(here: Path) -> None:
+    (here / "a").mkdir()
+    (here / "a" / "x.json").write_text("{}")
+    options = {"out": None, "force": False, "resume": "a", "holds": "x.json"}
+    with run_directories.claim_or_resume("x", **options), pytest.raises(ConfigError, match="is using it"):  # type: ignore[arg-type]
+        run_directories.claim_or_resume("x", **options)  # type: ignore[arg-type]
+
+
+def test_one_of_a_command_that_lives_is_refused_and_of_one_that_was_killed_it_is_free(here: Path) -> None:
+    code = "from fastloop.experiments.trials.run_directories import claim; claim('x', 'a'); print('mine', flush=True); "
+    command = [sys.executable, "-c", f"{code}input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "mine\n"
+        with pytest.raises(ConfigError, match="another fastloop is using it"):
+            run_directories.claim("x", "a")
+        other.kill()
+        other.wait(200)
+        with run_directories.claim("x", "a") as path:
+            assert path.is_dir()
 
 
 def test_the_tilde_is_ones_home(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

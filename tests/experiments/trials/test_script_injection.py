@@ -257,6 +257,11 @@ MADE, FIT, BEGAN = event("constructed"), event("fit", measured=True), event("fit
         ([MADE, FIT, event("exception", why="ValueError: x")], 1, "ended before its first step: ValueError: x"),
         ([MADE, FIT, BEGAN], 137, "train ended with exit code 137 inside its fit"),
         ([MADE, FIT, BEGAN, event("fit_ended", step=4)], 0, "the fit of train ended without a report"),
+        (
+            [MADE, FIT, BEGAN, event("fit_ended", step=4), event("unwritten", why="No space left on device")],
+            0,
+            "the report of train could not be written: No space left on device",
+        ),
         ([MADE, event("gave_up", why="setup: OSError: no room")], 0, "fastloop stayed out of train: setup: OSError"),
     ],
 )
@@ -281,6 +286,7 @@ def test_what_to_know_beside_a_measurement() -> None:
     assert list_notes(folds)[0].endswith(" was measured, and the others were given the same rungs")
     assert "others" not in list_notes([*folds, event("fit_began", only_rungs=False, step=0)])[0]
     assert step_of([MADE, FIT, BEGAN]) is None
+    assert list_notes([*once, event("unwritten", why="no room")]) == ["the report could not be written: no room"]
 
 
 def test_where_the_measured_fit_began() -> None:
