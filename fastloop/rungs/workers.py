@@ -111,7 +111,7 @@ class Workers:
 
     def __post_init__(self) -> None:
         do = "write a positive number or auto, or workers.enabled: false"
-        require_positive("workers.count", self.count, why="zero workers means that this rung is off", do=do)
+        require_positive("workers.count", self.count, why="without a worker this rung is off", do=do)
         why, do = "each worker must keep at least one batch ready", "write 1 or more (2 is PyTorch's own default)"
         require_positive("workers.prefetch_factor", self.prefetch_factor, why=why, do=do)
 

@@ -265,8 +265,8 @@ def test_plan_waits_and_counts() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"count": 0}, "zero workers means that this rung is off"),
-        ({"count": -2}, "zero workers means that this rung is off"),
+        ({"count": 0}, "without a worker this rung is off"),
+        ({"count": -2}, "without a worker this rung is off"),
         ({"prefetch_factor": 0}, "each worker must keep at least one batch ready"),
         ({"count": "many"}, ""),
         ({"start_method": "thread"}, ""),
