@@ -48,7 +48,7 @@ def attaching(collect: Callable[[], Record], place: Path, say: Callable[[str], N
         yield
     except BaseException as error:
         attach(error, collect())
-        if not isinstance(error, FastLoopError) and any(place.iterdir()):
+        if not isinstance(error, FastLoopError) and place.is_dir() and any(place.iterdir()):
             say(f"fastloop: the files so far are in {place}")
         raise
 

@@ -34,6 +34,8 @@ from fastloop.records.readings import (
 
 UNEXPLAINED = "BUSY, NOT FAST"
 """The headline of device work that only a trace can explain."""
+HELPLESS = (UNEXPLAINED, f"{UNEXPLAINED}: SMALL KERNELS")
+"""Headlines of device work that no rung helps with, and hardly any advice."""
 MOST = 0.8
 """Of an optimizer's time: from here on no milliseconds are given, for copies are not quite like its parameters."""
 

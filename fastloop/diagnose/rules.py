@@ -73,7 +73,7 @@ def _apply_rules(step: Attribution, rungs: Rungs) -> list[Finding]:
     if not found:
         return [no_bottleneck.explain_none(step, hidden)]
     if not step.is_limit and any(finding.patch for finding in found):  # what helps comes before what no rung helps
-        found.sort(key=lambda each: each.bottleneck == "compute_bound" and each.patch is None)
+        found.sort(key=lambda each: each.title in device.HELPLESS)
     beside = filter(None, (between_steps.describe_pauses(step, hidden), *no_bottleneck.list_doubts(step)))
     found[0] = dataclasses.replace(found[0], detail=(*found[0].detail, *beside))
     return found

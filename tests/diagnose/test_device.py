@@ -439,3 +439,11 @@ def test_what_helps_comes_before_work_that_no_rung_helps(
         len(found) == 1 or found[0].patch == {"rungs": {"workers": {"enabled": True}}}
     )
     assert found[-1].title == title and (found[-1].share_pct or 0) > 60
+
+
+def test_advice_stands_before_a_small_finding_with_a_patch() -> None:
+    """More than half of the tokens are padding, and workers would save a sixteenth of the step."""
+    words = {"tokens_per_s": 1000.0, "unpadded_tokens_per_s": 400.0}
+    found = findings(on_cpu(forward=15.0, backward=20.0, optimizer=1.0, data_wait=2.5, loader=NO_WORKERS, **words))
+    assert [each.title for each in found] == ["BUSY, NOT FAST: PADDING", "STARVED BY DATA"]
+    assert found[1].patch == {"rungs": {"workers": {"enabled": True}}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 _PLAIN = {"generic_jump": "Data-dependent branching", "step_unsupported": "Unsupported operation"}
 """Dynamo's own names for causes of graph breaks that a user would not understand."""
-_KERNELS = str(Path(__file__).resolve().parents[2] / "feeds")
+_KERNELS = os.path.join(Path(__file__).parents[2], "feeds", "")  # noqa: PTH118 (it ends with a separator)
 """The folder of fastloop's functions that are compiled for a rung."""
 
 
@@ -41,7 +42,7 @@ def follow_users_graphs() -> Callable[[], int]:
 
     def count_users() -> int:
         new = list_new(read_records() or [], latest)
-        ours = sum(str(record.co_filename).startswith(_KERNELS) for record in new)
+        ours = sum(str(each.co_filename).startswith(_KERNELS) and bool(each.graph_op_count) for each in new)
         return max(0, count_captured() - before - ours)
 
     return count_users

@@ -35,7 +35,7 @@ class Place:
     def give_back(self) -> None:
         """Unlock, and delete the created directories that are still empty: a run that never began leaves nothing."""
         if self.lock is not None:
-            os.close(self.lock)
+            _unlock(self.lock)
         with contextlib.suppress(OSError):  # not empty, and so in use
             for folder in self.made:
                 folder.rmdir()
@@ -137,7 +137,10 @@ def _lock(path: Path) -> int | None:
     """
     import fcntl  # here, because --help must also work on platforms without it
 
-    lock = os.open(path, os.O_RDONLY)
+    try:
+        lock = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise _explain_unwritable(path, error) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -150,3 +153,12 @@ def _lock(path: Path) -> int | None:
             ) from None
         return None
     return lock
+
+
+def _unlock(lock: int) -> None:
+    """Unlock a directory, also where a forked child has inherited the descriptor."""
+    import fcntl
+
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)

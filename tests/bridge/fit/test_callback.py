@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy
 import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
@@ -57,11 +58,13 @@ def fit(loop: FastLoop | None, **settings: Any) -> Regression:
 
 
 @pytest.mark.parametrize("name", ["strict", "quiet"])
-@pytest.mark.parametrize("value", ["yes", 1])
+@pytest.mark.parametrize("value", ["yes", 2])
 def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match="it must be true or false") as caught:
         FastLoop(**{name: value})
     assert caught.value.got == f"{name}: {value!r} (FastLoop)"
+    FastLoop(**{name: numpy.bool_(True)})
+    FastLoop(**{name: 0})
 
 
 @pytest.mark.parametrize("space", ["lightning.pytorch", "pytorch_lightning"])

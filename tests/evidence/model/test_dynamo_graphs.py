@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch._dynamo.utils import DEFAULT_COMPILATION_METRICS_LIMIT, get_compilati
 
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.sync.call_site import name_line
+from fastloop.feeds.loss import cross_entropy
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +92,20 @@ def test_a_break_in_torchs_code_names_the_users_line() -> None:
     line = inspect.getsourcelines(call)[1] + 1
     (cause,) = since(before)["breaks"]
     assert cause.endswith(f" at tests/evidence/model/test_dynamo_graphs.py:{line}")
+
+
+def test_only_graphs_of_our_own_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel whose capture failed has a record, too, and no graph."""
+    ours = SimpleNamespace(co_filename=inspect.getfile(cross_entropy), graph_op_count=3)
+    failed = SimpleNamespace(co_filename=ours.co_filename, graph_op_count=None)
+    user = SimpleNamespace(co_filename="/home/me/feeds/train.py", graph_op_count=5)
+    records, graphs = [user], [1]
+    monkeypatch.setattr(dynamo_graphs, "read_records", lambda: list(records))
+    monkeypatch.setattr(dynamo_graphs, "count_captured", lambda: graphs[0])
+    count_users = dynamo_graphs.follow_users_graphs()
+    records += [ours, failed, copy.copy(user)]
+    graphs[0] += 2
+    assert count_users() == 1
 
 
 def test_causes_are_found_when_the_list_of_compilations_is_full() -> None:

@@ -148,3 +148,20 @@ def test_ranks_that_write_nothing_make_nothing(here: Path) -> None:
 
 def test_what_was_stopped_says_how_to_go_on() -> None:
     assert run_directories.describe_partial(Path("a")).endswith("partial results are in a; continue with --resume a")
+
+
+def test_a_forked_child_does_not_keep_a_directory_locked(tmp_path: Path) -> None:
+    place = run_directories.claim("run", str(tmp_path / "a"))
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(write)
+        os.read(read, 1)  # until the parent closes its end
+        os._exit(0)
+    try:
+        with pytest.raises(ConfigError, match="another fastloop is using it"):
+            run_directories.claim("run", str(tmp_path / "a"))
+        place.give_back()
+        run_directories.claim("run", str(tmp_path / "a")).give_back()
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)

@@ -21,6 +21,8 @@ from fastloop.errors import NotApplicable, describe
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import is_container, iterate_tensors, map_tensors, rebuild
 
+MOST_SPREAD = 2
+"""A slice's copy keeps its strides if it takes at most this many times the memory of its elements."""
 MOST_CALLS = 4
 """Limit per module: a discriminator is called on real and on generated samples, with different arguments."""
 
@@ -171,12 +173,15 @@ def _locate(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype] | 
 
 def copy_with_strides(tensor: torch.Tensor) -> torch.Tensor:
     """A differentiable copy with the same strides: of a slice such as ``tokens[:, :-1]``, ``clone`` would make a
-    contiguous one, for which code is compiled that does not fit the slice."""
+    contiguous one, for which code is compiled that does not fit the slice. Of a small part of much memory, such as
+    ``hidden[:, 0]``, the copy is contiguous all the same."""
     copied = tensor.clone()
-    if tensor.layout is not torch.strided or copied.stride() == tensor.stride() or not tensor.numel():
+    if tensor.layout is not torch.strided or tensor.is_nested or copied.stride() == tensor.stride():
         return copied
     sizes, strides = tensor.shape, tensor.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    if not 0 < span <= MOST_SPREAD * tensor.numel():
+        return copied
     return tensor.as_strided((span,), (1,)).clone().as_strided(sizes, strides, 0)
 
 

@@ -383,6 +383,15 @@ def test_arguments_are_played_with_their_strides(
     assert len(set(STRIDES)) == 1
 
 
+@pytest.mark.parametrize(("part", "keeps"), [(lambda x: x[:, :-1], True), (lambda x: x[:, 0], False)])
+def test_a_copy_of_a_slice_takes_about_its_own_memory(part: Any, keeps: bool) -> None:
+    """The first token of each sequence would take that of all."""
+    given = part(torch.randn(4, 64, 8))
+    copied = recorded_calls.copy_with_strides(given)
+    assert torch.equal(copied, given) and (copied.stride() == given.stride()) is keeps
+    assert copied.untyped_storage().nbytes() <= 2 * given.nbytes
+
+
 def compile_loss(module: Module) -> None:
     loss = torch.compile(torch.nn.functional.mse_loss, backend="eager")
     module.compute = lambda batch: loss(module.net(batch[0]), batch[1])
