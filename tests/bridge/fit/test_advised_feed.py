@@ -151,6 +151,7 @@ def test_what_the_loader_cannot_have_is_not_advised(
     """DALI where it can make the batches; the cache where the batches are made by a collate function of the user's."""
     pytest.importorskip("nvidia.dali", reason="DALI is not installed")
     monkeypatch.setattr(machine, "count_usable_cpus", lambda: 1)  # workers alone would not keep up
+    monkeypatch.setattr(machine, "read_cpu_wait_s", lambda: None)  # a batch takes less than a busy machine's 3 ms
     steps = (T.Resize((200, 200)), T.RandomHorizontalFlip(), T.ToTensor())
     loader = DataLoader(
         read_folder(make_folder(tmp_path), *steps), 4, shuffle=True, collate_fn=collate if own_collate else None
