@@ -176,7 +176,7 @@ def read_ceiling(
 ) -> Ceiling:
     """Return a trial's ceiling, checked against the runs with all costs."""
     if trial is None and name in list_variations(config):
-        return Ceiling(why="it was not measured: something ended the command before")
+        return Ceiling(why="not measured: the command ended first")
     if trial is None:
         return Ceiling(why=f"run.devices is {config.run.devices}: there is no gradient exchange")
     if not trial.ok:

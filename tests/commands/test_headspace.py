@@ -214,7 +214,7 @@ def test_stopped_it_still_has_an_object_for_programs(
     assert isinstance(found, CeilingsFile)
     assert [trial.name for trial in found.trials] == ([] if last == "baseline" else ["baseline", "replayed"])
     assert found.ceilings["replayed"].ratio == (None if last == "baseline" else pytest.approx(1.5))
-    assert "it was not measured" in str(found.ceilings["resident"].why)
+    assert "not measured: the command ended first" in str(found.ceilings["resident"].why)
     assert "no gradient exchange" in str(found.ceilings["no_exchange"].why)
 
 

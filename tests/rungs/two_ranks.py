@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from torch.optim import SGD, AdamW
 
-RAGGED = {"samples": 168, "max_epochs": 34, "accumulate_grad_batches": 4}  # 11 batches a rank and epoch
-SHORT = {"samples": 40, "max_epochs": 34}  # 3 batches a rank and epoch, the last one short
-NORMS = {**RAGGED, "max_epochs": 4, "precision": "64-true"}
+RAGGED = {
+    "samples": 168,
+    "max_epochs": 34,
+    "accumulate_grad_batches": 4,
+    "precision": "64-true",
+}  # 11 batches a rank and epoch
+SHORT = {"samples": 40, "max_epochs": 34, "precision": "64-true"}  # 3 batches a rank and epoch, the last one short
+NORMS = {**RAGGED, "max_epochs": 4}
 VIEW = {"overlap": {"gradient_as_bucket_view": True}}
 SPLIT, MERGE = {"batch": {"micro_batch": 3}}, {"batch": {"micro_batch": 16}}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -94,7 +94,9 @@ def _list_trained(others: Iterable[Any], read: Mapping[Any, str]) -> Iterator[st
             parts = [part for part in model.modules() if part is not model]
             weights = [each for each in model.parameters() if each.requires_grad]
             trained = [part for part in parts if any(each.requires_grad for each in part.parameters())]
-            yield from islice((f"{read[id(each)]} is trained" for each in (*trained, *weights) if id(each) in read), 1)
+            yield from islice(
+                (f"{read[id(each)]} is being trained" for each in (*trained, *weights) if id(each) in read), 1
+            )
 
 
 def list_remembered(dataset: Any, collate: Any = None) -> tuple[str, ...]:

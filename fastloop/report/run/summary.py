@@ -230,14 +230,14 @@ def list_flags(seen: Measurement) -> list[str]:
     ends = [f"rank {rank.rank}: {rank.end}" for rank in read_ranks(seen) if rank.end]
     how = f" ({', '.join(ends)})" if ends else ""
     phrases = [f"PARTIAL: the fit did not end normally{how}"] if seen.partial or ends else []
-    if (short := describe_short_window(seen)) is not None:
+    if seen.steps and (short := describe_short_window(seen)) is not None:
         phrases.append(short)
     return phrases
 
 
 def describe_short_window(seen: Measurement) -> str | None:
     """Return why the window is too short; None if it is not."""
-    if not seen.window_too_short or not seen.steps:
+    if not seen.window_too_short:
         return None
     return (
         f"window too short: {count_steps(seen.steps)}"

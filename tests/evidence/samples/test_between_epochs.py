@@ -414,11 +414,11 @@ def test_parts_of_the_model_that_is_trained() -> None:
         (model.net[1], "dataset.held"),
         ([1, model.net[0].weight], "dataset.held[1]"),
     ):
-        said = (f"{name} is trained",)
+        said = (f"{name} is being trained",)
         assert list_changes_within(ByModel(held), [model]) == said and list_changers(ByModel(held), [model]) == said
     assert list_changes_within(ByGlobalModel(), [model]) == (), "not yet a part of it"
     model.net.append(MODEL)
-    assert list_changes_within(ByGlobalModel(), [model]) == ("MODEL is trained",)
+    assert list_changes_within(ByGlobalModel(), [model]) == ("MODEL is being trained",)
     model.net[0].requires_grad_(False)
     assert list_changes_within(ByModel(model.net[0]), [model]) == (), "frozen"
     assert list_changes_within(ByModel(torch.nn.Linear(4, 4)), [model]) == (), "another model"
