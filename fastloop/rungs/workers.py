@@ -58,7 +58,9 @@ def _keep_theirs(seen: Measurement) -> tuple[dict[str, Any], str] | None:
     loader = read_loader(seen)
     if not loader.get("can_keep_workers") or not is_gap_of_workers(seen):
         return None
-    return {"enabled": True, "persistent": True}, f"your {loader.get('num_workers')} workers can stay between epochs"
+    count = loader.get("num_workers")
+    who = "your worker" if count == 1 else f"your {count} workers"
+    return {"enabled": True, "persistent": True}, f"{who} can stay between epochs"
 
 
 def _may_keep(seen: Measurement) -> bool:
