@@ -53,6 +53,15 @@ def count_ready(iterator: Any) -> int | None:
     return early + queued
 
 
+def is_next_ready(iterator: Any) -> bool:
+    """Whether its workers have finished the batch that comes next; False if unknown.
+
+    It has arrived early, or all that was requested is finished: what lies in the queue cannot be looked at.
+    """
+    is_early = _read(lambda: len(iterator._task_info[iterator._rcvd_idx]) == 2)
+    return bool(is_early) or (bool(count_ready(iterator)) and count_owed(iterator) == 0)
+
+
 def find_awaited_worker(iterator: Any) -> Any:
     """The worker process that must deliver the next batch; None if unknown."""
     try:
@@ -85,5 +94,5 @@ def find_death(iterator: Any, error: Exception) -> str | None:
 def _read(count: Callable[[], int]) -> int | None:
     try:
         return count()
-    except (AttributeError, NotImplementedError, OSError):  # another torch, or macOS, which has no qsize
+    except (AttributeError, KeyError, NotImplementedError, OSError):  # another torch, or macOS, which has no qsize
         return None

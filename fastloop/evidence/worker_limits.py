@@ -126,9 +126,6 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str |
             f"{loader.kind} creates its own iterators, so what workers send cannot be checked first; set num_workers"
             " yourself"
         )
-    if method != "fork" and loader.unpicklable:
-        return (
-            f"workers start by {method} here, and {loader.unpicklable} cannot be pickled;"
-            " make it a module-level function or class"
-        )
+    if method != "fork" and loader.spawn_hazard:
+        return f"workers start by {method} here, and {loader.spawn_hazard}"
     return None

@@ -85,8 +85,8 @@ class LoaderFacts:
     """Containers that its samples fill, such as a cache; empty in a new worker."""
     own_iterator: bool = False
     """Its class returns custom iterators, so batches pass through code of that class."""
-    unpicklable: str | None = None
-    """Attribute path of an object that cannot be pickled for a spawned worker."""
+    spawn_hazard: str | None = None
+    """Why workers that do not fork would fail, and what to do; None if nothing is known, or they fork."""
     sample_bytes: int | None = None
     """Bytes per sample, if its tensors already exist or a dry run measured one."""
     long_lists: tuple[str, ...] = ()

@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fastloop.evidence import loader_queue
-from fastloop.evidence.loader_queue import count_live_workers, count_owed, count_ready, find_awaited_worker, find_death
+from fastloop.evidence.loader_queue import (
+    count_live_workers,
+    count_owed,
+    count_ready,
+    find_awaited_worker,
+    find_death,
+    is_next_ready,
+)
 
 DATA = TensorDataset(torch.arange(40))
 
@@ -118,6 +125,21 @@ def test_what_is_ready_is_what_is_not_owed_of_a_queue_that_was_asked_for() -> No
     assert count_ready(iter(DataLoader(DATA, batch_size=4))) == 0
     worker = SimpleNamespace(is_alive=lambda: True)
     assert count_ready(SimpleNamespace(_workers=[worker], _task_info={}, _data_queue=SimpleNamespace())) is None
+
+
+def test_the_next_batch_is_ready_if_it_came_early_or_nothing_is_owed() -> None:
+    with held_loader() as (iterator, let):
+        let(1)
+        assert wait_for(3, iterator) == 3 and count_ready(iterator) == 1
+        assert not is_next_ready(iterator)  # it is the other worker's
+        let(0)
+        next(iterator)
+        assert is_next_ready(iterator)  # it came with the first
+        next(iterator)
+        assert not is_next_ready(iterator)
+        let(2, 3, 4, 5)
+        assert wait_for(0, iterator) == 0 and is_next_ready(iterator)  # behind the other's or not
+    assert not is_next_ready(iter(DataLoader(DATA))) and not is_next_ready(iter([1]))
 
 
 # -- workers that let the training wait -----------------------------------------------------------------------------

@@ -163,15 +163,13 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
         ),
         (
             {"start_method": "spawn"},
-            {"unpicklable": "dataset.f (<lambda>)"},
-            "workers start by spawn here, and dataset.f (<lambda>) cannot be pickled; make it a"
-            " module-level function or class",
+            {"spawn_hazard": "dataset.f (<lambda>) cannot be pickled"},
+            "workers start by spawn here, and dataset.f (<lambda>) cannot be pickled",
         ),
         (
             {},
-            {"unpicklable": "dataset.f (<lambda>)", "start_method": "forkserver"},
-            "workers start by forkserver here, and dataset.f (<lambda>) cannot be pickled; make it a"
-            " module-level function or class",
+            {"spawn_hazard": "dataset.f (<lambda>) cannot be pickled", "start_method": "forkserver"},
+            "workers start by forkserver here, and dataset.f (<lambda>) cannot be pickled",
         ),
     ],
 )
@@ -257,7 +255,7 @@ def read_grey(picture: Any) -> torch.Tensor:
 
 def test_plan_waits_and_counts() -> None:
     assert Workers(enabled=True).plan(facts()).waits_for == "the train loader"
-    assert Workers(enabled=True).plan(facts({"unpicklable": "x"})).wants  # fork pickles nothing
+    assert Workers(enabled=True).plan(facts({"spawn_hazard": "x"})).wants  # fork pickles nothing
     shares = [choose_count(facts(cpu_count=cpus, local_ranks=ranks)) for cpus, ranks in ((1, 1), (2, 1), (9, 2))]
     assert shares == [1, 1, 3]
 

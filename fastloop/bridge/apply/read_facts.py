@@ -18,6 +18,7 @@ from fastloop.evidence import machine
 from fastloop.evidence.samples import between_batches, thread_safety
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples.between_epochs import list_changers, list_changes_within, list_remembered
+from fastloop.evidence.samples.spawned import find_spawn_hazard
 from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
@@ -156,12 +157,10 @@ def read_loader_facts(
         )
     context = loader.multiprocessing_context
     method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
-    unpicklable = None
+    spawn_hazard = None
     if (method if start_method == "auto" else start_method) != "fork":
-        travels = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
-        unpicklable = next(
-            filter(None, (datasets.find_unpicklable(item, name) for name, item in travels.items())), None
-        )
+        parts = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+        spawn_hazard = find_spawn_hazard(parts)
     default = torch.utils.data.default_collate
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     hazards = between_batches.find_sampler_hazards(sampler, loader.dataset, others)
@@ -200,7 +199,7 @@ def read_loader_facts(
         remembers=list_remembered(loader.dataset, loader.collate_fn),
         own_iterator=makes_iterators(type(loader)),
         sample_bytes=datasets.sample_bytes(loader.dataset) if loader.collate_fn is default else None,
-        unpicklable=unpicklable,
+        spawn_hazard=spawn_hazard,
         long_lists=datasets.list_long(loader.dataset),
         packable=count_packable(loader.dataset),
         images=read_images(loader.dataset),

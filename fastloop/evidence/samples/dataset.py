@@ -7,13 +7,10 @@ import functools
 import gc
 import inspect
 import io
-import os
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -108,10 +105,10 @@ def walk(root: Any, name: str = "dataset") -> Iterator[tuple[str, Any]]:
         seen.add(id(item))
         yield path, item
         if depth < _DEEPEST and not isinstance(item, torch.Tensor) and _find_foreign(item) is None:
-            queue.extend((f"{path}{step}", member, depth + 1) for step, member in _list_members(item))
+            queue.extend((f"{path}{step}", member, depth + 1) for step, member in list_members(item))
 
 
-def _list_members(item: Any) -> Iterator[tuple[str, Any]]:
+def list_members(item: Any) -> Iterator[tuple[str, Any]]:
     """Direct members with the step that leads to them. Only dicts: other mappings may load items on access."""
     if isinstance(item, dict):
         yield from ((f"[{key!r}]", value) for key, value in islice(item.items(), _MOST_MEMBERS))
@@ -318,25 +315,3 @@ def list_long(dataset: Any) -> tuple[str, ...]:
         if isinstance(item, (list, tuple, dict)) and len(item) >= _MANY_OBJECTS:
             found.append(f"{path} holds {len(item) / 1e6:.1f} million Python objects")
     return tuple(found)
-
-
-def find_unpicklable(root: Any, name: str = "dataset") -> str | None:
-    """Attribute path of the innermost object that cannot be pickled; None if everything can."""
-    if _pickles(root):
-        return None
-    path, item = name, root
-    for _ in range(_DEEPEST):
-        bad = next(((step, member) for step, member in _list_members(item) if not _pickles(member)), None)
-        if bad is None:
-            break
-        path, item = f"{path}{bad[0]}", bad[1]
-    return f"{path} ({getattr(item, '__qualname__', type(item).__name__)})"
-
-
-def _pickles(item: Any) -> bool:
-    try:
-        with Path(os.devnull).open("wb") as nowhere:  # so that the attempt costs no memory
-            ForkingPickler(nowhere).dump(item)
-    except Exception:  # whatever a __reduce__ raises means: no
-        return False
-    return True

@@ -3,7 +3,8 @@
 torch pickles a batch in a worker's background thread that only prints errors; the training then waits forever. Here
 each worker pickles its batch itself and sends the bytes, or the reason why it cannot. In that case fewer workers, or
 this process as in a run without workers, make the remaining batches, from the same indices in the same order. The same
-happens if the first batches show that making one takes less time than getting it from a worker.
+happens if a dataset raises in a worker and not in this process, or if the first batches show that making one takes less
+time than getting it from a worker.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from fastloop.errors import FastLoopError, let_through
+from fastloop.errors import FastLoopError, let_through, quote
 from fastloop.evidence import loader_queue
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
@@ -226,7 +227,7 @@ class TriedWorkers:
         # A caller that knows the epoch's length stops at its last batch, so reset what that batch may have set.
         self._drawn.resumes, self._drawn.pending = False, deque()
         while loader.num_workers:
-            source = self._begin(loader, begin)
+            source, failed = self._begin(loader, begin), None
             try:
                 for batch in self._wait_for(source):
                     fewer = self._find_fewer(loader, batch) or self._find_loss()
@@ -240,10 +241,31 @@ class TriedWorkers:
                         break
                 else:
                     return
-            except Exception:
+            except Exception as error:
                 end_workers(source)  # now: the exception holds all frames, and with them the workers
-                raise
+                if _IN_A_WORKER not in str(error) or not self._drawn.pending:
+                    raise
+                failed = quote(error, briefly=True)
+            if failed is not None:
+                yield from self._go_on_here(loader, begin, failed)
+                return
         yield from self._begin(loader, begin) if self._drawn.resumes else begin()
+
+    def _go_on_here(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], failed: str) -> Iterator[Any]:
+        """Make the batch that raised in a worker, and those after it, in this process. If it raises here, too, that
+        exception ends the training, as it would without workers."""
+        indices = self._drawn.pending[0]
+        self._set_workers(loader, 0, 0)
+        rest = self._begin(loader, begin)
+        try:
+            batch = next(rest)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"fastloop: raised by the batch of samples {indices}, in a worker and in this process")
+            raise
+        self._step_down(0, 0, f"workers cannot make the loader's batches: {failed}")
+        yield batch
+        yield from rest
 
     def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Any:
         """Start the loader's iterator with our parts in place; the loader keeps its own afterwards."""
@@ -272,7 +294,7 @@ class TriedWorkers:
         """Yield the iterator's batches; if one takes long, report where its worker is."""
         begun, said = time.monotonic(), False
         while True:
-            is_there, asked = bool(loader_queue.count_ready(source)), time.perf_counter()
+            is_there, asked = loader_queue.is_next_ready(source), time.perf_counter()
             try:
                 batch = next(source)
             except StopIteration:
@@ -281,8 +303,6 @@ class TriedWorkers:
                 if not str(error).startswith("DataLoader timed out after"):
                     if (sentence := loader_queue.find_death(source, error)) is not None:
                         raise RuntimeError(sentence) from error
-                    if _IN_A_WORKER in str(error) and self._drawn.pending and hasattr(error, "add_note"):  # Python 3.11
-                        error.add_note(f"fastloop: the worker was making the batch of samples {self._drawn.pending[0]}")
                     raise
             else:
                 if is_there:
@@ -352,13 +372,15 @@ class TriedWorkers:
 
     def _lighten(self, loader: DataLoader[Any], fewer: _Fewer) -> None:
         """Change the loader's workers; the new ones make the batches that the old ones did not deliver."""
-        workers, ahead = fewer.workers, fewer.ahead
+        self._set_workers(loader, fewer.workers, fewer.ahead)
+        (fewer.tell or self._step_down)(fewer.workers, fewer.ahead, fewer.why)
+
+    def _set_workers(self, loader: DataLoader[Any], workers: int, ahead: int) -> None:
         loader.__dict__["_iterator"] = None
         loader.num_workers, loader.prefetch_factor = workers, ahead or None
         if not workers:
             loader.__dict__["persistent_workers"] = False
         self._drawn.resumes = True
-        (fewer.tell or self._step_down)(workers, ahead, fewer.why)
 
 
 def end_workers(source: Any) -> None:

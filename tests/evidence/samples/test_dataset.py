@@ -9,7 +9,6 @@ import queue
 import random
 import socket
 import sqlite3
-import threading
 import types
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fastloop.evidence.samples import dataset as dataset_module
-from fastloop.evidence.samples.dataset import draws_random, find_unpicklable, find_worker_hazards, list_long, walk
+from fastloop.evidence.samples.dataset import draws_random, find_worker_hazards, list_long, walk
 
 
 class Items(Dataset):
@@ -243,15 +242,6 @@ def test_random_draws_are_found_behind_super_and_helper_functions() -> None:
     assert draws_random(Child()) == ("Child.__getitem__",)
     assert draws_random(Deep()) == ("Deep.__getitem__",)
     assert draws_random(ShuffledOnce()) == ()  # drawn before any sample, in the main process either way
-
-
-def test_unpicklable_names_the_innermost_place() -> None:
-    assert find_unpicklable(Items(a=1)) is None
-    found = find_unpicklable(Items(transform=[str.upper, lambda image: image]))
-    assert found is not None and found.startswith("dataset.transform[1] (") and "<lambda>)" in found
-    assert find_unpicklable(Items(deep={"lock": threading.Lock()})) == "dataset.deep['lock'] (lock)"
-    assert find_unpicklable(functools.partial(max, threading.Lock()), "collate_fn") == "collate_fn.args[0] (lock)"
-    assert "<lambda>" in str(find_unpicklable(lambda batch: batch, "collate_fn"))
 
 
 # -- what copies in workers would mix up or change -------------------------------------------------------------------

@@ -437,11 +437,59 @@ class Breaks(Numbers):
         return super().__getitem__(index)
 
 
-def test_an_exception_of_the_datasets_keeps_its_type() -> None:
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_exception_of_the_datasets_is_the_one_that_it_raises_without_workers(persistent: bool) -> None:
     """D5."""
-    loader, steps = tried(dataset=Breaks(), shuffle=False)
-    with pytest.raises(Broken, match="no such sample") as raised:
+    loader, steps = tried(dataset=Breaks(), shuffle=False, persistent_workers=persistent)
+    with pytest.raises(Broken) as raised:
         list(loader)
-    assert steps.down == []
+    with pytest.raises(Broken) as plain:
+        list(DataLoader(Breaks(), 4))
+    assert raised.value.args == plain.value.args and raised.value.__context__ is None and steps.down == []
     if sys.version_info >= (3, 11):
-        assert raised.value.__notes__ == ["fastloop: the worker was making the batch of samples [8, 9, 10, 11]"]
+        note = "fastloop: raised by the batch of samples [8, 9, 10, 11], in a worker and in this process"
+        assert raised.value.__notes__ == [note]
+
+
+class RefusesWorkers(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert get_worker_info() is None, "not in a worker"
+        return super().__getitem__(index)
+
+
+class RefusesLate(RefusesWorkers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) if index == 17 else Numbers.__getitem__(self, index)
+
+
+class StartsProcesses(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        child = torch.multiprocessing.get_context("fork").Process(target=abs, args=(index,))
+        child.start()
+        child.join()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("dataset", "why"),
+    [
+        (RefusesWorkers(), "AssertionError: not in a worker"),
+        (RefusesLate(), "AssertionError: not in a worker"),
+        (StartsProcesses(), "AssertionError: daemonic processes are not allowed to have children"),
+    ],
+)
+def test_what_only_a_worker_cannot_make_is_made_here(dataset: Any, why: str, persistent: bool) -> None:
+    loader, steps = tried(dataset=dataset, persistent_workers=persistent)
+    assert read(loader) == expected()
+    ((workers, _, reason),) = steps.down
+    assert reason.startswith(f"workers cannot make the loader's batches: {why}") and workers == loader.num_workers == 0
+
+
+def test_what_is_set_up_in_workers_only_may_fail_there() -> None:
+    def fail(_: int) -> None:
+        raise Broken("no such device")
+
+    loader, steps = tried(worker_init_fn=fail)
+    assert read(loader) == expected()
+    assert "Broken: no such device (in DataLoader worker process" in steps.down[0][2]
