@@ -45,6 +45,10 @@ MOST_READ = 2**20
 """How many of the last bytes of stderr are read: the stacks of many processes are long."""
 TAIL_LINES, BESIDE_STACKS = 12, 4
 """How many of the last lines of stderr are kept; the second number applies when there are thread stacks too."""
+_ERROR, _WARNING = (
+    re.compile(words, re.IGNORECASE)
+    for words in ("error|exception|fail|fatal|abort|cannot|denied|no such|not found|invalid|out of memory", "warn")
+)
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\n\t\x20-\x7e\u00a0-\U0010ffff]")
 
 
@@ -314,8 +318,16 @@ def _find_cause(code: int, why: str | None, ranks: str, step: int | None, tail: 
         name = _name(-code)
         guess = ": out of memory, or killed from outside" if name == "SIGKILL" else ""
         return f"killed by {name}{at}{guess}"
-    last = tail.splitlines()[-1].strip() if tail else "it printed nothing"
-    return f"exit code {code}{at}: {last}"
+    return f"exit code {code}{at}: {_find_error(code, tail.splitlines()) if tail else 'it printed nothing'}"
+
+
+def _find_error(code: int, lines: Sequence[str]) -> str:
+    """Return the last line if it is an error: a traceback's, one by its words, or the text of ``sys.exit(text)``."""
+    last = lines[-1].strip()
+    frame = max((place for place, line in enumerate(lines) if line.startswith('  File "')), default=len(lines))
+    raised = [line for line in lines[frame:] if not line.startswith(" ")] == [lines[-1]]
+    said = (code == 1 or _ERROR.search(last)) and not _WARNING.search(last)
+    return last if raised or said else "it gave no error"
 
 
 def _name(number: int) -> str:

@@ -110,6 +110,14 @@ def test_it_reads_from_the_descriptor_it_is_given_and_else_from_nothing(tmp_path
         ("import sys; sys.exit('no luck')", "exit code 1: no luck"),
         ("raise ValueError('wrong number')", "exit code 1: ValueError: wrong number"),
         ("import sys; sys.exit(3)", "exit code 3: it printed nothing"),
+        ("import sys, warnings; warnings.warn('no error at all'); sys.exit(7)", "exit code 7: it gave no error"),
+        ("import sys, warnings; warnings.warn('slow'); sys.exit(1)", "exit code 1: it gave no error"),
+        ("import sys; print('done', file=sys.stderr); sys.exit(7)", "exit code 7: it gave no error"),
+        (
+            "import sys; print('run.py: error: no --lr', file=sys.stderr); sys.exit(2)",
+            "exit code 2: run.py: error: no --lr",
+        ),
+        ("raise UserWarning('slow')", "exit code 1: UserWarning: slow"),
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
         (
             "import os; open('beat', 'w').write('5 9'); os.kill(os.getpid(), 9)",
