@@ -54,10 +54,13 @@ def write(experiment: Experiment, name: str, *, partial: bool) -> ExperimentResu
 def summarize(experiment: Experiment, name: str, *, partial: bool) -> ExperimentResult:
     """Return the content of ``comparison.json``."""
     sides, base = experiment.sides, experiment.base.arm.config()
+    asked = experiment.base.steps or experiment.settings.steps
+    ran = [trial.measurement.total_steps or 0 for trial in experiment.base.trials() if trial.ok and trial.measurement]
     return ExperimentResult(
         run_dir=str(experiment.place),
         name=name,
-        steps=experiment.base.steps or experiment.settings.steps,
+        steps=asked,
+        ended_at=max(ran) if any(ran) and asked is not None and max(ran) < asked else None,
         warmup_steps=experiment.settings.warmup,
         band_pct=experiment.settings.band_pct,
         order=tuple(arm for arm, _ in experiment.order),

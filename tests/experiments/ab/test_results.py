@@ -71,6 +71,17 @@ def test_the_top_copies_the_first_comparison(tmp_path: Path) -> None:
     json.dumps(content, allow_nan=False)
 
 
+def test_a_script_that_ends_sooner_than_asked_is_told(tmp_path: Path) -> None:
+    made = done(tmp_path, amp())
+    for number in made.base.runs:
+        measured(made.base, number, total_steps=40)
+    assert results.summarize(made, "train", partial=False).ended_at is None
+    for number in made.base.runs:
+        measured(made.base, number, total_steps=28)
+    found = results.summarize(made, "train", partial=False)
+    assert (found.steps, found.ended_at) == (40, 28)
+
+
 def measured(side: Side, number: int, **changes: Any) -> None:
     """Let a run have measured something else."""
     trial = side.runs[number]
