@@ -211,6 +211,9 @@ def test_a_command_that_cannot_be_started(place: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(place)
     with pytest.raises(ConfigError, match="there is no such command"):
         execute.execute(["no-such-program"])
+    (place / "src").mkdir()
+    with pytest.raises(ConfigError, match="it is a directory, not a script"):
+        execute.execute(["./src"])
     (place / "broken").write_text("#!/no/such/interpreter\n")
     (place / "broken").chmod(0o755)
     with pytest.raises(ConfigError, match="it cannot be started: No such file"):
