@@ -142,6 +142,7 @@ def list_flags(sides: Sequence[Side]) -> list[str]:
         *list_mixed_settings(sides),
         *_list_checkpoint_notes([trial for side in sides for trial in side.trials()]),
     ]
+    total = sum(len(side.runs) for side in sides)
     said: dict[str, dict[str, list[int]]] = {}
     shares: dict[str, list[int]] = {}
     for side in sides:
@@ -154,6 +155,8 @@ def list_flags(sides: Sequence[Side]) -> list[str]:
     for alike, runs in said.items():
         known = sorted(shares[alike])
         where = " and ".join(f"{name}, {format_spans(numbers)}" for name, numbers in runs.items())
+        if sum(map(len, runs.values())) == total > 1:
+            where = f"all {total} runs"
         share = " to ".join(map(str, dict.fromkeys((known[0], known[-1])))) if known else ""
         found.append(f"{where}: {alike.replace('{}', share)}")
     return found

@@ -108,6 +108,14 @@ def test_throttling_and_short_windows_are_flagged_once_for_an_arm_with_its_runs(
         assert results.list_flags(made.sides)[-1] == f"amp, run-1: window too short: {steps} steps"
 
 
+def test_a_flag_of_every_run_names_none(tmp_path: Path) -> None:
+    made = done(tmp_path, amp())
+    for side in made.sides:
+        for number in side.runs:
+            measured(side, number, state=("the CPUs were oversubscribed",))
+    assert results.list_flags(made.sides) == ["all 6 runs: the CPUs were oversubscribed"]
+
+
 @pytest.mark.parametrize(
     ("numbers", "said"), [([4], "run-4"), ([0, 1, 2], "run-0 to run-2"), ([1, 3, 4, 7], "run-1, run-3 to run-4, run-7")]
 )
