@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import click
@@ -225,3 +226,18 @@ def test_an_argument_too_many_is_shown() -> None:
         group.main(["train", "hard"], standalone_mode=False)
     error = console.to_config_error(caught.value)
     assert error.got.endswith("train … hard") and "no further argument" in error.why and "--help" in error.do
+
+
+def test_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, told = list[str](), threading.Event()
+    with console.telling_if_slow("quick", said.append):
+        pass
+    monkeypatch.setattr(console, "SLOW_S", 0.01)
+
+    def say(line: str) -> None:
+        said.append(line)
+        told.set()
+
+    with console.telling_if_slow("slow", say):
+        assert told.wait(60)
+    assert said == ["slow"]

@@ -116,6 +116,7 @@ def supervise(
             stdin=stdin,
             stdout=out.fileno(),
             stderr=err.fileno(),
+            say=progress or (lambda _: None),
         )
         started = forked or reaper.start(command, cwd=cwd, env=env, stdin=stdin, stdout=out, stderr=err)
         with _held(started, limits.grace_s) as (process, hold):
