@@ -35,6 +35,8 @@ WORK_S, BUSY = 5.0, 0.05
 process counts as computing. An idle background process, such as a watchdog, stays below it."""
 SAY_S = 5.0
 """Interval between two progress lines."""
+FIRST_STEPS = 1
+"""A command is compiling, if it does, until this many steps are done."""
 TOO_SLOW = "its steps take"
 """Begins the cause of a command that was ended because of its slow steps."""
 PACE_STEPS, PACE_TIMES = 3, 3
@@ -229,6 +231,7 @@ def _wait(
         if progress is not None and now - said > SAY_S:
             said = now
             at = "starting" if step is None else f"step {step}" + (f" of {steps}" if steps else "")
+            at += "" if step is None or step > FIRST_STEPS else " (the first steps may compile)"
             progress(f"{at}, {now - begun:.0f} s so far")
     return None
 
