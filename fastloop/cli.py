@@ -111,7 +111,12 @@ def config_diff(a: str, b: str, json_to: str | None) -> None:
 @_json
 def plan(conf: str, overrides: Sequence[str], more: Sequence[str], json_to: str | None) -> None:
     """Show what each rung would do, without training."""
-    _run_and_print(lambda: commands.run.plan(conf, more=more, overrides=overrides), json_to)
+
+    def show() -> Answer:
+        with console.telling_if_slow("planning: the training is built first", _print):
+            return commands.run.plan(conf, more=more, overrides=overrides)
+
+    _run_and_print(show, json_to)
 
 
 @cli.command()

@@ -206,8 +206,8 @@ MISTYPED = [
     (
         "plan cifar10 run.max_steps",
         "'run.max_steps' (command line)",
-        "each part between commas has to be key=value",
-        "write key=value, and quote a value that holds commas",
+        "it is a key without = and a value",
+        "write run.max_steps=VALUE",
     ),
     ("plan cifar10 trainer.max_steps=3", "trainer.max_steps: 3 (command line)", "run owns it", "write run.max_steps"),
     (

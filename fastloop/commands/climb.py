@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import math
 import shlex
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -27,6 +28,7 @@ from fastloop.experiments.ab.resume import fingerprint, fingerprint_source, refu
 from fastloop.experiments.ab.script_arms import ScriptArm, make_command, runs_under_this_python
 from fastloop.experiments.climb.attempt import BaseFailed
 from fastloop.experiments.climb.budget import Budget, Spent
+from fastloop.experiments.climb.candidates import LADDER as AS_LADDER
 from fastloop.experiments.climb.candidates import Start
 from fastloop.experiments.climb.interface import Runner
 from fastloop.experiments.climb.loop import Climb
@@ -86,7 +88,9 @@ def climb(
         runner = ProcessRunner(start, path, recorder.budget, **hands)
         with allow_quick_starts(scripts=script is not None):
             answer = _run(recorder, recorder.begin(runner), progress)
-    return dataclasses.replace(answer, text=f"{answer.text}{_describe_use(path, conf, more, overrides)}")
+    use = _describe_use(path, conf, more, overrides)
+    proof = _describe_proof(recorder.content(), [*_name_base(conf, script, args), *overrides], more)
+    return dataclasses.replace(answer, text=f"{answer.text}{use}{proof}")
 
 
 def _make_start(
@@ -121,6 +125,30 @@ def _describe_use(place: Path, conf: str | None, more: Sequence[str], overrides:
         configs = [part for config in (*more, str(place / LADDER)) for part in ("--config", config)]
         use = shlex.join(["fastloop", "run", conf, *configs, *overrides])
     return f"\n{text.rstrip()}\nUSE      {use}"
+
+
+def _name_base(conf: str | None, script: str | None, args: str) -> list[str]:
+    """Return the command line's words for the training that the climb began with."""
+    own = [] if script is None else ["--script", script, *(["--args", args] if args else [])]
+    return [*own, *([] if conf is None else [conf])]
+
+
+def _describe_proof(content: ClimbFile, base: Sequence[str], more: Sequence[str]) -> str:
+    """Describe how to prove the fastest ladder so far if the budget ended before that; empty if none was faster."""
+    if content.confirmed is not None or not content.partial:
+        return ""
+    lost, naive = {each.name for each in content.rungs}, content.naive.samples_per_s or math.inf
+    rates = {
+        name: rate
+        for name, rate in content.ladders_samples_per_s.items()
+        if name in list_shipped() and f"{AS_LADDER}{name}" not in lost and (rate or 0.0) > naive
+    }
+    fastest = max(rates, key=lambda name: rates[name] or 0.0, default=None)
+    vs = f"{content.run_dir}/{LADDER}" if content.stack.get("rungs") else fastest
+    if vs is None:
+        return ""
+    configs = [part for config in more for part in ("--config", config)]
+    return f"\nNEXT     prove the fastest so far: {shlex.join(['fastloop', 'ab', *base, *configs, '--vs', vs])}"
 
 
 def list_shipped() -> dict[str, Stack]:

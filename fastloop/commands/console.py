@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from fastloop.errors import ConfigError, FastLoopError
 from fastloop.experiments.trials.failures import NO_ROOM, Failed
 from fastloop.records import store
 from fastloop.records.store import Record
+
+SLOW_S = 2.0
+"""A command that is silent for longer says what it does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +160,23 @@ def parse_seconds(text: str, option: str) -> float:
     parts = found.groups(default="0") if found else ()
     total = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if total <= 0:
-        raise ConfigError(
-            got=f"{option} {text}", why="not a number followed by h, m or s", do="write 90s, 20m or 1h30m"
-        )
+        why = "it is 0" if found and text.strip() else "not a number followed by h, m or s"
+        why = "it is negative" if text.strip().startswith("-") else why
+        raise ConfigError(got=f"{option} {text}", why=why, do="write 90s, 20m or 1h30m")
     return total
+
+
+@contextlib.contextmanager
+def telling_if_slow(line: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Say a line if what is inside takes longer than two seconds."""
+    timer = threading.Timer(SLOW_S, say, (line,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def handle_signals() -> list[int]:

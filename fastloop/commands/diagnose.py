@@ -139,11 +139,9 @@ def _answer(
     enabled = tuple(step.rung for step in plan.steps)
     found = rules.list_findings(seen, collect_cards(), enabled, verdicts)
     then, later = rules.list_next_steps(found, seen, collect_cards(), enabled)
-    report = store.report_in(where)
-    lines = summary.write_lines(seen, plan, verdicts, found, None if report is None else str(report), name, then, later)
+    report, proof = store.report_in(where), rerun.to_prove(found, rerun.name_base(where))
+    lines = summary.write_lines(seen, plan, verdicts, found, report, name, then, later, proof)
     record = RunRecord(run_dir=str(where), plan=PlanFile.of(plan), measurement=seen, verdicts=verdicts, findings=found)
-    if patch := next((finding.patch for finding in found if finding.patch), None):
-        lines.insert(len(lines) - (report is not None), f"PROVE    {rerun.to_prove(where, patch)}")
     return Answer(
         text="\n".join([*lines, *(f"NOTE     {note}" for note in notes)]), json={**store.to_json(record), **more}
     )

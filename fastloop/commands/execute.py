@@ -16,6 +16,7 @@ from types import FrameType
 
 from fastloop import diagnose
 from fastloop.commands.console import Answer
+from fastloop.commands.rerun import name_command, to_prove
 from fastloop.config.loading import load_callback_config
 from fastloop.errors import ConfigError
 from fastloop.experiments.trials import reaper
@@ -71,7 +72,7 @@ def execute(
         with carried(make_orders(checked, path), os.environ) as (variables, private):
             code = _run(command, {**os.environ, **variables})
             events = read_events(private)
-        return _answer(name, path, code, events)
+        return _answer(name, path, code, events, name_command(command, config))
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -156,7 +157,12 @@ def _is_in_foreground() -> bool:
 # -- the answer -------------------------------------------------------------------------------------------------------
 
 
-def _answer(name: str, where: Path, code: int, events: Sequence[ScriptEvent]) -> Answer:
+def _answer(name: str, where: Path, code: int, events: Sequence[ScriptEvent], base: str) -> Answer:
+    """Make the answer.
+
+    Args:
+        base: the words for the command in one that tests a fix.
+    """
     if not is_first_rank():
         return Answer(text="", exit_code=code)
     record = load_run(where)
@@ -168,6 +174,7 @@ def _answer(name: str, where: Path, code: int, events: Sequence[ScriptEvent]) ->
     seen, plan = record.measurement, (record.plan or PlanFile()).to_plan()
     found, verdicts = record.findings or (), record.verdicts or ()
     then, later = diagnose.list_next_steps(found, seen, collect_cards(), tuple(step.rung for step in plan.steps))
-    lines = summary.write_lines(seen, plan, verdicts, found, store.report_in(where), name, then, later)
+    report, proof = store.report_in(where), to_prove(found, base)
+    lines = summary.write_lines(seen, plan, verdicts, found, report, name, then, later, proof)
     lines += [f"NOTE     {note}" for note in list_notes(events)]
     return Answer(text="\n".join(lines), json=content, exit_code=code)

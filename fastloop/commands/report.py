@@ -12,9 +12,6 @@ from fastloop.records import store
 from fastloop.records.run_files import load_run
 from fastloop.records.store import is_file
 
-EXPERIMENTS = ("comparison.json", "climb.json", "tune.json")
-"""What the directory of an experiment holds in place of a measurement."""
-
 
 def report(run_dir: str) -> Answer:
     """Return the report of a run directory as text, and its records as one object, like that of its own command.
@@ -28,7 +25,7 @@ def report(run_dir: str) -> Answer:
     text = path / "report.md"
     if not is_file(text):
         raise ConfigError(got=f"run directory {run_dir}", why="it contains no report.md", do=_suggest_instead(path))
-    of_experiment = next(filter(None, (store.read(path / name) for name in EXPERIMENTS)), None)
+    of_experiment = next(filter(None, (store.read(path / name) for name in store.EXPERIMENTS)), None)
     content = {**of_experiment, "run_dir": str(path)} if of_experiment else store.to_json(load_run(path))
     return Answer(text=read_text(text).rstrip("\n"), json=content)
 

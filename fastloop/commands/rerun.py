@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from fastloop.config.loading import load
 from fastloop.config.shipped import OF_RUN, find_shipped
 from fastloop.errors import ConfigError
+from fastloop.experiments.ab.script_arms import runs_under_this_python
 from fastloop.records.card import Patch
+from fastloop.records.plan import Finding
 from fastloop.records.run_files import load_environment
+from fastloop.records.secrets import mask_secrets
 from fastloop.records.store import is_file
 
 
@@ -39,8 +43,15 @@ def explain_rerun(trace: int | None) -> str:
     )
 
 
-def to_prove(where: Path, patch: Patch) -> str:
-    """Return the command that tests whether a patch makes this run faster, with the script's name if known."""
+def to_prove(found: Sequence[Finding], base: str) -> str | None:
+    """Return the command that tests whether the first patch makes a run faster; None without a patch.
+
+    Args:
+        base: the command line's words for the run.
+    """
+    patch: Patch | None = next((finding.patch for finding in found if finding.patch), None)
+    if patch is None:
+        return None
     rungs = patch.get("rungs") or {}
     named = [rung for rung, settings in rungs.items() if settings == {"enabled": True}]
     keys = [
@@ -49,12 +60,24 @@ def to_prove(where: Path, patch: Patch) -> str:
         if rung not in named
         for key, value in settings.items()
     ]
-    conf = find_configuration(where)
-    base = _name_script(where) if conf is None else shlex.quote(str(conf))
     return f"fastloop ab {base} --vs {','.join([*named, *keys])}"
 
 
-def _name_script(where: Path) -> str:
+def name_base(where: Path) -> str:
+    """Return the words for an earlier run: its configuration, or its script if that is known."""
+    if (conf := find_configuration(where)) is not None:
+        return shlex.quote(str(conf))
     argv = load_environment(where).argv
-    script, *given = argv if argv and argv[0].endswith(".py") else ("train.py",)
+    return _name_script(*argv) if argv and argv[0].endswith(".py") else _name_script("train.py")
+
+
+def name_command(command: Sequence[str], config: str | None = None) -> str:
+    """Return the words for a script's command, as it was run with a ladder."""
+    plain = len(command) > 1 and command[1].endswith(".py") and runs_under_this_python(command)
+    command = mask_secrets(command)
+    base = _name_script(*command[1:]) if plain else _name_script(shlex.join(command))
+    return base if config is None else f"{base} --config {shlex.quote(config)}"
+
+
+def _name_script(script: str, *given: str) -> str:
     return f"--script {shlex.quote(script)}" + (f" --args {shlex.quote(shlex.join(given))}" if given else "")

@@ -94,7 +94,7 @@ def classify_patch(text: str) -> tuple[Literal["more", "override"], str]:
     """Interpret a ``--vs``: ``key=value`` is an override, a path or a shipped name is a patch file.
 
     Raises:
-        ConfigError: neither, with the known names; or a recipe, to which patches are applied.
+        ConfigError: neither, with the known names; a key without its value; or a recipe, to which patches are applied.
     """
     key, equals, _ = text.partition("=")
     if equals and _KEY.fullmatch(key.strip()):
@@ -110,6 +110,8 @@ def classify_patch(text: str) -> tuple[Literal["more", "override"], str]:
             why="it is a recipe, but --vs takes a patch, rung or ladder",
             do="write a rung, a ladder, a file with the patch, or key=value",
         )
+    if (do := _suggest_value(text)) is not None:
+        raise ConfigError(got=repr(text), why="it is a key without = and a value", do=do)
     locate(text, Path(), got=repr(text))
     return "more", text
 
@@ -219,6 +221,8 @@ def _split(argument: str) -> list[str]:
 def _override(part: str, argument: str) -> Layer:
     key, equals, text = part.partition("=")
     path = tuple(key.strip().split("."))
+    if not equals and (do := _suggest_value(part)) is not None:
+        raise _make_override_error(argument, "it is a key without = and a value", do)
     if not equals or not _KEY.fullmatch(key.strip()):
         do = "write key=value, and quote a value that holds commas"
         if not equals and (is_path(part) or any(part in find_shipped(kind) for kind in KINDS[1:])):
@@ -235,6 +239,14 @@ def _override(part: str, argument: str) -> Layer:
     for inner in reversed(path):
         value = {inner: value}
     return Layer(Marked(value, {}, COMMAND_LINE))
+
+
+def _suggest_value(text: str) -> str | None:
+    """Return how to give a key its value; None if the text is no key with dots."""
+    if "." not in text or is_path(text) or not _KEY.fullmatch(text.strip()):
+        return None
+    section, *inner = text.strip().split(".")
+    return f"write {text.strip()}{'.enabled=true' if section == 'rungs' and len(inner) == 1 else '=VALUE'}"
 
 
 def _make_override_error(argument: str, why: str, do: str) -> ConfigError:

@@ -75,12 +75,7 @@ def check_keys(
         kind = schema[key]
         section = kind is dict or dataclasses.is_dataclass(kind)
         if section and not isinstance(value, dict):
-            example = "key: …" if kind is dict else f"{next(iter(list_fields(kind)))}: …"
-            if example == "enabled: …":
-                example = f"enabled: {'false' if str(value).lower() in _FALSE else 'true'}"
-            do = f"write {key}: {{{example}}}, or delete the line"
-            if origin.file == COMMAND_LINE:
-                do = f"write {full}.{example.replace(': ', '=')}"
+            do = _suggest_section(key, value, kind, full if origin.file == COMMAND_LINE else None)
             raise make_fault(full, origin, f"{full} is a section with keys of its own", do, value=value)
         if not section and isinstance(value, dict):
             raise make_fault(
@@ -88,6 +83,32 @@ def check_keys(
             )
         if dataclasses.is_dataclass(kind):
             check_keys(value, list_fields(kind), origin_of, here, getattr(kind, "coming", ()))
+
+
+def _suggest_section(key: str, value: Any, kind: Any, full: str | None) -> str:
+    """Return what to write in place of a single value or a list.
+
+    Args:
+        full: the full key if it was written on the command line, else None.
+    """
+    fields = {} if kind is dict else list_fields(kind)
+    items = [name for item in (value if isinstance(value, list) else [value]) for name in _list_names(item)]
+    named = [name for name in items if dataclasses.is_dataclass(fields.get(name))]
+    if named:
+        examples = [f"{name}.enabled=true" if full else f"{name}: {{enabled: true}}" for name in named]
+    elif next(iter(fields), "") == "enabled":
+        truth = "false" if str(value).lower() in _FALSE else "true"
+        examples = [f"enabled={truth}" if full else f"enabled: {truth}"]
+    else:
+        examples = [f"{next(iter(fields), 'key')}{'=' if full else ': '}…"]
+    if full:
+        return f"write {','.join(f'{full}.{example}' for example in examples)}"
+    return f"write {key}: {{{', '.join(examples)}}}, or delete the line"
+
+
+def _list_names(item: Any) -> list[str]:
+    """Return the names in an item of a list: itself, or its keys."""
+    return [name for name in (item if isinstance(item, dict) else [item]) if isinstance(name, str)]
 
 
 def read_settings(record: type[T], values: Mapping[str, Any], key: str, origins: Mapping[str, Origin]) -> T:

@@ -219,7 +219,9 @@ class ExperimentResult:
     run_dir: str = ""
     name: str = ""
     steps: int | None = None
-    """Steps of each run of the base."""
+    """Steps of each run of the base, unless the script ends sooner."""
+    ended_at: int | None = None
+    """The steps after which it does; None if it does not."""
     warmup_steps: int | None = None
     band_pct: float = 3.0
     """Differences within plus or minus this many percent count as no difference."""

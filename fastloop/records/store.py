@@ -45,6 +45,8 @@ NAMES = (
     "hparams.yaml",
 )
 """Files that a run may write into its directory, including the logger's two files."""
+EXPERIMENTS = ("comparison.json", "climb.json", "tune.json")
+"""What the directory of an experiment with a report holds in place of a measurement."""
 
 
 class Record(Protocol):

@@ -199,6 +199,8 @@ def test_a_budget_that_is_gone_leaves_a_climb_to_go_on_with(pretend: Callable[..
     assert "budget is too short" in found["stopped"] and "--resume a" in found["stopped"]
     assert "PARTIAL" in answer.text.splitlines()[0] and (tmp_path / "a" / "report.html").is_file()
     assert found["stack"]["rungs"] == {} and "USE" not in answer.text, "there is nothing to add"
+    fastest = max(found["ladders_samples_per_s"], key=lambda name: found["ladders_samples_per_s"][name])
+    assert answer.text.splitlines()[-1] == f"NEXT     prove the fastest so far: fastloop ab {NET} --vs {fastest}"
     assert yaml.safe_load((tmp_path / "a" / "ladder.yaml").read_text()) == {"rungs": found["stack"]["rungs"]}
 
 
@@ -225,7 +227,9 @@ def test_a_confirmation_that_does_not_fit_is_said_to_be_left(pretend: Callable[.
             return 700.0
 
     runners = pretend(lab_class=Soon)
-    found = content(asked(out="a"))
+    answer = asked("run.max_steps=90", out="a")
+    found, told = content(answer), f"NEXT     prove the fastest so far: fastloop ab {NET} run.max_steps=90"
+    assert answer.text.splitlines()[-1] == f"{told} --vs a/ladder.yaml"
     assert runners[0].confirmed == [] and found["confirmed"] is None and found["partial"] is True
     assert found["stopped"].endswith("; still to do: the confirmation, about 12 min; continue with --resume a")
     assert "no remaining rung" in found["stopped"]
@@ -234,6 +238,9 @@ def test_a_confirmation_that_does_not_fit_is_said_to_be_left(pretend: Callable[.
     assert cut[0].confirmed == [] and found["stack"]["rungs"]
     assert found["stopped"].startswith("the rest of the budget is too short for ")
     assert "; still to do: the confirmation, about 12 min; continue with --resume b" in found["stopped"]
+    Path("train.py").write_text("")
+    told = asked(conf=None, script="train.py", args="--lr 0.1", out="c").text.splitlines()[-1]
+    assert told.endswith("fastloop ab --script train.py --args '--lr 0.1' --vs c/ladder.yaml")
 
 
 def test_what_a_ceiling_was_taken_from_is_told_and_not_forgotten(pretend: Callable[..., Any]) -> None:

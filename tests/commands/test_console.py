@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import click
@@ -118,9 +119,15 @@ def test_times(text: str, expected: float) -> None:
     assert console.parse_seconds(text, "--budget") == expected
 
 
-@pytest.mark.parametrize("text", ["", "9", "0m", "20 minutes", "-3s", "m", "1e3", "2h30", "30s9m"])
+@pytest.mark.parametrize("text", ["", "9", "20 minutes", "m", "1e3", "2h30", "30s9m"])
 def test_invalid_durations(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--budget[\s\S]*not a number followed by h, m or s"):
+        console.parse_seconds(text, "--budget")
+
+
+@pytest.mark.parametrize(("text", "why"), [("-5m", "it is negative"), ("-3", "it is negative"), ("0m", "it is 0")])
+def test_durations_that_are_no_time(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--budget {text}\n  why {why}\n  do  write 90s"):
         console.parse_seconds(text, "--budget")
 
 
@@ -219,3 +226,18 @@ def test_an_argument_too_many_is_shown() -> None:
         group.main(["train", "hard"], standalone_mode=False)
     error = console.to_config_error(caught.value)
     assert error.got.endswith("train … hard") and "no further argument" in error.why and "--help" in error.do
+
+
+def test_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, told = list[str](), threading.Event()
+    with console.telling_if_slow("quick", said.append):
+        pass
+    monkeypatch.setattr(console, "SLOW_S", 0.01)
+
+    def say(line: str) -> None:
+        said.append(line)
+        told.set()
+
+    with console.telling_if_slow("slow", say):
+        assert told.wait(60)
+    assert said == ["slow"]

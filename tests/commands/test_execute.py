@@ -21,6 +21,10 @@ import pytest
 
 from fastloop.commands import execute
 from fastloop.errors import ConfigError
+from fastloop.records import store
+from fastloop.records.measurement import Measurement
+from fastloop.records.plan import Finding
+from fastloop.records.run_files import FINDINGS, MEASUREMENT, FindingsFile
 from fastloop.records.trial import ScriptEvent
 from tests.commands.command_line import ROOT, Said, alive, family, program, run, wait_for
 from tests.trainings import TRAIN
@@ -122,8 +126,16 @@ def test_several_ranks(launcher: tuple[str, ...], library: str, place: Path) -> 
 
 
 def test_what_could_not_be_written_is_in_the_object_too(tmp_path: Path) -> None:
-    answer = execute._answer("train", tmp_path, 0, [ScriptEvent(event="unwritten", why="no room")])
+    answer = execute._answer("train", tmp_path, 0, [ScriptEvent(event="unwritten", why="no room")], "x")
     assert answer.json is not None and answer.json["notes"] == ["the report could not be written: no room"]
+
+
+def test_it_ends_with_how_to_prove_its_fix(tmp_path: Path) -> None:
+    patch = {"rungs": {"workers": {"enabled": True}}}
+    found = FindingsFile(findings=(Finding(bottleneck="data_wait", patch=patch),))
+    store.save(tmp_path, {MEASUREMENT: Measurement(), FINDINGS: found})
+    answer = execute._answer("train", tmp_path, 0, [], "--script train.py --args '--lr 1'")
+    assert answer.text.splitlines()[-1] == "PROVE    fastloop ab --script train.py --args '--lr 1' --vs workers"
 
 
 @pytest.mark.slow
@@ -199,6 +211,9 @@ def test_a_command_that_cannot_be_started(place: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(place)
     with pytest.raises(ConfigError, match="there is no such command"):
         execute.execute(["no-such-program"])
+    (place / "src").mkdir()
+    with pytest.raises(ConfigError, match="it is a directory, not a script"):
+        execute.execute(["./src"])
     (place / "broken").write_text("#!/no/such/interpreter\n")
     (place / "broken").chmod(0o755)
     with pytest.raises(ConfigError, match="it cannot be started: No such file"):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastloop.commands.rerun import find_configuration, is_run, to_prove
+from fastloop.commands.rerun import find_configuration, is_run, name_base, name_command, to_prove
 from fastloop.config.layers import classify_patch
 from fastloop.config.loading import load_callback_config, to_yaml
+from fastloop.records.plan import Finding
 from tests.trainings import NET
 
 pytestmark = pytest.mark.short
@@ -50,7 +52,11 @@ def test_what_is_a_run(here: Path) -> None:
     assert not is_run("gpt2") and is_run("./gpt2"), "a recipe's name means the recipe"
 
 
-WORKERS = {"rungs": {"workers": {"enabled": True}}}
+def find(*rungs: Any) -> list[Finding]:
+    return [Finding(bottleneck="h2d"), *(Finding(bottleneck="data_wait", patch={"rungs": each}) for each in rungs)]
+
+
+WORKERS = find({"workers": {"enabled": True}}, {"pin": {"enabled": True}})
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,16 @@ WORKERS = {"rungs": {"workers": {"enabled": True}}}
 def test_a_scripts_patch_is_proven_on_the_script(argv: Any, base: str, here: Path) -> None:
     (here / "a" / "config.resolved.yaml").write_text(to_yaml(load_callback_config(None)[0]))
     (here / "a" / "env.json").write_text(json.dumps({"argv": argv}))
-    assert to_prove(Path("a"), WORKERS) == f"fastloop ab {base} --vs workers"
+    assert to_prove(WORKERS, name_base(Path("a"))) == f"fastloop ab {base} --vs workers"
+    assert to_prove(find(), "gpt2") is None
+
+
+def test_a_command_is_proven_as_it_was_run() -> None:
+    command = [sys.executable, "my train.py", "--lr", "0.1"]
+    assert name_command(command, "safe") == "--script 'my train.py' --args '--lr 0.1' --config safe"
+    assert "hunter2" not in name_command([*command, "--api-key", "hunter2-very-secret"])
+    assert name_command(["torchrun", "train.py", "--lr", "1"]) == "--script 'torchrun train.py --lr 1'"
+    assert name_command(["/another/python3", "train.py"]) == "--script '/another/python3 train.py'"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +93,7 @@ def test_a_scripts_patch_is_proven_on_the_script(argv: Any, base: str, here: Pat
 )
 def test_a_recipes_patch_is_proven_on_its_configuration(rungs: Any, vs: str, here: Path) -> None:
     (here / "a" / "config.resolved.yaml").write_text("base: cifar10\n")
-    asked = to_prove(Path("a"), {"rungs": rungs})
+    asked = to_prove(find(rungs), name_base(Path("a")))
     assert asked == f"fastloop ab a/config.resolved.yaml --vs {vs}"
     layered = [classify_patch(part) for part in vs.split(",")]
     assert all(kind in ("more", "override") for kind, _ in layered)

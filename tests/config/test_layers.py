@@ -173,7 +173,7 @@ LEFT_OPEN = ("a bracket or brace is left open", "close it, or quote the whole va
 @pytest.mark.parametrize(
     ("argument", "got", "why", "do"),
     [
-        ("run.seed", "run.seed", *KEY_VALUE),
+        ("run.seed", "run.seed", "it is a key without = and a value", "write run.seed=VALUE"),
         ("a=x,y", "a=x,y", *KEY_VALUE),
         ("a=1,", "a=1,", *KEY_VALUE),
         ("=1", "=1", *KEY_VALUE),
@@ -251,8 +251,21 @@ def test_a_patch_among_the_overrides_is_told_where_it_belongs(text: str) -> None
         override_layers([text])
     assert caught.value.do == f"write --config {text}"
     with pytest.raises(ConfigError) as other:
-        override_layers(["run.max_steps"])
+        override_layers(["max_steps"])
     assert other.value.do.startswith("write key=value")
+
+
+@pytest.mark.parametrize(
+    ("text", "do"),
+    [("recipe.size", "write recipe.size=VALUE"), ("rungs.amp", "write rungs.amp.enabled=true")],
+)
+def test_a_key_without_its_value_is_told_how_to_get_one(text: str, do: str) -> None:
+    with pytest.raises(ConfigError, match="it is a key without = and a value") as caught:
+        override_layers([f"run.seed=1,{text}"])
+    assert caught.value.do == do
+    with pytest.raises(ConfigError, match="it is a key without = and a value") as caught:
+        classify_patch(text)
+    assert caught.value.do == do
 
 
 def test_an_override_in_place_of_a_patch_is_told_where_it_belongs(tmp_path: Path) -> None:

@@ -202,6 +202,20 @@ TOP_HAS = "it has free, outer, flag"
             "write outer: {inner: …}, or delete the line",
         ),
         (
+            {"outer": ["inner", {"typo": 1}]},
+            ("outer",),
+            "outer: ['inner', {'typo': 1}]",
+            "outer is a section with keys of its own",
+            "write outer: {inner: {enabled: true}}, or delete the line",
+        ),
+        (
+            {"outer": [{"inner": {"count": 3}}]},
+            ("outer",),
+            "outer: [{'inner': {'count': 3}}]",
+            "outer is a section with keys of its own",
+            "write outer: {inner: {enabled: true}}, or delete the line",
+        ),
+        (
             {"free": [{"token": "hunter2"}]},
             ("free",),
             "free: [{'token': '***'}]",

@@ -28,7 +28,6 @@ from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu.forks import protect_children
 from fastloop.feeds.place.kept_order import Place
 from fastloop.ladder import collect_cards, verify
-from fastloop.records import store
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.report.run import summary
@@ -373,7 +372,7 @@ class FastLoop(Callback):
         self.words, where = run_directory.choose_words(self, trainer.lightning_module), self._find_directory(trainer)
         self.run_dir = where if where is not None and run_directory.write(where, self) else None
         if not self.quiet and (self._eyes is not None or self.config.ladder.enabled()):
-            report = None if self.run_dir is None else store.report_in(self.run_dir)
+            report = run_directory.describe_report(trainer, self)
             for line in summary.write_lines(
                 self.measurement, self.plan, self.verdicts, self.findings, report, **self.words
             ):

@@ -36,23 +36,41 @@ class WatchedFit(Protocol):
     findings: tuple[Finding, ...]
     words: Mapping[str, Any]
     unwritten: str | None
+    out: Path | None
+    run_dir: Path | None
 
 
 def choose_directory(trainer: Any, out: Path | None) -> Path | None:
-    """`out`, else a new path below the first logger's directory; None without a local one, and in fast_dev_run or
-    barebones."""
-    if out is not None:
+    """`out`, or a new path below it if it holds the report of an experiment. Without `out` a new path below the first
+    logger's directory; None without a local one, and in fast_dev_run or barebones."""
+    if out is None:
+        if trainer.fast_dev_run or trainer.barebones or not trainer.loggers:
+            return None
+        # Not trainer.log_dir: that one broadcasts between ranks.
+        logger = trainer.loggers[0]
+        base = getattr(logger, "log_dir", None) or logger.save_dir
+        if not base or "://" in str(base):
+            return None
+    elif any(store.is_file(out / name) for name in store.EXPERIMENTS) and store.report_in(out) is not None:
+        base = out
+    else:
         return out
-    if trainer.fast_dev_run or trainer.barebones or not trainer.loggers:
-        return None
-    # Not trainer.log_dir: that one broadcasts between ranks.
-    logger = trainer.loggers[0]
-    base = getattr(logger, "log_dir", None) or logger.save_dir
-    if not base or "://" in str(base):
-        return None
     first = Path(base) / "fastloop" / store.format_utc()
     later = (first.with_name(f"{first.name}-{count}") for count in itertools.count(2))  # two fits in one second
     return first if not first.exists() else next(path for path in later if not path.exists())
+
+
+def describe_report(trainer: Any, loop: WatchedFit) -> str:
+    """The report's path, and why it is not in `out`; or why there is none."""
+    if loop.run_dir is not None:
+        elsewhere = "" if loop.out in (None, loop.run_dir) else f"   ({loop.out} holds the report of an experiment)"
+        return f"{store.report_in(loop.run_dir)}{elsewhere}"
+    if loop.unwritten is not None:
+        return f"none: writing it failed: {loop.unwritten}"
+    if trainer.fast_dev_run or trainer.barebones:
+        return f"none: in {'fast_dev_run' if trainer.fast_dev_run else 'barebones'} nothing is written without out=DIR"
+    why = "the logger has no local directory" if trainer.loggers else "the Trainer has no logger"
+    return f"none: {why}; write FastLoop(out=DIR)"
 
 
 def choose_words(loop: WatchedFit, module: Any) -> dict[str, Any]:

@@ -54,10 +54,13 @@ def write(experiment: Experiment, name: str, *, partial: bool) -> ExperimentResu
 def summarize(experiment: Experiment, name: str, *, partial: bool) -> ExperimentResult:
     """Return the content of ``comparison.json``."""
     sides, base = experiment.sides, experiment.base.arm.config()
+    asked = experiment.base.steps or experiment.settings.steps
+    ran = [trial.measurement.total_steps or 0 for trial in experiment.base.trials() if trial.ok and trial.measurement]
     return ExperimentResult(
         run_dir=str(experiment.place),
         name=name,
-        steps=experiment.base.steps or experiment.settings.steps,
+        steps=asked,
+        ended_at=max(ran) if any(ran) and asked is not None and max(ran) < asked else None,
         warmup_steps=experiment.settings.warmup,
         band_pct=experiment.settings.band_pct,
         order=tuple(arm for arm, _ in experiment.order),
@@ -139,6 +142,7 @@ def list_flags(sides: Sequence[Side]) -> list[str]:
         *list_mixed_settings(sides),
         *_list_checkpoint_notes([trial for side in sides for trial in side.trials()]),
     ]
+    total = sum(len(side.runs) for side in sides)
     said: dict[str, dict[str, list[int]]] = {}
     shares: dict[str, list[int]] = {}
     for side in sides:
@@ -151,6 +155,8 @@ def list_flags(sides: Sequence[Side]) -> list[str]:
     for alike, runs in said.items():
         known = sorted(shares[alike])
         where = " and ".join(f"{name}, {format_spans(numbers)}" for name, numbers in runs.items())
+        if sum(map(len, runs.values())) == total > 1:
+            where = f"all {total} runs"
         share = " to ".join(map(str, dict.fromkeys((known[0], known[-1])))) if known else ""
         found.append(f"{where}: {alike.replace('{}', share)}")
     return found

@@ -30,6 +30,7 @@ from fastloop.experiments.trials.script_injection import (
     explain_unmeasured,
     find_first_step,
     list_notes,
+    make_folder_error,
     make_orders,
     name_of,
     read_events,
@@ -60,7 +61,7 @@ def make_command(script: str, args: str = "") -> tuple[str, ...]:
     """Return the command for ``--script`` and ``--args``: this Python runs a Python file, all else is as in a shell.
 
     Raises:
-        ConfigError: there is no such script or command.
+        ConfigError: there is no such script or command, or it is a directory.
     """
     try:
         given = [script] if is_file(Path(script)) else shlex.split(script)  # a path may hold spaces
@@ -69,6 +70,8 @@ def make_command(script: str, args: str = "") -> tuple[str, ...]:
         raise ConfigError(
             got=f"--script {script} --args {args}", why=f"it cannot be parsed: {error}", do="close the quotes"
         ) from None
+    if len(given) == 1 and Path(given[0]).is_dir():
+        raise make_folder_error(f"--script {given[0]}", Path(given[0]))
     if len(given) == 1 and given[0].endswith(".py"):
         if not is_file(Path(given[0])):
             raise ConfigError(

@@ -13,12 +13,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fastloop.experiments.trials import become, fork_server
@@ -28,6 +29,8 @@ OURS = ("fastloop.bridge.fit.dry_run", "fastloop.bridge.trials.ceilings", "fastl
 """Also imported for trials of configurations, whose program is ours."""
 PATIENCE_S = 120.0
 """Time limit for the server's imports."""
+SLOW_S = 2.0
+"""Imports that take longer are told."""
 FORKED = "forked"
 
 
@@ -77,9 +80,11 @@ class Server:
             return receive(self._socket, Reply)[0] or Reply()
         return Reply()
 
-    def greet(self) -> Greeting:
-        """Wait for the server's greeting and return it."""
+    def greet(self, say: Callable[[str], None] = lambda _: None) -> Greeting:
+        """Wait for the server's greeting and return it; `say` receives a line if that takes long."""
         if self._greeting is None:
+            if not select.select([self._socket], [], [], SLOW_S)[0]:
+                say("starting, torch and Lightning are imported first")
             self._greeting = Greeting(why="nothing could be imported ahead of it")
             with contextlib.suppress(OSError):
                 self._greeting = receive(self._socket, Greeting)[0] or self._greeting
@@ -118,14 +123,21 @@ def quick_starts(environ: Mapping[str, str], *, scripts: bool) -> Iterator[None]
 
 
 def start(
-    command: Sequence[str], *, cwd: Path, environ: Mapping[str, str], stdin: int, stdout: int, stderr: int
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    environ: Mapping[str, str],
+    stdin: int,
+    stdout: int,
+    stderr: int,
+    say: Callable[[str], None] = lambda _: None,
 ) -> tuple[tuple[Leash, socket.socket] | None, str | None]:
     """Fork a trial; returns what `reaper.start` returns, and how it started. If it cannot be forked, returns None and
-    the reason; None and None if there is no server."""
+    the reason; None and None if there is no server. `say` receives a line if it has to wait long."""
     if _server is None:
         return None, None
     command, variables = _apply_env(command, environ)
-    if (why := find_obstacle(command, cwd, variables, _server.greet())) is not None:
+    if (why := find_obstacle(command, cwd, variables, _server.greet(say))) is not None:
         return None, f"a new interpreter: {why}"
     ours, theirs = socket.socketpair()
     null = os.open(os.devnull, os.O_RDONLY)

@@ -35,6 +35,8 @@ WORK_S, BUSY = 5.0, 0.05
 process counts as computing. An idle background process, such as a watchdog, stays below it."""
 SAY_S = 5.0
 """Interval between two progress lines."""
+FIRST_STEPS = 1
+"""A command is compiling, if it does, until this many steps are done."""
 TOO_SLOW = "its steps take"
 """Begins the cause of a command that was ended because of its slow steps."""
 PACE_STEPS, PACE_TIMES = 3, 3
@@ -45,6 +47,10 @@ MOST_READ = 2**20
 """How many of the last bytes of stderr are read: the stacks of many processes are long."""
 TAIL_LINES, BESIDE_STACKS = 12, 4
 """How many of the last lines of stderr are kept; the second number applies when there are thread stacks too."""
+_ERROR, _WARNING = (
+    re.compile(words, re.IGNORECASE)
+    for words in ("error|exception|fail|fatal|abort|cannot|denied|no such|not found|invalid|out of memory", "warn")
+)
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\n\t\x20-\x7e\u00a0-\U0010ffff]")
 
 
@@ -112,6 +118,7 @@ def supervise(
             stdin=stdin,
             stdout=out.fileno(),
             stderr=err.fileno(),
+            say=progress or (lambda _: None),
         )
         started = forked or reaper.start(command, cwd=cwd, env=env, stdin=stdin, stdout=out, stderr=err)
         with _held(started, limits.grace_s) as (process, hold):
@@ -224,6 +231,7 @@ def _wait(
         if progress is not None and now - said > SAY_S:
             said = now
             at = "starting" if step is None else f"step {step}" + (f" of {steps}" if steps else "")
+            at += "" if step is None or step > FIRST_STEPS else " (the first steps may compile)"
             progress(f"{at}, {now - begun:.0f} s so far")
     return None
 
@@ -314,8 +322,16 @@ def _find_cause(code: int, why: str | None, ranks: str, step: int | None, tail: 
         name = _name(-code)
         guess = ": out of memory, or killed from outside" if name == "SIGKILL" else ""
         return f"killed by {name}{at}{guess}"
-    last = tail.splitlines()[-1].strip() if tail else "it printed nothing"
-    return f"exit code {code}{at}: {last}"
+    return f"exit code {code}{at}: {_find_error(code, tail.splitlines()) if tail else 'it printed nothing'}"
+
+
+def _find_error(code: int, lines: Sequence[str]) -> str:
+    """Return the last line if it is an error: a traceback's, one by its words, or the text of ``sys.exit(text)``."""
+    last = lines[-1].strip()
+    frame = max((place for place, line in enumerate(lines) if line.startswith('  File "')), default=len(lines))
+    raised = [line for line in lines[frame:] if not line.startswith(" ")] == [lines[-1]]
+    said = (code == 1 or _ERROR.search(last)) and not _WARNING.search(last)
+    return last if raised or said else "it gave no error"
 
 
 def _name(number: int) -> str:

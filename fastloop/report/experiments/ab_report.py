@@ -213,7 +213,9 @@ def _make_sections(result: ExperimentResult, pairs: Sequence[Pair]) -> tuple[Sec
     for failure, line in zip(result.failures, list_failures(result), strict=True):
         made.append(Section(title=f"Failed: {failure.arm}", text=(line,), code=failure.tail))
     warm = format_number(result.warmup_steps, ",.0f")
-    how = f"{format_number(result.steps, ',.0f')} steps a run, {warm} of them before the window. {AGAIN}"
+    asked, ended = format_number(result.steps, ",.0f"), result.ended_at
+    steps = f"{asked} steps a run" if ended is None else f"{ended:,} steps a run ({asked} asked)"
+    how = f"{steps}, {warm} of them before the window. {AGAIN}"
     return (
         *made,
         Section(title="Every run, in order", table=tabulate_runs(result)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import indent, wrap
 
-from fastloop.records.climb import Attempt, ClimbFile, Confirmation, select_broken, select_unanswered
+from fastloop.records.climb import Attempt, ClimbFile, Confirmation, Speed, select_broken, select_unanswered
 from fastloop.records.yaml_text import dump_yaml
 from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.drawing.html import draw_reports
@@ -47,12 +47,12 @@ def write_lines(climb: ClimbFile) -> list[str]:
         ("NOTE", [_describe_other_rates(climb)]),
         ("KEPT", [f"{each.name}: {climb_rows.describe_saving(each)}" for each in kept]),
         ("IDLE", [f"{', '.join(idle)}: no effect here, see report.md"] if (idle := _collect_idle(climb)) else []),
-        ("NOT KEPT", [f"{each.name}: {each.why or 'n/a'}" for each in back]),
+        ("NOT KEPT", [": ".join(filter(None, (each.name, each.why))) for each in back]),
         ("DROPPED", [", ".join(dropped) + ": not slower without"] if (dropped := _list_dropped(climb)) else []),
         ("LADDERS", [_list_ladders(climb)]),
         ("CEILINGS", [f"{limits} samples/s"] if limits else []),
         ("STOPPED", [_describe_end(climb).removeprefix(f"{why}; ")]),
-        ("ON", [", ".join(describe_hardware(climb.hardware))]),
+        ("ON", [on if (on := ", ".join(describe_hardware(climb.hardware))) != "n/a" else ""]),
         ("FILES", [climb.run_dir]),
     ]
     partial = f"   {PARTIAL}" if climb.partial else ""
@@ -96,7 +96,7 @@ def make_document(climb: ClimbFile) -> Document:
         tone="good" if good else "unknown",
         lede=_explain(climb),
         lines=tuple(write_lines(climb)),
-        also=tuple(filter(None, [f"{rates[:1].upper()}{rates[1:]}.", predicted])),
+        also=tuple(filter(None, [f"{rates[:1].upper()}{rates[1:]}." if rates else "", predicted])),
         run=tuple(filter(None, [climb.name, *describe_hardware(climb.hardware)])),
         flags=(PARTIAL,) if climb.partial else (),
         pictures=climb_picture.draw(climb),
@@ -113,7 +113,7 @@ def write_ladder_yaml(climb: ClimbFile) -> str:
     head = [
         f"The ladder that fastloop climb found for {climb.name or 'n/a'} on {'; '.join(where)}.",
         f"{_explain(climb)}.",
-        f"{_compare_rates(climb)}.",
+        *([f"{rates}."] if (rates := _compare_rates(climb)) else []),
         "To use it: fastloop run CONF --config THIS_FILE, or FastLoop(THIS_FILE) in a script",
     ]
     text = _write_comment(head, "") + ("rungs:\n" if stack else "rungs: {}\n")
@@ -177,8 +177,8 @@ def _explain(climb: ClimbFile) -> str:
 
 
 def _compare_rates(climb: ClimbFile) -> str:
-    """Describe both ends of the climb as its trials measured them, without a ratio, which needs fresh runs."""
-    ends = (("naive", climb.naive), ("top", climb.top))
+    """Describe the measured ends of the climb by its trials, without a ratio, which needs fresh runs."""
+    ends = [(name, end) for name, end in (("naive", climb.naive), ("top", climb.top)) if end != Speed()]
     rates = [(name, climb_rows.compute_rate(climb, end), end.step_ms) for name, end in ends]
     return ", ".join(
         f"{name} {format_short(rate)} samples/s ({format_short(step_ms, 'ms')} a step)" for name, rate, step_ms in rates
@@ -213,7 +213,8 @@ def _list_dropped(climb: ClimbFile) -> list[str]:
 
 def _list_ladders(climb: ClimbFile) -> str:
     """List the shipped ladders with their measured rates, the fastest first."""
-    rates = sorted(climb.ladders_samples_per_s.items(), key=lambda each: -(each[1] or 0.0))
+    known = [(name, rate) for name, rate in climb.ladders_samples_per_s.items() if rate is not None]
+    rates = sorted(known, key=lambda each: -each[1])
     return ", ".join(f"{name} {format_short(rate)}" for name, rate in rates) + (
         " samples/s, one run each" if rates else ""
     )

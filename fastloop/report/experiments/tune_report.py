@@ -53,7 +53,10 @@ def _split_headline(tuning: TuningFile) -> tuple[str, str]:
         return "BEST", f"{key} = {_format(tuning.best)}"
     if tuning.partial:
         return "NOT FINISHED", key
-    return ("NOTHING TO GAIN FROM" if any(map(_ran, tuning.points)) else "NO VALUE RAN OF"), key
+    others = [point for point in tuning.points if point.value != tuning.as_it_is]
+    if tuning.points and not others and _ran(tuning.points[0]):
+        return "NOTHING TRIED OF", key
+    return ("NOTHING TO GAIN FROM" if any(map(_ran, others)) else "NO VALUE RAN OF"), key
 
 
 def make_document(tuning: TuningFile) -> Document:

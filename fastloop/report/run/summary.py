@@ -81,16 +81,18 @@ def write_lines(
     name: str = "",
     then: Sequence[str] = (),
     later: Sequence[str] = (),
+    proof: str | None = None,
 ) -> list[str]:
     """Return at most 12 lines, verdict first. They claim no speed-up of a rung: only an A/B can show one.
 
     If there are more, some of one kind share a line; no reason is left out.
 
     Args:
-        report: the path of the report.
+        report: the path of the report, or why there is none.
         name: the name of the recipe or configuration.
         then: what to try after the fixes.
         later: what to try once the device is the limit.
+        proof: the command that tests the first fix.
     """
     titles = list_titles(findings)
     alarms = [finding.alarm for finding in findings if finding.alarm]
@@ -109,6 +111,7 @@ def write_lines(
         ("NOTE", [_flatten(note) for note in list_caveats(seen, findings)]),
         ("FIX", list_fixes(findings, titles)),
         *_list_next(then, later),
+        ("PROVE", [proof] if proof else []),
         ("REPORT", [str(report)] if report else []),
     ]
     join_lines(kinds, MOST_LINES - len(head))

@@ -202,21 +202,48 @@ def test_files_go_below_the_log_dir(kind: type, tmp_path: Path) -> None:
         assert re.fullmatch(r"\d{8}T\d{6}Z(-\d+)?", place.name) and {path.name for path in place.iterdir()} == FILES
 
 
-def test_without_a_log_dir_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    loop = FastLoop(quiet=True)
+@pytest.mark.parametrize("kind", ["comparison.json", "climb.json", "tune.json"])
+def test_the_report_of_an_experiment_is_not_replaced(kind: str, tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / kind).write_text("{}")
+    fit(FastLoop(out=tmp_path))
+    assert (tmp_path / "report.md").is_file(), "there was no report to replace"
+    (tmp_path / "report.html").unlink()
+    (tmp_path / "report.md").write_text("of the experiment")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    loop = FastLoop(out=tmp_path)
     fit(loop)
-    assert loop.run_dir is None and list(tmp_path.iterdir()) == []
+    assert loop.run_dir is not None and loop.run_dir.parent == tmp_path / "fastloop"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    report = loop.run_dir / "report.html"
+    assert said[-1] == f"REPORT   {report}   ({tmp_path} holds the report of an experiment)"
 
 
-def test_a_log_dir_on_another_machine_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, "the Trainer has no logger; write FastLoop(out=DIR)"),
+        ({"fast_dev_run": 2}, "in fast_dev_run nothing is written without out=DIR"),
+    ],
+    ids=["no logger", "fast_dev_run"],
+)
+def test_without_a_log_dir_nothing_is_written(
+    settings: Any, why: str, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loop = FastLoop()
+    fit(loop, **settings)
+    assert loop.run_dir is None and list(tmp_path.iterdir()) == [] and said[-1] == f"REPORT   none: {why}"
+
+
+def test_a_log_dir_on_another_machine_is_none(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     class Remote(DummyLogger):
         save_dir = "s3://bucket/runs"
 
-    loop = FastLoop(quiet=True)
+    loop = FastLoop()
     fit(loop, logger=Remote())
+    assert said[-1] == "REPORT   none: the logger has no local directory; write FastLoop(out=DIR)"
     assert loop.run_dir is None and loop.measurement is not None and list(tmp_path.iterdir()) == []
 
 
@@ -266,7 +293,8 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
     fit(loop)
     warnings = [line for line in said if "could not be written" in line]
     assert len(warnings) == 1 and str(where) in warnings[0]
-    assert loop.run_dir is None and loop.measurement is not None and not any("REPORT" in line for line in said)
+    assert loop.run_dir is None and loop.measurement is not None
+    assert said[-1] == f"REPORT   none: writing it failed: {loop.unwritten}"
     assert loop.unwritten == ("read-only" if kind == "no permission" else "Not a directory")
 
 

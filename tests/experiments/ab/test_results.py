@@ -71,6 +71,17 @@ def test_the_top_copies_the_first_comparison(tmp_path: Path) -> None:
     json.dumps(content, allow_nan=False)
 
 
+def test_a_script_that_ends_sooner_than_asked_is_told(tmp_path: Path) -> None:
+    made = done(tmp_path, amp())
+    for number in made.base.runs:
+        measured(made.base, number, total_steps=40)
+    assert results.summarize(made, "train", partial=False).ended_at is None
+    for number in made.base.runs:
+        measured(made.base, number, total_steps=28)
+    found = results.summarize(made, "train", partial=False)
+    assert (found.steps, found.ended_at) == (40, 28)
+
+
 def measured(side: Side, number: int, **changes: Any) -> None:
     """Let a run have measured something else."""
     trial = side.runs[number]
@@ -95,6 +106,14 @@ def test_throttling_and_short_windows_are_flagged_once_for_an_arm_with_its_runs(
     for steps in (9, 0):  # without a timed step there is no rate, and this is why
         measured(made.sides[1], 1, state=(), window_too_short=True, steps=steps)
         assert results.list_flags(made.sides)[-1] == f"amp, run-1: window too short: {steps} steps"
+
+
+def test_a_flag_of_every_run_names_none(tmp_path: Path) -> None:
+    made = done(tmp_path, amp())
+    for side in made.sides:
+        for number in side.runs:
+            measured(side, number, state=("the CPUs were oversubscribed",))
+    assert results.list_flags(made.sides) == ["all 6 runs: the CPUs were oversubscribed"]
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,13 @@ def test_the_command_behind_a_script(tmp_path: Path) -> None:
     assert make_command(f"env -i python '{spaced}'") == ("env", "-i", "python", str(spaced))
     with pytest.raises(ConfigError, match=r"--script no\.py\n  why there is no such file"):
         make_command("no.py")
+    (tmp_path / "src").mkdir()
+    with pytest.raises(ConfigError, match=r"it is a directory, not a script\n  do  write the path of a script"):
+        make_command(str(tmp_path / "src"))
+    for name in ("model.py", "train.py"):
+        (tmp_path / "src" / name).touch()
+    with pytest.raises(ConfigError, match=r"do  write a script in it: .*/src/train\.py"):
+        make_command(str(tmp_path / "src"))
     with pytest.raises(ConfigError, match="cannot be parsed"):
         make_command(str(TRAIN), "'open")
     with pytest.raises(ConfigError, match="there is no such command"):

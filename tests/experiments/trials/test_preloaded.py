@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 
 from fastloop.experiments.trials import preloaded
 from fastloop.experiments.trials import supervise as seam
+from fastloop.experiments.trials.fork_server import Greeting, send
 from fastloop.experiments.trials.supervise import Ended, Limits, read_last_lines, supervise
 from fastloop.experiments.trials.trial import make_environment
 from tests.commands.command_line import ROOT, wait_for
@@ -213,6 +215,20 @@ def test_an_environment_may_be_larger_than_a_message_of_a_socket(
     with preloaded.quick_starts(make_environment(os.environ), scripts=True):
         forked, executed = try_both(sys.executable, str(script))
     assert forked[1] == executed[1] == "240000\n"
+
+
+def test_imports_that_take_long_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preloaded, "SLOW_S", 0.01)
+    waiting, (ours, theirs) = object.__new__(preloaded.Server), socket.socketpair(type=socket.SOCK_SEQPACKET)
+    waiting._socket, waiting._greeting, said = ours, None, list[str]()
+
+    def answer(line: str) -> None:
+        said.append(line)
+        send(theirs, Greeting())
+
+    with ours, theirs:
+        assert waiting.greet(answer).why is None and waiting.greet(answer).why is None
+    assert said == ["starting, torch and Lightning are imported first"]
 
 
 def test_a_server_that_is_gone_leaves_trials_as_they_were(script: Path, tmp_path: Path) -> None:

@@ -110,6 +110,14 @@ def test_it_reads_from_the_descriptor_it_is_given_and_else_from_nothing(tmp_path
         ("import sys; sys.exit('no luck')", "exit code 1: no luck"),
         ("raise ValueError('wrong number')", "exit code 1: ValueError: wrong number"),
         ("import sys; sys.exit(3)", "exit code 3: it printed nothing"),
+        ("import sys, warnings; warnings.warn('no error at all'); sys.exit(7)", "exit code 7: it gave no error"),
+        ("import sys, warnings; warnings.warn('slow'); sys.exit(1)", "exit code 1: it gave no error"),
+        ("import sys; print('done', file=sys.stderr); sys.exit(7)", "exit code 7: it gave no error"),
+        (
+            "import sys; print('run.py: error: no --lr', file=sys.stderr); sys.exit(2)",
+            "exit code 2: run.py: error: no --lr",
+        ),
+        ("raise UserWarning('slow')", "exit code 1: UserWarning: slow"),
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
         (
             "import os; open('beat', 'w').write('5 9'); os.kill(os.getpid(), 9)",
@@ -268,7 +276,8 @@ def test_progress_is_told_now_and_then(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(seam, "SAY_S", 0.9)
     lines: list[str] = []
     assert waited(write_every(1.5, tmp_path / "beat"), tmp_path, ends_s=4.5, progress=lines.append) is None
-    assert lines == [f"{at} s so far" for at in ("starting, 1", "step 1 of 9, 2", "step 2 of 9, 3", "step 2 of 9, 4")]
+    first = "step 1 of 9 (the first steps may compile), 2"
+    assert lines == [f"{at} s so far" for at in ("starting, 1", first, "step 2 of 9, 3", "step 2 of 9, 4")]
 
 
 @pytest.mark.parametrize(

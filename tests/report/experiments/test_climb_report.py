@@ -130,6 +130,12 @@ def test_at_most_fourteen_lines_and_every_rung_in_them(run: str) -> None:
     assert ("PARTIAL" in lines[0]) is bool(content.get("partial"))
 
 
+def test_what_is_unknown_has_no_line() -> None:
+    content = opened({"run_dir": "a", "partial": True, "ladders_samples_per_s": {"full": None}})
+    assert not [line for line in climb_report.write_lines(content) if "n/a" in line]
+    assert not climb_report.make_document(content).also
+
+
 def test_the_lines_say_predicted_measured_and_why_not() -> None:
     lines = climb_report.write_lines(opened(CLIMBS["climbed"]()))
     assert "KEPT     workers: saved 560 ms (95 % interval 556 to 564, predicted 590)" in lines

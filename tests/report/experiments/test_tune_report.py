@@ -48,11 +48,13 @@ def test_the_whole_answer() -> None:
     ("content", "said"),
     [
         (tune([(0, 5.0, ""), (2, 5.0, "")], None), "NOTHING TO GAIN FROM rungs.workers.count"),
+        (tune([(0, 5.0, "")], None) | {"as_it_is": 0}, "NOTHING TRIED OF rungs.workers.count"),
+        (tune([(0, 5.0, ""), (2, None, "no")], None) | {"as_it_is": 0}, "NO VALUE RAN OF rungs.workers.count"),
         (TUNES["all-failed"](), "NO VALUE RAN OF rungs.workers.count"),
         ({}, "NO VALUE RAN OF n/a"),
         (tune([(0, 5.0, "")], 0), "BEST rungs.workers.count = 0"),
     ],
-    ids=["none", "failed", "empty", "zero"],
+    ids=["none", "only the base", "only the base ran", "failed", "empty", "zero"],
 )
 def test_the_headline(content: dict[str, Any], said: str) -> None:
     assert tune_report.describe_verdict(opened(content)) == said and tune_report.write_lines(opened(content))[
