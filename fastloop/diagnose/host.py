@@ -6,7 +6,7 @@ from fastloop.diagnose.attribution import COMPUTE, WORTH_NAMING_PCT, Attribution
 from fastloop.diagnose.finding import ORDINARY_MS, weigh
 from fastloop.diagnose.remedies import NO_RUNG, Remedy, Rungs
 from fastloop.records.plan import Finding
-from fastloop.records.readings import CPU_WORTH_PCT, convolves, read_activity, to_number
+from fastloop.records.readings import ANOMALY_MODE, CPU_WORTH_PCT, convolves, read_activity, to_number
 
 TINY_STEP_MS = 5.0
 """Below this, a CPU step is short compared with the overhead of any training loop."""
@@ -230,10 +230,32 @@ def _find_aside(step: Attribution) -> float:
     forward, backward = step.parts_ms.get("forward", 0.0), step.parts_ms.get("backward", 0.0)
     asleep = (step.inside.blocked if step.inside else None) or 0.0
     more, seen = forward - backward - asleep, step.measured
-    if (seen.evidence.get("model") or {}).get("calls_backward"):
-        return 0.0  # gradients computed inside training_step count as its own time
+    if (seen.evidence.get("model") or {}).get("calls_backward") or ANOMALY_MODE in seen.evidence:
+        return 0.0  # training_step includes a backward, or the stack traces of anomaly mode
     least = ASIDE_OF_CONVOLUTIONS if convolves(seen) else ASIDE
     return more if backward and more >= least * forward else 0.0
+
+
+def find_anomaly_mode(step: Attribution) -> Finding | None:
+    """Find the autograd engine's debugging mode, named however little of its cost is known.
+
+    On the CPU the forward's time beyond the backward is a lower bound: the traces are taken in the forward, and without
+    them the backward takes longer.
+    """
+    if ANOMALY_MODE not in step.measured.evidence:
+        return None
+    asleep = (step.inside.blocked if step.inside else None) or 0.0
+    least = step.parts_ms.get("forward", 0.0) - step.parts_ms.get("backward", 0.0) - asleep
+    known = not step.on_gpu and step.to_pct(least) >= WORTH_NAMING_PCT
+    return Finding(
+        bottleneck="host_other",
+        share_pct=step.to_pct(least) if known else None,
+        why="anomaly mode is on: it stores a stack trace for each operation and searches each gradient for NaN"
+        f"{f', at least {step.format_ms(least)}' if known else ''}; {NO_RUNG}: outside of debugging, switch it off"
+        " (Trainer(detect_anomaly=False), torch.autograd.set_detect_anomaly(False)) and measure again",
+        title="SLOWED BY ANOMALY MODE",
+        alarm=f"at least {step.to_pct(least):.0f} % of the step" if known else "",
+    )
 
 
 def _describe_passes(step: Attribution) -> str:

@@ -23,6 +23,8 @@ CPU_WORTH_PCT = 10.0
 training: twenty healthy trainings beside other work on two cores read up to 9.6 %."""
 OPTIMIZER = "optimizer"
 """Among the evidence: which optimizers are not torch's own, and what fusing the others would save."""
+ANOMALY_MODE = "anomaly_mode"
+"""Among the evidence: the autograd engine looked for anomalies; absent if it did not."""
 OFTEN = 0.5
 """Synchronizations per step above which a line counts as a cost of each step."""
 HAND_OVER_MS, CROWDED_HAND_OVER_MS = 0.5, 3.0

@@ -12,6 +12,8 @@ from tests.diagnose.scenes import cifar10_launches, findings, gpt2_naive, on_cpu
 
 ITEM = {"where": "train.py:40", "what": ".item()", "per_step": 1.0, "ms_per_step": 2.0, "instead": "log it detached"}
 
+ANOMALY: dict[str, Any] = {"evidence": {"anomaly_mode": {"is_on": True}}}
+
 
 def names(seen: Any, enabled: tuple[str, ...] = ()) -> list[str]:
     return [finding.bottleneck for finding in findings(seen, enabled)]
@@ -414,6 +416,24 @@ def test_work_without_gradients_in_a_training_step(
 def test_a_forward_that_takes_long_without_work_aside(model: dict[str, Any], backward: float, is_named: bool) -> None:
     (finding, *_) = findings(on_cpu(forward=30.0, backward=backward, optimizer=1.0, evidence={"model": model}))
     assert (finding.title == "WORK WITHOUT GRADIENTS") is is_named
+
+
+@pytest.mark.parametrize(
+    ("seen", "share"),
+    [
+        (on_cpu(forward=30.0, backward=5.0, optimizer=1.0, blocked_ms=0.0, **ANOMALY), 62.5),
+        (on_cpu(forward=30.0, backward=5.0, optimizer=1.0, blocked_ms=5.0, **ANOMALY), 50.0),
+        (on_cpu(data_wait=12.0, **ANOMALY), None),
+        (cifar10_launches(**ANOMALY), None),
+    ],
+    ids=["a long forward", "asleep, too", "a long backward", "GPU"],
+)
+def test_anomaly_mode_is_named_as_what_it_is_and_first(seen: Any, share: float | None) -> None:
+    """It was called work without gradients, because it takes its stack traces in the forward."""
+    first, *others = findings(seen)
+    assert (first.bottleneck, first.title, first.share_pct) == ("host_other", "SLOWED BY ANOMALY MODE", share)
+    assert "Trainer(detect_anomaly=False)" in first.why and "WORK WITHOUT GRADIENTS" not in [f.title for f in others]
+    assert first.alarm == ("" if share is None else f"at least {share:.0f} % of the step")
 
 
 def test_a_hook_takes_no_longer_than_all_hooks() -> None:
