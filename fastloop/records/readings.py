@@ -214,9 +214,14 @@ def describe_decoding(seen: Measurement) -> str | None:
     return None if decode_ms is None else f"decoding takes {decode_ms:.1f} ms an image on one core"
 
 
+def is_crowded(seen: Measurement) -> bool:
+    """Whether the training waited long for a CPU."""
+    return bool(seen.evidence.get("cpu", {}).get("crowded"))
+
+
 def find_hand_over_ms(seen: Measurement) -> float:
     """Upper limit of the cost of taking a batch from a worker process here."""
-    return CROWDED_HAND_OVER_MS if seen.evidence.get("cpu", {}).get("crowded") else HAND_OVER_MS
+    return CROWDED_HAND_OVER_MS if is_crowded(seen) else HAND_OVER_MS
 
 
 def is_worth_handing_over(seen: Measurement) -> bool:

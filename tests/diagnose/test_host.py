@@ -271,6 +271,28 @@ def test_a_host_asleep_on_the_cpu(blocked: float | None, named: bool) -> None:
         assert "off the CPU" in found[0].why and "in forward)" in found[0].why and found[0].patch is None
 
 
+@pytest.mark.parametrize(
+    ("in_forward", "cpu", "asleep"),
+    [
+        (4.0, {"crowded": True, "threads": 2}, None),
+        (9.0, {"crowded": True, "threads": 2}, 7.0),
+        (4.0, {"crowded": True, "threads": 1}, 12.0),
+        (4.0, {"crowded": True}, 12.0),
+        (4.0, {}, 12.0),
+        (None, {"crowded": True, "threads": 2}, 12.0),
+    ],
+    ids=["threads wait", "sleep, too", "one thread", "an older file", "idle CPUs", "unknown"],
+)
+def test_on_crowded_cpus_torchs_threads_wait_and_no_host_sleeps(
+    in_forward: float | None, cpu: dict[str, Any], asleep: float | None
+) -> None:
+    """Two threads beside two busy processes: the wait for the other thread was called sleep."""
+    parts = {"forward": 16.0, "backward": 20.0, "optimizer": 4.0}
+    (finding,) = findings(on_cpu(**parts, blocked_ms=12.0, forward_blocked_ms=in_forward, evidence={"cpu": cpu}))
+    assert finding.title == ("CPU OVERSUBSCRIBED" if asleep is None else "HELD UP BY THE HOST")
+    assert asleep is None or f"off the CPU for {asleep:.1f} of 40.0 ms" in finding.why
+
+
 def test_with_several_ranks_a_backward_may_wait_for_the_exchange() -> None:
     waits = {"blocked_ms": 20.0, "host_ms": {"forward": 8.0, "backward": 22.0}}
     assert names(on_cpu(**waits)) == ["host_other"]

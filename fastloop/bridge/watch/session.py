@@ -229,9 +229,8 @@ class Session:
             found = {OPTIMIZER: describe_optimizers(trainer.optimizers)}
             seen = dataclasses.replace(seen, evidence={**seen.evidence, **found})
         if (crowded := self._describe_crowd()) is not None:
-            seen = dataclasses.replace(
-                seen, state=(*seen.state, crowded), evidence={**seen.evidence, "cpu": {"crowded": True}}
-            )
+            found = {"cpu": {"crowded": True, "threads": torch.get_num_threads()}}
+            seen = dataclasses.replace(seen, state=(*seen.state, crowded), evidence={**seen.evidence, **found})
         if self._profiler is not None and trainer.profiler is not self._profiler:
             seen = dataclasses.replace(seen, state=(*seen.state, REPLACED))
         if self._live is not None:
