@@ -122,7 +122,7 @@ def _find_tiny_step(step: Attribution, rungs: Rungs) -> Finding | None:
         return None
     facts = f"the step is too short for the training loop around it, which takes {cost.time}"
     remedy = rungs.choose(step.measured, "tiny_step", "more work per step: a larger batch (which changes the training)")
-    return cost.explain(facts, remedy, title="LOOP OVERHEAD: STEP TOO SHORT")
+    return cost.explain(facts, remedy, title="LOOP OVERHEAD: SHORT STEP")
 
 
 def _describe_source(step: Attribution, inside: Inside) -> tuple[str, str]:
@@ -161,7 +161,7 @@ def find_callbacks_logging(step: Attribution, rungs: Rungs) -> Finding | None:
             " or drop sync_dist in training"
         )
     elif _is_mostly(hooks, SCHEDULER):
-        title = "HELD UP BY THE LR SCHEDULER"
+        title = "HELD UP BY LR SCHEDULER"
         advice = (
             "most of it is the step of your learning rate scheduler: make it cheaper, or let it step each epoch"
             ' ("interval": "epoch" in configure_optimizers) or every N steps ("frequency"), which changes its schedule'

@@ -252,7 +252,7 @@ def test_a_scheduler_is_not_told_to_log_less(other: float, its_own: bool) -> Non
     hooks = {"Net.lr_scheduler_step": 10.0, "Slow.on_train_batch_start": other}
     (finding,) = findings(on_cpu(callbacks_logging=20.0, hooks_ms=hooks))
     assert finding.bottleneck == "callbacks_logging" and "Net.lr_scheduler_step 10.00 ms" in finding.why
-    assert (finding.title == "HELD UP BY THE LR SCHEDULER") is its_own and finding.patch is None
+    assert (finding.title == "HELD UP BY LR SCHEDULER") is its_own and finding.patch is None
     assert ('"interval": "epoch"' in finding.why) is its_own and ("log_every_n_steps" in finding.why) is not its_own
 
 
