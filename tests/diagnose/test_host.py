@@ -362,6 +362,24 @@ def test_what_lightning_does_for_every_batch_is_answered_by_host(
     assert [each.patch for each in found] == [HOST if is_lightnings else None]
 
 
+@pytest.mark.parametrize(("part", "hooks"), [("host_other", {}), ("callbacks_logging", {"self.log": 5.0})])
+@pytest.mark.parametrize("is_crowded", [True, False])
+def test_what_takes_long_on_crowded_cpus_is_no_proof_that_no_rung_helps(
+    part: str, hooks: dict[str, float], is_crowded: bool
+) -> None:
+    """Beside two busy processes on two CPUs, `self.log` took 9 ms a step, and the finding said that no rung helps."""
+    cpu = {"evidence": {"cpu": {"crowded": True}}} if is_crowded else {}
+    (finding,) = findings(on_cpu(**{part: 5.0}, hooks_ms=hooks, **cpu))
+    assert finding.bottleneck == part and finding.patch is None
+    assert ("fewer threads and workers" in finding.why) is is_crowded is not ("no rung helps" in finding.why)
+
+
+def test_a_users_own_hook_is_to_be_called_less_often_on_crowded_cpus_too() -> None:
+    hooks = {"Slow.on_train_batch_end": 5.0}
+    (finding,) = findings(on_cpu(callbacks_logging=5.0, hooks_ms=hooks, evidence={"cpu": {"crowded": True}}))
+    assert "no rung helps" in finding.why and "every N steps" in finding.why
+
+
 def collected(ms: float, passes: int = 1) -> dict[str, Any]:
     return {"evidence": {"garbage_collection": {"ms_per_step": ms, "passes": passes}}}
 
