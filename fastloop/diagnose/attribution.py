@@ -10,6 +10,7 @@ that slept, for launches. The rest is the device's own work, unless its counters
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -21,6 +22,7 @@ from fastloop.records.readings import (
     Source,
     compute_gain_pct,
     count_micro_batches,
+    is_crowded,
     list_syncing_lines,
     read_activity,
     read_garbage_ms,
@@ -292,9 +294,23 @@ def _find_blocked(step: StepParts) -> float | None:
     if off is not None and slow is not None and slow.part in COMPUTE:
         off = max(0.0, off - slow.excess_ms)
     if off is None or (seen.device == "cpu" and seen.world_size == 1):
-        return off
+        return off if off is None else off - _find_thread_waits(step, off)
     backward = to_number(seen.host_ms.get("backward"))
     return None if backward is None else max(0.0, off - backward)
+
+
+def _find_thread_waits(step: StepParts, off: float) -> float:
+    """Return the part of the time off the CPU in which torch's other threads waited for a crowded CPU, at most.
+
+    Such waits take about the same share of forward, backward and optimizer, but the user's code sleeps in the forward.
+    """
+    seen, in_forward = step.measured, to_number(step.measured.forward_blocked_ms)
+    threads = to_number((seen.evidence.get("cpu") or {}).get("threads")) or 1
+    if not is_crowded(seen) or threads < 2 or in_forward is None:
+        return 0.0
+    rest_ms = step.sum_ms("backward", "optimizer") or math.inf
+    elsewhere = max(0.0, off - in_forward)
+    return min(off, elsewhere * (1 + step.parts_ms.get("forward", 0.0) / rest_ms))
 
 
 _Idle = tuple[float, float | None, float, Source]

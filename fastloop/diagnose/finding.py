@@ -18,9 +18,9 @@ TITLES = {
     "h2d": "WAITING FOR COPIES",
     "launch_bound": "LAUNCH-BOUND",
     "host_other": "HELD UP BY THE HOST",
-    "callbacks_logging": "HELD UP BY CALLBACKS, LOGGING",
+    "callbacks_logging": "HELD UP BY HOOKS, LOGGING",
     "sync": "STALLED BY SYNCS",
-    "comm_exposed": "WAITING FOR GRADIENT EXCHANGE",
+    "comm_exposed": "WAITING FOR GRADIENTS",
     "straggler": "WAITING FOR A SLOW RANK",
     "memory_bound": "BUSY, NOT FAST: MEMORY-BOUND",
     "compute_bound": "BUSY",
@@ -29,7 +29,7 @@ TITLES = {
     "checkpoint": "HELD UP BY CHECKPOINTS",
     "epoch_gap": "HELD UP BETWEEN EPOCHS",
 }
-"""A bottleneck's default headline. Short enough for a terminal with 40 columns."""
+"""A bottleneck's default headline. Short enough for a terminal with 40 columns, mostly with its share behind it."""
 
 
 @dataclass(frozen=True, kw_only=True)

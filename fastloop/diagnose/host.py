@@ -6,7 +6,7 @@ from fastloop.diagnose.attribution import COMPUTE, WORTH_NAMING_PCT, Attribution
 from fastloop.diagnose.finding import ORDINARY_MS, weigh
 from fastloop.diagnose.remedies import NO_RUNG, Remedy, Rungs
 from fastloop.records.plan import Finding
-from fastloop.records.readings import CPU_WORTH_PCT, convolves, read_activity, to_number
+from fastloop.records.readings import ANOMALY_MODE, CPU_WORTH_PCT, convolves, is_crowded, read_activity, to_number
 
 TINY_STEP_MS = 5.0
 """Below this, a CPU step is short compared with the overhead of any training loop."""
@@ -24,6 +24,11 @@ MOST_LOOP_MS = 2.0
 """More than this between a step's hooks is not the loop that Lightning runs for every training."""
 WORTH_SAYING = 0.1
 """Smallest share of ``host_other`` that is listed separately."""
+LEAVE_CPUS = Remedy(
+    None,
+    "the CPUs were oversubscribed, which makes such work take several times as long: use fewer threads and workers, end"
+    " other processes, and measure again",
+)
 COLLECT_LESS = (
     "call gc.freeze() once model and data exist to keep them out of later passes, or make passes rarer with"
     " gc.set_threshold; a single pass weighs less in a longer run"
@@ -122,7 +127,7 @@ def _find_tiny_step(step: Attribution, rungs: Rungs) -> Finding | None:
         return None
     facts = f"the step is too short for the training loop around it, which takes {cost.time}"
     remedy = rungs.choose(step.measured, "tiny_step", "more work per step: a larger batch (which changes the training)")
-    return cost.explain(facts, remedy, title="LOOP OVERHEAD: STEP TOO SHORT")
+    return cost.explain(facts, remedy, title="LOOP OVERHEAD: SHORT STEP")
 
 
 def _describe_source(step: Attribution, inside: Inside) -> tuple[str, str]:
@@ -146,8 +151,8 @@ def find_callbacks_logging(step: Attribution, rungs: Rungs) -> Finding | None:
     culprits = ", ".join(f"{name} {ms:.2f} ms" for ms, name in slow if ms)
     slowest = f" (slowest: {culprits})" if culprits else ""
     facts = f"hooks and logging blocked the {step.device} for {cost.time}{slowest}"
-    is_logging = _is_mostly(hooks, ("self.log",)) and (spent or 0.0) <= MOST_LOOP_MS
-    title, cause = "", "log_calls" if is_logging else None
+    is_logging, is_short = _is_mostly(hooks, ("self.log",)), (spent or 0.0) <= MOST_LOOP_MS
+    title, cause = "", "log_calls" if is_logging and is_short else None
     advice = "run them every N steps (log_every_n_steps, a callback's own interval)"
     if _is_mostly(hooks, TRANSFER_HOOKS):
         title = "HELD UP BY A TRANSFER HOOK"
@@ -155,17 +160,19 @@ def find_callbacks_logging(step: Attribution, rungs: Rungs) -> Finding | None:
             "most of it is your batch transfer hook: move that work into the dataset or collate function, where workers"
             " do it ahead of time, or onto the GPU"
         )
-    elif step.measured.world_size > 1 and _is_mostly(hooks, ("self.log",)):
+    elif step.measured.world_size > 1 and is_logging:
         advice = (
             "with sync_dist=True each self.log waits for all ranks: on_step=False, on_epoch=True reduces once an epoch;"
             " or drop sync_dist in training"
         )
     elif _is_mostly(hooks, SCHEDULER):
-        title = "HELD UP BY THE LR SCHEDULER"
+        title = "HELD UP BY LR SCHEDULER"
         advice = (
             "most of it is the step of your learning rate scheduler: make it cheaper, or let it step each epoch"
             ' ("interval": "epoch" in configure_optimizers) or every N steps ("frequency"), which changes its schedule'
         )
+    elif is_logging and not is_short and is_crowded(step.measured):
+        return cost.explain(facts, LEAVE_CPUS)
     return cost.explain(facts, _choose(step, rungs, cause, advice), title=title)
 
 
@@ -220,8 +227,10 @@ def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
     costs.sort(key=lambda each: -each[0])
     facts = "; ".join(words for ms, words, *_ in costs if ms >= WORTH_SAYING * (off + loop + aside))
     title = "WORK WITHOUT GRADIENTS" if costs[0][0] == aside else ""
-    _, _, advice, cause = costs[0]
-    return cost.explain(facts, _choose(step, rungs, cause, advice), title=title)
+    most, _, advice, cause = costs[0]
+    is_slow_loop = cause is None and most == loop - garbage
+    remedy = LEAVE_CPUS if is_slow_loop and is_crowded(step.measured) else _choose(step, rungs, cause, advice)
+    return cost.explain(facts, remedy, title=title)
 
 
 def _find_aside(step: Attribution) -> float:
@@ -230,10 +239,32 @@ def _find_aside(step: Attribution) -> float:
     forward, backward = step.parts_ms.get("forward", 0.0), step.parts_ms.get("backward", 0.0)
     asleep = (step.inside.blocked if step.inside else None) or 0.0
     more, seen = forward - backward - asleep, step.measured
-    if (seen.evidence.get("model") or {}).get("calls_backward"):
-        return 0.0  # gradients computed inside training_step count as its own time
+    if (seen.evidence.get("model") or {}).get("calls_backward") or ANOMALY_MODE in seen.evidence:
+        return 0.0  # training_step includes a backward, or the stack traces of anomaly mode
     least = ASIDE_OF_CONVOLUTIONS if convolves(seen) else ASIDE
     return more if backward and more >= least * forward else 0.0
+
+
+def find_anomaly_mode(step: Attribution) -> Finding | None:
+    """Find the autograd engine's debugging mode, named however little of its cost is known.
+
+    On the CPU the forward's time beyond the backward is a lower bound: the traces are taken in the forward, and without
+    them the backward takes longer.
+    """
+    if ANOMALY_MODE not in step.measured.evidence:
+        return None
+    asleep = (step.inside.blocked if step.inside else None) or 0.0
+    least = step.parts_ms.get("forward", 0.0) - step.parts_ms.get("backward", 0.0) - asleep
+    known = not step.on_gpu and step.to_pct(least) >= WORTH_NAMING_PCT
+    return Finding(
+        bottleneck="host_other",
+        share_pct=step.to_pct(least) if known else None,
+        why="anomaly mode is on: it stores a stack trace for each operation and searches each gradient for NaN"
+        f"{f', at least {step.format_ms(least)}' if known else ''}; {NO_RUNG}: outside of debugging, switch it off"
+        " (Trainer(detect_anomaly=False), torch.autograd.set_detect_anomaly(False)) and measure again",
+        title="SLOWED BY ANOMALY MODE",
+        alarm=f"at least {step.to_pct(least):.0f} % of the step" if known else "",
+    )
 
 
 def _describe_passes(step: Attribution) -> str:

@@ -13,7 +13,7 @@ from fastloop.diagnose.host import TINY_STEP_MS
 from fastloop.diagnose.waits import acquit_data
 from fastloop.records.measurement import CEILINGS, Measurement
 from fastloop.records.plan import Finding
-from fastloop.records.readings import is_beyond, read_activity, read_trace, to_number
+from fastloop.records.readings import is_beyond, is_crowded, read_activity, read_trace, to_number
 
 TOGETHER_PCT = 15.0
 """Costs that are each too small to be named are named together if they reach this share of the step."""
@@ -65,7 +65,7 @@ def explain_none(step: Attribution, hidden: Sequence[Finding]) -> Finding:
         title, head = "BUSY, USE UNKNOWN", f"the GPU works for {step.format_ms(step.device_ms)}"
     elif missing:
         title, head = "NO BOTTLENECK FOUND", "no bottleneck in what was measured"
-    if not step.on_gpu and step.measured.evidence.get("cpu", {}).get("crowded"):
+    if not step.on_gpu and is_crowded(step.measured):
         title, head = "CPU OVERSUBSCRIBED", "the CPUs were oversubscribed (run it alone, or with fewer threads)"
     return _make_none(title, f"{head}: {'; '.join(word for word in (most, acquitted, *missing) if word)}")
 

@@ -40,8 +40,8 @@ def list_findings(
     """List bottlenecks in order of the share of the step that they or, with others, their patch is about, each with its
     headline; `none` if there is none to name.
 
-    Alarms come first: a fit that died, for which no patch is proposed; repeated compiles; a rung that makes the run
-    slower. Growing memory comes last, since it costs no time until it runs out.
+    Alarms come first: a fit that died, for which no patch is proposed; anomaly mode; repeated compiles; a rung that
+    makes the run slower. Growing memory comes last, since it costs no time until it runs out.
 
     Args:
         seen: the measurement; ``evidence["loader"]`` describes how the data was loaded, and ``evidence["model"]``, if
@@ -53,7 +53,10 @@ def list_findings(
     step = attribute(seen)
     rungs = Rungs(cards=cards, enabled=enabled, verdicts={verdict.rung: verdict for verdict in verdicts})
     found = [no_bottleneck.explain_no_step(seen)] if step is None else _apply_rules(step, rungs)
-    alarms = [*filter(None, (one_time.find_storm(seen, rungs, step), one_time.find_slowdown(seen, verdicts)))]
+    debugging = None if step is None else host.find_anomaly_mode(step)
+    alarms = [
+        *filter(None, (debugging, one_time.find_storm(seen, rungs, step), one_time.find_slowdown(seen, verdicts)))
+    ]
     if (death := no_bottleneck.explain_death(seen)) is not None:
         alarms, found = [death], [dataclasses.replace(each, patch=None, alarm="") for each in (*alarms, *found)]
     found = [*alarms, *(each for each in found if not alarms or each.bottleneck != "none")]

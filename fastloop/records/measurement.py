@@ -78,6 +78,8 @@ class Measurement:
     """Host time for the same parts, per optimizer step. Never add it to ``parts_ms``."""
     blocked_ms: float | None = None
     """Host time of forward, backward and optimizer spent off the CPU: sleeping, waiting, reading."""
+    forward_blocked_ms: float | None = None
+    """The forward's part of ``blocked_ms``."""
     hooks_ms: Mapping[str, float] = field(default_factory=dict)
     """Host time per optimizer step of the slowest hooks, by name."""
     loss: tuple[float, ...] = ()

@@ -23,6 +23,8 @@ CPU_WORTH_PCT = 10.0
 training: twenty healthy trainings beside other work on two cores read up to 9.6 %."""
 OPTIMIZER = "optimizer"
 """Among the evidence: which optimizers are not torch's own, and what fusing the others would save."""
+ANOMALY_MODE = "anomaly_mode"
+"""Among the evidence: the autograd engine looked for anomalies; absent if it did not."""
 OFTEN = 0.5
 """Synchronizations per step above which a line counts as a cost of each step."""
 HAND_OVER_MS, CROWDED_HAND_OVER_MS = 0.5, 3.0
@@ -212,9 +214,14 @@ def describe_decoding(seen: Measurement) -> str | None:
     return None if decode_ms is None else f"decoding takes {decode_ms:.1f} ms an image on one core"
 
 
+def is_crowded(seen: Measurement) -> bool:
+    """Whether the training waited long for a CPU."""
+    return bool(seen.evidence.get("cpu", {}).get("crowded"))
+
+
 def find_hand_over_ms(seen: Measurement) -> float:
     """Upper limit of the cost of taking a batch from a worker process here."""
-    return CROWDED_HAND_OVER_MS if seen.evidence.get("cpu", {}).get("crowded") else HAND_OVER_MS
+    return CROWDED_HAND_OVER_MS if is_crowded(seen) else HAND_OVER_MS
 
 
 def is_worth_handing_over(seen: Measurement) -> bool:

@@ -95,7 +95,7 @@ def test_findings_of_a_run_there_was(named: str, tmp_path: Path) -> None:
 def test_a_run_has_its_name_in_the_headline(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     (tmp_path / "a" / "env.json").write_text(json.dumps({"name": "my_net"}))
-    assert asked("a").text.splitlines()[0].startswith("fastloop STARVED BY DATA   my_net ")
+    assert asked("a").text.splitlines()[0].startswith("fastloop STARVED BY DATA 80 %   my_net ")
 
 
 def test_a_rung_that_is_on_is_not_proposed_again(tmp_path: Path) -> None:

@@ -69,7 +69,9 @@ def test_a_run_writes_its_directory_and_says_where(fastloop: CommandLine) -> Non
     assert where.parent.name == "net" and re.fullmatch(r"\d{8}T\d{6}Z", where.name)
     assert names(where) == FILES <= set(NAMES)
     lines = said.out.splitlines()
-    assert re.match(r"fastloop [A-Z ,:-]+   net 4 32-true   1x cpu   steps 2\d-25   window too short: \d", lines[0])
+    assert re.match(
+        r"fastloop [A-Z ,:-]+( \d+ %)?   net 4 32-true   1x cpu   steps 2\d-25   window too short: \d", lines[0]
+    )
     assert lines[-1] == f"REPORT   {where.relative_to(fastloop.folder)}/report.html"
     assert read(where, "measurement.json")["partial"] is False
 

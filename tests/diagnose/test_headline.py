@@ -42,13 +42,13 @@ WORLD = dataclasses.replace(on_cpu(world_size=2), ranks=RANKS)
         (Measurement(), "TOO SHORT TO JUDGE"),
         (scene(20.0, trail=18.0), "BUSY, USE UNKNOWN"),
         (on_cpu(unexplained=10.0), "NO BOTTLENECK FOUND"),
-        (on_cpu(callbacks_logging=20.0), "HELD UP BY CALLBACKS, LOGGING"),
+        (on_cpu(callbacks_logging=20.0), "HELD UP BY HOOKS, LOGGING"),
         (on_cpu(callbacks_logging=20.0, hooks_ms={"Net.on_after_batch_transfer": 19.0}), "HELD UP BY A TRANSFER HOOK"),
-        (on_cpu(callbacks_logging=20.0, hooks_ms={"Net.lr_scheduler_step": 19.0}), "HELD UP BY THE LR SCHEDULER"),
+        (on_cpu(callbacks_logging=20.0, hooks_ms={"Net.lr_scheduler_step": 19.0}), "HELD UP BY LR SCHEDULER"),
         (on_cpu(callbacks_logging=3.9, host_other=3.9), "NO SINGLE BOTTLENECK"),
         (on_cpu(syncs=(LINE,)), "HIDDEN SYNCS (NO COST ON CPU)"),
         (cifar10_launches(syncs=(LINE,)), "STALLED BY SYNCS"),
-        (scene(0.4, device="cpu", host_other=0.2), "LOOP OVERHEAD: STEP TOO SHORT"),
+        (scene(0.4, device="cpu", host_other=0.2), "LOOP OVERHEAD: SHORT STEP"),
         (WORLD, "WAITING FOR RANK 1"),
         (resnet50_resident(), "BUSY, NOT FAST: MEMORY-BOUND"),
         (SLOW, "BUSY, NOT FAST"),
@@ -59,12 +59,17 @@ WORLD = dataclasses.replace(on_cpu(world_size=2), ranks=RANKS)
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_headline(seen: Measurement, words: str) -> None:
-    assert findings(seen)[0].title == words and len(f"fastloop {words}") <= 40
+    first = findings(seen)[0]
+    assert first.title == words and len(f"fastloop {words}") <= 40
+    assert first.share_pct is None or words.startswith(("BUSY", "NOTHING")) or len(f"fastloop {words} 42 %") <= 40
 
 
 def test_every_bottleneck_has_a_headline_for_forty_columns() -> None:
     assert set(TITLES) == set(RULES)
     assert [title for title in TITLES.values() if len(f"fastloop {title}") > 40 or not title.isupper()] == []
+    assert [title for title in TITLES.values() if len(f"fastloop {title} 42 %") > 40] == [
+        "BUSY, NOT FAST: MEMORY-BOUND"
+    ]
 
 
 def test_each_finding_has_its_own() -> None:

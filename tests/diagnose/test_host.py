@@ -12,6 +12,8 @@ from tests.diagnose.scenes import cifar10_launches, findings, gpt2_naive, on_cpu
 
 ITEM = {"where": "train.py:40", "what": ".item()", "per_step": 1.0, "ms_per_step": 2.0, "instead": "log it detached"}
 
+ANOMALY: dict[str, Any] = {"evidence": {"anomaly_mode": {"is_on": True}}}
+
 
 def names(seen: Any, enabled: tuple[str, ...] = ()) -> list[str]:
     return [finding.bottleneck for finding in findings(seen, enabled)]
@@ -250,7 +252,7 @@ def test_a_scheduler_is_not_told_to_log_less(other: float, its_own: bool) -> Non
     hooks = {"Net.lr_scheduler_step": 10.0, "Slow.on_train_batch_start": other}
     (finding,) = findings(on_cpu(callbacks_logging=20.0, hooks_ms=hooks))
     assert finding.bottleneck == "callbacks_logging" and "Net.lr_scheduler_step 10.00 ms" in finding.why
-    assert (finding.title == "HELD UP BY THE LR SCHEDULER") is its_own and finding.patch is None
+    assert (finding.title == "HELD UP BY LR SCHEDULER") is its_own and finding.patch is None
     assert ('"interval": "epoch"' in finding.why) is its_own and ("log_every_n_steps" in finding.why) is not its_own
 
 
@@ -267,6 +269,28 @@ def test_a_host_asleep_on_the_cpu(blocked: float | None, named: bool) -> None:
     assert (found[0].bottleneck == "host_other") is named
     if named:
         assert "off the CPU" in found[0].why and "in forward)" in found[0].why and found[0].patch is None
+
+
+@pytest.mark.parametrize(
+    ("in_forward", "cpu", "asleep"),
+    [
+        (4.0, {"crowded": True, "threads": 2}, None),
+        (9.0, {"crowded": True, "threads": 2}, 7.0),
+        (4.0, {"crowded": True, "threads": 1}, 12.0),
+        (4.0, {"crowded": True}, 12.0),
+        (4.0, {}, 12.0),
+        (None, {"crowded": True, "threads": 2}, 12.0),
+    ],
+    ids=["threads wait", "sleep, too", "one thread", "an older file", "idle CPUs", "unknown"],
+)
+def test_on_crowded_cpus_torchs_threads_wait_and_no_host_sleeps(
+    in_forward: float | None, cpu: dict[str, Any], asleep: float | None
+) -> None:
+    """Two threads beside two busy processes: the wait for the other thread was called sleep."""
+    parts = {"forward": 16.0, "backward": 20.0, "optimizer": 4.0}
+    (finding,) = findings(on_cpu(**parts, blocked_ms=12.0, forward_blocked_ms=in_forward, evidence={"cpu": cpu}))
+    assert finding.title == ("CPU OVERSUBSCRIBED" if asleep is None else "HELD UP BY THE HOST")
+    assert asleep is None or f"off the CPU for {asleep:.1f} of 40.0 ms" in finding.why
 
 
 def test_with_several_ranks_a_backward_may_wait_for_the_exchange() -> None:
@@ -336,6 +360,24 @@ def test_what_lightning_does_for_every_batch_is_answered_by_host(
 ) -> None:
     found = [each for each in findings(cifar10_launches(**{part: ms}, hooks_ms=hooks)) if each.bottleneck == part]
     assert [each.patch for each in found] == [HOST if is_lightnings else None]
+
+
+@pytest.mark.parametrize(("part", "hooks"), [("host_other", {}), ("callbacks_logging", {"self.log": 5.0})])
+@pytest.mark.parametrize("is_crowded", [True, False])
+def test_what_takes_long_on_crowded_cpus_is_no_proof_that_no_rung_helps(
+    part: str, hooks: dict[str, float], is_crowded: bool
+) -> None:
+    """Beside two busy processes on two CPUs, `self.log` took 9 ms a step, and the finding said that no rung helps."""
+    cpu = {"evidence": {"cpu": {"crowded": True}}} if is_crowded else {}
+    (finding,) = findings(on_cpu(**{part: 5.0}, hooks_ms=hooks, **cpu))
+    assert finding.bottleneck == part and finding.patch is None
+    assert ("fewer threads and workers" in finding.why) is is_crowded is not ("no rung helps" in finding.why)
+
+
+def test_a_users_own_hook_is_to_be_called_less_often_on_crowded_cpus_too() -> None:
+    hooks = {"Slow.on_train_batch_end": 5.0}
+    (finding,) = findings(on_cpu(callbacks_logging=5.0, hooks_ms=hooks, evidence={"cpu": {"crowded": True}}))
+    assert "no rung helps" in finding.why and "every N steps" in finding.why
 
 
 def collected(ms: float, passes: int = 1) -> dict[str, Any]:
@@ -414,6 +456,24 @@ def test_work_without_gradients_in_a_training_step(
 def test_a_forward_that_takes_long_without_work_aside(model: dict[str, Any], backward: float, is_named: bool) -> None:
     (finding, *_) = findings(on_cpu(forward=30.0, backward=backward, optimizer=1.0, evidence={"model": model}))
     assert (finding.title == "WORK WITHOUT GRADIENTS") is is_named
+
+
+@pytest.mark.parametrize(
+    ("seen", "share"),
+    [
+        (on_cpu(forward=30.0, backward=5.0, optimizer=1.0, blocked_ms=0.0, **ANOMALY), 62.5),
+        (on_cpu(forward=30.0, backward=5.0, optimizer=1.0, blocked_ms=5.0, **ANOMALY), 50.0),
+        (on_cpu(data_wait=12.0, **ANOMALY), None),
+        (cifar10_launches(**ANOMALY), None),
+    ],
+    ids=["a long forward", "asleep, too", "a long backward", "GPU"],
+)
+def test_anomaly_mode_is_named_as_what_it_is_and_first(seen: Any, share: float | None) -> None:
+    """It was called work without gradients, because it takes its stack traces in the forward."""
+    first, *others = findings(seen)
+    assert (first.bottleneck, first.title, first.share_pct) == ("host_other", "SLOWED BY ANOMALY MODE", share)
+    assert "Trainer(detect_anomaly=False)" in first.why and "WORK WITHOUT GRADIENTS" not in [f.title for f in others]
+    assert first.alarm == ("" if share is None else f"at least {share:.0f} % of the step")
 
 
 def test_a_hook_takes_no_longer_than_all_hooks() -> None:

@@ -105,6 +105,7 @@ def _read_times(window: Window, comm_exposed_ms: float | None) -> dict[str, Any]
         },
         "host_ms": {part: 1e3 * seconds for part, seconds in window.host_s.items()},
         "blocked_ms": None if window.blocked_s is None else 1e3 * window.blocked_s,
+        "forward_blocked_ms": None if window.forward_blocked_s is None else 1e3 * window.forward_blocked_s,
         "lead_ms": None if window.lead_s is None else 1e3 * window.lead_s,
         "trail_ms": None if window.trail_s is None else 1e3 * window.trail_s,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,10 +12,13 @@ import psutil
 from fastloop.bridge.watch.loader_state import find_workers
 from fastloop.evidence.clock import one_time
 from fastloop.evidence.clock.one_time import OneTime
+from fastloop.evidence.machine import ROOT
 from fastloop.evidence.model.dynamo_graphs import list_new, read_records, shorten_reason
 from fastloop.records.measurement import AUTOTUNE, COMPILE, ONE_TIME, VALIDATION_COMPILE, WORKERS
 
 MOST_REASONS = 3
+MOST_APART_S = 2.0
+"""Two readings of a process's age that differ by more do not mean the same clock."""
 _TUNING = ("compile_time_autotune_time_us", "runtime_triton_autotune_time_us")
 
 
@@ -111,10 +115,31 @@ class WorkerStarts:
 
 
 def _read_age_s(pid: int) -> float | None:
-    """Seconds since a process was started; None if it is gone."""
+    """Seconds since a process was started; None if it is gone.
+
+    psutil adds the start to a boot time in whole seconds, which may be up to a second off. It has the last word where
+    the ticks are not those of this machine's clock, as in some containers.
+    """
     try:
-        return max(0.0, time.time() - psutil.Process(pid).create_time())
+        rounded_s = time.time() - psutil.Process(pid).create_time()
     except psutil.Error:
+        return None
+    age_s = _read_age_in_ticks_s(pid)
+    if age_s is None or abs(age_s - rounded_s) > MOST_APART_S:
+        age_s = rounded_s
+    return max(0.0, age_s)
+
+
+def _read_age_in_ticks_s(pid: int) -> float | None:
+    """Seconds since a process was started, at most one tick too many; None without Linux' ``/proc`` or its clock.
+
+    Source: ``proc_pid_stat(5)``, field 22; the name in field 2 may contain spaces and parentheses.
+    """
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    try:
+        fields = (ROOT / f"proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return None if clock is None else time.clock_gettime(clock) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (AttributeError, OSError, ValueError, IndexError):
         return None
 
 

@@ -30,7 +30,7 @@ from fastloop.evidence.model.memory_creep import MemoryLog
 from fastloop.evidence.model.optimizer_cost import describe_optimizers
 from fastloop.feeds.batch_tree import count_rows, count_samples, walk_storage
 from fastloop.records.measurement import COMPILE, MEMORY, VALIDATION_COMPILE, Measurement
-from fastloop.records.readings import CPU_WORTH_PCT, OPTIMIZER
+from fastloop.records.readings import ANOMALY_MODE, CPU_WORTH_PCT, OPTIMIZER
 
 COUNTED_STEPS, SYNC_STEP = (1, 3, 4, 5), 2
 """Optimizer steps of the warm-up in which work is counted (later ones only if the earlier found none), and in which
@@ -108,6 +108,7 @@ class Session:
             foresee_end=lambda: self.memory.foresee_end(settings.warmup_steps, list_owners(trainer)),
         )
         self.memory, self._epochs = MemoryLog(self.device), 0
+        self._is_anomaly_mode = False
         self._ranks: Ranks | None = None
         self._live: LiveMetrics | None = None
         self._logs: LogMarks | None = None
@@ -158,6 +159,7 @@ class Session:
         step = trainer.global_step
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         step_ends = step != self._step
+        self._is_anomaly_mode = torch.is_anomaly_enabled()
         size = self._count(trainer, batch)
         self.work.batch(size)
         self.watch.batch_end(loss, batch, size, step_ends, trainer.accumulate_grad_batches)
@@ -203,6 +205,8 @@ class Session:
         self.watch.close()
         if creep := self.memory.find_creep(self.watch.settings.warmup_steps, list_owners(trainer), self._epochs > 2):
             evidence = {**evidence, MEMORY: creep}
+        if self._is_anomaly_mode:
+            evidence = {**evidence, ANOMALY_MODE: {"is_on": True}}
         if self.hunt is not None:
             evidence = {**evidence, SYNCS: {"hunted_steps": self.hunt.hunted_steps}}
         about = {
@@ -225,9 +229,8 @@ class Session:
             found = {OPTIMIZER: describe_optimizers(trainer.optimizers)}
             seen = dataclasses.replace(seen, evidence={**seen.evidence, **found})
         if (crowded := self._describe_crowd()) is not None:
-            seen = dataclasses.replace(
-                seen, state=(*seen.state, crowded), evidence={**seen.evidence, "cpu": {"crowded": True}}
-            )
+            found = {"cpu": {"crowded": True, "threads": torch.get_num_threads()}}
+            seen = dataclasses.replace(seen, state=(*seen.state, crowded), evidence={**seen.evidence, **found})
         if self._profiler is not None and trainer.profiler is not self._profiler:
             seen = dataclasses.replace(seen, state=(*seen.state, REPLACED))
         if self._live is not None:

@@ -40,6 +40,8 @@ class Window:
     batch_samples: tuple[int, ...]
     lead_s: float | None
     trail_s: float | None
+    forward_blocked_s: float | None = None
+    """The forward's part of ``blocked_s``."""
     of_detailed: float = 1.0
     """Host time of an average step's work relative to a step in detail, whose marks add some cost."""
     garbage_s: float = 0.0
@@ -106,7 +108,7 @@ class Account:
         """Seconds by phase outside the loop's batch work, of every step: on the device's and on the host's timeline."""
         self._work, self._host_work = Sampled(), Sampled()
         """Seconds inside it."""
-        self._blocked_s: float | None = None
+        self._blocked_s = defaultdict[str, float](float)
         self._garbage = self._once_in_step = self.once_s = 0.0
         self._step_s, self._step_once, self._leads, self._trails = (deque[float](maxlen=KEPT_STEPS) for _ in range(4))
         self._of_step, self._of_batch = (deque[int](maxlen=KEPT_STEPS) for _ in range(2))
@@ -151,9 +153,9 @@ class Account:
         self._once_in_step += lost
         return lost
 
-    def blocked(self, seconds: float) -> None:
-        """Add seconds off the CPU; may be negative, because readings lag."""
-        self._blocked_s = (self._blocked_s or 0.0) + seconds
+    def blocked(self, seconds: float, phase: str) -> None:
+        """Add seconds off the CPU in a phase; may be negative, because readings lag."""
+        self._blocked_s[phase] += seconds
 
     def lead(self, seconds: float) -> None:
         """Work left on the device when the host got a batch."""
@@ -201,9 +203,11 @@ class Account:
             self._compute_means(self._every, self._work),
             self._compute_means(self._host_every, self._host_work),
         )
-        split_s, blocked_s = self._host_work.detailed_s, None
-        if self._blocked_s is not None and split_s > 0:
-            blocked_s = max(0.0, self._blocked_s / split_s) * self._host_work.known_s / self.steps
+        split_s, blocked_s, in_forward_s = self._host_work.detailed_s, None, None
+        if self._blocked_s and split_s > 0:
+            per_step = self._host_work.known_s / split_s / self.steps
+            blocked_s = max(0.0, sum(self._blocked_s.values())) * per_step
+            in_forward_s = max(0.0, self._blocked_s["forward"]) * per_step
         return Window(
             steps=self.steps,
             detailed_steps=self.detailed,
@@ -213,6 +217,7 @@ class Account:
             parts_s=parts,
             host_s=host,
             blocked_s=blocked_s,
+            forward_blocked_s=in_forward_s,
             step_s=tuple(self._step_s),
             step_samples=tuple(self._of_step),
             batch_samples=tuple(self._of_batch),

@@ -220,7 +220,7 @@ class Clock:
         if self.on_device and (detailed or kind == "issued" or phase in RARE or before in RARE):
             event = self._record_event()
         mark = Mark(now(), event, phase, self.in_body, detailed)
-        if detailed and (phase in COMPUTE) != (before in COMPUTE):
+        if detailed and phase != before and (phase in COMPUTE or before in COMPUTE):
             mark.off_cpu = read_off_cpu_s()
         if kind:
             mark.kind = kind
@@ -278,7 +278,7 @@ class Clock:
             if mark.kind == "issued":
                 account.issued(position - at, mark.samples or 0)
         if mark.off_cpu is not None:
-            self._settle_off_cpu(mark.off_cpu, mark.phase in COMPUTE)
+            self._settle_off_cpu(mark.off_cpu, before.phase, mark.phase)
         if mark.ended is not None:
             self._ends -= 1
             account.step_ends(position, *mark.ended)
@@ -292,11 +292,11 @@ class Clock:
         self._last_event, self._event_at = mark.event, max(soonest, min(reached, mark.seen_at))
         return self._event_at
 
-    def _settle_off_cpu(self, off_cpu_s: float, begins: bool) -> None:
-        """Forward, backward and optimizer begin, or end: no reading is needed between them."""
-        if not begins and self._computes_from is not None and self._account.start is not None:
-            self._account.blocked(off_cpu_s - self._computes_from)
-        self._computes_from = off_cpu_s if begins else None
+    def _settle_off_cpu(self, off_cpu_s: float, ended: str, begun: str) -> None:
+        """Forward, backward or optimizer has begun or ended."""
+        if ended in COMPUTE and self._computes_from is not None and self._account.start is not None:
+            self._account.blocked(off_cpu_s - self._computes_from, ended)
+        self._computes_from = off_cpu_s if begun in COMPUTE else None
 
     def _settle_unmarked(self, mark: Mark) -> None:
         """Split the interval that ends with hooks without their own marks in the same proportion as the host's time."""

@@ -95,8 +95,7 @@ def write_lines(
         proof: the command that tests the first fix.
     """
     titles = list_titles(findings)
-    alarms = [finding.alarm for finding in findings if finding.alarm]
-    head = [write_headline(seen, titles, name, alarms), *_list_reasons(findings, titles)]
+    head = [write_headline(seen, findings, titles, name), *_list_reasons(findings, titles)]
     took = [f"{verdict.rung} ({_flatten(verdict.why)})" for verdict in verdicts if verdict.took]
     figures = (_draw_bar(seen), _describe_rates(seen), describe_work(seen), describe_first_ceiling(seen, findings))
     kinds: list[tuple[str, list[str]]] = [
@@ -186,14 +185,16 @@ def _flatten(text: str) -> str:
     return " ".join(text.splitlines())
 
 
-def write_headline(seen: Measurement, titles: Sequence[str], name: str = "", alarms: Sequence[str] = ()) -> str:
+def write_headline(seen: Measurement, findings: Sequence[Finding], titles: Sequence[str], name: str = "") -> str:
     """Return the first line: the bottleneck, the run, the measured steps, and reasons to doubt them.
 
-    Args:
-        alarms: figures that must not be overlooked, see ``Finding.alarm``.
+    The bottleneck has its share, without which the words may exaggerate, or figures that must not be overlooked.
     """
+    alarms = "; ".join(finding.alarm for finding in findings if finding.alarm)
+    share = findings[0].share_pct if findings and not titles[0].startswith("NOTHING TO GAIN") else None
+    figures = f": {alarms}" if alarms else "" if share is None else f" {share:.0f} %"
     phrases = [
-        ": ".join([f"fastloop {choose_title(titles)}", *(["; ".join(alarms)] if alarms else [])]),
+        f"fastloop {choose_title(titles)}{figures}",
         describe_setting(seen, name),
         describe_devices(seen),
         describe_window(seen),

@@ -164,6 +164,7 @@ WINDOW = Window(
     parts_s={"forward": 0.02, "data_wait": 0.05},
     host_s={"forward": 0.01, "data_wait": 0.06},
     blocked_s=0.004,
+    forward_blocked_s=0.003,
     step_s=(0.1,) * 20,
     step_samples=(4,) * 20,
     batch_samples=(4,) * 20,
@@ -216,7 +217,7 @@ def test_what_no_part_explains_is_said() -> None:
     found = of_window(WINDOW)
     assert found.parts_ms["unexplained"] == pytest.approx(100 - 20 - 50) and found.parts_ms["backward"] == 0.0
     assert found.host_ms == pytest.approx({"forward": 10.0, "data_wait": 60.0}) and found.blocked_ms == 4.0
-    assert (found.lead_ms, found.trail_ms) == (2.0, 3.0)
+    assert (found.lead_ms, found.trail_ms, found.forward_blocked_ms) == (2.0, 3.0, 3.0)
 
 
 def test_without_a_step_in_detail_its_parts_are_unknown_and_not_zero() -> None:

@@ -6,19 +6,23 @@ Time passes on a clock that nothing else on this machine moves, but for the star
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from fastloop import FastLoop
 from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
+from fastloop.bridge.watch import one_time_costs
 from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts
 from fastloop.evidence.clock.one_time import OneTime, Reader
 from fastloop.records.measurement import ONE_TIME, Measurement
@@ -40,7 +44,10 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.function is test_the_start_of_workers_is_timed:
+    if request.function in (
+        test_the_start_of_workers_is_timed,
+        test_a_process_is_not_older_than_the_call_that_started_it,
+    ):
         monkeypatch.setattr(planted, "sleep", time.sleep)
         return
     began = time.time() - planted.read_clock_s()
@@ -315,6 +322,53 @@ def test_the_start_of_workers_is_timed(persistent: bool) -> None:
         assert "worker_restarts" not in loader, "an epoch that goes on with its workers starts none"
     else:
         assert loader["worker_restarts"] == 3 and 0.5 <= loader["worker_restart_s"] < 20
+
+
+@LINUX
+def test_a_process_is_not_older_than_the_call_that_started_it() -> None:
+    """psutil's boot time is in whole seconds: workers that started in 0.03 s took "0.51 s each"."""
+    tick_s, clock = 1 / os.sysconf("SC_CLK_TCK"), time.CLOCK_BOOTTIME
+    before = time.clock_gettime(clock)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        age_s = one_time_costs._read_age_in_ticks_s(child.pid)
+        after = time.clock_gettime(clock)
+        if age_s is None or abs(age_s - (after - before)) > one_time_costs.MOST_APART_S:
+            pytest.skip("this machine's /proc has no start that belongs to its clock")
+        assert 0 <= age_s <= after - before + tick_s
+
+
+@pytest.mark.parametrize(
+    ("ticks", "created", "age_s"),
+    [
+        (96_947, 969.0, 0.53),  # psutil says 1 s
+        (97_001, 969.0, 0.0),  # a clock that was set back
+        (0, 969.0, 1.0),  # a sandbox without starts
+        (3_000, 969.0, 1.0),  # a container with a clock of its own
+        (None, 969.0, 1.0),
+        (96_947, None, None),
+    ],
+)
+def test_an_age_is_read_from_ticks_where_they_are_plausible(
+    ticks: int | None, created: float | None, age_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Process:
+        def __init__(self, pid: int) -> None:
+            if created is None:
+                raise psutil.NoSuchProcess(pid)
+
+        def create_time(self) -> float | None:
+            return created
+
+    if ticks is not None:
+        (tmp_path / "proc/7").mkdir(parents=True)
+        (tmp_path / "proc/7/stat").write_text(f"7 (a (b) c) S {' '.join(['1'] * 18)} {ticks} 5 6\n")
+    monkeypatch.setattr(one_time_costs, "ROOT", tmp_path)
+    monkeypatch.setattr(psutil, "Process", Process)
+    monkeypatch.setattr(os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(time, "time", lambda: 970.0)
+    monkeypatch.setattr(time, "CLOCK_BOOTTIME", 7, raising=False)
+    monkeypatch.setattr(time, "clock_gettime", lambda _: 970.0)
+    assert one_time_costs._read_age_s(7) == (None if age_s is None else pytest.approx(age_s))
 
 
 def test_workers_that_cannot_be_read_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

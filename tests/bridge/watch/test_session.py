@@ -485,6 +485,20 @@ def test_a_crowded_machine_is_named(share: float | None, said: bool, monkeypatch
     assert ("cpu" in loop.measurement.evidence) is said
 
 
+class FindsAnomalies(Regression):
+    def on_train_start(self) -> None:
+        torch.autograd.set_detect_anomaly(True)
+
+
+@pytest.mark.parametrize(
+    ("module", "flag", "is_on"), [(Regression, True, True), (FindsAnomalies, False, True), (Regression, False, False)]
+)
+def test_anomaly_mode_is_seen_wherever_it_was_switched_on(module: type[Regression], flag: bool, is_on: bool) -> None:
+    loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
+    trainer(callbacks=[loop], detect_anomaly=flag).fit(module(), loader())
+    assert (loop.findings[0].title == "SLOWED BY ANOMALY MODE") is is_on
+
+
 # -- the garbage collector --------------------------------------------------------------------------------------------
 
 collects = getattr(gc, "collect")  # noqa: B009 (so that no function here names it: a pass of the collector's own)

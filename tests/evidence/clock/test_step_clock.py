@@ -377,7 +377,7 @@ def test_marks_are_settled_in_lots_and_whenever_somebody_looks(monkeypatch: pyte
     assert seldom.parts_s == pytest.approx(always.parts_s) and seldom.wall_s == pytest.approx(always.wall_s)
 
 
-def test_the_processor_is_asked_where_work_begins_and_ends_and_not_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processor_is_asked_where_a_phase_of_the_work_begins_or_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
     off_s, asked = 0.0, 0
 
@@ -406,5 +406,5 @@ def test_the_processor_is_asked_where_work_begins_and_ends_and_not_within_it(mon
         clock.issued()
         clock.batch_done(8, step_ends=True)
     window = clock.close()
-    assert window is not None and window.steps == 6 and asked == 7 * 4
-    assert window.blocked_s == pytest.approx(0.007)
+    assert window is not None and window.steps == 6 and asked == 7 * 6
+    assert window.blocked_s == pytest.approx(0.007) and window.forward_blocked_s == pytest.approx(0.002)

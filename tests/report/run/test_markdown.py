@@ -205,7 +205,7 @@ def test_details_stand_below_the_findings() -> None:
 
 def test_next_steps_and_titles_are_said() -> None:
     text = made(then=("pin",), later=("amp",), findings=[dataclasses.replace(WAITS, title="A TITLE")], name="net")
-    assert "fastloop A TITLE   net" in text and "THEN     pin     LATER  amp" in text
+    assert "fastloop A TITLE 82 %   net" in text and "THEN     pin     LATER  amp" in text
 
 
 def test_an_empty_run_has_every_section() -> None:

@@ -56,7 +56,7 @@ def test_the_whole() -> None:
     ]
     lines = summary.write_lines(SEEN, planned("workers", "amp"), verdicts, [WAITS], report="runs/x/report.md")
     assert lines == [
-        "fastloop STARVED BY DATA   2x cuda   steps 21-60",
+        "fastloop STARVED BY DATA 82 %   2x cuda   steps 21-60",
         "  the device was idle for 8 of 10 ms",
         "step 10.0 ms |WWWWWWWWWWWWWWWWWW....| Wait 8.2  ...not split 1.84",
         "1,235 samples/s   lead 3.1 ms   GPU fed 18 %   watching cost 3.4 us a step",
@@ -284,7 +284,7 @@ def test_the_first_screen_of_the_naive_resnet50() -> None:
         seen, plan, verdicts, findings, "r.md", name, then=("prefetch", "cache"), later=("amp",)
     )
     assert lines == [
-        "fastloop STARVED BY DATA   resnet50 64 x 4 32-true   1x H200   steps 51-250",
+        "fastloop STARVED BY DATA 86 %   resnet50 64 x 4 32-true   1x H200   steps 51-250",
         "  the GPU was idle for 86 % of each step: Python was decoding JPEGs",
         "step 197.5 ms |WWWWWWWWWWWWWWWWWWWfbb| Wait 170  h2d 3.9  fwd 7.6  bwd 14.4  others 2",
         "324 samples/s   lead 0.0 ms   GPU fed 14 % (NVML busy 13 %)   0.577 J/sample   watching cost 18.0 us a step",
@@ -300,7 +300,7 @@ def test_the_first_screen_of_the_naive_gpt2() -> None:
     seen, findings, verdicts, plan, name = samples.gpt2()
     text = "\n".join(summary.write_lines(seen, plan, verdicts, findings, name=name, later=("amp",)))
     for words in (
-        "BUSY, NOT FAST: FP32 MATH   gpt2 8 x 8 32-true",
+        "BUSY, NOT FAST: FP32 MATH 97 %   gpt2 8 x 8 32-true",
         "also BUSY, NOT FAST: MEMORY-BOUND: elementwise",
         "NVML busy 99.7 %",
         ">= 36.2 TFLOP/s: at least 54 % of fp32 and 3.66 % of bf16",
@@ -316,7 +316,7 @@ def test_a_finding_s_title_is_said_or_else_its_name() -> None:
     old = [dataclasses.replace(WAITS, bottleneck=name, title="") for name in ("callbacks_logging", "h2d")]
     assert summary.list_titles([WAITS, *old]) == ["STARVED BY DATA", "CALLBACKS LOGGING", "H2D"]
     lines = summary.write_lines(SEEN, Plan(), [], [dataclasses.replace(WAITS, title="A"), *old])
-    assert lines[0].startswith("fastloop A   ") and lines[2].startswith("  also CALLBACKS LOGGING: ")
+    assert lines[0].startswith("fastloop A 82 %   ") and lines[2].startswith("  also CALLBACKS LOGGING: ")
 
 
 def test_every_part_has_a_letter_of_its_own() -> None:
@@ -512,6 +512,21 @@ def test_what_a_rung_saves_is_beyond_those_kept_before_it() -> None:
     assert line.startswith(
         "compile took 41 s; 5 ms less on the rehearsed batch (no verdict): would pay back after about"
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"share_pct": 6.6}, "STARVED BY DATA 7 %"),
+        ({"share_pct": None}, "STARVED BY DATA"),
+        ({"alarm": "3 ms a batch"}, "STARVED BY DATA: 3 ms a batch"),
+        ({"title": "", "share_pct": 12.0}, "DATA WAIT 12 %"),
+        ({"title": "NOTHING TO GAIN: GPU WELL USED"}, "NOTHING TO GAIN: GPU WELL USED"),
+    ],
+)
+def test_the_headline_has_its_share_without_which_it_may_exaggerate(change: dict[str, Any], words: str) -> None:
+    lines = summary.write_lines(SEEN, Plan(), [], [dataclasses.replace(WAITS, **change), WAITS])
+    assert lines[0].partition("   ")[0] == f"fastloop {words}" and lines[2].startswith("  also STARVED BY DATA: ")
 
 
 def test_an_alarm_stands_in_the_first_line_and_all_fits() -> None:
