@@ -127,7 +127,7 @@ def _find_tiny_step(step: Attribution, rungs: Rungs) -> Finding | None:
         return None
     facts = f"the step is too short for the training loop around it, which takes {cost.time}"
     remedy = rungs.choose(step.measured, "tiny_step", "more work per step: a larger batch (which changes the training)")
-    return cost.explain(facts, remedy, title="LOOP OVERHEAD: SHORT STEP")
+    return cost.explain(facts, remedy, title="LOOP OVERHEAD: STEP TOO SHORT")
 
 
 def _describe_source(step: Attribution, inside: Inside) -> tuple[str, str]:
