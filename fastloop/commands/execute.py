@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from fastloop.commands.console import Answer
 from fastloop.commands.rerun import name_command, to_prove
 from fastloop.config.loading import load_callback_config
 from fastloop.errors import ConfigError
+from fastloop.experiments.ab.script_arms import runs_under_this_python
 from fastloop.experiments.trials import reaper
 from fastloop.experiments.trials.failures import is_first_rank
 from fastloop.experiments.trials.run_directories import Place, claim, name_unclaimed
@@ -72,7 +75,7 @@ def execute(
         with carried(make_orders(checked, path), os.environ) as (variables, private):
             code = _run(command, {**os.environ, **variables})
             events = read_events(private)
-        return _answer(name, path, code, events, name_command(command, config))
+        return _answer(name, path, code, events, command, config)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -157,12 +160,9 @@ def _is_in_foreground() -> bool:
 # -- the answer -------------------------------------------------------------------------------------------------------
 
 
-def _answer(name: str, where: Path, code: int, events: Sequence[ScriptEvent], base: str) -> Answer:
-    """Make the answer.
-
-    Args:
-        base: the words for the command in one that tests a fix.
-    """
+def _answer(
+    name: str, where: Path, code: int, events: Sequence[ScriptEvent], command: Sequence[str], config: str | None
+) -> Answer:
     if not is_first_rank():
         return Answer(text="", exit_code=code)
     record = load_run(where)
@@ -170,11 +170,21 @@ def _answer(name: str, where: Path, code: int, events: Sequence[ScriptEvent], ba
     if record.measurement is None:
         off = os.environ.get("FASTLOOP_DISABLE", "") not in ("", "0")
         why = "FASTLOOP_DISABLE is set" if off else explain_unmeasured(name, events, code)
+        if code and not any(event.event == "constructed" for event in events):
+            why += _name_other_python(command)
         return Answer(text=f"fastloop: nothing was measured: {why}", json={**content, "run_dir": None}, exit_code=code)
     seen, plan = record.measurement, (record.plan or PlanFile()).to_plan()
     found, verdicts = record.findings or (), record.verdicts or ()
     then, later = diagnose.list_next_steps(found, seen, collect_cards(), tuple(step.rung for step in plan.steps))
-    report, proof = store.report_in(where), to_prove(found, base)
+    report, proof = store.report_in(where), to_prove(found, name_command(command, config))
     lines = summary.write_lines(seen, plan, verdicts, found, report, name, then, later, proof)
     lines += [f"NOTE     {note}" for note in list_notes(events)]
     return Answer(text="\n".join(lines), json=content, exit_code=code)
+
+
+def _name_other_python(command: Sequence[str]) -> str:
+    """Name the command's Python if it is not the one that fastloop is installed for; else return an empty string."""
+    found = shutil.which(command[0]) or ""
+    if not Path(found).name.startswith("python") or runs_under_this_python(command):
+        return ""
+    return f"; it ran with {found}, and fastloop is installed for {sys.executable}"

@@ -126,7 +126,7 @@ def test_several_ranks(launcher: tuple[str, ...], library: str, place: Path) -> 
 
 
 def test_what_could_not_be_written_is_in_the_object_too(tmp_path: Path) -> None:
-    answer = execute._answer("train", tmp_path, 0, [ScriptEvent(event="unwritten", why="no room")], "x")
+    answer = execute._answer("train", tmp_path, 0, [ScriptEvent(event="unwritten", why="no room")], ["x"], None)
     assert answer.json is not None and answer.json["notes"] == ["the report could not be written: no room"]
 
 
@@ -134,8 +134,23 @@ def test_it_ends_with_how_to_prove_its_fix(tmp_path: Path) -> None:
     patch = {"rungs": {"workers": {"enabled": True}}}
     found = FindingsFile(findings=(Finding(bottleneck="data_wait", patch=patch),))
     store.save(tmp_path, {MEASUREMENT: Measurement(), FINDINGS: found})
-    answer = execute._answer("train", tmp_path, 0, [], "--script train.py --args '--lr 1'")
+    command = [sys.executable, "train.py", "--lr", "1"]
+    answer = execute._answer("train", tmp_path, 0, [], command, None)
     assert answer.text.splitlines()[-1] == "PROVE    fastloop ab --script train.py --args '--lr 1' --vs workers"
+
+
+def test_a_script_that_ran_with_another_python_is_told_so(tmp_path: Path) -> None:
+    other = tmp_path / "python3"
+    other.write_text("#!/bin/sh\nexit 1\n")
+    other.chmod(0o755)
+    ends = "train ended with exit code 1 before it made a Trainer"
+    for command, more in (
+        ([str(other), "train.py"], f"; it ran with {other}, and fastloop is installed for {sys.executable}"),
+        ([sys.executable, "train.py"], ""),
+        (["sh", "train.sh"], ""),
+    ):
+        answer = execute._answer("train", tmp_path, 1, [], command, None)
+        assert answer.text == f"fastloop: nothing was measured: {ends}{more}"
 
 
 @pytest.mark.slow
