@@ -139,7 +139,7 @@ def test_no_gain_is_claimed_in_a_tuned_training(tmp_path: Path) -> None:
         "rungs.workers.count=1",
         *on,
         "--budget",
-        "2m",
+        "3m",
     )
     found = said.json
     assert said.code in (0, 4) and "CONFIRMED FASTER" not in said.err, said.err

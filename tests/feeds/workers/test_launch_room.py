@@ -66,7 +66,7 @@ def test_without_affinity_workers_give_way(three: str, monkeypatch: pytest.Monke
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setaffinity", forbid)
-    assert ask(LeavesRoom(None, 1))[1] == os.nice(0) + launch_room._NICENESS
+    assert ask(LeavesRoom(None, 1))[1] == min(19, os.nice(0) + launch_room._NICENESS)  # Linux goes no further
 
 
 def test_it_can_travel_to_a_spawned_worker() -> None:
