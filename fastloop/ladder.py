@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -82,6 +82,11 @@ class Ladder:
     def enabled(self) -> tuple[str, ...]:
         """Return the names of the enabled rungs."""
         return tuple(name for name, rung in self.rungs() if rung.enabled)
+
+    def without(self, names: Collection[str]) -> Ladder:
+        """Return this ladder with these rungs off."""
+        off: Any = {name: dataclasses.replace(getattr(self, name), enabled=False) for name in names}
+        return dataclasses.replace(self, **off)
 
 
 def plan(ladder: Ladder, facts: Facts) -> Plan:

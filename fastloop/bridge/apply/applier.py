@@ -106,7 +106,7 @@ class Applier:
             self._fallback = PrecisionFallback(trainer, self._live, **how)
         rehearses = trainer.state.fn == "fit" and self.terms is not None
         if trainer.state.fn != "fit":
-            # Other stages get the rungs that change results, so that they compute what validation inside fit computed.
+            # Other stages get the rungs that change results, to compute what validation inside fit computes.
             planned = Plan(steps=tuple(step for step in planned.steps if step.change.evaluation))
         self._live.begin(
             planned, (step.rung for step in planned.planned if rehearses and step.change.rehearse is not None)

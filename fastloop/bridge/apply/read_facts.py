@@ -195,7 +195,7 @@ def read_loader_facts(
             worker_init=loader.worker_init_fn,
             sampler=sampler,
         ),
-        changes_within=list_changes_within(loader.dataset, others, collate=loader.collate_fn),
+        changes_within=list_changes_within(loader.dataset, others, collate=loader.collate_fn, loader=loader),
         remembers=list_remembered(loader.dataset, loader.collate_fn),
         own_iterator=makes_iterators(type(loader)),
         sample_bytes=datasets.sample_bytes(loader.dataset) if loader.collate_fn is default else None,

@@ -284,8 +284,9 @@ class FastLoop(Callback):
         owner: Any = trainer.strategy
         kind: Any = type(owner)
         terms = Terms(by_ladder=self.config.by_ladder, weighs_costs=not self.in_trial)
+        off = set() if trainer.state.fn == "fit" else self.config.by_ladder - {step.rung for step in self.plan.planned}
         self._applier = applier = Applier(
-            self.config.ladder,
+            self.config.ladder.without(off),
             strict=self.strict,
             warn=lambda line: rank_zero_warn(f"fastloop: {line}"),
             say=self.say,

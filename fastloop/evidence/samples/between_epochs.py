@@ -47,24 +47,28 @@ def list_changers(
                 found[f"{function.__qualname__} reads its worker's seed, which changes in each epoch"] = None
     read = dict(_list_read([*walked, *walk(worker_init, "worker_init_fn")]))
     for owner, name, function in _list_running_here(others, sampler, read):
-        for written in sample_code.list_roots_written(function):
-            known = (read[key] for key in _find_written(owner, function, written) if key in read)
-            found |= {f"{path} is changed by {type(owner).__name__}.{name}": None for path in known if path not in held}
+        known = (read[key] for key in _list_written(owner, function) if key in read)
+        found |= {f"{path} is changed by {type(owner).__name__}.{name}": None for path in known if path not in held}
     return (*found, *_list_trained(others, read))
 
 
-def list_changes_within(dataset: Any, others: Iterable[Any], *, collate: Any = None) -> tuple[str, ...]:
+def list_changes_within(
+    dataset: Any, others: Iterable[Any], *, collate: Any = None, loader: Any = None
+) -> tuple[str, ...]:
     """What training changes of the samples' code and data while batches are loaded, as found in code: a worker would
     make its samples from an older copy. Empty if nothing does.
 
     Args:
         others: callbacks and the module.
         collate: the loader's collate_fn.
+        loader: the loader itself: workers are sent what its sampler drew before a change.
     """
     others = tuple(others)
     roots = [(dataset, "dataset"), *([] if collate is None else [(collate, "collate_fn")])]
     walked = [each for root, name in roots for each in walk(root, name)]
-    read, found = dict(_list_read(walked)), dict[str, None]()
+    parts = [(loader, "the loader"), *((getattr(loader, name, None), name) for name in ("batch_sampler", "sampler"))]
+    read = {id(part): name for part, name in parts if part is not None} | dict(_list_read(walked))
+    found = dict[str, None]()
     reached = {
         each.partition(" is held by ")[0]
         for root, name in roots
@@ -77,11 +81,12 @@ def list_changes_within(dataset: Any, others: Iterable[Any], *, collate: Any = N
             writers = (name for name, _ in sample_code.list_writers(type(item)) if name in called)
             found |= {f"{path} is changed by its {name}(), called in training": None for name in writers}
     for owner, name, function in running:
-        for written in sample_code.list_roots_written(function):
-            known = (read[key] for key in _find_written(owner, function, written) if key in read)
-            found |= {f"{path} is changed by {type(owner).__name__}.{name}": None for path in known}
+        known = (read[key] for key in _list_written(owner, function) if key in read)
+        found |= {f"{path} is changed by {type(owner).__name__}.{name}": None for path in known}
+        trainer = _find_trainer_name(owner, function)
         for chain in sample_code.list_chains_written(function):
-            by_trainer = chain[chain.index("trainer") + 1 : -1] if "trainer" in chain else []
+            place = 0 if chain[:1] == [trainer] else chain.index("trainer") if "trainer" in chain else len(chain)
+            by_trainer = chain[place + 1 : -1]
             if (named := next(filter(BY_DATA.fullmatch, by_trainer), None)) is not None:
                 found[f"{named} is changed by {type(owner).__name__}.{name}"] = None
     return (*found, *_list_trained(others, read))
@@ -160,8 +165,31 @@ def _list_running_here(
             yield from ((item, each.__name__, each) for each in (*own, *sample_code.list_sample_functions(item)))
 
 
+def _find_trainer_name(owner: Any, function: Any) -> str | None:
+    """A callback's own name for the Trainer that Lightning gives it, which comes first."""
+    if not any(base.__name__ == "Callback" for base in type(owner).__mro__):
+        return None
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    is_method = inspect.getattr_static(type(owner), function.__name__, None) is not None
+    return next(islice(names, int(is_method), None), None)
+
+
+def _list_written(owner: Any, function: Any) -> Iterator[Any]:
+    """Keys, as in `_list_read`, of the objects that a function writes to."""
+    for written in sample_code.list_roots_written(function, type(owner)):
+        yield from _find_written(owner, function, written)
+    outer = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}
+    local = function.__code__.co_varnames
+    for chain in filter(None, sample_code.list_chains_written(function, calls=False)):
+        value = owner if chain[:1] == [*local[:1]] else None if chain[0] in local else outer.get(chain[0])
+        for name in chain[1:]:
+            value = getattr(value, "__dict__", {}).get(name)
+            if not isinstance(value, _FIXED):
+                yield id(value)
+
+
 def _find_written(owner: Any, function: Any, written: str) -> Iterator[Any]:
-    """Keys, as in `_list_read`, of an object that a function writes to."""
+    """Keys of the object at the root of what a function writes to."""
     if written.startswith("."):
         held = getattr(owner, "__dict__", {})
         value = held.get(written[1:], held.get(f"_{written[1:]}"))

@@ -13,11 +13,12 @@ import sysconfig
 import textwrap
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from fastloop.evidence.samples import writes
+from fastloop.evidence.samples import carried, writes
 
 _ENTRIES = ("__getitem__", "__getitems__", "__call__", "__iter__", "__next__", "forward")
 _BEFORE = ("__init__", "__new__", "__setstate__", "__setattr__", "__len__", "setup", "prepare_data", "load_state_dict")
@@ -168,9 +169,26 @@ def _parse_code(code: Any) -> ast.AST | None:
 
 
 def list_changes(function: Any, kind: type = object) -> tuple[str, ...]:
-    """State that one call, on an object of this kind, leaves for the next: incremented, collected, or advanced. State
-    that is only set, such as a lazily opened file or a cached sample, is the same in every worker."""
-    return tuple(_list_touched(function, writes.list_advanced, kind, depth=_DEEPEST))
+    """State that one call, on an object of this kind, leaves for the next: incremented, collected, advanced, or read
+    before it is set. State that is only set, such as a lazily opened file or a cached sample, is the same in every
+    worker."""
+    advanced = _list_touched(function, writes.list_advanced, kind, depth=_DEEPEST)
+    return tuple(dict.fromkeys((*advanced, *_list_carried(function, kind))))
+
+
+def _list_carried(function: Any, kind: type) -> Iterator[str]:
+    if (parsed := parse(function)) is not None:
+        yield from carried.list_carried(*parsed, partial(_find_touched_by, kind, depth=_DEEPEST))
+
+
+@functools.lru_cache(maxsize=4096)
+def _find_touched_by(kind: type, name: str, depth: int) -> carried.Touched:
+    """What a method of this kind reads and sets, with those that it calls."""
+    method = _find_method(kind, name)
+    parsed = parse(method) if depth and inspect.isfunction(method) and not is_installed(method) else None
+    if parsed is None:
+        return set(), set()
+    return carried.list_touched(*parsed, partial(_find_touched_by, kind, depth=depth - 1))
 
 
 def list_descriptors(function: Any, kind: type) -> tuple[str, ...]:
@@ -249,27 +267,28 @@ def _find_stores(code: CodeType) -> str | None:
     return None
 
 
-def list_roots_written(function: Any) -> Iterator[str]:
-    """What a function writes to, or below: ``.x`` for its object's attribute, or the name of an outer object."""
+def list_roots_written(function: Any, kind: type = object) -> Iterator[str]:
+    """What a function on an object of this kind writes to, or below, itself or by functions that it gives it to: ``.x``
+    for its object's attribute, or the name of an outer object."""
     if (parsed := parse(function)) is not None:
         modules = {name: name for name, value in list_globals(function) if inspect.ismodule(value)}
         for node in ast.walk(parsed[0]):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
                 modules |= {each.asname or each.name: f"{package}{each.name}" for each in node.names}
-        for state in _list_touched(function, writes.list_targets, object, modules):
+        for state in _list_touched(function, writes.list_targets, kind, modules, depth=_DEEPEST):
             name = state.removeprefix(" (the outer ").removesuffix(")")
             yield modules.get(name, name)
 
 
-def list_chains_written(function: Any) -> Iterator[list[str]]:
-    """Names on the way to what a function writes to, or to a method that it calls for its effect:
-    ``["trainer", "datamodule", "dataset", "level"]`` for ``trainer.datamodule.dataset.level = 1``."""
+def list_chains_written(function: Any, *, calls: bool = True) -> Iterator[list[str]]:
+    """Names on the way to what a function writes to: ``["trainer", "datamodule", "dataset", "level"]`` for
+    ``trainer.datamodule.dataset.level = 1``; with `calls` also to methods that it calls for their effect."""
     if (parsed := parse(function)) is None:
         return
     for node in ast.walk(parsed[0]):
         targets = list(writes.list_targets(node))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        if calls and isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             targets.append(node.value.func)
         for target in targets:
             yield list(writes.list_chain(target))[::-1]

@@ -31,6 +31,7 @@ from fastloop.evidence import loader_queue
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
 from fastloop.feeds.lazy_loader import StandIn, name_sampler
+from fastloop.feeds.workers.exits import SendsExits
 from fastloop.feeds.workers.launch_room import LeavesRoom
 from fastloop.feeds.workers.whereabouts import Whereabouts
 
@@ -277,7 +278,7 @@ class TriedWorkers:
         parts = {
             name: self._drawn,
             "collate_fn": _Send(loader.collate_fn, self._made_ms),
-            "worker_init_fn": self._whereabouts.make_init(init),
+            "worker_init_fn": SendsExits(self._whereabouts.make_init(init)),
         }
         own = {part: getattr(loader, part) for part in parts}
         _set_timeout(loader._iterator, 0)  # persistent workers may first have to finish the last epoch's batches

@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset, get_worker_info
 
 from fastloop.evidence.samples.between_epochs import list_changers, list_changes_within, list_remembered
 
@@ -384,6 +384,81 @@ def test_what_changes_nothing_while_batches_are_loaded() -> None:
     for other in (SetsConfig(), Steps(), SetsGlobal(), LambdaCallback(on_fit_end=print)):
         assert list_changes_within(Plain(), [other]) == ()
     assert list_changes_within(ByConfig(), [SetsConfig()]) == ()
+
+
+class GrowsBatches(L.Callback):
+    """Its own name for the Trainer."""
+
+    def on_train_batch_end(self, t: Any, *args: Any) -> None:
+        t.train_dataloader.batch_sampler.batch_size = 8
+
+
+class ReadsBatches(L.Callback):
+    def on_train_batch_end(self, t: Any, *args: Any) -> None:
+        self.size = t.train_dataloader.batch_sampler.batch_size
+        args[0].train_dataloader.size = 8
+
+
+class Holds(L.LightningModule):
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+
+class Grows(Holds):
+    def training_step(self, *args: Any) -> None:
+        self.held.batch_sampler.batch_size = 8
+
+
+class HandsOn(Holds):
+    def training_step(self, *args: Any) -> None:
+        raise_level(self.held)
+
+
+class HandsOnToRead(Holds):
+    def training_step(self, *args: Any) -> None:
+        read_level(self.held)
+
+
+def raise_level(data: Any) -> None:
+    data.level += 1
+
+
+def read_level(data: Any) -> Any:
+    return data.level
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.rows, self.notes = torch.zeros(4, 2), torch.zeros(4)
+
+
+class Adds(Holds):
+    def training_step(self, *args: Any) -> None:
+        self.held.rows.add_(1)
+
+
+class AddsNotes(Holds):
+    def training_step(self, *args: Any) -> None:
+        self.held.notes.add_(1)
+
+
+def test_what_training_changes_of_the_loader_and_by_other_ways_to_the_data() -> None:
+    plain, owner = Plain(), Owner()
+    loader = DataLoader(plain, 4)
+    assert list_changes_within(plain, [GrowsBatches()], loader=loader) == (
+        "train_dataloader is changed by GrowsBatches.on_train_batch_end",
+    )
+    assert list_changes_within(plain, [Grows(loader)], loader=loader) == (
+        "the loader is changed by Grows.training_step",
+        "batch_sampler is changed by Grows.training_step",
+    )
+    assert list_changes_within(plain, [HandsOn(plain)]) == ("dataset is changed by HandsOn.training_step",)
+    rows = TensorDataset(owner.rows)
+    assert list_changes_within(rows, [Adds(owner)]) == ("dataset.tensors[0] is changed by Adds.training_step",)
+    for other in (ReadsBatches(), Grows(DataLoader(plain, 4)), HandsOnToRead(plain), Adds(owner)):
+        assert list_changes_within(plain, [other], loader=loader) == (), "it reads, or it is another's"
+    assert list_changes_within(rows, [AddsNotes(owner)]) == ()
 
 
 class ByModel(Plain):

@@ -451,6 +451,29 @@ def test_an_exception_of_the_datasets_is_the_one_that_it_raises_without_workers(
         assert raised.value.__notes__ == [note]
 
 
+class Exits(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 9:
+            sys.exit(7)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_dataset_that_exits_exits_the_training(persistent: bool) -> None:
+    loader, steps = tried(dataset=Exits(), shuffle=False, persistent_workers=persistent)
+    seen = []
+    with pytest.raises(SystemExit) as raised:
+        for batch in loader:
+            seen += _content(batch)
+    assert raised.value.code == 7 and seen == list(range(8)) and steps.down == []
+
+
+def test_in_a_worker_alone_it_would_die() -> None:
+    """The control."""
+    with pytest.raises((RuntimeError, OSError, EOFError)):
+        list(DataLoader(Exits(), 4, num_workers=1))
+
+
 class RefusesWorkers(Numbers):
     def __getitem__(self, index: int) -> torch.Tensor:
         assert get_worker_info() is None, "not in a worker"

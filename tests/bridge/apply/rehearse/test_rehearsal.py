@@ -278,6 +278,33 @@ def test_the_first_step_and_the_sanity_validation_run_without(monkeypatch: pytes
     assert at, "evaluation after the fit computes what it computed inside it"
 
 
+def test_a_validation_has_a_ladders_rung_only_if_the_fit_before_it_kept_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ladder's rung has to pay, which only a fit can show; what the user named is used."""
+    at: list[int] = []
+
+    def note(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (at.append(1), original(*args, **kwargs))[1]
+
+    plant(monkeypatch, note, evaluation=True)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+
+    def validate(loop: FastLoop) -> bool:
+        at.clear()
+        L.Trainer(accelerator="cpu", callbacks=[loop], **quiet).validate(Module(), data(8), verbose=False)
+        return bool(at)
+
+    def make(*by_ladder: str) -> FastLoop:
+        loop = FastLoop(config("amp"), quiet=True)
+        object.__setattr__(loop.config, "by_ladder", frozenset(by_ladder))
+        return loop
+
+    assert validate(make()) and not validate(make("amp"))
+    loop, _, _ = fit(config("amp"), steps=3000, by_ladder=("amp",), max_time={"seconds": 60}, module=Brief())
+    assert loop is not None and validate(loop) is read(loop)[0]
+    loop, _, _ = fit(config("amp"), steps=4, by_ladder=("amp",))
+    assert loop is not None and read(loop)[0] is False and not validate(loop)
+
+
 def test_a_broken_rung_stays_off_in_a_later_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, _raise(RuntimeError("no kernel")), evaluation=True)
     loop, module, _ = fit(config("amp"), limit_val_batches=1)
