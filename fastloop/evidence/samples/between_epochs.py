@@ -19,6 +19,7 @@ from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.between_batches import BY_DATA, list_holders, list_running
 from fastloop.evidence.samples.dataset import walk
 
+_GIVEN_BATCHES = ("training_step", "on_train_batch_start", "on_after_batch_transfer", "on_before_batch_transfer")
 _FIXED = (str, bytes, int, float, complex, bool, tuple, type(None))
 
 
@@ -66,6 +67,7 @@ def list_changes_within(
     others = tuple(others)
     roots = [(dataset, "dataset"), *([] if collate is None else [(collate, "collate_fn")])]
     walked = [each for root, name in roots for each in walk(root, name)]
+    hands_out_rows = loader is not None and getattr(loader, "batch_sampler", loader) is None  # no batch is stacked
     parts = [(loader, "the loader"), *((getattr(loader, name, None), name) for name in ("batch_sampler", "sampler"))]
     read = {id(part): name for part, name in parts if part is not None} | dict(_list_read(walked))
     found = dict[str, None]()
@@ -83,6 +85,8 @@ def list_changes_within(
     for owner, name, function in running:
         known = (read[key] for key in _list_written(owner, function) if key in read)
         found |= {f"{path} is changed by {type(owner).__name__}.{name}": None for path in known}
+        if hands_out_rows and name in _GIVEN_BATCHES and sample_code.writes_to_arguments(function, type(owner)):
+            found[f"{type(owner).__name__}.{name} changes its batch, which may be the dataset's own"] = None
         trainer = _find_trainer_name(owner, function)
         for chain in sample_code.list_chains_written(function):
             place = 0 if chain[:1] == [trainer] else chain.index("trainer") if "trainer" in chain else len(chain)

@@ -281,6 +281,12 @@ def list_roots_written(function: Any, kind: type = object) -> Iterator[str]:
             yield modules.get(name, name)
 
 
+def writes_to_arguments(function: Any, kind: type) -> bool:
+    """Whether a method of this kind of object changes what it is given, itself or by functions that it gives it to."""
+    names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
+    return not _find_touched(function, writes.list_targets, kind, names, _DEEPEST).isdisjoint(names)
+
+
 def list_chains_written(function: Any, *, calls: bool = True) -> Iterator[list[str]]:
     """Names on the way to what a function writes to: ``["trainer", "datamodule", "dataset", "level"]`` for
     ``trainer.datamodule.dataset.level = 1``; with `calls` also to methods that it calls for their effect."""
