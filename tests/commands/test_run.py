@@ -577,7 +577,7 @@ def test_a_plan_under_strict(fastloop: CommandLine) -> None:
 
 def test_a_plan_for_an_empty_dataset(fastloop: CommandLine) -> None:
     said = fastloop("plan", NET, "recipe.samples=0")
-    assert said.code == 1 and said.err.startswith("fastloop: got a train loader of 0 batches\n")
+    assert said.code == 1 and "fastloop: got a train loader of 0 batches\n" in said.err
 
 
 def test_a_plans_lines() -> None:

@@ -87,7 +87,7 @@ def list_changes_within(
         found |= {f"{path} is changed by {type(owner).__name__}.{name}": None for path in known}
         if hands_out_rows and name in _GIVEN_BATCHES and sample_code.writes_to_arguments(function, type(owner)):
             found[f"{type(owner).__name__}.{name} changes its batch, which may be the dataset's own"] = None
-        trainer = _find_trainer_name(owner, function)
+        trainer = _find_trainer_name(owner, name, function)
         for chain in sample_code.list_chains_written(function):
             place = 0 if chain[:1] == [trainer] else chain.index("trainer") if "trainer" in chain else len(chain)
             by_trainer = chain[place + 1 : -1]
@@ -169,13 +169,13 @@ def _list_running_here(
             yield from ((item, each.__name__, each) for each in (*own, *sample_code.list_sample_functions(item)))
 
 
-def _find_trainer_name(owner: Any, function: Any) -> str | None:
-    """A callback's own name for the Trainer that Lightning gives it, which comes first."""
-    if not any(base.__name__ == "Callback" for base in type(owner).__mro__):
+def _find_trainer_name(owner: Any, name: str, function: Any) -> str | None:
+    """A callback's own name for the Trainer, which Lightning gives its hooks first; None if it is no such hook."""
+    is_hook = name.startswith("on_") and function.__name__ in (name, "<lambda>")
+    if not is_hook or not any(base.__name__ == "Callback" for base in type(owner).__mro__):
         return None
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    is_method = inspect.getattr_static(type(owner), function.__name__, None) is not None
-    return next(islice(names, int(is_method), None), None)
+    return next(islice(names, int(function.__name__ == name), None), None)
 
 
 def _list_written(owner: Any, function: Any) -> Iterator[Any]:

@@ -13,7 +13,6 @@ import sysconfig
 import textwrap
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -173,22 +172,8 @@ def list_changes(function: Any, kind: type = object) -> tuple[str, ...]:
     before it is set. State that is only set, such as a lazily opened file or a cached sample, is the same in every
     worker."""
     advanced = _list_touched(function, writes.list_advanced, kind, depth=_DEEPEST)
-    return tuple(dict.fromkeys((*advanced, *_list_carried(function, kind))))
-
-
-def _list_carried(function: Any, kind: type) -> Iterator[str]:
-    if (parsed := parse(function)) is not None:
-        yield from carried.list_carried(*parsed, partial(_find_touched_by, kind, depth=_DEEPEST))
-
-
-@functools.lru_cache(maxsize=4096)
-def _find_touched_by(kind: type, name: str, depth: int) -> carried.Touched:
-    """What a method of this kind reads and sets, with those that it calls."""
-    method = _find_method(kind, name)
-    parsed = parse(method) if depth and inspect.isfunction(method) and not is_installed(method) else None
-    if parsed is None:
-        return set(), set()
-    return carried.list_touched(*parsed, partial(_find_touched_by, kind, depth=depth - 1))
+    parsed = parse(function)
+    return tuple(dict.fromkeys((*advanced, *(carried.list_carried(*parsed) if parsed else ()))))
 
 
 def list_descriptors(function: Any, kind: type) -> tuple[str, ...]:

@@ -79,22 +79,31 @@ def _find_second_run() -> str | None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is vars(main)):
         frame = frame.f_back
-    tree = _parse_script()
+    tree = None if _is_package() else _parse_script()
     if frame is None or tree is None or _is_guarded(tree, frame):
         return None
     name = Path(str(main.__file__)).name
     return f"each would run {name} again, training included (line {frame.f_lineno}); put that under {_GUARD}"
 
 
+def _is_package() -> bool:
+    """Whether ``python -m package`` was called: workers do not run a ``__main__.py`` again.
+
+    Source: multiprocessing/spawn.py, _fixup_main_from_name.
+    """
+    name = getattr(sys.modules["__main__"].__spec__, "name", "")
+    return name == "__main__" or name.endswith(".__main__")
+
+
 def _is_guarded(tree: ast.Module, frame: FrameType) -> bool:
-    guards = (node for node in ast.walk(tree) if isinstance(node, ast.If) and _is_guard(node))
+    guards = (node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp, ast.BoolOp)) and _is_guard(node))
     return any(node.lineno <= frame.f_lineno <= (node.end_lineno or 0) for node in guards)
 
 
 def _find_hidden(needed: set[str]) -> str | None:
     """Which of the script's names a worker would not find; None if it finds all, or that is unknown."""
-    if needed and getattr(sys.modules["__main__"], "__file__", None) is None:
-        return f"they do not find {min(needed)}, which no file defines; move it into a module"
+    if needed and (_is_package() or getattr(sys.modules["__main__"], "__file__", None) is None):
+        return f"they do not find {min(needed)}, which no module defines that they import; move it into one"
     if not needed or (tree := _parse_script()) is None:
         return None
     above = {name for node in tree.body if not _is_guard(node) for name in _list_bound(node)}
@@ -115,9 +124,10 @@ def _parse_script() -> ast.Module | None:
 
 
 def _is_guard(node: ast.AST) -> bool:
-    if not isinstance(node, ast.If):
+    test = node.values[0] if isinstance(node, ast.BoolOp) else getattr(node, "test", None)
+    if test is None:
         return False
-    named = (getattr(each, "id", getattr(each, "attr", None)) for each in ast.walk(node.test))
+    named = (getattr(each, "id", getattr(each, "attr", None)) for each in ast.walk(test))
     return not _GUARDS.isdisjoint(named)
 
 

@@ -11,139 +11,33 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import multiprocessing
-import pickle
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import DataLoader
 
-from fastloop.errors import FastLoopError, let_through, quote
+from fastloop.errors import FastLoopError, quote
 from fastloop.evidence import loader_queue
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
 from fastloop.feeds.lazy_loader import StandIn, name_sampler
-from fastloop.feeds.workers.exits import SendsExits
+from fastloop.feeds.workers.in_worker import TIMED, Order, Send, SendsExits, Unsent
 from fastloop.feeds.workers.launch_room import LeavesRoom
 from fastloop.feeds.workers.whereabouts import Whereabouts
 
-_IN_A_WORKER = "in DataLoader worker process"
-"""Text in the errors of the user's dataset that torch raises again."""
+_SHOWN = 8
+"""Most indices of a batch that a message lists."""
 LOOK_S = 5.0
 """Interval at which the wait for a batch is interrupted to check the workers."""
 SAY_S = 60.0
 """After this long without a batch, a warning says where its worker is."""
 LIMIT_S = 300.0
 """After this long without a batch, the training ends with an error that says so."""
-
-
-TIMED = 9
-"""Batches whose making and transfer are timed before the two times are compared."""
-
-
-# -- in the worker ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Unsent:
-    """Sent instead of a batch that a worker could not send."""
-
-    why: str
-    no_room: bool
-    """Whether shared memory was full."""
-
-
-class _Parcel:
-    """A batch that is pickled already: unpickling it gives the batch."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-
-    def __reduce__(self) -> Any:
-        return _open, (self.content,)
-
-
-def _open(content: bytes) -> Any:
-    try:
-        return pickle.loads(content)
-    except (OSError, EOFError):  # the worker is gone, and its shared memory too
-        raise
-    except Exception as error:
-        let_through(error)
-        return Unsent(f"what workers send cannot be unpickled: {_describe(error)}", False)
-
-
-class _Order:
-    """The indices of a batch. When a worker unpickles them, it records its start time."""
-
-    def __init__(self, indices: Any) -> None:
-        self.indices = indices
-
-    def __reduce__(self) -> Any:
-        return _begin_batch, (self.indices,)
-
-
-def _begin_batch(indices: Any) -> Any:
-    _Send.began = time.perf_counter()
-    return indices
-
-
-class _Send:
-    """A ``collate_fn`` that, in a worker, returns only objects that can be sent.
-
-    Args:
-        made_ms: shared by all workers; each writes its median time per batch there, without its first batch.
-    """
-
-    began = 0.0
-
-    def __init__(self, collate: Callable[[Any], Any], made_ms: Any) -> None:
-        self.collate, self.made_ms = collate, made_ms
-        self._took_ms: deque[float] = deque(maxlen=TIMED)
-        self._is_first = True
-
-    def __call__(self, samples: Any) -> Any:
-        if (worker := torch.utils.data.get_worker_info()) is None:
-            return self.collate(samples)
-        try:
-            batch = self.collate(samples)
-            self._note(worker.id)
-        except Exception as error:  # the default collate function writes into shared memory
-            if _is_full(error):
-                return Unsent(_describe(error), True)
-            raise
-        try:
-            return _Parcel(bytes(ForkingPickler.dumps(batch)))
-        except Exception as error:
-            let_through(error)
-            if _is_full(error):
-                return Unsent(_describe(error), True)
-            return Unsent(f"workers cannot send the loader's batches: {_describe(error)}", False)
-
-    def _note(self, worker: int) -> None:
-        if not self._is_first:
-            self._took_ms.append(1e3 * (time.perf_counter() - self.began))
-            self.made_ms[worker] = statistics.median(self._took_ms)
-        self._is_first = False
-
-
-def _is_full(error: Exception) -> bool:
-    return getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-# -- in the training process ------------------------------------------------------------------------------------------
 
 
 class _Drawn(StandIn):
@@ -156,15 +50,24 @@ class _Drawn(StandIn):
         """Whether the next ``iter`` starts with the pending indices and then continues the sampler."""
         self.goes_out = True
         """Whether the indices go to workers."""
+        self.failed: Exception | None = None
+        """What the sampler raised."""
         self._source: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
         # Do nothing before the first index is requested: torch calls `iter` twice with workers, once without.
         self._source = chain(self.pending, self._source) if self.resumes else iter(self.inner)
         self.pending, self.resumes = deque(), False
-        for indices in self._source:
+        while True:
+            try:
+                indices = next(self._source)
+            except StopIteration:
+                return
+            except Exception as error:
+                self.failed = error
+                raise
             self.pending.append(copy.copy(indices))  # some fill one list again and again, and torch sends it later
-            yield _Order(self.pending[-1]) if self.goes_out else indices
+            yield Order(self.pending[-1]) if self.goes_out else indices
 
 
 class _Fewer(NamedTuple):
@@ -244,7 +147,7 @@ class TriedWorkers:
                     return
             except Exception as error:
                 end_workers(source)  # now: the exception holds all frames, and with them the workers
-                if _IN_A_WORKER not in str(error) or not self._drawn.pending:
+                if not (_was_sent(error) and self._drawn.pending) or error is self._drawn.failed:
                     raise
                 failed = quote(error, briefly=True)
             if failed is not None:
@@ -260,9 +163,12 @@ class TriedWorkers:
         rest = self._begin(loader, begin)
         try:
             batch = next(rest)
+        except StopIteration:
+            return
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"fastloop: raised by the batch of samples {indices}, in a worker and in this process")
+                named = _name_samples(indices)
+                error.add_note(f"fastloop: raised by the batch of samples {named}; a worker raised {failed}")
             raise
         self._step_down(0, 0, f"workers cannot make the loader's batches: {failed}")
         yield batch
@@ -277,7 +183,7 @@ class TriedWorkers:
         init = LeavesRoom(loader.worker_init_fn, self._free_cpus) if self._free_cpus else loader.worker_init_fn
         parts = {
             name: self._drawn,
-            "collate_fn": _Send(loader.collate_fn, self._made_ms),
+            "collate_fn": Send(loader.collate_fn, self._made_ms),
             "worker_init_fn": SendsExits(self._whereabouts.make_init(init)),
         }
         own = {part: getattr(loader, part) for part in parts}
@@ -382,6 +288,20 @@ class TriedWorkers:
         if not workers:
             loader.__dict__["persistent_workers"] = False
         self._drawn.resumes = True
+
+
+def _name_samples(indices: Any) -> str:
+    if isinstance(indices, list) and len(indices) > _SHOWN:
+        return f"{str(indices[:_SHOWN])[:-1]}, …] ({len(indices)} in all)"
+    return str(indices)
+
+
+def _was_sent(error: Exception) -> bool:
+    """Whether torch raised again here what was raised in a worker. Source: torch/_utils.py, ExceptionWrapper."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_code.co_name == "reraise"
 
 
 def end_workers(source: Any) -> None:

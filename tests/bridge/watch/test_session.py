@@ -532,4 +532,5 @@ def test_a_pass_of_the_garbage_collector_is_not_the_loaders(
     assert data.passes == 1 and gc.callbacks == before and loop.measurement is not None
     assert loop.findings[0].bottleneck == named, loop.findings
     assert ("garbage collection took" in loop.findings[0].why) is listens
-    assert loop.measurement.parts_ms["unexplained"] == pytest.approx(0, abs=1.0)
+    step_ms = loop.measurement.step_ms["mean"]
+    assert abs(loop.measurement.parts_ms["unexplained"]) < max(1.0, 0.1 * step_ms), "beside other work some is"

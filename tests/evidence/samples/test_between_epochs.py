@@ -405,6 +405,19 @@ class Holds(L.LightningModule):
         self.held = held
 
 
+class KeepsReport(L.Callback):
+    """Its helper's first argument is not the Trainer."""
+
+    def __init__(self) -> None:
+        self.report = argparse.Namespace(dataset_sizes=[])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.keep(self.report)
+
+    def keep(self, report: Any) -> None:
+        report.dataset_sizes.append(3)
+
+
 class Grows(Holds):
     def training_step(self, *args: Any) -> None:
         self.held.batch_sampler.batch_size = 8
@@ -456,7 +469,9 @@ def test_what_training_changes_of_the_loader_and_by_other_ways_to_the_data() -> 
     assert list_changes_within(plain, [HandsOn(plain)]) == ("dataset is changed by HandsOn.training_step",)
     rows = TensorDataset(owner.rows)
     assert list_changes_within(rows, [Adds(owner)]) == ("dataset.tensors[0] is changed by Adds.training_step",)
-    for other in (ReadsBatches(), Grows(DataLoader(plain, 4)), HandsOnToRead(plain), Adds(owner)):
+    by_lambda = LambdaCallback(on_train_batch_end=lambda t, *_: t.datamodule.sampler.clear())
+    assert list_changes_within(plain, [by_lambda]) == ("datamodule is changed by LambdaCallback.on_train_batch_end",)
+    for other in (ReadsBatches(), Grows(DataLoader(plain, 4)), HandsOnToRead(plain), Adds(owner), KeepsReport()):
         assert list_changes_within(plain, [other], loader=loader) == (), "it reads, or it is another's"
     assert list_changes_within(rows, [AddsNotes(owner)]) == ()
 

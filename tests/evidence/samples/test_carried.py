@@ -34,27 +34,14 @@ class AsksForPrevious(Items):
         return index
 
 
-class ReadsInHelper(Items):
+class Swaps(Items):
     def __getitem__(self, index: int) -> Any:
-        mixed = self.mix(index)
-        self.prev = index
+        mixed = index
+        match index % 2:
+            case 0:
+                mixed = index + self.prev
+        (self.prev, self.last), self.seen = (index, index), True
         return mixed
-
-    def mix(self, index: int) -> Any:
-        return index + self.prev
-
-
-class SetsInHelper(Items):
-    def __getitem__(self, index: int) -> Any:
-        mixed = index + self.prev
-        self.remember(index)
-        return mixed
-
-    def remember(self, index: int) -> Any:
-        self.keep(index)
-
-    def keep(self, index: int) -> Any:
-        self.prev = index
 
 
 class CarriesInGlobal(Items):
@@ -71,8 +58,7 @@ class CarriesInGlobal(Items):
         (MixesWithPrevious, ".prev"),
         (Smooths, ".prev"),
         (AsksForPrevious, ".prev"),
-        (ReadsInHelper, ".prev"),
-        (SetsInHelper, ".prev"),
+        (Swaps, ".prev"),
         (CarriesInGlobal, " (the outer LAST)"),
     ],
 )
@@ -130,6 +116,83 @@ class KeepsShard(Items):
         return self.rows[index % 10]
 
 
+class KeepsShardInHelper(Items):
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index)
+
+    def read(self, index: int) -> Any:
+        if index // 10 != self.shard:
+            self.rows = range(index, index + 10)
+            self.shard = index // 10
+        return self.rows[index % 10]
+
+
+class KeepsReader(Items):
+    def __getitem__(self, index: int) -> Any:
+        reader = self.file if self.shard == index // 10 else None
+        if reader is None:
+            reader = self.file = range(100)
+            self.shard = index // 10
+        return reader[index]
+
+
+class ReplacesFile(Items):
+    def __getitem__(self, index: int) -> Any:
+        self.open(index // 10)
+        return self.file[index]
+
+    def open(self, shard: int) -> None:
+        if self.file is not None:
+            self.file.close()
+        self.file = range(shard, 100)
+
+
+class OpensByFlag(Items):
+    def __getitem__(self, index: int) -> Any:
+        return self.open()[index]
+
+    def open(self) -> Any:
+        if not self.opened:
+            self.file = range(100)
+            self.opened = True
+        return self.file
+
+
+class OpensPerSample(Items):
+    def __getitem__(self, index: int) -> Any:
+        try:
+            self.file = range(100)
+            return self.file[index]
+        finally:
+            self.file.close()
+            self.file = None
+
+
+class StoresParameters(Items):
+    def __getitem__(self, index: int) -> Any:
+        return self.apply(self.draw(index)), self.apply(self.draw(index))
+
+    def draw(self, index: int) -> Any:
+        self.angle = index
+        return self.angle
+
+    def apply(self, angle: int) -> Any:
+        return angle + self.angle
+
+
+class EnsuresTwice(Items):
+    def __getitem__(self, index: int) -> Any:
+        self.ensure()
+        row = self.file[index]
+        self.ensure()
+        return row
+
+    def ensure(self) -> None:
+        if self.file is None:
+            self.file = range(100)
+            self.view = self.file[:]
+
+
 class RemembersLast(Items):
     def __getitem__(self, index: int) -> Any:
         if index == self.last:
@@ -149,7 +212,11 @@ class SetsThenReads(Items):
 
 
 @pytest.mark.parametrize(
-    "kind", [OpensOnce, OpensInHelper, OpensBehindReturn, OpensAfterError, KeepsShard, RemembersLast, SetsThenReads]
+    "kind",
+    [
+        *(OpensOnce, OpensInHelper, OpensBehindReturn, OpensAfterError, OpensByFlag, OpensPerSample, ReplacesFile),
+        *(KeepsShard, KeepsShardInHelper, KeepsReader, RemembersLast, SetsThenReads, StoresParameters, EnsuresTwice),
+    ],
 )
 def test_what_is_only_set_is_no_hazard(kind: Any) -> None:
     assert find_worker_hazards(kind(shard=None, last=None)) == ()

@@ -55,6 +55,7 @@ SOUND = {
     "other_guard": f"import multiprocessing, sys\n{CLASS}{TRAIN}if multiprocessing.parent_process() is None: train()\n",
     "in_a_thread": f"import sys, threading\n{CLASS}{TRAIN}{GUARD}:\n"
     "    thread = threading.Thread(target=train)\n    thread.start()\n    thread.join()\n",
+    "in_one_line": f"import sys\n{CLASS}{TRAIN}__name__ == '__main__' and train()\n",
     "function_under_guard": f"import sys\n{CLASS}{TRAIN}{GUARD}:\n    def run(): train()\n    run()\n",
 }
 FAULTY = {
@@ -100,4 +101,20 @@ def test_the_control_real_workers(text: str, works: bool, method: str, tmp_path:
 def test_what_no_file_defines_is_not_found() -> None:
     code = f"import sys\n{CLASS}{TRAIN}train()\n"
     done = subprocess.run([sys.executable, "-c", code, "look"], capture_output=True, text=True, timeout=170)
-    assert done.stdout == "they do not find Squares, which no file defines; move it into a module\n", done.stderr
+    hidden = "they do not find Squares, which no module defines that they import; move it into one\n"
+    assert done.stdout == hidden, done.stderr
+
+
+@pytest.mark.parametrize("text", [CLASS, "from package.data import Squares\n"], ids=["its_own", "imported"])
+def test_a_package_is_not_run_again(text: str, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    for name, content in {"__init__": "", "data": CLASS, "__main__": f"import sys\n{text}{TRAIN}train()\n"}.items():
+        (package / f"{name}.py").write_text(content)
+    looked, worked = (
+        subprocess.run(
+            [sys.executable, "-m", "package", how], cwd=tmp_path, capture_output=True, text=True, timeout=170
+        )
+        for how in ("look", "spawn")
+    )
+    assert (looked.stdout == "None\n") is (worked.returncode == 0) is (text != CLASS), looked.stdout + worked.stderr

@@ -447,8 +447,9 @@ def test_an_exception_of_the_datasets_is_the_one_that_it_raises_without_workers(
         list(DataLoader(Breaks(), 4))
     assert raised.value.args == plain.value.args and raised.value.__context__ is None and steps.down == []
     if sys.version_info >= (3, 11):
-        note = "fastloop: raised by the batch of samples [8, 9, 10, 11], in a worker and in this process"
-        assert raised.value.__notes__ == [note]
+        (note,) = raised.value.__notes__
+        assert note.startswith("fastloop: raised by the batch of samples [8, 9, 10, 11]; a worker raised ")
+        assert note.endswith("Broken: no such sample (in DataLoader worker process 2)")
 
 
 class Exits(Numbers):
@@ -507,6 +508,55 @@ def test_what_only_a_worker_cannot_make_is_made_here(dataset: Any, why: str, per
     assert read(loader) == expected()
     ((workers, _, reason),) = steps.down
     assert reason.startswith(f"workers cannot make the loader's batches: {why}") and workers == loader.num_workers == 0
+
+
+class Mute(Exception):
+    """Drops what torch says of its worker."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("mute")
+
+
+class MuteInWorkers(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if get_worker_info() is not None:
+            raise Mute("there")
+        return super().__getitem__(index)
+
+
+def test_an_exception_that_drops_torchs_words_is_known_by_where_it_was_raised() -> None:
+    loader, steps = tried(dataset=MuteInWorkers())
+    assert read(loader) == expected()
+    assert steps.down == [(0, 0, "workers cannot make the loader's batches: Mute: mute")]
+
+
+class AsksWorkers(BatchSampler):
+    """Has workers of its own, as one that scores its candidates would, and one of them fails."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for place, indices in enumerate(super().__iter__()):
+            if place == 5:
+                fails = iter(DataLoader(Breaks(), 4, num_workers=1))
+                try:
+                    list(fails)
+                finally:
+                    fails._shutdown_workers()  # type: ignore[attr-defined]
+            yield indices
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_sampler_raises_ends_the_epoch(workers: int) -> None:
+    """Also what its own workers sent: none of ours raised."""
+    sampler = AsksWorkers(RandomSampler(Numbers()), 4, False)
+    loader, steps = tried(batch_sampler=sampler, batch_size=..., shuffle=..., num_workers=workers)
+    with pytest.raises(Broken, match="in DataLoader worker process"):
+        list(loader)
+    assert steps.down == []
+
+
+def test_a_long_batch_is_named_by_its_first_samples() -> None:
+    assert tried_workers._name_samples([3, 1]) == "[3, 1]" and tried_workers._name_samples(7) == "7"
+    assert tried_workers._name_samples(list(range(100))) == "[0, 1, 2, 3, 4, 5, 6, 7, …] (100 in all)"
 
 
 def test_what_is_set_up_in_workers_only_may_fail_there() -> None:

@@ -324,7 +324,7 @@ def test_too_slow_is_off_where_a_ladder_switched_it_on(monkeypatch: pytest.Monke
     plant(monkeypatch, slow)
     loop, _, _ = fit(config("amp"), steps=3)
     assert read(loop)[0] is True, "the user's own word stands"
-    long = {"steps": 3000, "limit_train_batches": 3, "max_epochs": 1000, "max_time": {"seconds": 60}}
+    long = {"steps": 30_000, "limit_train_batches": 3, "max_epochs": 10_000, "max_time": {"seconds": 60}}
     loop, _, _ = fit(config("amp"), Brief(), by_ladder=("amp",), **long)
     took, why = read(loop)
     assert took is False and "slower on the calls of the first step" in why

@@ -1,4 +1,4 @@
-"""SystemExit in a worker arrives as an exception. With tried workers: test_tried_workers."""
+"""SystemExit in a worker arrives as an exception. What it does with batches: test_tried_workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from fastloop.feeds.workers.exits import SendsExits
+from fastloop.feeds.workers.in_worker import SendsExits
 
 
 class Exits(Dataset):

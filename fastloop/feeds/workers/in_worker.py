@@ -1,0 +1,139 @@
+"""What workers on trial do in their processes: they pickle each batch themselves, and send what they raise."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.utils.data import _DatasetKind
+
+from fastloop.errors import let_through
+
+TIMED = 9
+"""Batches whose making and transfer are timed before the two times are compared."""
+
+
+@dataclass(frozen=True)
+class Unsent:
+    """Sent instead of a batch that a worker could not send."""
+
+    why: str
+    no_room: bool
+    """Whether shared memory was full."""
+
+
+class Parcel:
+    """A batch that is pickled already: unpickling it gives the batch."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def __reduce__(self) -> Any:
+        return _open, (self.content,)
+
+
+def _open(content: bytes) -> Any:
+    try:
+        return pickle.loads(content)
+    except (OSError, EOFError):  # the worker is gone, and its shared memory too
+        raise
+    except Exception as error:
+        let_through(error)
+        return Unsent(f"what workers send cannot be unpickled: {_describe(error)}", False)
+
+
+class Order:
+    """The indices of a batch. When a worker unpickles them, it records its start time."""
+
+    def __init__(self, indices: Any) -> None:
+        self.indices = indices
+
+    def __reduce__(self) -> Any:
+        return _begin_batch, (self.indices,)
+
+
+def _begin_batch(indices: Any) -> Any:
+    Send.began = time.perf_counter()
+    return indices
+
+
+class Send:
+    """A ``collate_fn`` that, in a worker, returns only objects that can be sent.
+
+    Args:
+        made_ms: shared by all workers; each writes its median time per batch there, without its first batch.
+    """
+
+    began = 0.0
+
+    def __init__(self, collate: Callable[[Any], Any], made_ms: Any) -> None:
+        self.collate, self.made_ms = collate, made_ms
+        self._took_ms: deque[float] = deque(maxlen=TIMED)
+        self._is_first = True
+
+    def __call__(self, samples: Any) -> Any:
+        if (worker := torch.utils.data.get_worker_info()) is None:
+            return self.collate(samples)
+        try:
+            batch = self.collate(samples)
+            self._note(worker.id)
+        except Exception as error:  # the default collate function writes into shared memory
+            if _is_full(error):
+                return Unsent(_describe(error), True)
+            raise
+        try:
+            return Parcel(bytes(ForkingPickler.dumps(batch)))
+        except Exception as error:
+            let_through(error)
+            if _is_full(error):
+                return Unsent(_describe(error), True)
+            return Unsent(f"workers cannot send the loader's batches: {_describe(error)}", False)
+
+    def _note(self, worker: int) -> None:
+        if not self._is_first:
+            self._took_ms.append(1e3 * (time.perf_counter() - self.began))
+            self.made_ms[worker] = statistics.median(self._took_ms)
+        self._is_first = False
+
+
+def _is_full(error: Exception) -> bool:
+    return getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class SendsExits:
+    """A ``worker_init_fn`` that calls another first. From then on its worker sends ``SystemExit`` as an exception."""
+
+    def __init__(self, own: Callable[[int], None] | None) -> None:
+        self.own = own
+
+    def __call__(self, worker_id: int) -> None:
+        if self.own is not None:
+            self.own(worker_id)
+        create: Callable[..., Any] = _DatasetKind.create_fetcher
+
+        def create_fetcher(*args: Any) -> Any:
+            fetcher = create(*args)
+            fetch = fetcher.fetch
+
+            def fetch_or_raise(indices: Any) -> Any:
+                try:
+                    return fetch(indices)
+                except SystemExit as error:
+                    raise RuntimeError(f"SystemExit: {error}") from error
+
+            fetcher.fetch = fetch_or_raise
+            return fetcher
+
+        _DatasetKind.create_fetcher = create_fetcher  # type: ignore[method-assign]
