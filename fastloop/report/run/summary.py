@@ -186,10 +186,8 @@ def _flatten(text: str) -> str:
 
 
 def write_headline(seen: Measurement, findings: Sequence[Finding], titles: Sequence[str], name: str = "") -> str:
-    """Return the first line: the bottleneck, the run, the measured steps, and reasons to doubt them.
-
-    The bottleneck has its share, without which the words may exaggerate, or figures that must not be overlooked.
-    """
+    """Return the first line: the bottleneck with its share or an alarm's figures, the run, the measured steps, and
+    reasons to doubt them."""
     alarms = "; ".join(finding.alarm for finding in findings if finding.alarm)
     share = findings[0].share_pct if findings and not titles[0].startswith("NOTHING TO GAIN") else None
     figures = f": {alarms}" if alarms else "" if share is None else f" {share:.0f} %"
