@@ -274,15 +274,18 @@ def writes_to_arguments(function: Any, kind: type) -> bool:
 
 def list_chains_written(function: Any, *, calls: bool = True) -> Iterator[list[str]]:
     """Names on the way to what a function writes to: ``["trainer", "datamodule", "dataset", "level"]`` for
-    ``trainer.datamodule.dataset.level = 1``; with `calls` also to methods that it calls for their effect."""
+    ``trainer.datamodule.dataset.level = 1``, also where ``data`` is a local name for that dataset in ``data.level = 1``;
+    with `calls` also to methods that it calls for their effect."""
     if (parsed := parse(function)) is None:
         return
+    local = dict(writes.list_local_chains(parsed[0]))
     for node in ast.walk(parsed[0]):
         targets = list(writes.list_targets(node))
         if calls and isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             targets.append(node.value.func)
         for target in targets:
-            yield list(writes.list_chain(target))[::-1]
+            chain = list(writes.list_chain(target))[::-1]
+            yield [*local.get(chain[0], chain[:1]), *chain[1:]] if chain else chain
 
 
 def _list_touched(

@@ -59,6 +59,16 @@ def list_chain(node: ast.AST) -> Iterator[str]:
         yield node.id
 
 
+def list_local_chains(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
+    """Local names for what attributes lead to, or for the items in it, each with the names on the way."""
+    for node in ast.walk(tree):
+        value = node.value if isinstance(node, ast.Assign) else node.iter if isinstance(node, ast.For) else None
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Name) and isinstance(value, (ast.Attribute, ast.Subscript)):
+                yield target.id, list(list_chain(value))[::-1]
+
+
 def find_root(node: ast.AST) -> str:
     while isinstance(node, (ast.Subscript, ast.Attribute)):
         node = node.value

@@ -350,9 +350,20 @@ class Reaches(L.LightningModule):
         self.trainer.train_dataloader.dataset.harden()
 
 
+class ReachesByName(L.LightningModule):
+    def training_step(self, *args: Any) -> None:
+        data = self.trainer.datamodule.train
+        data.level += 1
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for data in self.trainer.train_dataloader.dataset.datasets:
+            data.level = 3
+
+
 class Looks(L.LightningModule):
     def training_step(self, *args: Any) -> Any:
-        words = self.trainer.datamodule.words.decode(args)
+        words, data = self.trainer.datamodule.words.decode(args), self.trainer.datamodule.train
+        self.counts[data.level] = 1
         self.log("size", len(self.trainer.train_dataloader.dataset))
         self.dataset_losses[self.trainer.datamodule.number] = 1
         self.counts[self.dataset_names[0]].update(args)
@@ -363,6 +374,10 @@ def test_what_training_changes_by_way_of_its_trainer() -> None:
     assert list_changes_within(Plain(), [Reaches()]) == (
         "datamodule is changed by Reaches.training_step",
         "train_dataloader is changed by Reaches.on_train_batch_end",
+    )
+    assert list_changes_within(Plain(), [ReachesByName()]) == (
+        "datamodule is changed by ReachesByName.training_step",
+        "train_dataloader is changed by ReachesByName.on_train_batch_end",
     )
     assert list_changes_within(Plain(), [Looks(), AsksHelper()]) == (), "it reads, and it acts between epochs"
 
