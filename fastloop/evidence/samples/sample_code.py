@@ -274,7 +274,7 @@ def writes_to_arguments(function: Any, kind: type) -> bool:
 
 def list_chains_written(function: Any, *, calls: bool = True) -> Iterator[list[str]]:
     """Names on the way to what a function writes to: ``["trainer", "datamodule", "dataset", "level"]`` for
-    ``trainer.datamodule.dataset.level = 1``, also where ``data`` is a local name for that dataset in ``data.level = 1``;
+    ``trainer.datamodule.dataset.level = 1``, or for ``data.level = 1`` where ``data`` is a local name for that dataset;
     with `calls` also to methods that it calls for their effect."""
     if (parsed := parse(function)) is None:
         return
