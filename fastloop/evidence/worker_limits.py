@@ -86,18 +86,28 @@ def may_survive(loader: LoaderFacts) -> bool:
     return bool(own) and loader.is_dataloader and loader.map_style and not loader.stateful and not loader.own_iterator
 
 
-def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str) -> str | None:
+def find_obstacle_to_more(loader: LoaderFacts, facts: Facts) -> str | None:
+    """Why other workers cannot take the place of the user's own; None if they can."""
+    if loader.start_method != "fork":
+        return f"workers start by {loader.start_method} here, which takes long"
+    if loader.persistent_workers and (stale := [*loader.remembers, *loader.may_change]):
+        return f"yours stay between epochs, and new ones would load from another copy: {stale[0]}"
+    return find_obstacle(loader, facts, "auto", replaces=True)
+
+
+def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str, *, replaces: bool = False) -> str | None:
     """Why this loader cannot have workers; None if it can.
 
     Args:
         start_method: their start method, or auto.
+        replaces: whether they take the place of the user's own.
     """
     method = loader.start_method if start_method == "auto" else start_method
     if not loader.is_dataloader:
         return f"{loader.kind} is not a DataLoader: it has no workers to set"
     if loader.engine is not None:
         return f"{loader.engine} loads the samples, without worker processes"
-    if loader.num_workers:
+    if loader.num_workers and not replaces:
         workers = "a worker" if loader.num_workers == 1 else f"{loader.num_workers} workers"
         return f"the loader already has {workers}; your number stands"
     if not loader.map_style:

@@ -49,6 +49,7 @@ class CompiledCall:
 
     Attributes:
         graphs: graphs that Dynamo captured in these calls; each piece between graph breaks counts.
+        forced: calls that ran eagerly because torch's stance was ``force_eager``.
         failure: why the module fell back to eager; empty if it did not.
         below, is_in: the callable that this one replaced, and whether this one is active; see `put_in`.
         budgets: one for training (True) and one for evaluation (False), with separate graphs and sizes; also one for
@@ -69,7 +70,7 @@ class CompiledCall:
     ) -> None:
         self.module, self.name = module, name or type(module).__name__
         self.dynamic, self.is_tried, self._changes = dynamic, is_tried, changes
-        self.graphs, self.failure = 0, ""
+        self.graphs, self.forced, self.failure = 0, 0, ""
         self.below: Any = None
         self.is_in = False
         self.budgets: dict[Any, Budget] = {True: Budget(), False: Budget()}
@@ -123,6 +124,9 @@ class CompiledCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
+            return self.module._call_impl(*args, **kwargs)
+        if dynamo_graphs.is_forced_eager():  # by a check of ours, or by the user: it says nothing about the graphs
+            self.forced += 1
             return self.module._call_impl(*args, **kwargs)
         tensors = call_shapes.find_tensors(args, kwargs)
         budget = self._find_budget(tensors)
@@ -334,6 +338,7 @@ def sum_up(calls: Sequence[CompiledCall]) -> dict[str, Any]:
     most = max((budget for call in calls for budget in call.budgets.values()), key=lambda budget: budget.eager)
     return {
         "graphs": sum(call.graphs for call in calls),
+        "forced_eager": sum(call.forced for call in calls),
         "failures": [call.failure for call in calls if call.failure],
         "eager_calls": most.eager,
         "of_calls": most.calls,

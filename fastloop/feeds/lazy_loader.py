@@ -202,6 +202,8 @@ class LazyLoader(Disguised):
         "engine",
         "live",
         "_drawn",
+        "_seeded_at",
+        "_restarts",
         "_has_begun",
         "_begun",
     )
@@ -219,6 +221,9 @@ class LazyLoader(Disguised):
         self.inner, self.keeps_iterator, self.epochs, self.engine = inner, keeps_iterator, epochs, engine
         self._has_begun = False
         self._drawn: torch.Tensor | None = None
+        self._seeded_at: torch.Tensor | None = None
+        """The generator's state before the seed of the live workers was drawn."""
+        self._restarts = 0
         self._begun: Iterator[Any] | None = None
         self.live: weakref.ref[Any] | None = None
 
@@ -229,13 +234,11 @@ class LazyLoader(Disguised):
 
     def __iter__(self) -> Iterator[Any]:
         own = isinstance(self.inner, DataLoader) and makes_iterators(type(self.inner))
-        self._begun = iter(self.inner) if own and not hasattr(self.inner, "state_dict") else None
+        self._begun = self._follow(iter(self.inner)) if own and not hasattr(self.inner, "state_dict") else None
         self._drawn = self._draw_seed()
-        if self._begun is None and self.at_once():
-            if getattr(self.engine, "begins_at_iter", False):
-                self._begun = self._start(self._drawn)
-            elif self.engine is None and self.epochs is None:
-                self._begun = self._begin(self._drawn)
+        begins_at_iter = self.engine is None or getattr(self.engine, "begins_at_iter", False)
+        if self._begun is None and begins_at_iter and self.at_once():
+            self._begun = self._start(self._drawn)
         return _Batches(self._batches(self._drawn))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -268,16 +271,26 @@ class LazyLoader(Disguised):
             begun, self._begun = self._begun, None
             self._drawn, self._has_begun = None, True
             return self.engine.load(_read_seed(drawn)) if begun is None else begun
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            return begun
+        self._restarts = 0
         if self.epochs is not None:
             return self.epochs(self.inner, lambda: self._begin(drawn))
         return self._begin(drawn)
 
     def _begin(self, drawn: torch.Tensor | None) -> Iterator[Any]:
+        """Start the loader's iterator. Started again in an epoch, it gets another seed: its workers would draw the same
+        numbers once more."""
         self._drawn = None
-        iterator, self._begun = self._begun, None
-        if iterator is None:
-            with _generator_at(self.inner, drawn):
-                iterator = iter(self.inner)
+        self._seeded_at = self._seeded_at if drawn is None else drawn
+        is_new = isinstance(self.inner, DataLoader) and self.inner._iterator is None
+        with _generator_at(self.inner, self._seeded_at if is_new else None, self._restarts):
+            iterator = iter(self.inner)
+        self._restarts += 1
+        return self._follow(iterator)
+
+    def _follow(self, iterator: Iterator[Any]) -> Iterator[Any]:
         try:
             self.live = weakref.ref(iterator)  # weak: another reference would keep its workers alive
         except TypeError:
@@ -315,13 +328,16 @@ def _find_generator(loader: DataLoader[Any]) -> torch.Generator:
 
 
 @contextlib.contextmanager
-def _generator_at(loader: Any, state: torch.Tensor | None) -> Iterator[None]:
-    """Let a loader draw its seed from a generator in `state`, so that it gets the number drawn before."""
+def _generator_at(loader: Any, state: torch.Tensor | None, skipped: int) -> Iterator[None]:
+    """Let a loader draw its seed from a generator in `state`, so that it gets the number drawn before; or a later one,
+    with some `skipped`."""
     if state is None:
         yield
         return
     own, loader.generator = loader.generator, torch.Generator()
     loader.generator.set_state(state)
+    for _ in range(skipped):
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     try:
         yield
     finally:

@@ -132,6 +132,8 @@ class Compile:
         count = evidence["graphs"]
         whose = f" for {evidence['modules']} modules" if evidence.get("modules", 1) > 1 else ""
         why = [f"{count} graphs captured{whose}" if count else "0 graphs captured: nothing was compiled"]
+        if not count and evidence.get("forced_eager"):
+            why.append('torch.compiler.set_stance("force_eager") was on')
         why += [f"recompiled: {reason}" for reason in evidence["recompiles"][:2]]
         why += [f"graph break: {reason}" for reason in evidence["breaks"][:2]]
         if eager := evidence.get("eager_calls"):

@@ -20,6 +20,7 @@ from fastloop.evidence.worker_limits import (
     count_epoch_batches,
     describe_sampler_draws,
     find_obstacle,
+    find_obstacle_to_more,
     fit_in_shm,
     list_costs,
     may_survive,
@@ -92,7 +93,7 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Worker processes for map-style loaders that have none. Evaluation loaders stay as they are.
+    """Worker processes for map-style loaders that have none, or too few. Evaluation loaders stay as they are.
 
     Where a shipped ladder switched them on, the first batches are timed: without workers from there on, if taking a
     batch from one takes longer than making it.
@@ -100,8 +101,11 @@ class Workers:
 
     enabled: bool = False
     count: int | Literal["auto"] = "auto"
-    """Worker processes per rank; auto = CPUs of this process (affinity and cgroup) divided by the local ranks, minus
-    one, at most 8."""
+    """Worker processes per rank; auto = yours, or if you have none: CPUs of this process (affinity and cgroup) divided
+    by the local ranks, minus one, at most 8."""
+    grow: bool = False
+    """With ``count: auto``: once the training has waited for batches, replace the workers, yours too, by more of them,
+    if that saves more time than it costs. Random augmentations then draw other numbers from that batch on."""
     prefetch_factor: int = 2
     """Batches that each worker keeps ready."""
     persistent: bool | Literal["auto"] = "auto"
@@ -122,28 +126,24 @@ class Workers:
         if facts.loader is None:
             return Change(waits_for="the train loader", may_want=("loader.num_workers",))
         loader = facts.loader
-        # Not if only this rung was named: new workers would see changed globals, helpers and environment variables.
-        by_ladder = self.persistent == "auto" and "workers" in facts.by_ladder and can_keep_theirs(facts)
-        is_asked = by_ladder or (self.persistent is True and may_survive(loader))
-        if is_asked and self.count == "auto" and self._keep(loader, facts, []):
-            note = f"your {loader.num_workers} workers are kept between epochs, instead of being restarted"
-            parity: Parity = "approximate" if loader.draws_random else "exact"
-            return Change(wants={"loader.persistent_workers": True}, parity=parity, notes=(note,))
-        if (obstacle := find_obstacle(loader, facts, self.start_method)) is not None:
+        if loader.num_workers and self.count in ("auto", loader.num_workers):
+            return self._plan_theirs(loader, facts)
+        replaces = loader.num_workers > 0
+        if (obstacle := find_obstacle(loader, facts, self.start_method, replaces=replaces)) is not None:
             raise NotApplicable(obstacle)
         count, ahead = self._count(loader, facts)
         notes = list_costs(loader, facts, count)
+        if replaces:
+            notes.append(f"they replace your {_name_workers(loader.num_workers)}")
         wants: dict[str, Any] = {"loader.num_workers": count, "loader.prefetch_factor": ahead}
         if facts.cpu_count > 2 * facts.local_ranks:
             wants["launch.free_cpus"] = facts.local_ranks
             notes.append(f"{facts.local_ranks} of {facts.cpu_count} CPUs are left for the training's own threads")
         wants["loader.persistent_workers"] = self._keep(loader, facts, notes)
         notes += (drawn := describe_sampler_draws(loader))
-        parity = "approximate" if loader.draws_random or drawn else "exact"
+        parity: Parity = "approximate" if loader.draws_random or drawn else "exact"
         if loader.draws_random:
-            notes.append(
-                f"random augmentations differ from a run without workers ({', '.join(loader.draws_random[:3])})"
-            )
+            notes.append(_describe_draws(loader, "a run with yours" if replaces else "a run without workers"))
         if loader.packable:
             from fastloop.feeds.workers.packed_list import Packing  # it imports torch
 
@@ -151,7 +151,33 @@ class Workers:
             notes.append(f"{loader.packable} file names are packed into arrays, which workers share instead of copying")
         if self.start_method != "auto":
             wants["loader.multiprocessing_context"] = self.start_method
+        elif self._may_grow(count, facts) and find_obstacle_to_more(loader, facts) is None:
+            wants["loader.most_workers"] = _count_most(facts)
         return Change(wants=wants, parity=parity, notes=tuple(notes))
+
+    def _plan_theirs(self, loader: LoaderFacts, facts: Facts) -> Change:
+        """Keep the user's own workers between epochs, or let them become more."""
+        own, wants, notes = _name_workers(loader.num_workers), dict[str, Any](), list[str]()
+        # Not if only this rung was named: new workers would see changed globals, helpers and environment variables.
+        by_ladder = self.persistent == "auto" and "workers" in facts.by_ladder and can_keep_theirs(facts)
+        if (by_ladder or (self.persistent is True and may_survive(loader))) and self._keep(loader, facts, []):
+            wants["loader.persistent_workers"] = True
+            notes.append(f"your {own} are kept between epochs, instead of being restarted")
+        why = f"the loader already has {own}; your number stands"
+        if self._may_grow(loader.num_workers, facts):
+            obstacle = find_obstacle_to_more(loader, facts)
+            if obstacle is None:
+                wants["loader.most_workers"] = most = _count_most(facts)
+                notes.append(f"your {own} become up to {most} if the training waits for them")
+                if loader.draws_random:
+                    notes.append(_describe_draws(loader, "a run with yours"))
+            why = f"{why}: {obstacle}"
+        if not wants:
+            raise NotApplicable(why)
+        return Change(wants=wants, parity="approximate" if loader.draws_random else "exact", notes=tuple(notes))
+
+    def _may_grow(self, count: int, facts: Facts) -> bool:
+        return self.grow and self.count == "auto" and _count_most(facts) > count
 
     def _count(self, loader: LoaderFacts, facts: Facts) -> tuple[int, int]:
         """Return workers, and batches ahead of each: as configured, or fewer if shared memory is too small for them."""
@@ -189,9 +215,13 @@ class Workers:
     def verify(self, seen: Measurement) -> Verdict:
         """The rung took effect if live worker processes fed the loader in the timed window."""
         found = seen.evidence.get("workers", {})
+        if (more := found.get("more")) is not None:
+            return Verdict(took=found.get("faster") if found.get("theirs") else True, why=more)
         if "kept" in found:
             kept = bool(found["kept"])
             return Verdict(took=kept, why=f"your workers were {'' if kept else 'not '}kept between epochs")
+        if found.get("theirs"):
+            return Verdict(took=False, why="your workers kept up, or more of them would not have paid")
         count, fewer = found.get("live_workers"), found.get("fewer")
         if count is None:
             return Verdict(took=None, why="the loader's iterator could not be inspected")
@@ -199,6 +229,19 @@ class Workers:
         return Verdict(took=count > 0, why=f"{why}; {fewer}" if fewer else why)
 
 
+def _count_most(facts: Facts) -> int:
+    """Workers per rank that leave a CPU for each rank's own thread."""
+    return facts.cpu_count // max(1, facts.local_ranks) - 1
+
+
+def _name_workers(count: int) -> str:
+    return "a worker" if count == 1 else f"{count} workers"
+
+
+def _describe_draws(loader: LoaderFacts, run: str) -> str:
+    return f"random augmentations differ from {run} ({', '.join(loader.draws_random[:3])})"
+
+
 def choose_count(facts: Facts) -> int:
     """Return the number of workers per rank that leaves a CPU for each rank's own thread."""
-    return max(1, min(MOST, facts.cpu_count // max(1, facts.local_ranks) - 1))
+    return max(1, min(MOST, _count_most(facts)))

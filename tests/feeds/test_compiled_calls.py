@@ -487,3 +487,19 @@ def test_undo_leaves_what_was_put_in_before(order: str) -> None:
     for undo in undos:  # harmless when called twice
         undo()
         assert "_compiled_call_impl" not in vars(module)
+
+
+def test_calls_that_are_forced_to_run_eagerly_do_not_count() -> None:
+    """A check of ours plays a step with `force_eager`: its calls say nothing about how well graphs fit."""
+    module = Net()
+    call = wrap(module)
+    for rows in (8, 16, 16, 16, 16):
+        module(batch(3, rows))
+    assert call.budgets[True].exhausted
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(2 * call_shapes.ENOUGH):
+            module(batch(3, 16))
+    captured, eager = call.graphs, call.budgets[True].eager
+    module(batch(3, 16))
+    assert call.forced == 2 * call_shapes.ENOUGH and not call.spent
+    assert (call.graphs, call.budgets[True].eager) == (captured, eager), "the graph is still used"

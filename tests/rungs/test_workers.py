@@ -27,7 +27,7 @@ from fastloop.errors import ConfigError, NotApplicable
 from fastloop.evidence import machine
 from fastloop.evidence.samples.dataset import find_worker_hazards
 from fastloop.feeds.lazy_loader import LazyLoader, clone
-from fastloop.feeds.workers import packed_list, tried_workers
+from fastloop.feeds.workers import more_workers, packed_list, tried_workers
 from fastloop.feeds.workers.packed_list import PackedList, Packing
 from fastloop.feeds.workers.tried_workers import TriedWorkers
 from fastloop.records.facts import Facts, LoaderFacts
@@ -135,7 +135,31 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
     [
         ({}, {"is_dataloader": False, "kind": "list"}, "list is not a DataLoader: it has no workers to set"),
         ({}, {"num_workers": 3}, "the loader already has 3 workers; your number stands"),
-        ({"count": 5}, {"num_workers": 3}, "the loader already has 3 workers; your number stands"),
+        ({"count": 3}, {"num_workers": 3}, "the loader already has 3 workers; your number stands"),
+        (
+            {"count": 5},
+            {"num_workers": 3, "worker_hazards": ("a is x",)},
+            "the dataset cannot be copied to workers: a is x",
+        ),
+        (
+            {"grow": True},
+            {"num_workers": 3, "start_method": "spawn"},
+            "the loader already has 3 workers; your number stands: workers start by spawn here, which takes long",
+        ),
+        (
+            {"grow": True},
+            {"num_workers": 3, "persistent_workers": True, "may_change": ("a is changed by B.c",)},
+            "the loader already has 3 workers; your number stands: yours stay between epochs, and new ones would load"
+            " from another copy: a is changed by B.c",
+        ),
+        (
+            {"grow": True},
+            {"num_workers": 3, "map_style": False},
+            "the loader already has 3 workers; your number stands: every worker would read an iterable dataset whole, and"
+            " samples would repeat, unless it asks torch.utils.data.get_worker_info for its share; if it does, set"
+            " num_workers yourself",
+        ),
+        ({"grow": True}, {"num_workers": 7}, "the loader already has 7 workers; your number stands"),
         (
             {},
             {"map_style": False},
@@ -342,7 +366,7 @@ def check_kept(rung: Workers, given: Facts, kept: bool) -> None:
         ({"persistent": True}, {"draws_random": ("a draws",)}, True),
         ({"persistent": True}, {"batches": None}, True),
         ({"persistent": False}, {}, False),
-        ({"persistent": True, "count": 3}, {}, False),
+        ({"persistent": True, "count": 3}, {}, True),
         ({"persistent": True}, {"persistent_workers": True}, False),
         ({"persistent": True}, {"map_style": False}, False),
         ({"persistent": True}, {"stateful": True}, False),
@@ -361,7 +385,7 @@ def test_your_own_workers_are_kept_where_you_ask_for_it(
         ({}, {}, {}, True),
         ({}, {"draws_random": ("a draws",)}, {}, True),
         ({"persistent": False}, {}, {}, False),
-        ({"count": 3}, {}, {}, False),
+        ({"count": 3}, {}, {}, True),
         ({}, {"batches": 5000}, {}, False),
         ({}, {}, {"max_epochs": 1}, False),
         ({}, CHANGES, {}, False),
@@ -545,12 +569,66 @@ def test_takes() -> None:
     ours = run(WORKERS, batches(64), max_epochs=2)
     assert ours.verdict("workers").took is True
     assert ours.verdict("workers").why == "2 live worker processes fed the window"
-    own = run(WORKERS, batches(64, num_workers=1), max_epochs=1)
+    own = run({"workers": {}}, batches(64, num_workers=1), max_epochs=1)
     assert own.verdict("workers").took is False
     assert own.verdict("workers").why == "the loader already has a worker; your number stands"
     rung = Workers(enabled=True)
     assert rung.verify(Measurement(evidence={"workers": {"live_workers": 0}})).took is False
     assert rung.verify(Measurement()).took is None
+
+
+def test_your_number_gives_way_to_one_in_the_configuration() -> None:
+    """Samples and their order stay, and so do the random streams of the training."""
+    change = Workers(enabled=True, count=5).plan(facts({"num_workers": 3, "draws_random": ("a",)}))
+    assert change.wants["loader.num_workers"] == 5 and change.parity == "approximate"
+    assert {"they replace your 3 workers", "random augmentations differ from a run with yours (a)"} <= {*change.notes}
+    plain, ours = both(WORKERS, lambda: batches(64, shuffle=True, num_workers=1), max_epochs=2)
+    assert distance(plain, ours) == 0.0 and ours.verdict("workers").why == "2 live worker processes fed the window"
+
+
+@pytest.mark.parametrize(("own", "most"), [(3, 7), (0, 15)])
+def test_a_number_that_may_grow(own: int, most: int) -> None:
+    given = facts({"num_workers": own, "draws_random": ("a",)}, cpu_count=most + 1)
+    assert "loader.most_workers" not in Workers(enabled=True, count="auto").plan(facts({}, cpu_count=16)).wants
+    change = Workers(enabled=True, grow=True).plan(given)
+    assert change.wants["loader.most_workers"] == most and change.parity == "approximate"
+    assert "loader.most_workers" not in Workers(enabled=True, grow=True, count=2).plan(given).wants
+
+
+@pytest.mark.parametrize("own", [0, 2])
+@pytest.mark.parametrize("is_faster", [True, False, None])
+def test_more_workers_in_a_fit(own: int, is_faster: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two become four after some batches: the training is the same, and the verdict says what it brought."""
+
+    class Grows(more_workers.Pace):
+        seen = 0
+
+        def note(self, waited_s: float, took_s: float) -> None:
+            self.seen += 1
+
+        def find_more(self, most: int, left: Any) -> tuple[int, bool] | None:
+            assert left.in_epoch is not None and 0 <= left.in_epoch <= left.in_run
+            return (4, True) if self.seen == 3 else None
+
+        @property
+        def batch_s(self) -> float | None:
+            if self.workers < 4:
+                return 0.2
+            return {True: 0.1, False: 0.2, None: None}[is_faster]
+
+    monkeypatch.setattr(more_workers, "Pace", Grows)
+    monkeypatch.setattr(machine, "count_usable_cpus", lambda: 5)
+    monkeypatch.setattr("fastloop.rungs.workers.MOST", 2)
+    train = partial(batches, 256, shuffle=True, num_workers=own)
+    plain, ours = both({"workers": {"grow": True}}, train, max_epochs=2)
+    verdict = ours.verdict("workers")
+    says = {
+        True: "4 workers instead of 2: a batch",
+        False: "2 workers again: with 4",
+        None: "4 workers instead of 2, too",
+    }
+    assert verdict.why.startswith(says[is_faster]), verdict
+    assert distance(plain, ours) == 0.0 and verdict.took is (True if own == 0 else is_faster)
 
 
 class Named(DataLoader):

@@ -151,7 +151,8 @@ class Applier:
         try:
             if self.loaders is None:
                 hands: dict[str, Any] = {"undo": self._undo_setting, "give_up": self._give_up, "warn": self.warn}
-                hands |= {"one_time": self.one_time, "by_ladder": self.terms.by_ladder if self.terms else ()}
+                by_ladder = self.terms.by_ladder if self.terms else ()
+                hands |= {"say": self.say, "one_time": self.one_time, "by_ladder": by_ladder}
                 self.loaders = TrainLoaders(site, place=self.place, **hands)
             return self._change_loader(self.loaders, loader, site)
         except FastLoopError:

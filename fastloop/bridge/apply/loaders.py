@@ -16,15 +16,14 @@ from torch.utils.data.sampler import BatchSampler
 from fastloop.bridge.apply.micro.accumulation import Merge
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.staging import set_attribute
+from fastloop.bridge.apply.worker_processes import MOST_WORKERS, WorkerProcesses
 from fastloop.bridge.place.keeping import PlaceKeeper
-from fastloop.bridge.watch import loader_state
 from fastloop.errors import NotApplicable, describe
-from fastloop.evidence import loader_queue
 from fastloop.evidence.clock.one_time import OneTime
-from fastloop.feeds.lazy_loader import Epochs, LazyLoader, bound_batches, clone, name_sampler, read_like_workers
+from fastloop.feeds.lazy_loader import LazyLoader, bound_batches, clone, name_sampler, read_like_workers
 from fastloop.feeds.place.kept_order import Place
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
-from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
+from fastloop.feeds.workers.tried_workers import end_workers
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import CACHE_FILL
 from fastloop.records.plan import Plan, Undo, changes_loader
@@ -43,6 +42,7 @@ class TrainLoaders:
         give_up: receives the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
             if it could apply but is not worth it.
         warn: receives a line that the user must not miss.
+        say: receives a line about progress.
         one_time: collects one-time costs, which belong to no step.
         by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
     """
@@ -55,14 +55,13 @@ class TrainLoaders:
         undo: Callable[[str, Undo], None],
         give_up: Callable[..., None],
         warn: Callable[[str], None],
+        say: Callable[[str], None],
         one_time: OneTime,
         by_ladder: Collection[str] = (),
     ) -> None:
         self.trainer, self.staging, self._undo, self._give_up = site.trainer, site.staging, undo, give_up
-        self._warn, self.place, self._by_ladder = warn, place, by_ladder
+        self._warn, self.place = warn, place
         self._one_time = one_time
-        self._fewer: tuple[dict[str, int], str] | None = None
-        """Worker settings after their number had to be reduced, and why; None if it was not."""
         self._merge: Merge | None = None
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._before_reload: dict[int, tuple[Any, Any]] = {}
@@ -70,9 +69,7 @@ class TrainLoaders:
         """Objects with which rungs replace a dataset or a loader, each with the key of its want."""
         self._checked: Mapping[str, Any] = {}
         """Result of an engine's check."""
-        self._tried: TriedWorkers | None = None
-        self._most_workers: int | None = None
-        self._keeps_theirs, self._kept = False, False
+        self._workers = WorkerProcesses(site.trainer, give_up=give_up, warn=warn, say=say, by_ladder=by_ladder)
         self._leaves = 0
         self._find_fetcher: Callable[[], Any] = lambda: None
         """The fetcher that was there when Lightning last began to ask."""
@@ -106,7 +103,7 @@ class TrainLoaders:
         bounded = bound_batches(loader, asked)
         base = self._keep_place(loader, plan, facts, bounded)
         settings = self._read_settings(loader, plan)
-        epochs = self._try_workers(plan, settings, facts) if settings.get("num_workers") else None
+        epochs = self._workers.arrange(loader, plan, settings, facts)
         self._regroup(base, loader, plan, facts, settings)
         if "batch_sampler" not in settings and base is loader and bounded is not None and _reads_ahead(plan, settings):
             settings[name_sampler(loader)] = bounded
@@ -139,12 +136,11 @@ class TrainLoaders:
         settings = {
             key.removeprefix("loader."): value
             for key, value in plan.wants.items()
-            if key.startswith("loader.") and key not in ("loader.window", "loader.engine")
+            if key.startswith("loader.") and key not in ("loader.window", "loader.engine", MOST_WORKERS)
         }
         for key, value in plan.wants.items():
             if key.startswith("dataset."):
                 self._wrap(key, value, loader, settings)
-        self._keeps_theirs = "persistent_workers" in settings and "num_workers" not in settings
         return settings
 
     def _regroup(self, base: Any, loader: Any, plan: Plan, facts: Facts, settings: dict[str, Any]) -> None:
@@ -222,38 +218,6 @@ class TrainLoaders:
             self._undo(key, made.close)
         return made
 
-    def _try_workers(self, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs:
-        """Complete the settings of a loader that gets workers; returns the function that yields an epoch's batches."""
-        settings["in_order"] = True  # without workers there is no other order
-        if self._fewer is not None:
-            settings.update(self._fewer[0])
-        room = None if facts.shm_free_bytes is None else facts.shm_free_bytes // facts.local_ranks
-        turn_off = f"rungs.{plan.owner('loader.num_workers')}.enabled: false"
-        tried = TriedWorkers(
-            room_bytes=room,
-            step_down=self._step_down,
-            warn=self._warn,
-            turn_off=turn_off,
-            free_cpus=plan.wants.get("launch.free_cpus", 0),
-            leave_out=self._leave_out if plan.owner("loader.num_workers") in self._by_ladder else None,
-        )
-        self._tried = tried
-        return tried.batches
-
-    def _leave_out(self, _workers: int, _ahead: int, why: str) -> None:
-        """Workers would work but are not worth it here; the verdict says so."""
-        self._give_up("loader.num_workers", why, is_refusal=False, has_acted=True)
-
-    def _step_down(self, workers: int, ahead: int, why: str) -> None:
-        """Continue with fewer workers than planned, or none."""
-        if workers:
-            why = f"{workers} workers, each with {ahead} batches ahead: {why}"
-            self._fewer = {"num_workers": workers, "prefetch_factor": ahead}, why
-        else:
-            self._give_up("loader.num_workers", why)
-            why = f"no workers are used from now on: {why}"
-        self._warn(why)
-
     def _count_asked(self, facts: Facts) -> int | None:
         """Batches that Lightning asks a loader for in an epoch, or in its rest where the sampler starts anew: in a run
         that is resumed, or as the shorter of several. None where it asks on, the user's code asks, or windows count."""
@@ -316,34 +280,14 @@ class TrainLoaders:
     def list_probes(self) -> list[tuple[str, Callable[[], Mapping[str, Any]]]]:
         """Evidence probes of the loaders, each with the key of its setting."""
         return [
-            ("loader.num_workers", self._count_workers),
-            ("loader.persistent_workers", self._see_kept),
+            ("loader.num_workers", self._workers.count),
+            ("loader.persistent_workers", self._workers.see_kept),
+            (MOST_WORKERS, self._workers.see_more),
             ("loader.pin_memory", self.staging.count_pinned),
             ("feed.depth", self.staging.count_ahead),
             ("loader.engine", lambda: self._checked),
             *((key, each.evidence) for key, each in self._made if hasattr(type(each), "evidence")),
         ]
-
-    def _count_workers(self) -> Mapping[str, Any]:
-        """The highest number of live workers so far: workers exit after an epoch's last batch, which a feed fetches
-        early."""
-        iterators = list(loader_state.find_iterators(self.trainer))
-        counts = [self._most_workers, *map(loader_queue.count_live_workers, iterators)]
-        self._most_workers = max((count for count in counts if count is not None), default=None)
-        cpus = min(
-            (cpus for each in iterators if (cpus := loader_queue.count_worker_cpus(each)) is not None), default=None
-        )
-        fewer = None if self._fewer is None else self._fewer[1]
-        loss = None if self._tried is None else self._tried.loss_ms
-        return {"live_workers": self._most_workers, "fewer": fewer, "worker_cpus": cpus, "loss_ms": loss}
-
-    def _see_kept(self) -> Mapping[str, Any]:
-        """Whether live iterators keep the user's own workers for the next epoch; empty if no rung planned that."""
-        if not self._keeps_theirs:
-            return {}
-        kept = [getattr(each, "_persistent_workers", None) for each in loader_state.find_iterators(self.trainer)]
-        self._kept = next((each for each in kept if each is not None), self._kept)  # iterators end with the epoch
-        return {"kept": self._kept}
 
     def _give_back(self) -> None:
         """Put the user's loaders back into their CombinedLoader, which Lightning filled with ours."""

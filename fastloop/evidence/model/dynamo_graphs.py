@@ -35,6 +35,13 @@ def count_captured() -> int:
     return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
 
 
+def is_forced_eager() -> bool:
+    """Whether compiled code runs eagerly at present: ``torch.compiler.set_stance("force_eager")``. Does not import
+    Dynamo."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return getattr(getattr(frames, "_stance", None), "stance", None) == "force_eager"
+
+
 def follow_users_graphs() -> Callable[[], int]:
     """Return a function that counts the graphs captured since then, except those of fastloop's own kernels. Does not
     import Dynamo."""

@@ -70,7 +70,7 @@ def judge_ledgers(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) ->
         return Gate(name="ledger", passed=None, why="no run left a ledger")
     return parity.judge_ledger(
         found,
-        regrouped=any(regroups(base) != regroups(arm) for base, arm in pairs),
+        regrouped=any(regroups(base) or regroups(arm) for base, arm in pairs),
         reshuffled=any(augments_by(base) != augments_by(arm) for base, arm in pairs),
         parity_class=parity_class,
     )

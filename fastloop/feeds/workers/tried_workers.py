@@ -10,13 +10,10 @@ time than getting it from a worker.
 from __future__ import annotations
 
 import contextlib
-import copy
 import multiprocessing
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
@@ -25,9 +22,10 @@ from fastloop.errors import FastLoopError, quote
 from fastloop.evidence import loader_queue
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
-from fastloop.feeds.lazy_loader import StandIn, name_sampler
+from fastloop.feeds.lazy_loader import name_sampler
 from fastloop.feeds.workers.in_worker import TIMED, Order, Send, SendsExits, Unsent
 from fastloop.feeds.workers.launch_room import LeavesRoom
+from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.whereabouts import Whereabouts
 
 _SHOWN = 8
@@ -38,36 +36,6 @@ SAY_S = 60.0
 """After this long without a batch, a warning says where its worker is."""
 LIMIT_S = 300.0
 """After this long without a batch, the training ends with an error that says so."""
-
-
-class _Drawn(StandIn):
-    """Stands in for the loader's (batch) sampler: keeps the indices of batches that were not yet returned."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.pending: deque[Any] = deque()
-        self.resumes = False
-        """Whether the next ``iter`` starts with the pending indices and then continues the sampler."""
-        self.goes_out = True
-        """Whether the indices go to workers."""
-        self.failed: Exception | None = None
-        """What the sampler raised."""
-        self._source: Iterator[Any] = iter(())
-
-    def __iter__(self) -> Iterator[Any]:
-        # Do nothing before the first index is requested: torch calls `iter` twice with workers, once without.
-        self._source = chain(self.pending, self._source) if self.resumes else iter(self.inner)
-        self.pending, self.resumes = deque(), False
-        while True:
-            try:
-                indices = next(self._source)
-            except StopIteration:
-                return
-            except Exception as error:
-                self.failed = error
-                raise
-            self.pending.append(copy.copy(indices))  # some fill one list again and again, and torch sends it later
-            yield Order(self.pending[-1]) if self.goes_out else indices
 
 
 class _Fewer(NamedTuple):
@@ -108,30 +76,31 @@ class TriedWorkers:
         self.loss_ms: tuple[float, float] | None = None
         """What taking a ready batch from a worker takes, and what making it does; None unless taking it is slower."""
         self._room_bytes, self._step_down, self._warn, self._turn_off = room_bytes, step_down, warn, turn_off
-        self._drawn, self._is_loading = _Drawn(None), False
+        self._drawn, self._is_loading = PendingIndices(), False
         self._whereabouts = Whereabouts()
         self._batch_bytes: int | None = None
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Yield the batches of one epoch; `begin` makes the loader's iterator.
+        """The batches of one epoch, which begins with this call; `begin` makes the loader's iterator.
 
         Raises:
             FastLoopError: no batch came for LIMIT_S; says where the worker is.
         """
         if self._is_loading and loader._iterator is None:  # a callback reads the loader too, in mid-epoch
-            yield from begin()
-            return
+            return begin()
+        self._drawn.begin_epoch()
+        return self._load(loader, begin, self._begin(loader, begin) if loader.num_workers else begin())
+
+    def _load(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
         self._is_loading = True
         try:
-            yield from self._load(loader, begin)
+            yield from self._deliver(loader, begin, source)
         finally:
             self._is_loading = False
 
-    def _load(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        # A caller that knows the epoch's length stops at its last batch, so reset what that batch may have set.
-        self._drawn.resumes, self._drawn.pending = False, deque()
+    def _deliver(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
         while loader.num_workers:
-            source, failed = self._begin(loader, begin), None
+            failed = None
             try:
                 for batch in self._wait_for(source):
                     fewer = self._find_fewer(loader, batch) or self._find_loss()
@@ -145,6 +114,7 @@ class TriedWorkers:
                         break
                 else:
                     return
+                source = self._begin(loader, begin)
             except Exception as error:
                 end_workers(source)  # now: the exception holds all frames, and with them the workers
                 if not (_was_sent(error) and self._drawn.pending) or error is self._drawn.failed:
@@ -153,7 +123,7 @@ class TriedWorkers:
             if failed is not None:
                 yield from self._go_on_here(loader, begin, failed)
                 return
-        yield from self._begin(loader, begin) if self._drawn.resumes else begin()
+        yield from source
 
     def _go_on_here(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], failed: str) -> Iterator[Any]:
         """Make the batch that raised in a worker, and those after it, in this process. If it raises here, too, that
@@ -177,8 +147,8 @@ class TriedWorkers:
     def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Any:
         """Start the loader's iterator with our parts in place; the loader keeps its own afterwards."""
         name = name_sampler(loader)
-        self._drawn.inner, self._drawn.goes_out = getattr(loader, name), loader.num_workers > 0
-        if not len(self._made_ms):  # persistent workers keep writing into the first array
+        self._drawn.inner, self._drawn.send = getattr(loader, name), Order if loader.num_workers else None
+        if len(self._made_ms) < loader.num_workers:  # persistent workers keep writing into the first array
             self._made_ms = multiprocessing.RawArray("d", loader.num_workers)
         init = LeavesRoom(loader.worker_init_fn, self._free_cpus) if self._free_cpus else loader.worker_init_fn
         parts = {

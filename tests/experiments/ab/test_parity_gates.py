@@ -82,6 +82,20 @@ def test_merged_windows_may_have_fewer_backwards(tmp_path: Path) -> None:
     assert not parity_gates.regroups(arm)
 
 
+def test_two_arms_that_merge_windows_may_begin_to_at_different_steps(tmp_path: Path) -> None:
+    """The first step runs batch by batch where the merged one does not fit yet: as its own plan says."""
+    base, arm = trial(tmp_path / "base"), trial(tmp_path / "arm")
+    content = json.loads((base.run_dir / "ledger.json").read_text())
+    for side in (base, arm):
+        rewrite(side, "plan.json", {"rungs": [{"rung": "batch", "status": "planned", "wants": {"loader.window": 4}}]})
+    rows = [[ids, size, 4 if number == 0 else 2, lr] for number, (ids, size, _, lr) in enumerate(content["steps"])]
+    planned = [row[2] for row in rows]
+    rewrite(arm, "ledger.json", content | {"steps": rows, "planned": planned})
+    assert parity_gates.judge_ledgers([(base, arm)], "exact").passed is True
+    rewrite(arm, "ledger.json", content | {"steps": rows, "planned": [2, *planned[1:]]})
+    assert parity_gates.judge_ledgers([(base, arm)], "exact").passed is False, "the control"
+
+
 ROWS = {
     "workers": {"rung": "workers", "status": "planned", "parity_class": "approximate"},
     "exact": {"rung": "workers", "status": "planned", "parity_class": "exact"},

@@ -20,6 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from fastloop.errors import FastLoopError
 from fastloop.feeds.lazy_loader import LazyLoader
 from fastloop.feeds.workers import tried_workers
+from fastloop.feeds.workers.in_worker import Order
+from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.tried_workers import TriedWorkers
 
 pytestmark = pytest.mark.timeout(200)
@@ -148,7 +150,7 @@ def test_an_order_to_a_worker_does_not_change_until_torch_sends_it() -> None:
             again[:] = [index]
             yield again
 
-    assert [order.indices for order in tried_workers._Drawn(reuse())] == [[0], [1], [2]]
+    assert [order.indices for order in PendingIndices(reuse(), Order)] == [[0], [1], [2]]
 
 
 def test_sparse_batches_come_from_workers() -> None:

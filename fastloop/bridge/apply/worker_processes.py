@@ -1,0 +1,128 @@
+"""The worker processes of the train loaders: on trial where rungs start them, more of them where they are too slow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from fastloop.bridge.watch import loader_state
+from fastloop.evidence import loader_queue
+from fastloop.feeds.lazy_loader import Epochs
+from fastloop.feeds.workers.more_workers import Left, MoreWorkers
+from fastloop.feeds.workers.tried_workers import TriedWorkers
+from fastloop.records.facts import Facts
+from fastloop.records.plan import Plan
+
+MOST_WORKERS = "loader.most_workers"
+"""The want for more workers, up to this number."""
+
+
+class WorkerProcesses:
+    """Args:
+    give_up: receives the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False` if
+        it could apply but is not worth it.
+    warn: receives a line that the user must not miss.
+    say: receives a line about progress.
+    by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        give_up: Callable[..., None],
+        warn: Callable[[str], None],
+        say: Callable[[str], None],
+        by_ladder: Collection[str],
+    ) -> None:
+        self.trainer, self._give_up, self._warn, self._say, self._by_ladder = trainer, give_up, warn, say, by_ladder
+        self._fewer: tuple[dict[str, int], str] | None = None
+        """Settings after their number had to be reduced, and why; None if it was not."""
+        self._tried: TriedWorkers | None = None
+        self._more: MoreWorkers | None = None
+        self._most_alive: int | None = None
+        self._keeps_theirs, self._kept = False, False
+
+    def arrange(self, loader: Any, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs | None:
+        """Complete the settings of a loader; returns what yields an epoch's batches, None where it does so itself."""
+        self._keeps_theirs = "persistent_workers" in settings and "num_workers" not in settings
+        epochs = self._try(plan, settings, facts) if settings.get("num_workers") else None
+        most = plan.wants.get(MOST_WORKERS)
+        if most is None or self._fewer is not None or not getattr(loader, "in_order", True):
+            return epochs
+        self._more = MoreWorkers(most, count_left=self._count_left, tell=self._say, epochs=epochs)
+        return self._more.batches
+
+    def _try(self, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs:
+        """Complete the settings of a loader that gets workers, which have to prove that they work."""
+        settings["in_order"] = True  # without workers there is no other order
+        if self._fewer is not None:
+            settings.update(self._fewer[0])
+        owner = plan.owner("loader.num_workers")
+        self._tried = TriedWorkers(
+            room_bytes=None if facts.shm_free_bytes is None else facts.shm_free_bytes // facts.local_ranks,
+            step_down=self._step_down,
+            warn=self._warn,
+            turn_off=f"rungs.{owner}.enabled: false",
+            free_cpus=plan.wants.get("launch.free_cpus", 0),
+            leave_out=self._leave_out if owner in self._by_ladder else None,
+        )
+        return self._tried.batches
+
+    def _leave_out(self, _workers: int, _ahead: int, why: str) -> None:
+        """Workers would work but are not worth it here; the verdict says so."""
+        self._give_up("loader.num_workers", why, is_refusal=False, has_acted=True)
+
+    def _step_down(self, workers: int, ahead: int, why: str) -> None:
+        """Continue with fewer workers than planned, or none."""
+        if workers:
+            why = f"{workers} workers, each with {ahead} batches ahead: {why}"
+            self._fewer = {"num_workers": workers, "prefetch_factor": ahead}, why
+        else:
+            self._give_up("loader.num_workers", why)
+            why = f"no workers are used from now on: {why}"
+        self._warn(why)
+
+    def _count_left(self) -> Left:
+        """Batches that the Trainer has still to take. Merged ones, which are fewer, are not told apart."""
+        trainer, loop = self.trainer, self.trainer.fit_loop
+        ready, most = loop.epoch_loop.batch_progress.current.ready, trainer.num_training_batches
+        in_epoch = math.inf if math.isinf(most) else max(0, most - ready)
+        epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch - 1
+        in_run = in_epoch + epochs * most if epochs else in_epoch
+        if trainer.max_steps != -1:
+            in_run = min(in_run, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+        return Left(*(None if math.isinf(count) else int(count) for count in (min(in_epoch, in_run), in_run)))
+
+    # -- evidence -----------------------------------------------------------------------------------------------------
+
+    def count(self) -> Mapping[str, Any]:
+        """The highest number of live workers so far: workers exit after an epoch's last batch, which a feed fetches
+        early."""
+        iterators = list(loader_state.find_iterators(self.trainer))
+        counts = [self._most_alive, *map(loader_queue.count_live_workers, iterators)]
+        self._most_alive = max((count for count in counts if count is not None), default=None)
+        cpus = min(
+            (cpus for each in iterators if (cpus := loader_queue.count_worker_cpus(each)) is not None), default=None
+        )
+        return {
+            "live_workers": self._most_alive,
+            "fewer": None if self._fewer is None else self._fewer[1],
+            "worker_cpus": cpus,
+            "loss_ms": None if self._tried is None else self._tried.loss_ms,
+        }
+
+    def see_kept(self) -> Mapping[str, Any]:
+        """Whether live iterators keep the user's own workers for the next epoch; empty if no rung planned that."""
+        if not self._keeps_theirs:
+            return {}
+        kept = [getattr(each, "_persistent_workers", None) for each in loader_state.find_iterators(self.trainer)]
+        self._kept = next((each for each in kept if each is not None), self._kept)  # iterators end with the epoch
+        return {"kept": self._kept}
+
+    def see_more(self) -> Mapping[str, Any]:
+        """What became of the workers' number; empty if no rung planned more."""
+        if self._more is None:
+            return {}
+        return {"more": self._more.change, "faster": self._more.is_faster, "theirs": self._tried is None}

@@ -1,0 +1,214 @@
+"""More worker processes for a loader whose workers do not keep up, the user's own included.
+
+The waits for batches are timed. Where more workers would save more time than their start costs, they take over in the
+middle of an epoch, or at the next one: they make the batches that the old ones had not delivered, from the same indices
+in the same order. If batches come no faster then, the old number returns.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader
+
+from fastloop.errors import quote
+from fastloop.feeds.lazy_loader import Epochs, name_sampler
+from fastloop.feeds.workers.pending_indices import PendingIndices
+from fastloop.feeds.workers.tried_workers import end_workers
+
+START_S = 0.05
+"""Time to fork a worker from a training process."""
+LEAST_BATCHES = 8
+WORTH_WAITING = 0.2
+"""Share of the time that the training waits for batches, from which on it is worth a try."""
+LEAST_GAIN = 1.05
+
+
+class Left(NamedTuple):
+    """Batches that the training has still to take; None if unknown."""
+
+    in_epoch: int | None = None
+    in_run: int | None = None
+
+
+@dataclass
+class Pace:
+    """How fast batches came lately: the last two of each worker, so that bursts of all workers do not count twice."""
+
+    workers: int
+
+    def __post_init__(self) -> None:
+        self._spans: deque[tuple[float, float]] = deque(maxlen=max(LEAST_BATCHES, 2 * self.workers))
+        self._unsteady = self.workers
+        """Batches still to come that the workers began at their start."""
+
+    def note(self, waited_s: float, took_s: float) -> None:
+        """Note a batch: the wait for it, and the time since the one before."""
+        if self._unsteady:
+            self._unsteady -= 1
+        else:
+            self._spans.append((waited_s, took_s))
+
+    @property
+    def batch_s(self) -> float | None:
+        """Seconds for each batch; None before there are enough of them."""
+        if len(self._spans) < (self._spans.maxlen or 0):
+            return None
+        return sum(took for _, took in self._spans) / len(self._spans)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of `batch_s` that are not spent on waiting."""
+        return sum(took - waited for waited, took in self._spans) / len(self._spans)
+
+    def find_more(self, most: int, left: Left) -> tuple[int, bool] | None:
+        """The number of workers that would keep up, at most `most`, and whether they should start now rather than with
+        the next epoch. None if there are not enough batches yet, or if they would not pay."""
+        batch_s = self.batch_s
+        if batch_s is None or batch_s - self.step_s < WORTH_WAITING * batch_s:
+            return None
+        wanted = math.ceil(self.workers * batch_s / max(self.step_s, 1e-3))
+        workers = min(most, wanted)
+        if workers <= self.workers:
+            return None
+        saved_s = batch_s - max(self.step_s, batch_s * self.workers / workers)
+        # Their first batches come after the time that a worker needs for one, which is `workers * batch_s` here.
+        needed = 2 * (self.workers * batch_s + START_S * workers) / saved_s
+        if left.in_epoch is None or left.in_epoch > needed:
+            return workers, True
+        later = math.inf if left.in_run is None else left.in_run - left.in_epoch
+        return (workers, False) if later > needed else None
+
+
+class MoreWorkers:
+    """The epochs of a loader that may get more workers.
+
+    Args:
+        most: workers that it may have.
+        count_left: returns the batches that the training has still to take.
+        tell: receives a line when their number has changed.
+        epochs: makes the batches of an epoch where the loader does not do so by itself.
+    """
+
+    def __init__(
+        self, most: int, *, count_left: Callable[[], Left], tell: Callable[[str], None], epochs: Epochs | None = None
+    ) -> None:
+        self.most, self._count_left, self._tell, self._epochs = most, count_left, tell, epochs
+        self._pending, self._is_loading = PendingIndices(), False
+        self._pace: Pace | None = None
+        self._before: Pace | None = None
+        """The pace of the workers that were there at first, once there are more."""
+        self._next: int | None = None
+        """The number of workers for the next epoch, if it changes."""
+        self.change: str | None = None
+        """What became of the number, in words; None while it is the first one."""
+        self.is_faster: bool | None = None
+        """Whether batches come faster with more; None if unknown."""
+
+    def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The batches of one epoch, which begins with this call; `begin` makes the loader's iterator."""
+        if self._is_loading and loader._iterator is None:  # a callback reads the loader too, in mid-epoch
+            return begin() if self._epochs is None else self._epochs(loader, begin)
+        self._pending.begin_epoch()
+        if self._next is not None:
+            self._replace(loader, self._next)
+        return self._load(loader, begin, self._begin(loader, begin))
+
+    def _load(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
+        self._is_loading = True
+        try:
+            last = time.perf_counter()
+            while True:
+                asked = time.perf_counter()
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    return
+                except Exception as error:
+                    if (workers := self._find_old_number(error)) is None:
+                        raise
+                    source = self._go_on(loader, begin, source, workers)
+                    continue
+                self._pending.pending.popleft()
+                now = time.perf_counter()
+                if (found := self._note(loader, now - asked, now - last)) is not None:
+                    source = self._go_on(loader, begin, source, found)
+                last = now
+                yield batch
+        finally:
+            self._is_loading = False
+
+    def _go_on(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any, workers: int) -> Any:
+        """Let another number of workers make the batches that these have not delivered."""
+        end_workers(source)
+        if hasattr(source, "close"):  # a generator, whose iterator ends with it
+            source.close()
+        self._pending.resumes = True
+        self._replace(loader, workers)
+        return self._begin(loader, begin)
+
+    def _find_old_number(self, error: Exception) -> int | None:
+        """The number to return to if more workers may have caused this error: too little memory, a function for workers
+        that knows only some of them. What the dataset raises is raised again."""
+        before, now = self._before, self._pace
+        if self._epochs is not None or before is None or now is None or error is self._pending.failed:
+            return None
+        if now.workers <= before.workers:
+            return None
+        self.is_faster = False
+        self.change = f"{before.workers} workers again: {quote(error, briefly=True)}"
+        return before.workers
+
+    def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Any:
+        """Start the loader's iterator on our indices; the loader keeps its own sampler."""
+        name = name_sampler(loader)
+        own = getattr(loader, name)
+        self._pending.inner = own
+        if self._pace is None or self._pace.workers != loader.num_workers:
+            self._pace = Pace(loader.num_workers)
+        loader.__dict__[name] = self._pending
+        try:
+            return begin() if self._epochs is None else self._epochs(loader, begin)
+        finally:
+            loader.__dict__[name] = own
+
+    def _note(self, loader: DataLoader[Any], waited_s: float, took_s: float) -> int | None:
+        """Note a batch's times; returns the number of workers to go on with, None for those there are."""
+        pace = self._pace
+        if pace is None or not loader.num_workers or self._next is not None:
+            return None
+        pace.note(waited_s, took_s)
+        if self._before is None:
+            found = pace.find_more(self.most, self._count_left())
+            if found is None:
+                return None
+            self._before, (workers, is_now) = pace, found
+            self._next = workers
+            self.change = f"{workers} workers instead of {pace.workers}, too late to time them"
+            return workers if is_now else None
+        return self._compare(self._before, pace)
+
+    def _compare(self, before: Pace, pace: Pace) -> int | None:
+        """Say what more workers have brought, and return to the old number if that is nothing."""
+        if self.is_faster is not None or (now_s := pace.batch_s) is None or (was_s := before.batch_s) is None:
+            return None
+        figures = f"a batch every {1e3 * now_s:.3g} ms, every {1e3 * was_s:.3g} ms before"
+        self.is_faster = now_s * LEAST_GAIN <= was_s
+        if self.is_faster:
+            self.change = f"{pace.workers} workers instead of {before.workers}: {figures}"
+            self._tell(self.change)
+            return None
+        self.change = f"{before.workers} workers again: with {pace.workers} there was {figures}"
+        self._tell(self.change)
+        return before.workers
+
+    def _replace(self, loader: DataLoader[Any], workers: int) -> None:
+        if (kept := loader._iterator) is not None:
+            end_workers(kept)
+        loader.__dict__["_iterator"] = None
+        loader.num_workers, self._next = workers, None

@@ -1,0 +1,47 @@
+"""Keeps the indices of batches that a loader has asked for and not returned, so that others can make these batches."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+from fastloop.feeds.lazy_loader import StandIn
+
+
+class PendingIndices(StandIn):
+    """Stands in for the loader's (batch) sampler: keeps the indices of batches that were not yet returned.
+
+    Args:
+        send: what goes to a worker in place of a batch's indices.
+    """
+
+    def __init__(self, inner: Any = None, send: Callable[[Any], Any] | None = None) -> None:
+        self.inner, self.send = inner, send
+        self.pending: deque[Any] = deque()
+        self.resumes = False
+        """Whether the next ``iter`` starts with the pending indices and then continues the sampler."""
+        self.failed: Exception | None = None
+        """What the sampler raised."""
+        self._source: Iterator[Any] = iter(())
+
+    def begin_epoch(self) -> None:
+        """Forget what the last epoch left: whoever knows an epoch's length stops at its last batch."""
+        self.resumes, self.pending = False, deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        # Do nothing before the first index is requested: torch calls `iter` twice with workers, once without.
+        self._source = chain(self.pending, self._source) if self.resumes else iter(self.inner)
+        self.pending, self.resumes = deque(), False
+        while True:
+            try:
+                indices = next(self._source)
+            except StopIteration:
+                return
+            except Exception as error:
+                self.failed = error
+                raise
+            self.pending.append(copy.copy(indices))  # some fill one list again and again, and torch sends it later
+            yield indices if self.send is None else self.send(self.pending[-1])

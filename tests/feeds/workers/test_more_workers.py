@@ -1,0 +1,207 @@
+"""More workers for a loader that does not keep up: when they pay, and that samples, order and random streams stay."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from fastloop.feeds.lazy_loader import LazyLoader
+from fastloop.feeds.workers import more_workers
+from fastloop.feeds.workers.more_workers import Left, MoreWorkers, Pace
+from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+
+
+class Numbers(Dataset):
+    """Each sample with its worker and a random number."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        worker = get_worker_info()
+        return torch.tensor([index, -1 if worker is None else worker.num_workers, random.random(), torch.rand(1)])
+
+
+def pace(workers: int, waited_ms: float, took_ms: float, batches: int | None = None) -> Pace:
+    found = Pace(workers)
+    for _ in range(workers + 2 * max(4, workers) if batches is None else batches):
+        found.note(waited_ms / 1e3, took_ms / 1e3)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seen", "most", "left", "expected"),
+    [
+        (pace(4, 130, 180), 15, Left(1000, 1000), (15, True)),  # needs 4 * 180 / 50 = 14.4
+        (pace(4, 130, 180), 7, Left(1000, 1000), (7, True)),
+        (pace(4, 80, 180), 15, Left(1000, 1000), (8, True)),  # 8 keep up with steps of 100 ms
+        (pace(4, 20, 180), 15, Left(1000, 1000), None),  # waits too little
+        (pace(4, 130, 180), 4, Left(1000, 1000), None),  # may not have more
+        (pace(4, 130, 180), 15, Left(), (15, True)),  # unknown lengths
+        # It saves 130 ms a batch and costs a batch of each worker, 720 ms, and 15 starts of 50 ms; it must pay twice.
+        (pace(4, 130, 180), 15, Left(23, 23), (15, True)),
+        (pace(4, 130, 180), 15, Left(22, 22), None),
+        (pace(4, 130, 180), 15, Left(22, 1000), (15, False)),
+        (pace(4, 130, 180), 15, Left(22, None), (15, False)),
+        (pace(4, 130, 180, batches=11), 15, Left(1000, 1000), None),  # the first of each worker do not count
+        (pace(1, 200, 200), 3, Left(1000, 1000), (3, True)),  # steps of no time at all
+    ],
+)
+def test_more_start_where_they_pay(seen: Pace, most: int, left: Left, expected: Any) -> None:
+    assert seen.find_more(most, left) == expected
+
+
+def test_a_pace_forgets_what_is_long_ago() -> None:
+    seen = pace(4, 130, 180)
+    assert seen.batch_s == pytest.approx(0.18) and seen.step_s == pytest.approx(0.05)
+    for _ in range(8):
+        seen.note(0.0, 0.05)
+    assert seen.batch_s == pytest.approx(0.05) and seen.find_more(15, Left()) is None
+
+
+class Given(Pace):
+    """A pace as the test wants it: more workers once so many batches came, and then the time of a batch."""
+
+    grows_after, to, is_now, took_s = 3, 4, True, 0.1
+
+    def note(self, waited_s: float, took_s: float) -> None:
+        self.seen = getattr(self, "seen", 0) + 1
+
+    def find_more(self, most: int, left: Left) -> tuple[int, bool] | None:
+        return (self.to, self.is_now) if self.seen == self.grows_after else None
+
+    @property
+    def batch_s(self) -> float | None:
+        return (1.0 if self.workers < self.to else self.took_s) if self.seen >= 3 else None
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> type[Given]:
+    class Pace(Given):
+        pass
+
+    monkeypatch.setattr(more_workers, "Pace", Pace)
+    return Pace
+
+
+def make(more: Callable[..., MoreWorkers] = MoreWorkers, **settings: Any) -> tuple[LazyLoader, MoreWorkers, list[str]]:
+    said: list[str] = []
+    loader = DataLoader(Numbers(), **{"batch_size": 4, "shuffle": True, "num_workers": 2, **settings})
+    workers = more(4, count_left=Left, tell=said.append)
+    stand_in = LazyLoader(
+        loader, epochs=workers.batches, keeps_iterator=loader.persistent_workers, at_once=lambda: True
+    )
+    return stand_in, workers, said
+
+
+def read(loader: Any, epochs: int = 3) -> tuple[list[list[list[float]]], list[int], float]:
+    """The samples' numbers in each epoch, the workers there were, and what the process draws next."""
+    torch.manual_seed(3)
+    rows, order = [], []
+    for _ in range(epochs):
+        batches = iter(loader)
+        torch.rand(1)  # a hook draws between `iter` and the first batch
+        rows.append([row for batch in batches for row in batch.tolist()])
+        order.append([row[0] for row in rows[-1]])
+    workers = [int(row[1]) for epoch in rows for row in epoch]
+    return order, sorted(set(workers), key=workers.index), float(torch.rand(1))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("is_now", [True, False])
+def test_samples_order_and_streams_stay(given: type[Given], persistent: bool, is_now: bool) -> None:
+    given.is_now = is_now
+    loader, workers, said = make(persistent_workers=persistent)
+    order, counts, drawn = read(loader)
+    plain = read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2, persistent_workers=persistent))
+    assert (order, drawn) == (plain[0], plain[2])
+    assert (counts, plain[1]) == ([2, 4], [2]) and workers.is_faster
+    assert said == ["4 workers instead of 2: a batch every 100 ms, every 1e+03 ms before"]
+
+
+def test_the_order_would_differ_if_batches_on_their_way_were_lost(
+    given: type[Given], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control."""
+    monkeypatch.setattr(MoreWorkers, "_note", lambda self, loader, *_: self._lose(loader), raising=False)
+    fired = []
+
+    def lose(self: MoreWorkers, loader: Any) -> int | None:
+        fired.append(len(self._pending.pending))
+        self._pending.pending.clear()
+        return 4 if len(fired) == 3 else None
+
+    monkeypatch.setattr(MoreWorkers, "_lose", lose, raising=False)
+    loader, *_ = make()
+    with pytest.raises(IndexError):
+        read(loader)
+    assert len(fired) >= 2 and fired[0] > 0
+
+
+def test_workers_that_start_again_draw_other_numbers(given: type[Given]) -> None:
+    loader, *_ = make()
+    rows = [row for batch in loader for row in batch.tolist()]
+    assert len({row[2] for row in rows}) == len({row[3] for row in rows}) == 64
+
+
+def test_the_old_number_returns_if_batches_come_no_faster(given: type[Given]) -> None:
+    given.took_s = 1.0
+    loader, workers, said = make()
+    order, counts, _ = read(loader)
+    assert order == read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2))[0]
+    assert counts == [2, 4] and loader.num_workers == 2 and workers.is_faster is False
+    assert said == ["2 workers again: with 4 there was a batch every 1e+03 ms, every 1e+03 ms before"]
+
+
+def refuse_third(worker_id: int) -> None:
+    """A function for workers that knows only two of them."""
+    if worker_id > 1:
+        raise LookupError(f"no data for worker {worker_id}")
+
+
+def test_workers_that_cannot_start_give_way_to_the_old_ones(given: type[Given]) -> None:
+    loader, workers, _ = make(worker_init_fn=refuse_third)
+    order, counts, drawn = read(loader)
+    plain = read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2))
+    assert (order, drawn) == (plain[0], plain[2])
+    assert workers.is_faster is False and loader.num_workers == 2 and 2 in counts
+    assert (workers.change or "").startswith("2 workers again: LookupError: ")
+
+
+class Fails(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 40:
+            raise KeyError("sample 40")
+        return super().__getitem__(index)
+
+
+def test_what_the_dataset_raises_is_raised(given: type[Given]) -> None:
+    loader, workers, _ = make()
+    loader.inner.__dict__["dataset"] = Fails()
+    with pytest.raises(KeyError, match="sample 40"):
+        list(loader)
+    end_workers(loader.live())  # as with a plain loader, the exception holds them
+    assert loader.inner.num_workers == 2 and (workers.change or "").startswith("2 workers again: KeyError: 'sample 40'")
+
+
+def test_workers_of_ours_become_more_too(given: type[Given]) -> None:
+    said: list[Any] = []
+    tried = TriedWorkers(
+        room_bytes=None, step_down=lambda *given: said.append(given), warn=said.append, turn_off="rungs.x"
+    )
+    loader, workers, _ = make(lambda most, **how: MoreWorkers(most, **how, epochs=tried.batches), shuffle=False)
+    order, counts, _ = read(loader)
+    assert order == [[float(index) for index in range(64)]] * 3 and counts == [2, 4] and workers.is_faster and not said
+
+
+def test_a_limit_below_zero_batches_is_none() -> None:
+    assert pace(2, 100, 100).find_more(4, Left(0, 0)) is None
+    assert pace(2, 100, 100).find_more(4, Left(0, math.ceil(1e6))) == (4, False)
