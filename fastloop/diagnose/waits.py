@@ -11,8 +11,11 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding
 from fastloop.records.readings import (
     CPU_WORTH_PCT,
+    FEW_WORKERS,
+    MORE_WORTH,
     compute_gain_pct,
     count_micro_batches,
+    count_possible_workers,
     describe_decoding,
     find_hand_over_ms,
     is_worth_handing_over,
@@ -26,8 +29,6 @@ DECODING, MOSTLY_DECODING, PICKING = "decoding", "mostly_decoding", "picking"
 decoding is most of the work for an image. The third is for rungs that pick the rows of a batch at once."""
 MOSTLY = 2 / 3
 """Share of the time for making a batch."""
-MORE_WORTH = 1.25
-"""Advise more workers if this many times the current number is possible."""
 SAYS = {"trials": "measured by trials with and without it", "trace": "traced", "marks": "timed"}
 
 
@@ -52,12 +53,16 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
     instead = _advise_loading(
         step.measured, rungs.name_number("data_wait"), rungs.explain_refused(step.measured, cause)
     )
-    return cost.explain(idle, rungs.choose(step.measured, cause, instead))
+    remedy = rungs.choose(step.measured, cause, instead)
+    if remedy.patch is None:
+        more = rungs.choose(step.measured, FEW_WORKERS, instead)
+        remedy = remedy if more.patch is None else more
+    return cost.explain(idle, remedy)
 
 
 def _would_keep_up(step: Attribution) -> bool:
     """Whether worker processes, if there are none yet, could make a batch in the time that training on it takes."""
-    made_ms, most = read_batch_ms(step.measured), _count_possible_workers(step.measured)
+    made_ms, most = read_batch_ms(step.measured), count_possible_workers(step.measured)
     if read_loader(step.measured).get("num_workers") != 0 or made_ms is None or not most:
         return False
     batches = count_micro_batches(step.measured)
@@ -80,7 +85,7 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
         refused: why a rung cannot help, if one might.
     """
     found = read_loader(seen)
-    count, cpus, most = found.get("num_workers"), found.get("usable_cpus"), _count_possible_workers(seen)
+    count, cpus, most = found.get("num_workers"), found.get("usable_cpus"), count_possible_workers(seen)
     if found.get("has_engine"):
         does = "give it more threads, or make samples cheaper"
         return f"the rung that loads these batches does not keep up; {found.get('engine_advice') or does}"
@@ -104,13 +109,6 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
         f"num_workers={count} on {cpus} CPUs is not enough; make samples and batches cheaper, or use more workers if"
         " they wait for a disk or a network"
     )
-
-
-def _count_possible_workers(seen: Measurement) -> int | None:
-    """Return how many workers a rank can have if each rank keeps one CPU; None if the CPUs are unknown."""
-    cpus, hosts = to_number(read_loader(seen).get("usable_cpus")), [rank.get("host") for rank in seen.ranks]
-    local = hosts.count(hosts[0]) if hosts else seen.world_size
-    return None if cpus is None else int(cpus) // max(1, local) - 1
 
 
 def find_h2d(step: Attribution, rungs: Rungs) -> Finding | None:

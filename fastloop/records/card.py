@@ -54,6 +54,8 @@ class ClimbState:
     """Restarting workers for each epoch takes a share of the step that is worth saving."""
     may_keep_workers: bool = False
     """The start has workers of its own, which could stay between epochs."""
+    may_have_more_workers: bool = False
+    """The start has workers of its own, which others could replace."""
     epochs_end: bool = False
     """Epochs end within its trials, so samples repeat."""
     recount: bool = False
@@ -82,6 +84,8 @@ class Variant:
     step, and leaves the others'."""
     replaces: tuple[str, ...] = ()
     """Rungs of the stack to switch off with it, which would do its work in its place."""
+    theirs: bool = False
+    """It changes what the start's loader does already, where the rung's plain settings are refused."""
     every: bool = True
     """Predict with all settings and take the best; otherwise take the first that runs (a micro-batch that fits)."""
     tune: bool = False

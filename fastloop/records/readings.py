@@ -27,6 +27,8 @@ ANOMALY_MODE = "anomaly_mode"
 """Among the evidence: the autograd engine looked for anomalies; absent if it did not."""
 OFTEN = 0.5
 """Synchronizations per step above which a line counts as a cost of each step."""
+FEW_WORKERS, MORE_WORTH = "few_workers", 1.25
+"""The cause of a wait for data if workers are too few; and how many times their number is worth proposing."""
 HAND_OVER_MS, CROWDED_HAND_OVER_MS = 0.5, 3.0
 """Time the training process needs to take a batch from a worker: 0.2 to 0.5 ms, up to 3 if all CPUs are busy. A batch
 that takes less time to make gains nothing from a worker."""
@@ -156,6 +158,13 @@ def on_gpu(seen: Measurement) -> bool:
 def read_loader(seen: Measurement) -> Mapping[str, Any]:
     """How the data was loaded; empty if not recorded."""
     return seen.evidence.get("loader") or {}
+
+
+def count_possible_workers(seen: Measurement) -> int | None:
+    """Return how many workers a rank can have if each rank keeps one CPU; None if the CPUs are unknown."""
+    cpus, hosts = to_number(read_loader(seen).get("usable_cpus")), [rank.get("host") for rank in seen.ranks]
+    local = hosts.count(hosts[0]) if hosts else seen.world_size
+    return None if cpus is None else int(cpus) // max(1, local) - 1
 
 
 def restarts_workers(seen: Measurement) -> bool:

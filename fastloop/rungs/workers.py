@@ -10,6 +10,7 @@ Source          https://docs.pytorch.org/docs/stable/data.html#multi-process-dat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,7 +30,16 @@ from fastloop.records.card import Card, ClimbState, Tunable, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Parity, Verdict
-from fastloop.records.readings import is_gap_of_workers, is_worth_handing_over, read_loader, restarts_workers
+from fastloop.records.readings import (
+    FEW_WORKERS,
+    MORE_WORTH,
+    count_possible_workers,
+    is_gap_of_workers,
+    is_worth_handing_over,
+    read_loader,
+    read_step_ms,
+    restarts_workers,
+)
 
 MOST = 8
 """Upper limit for `auto`: more workers seldom pay off and slow the launching thread down."""
@@ -42,13 +52,15 @@ KEEP = "keep the workers between epochs: rungs.workers.persistent: true"
 
 def _list_variants(state: ClimbState) -> Iterator[Variant]:
     """First try workers, with a count tuned on the loader alone; later persistent ones, and a new count. The user's own
-    can only be kept between epochs."""
+    can be kept between epochs, and become more."""
     own = state.stack.get("workers")
     if own is None:
         yield Variant(changes="loader", tune=True)
     if state.gaps_count and (state.may_keep_workers if own is None else own.get("persistent") is not True):
-        yield Variant(name="persistent", settings=({"persistent": True},), changes="gap")
+        yield Variant(name="persistent", settings=({"persistent": True},), changes="gap", theirs=own is None)
     if own is None:
+        if state.may_have_more_workers:
+            yield Variant(name="grow", settings=({"grow": True},), changes="engine", theirs=True)
         return
     if state.recount:
         yield Variant(name="count", settings=(), changes="loader", tune=True, repeats=True)
@@ -68,16 +80,31 @@ def _may_keep(seen: Measurement) -> bool:
     return restarts_workers(seen) and read_loader(seen).get("can_keep_workers") is not False
 
 
+def _replace_theirs(seen: Measurement) -> tuple[dict[str, Any], str] | None:
+    """More workers than the user's, as many as the step needs or the CPUs allow."""
+    loader, step_ms, wait_ms = read_loader(seen), read_step_ms(seen), seen.parts_ms.get("data_wait")
+    own, most = loader.get("num_workers"), count_possible_workers(seen)
+    if not (own and most and step_ms and wait_ms and loader.get("can_have_more")):
+        return None
+    count = min(most, math.ceil(own * step_ms / max(step_ms - wait_ms, step_ms / most)))
+    if count < MORE_WORTH * own:
+        return None
+    return {
+        "enabled": True,
+        "count": count,
+    }, f"{count} workers instead of {own}: {loader['usable_cpus']} CPUs are usable"
+
+
 CARD = Card(
     family="feed",
     does=lambda seen: f"the loader has 0 workers, {read_loader(seen).get('usable_cpus')} CPUs are usable",
-    answers={"data_wait": 1, "picking": 2, "epoch_gap": 1},
+    answers={"data_wait": 1, "picking": 2, "epoch_gap": 1, FEW_WORKERS: 1},
     applies=lambda seen: (
         read_loader(seen).get("num_workers") == 0
         and bool(read_loader(seen).get("map_style"))
         and is_worth_handing_over(seen)
     ),
-    remedies={"epoch_gap": _keep_theirs},
+    remedies={"epoch_gap": _keep_theirs, FEW_WORKERS: _replace_theirs},
     advice={"epoch_gap": lambda seen, on: KEEP if on and _may_keep(seen) else None},
     variants=_list_variants,
     tunes=Tunable(

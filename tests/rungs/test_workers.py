@@ -155,8 +155,8 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
         (
             {"grow": True},
             {"num_workers": 3, "map_style": False},
-            "the loader already has 3 workers; your number stands: every worker would read an iterable dataset whole, and"
-            " samples would repeat, unless it asks torch.utils.data.get_worker_info for its share; if it does, set"
+            "the loader already has 3 workers; your number stands: every worker would read an iterable dataset whole,"
+            " and samples would repeat, unless it asks torch.utils.data.get_worker_info for its share; if it does, set"
             " num_workers yourself",
         ),
         ({"grow": True}, {"num_workers": 7}, "the loader already has 7 workers; your number stands"),

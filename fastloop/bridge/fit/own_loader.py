@@ -10,21 +10,21 @@ from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.applier import Applier
 from fastloop.bridge.watch import loader_state
 from fastloop.errors import let_through
-from fastloop.evidence.worker_limits import can_keep_theirs
+from fastloop.evidence.worker_limits import can_keep_theirs, find_obstacle_to_more
 from fastloop.ladder import Ladder, list_refused
 from fastloop.records.facts import Facts
 
 
 def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[str, Any]) -> dict[str, Any]:
-    """Evidence for proposing feeds to a loader without workers, or to keep workers that start anew in every epoch.
+    """Evidence for proposing feeds to a loader without workers, or that others keep theirs between epochs or get more.
 
     Args:
         seen: the evidence on the loader so far.
     """
     decode_ms, rows = loader_state.measure_decode_ms(trainer), loader_state.find_rows(trainer)
-    restarts, alone = bool(seen.get("num_workers")) and not seen.get("persistent_workers"), not seen.get("num_workers")
+    alone = not seen.get("num_workers")
     may_have_feeds = decode_ms is not None or rows is not None or alone
-    if not loader_state.find_loaders(trainer) or not (may_have_feeds or restarts):
+    if not loader_state.find_loaders(trainer):
         return {}
     facts = _read_loader(trainer, applier, ladder)
     loader = dict(seen)
@@ -32,6 +32,8 @@ def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[s
         loader["rows"] = rows
     if facts is None or (facts.loader is not None and facts.loader.num_workers):
         loader["can_keep_workers"] = facts is not None and can_keep_theirs(facts)
+        found = None if facts is None else facts.loader
+        loader["can_have_more"] = found is not None and find_obstacle_to_more(found, facts or Facts()) is None
     if decode_ms is not None:
         loader["decode_ms"] = decode_ms
     elif not may_have_feeds:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fastloop.experiments.tune.choice import find_loader_rung, list_tunables, name_number
 from fastloop.judge.prediction import NEAR, WORTH_PCT, compute_ceilings_ms
 from fastloop.ladder import collect_cards, regroups
-from fastloop.records.card import ClimbState, Family, Patch, Setting, Stack, Variant, read_int
+from fastloop.records.card import ClimbState, Family, Patch, Setting, Settings, Stack, Variant, read_int
 from fastloop.records.climb import Attempt, Costs, End, count_kept, list_enabled, select_broken, select_unanswered
 from fastloop.records.plan import Parity
 
@@ -91,6 +91,8 @@ class Start:
     """The samples come from image files."""
     may_keep_workers: bool = False
     """Its loader has workers of its own, which could stay between epochs."""
+    may_have_more_workers: bool = False
+    """Its loader has workers of its own, which others could replace."""
     ladders: Mapping[str, Stack] = field(default_factory=dict)
     """Shipped ladders by name: rungs that pay together. Each is tried as a whole before the single rungs."""
     times_loader: bool = True
@@ -140,7 +142,7 @@ def choose(known: Position) -> Candidate | str:
                 allowed = not variant.changes_training or CHANGES_TRAINING in known.start.allow
                 if allowed and _is_open(candidate, known):
                     # What the start shows to be refused is the rung with its plain settings.
-                    plain = None if variant.changes == "gap" else known.start.refused.get(rung)
+                    plain = None if variant.theirs else known.start.refused.get(rung)
                     refused = candidate.refused or plain
                     return dataclasses.replace(candidate, refused=refused)
     return _combine_small(known) or (ceilings and _choose_rest(known)) or _explain_end(known, ceilings)
@@ -149,15 +151,14 @@ def choose(known: Position) -> Candidate | str:
 def list_ladders(start: Start) -> dict[str, Stack]:
     """List what shipped ladders add to the configuration, without rungs known to be refused. Each addition appears
     once; the largest is first, since it probably contains the shorter ones."""
-    kept = _list_kept_workers(start)
-    added = {
-        name: {
-            rung: {**settings, **kept.get(rung, {})}
-            for rung, settings in ladder.items()
-            if rung not in start.enabled and (rung not in start.refused or rung in kept)
-        }
-        for name, ladder in start.ladders.items()
-    }
+    theirs, added = _list_theirs(start), dict[str, Stack]()
+    for name, ladder in start.ladders.items():
+        made: dict[str, Settings] = {}
+        for rung, settings in ladder.items():
+            ways = [way for way in theirs[rung] if way.changes == "gap" or way.settings[0].items() <= settings.items()]
+            if rung not in start.enabled and (ways or rung not in start.refused):
+                made[rung] = {**settings, **{key: value for way in ways for key, value in way.settings[0].items()}}
+        added[name] = made
     found: dict[str, Stack] = {}
     for name, stack in sorted(added.items(), key=lambda each: -len(each[1])):
         if len(stack) > 1 and stack not in found.values():
@@ -165,13 +166,15 @@ def list_ladders(start: Start) -> dict[str, Stack]:
     return found
 
 
-def _list_kept_workers(start: Start) -> Stack:
-    """Return what keeps the start's own workers between epochs, as a ladder by name does: fields by rung."""
-    if not start.may_keep_workers:
-        return {}
-    state = ClimbState(gaps_count=True, may_keep_workers=True)
-    ways = ((rung, way) for rung, card in collect_cards().items() for way in card.list_variants(state))
-    return {rung: way.settings[0] for rung, way in ways if way.changes == "gap"}
+def _list_theirs(start: Start) -> dict[str, list[Variant]]:
+    """List by rung how it changes what the start's loader does already. A ladder by name keeps the start's workers
+    between epochs by itself."""
+    state = ClimbState(
+        gaps_count=start.may_keep_workers,
+        may_keep_workers=start.may_keep_workers,
+        may_have_more_workers=start.may_have_more_workers,
+    )
+    return {rung: [way for way in card.list_variants(state) if way.theirs] for rung, card in collect_cards().items()}
 
 
 def list_bundles(known: Position) -> dict[str, Stack]:
@@ -281,6 +284,7 @@ def make_climb_state(known: Position) -> ClimbState:
         image_files=start.image_files,
         gaps_count=known.pct(costs.gap_ms) >= WORTH_PCT,
         may_keep_workers=start.may_keep_workers,
+        may_have_more_workers=start.may_have_more_workers,
         epochs_end=costs.gap_ms > 0,
         recount=known.start.times_loader and _is_recount_due(known),
         stack=known.stack,

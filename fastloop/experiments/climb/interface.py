@@ -82,6 +82,8 @@ class Result:
     """The samples come from image files."""
     may_keep_workers: bool = False
     """The loader has workers of its own, which could stay between epochs."""
+    may_have_more_workers: bool = False
+    """The loader has workers of its own, which others could replace."""
     classes: Mapping[str, Parity] = field(default_factory=dict)
     """Parity class by rung."""
     trial: Trial | None = None
@@ -214,6 +216,7 @@ def read_result(trial: Trial) -> Result:
         refused=find_refusals(found),
         image_files=loader.get("decode_ms") is not None,
         may_keep_workers=loader.get("can_keep_workers") is True,
+        may_have_more_workers=loader.get("can_have_more") is True,
         skipped={**skipped, **answer.inactive},
         inactive={verdict.rung: verdict.why for verdict in verdicts if verdict.took is False},
     )

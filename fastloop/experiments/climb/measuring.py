@@ -125,6 +125,7 @@ class Measured:
             refused=naive.refused,
             image_files=naive.image_files,
             may_keep_workers=naive.may_keep_workers,
+            may_have_more_workers=naive.may_have_more_workers,
             micro_batch=naive.micro_batch,
             rank_batch=rank_batch,
             devices=max(self.start.devices, naive.world_size),  # a script shows it only by running
