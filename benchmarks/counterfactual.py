@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from benchmarks.first_contact import (
     import_ahead,
     make_timer,
     pick_times,
+    rewrite,
     run_one,
 )
 from fastloop.ladder import collect_cards
@@ -148,14 +148,6 @@ class Script:
 def add_late(row: dict[str, Any]) -> dict[str, Any]:
     """A run with the time of all its batches at the pace of the later ones: of merged batches hooks see fewer."""
     return row if row.get("late_ms") is None else row | {"late": row["late_ms"] * row.get("batches", 1)}
-
-
-def rewrite(text: str, changes: Sequence[tuple[str, str]]) -> str:
-    for old, new in changes:
-        if old not in text:
-            raise ValueError(f"the script has no {old!r}")
-        text = text.replace(old, new)
-    return text
 
 
 def list_applying(folder: Path | None) -> list[str]:
