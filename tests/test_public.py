@@ -41,6 +41,7 @@ KEYS: dict[str, Any] = {
         "workers": {
             "enabled": False,
             "count": "auto",
+            "grow": False,
             "prefetch_factor": 2,
             "persistent": "auto",
             "start_method": "auto",
