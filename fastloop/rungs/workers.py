@@ -60,7 +60,7 @@ def _list_variants(state: ClimbState) -> Iterator[Variant]:
         yield Variant(name="persistent", settings=({"persistent": True},), changes="gap", theirs=own is None)
     if own is None:
         if state.may_have_more_workers:
-            yield Variant(name="grow", settings=({"grow": True},), changes="engine", theirs=True)
+            yield Variant(name="grow", settings=({"grow": True},), changes="engine", theirs=True, first=True)
         return
     if state.recount:
         yield Variant(name="count", settings=(), changes="loader", tune=True, repeats=True)

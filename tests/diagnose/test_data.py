@@ -119,6 +119,23 @@ def test_cpus_are_shared_by_the_ranks_of_a_host() -> None:
     assert "num_workers=7" in only(four, world_size=4, ranks=alone).why, "each rank has a host of its own"
 
 
+@pytest.mark.parametrize(
+    ("loader", "wait", "count"),
+    [
+        ({"num_workers": 2}, 60.0, 5),  # each batch takes 2 x 100 ms, and a step 40 without the wait
+        ({"num_workers": 2}, 99.0, 7),  # as many as there are CPUs, but one
+        ({"num_workers": 6}, 60.0, None),
+        ({"num_workers": 2, "can_have_more": False}, 60.0, None),
+        ({"num_workers": 0, "map_style": False}, 60.0, None),
+    ],
+)
+def test_more_workers_than_the_scripts_own(loader: dict[str, Any], wait: float, count: int | None) -> None:
+    found = only({**MAP, "can_have_more": True, **loader}, wait=wait)
+    assert found.patch == (count and {"rungs": {"workers": {"enabled": True, "count": count}}})
+    assert count is None or found.why.endswith(f"; {count} workers instead of 2: 8 CPUs are usable")
+    assert only({**MAP, "can_have_more": True, **loader}, wait=wait, enabled=("workers",)).patch is None
+
+
 def test_a_gpu_is_called_one() -> None:
     assert only(MAP, device="cuda").why.startswith("the GPU was idle for 60.0 of 100.0 ms")
 

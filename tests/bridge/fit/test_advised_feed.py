@@ -76,6 +76,17 @@ def test_a_run_whose_facts_cannot_be_read_is_measured(monkeypatch: pytest.Monkey
     assert watch.measurement is not None and watch.measurement.evidence["loader"]["can_keep_workers"] is False
 
 
+@pytest.mark.parametrize(
+    ("settings", "may"),
+    [({}, True), ({"persistent_workers": True}, True), ({"multiprocessing_context": "spawn"}, False)],
+)
+def test_whether_a_loader_can_have_more_workers(settings: dict[str, Any], may: bool) -> None:
+    watch = FastLoop({"watch": {"warmup_steps": 1}}, quiet=True)
+    loader = DataLoader(Rows(), 4, num_workers=1, **settings)
+    models.trainer(callbacks=[watch], max_epochs=2).fit(Short(), loader)
+    assert watch.measurement is not None and watch.measurement.evidence["loader"]["can_have_more"] is may
+
+
 class Pairs(Short):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return super().training_step(torch.cat([batch["few"], batch["many"]]), batch_idx)

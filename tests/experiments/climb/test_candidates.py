@@ -319,6 +319,27 @@ def test_a_ladder_keeps_the_users_own_workers() -> None:
     assert found == {"safe": {"workers": {"enabled": True, "persistent": True}, "pin": {"enabled": True}}}
 
 
+def test_the_users_own_workers_may_become_more() -> None:
+    start = dataclasses.replace(GPU, refused={"workers": "yours stand"}, may_have_more_workers=True)
+    found = choice(WAITS, row("workers", "inactive"), start=start)
+    assert key(found) == "workers-grow" and isinstance(found, Candidate) and found.refused is None
+    assert found.patches[0]["rungs"]["workers"] == {"enabled": True, "grow": True}
+    other = choice(WAITS, row("workers", "inactive"), start=dataclasses.replace(start, may_have_more_workers=False))
+    assert key(other) != "workers-grow"
+
+
+def test_only_a_ladder_that_lets_them_grow_has_more_workers() -> None:
+    pin = {"pin": {"enabled": True}, "amp": {"enabled": True}}
+    ladders: dict[str, Stack] = {
+        "safe": {"workers": {"enabled": True}, **pin},
+        "full": {"workers": {"enabled": True, "grow": True}, **pin},
+    }
+    start = dataclasses.replace(GPU, refused={"workers": "yours stand"}, ladders=ladders)
+    found = candidates.list_ladders(dataclasses.replace(start, may_have_more_workers=True))
+    assert found == {"full": ladders["full"], "safe": pin}
+    assert list(candidates.list_ladders(start).values()) == [pin]
+
+
 def test_what_the_start_shows_to_be_refused_says_so() -> None:
     start = Start(micro_batch=64, rank_batch=256, refused={"pin": "needs CUDA"})
     found = choice(WAITS, row("workers", "crashed"), start=start)
