@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -73,6 +74,49 @@ def read_product_dtype(device: torch.device) -> str:
     return str((one @ one).dtype)
 
 
+class WideOutputs:
+    """Makes float32 of the 16-bit tensors that steps hand out, as they would be without autocast: what a step returns,
+    and what it keeps in attributes, lists and dictionaries of the module. NumPy knows no bfloat16, and scripts that
+    collect outputs for the end of an epoch ended there.
+
+    Args:
+        module: the LightningModule. If it has 16-bit parameters or buffers itself, nothing is changed.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._is_wide = not any(_is_short(each) for each in (*module.parameters(), *module.buffers()))
+        self._seen: dict[int, int] = {}
+        """Members of each container that were looked at, by its id."""
+
+    def widen(self, result: Any) -> Any:
+        """What a step returned, but for a loss, which still has its backward; and what it has kept meanwhile."""
+        if not self._is_wide:
+            return result
+        own = vars(self._module)
+        for name, value in own.items():
+            if isinstance(value, torch.Tensor):
+                own[name] = _lengthen(value)
+            elif isinstance(value, (list, deque, dict)) and name[:1] != "_":
+                self._widen_container(value, 2)
+        if isinstance(result, dict):
+            return {key: value if key == "loss" else tree_map(_lengthen, value) for key, value in result.items()}
+        has_graph = isinstance(result, torch.Tensor) and result.requires_grad
+        return result if has_graph else tree_map(_lengthen, result)
+
+    def _widen_container(self, kept: Any, depth: int) -> None:
+        """Widen what was added to a container; what a dictionary holds may have been replaced."""
+        is_dict = isinstance(kept, dict)
+        first = 0 if is_dict or self._seen.get(id(kept), 0) > len(kept) else self._seen.get(id(kept), 0)
+        for key in list(kept) if is_dict else range(first, len(kept)):
+            value = kept[key]
+            if depth > 1 and isinstance(value, (list, deque, dict)):
+                self._widen_container(value, depth - 1)
+            elif isinstance(value, (torch.Tensor, tuple, list, dict)):
+                kept[key] = tree_map(_lengthen, value)
+        self._seen[id(kept)] = len(kept)
+
+
 def _find(root: torch.nn.Module, name: str) -> tuple[Any, str]:
     """Return the object that has the method, and the method's name."""
     above, _, last = name.rpartition(".")
@@ -88,6 +132,9 @@ def _find(root: torch.nn.Module, name: str) -> tuple[Any, str]:
     return owner, last
 
 
+def _is_short(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+
+
 def _lengthen(value: Any) -> Any:
-    short = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if short else value
+    return value.float() if _is_short(value) else value

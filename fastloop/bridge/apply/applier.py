@@ -101,9 +101,8 @@ class Applier:
             return
         self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
         self._site.graph_steps = self._graph_steps
-        if facts.world_size == 1:  # ranks would have to repeat a step together
-            how: dict[str, Any] = {"is_on": self._changes.holds, "give_up": self._give_up_precision}
-            self._fallback = PrecisionFallback(trainer, self._live, **how)
+        how: dict[str, Any] = {"is_on": self._changes.holds, "give_up": self._give_up_precision}
+        self._fallback = PrecisionFallback(trainer, self._live, **how)
         rehearses = trainer.state.fn == "fit" and self.terms is not None
         if trainer.state.fn != "fit":
             # Other stages get the rungs that change results, to compute what validation inside fit computes.
@@ -150,9 +149,9 @@ class Applier:
         before = self._live.plan, self.loaders, self.micro, len(self._changes)
         try:
             if self.loaders is None:
-                hands: dict[str, Any] = {"undo": self._undo_setting, "give_up": self._give_up, "warn": self.warn}
-                by_ladder = self.terms.by_ladder if self.terms else ()
-                hands |= {"say": self.say, "one_time": self.one_time, "by_ladder": by_ladder}
+                hands: dict[str, Any] = {"undo": self._undo_setting, "give_up": self._give_up}
+                hands |= {"weaken": self._live.weaken, "warn": self.warn, "say": self.say, "one_time": self.one_time}
+                hands["by_ladder"] = self.terms.by_ladder if self.terms else ()
                 self.loaders = TrainLoaders(site, place=self.place, **hands)
             return self._change_loader(self.loaders, loader, site)
         except FastLoopError:

@@ -86,6 +86,13 @@ class LivePlan:
         self._given_up |= {step.rung}
         self.skip(step, reason, is_refusal=is_refusal, has_acted=has_acted)
 
+    def weaken(self, key: str, note: str) -> None:
+        """Call a planned rung that sets `key` approximate if it was planned as exact, for this reason."""
+        for step in self.plan.planned:
+            if key in step.change.wants and step.change.parity == "exact":
+                change = dataclasses.replace(step.change, parity="approximate", notes=(*step.change.notes, note))
+                self.replace(step, dataclasses.replace(step, change=change))
+
     def take_cheaper(self, step: Step) -> Step:
         """Plan the rung's cheaper variant from now on, in later stages too; returns the new step."""
         self.cheaper.add(step.rung)

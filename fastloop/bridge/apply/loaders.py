@@ -43,6 +43,7 @@ class TrainLoaders:
             if it could apply but is not worth it.
         warn: receives a line that the user must not miss.
         say: receives a line about progress.
+        weaken: receives the key of a planned setting that turned out not to be exact, and the reason.
         one_time: collects one-time costs, which belong to no step.
         by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
     """
@@ -56,6 +57,7 @@ class TrainLoaders:
         give_up: Callable[..., None],
         warn: Callable[[str], None],
         say: Callable[[str], None],
+        weaken: Callable[[str, str], None],
         one_time: OneTime,
         by_ladder: Collection[str] = (),
     ) -> None:
@@ -69,7 +71,9 @@ class TrainLoaders:
         """Objects with which rungs replace a dataset or a loader, each with the key of its want."""
         self._checked: Mapping[str, Any] = {}
         """Result of an engine's check."""
-        self._workers = WorkerProcesses(site.trainer, give_up=give_up, warn=warn, say=say, by_ladder=by_ladder)
+        self._workers = WorkerProcesses(
+            site.trainer, give_up=give_up, weaken=weaken, warn=warn, say=say, by_ladder=by_ladder
+        )
         self._leaves = 0
         self._find_fetcher: Callable[[], Any] = lambda: None
         """The fetcher that was there when Lightning last began to ask."""

@@ -14,6 +14,7 @@ from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.state.untouched import Kept, keep_random_streams
 from fastloop.errors import let_through
 from fastloop.feeds.batch_tree import iterate_tensors
+from fastloop.feeds.lower_precision import WideOutputs
 from fastloop.records.plan import Step
 
 KEY, MODE = "precision.plugin", "bf16-mixed"
@@ -21,9 +22,10 @@ _NARROW = re.compile(r"bfloat16|float16|\bHalf\b", re.IGNORECASE)
 
 
 class PrecisionFallback:
-    """Runs the steps of one fit, validation, test or prediction on its only rank.
+    """Runs the steps of one fit, validation, test or prediction. What they hand out is float32 again.
 
-    Only under bf16-mixed, whose plugin has no loss scaler: its optimizer step goes on after the closure.
+    Steps are repeated on a run's only rank, since several would have to repeat them together; and only under
+    bf16-mixed, whose plugin has no loss scaler: its optimizer step goes on after the closure.
 
     Args:
         live: the plan, with the rungs that a look has switched on again.
@@ -37,13 +39,19 @@ class PrecisionFallback:
         self._trainer, self._live, self._is_on, self._give_up = trainer, live, is_on, give_up
         self._tried: set[Any] = set()
         """Stages in which a step has worked with the rung."""
+        self._outputs: WideOutputs | None = None
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one step. If the first one of a stage with the rung fails, the module is put back as it was; of a later
         one random draws and running statistics stay. What it has logged stays in either case."""
-        rung = self._find_rung()
+        rung, module = self._find_rung(), self._trainer.lightning_module
         if rung is None:
             return call(*args, **kwargs)
+        if self._outputs is None:
+            self._outputs = WideOutputs(module)
+        # A step that calls optimizers itself may have made updates.
+        if not module.automatic_optimization or self._trainer.world_size > 1:
+            return self._outputs.widen(call(*args, **kwargs))
         stage, marks = self._trainer.state.stage, _read_marks(args)
         put_back = self._keep_state() if stage not in self._tried else None
         try:
@@ -56,7 +64,7 @@ class PrecisionFallback:
             why = f"a step failed with it: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         else:
             self._tried.add(stage)
-            return result
+            return self._outputs.widen(result)
         if put_back is not None:
             put_back()
         # Outside the handler, which keeps the failed step's tensors alive.
@@ -64,11 +72,9 @@ class PrecisionFallback:
         return call(*args, **kwargs)
 
     def _find_rung(self) -> Step | None:
-        """The rung that lowers the precision now, if it can be undone in mid-run."""
+        """The rung that lowers the precision now."""
         ours = (step for step in self._live.plan.steps if step.change.wants.get(KEY) == MODE)
-        rung = next((step for step in ours if self._is_on(step.rung)), None)
-        # A step that calls optimizers itself may have made updates.
-        return rung if rung is not None and self._trainer.lightning_module.automatic_optimization else None
+        return next((step for step in ours if self._is_on(step.rung)), None)
 
     def _keep_state(self) -> Callable[[], None] | None:
         """Save what a step changes; returns a function that restores it, None if that is impossible."""

@@ -15,6 +15,7 @@ from torch.utils.data.sampler import BatchSampler
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_model import list_methods, overrides, read_module
 from fastloop.evidence import machine
+from fastloop.evidence.model.own_counters import list_counters
 from fastloop.evidence.samples import between_batches, thread_safety
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples.between_epochs import list_changers, list_changes_within, list_remembered
@@ -87,6 +88,8 @@ def _find_batch_counters(trainer: Any, module: Any) -> Iterator[str]:
     for name in list(inspect.signature(step).parameters)[1:2] if callable(step) else ():
         if list_methods(module, rf"def training_step\(.*\b{name}\b(.|\n)*\b{name}\b"):
             yield f"{type(module).__name__}.training_step, which reads {name},"
+    for name in list_counters(module):
+        yield f"{type(module).__name__}.training_step, which counts its calls ({name}),"
 
 
 def _find_no_sockets() -> str | None:

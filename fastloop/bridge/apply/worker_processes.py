@@ -18,11 +18,15 @@ MOST_WORKERS = "loader.most_workers"
 """The want for more workers, up to this number."""
 
 
+DREW = "samples drew random numbers, in workers other ones than in a run without"
+
+
 class WorkerProcesses:
     """Args:
     give_up: receives the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False` if
         it could apply but is not worth it.
     warn: receives a line that the user must not miss.
+    weaken: receives the key of a planned setting that turned out not to be exact, and the reason.
     say: receives a line about progress.
     by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
     """
@@ -32,11 +36,13 @@ class WorkerProcesses:
         trainer: Any,
         *,
         give_up: Callable[..., None],
+        weaken: Callable[[str, str], None],
         warn: Callable[[str], None],
         say: Callable[[str], None],
         by_ladder: Collection[str],
     ) -> None:
-        self.trainer, self._give_up, self._warn, self._say, self._by_ladder = trainer, give_up, warn, say, by_ladder
+        self.trainer, self._give_up, self._weaken, self._by_ladder = trainer, give_up, weaken, by_ladder
+        self._warn, self._say = warn, say
         self._fewer: tuple[dict[str, int], str] | None = None
         """Settings after their number had to be reduced, and why; None if it was not."""
         self._tried: TriedWorkers | None = None
@@ -100,6 +106,8 @@ class WorkerProcesses:
     def count(self) -> Mapping[str, Any]:
         """The highest number of live workers so far: workers exit after an epoch's last batch, which a feed fetches
         early."""
+        if self._tried is not None and self._tried.drew.value:
+            self._weaken("loader.num_workers", DREW)
         iterators = list(loader_state.find_iterators(self.trainer))
         counts = [self._most_alive, *map(loader_queue.count_live_workers, iterators)]
         self._most_alive = max((count for count in counts if count is not None), default=None)

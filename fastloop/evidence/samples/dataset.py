@@ -84,11 +84,13 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 _EPOCH_NAMES = ("epoch", "_epoch", "current_epoch")
 DRAWS = re.compile(
-    r"random|rand(n|int|range|perm)?|randn?_like|shuffle|choices?|sample|uniform|normal|gauss|bernoulli|multinomial"
-    r"|default_rng|RandomState"
+    r"random|rand(n|int|range|perm|bits|bytes)?|randn?_like|getrandbits|shuffle|choices?|r?sample|resample|get_params|rvs"
+    r"|uniform|gauss|multinomial|permut(ed|ation)|poisson|default_rng|RandomState"
+    r"|(standard_|log_?|truncated_)?normal|(exponential|cauchy|geometric|random|uniform|bernoulli|(log_)?normal|trunc_normal)_"
+    r"|(bernoulli|binomial|exponential|dirichlet|laplace|(\w+variate))|(\w*_)?dropout[123]?d?"
 )
 _RANDOM_TRANSFORMS = re.compile(
-    r"Random|ColorJitter|(Auto|Rand)Augment|TrivialAugment|AugMix|MixUp|CutMix|ElasticTransform|Gaussian(Blur|Noise)|JPEG"
+    r"Random|ColorJitter|(\w*Dropout)|(Auto|Rand)Augment|TrivialAugment|AugMix|MixUp|CutMix|ElasticTransform|Gaussian(Blur|Noise)|JPEG"
 )
 _BEFORE_SAMPLES = ("__init__", "__new__", "__len__", "__setstate__", "setup", "prepare_data")
 """Methods that run before the first sample is requested: their random draws happen in the main process either way."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import pickle
+import random
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -61,8 +63,17 @@ class Order:
 
 
 def _begin_batch(indices: Any) -> Any:
+    Send.streams = read_streams()
     Send.began = time.perf_counter()
     return indices
+
+
+def read_streams() -> tuple[Any, ...]:
+    """The states of this process's global random generators: torch's, Python's, NumPy's."""
+    numpy = sys.modules.get("numpy.random")
+    state = () if numpy is None else numpy.get_state()
+    drawn = (state[1].tobytes(), *state[2:]) if isinstance(state, tuple) and state else ()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), drawn
 
 
 class Send:
@@ -70,12 +81,13 @@ class Send:
 
     Args:
         made_ms: shared by all workers; each writes its median time per batch there, without its first batch.
+        drew: shared by all workers; set once a batch has drawn from a global random generator.
     """
 
-    began = 0.0
+    began, streams = 0.0, ()
 
-    def __init__(self, collate: Callable[[Any], Any], made_ms: Any) -> None:
-        self.collate, self.made_ms = collate, made_ms
+    def __init__(self, collate: Callable[[Any], Any], made_ms: Any, drew: Any) -> None:
+        self.collate, self.made_ms, self.drew = collate, made_ms, drew
         self._took_ms: deque[float] = deque(maxlen=TIMED)
         self._is_first = True
 
@@ -84,6 +96,8 @@ class Send:
             return self.collate(samples)
         try:
             batch = self.collate(samples)
+            if not self.drew.value and self.streams != read_streams():
+                self.drew.value = True
             self._note(worker.id)
         except Exception as error:  # the default collate function writes into shared memory
             if _is_full(error):

@@ -1,8 +1,8 @@
 """More worker processes for a loader whose workers do not keep up, the user's own included.
 
 The waits for batches are timed. Where more workers would save more time than their start costs, they take over in the
-middle of an epoch, or at the next one: they make the batches that the old ones had not delivered, from the same indices
-in the same order. If batches come no faster then, the old number returns.
+middle of an epoch, or at the next one, with the indices that come next: the old ones still deliver what they have
+begun, in the same order. If batches come no faster then, the old number returns.
 """
 
 from __future__ import annotations
@@ -38,14 +38,27 @@ class Left(NamedTuple):
 
 @dataclass
 class Pace:
-    """How fast batches came lately: the last two of each worker, so that bursts of all workers do not count twice."""
+    """How fast batches came lately: the last two of each worker, so that bursts of all workers do not count twice.
+
+    Args:
+        workers: their number.
+        ready: batches that they could make before any was taken.
+    """
 
     workers: int
+    ready: int = 0
 
     def __post_init__(self) -> None:
         self._spans: deque[tuple[float, float]] = deque(maxlen=max(LEAST_BATCHES, 2 * self.workers))
-        self._unsteady = self.workers
+        self._unsteady = max(self.ready, self.workers)
         """Batches still to come that the workers began at their start."""
+
+    def begin_epoch(self, batches: int | None) -> None:
+        """Leave out the batches for which workers had no time while others were trained on, if the epoch is long enough
+        to tell without them."""
+        if batches is None or batches >= self.workers + (self._spans.maxlen or 0):
+            self._unsteady = max(self._unsteady, self.workers)
+            self._spans.clear()
 
     def note(self, waited_s: float, took_s: float) -> None:
         """Note a batch: the wait for it, and the time since the one before."""
@@ -66,9 +79,10 @@ class Pace:
         """Seconds of `batch_s` that are not spent on waiting."""
         return sum(took - waited for waited, took in self._spans) / len(self._spans)
 
-    def find_more(self, most: int, left: Left) -> tuple[int, bool] | None:
+    def find_more(self, most: int, left: Left, *, loses: bool) -> tuple[int, bool] | None:
         """The number of workers that would keep up, at most `most`, and whether they should start now rather than with
-        the next epoch. None if there are not enough batches yet, or if they would not pay."""
+        the next epoch. None if there are not enough batches yet, or if they would not pay. `loses`: whether what the
+        old ones have begun is made again then."""
         batch_s = self.batch_s
         if batch_s is None or batch_s - self.step_s < WORTH_WAITING * batch_s:
             return None
@@ -77,8 +91,8 @@ class Pace:
         if workers <= self.workers:
             return None
         saved_s = batch_s - max(self.step_s, batch_s * self.workers / workers)
-        # Their first batches come after the time that a worker needs for one, which is `workers * batch_s` here.
-        needed = 2 * (self.workers * batch_s + START_S * workers) / saved_s
+        # Made again, the first batch comes after the time that a worker needs for one: here `workers * batch_s`.
+        needed = 2 * (START_S * workers + self.workers * batch_s * loses) / saved_s
         if left.in_epoch is None or left.in_epoch > needed:
             return workers, True
         later = math.inf if left.in_run is None else left.in_run - left.in_epoch
@@ -116,11 +130,15 @@ class MoreWorkers:
             return begin() if self._epochs is None else self._epochs(loader, begin)
         self._pending.begin_epoch()
         if self._next is not None:
-            self._replace(loader, self._next)
-        return self._load(loader, begin, self._begin(loader, begin))
+            _set_number(loader, self._next)
+            self._next = None
+        source = self._begin(loader, begin)
+        if self._pace is not None:
+            self._pace.begin_epoch(_count(loader))
+        return self._load(loader, begin, source)
 
     def _load(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
-        self._is_loading = True
+        self._is_loading, then = True, None
         try:
             last = time.perf_counter()
             while True:
@@ -128,28 +146,45 @@ class MoreWorkers:
                 try:
                     batch = next(source)
                 except StopIteration:
-                    return
+                    if then is None:
+                        return
+                    end_workers(source)
+                    source, then = then, None
+                    continue
                 except Exception as error:
                     if (workers := self._find_old_number(error)) is None:
                         raise
-                    source = self._go_on(loader, begin, source, workers)
+                    end_workers(then)
+                    source, then = self._start_anew(loader, begin, source, workers), None
                     continue
                 self._pending.pending.popleft()
                 now = time.perf_counter()
-                if (found := self._note(loader, now - asked, now - last)) is not None:
-                    source = self._go_on(loader, begin, source, found)
+                if then is None and (found := self._note(loader, now - asked, now - last)) is not None:
+                    if self._epochs is None:
+                        then = self._start_beside(loader, begin, found)
+                    else:  # the old ones end with what they have begun
+                        source = self._start_anew(loader, begin, source, found)
                 last = now
                 yield batch
         finally:
             self._is_loading = False
 
-    def _go_on(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any, workers: int) -> Any:
+    def _start_beside(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], workers: int) -> Any:
+        """Let another number of workers make the batches that these have not begun."""
+        self._pending.hand_over()
+        loader.__dict__["_iterator"] = None
+        _set_number(loader, workers)
+        return self._begin(loader, begin, beside=True)
+
+    def _start_anew(
+        self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any, workers: int
+    ) -> Any:
         """Let another number of workers make the batches that these have not delivered."""
         end_workers(source)
         if hasattr(source, "close"):  # a generator, whose iterator ends with it
             source.close()
         self._pending.resumes = True
-        self._replace(loader, workers)
+        _set_number(loader, workers)
         return self._begin(loader, begin)
 
     def _find_old_number(self, error: Exception) -> int | None:
@@ -164,13 +199,14 @@ class MoreWorkers:
         self.change = f"{before.workers} workers again: {quote(error, briefly=True)}"
         return before.workers
 
-    def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Any:
+    def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], *, beside: bool = False) -> Any:
         """Start the loader's iterator on our indices; the loader keeps its own sampler."""
         name = name_sampler(loader)
         own = getattr(loader, name)
         self._pending.inner = own
         if self._pace is None or self._pace.workers != loader.num_workers:
-            self._pace = Pace(loader.num_workers)
+            ready = loader.num_workers * int(loader.prefetch_factor or 1)
+            self._pace = Pace(loader.num_workers, ready if beside else 0)
         loader.__dict__[name] = self._pending
         try:
             return begin() if self._epochs is None else self._epochs(loader, begin)
@@ -184,11 +220,11 @@ class MoreWorkers:
             return None
         pace.note(waited_s, took_s)
         if self._before is None:
-            found = pace.find_more(self.most, self._count_left())
+            found = pace.find_more(self.most, self._count_left(), loses=self._epochs is not None)
             if found is None:
                 return None
             self._before, (workers, is_now) = pace, found
-            self._next = workers
+            self._next = None if is_now else workers
             self.change = f"{workers} workers instead of {pace.workers}, too late to time them"
             return workers if is_now else None
         return self._compare(self._before, pace)
@@ -207,8 +243,16 @@ class MoreWorkers:
         self._tell(self.change)
         return before.workers
 
-    def _replace(self, loader: DataLoader[Any], workers: int) -> None:
-        if (kept := loader._iterator) is not None:
-            end_workers(kept)
-        loader.__dict__["_iterator"] = None
-        loader.num_workers, self._next = workers, None
+
+def _count(loader: DataLoader[Any]) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a sampler without a length
+        return None
+
+
+def _set_number(loader: DataLoader[Any], workers: int) -> None:
+    if (kept := loader._iterator) is not None:
+        end_workers(kept)
+    loader.__dict__["_iterator"] = None
+    loader.num_workers = workers

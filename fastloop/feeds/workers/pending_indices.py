@@ -23,19 +23,33 @@ class PendingIndices(StandIn):
         self.pending: deque[Any] = deque()
         self.resumes = False
         """Whether the next ``iter`` starts with the pending indices and then continues the sampler."""
+        self.goes_on = False
+        """Whether the next ``iter`` only continues the sampler: others still make the pending batches."""
+        self._reader = 0
+        """Which ``iter`` may go on: the last one."""
         self.failed: Exception | None = None
         """What the sampler raised."""
         self._source: Iterator[Any] = iter(())
 
+    def hand_over(self) -> None:
+        """Let the next ``iter`` go on from here, while who reads now gets no more indices."""
+        self._reader += 1
+        self.goes_on = True
+
     def begin_epoch(self) -> None:
         """Forget what the last epoch left: whoever knows an epoch's length stops at its last batch."""
-        self.resumes, self.pending = False, deque()
+        self.resumes = self.goes_on = False
+        self.pending = deque()
 
     def __iter__(self) -> Iterator[Any]:
         # Do nothing before the first index is requested: torch calls `iter` twice with workers, once without.
-        self._source = chain(self.pending, self._source) if self.resumes else iter(self.inner)
-        self.pending, self.resumes = deque(), False
-        while True:
+        if self.goes_on:
+            self.goes_on = False
+        else:
+            self._source = chain(self.pending, self._source) if self.resumes else iter(self.inner)
+            self.pending, self.resumes = deque(), False
+        self._reader = reader = self._reader + 1
+        while reader == self._reader:
             try:
                 indices = next(self._source)
             except StopIteration:

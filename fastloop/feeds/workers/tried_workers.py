@@ -58,6 +58,9 @@ class TriedWorkers:
         turn_off: the configuration key that turns workers off, as the user writes it.
         free_cpus: CPUs of this machine that the workers leave to the training; 0 for none.
         leave_out: called like `step_down` if workers cost more time than they save; None to keep them even then.
+
+    Attributes:
+        drew: its ``value`` tells whether a worker has drawn from a global random generator.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class TriedWorkers:
         self._free_cpus, self._leave_out, self._is_weighed = free_cpus, leave_out, False
         self._made_ms: Any = ()
         self._took_ms: list[float] = []
+        self.drew = multiprocessing.RawValue("b", 0)
         self.loss_ms: tuple[float, float] | None = None
         """What taking a ready batch from a worker takes, and what making it does; None unless taking it is slower."""
         self._room_bytes, self._step_down, self._warn, self._turn_off = room_bytes, step_down, warn, turn_off
@@ -153,7 +157,7 @@ class TriedWorkers:
         init = LeavesRoom(loader.worker_init_fn, self._free_cpus) if self._free_cpus else loader.worker_init_fn
         parts = {
             name: self._drawn,
-            "collate_fn": Send(loader.collate_fn, self._made_ms),
+            "collate_fn": Send(loader.collate_fn, self._made_ms, self.drew),
             "worker_init_fn": SendsExits(self._whereabouts.make_init(init)),
         }
         own = {part: getattr(loader, part) for part in parts}

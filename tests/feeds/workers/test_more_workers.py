@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from fastloop.feeds.lazy_loader import LazyLoader
 from fastloop.feeds.workers import more_workers
 from fastloop.feeds.workers.more_workers import Left, MoreWorkers, Pace
+from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore:This DataLoader will create")]
@@ -46,17 +48,42 @@ def pace(workers: int, waited_ms: float, took_ms: float, batches: int | None = N
         (pace(4, 20, 180), 15, Left(1000, 1000), None),  # waits too little
         (pace(4, 130, 180), 4, Left(1000, 1000), None),  # may not have more
         (pace(4, 130, 180), 15, Left(), (15, True)),  # unknown lengths
-        # It saves 130 ms a batch and costs a batch of each worker, 720 ms, and 15 starts of 50 ms; it must pay twice.
-        (pace(4, 130, 180), 15, Left(23, 23), (15, True)),
-        (pace(4, 130, 180), 15, Left(22, 22), None),
-        (pace(4, 130, 180), 15, Left(22, 1000), (15, False)),
-        (pace(4, 130, 180), 15, Left(22, None), (15, False)),
+        # It saves 130 ms a batch and costs 15 starts of 50 ms; it must pay twice.
+        (pace(4, 130, 180), 15, Left(12, 12), (15, True)),
+        (pace(4, 130, 180), 15, Left(11, 11), None),
+        (pace(4, 130, 180), 15, Left(11, 1000), (15, False)),
+        (pace(4, 130, 180), 15, Left(11, None), (15, False)),
         (pace(4, 130, 180, batches=11), 15, Left(1000, 1000), None),  # the first of each worker do not count
         (pace(1, 200, 200), 3, Left(1000, 1000), (3, True)),  # steps of no time at all
     ],
 )
 def test_more_start_where_they_pay(seen: Pace, most: int, left: Left, expected: Any) -> None:
-    assert seen.find_more(most, left) == expected
+    assert seen.find_more(most, left, loses=False) == expected
+
+
+@pytest.mark.parametrize(("batches", "knows"), [(12, False), (11, True), (None, False)])
+def test_the_start_of_an_epoch_does_not_count_where_the_rest_can_tell(batches: int | None, knows: bool) -> None:
+    seen = pace(4, 130, 180)
+    seen.begin_epoch(batches)
+    assert (seen.batch_s is not None) is knows
+    for _ in range(12):
+        seen.note(0.0, 0.1)
+    assert seen.batch_s == pytest.approx(0.1)
+
+
+def test_batches_that_are_made_again_have_to_pay_too() -> None:
+    """A batch of each of the old workers, 720 ms, besides the starts."""
+    assert pace(4, 130, 180).find_more(15, Left(23, 23), loses=True) == (15, True)
+    assert pace(4, 130, 180).find_more(15, Left(22, 22), loses=True) is None
+
+
+def test_what_was_ready_before_it_was_asked_for_does_not_count() -> None:
+    seen = Pace(2, ready=6)
+    for waited_s in (*[0.0] * 6, *[0.1] * 7):
+        seen.note(waited_s, 0.1)
+    assert seen.batch_s is None, "seven of eight"
+    seen.note(0.1, 0.1)
+    assert seen.step_s == 0.0
 
 
 def test_a_pace_forgets_what_is_long_ago() -> None:
@@ -64,7 +91,7 @@ def test_a_pace_forgets_what_is_long_ago() -> None:
     assert seen.batch_s == pytest.approx(0.18) and seen.step_s == pytest.approx(0.05)
     for _ in range(8):
         seen.note(0.0, 0.05)
-    assert seen.batch_s == pytest.approx(0.05) and seen.find_more(15, Left()) is None
+    assert seen.batch_s == pytest.approx(0.05) and seen.find_more(15, Left(), loses=False) is None
 
 
 class Given(Pace):
@@ -72,10 +99,13 @@ class Given(Pace):
 
     grows_after, to, is_now, took_s = 3, 4, True, 0.1
 
+    def begin_epoch(self, batches: int | None) -> None:
+        pass
+
     def note(self, waited_s: float, took_s: float) -> None:
         self.seen = getattr(self, "seen", 0) + 1
 
-    def find_more(self, most: int, left: Left) -> tuple[int, bool] | None:
+    def find_more(self, most: int, left: Left, *, loses: bool) -> tuple[int, bool] | None:
         return (self.to, self.is_now) if self.seen == self.grows_after else None
 
     @property
@@ -131,19 +161,17 @@ def test_the_order_would_differ_if_batches_on_their_way_were_lost(
     given: type[Given], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control."""
-    monkeypatch.setattr(MoreWorkers, "_note", lambda self, loader, *_: self._lose(loader), raising=False)
-    fired = []
+    fired: list[int] = []
 
-    def lose(self: MoreWorkers, loader: Any) -> int | None:
-        fired.append(len(self._pending.pending))
-        self._pending.pending.clear()
-        return 4 if len(fired) == 3 else None
+    def forget(self: PendingIndices) -> None:
+        fired.append(len(self.pending))
+        self._source = iter(list(self._source)[1:])
+        hand_over(self)
 
-    monkeypatch.setattr(MoreWorkers, "_lose", lose, raising=False)
+    hand_over = PendingIndices.hand_over
+    monkeypatch.setattr(PendingIndices, "hand_over", forget)
     loader, *_ = make()
-    with pytest.raises(IndexError):
-        read(loader)
-    assert len(fired) >= 2 and fired[0] > 0
+    assert read(loader)[0] != read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2))[0] and fired[0] > 1
 
 
 def test_workers_that_start_again_draw_other_numbers(given: type[Given]) -> None:
@@ -176,6 +204,23 @@ def test_workers_that_cannot_start_give_way_to_the_old_ones(given: type[Given]) 
     assert (workers.change or "").startswith("2 workers again: LookupError: ")
 
 
+MADE = multiprocessing.RawArray("i", 64)
+
+
+class Counted(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        MADE[index] += 1
+        return super().__getitem__(index)
+
+
+def test_what_the_old_workers_have_begun_is_not_made_again(given: type[Given]) -> None:
+    loader, *_ = make()
+    loader.inner.__dict__["dataset"] = Counted()
+    MADE[:] = [0] * 64
+    rows = [row for batch in loader for row in batch.tolist()]
+    assert sorted({int(row[1]) for row in rows}) == [2, 4] and list(MADE) == [1] * 64
+
+
 class Fails(Numbers):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 40:
@@ -203,5 +248,5 @@ def test_workers_of_ours_become_more_too(given: type[Given]) -> None:
 
 
 def test_a_limit_below_zero_batches_is_none() -> None:
-    assert pace(2, 100, 100).find_more(4, Left(0, 0)) is None
-    assert pace(2, 100, 100).find_more(4, Left(0, math.ceil(1e6))) == (4, False)
+    assert pace(2, 100, 100).find_more(4, Left(0, 0), loses=False) is None
+    assert pace(2, 100, 100).find_more(4, Left(0, math.ceil(1e6)), loses=False) == (4, False)

@@ -178,8 +178,11 @@ class Budget:
             again_s = max(0.0, self._first_ms - self.base_ms) / 1e3
             if (no_pay_back := judge.explain_no_pay_back(again_s, self.step_ms, self.terms.steps_left)) is not None:
                 return f"your own compiled code would recompile: {no_pay_back}"
-        needed_s = 2 * self.play_s + step.change.first_call_s
-        return self.terms.explain_no_time(self._spent_s, needed_s, self.base_ms, self.kept_s)
+        # Kernels are loaded once, with or without a trial: if the run can pay that back, it is no part of the trial.
+        loads_s = step.change.first_call_s
+        if judge.explain_no_pay_back(loads_s, self.step_ms, self.terms.steps_left) is None:
+            loads_s = 0.0
+        return self.terms.explain_no_time(self._spent_s, 2 * self.play_s + loads_s, self.base_ms, self.kept_s)
 
     def shares_time(self, step: Step) -> bool:
         """Whether trying a rung may take no more than its share of the run: a ladder switched it on, and it has no

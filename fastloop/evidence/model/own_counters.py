@@ -1,0 +1,62 @@
+"""What a module counts for itself in each training_step, and reads there: fewer and larger batches would change it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from fastloop.evidence.samples import sample_code, writes
+
+
+def list_counters(module: Any, method: str = "training_step") -> tuple[str, ...]:
+    """Attributes that the method, or what it calls, raises by a fixed number and also reads (``self.n += 1``), and
+    iterators that it takes the next item from."""
+    found = getattr(type(module), method, None)
+    function = inspect.unwrap(found) if callable(found) else None
+    if not inspect.isfunction(function):
+        return ()
+    counted, read = dict[str, None](), set[str]()
+    for called in dict.fromkeys((function, *sample_code.list_called(function, type(module)))):
+        if (parsed := sample_code.parse(called)) is None:
+            continue
+        tree, me = parsed
+        raised = dict(_list_raised(tree, me))
+        counted |= dict.fromkeys(raised.values())
+        logged = {inner for node in ast.walk(tree) if _is_log(node) for inner in ast.walk(node)}
+        own = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and writes.is_own(node.value, me))
+        read |= {node.attr for node in own if isinstance(node.ctx, ast.Load) and node not in logged | raised.keys()}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "next" and node.args:
+                taken = node.args[0]
+                if isinstance(taken, ast.Attribute) and writes.is_own(taken.value, me):
+                    counted[taken.attr] = None
+    return tuple(f"self.{name}" for name in counted if name in read)
+
+
+def _list_raised(tree: ast.AST, me: str | None) -> Iterator[tuple[ast.AST, str]]:
+    """The object's own attributes where a statement raises them by a fixed number."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign) and _is_number(node.value):
+            place: ast.AST = node.target
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and _is_number(node.value.right):
+            place = node.value.left
+            if ast.unparse(place) != ast.unparse(node.targets[0]):
+                continue
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("add_", "sub_"):
+            if len(node.args) != 1 or not _is_number(node.args[0]) or not isinstance(node.func, ast.Attribute):
+                continue
+            place = node.func.value
+        else:
+            continue
+        if isinstance(place, ast.Attribute) and writes.is_own(place.value, me):
+            yield place, place.attr
+
+
+def _is_log(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("log", "log_dict", "print")
+
+
+def _is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
