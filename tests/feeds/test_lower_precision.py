@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import deque
 from typing import Any
 
 import pytest
 import torch
 
 from fastloop.errors import NotApplicable
-from fastloop.feeds.lower_precision import keep_in_float32, read_product_dtype
+from fastloop.feeds.lower_precision import WideOutputs, keep_in_float32, read_product_dtype
 
 CPU = torch.device("cpu")
 
@@ -107,3 +108,46 @@ def test_copies_of_what_is_kept_call_themselves() -> None:
 def test_what_is_not_there_is_refused(name: str) -> None:
     with pytest.raises(NotApplicable, match=f"no module or method '{name}'"):
         keep_in_float32(Model(), name, "cpu", set().add)
+
+
+class Keeps(torch.nn.Module):
+    def __init__(self, **kept: Any) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 2)
+        self.__dict__.update(kept)
+
+
+HALF = torch.ones(3, dtype=torch.bfloat16)
+
+
+def test_what_a_step_hands_out_and_keeps_is_float32() -> None:
+    old = torch.ones(1, dtype=torch.bfloat16)
+    module = Keeps(outs=[old], rows=deque(), by_name={"a": [], "last": None}, last=None, number=3)
+    outputs = WideOutputs(module)
+    for step in range(3):
+        module.outs.append({"pred": HALF, "more": (HALF, 1)})
+        module.rows.append(HALF)
+        module.by_name["a"].append(HALF)
+        module.by_name["last"] = module.last = HALF
+        found = outputs.widen({"loss": HALF, "pred": [HALF], "step": step})
+        assert found["loss"] is HALF and found["pred"][0].dtype == torch.float32 and found["step"] == step
+    assert len(module.outs) == 4 and [len(module.rows), len(module.by_name["a"])] == [3, 3]
+    kept = [*module.rows, *module.by_name["a"], module.by_name["last"], module.last, module.outs[0]]
+    kept += [each for out in module.outs[1:] for each in (out["pred"], out["more"][0])]
+    assert {each.dtype for each in kept} == {torch.float32} and module.number == 3
+    assert outputs.widen(HALF).dtype == torch.float32 and outputs.widen(None) is None
+
+
+def test_a_loss_keeps_its_graph_and_a_list_that_starts_again_is_looked_at() -> None:
+    module = Keeps(outs=[HALF, HALF])
+    outputs, loss = WideOutputs(module), HALF.clone().requires_grad_().sum()
+    assert outputs.widen(loss) is loss
+    module.outs.clear()
+    module.outs.append(HALF)
+    outputs.widen(None)
+    assert module.outs[0].dtype == torch.float32
+
+
+def test_a_module_of_16_bits_keeps_what_it_has() -> None:
+    module = Keeps(outs=[HALF]).to(torch.bfloat16)
+    assert WideOutputs(module).widen(HALF) is HALF and module.outs[0] is HALF

@@ -631,6 +631,28 @@ def test_more_workers_in_a_fit(own: int, is_faster: bool | None, monkeypatch: py
     assert distance(plain, ours) == 0.0 and verdict.took is (True if own == 0 else is_faster)
 
 
+HIDDEN: dict[str, Callable[[], float]] = {"noise": lambda: float(torch.rand(1))}
+
+
+class Hides(Holds):
+    """Draws by a function that no reading of its code finds."""
+
+    def __getitem__(self, index: int) -> Any:
+        row = super().__getitem__(index)
+        return row if self.still else (row[0] + 0.0 * HIDDEN["noise"](), *row[1:])
+
+
+@pytest.mark.parametrize("still", [False, True])
+def test_samples_that_draw_unseen_are_not_called_exact(still: bool) -> None:
+    """Their worker sees that its random stream moved."""
+    ours = run(WORKERS, DataLoader(Hides(still=still), 8))
+    assert ours.loop is not None
+    step = ours.loop.plan.step("workers")
+    assert ours.verdict("workers").took and step is not None
+    assert step.change.parity == ("exact" if still else "approximate") == ours.verdict("workers").parity_class
+    assert still or any("samples drew random numbers" in note for note in step.change.notes)
+
+
 class Named(DataLoader):
     def __init__(self, secret: int, **settings: Any) -> None:
         super().__init__(numbered(20), batch_size=secret, **settings)

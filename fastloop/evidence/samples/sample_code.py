@@ -24,6 +24,8 @@ _BEFORE = ("__init__", "__new__", "__setstate__", "__setattr__", "__len__", "set
 """Methods that change an object before its samples are requested."""
 _Pick = Callable[[ast.AST, str | None], Iterator[ast.AST]]
 _DEEPEST = 3
+_GENERATORS = ("Generator", "RandomState", "Random")
+"""Classes of torch's, NumPy's and Python's random generators."""
 _STDLIB = sysconfig.get_path("stdlib")
 
 
@@ -194,7 +196,8 @@ def list_remembered(item: Any) -> Iterator[str]:
 
 
 def calls_between_yields(function: Any, names: re.Pattern[str]) -> bool:
-    """Whether a loop that yields calls a module's function of such a name, and gives it no ``generator`` of its own."""
+    """Whether a loop that yields calls a module's function of such a name, and gives it no ``generator`` of its own, or
+    a method of an outer random generator, which others may draw from."""
     if not inspect.isgeneratorfunction(function) or (parsed := parse(function)) is None:
         return False
     outer = dict(list_globals(function))
@@ -204,6 +207,8 @@ def calls_between_yields(function: Any, names: re.Pattern[str]) -> bool:
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         root = outer.get(writes.find_root(node.func))
+        if isinstance(node.func, ast.Attribute) and type(root).__name__ in _GENERATORS:
+            return True
         if names.fullmatch(name) and (root if isinstance(node.func, ast.Name) else inspect.ismodule(root)):
             return True
     return False

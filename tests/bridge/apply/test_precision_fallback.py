@@ -180,3 +180,52 @@ def test_the_first_validation_is_put_back(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "val_dataloader", data, raising=False)
     fit_with(module, num_sanity_val_steps=0, val_check_interval=6)
     assert float(module.total) == 12
+
+
+class Collects(Module):
+    """Computes what it can only compute at an epoch's end, with numpy: how scripts use scikit-learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[Any] = []
+        self.outs: list[Any] = []
+        self.computed = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.net(batch[0], scale=None)
+        self.trained.append({"out": out.detach()})
+        return {"loss": torch.nn.functional.mse_loss(out, batch[1]), "out": out}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.outs.append(out := self.net(batch[0]))
+        return out
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.computed += len(outputs["out"].detach().numpy())
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.computed += len(outputs.numpy())
+
+    def on_train_epoch_end(self) -> None:
+        self.computed += len(torch.cat([each["out"] for each in self.trained]).numpy())
+
+    def on_validation_epoch_end(self) -> None:
+        self.computed += len(torch.cat(self.outs).numpy())
+        self.outs.clear()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0])
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_outputs_that_are_computed_with_numpy_later(by_hand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Collects, "val_dataloader", lambda self: data(16), raising=False)
+    if by_hand:
+        monkeypatch.setattr(PrecisionFallback, "_find_rung", lambda self: None)  # the control: nothing is widened
+        with pytest.raises(TypeError, match="BFloat16"):
+            fit_with(Collects())
+        return
+    plain, module = Collects(), Collects()
+    fit_with(plain, ())
+    loop, _, said = fit_with(module)
+    assert read(loop)[0] is True and said == [] and module.computed == plain.computed > 0

@@ -8,6 +8,7 @@ from random import choice
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler
@@ -87,6 +88,15 @@ class ChoosesAsItGoes(ByLoss):
             yield choice(range(8))
 
 
+EVERYBODYS = np.random.default_rng(0)
+
+
+class DrawsFromEverybodys(ByLoss):
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(8):
+            yield int(EVERYBODYS.integers(8))
+
+
 class DrawsFirst(ByLoss):
     def __iter__(self) -> Iterator[int]:
         buckets = [[1, 2], [3]]
@@ -106,6 +116,7 @@ class DrawsItsOwn(ByLoss):
 def test_samplers_that_draw_between_two_indices() -> None:
     assert list_draws(BatchSampler(DrawsAsItGoes(), 2, False)) == ("DrawsAsItGoes.__iter__",)
     assert list_draws(ChoosesAsItGoes()) == ("ChoosesAsItGoes.__iter__",)
+    assert list_draws(DrawsFromEverybodys()) == ("DrawsFromEverybodys.__iter__",)
     for sampler in (DrawsFirst(), DrawsItsOwn(), ByLoss(), RandomSampler(DATA), WeightedRandomSampler([0.5], 1)):
         assert list_draws(sampler) == ()
 

@@ -506,3 +506,26 @@ def test_long_lists_are_told_with_their_place(monkeypatch: pytest.MonkeyPatch) -
         "dataset.inner.by_name holds 0.0 million Python objects",
     )
     assert list_long(table) == expected and list_long(TensorDataset(torch.zeros(60))) == ()
+
+
+DRAWING = [
+    lambda x: x + torch.empty(3).normal_(0, 0.1),
+    lambda x: x + torch.empty_like(x).uniform_(-1, 1),
+    lambda x: x.exponential_(),
+    lambda x: torch.nn.functional.dropout(x, 0.2, True),
+    lambda x: x * random.getrandbits(1),
+    lambda x: x * random.betavariate(1, 1),
+    lambda x: x + torch.distributions.Normal(0.0, 0.1).rsample((3,)),
+    lambda x: x.get_params((0.5, 1.5), None, None, None),
+]
+
+
+@pytest.mark.parametrize("draws", DRAWING)
+def test_ways_to_draw(draws: Any) -> None:
+    assert draws_random(Items(transform=draws)) == ("<lambda>",)
+    assert draws_random(Items(transform=lambda x: x.normal())) == ("<lambda>",) and draws_random(Items()) == ()
+    assert draws_random(Items(transform=lambda x: x.normalize())) == ()
+
+
+def test_a_dropout_layer_of_the_dataset_draws() -> None:
+    assert draws_random(Items(transform=torch.nn.Dropout(0.2))) == ("Dropout",)
