@@ -54,11 +54,9 @@ class Pace:
         """Batches still to come that the workers began at their start."""
 
     def begin_epoch(self, batches: int | None) -> None:
-        """Leave out the batches for which workers had no time while others were trained on, if the epoch is long enough
-        to tell without them."""
-        if batches is None or batches >= self.workers + (self._spans.maxlen or 0):
+        """Leave out the batches for which workers had no time while others were trained on, if there are more."""
+        if batches is None or batches >= 2 * self.workers:
             self._unsteady = max(self._unsteady, self.workers)
-            self._spans.clear()
 
     def note(self, waited_s: float, took_s: float) -> None:
         """Note a batch: the wait for it, and the time since the one before."""

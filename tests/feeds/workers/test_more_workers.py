@@ -61,14 +61,13 @@ def test_more_start_where_they_pay(seen: Pace, most: int, left: Left, expected: 
     assert seen.find_more(most, left, loses=False) == expected
 
 
-@pytest.mark.parametrize(("batches", "knows"), [(12, False), (11, True), (None, False)])
-def test_the_start_of_an_epoch_does_not_count_where_the_rest_can_tell(batches: int | None, knows: bool) -> None:
-    seen = pace(4, 130, 180)
+@pytest.mark.parametrize(("batches", "counts"), [(8, False), (7, True), (None, False)])
+def test_the_start_of_an_epoch_does_not_count_where_there_is_more(batches: int | None, counts: bool) -> None:
+    seen = pace(4, 0, 100)
     seen.begin_epoch(batches)
-    assert (seen.batch_s is not None) is knows
-    for _ in range(12):
-        seen.note(0.0, 0.1)
-    assert seen.batch_s == pytest.approx(0.1)
+    for took_s in (0.9, 0.9, 0.9, 0.9, *[0.1] * 4):
+        seen.note(0.0, took_s)
+    assert seen.batch_s == pytest.approx(0.5 if counts else 0.1)
 
 
 def test_batches_that_are_made_again_have_to_pay_too() -> None:
