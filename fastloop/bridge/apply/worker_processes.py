@@ -9,6 +9,7 @@ from typing import Any
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
 from fastloop.feeds.lazy_loader import Epochs
+from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.more_workers import Left, MoreWorkers
 from fastloop.feeds.workers.tried_workers import TriedWorkers
 from fastloop.records.facts import Facts
@@ -55,10 +56,12 @@ class WorkerProcesses:
         self._keeps_theirs = "persistent_workers" in settings and "num_workers" not in settings
         epochs = self._try(plan, settings, facts) if settings.get("num_workers") else None
         most = plan.wants.get(MOST_WORKERS)
-        if most is None or self._fewer is not None or not getattr(loader, "in_order", True):
-            return epochs
-        self._more = MoreWorkers(most, count_left=self._count_left, tell=self._say, epochs=epochs)
-        return self._more.batches
+        if most is not None and self._fewer is None and getattr(loader, "in_order", True):
+            self._more = MoreWorkers(most, count_left=self._count_left, tell=self._say, epochs=epochs)
+            epochs = self._more.batches
+        if settings.get("persistent_workers") and not loader.persistent_workers:
+            epochs = FreshWorkers(tell=self._say, epochs=epochs).batches
+        return epochs
 
     def _try(self, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs:
         """Complete the settings of a loader that gets workers, which have to prove that they work."""

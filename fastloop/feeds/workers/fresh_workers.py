@@ -1,0 +1,38 @@
+"""Workers that stay between epochs, and start anew where what they hold copies of has changed meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from fastloop.evidence.samples.state_mark import mark_state
+from fastloop.feeds.lazy_loader import Epochs
+from fastloop.feeds.workers.tried_workers import end_workers
+
+
+class FreshWorkers:
+    """The epochs of a loader whose workers a rung keeps.
+
+    Args:
+        tell: receives a line the first time that they start anew.
+        epochs: makes the batches of an epoch where the loader does not do so by itself.
+    """
+
+    def __init__(self, *, tell: Callable[[str], None], epochs: Epochs | None = None) -> None:
+        self._tell, self._epochs = tell, epochs
+        self._mark: int | None = None
+        self._has_told = False
+
+    def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The batches of one epoch, which begins with this call; `begin` makes the loader's iterator."""
+        mark = mark_state(loader.dataset, loader.collate_fn)
+        if (kept := loader._iterator) is not None and mark != self._mark:
+            end_workers(kept)
+            loader.__dict__["_iterator"] = None
+            if not self._has_told:
+                self._has_told = True
+                self._tell("the dataset changes between epochs, so its workers start anew then")
+        self._mark = mark
+        return begin() if self._epochs is None else self._epochs(loader, begin)

@@ -1,0 +1,53 @@
+"""Workers that stay between epochs do not keep a copy of what was changed meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from fastloop.feeds.lazy_loader import LazyLoader
+from fastloop.feeds.workers import fresh_workers
+from fastloop.feeds.workers.fresh_workers import FreshWorkers
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+
+
+class Levels(Dataset):
+    def __init__(self) -> None:
+        self.level = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, self.level])
+
+
+def read(data: Levels, loader: Any) -> tuple[list[Any], list[Any]]:
+    """The samples of three epochs, of which the second follows a change; and the processes that made them."""
+    torch.manual_seed(3)
+    rows, workers = [], []
+    for epoch in range(3):
+        data.level += epoch == 1
+        rows.append([row for batch in loader for row in batch.tolist()])
+        iterator = getattr(loader, "_iterator", None)
+        workers.append([each.pid for each in iterator._workers] if iterator is not None else [])
+    return rows, workers
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_they_start_anew_where_the_dataset_has_changed(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not looks:  # the control
+        monkeypatch.setattr(fresh_workers, "mark_state", lambda *_: 0)
+    data, said = Levels(), list[str]()
+    loader = DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
+    fresh = FreshWorkers(tell=said.append)
+    ours, pids = read(data, LazyLoader(loader, epochs=fresh.batches))
+    plain_data = Levels()
+    plain, _ = read(plain_data, DataLoader(plain_data, 4, shuffle=True, num_workers=1))
+    assert (ours == plain) is looks
+    assert len(said) == looks and (pids[0] != pids[1]) is looks and pids[1] == pids[2]
+    del loader._iterator
