@@ -44,6 +44,15 @@ def count_used_batches(batches: int, limit: int | float | None) -> int:
     return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
 
+def is_cut_short(loader: LoaderFacts, facts: Facts) -> bool:
+    """Whether ``limit_train_batches`` ends epochs before the loader does, or may: then it matters how far ahead its
+    sampler is asked."""
+    limit = facts.limit_train_batches
+    if limit is None or (limit == 1.0 and isinstance(limit, float)):
+        return False
+    return loader.batches is None or count_used_batches(loader.batches, limit) < loader.batches
+
+
 def count_epoch_batches(loader: LoaderFacts, facts: Facts) -> int | None:
     """Batches that each epoch takes from the loader if there are several epochs; None if unknown."""
     if loader.batches is None or facts.max_epochs == 1:
@@ -90,8 +99,12 @@ def find_obstacle_to_more(loader: LoaderFacts, facts: Facts) -> str | None:
     """Why other workers cannot take the place of the user's own; None if they can."""
     if loader.start_method != "fork":
         return f"workers start by {loader.start_method} here, which takes long"
-    if loader.persistent_workers and (stale := [*loader.remembers, *loader.may_change]):
-        return f"yours stay between epochs, and new ones would load from another copy: {stale[0]}"
+    if stale := [*loader.may_change, *(loader.remembers if loader.persistent_workers else ())]:
+        return f"new ones would load from another copy than yours: {stale[0]}"
+    if loader.sampler_draws:
+        return f"they would ask the sampler further ahead, and {loader.sampler_draws[0]} draws between samples"
+    if is_cut_short(loader, facts):
+        return "they would ask the sampler further past the end that limit_train_batches sets"
     return find_obstacle(loader, facts, "auto", replaces=True)
 
 

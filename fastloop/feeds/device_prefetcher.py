@@ -68,8 +68,8 @@ class DeviceFeed(LazyLoader):
         each copy begins when all steps issued so far are done, and takes memory that none of them reads."""
         self.seen = {"batches": 0, "ahead_batches": 0, "copied_bytes": 0, "tensors": 0, "pinned_tensors": 0}
 
-    def _batches(self, drawn: torch.Tensor | None) -> Iterator[Any]:
-        source, ready = islice(self._start(drawn), self.count()), deque[_Staged]()
+    def _batches(self, at: Any) -> Iterator[Any]:
+        source, ready = islice(self._start(at), self.count()), deque[_Staged]()
         if self.retired:
             yield from source
             return
@@ -183,10 +183,10 @@ class StatefulDeviceFeed(DeviceFeed):
         self._states: deque[tuple[int, Any]] = deque(maxlen=settings["depth"] + 4)
         self._index, self._resumed = 0, False
 
-    def _start(self, drawn: torch.Tensor | None) -> Iterator[Any]:
+    def _start(self, at: Any) -> Iterator[Any]:
         self._index, self._resumed = (self.consumed() if self._resumed else 0), False
         self._states.clear()
-        source = super()._start(drawn)
+        source = super()._start(at)
         self._states.append((self._index, self.inner.state_dict()))
         return source
 

@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader
@@ -176,6 +176,13 @@ class Engine(Protocol):
         """
 
 
+class _At(NamedTuple):
+    """How an epoch starts: the state from which its workers' seed was drawn, and its iterator if that has begun."""
+
+    drawn: torch.Tensor | None
+    begun: Iterator[Any] | None
+
+
 class LazyLoader(Disguised):
     """Stands in for a loader: forwards reads and writes, and starts iterating at the first ``next``.
 
@@ -205,7 +212,6 @@ class LazyLoader(Disguised):
         "_seeded_at",
         "_restarts",
         "_has_begun",
-        "_begun",
     )
 
     def __init__(
@@ -224,7 +230,6 @@ class LazyLoader(Disguised):
         self._seeded_at: torch.Tensor | None = None
         """The generator's state before the seed of the live workers was drawn."""
         self._restarts = 0
-        self._begun: Iterator[Any] | None = None
         self.live: weakref.ref[Any] | None = None
 
     @property  # type: ignore[misc]
@@ -234,12 +239,13 @@ class LazyLoader(Disguised):
 
     def __iter__(self) -> Iterator[Any]:
         own = isinstance(self.inner, DataLoader) and makes_iterators(type(self.inner))
-        self._begun = self._follow(iter(self.inner)) if own and not hasattr(self.inner, "state_dict") else None
-        self._drawn = self._draw_seed()
+        begun = self._follow(iter(self.inner)) if own and not hasattr(self.inner, "state_dict") else None
+        self._drawn = self._draw_seed() if begun is None else None
+        at = _At(self._drawn, begun)
         begins_at_iter = self.engine is None or getattr(self.engine, "begins_at_iter", False)
-        if self._begun is None and begins_at_iter and self.at_once():
-            self._begun = self._start(self._drawn)
-        return _Batches(self._batches(self._drawn))
+        if begun is None and begins_at_iter and self.at_once():
+            at = at._replace(begun=self._start(at))
+        return _Batches(self._batches(at))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles hold the loader itself, without its workers: they have no part in this run."""
@@ -252,12 +258,12 @@ class LazyLoader(Disguised):
             _find_generator(self.inner).set_state(self._drawn)
             self._drawn = None
 
-    def _batches(self, drawn: torch.Tensor | None) -> Iterator[Any]:
-        yield from self._start(drawn)
+    def _batches(self, at: _At) -> Iterator[Any]:
+        yield from self._start(at)
 
     def _draw_seed(self) -> torch.Tensor | None:
         """Draw the seed for workers when DataLoader draws it, at ``iter``; returns the generator's state before it."""
-        if not isinstance(self.inner, DataLoader) or self._begun is not None:
+        if not isinstance(self.inner, DataLoader):
             return None
         if self.keeps_iterator and (self.inner._iterator is not None or self._has_begun):
             return None
@@ -266,18 +272,16 @@ class LazyLoader(Disguised):
         torch.empty((), dtype=torch.int64).random_(generator=generator)
         return state
 
-    def _start(self, drawn: torch.Tensor | None) -> Iterator[Any]:
+    def _start(self, at: _At) -> Iterator[Any]:
         if self.engine is not None:
-            begun, self._begun = self._begun, None
             self._drawn, self._has_begun = None, True
-            return self.engine.load(_read_seed(drawn)) if begun is None else begun
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            return begun
+            return self.engine.load(_read_seed(at.drawn)) if at.begun is None else at.begun
+        if at.begun is not None:
+            return at.begun
         self._restarts = 0
         if self.epochs is not None:
-            return self.epochs(self.inner, lambda: self._begin(drawn))
-        return self._begin(drawn)
+            return self.epochs(self.inner, lambda: self._begin(at.drawn))
+        return self._begin(at.drawn)
 
     def _begin(self, drawn: torch.Tensor | None) -> Iterator[Any]:
         """Start the loader's iterator. Started again in an epoch, it gets another seed: its workers would draw the same

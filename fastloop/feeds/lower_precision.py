@@ -13,8 +13,11 @@ import torch
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_map
 
-from fastloop.errors import NotApplicable
+from fastloop.errors import NotApplicable, let_through
 from fastloop.records.plan import Site, Undo
+
+_MOST_ENTRIES = 64
+"""Of a dictionary that holds outputs."""
 
 
 def keep_in_float32(root: torch.nn.Module, name: str, device_type: str, note: Callable[[str], object]) -> Undo:
@@ -75,9 +78,9 @@ def read_product_dtype(device: torch.device) -> str:
 
 
 class WideOutputs:
-    """Makes float32 of the 16-bit tensors that steps hand out, as they would be without autocast: what a step returns,
-    and what it keeps in attributes, lists and dictionaries of the module. NumPy knows no bfloat16, and scripts that
-    collect outputs for the end of an epoch ended there.
+    """Makes float32 of the 16-bit tensors that a step hands out, as they would be without autocast: what it returns,
+    and what it appends to lists of the module. NumPy knows no bfloat16, and scripts that collect outputs for the end of
+    an epoch ended there.
 
     Args:
         module: the LightningModule. If it has 16-bit parameters or buffers itself, nothing is changed.
@@ -86,35 +89,55 @@ class WideOutputs:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._is_wide = not any(_is_short(each) for each in (*module.parameters(), *module.buffers()))
-        self._seen: dict[int, int] = {}
-        """Members of each container that were looked at, by its id."""
 
-    def widen(self, result: Any) -> Any:
-        """What a step returned, but for a loss, which still has its backward; and what it has kept meanwhile."""
+    def note(self) -> list[tuple[Any, int]]:
+        """The module's lists, also those in small dictionaries, and their lengths before a step."""
+        if not self._is_wide:
+            return []
+        found = []
+        for name, value in vars(self._module).items():
+            if name[:1] == "_":
+                continue
+            if type(value) in (list, deque):
+                found.append((value, len(value)))
+            elif type(value) is dict and len(value) <= _MOST_ENTRIES:
+                found += [(each, len(each)) for each in value.values() if type(each) in (list, deque)]
+        return found
+
+    def widen(self, result: Any, before: list[tuple[Any, int]]) -> Any:
+        """What a step returned, but for a loss, which still has its backward. `before`: from `note`, of which what came
+        since is widened in place."""
         if not self._is_wide:
             return result
-        own = vars(self._module)
-        for name, value in own.items():
-            if isinstance(value, torch.Tensor):
-                own[name] = _lengthen(value)
-            elif isinstance(value, (list, deque, dict)) and name[:1] != "_":
-                self._widen_container(value, 2)
-        if isinstance(result, dict):
-            return {key: value if key == "loss" else tree_map(_lengthen, value) for key, value in result.items()}
+        for kept, length in before:
+            for place in range(length, len(kept)):
+                if (wide := _widen(kept[place])) is not kept[place]:
+                    kept[place] = wide
         has_graph = isinstance(result, torch.Tensor) and result.requires_grad
-        return result if has_graph else tree_map(_lengthen, result)
+        return result if has_graph else _widen(result, but="loss")
 
-    def _widen_container(self, kept: Any, depth: int) -> None:
-        """Widen what was added to a container; what a dictionary holds may have been replaced."""
-        is_dict = isinstance(kept, dict)
-        first = 0 if is_dict or self._seen.get(id(kept), 0) > len(kept) else self._seen.get(id(kept), 0)
-        for key in list(kept) if is_dict else range(first, len(kept)):
-            value = kept[key]
-            if depth > 1 and isinstance(value, (list, deque, dict)):
-                self._widen_container(value, depth - 1)
-            elif isinstance(value, (torch.Tensor, tuple, list, dict)):
-                kept[key] = tree_map(_lengthen, value)
-        self._seen[id(kept)] = len(kept)
+
+def _widen(value: Any, but: str | None = None) -> Any:
+    """The same object where nothing in it is a 16-bit tensor. Looks into plain containers, and into dictionaries, which
+    it changes in place unless they refuse."""
+    if isinstance(value, torch.Tensor):
+        return value if value.is_leaf and value.requires_grad else _lengthen(value)
+    if type(value) in (list, tuple):
+        members = [_lengthen(each) for each in value]
+        changed = any(new is not old for new, old in zip(members, value, strict=True))
+        return type(value)(members) if changed else value
+    if isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
+        for key, member in list(value.items()):
+            if key != but and (wide := _widen_member(member)) is not member:
+                try:
+                    value[key] = wide
+                except Exception as error:  # of the user's class
+                    let_through(error)
+    return value
+
+
+def _widen_member(value: Any) -> Any:
+    return _widen(value) if isinstance(value, torch.Tensor) or type(value) in (list, tuple) else value
 
 
 def _find(root: torch.nn.Module, name: str) -> tuple[Any, str]:

@@ -23,6 +23,7 @@ from fastloop.evidence.worker_limits import (
     find_obstacle,
     find_obstacle_to_more,
     fit_in_shm,
+    is_cut_short,
     list_costs,
     may_survive,
 )
@@ -43,6 +44,8 @@ from fastloop.records.readings import (
 
 MOST = 8
 """Upper limit for `auto`: more workers seldom pay off and slow the launching thread down."""
+MOST_GROWN = 16
+"""The same for numbers that grow because the training waits."""
 SHORT_EPOCH, LONG_EPOCH = 100, 1000
 """Batches per epoch. Starting a worker takes 0.02 to 0.3 s: epochs shorter than SHORT_EPOCH do not earn that back; in
 epochs longer than LONG_EPOCH it no longer matters."""
@@ -86,7 +89,7 @@ def _replace_theirs(seen: Measurement) -> tuple[dict[str, Any], str] | None:
     own, most = loader.get("num_workers"), count_possible_workers(seen)
     if not (own and most and step_ms and wait_ms and loader.get("can_have_more")):
         return None
-    count = min(most, math.ceil(own * step_ms / max(step_ms - wait_ms, step_ms / most)))
+    count = min(most, MOST_GROWN, math.ceil(own * step_ms / max(step_ms - wait_ms, step_ms / most)))
     if count < MORE_WORTH * own:
         return None
     return {
@@ -168,6 +171,12 @@ class Workers:
             notes.append(f"{facts.local_ranks} of {facts.cpu_count} CPUs are left for the training's own threads")
         wants["loader.persistent_workers"] = self._keep(loader, facts, notes)
         notes += (drawn := describe_sampler_draws(loader))
+        if replaces and is_cut_short(loader, facts):
+            drawn = (
+                *drawn,
+                "more batches are asked of the sampler past limit_train_batches: its next epoch may differ",
+            )
+            notes.append(drawn[-1])
         parity: Parity = "approximate" if loader.draws_random or drawn else "exact"
         if loader.draws_random:
             notes.append(_describe_draws(loader, "a run with yours" if replaces else "a run without workers"))
@@ -257,8 +266,8 @@ class Workers:
 
 
 def _count_most(facts: Facts) -> int:
-    """Workers per rank that leave a CPU for each rank's own thread."""
-    return facts.cpu_count // max(1, facts.local_ranks) - 1
+    """Workers per rank that leave a CPU for each rank's own thread, within reason."""
+    return min(MOST_GROWN, facts.cpu_count // max(1, facts.local_ranks) - 1)
 
 
 def _name_workers(count: int) -> str:

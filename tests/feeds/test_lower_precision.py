@@ -120,34 +120,65 @@ class Keeps(torch.nn.Module):
 HALF = torch.ones(3, dtype=torch.bfloat16)
 
 
-def test_what_a_step_hands_out_and_keeps_is_float32() -> None:
-    old = torch.ones(1, dtype=torch.bfloat16)
-    module = Keeps(outs=[old], rows=deque(), by_name={"a": [], "last": None}, last=None, number=3)
+def test_what_a_step_hands_out_and_appends_is_float32() -> None:
+    module = Keeps(outs=[HALF], rows=deque(), by_name={"a": []}, number=3)
     outputs = WideOutputs(module)
     for step in range(3):
-        module.outs.append({"pred": HALF, "more": (HALF, 1)})
+        before = outputs.note()
+        module.outs.append(kept := {"pred": HALF, "more": (HALF, 1)})
         module.rows.append(HALF)
         module.by_name["a"].append(HALF)
-        module.by_name["last"] = module.last = HALF
-        found = outputs.widen({"loss": HALF, "pred": [HALF], "step": step})
+        found = outputs.widen({"loss": HALF, "pred": [HALF], "step": step}, before)
         assert found["loss"] is HALF and found["pred"][0].dtype == torch.float32 and found["step"] == step
-    assert len(module.outs) == 4 and [len(module.rows), len(module.by_name["a"])] == [3, 3]
-    kept = [*module.rows, *module.by_name["a"], module.by_name["last"], module.last, module.outs[0]]
+        assert module.outs[-1] is kept
+    kept = [*module.rows, *module.by_name["a"]]
     kept += [each for out in module.outs[1:] for each in (out["pred"], out["more"][0])]
-    assert {each.dtype for each in kept} == {torch.float32} and module.number == 3
-    assert outputs.widen(HALF).dtype == torch.float32 and outputs.widen(None) is None
+    assert {each.dtype for each in kept} == {torch.float32} and len(kept) == 12 and module.number == 3
+    assert module.outs[0] is HALF, "what was there before is the user's own"
+    assert outputs.widen(HALF, []).dtype == torch.float32 and outputs.widen(None, []) is None
 
 
-def test_a_loss_keeps_its_graph_and_a_list_that_starts_again_is_looked_at() -> None:
-    module = Keeps(outs=[HALF, HALF])
-    outputs, loss = WideOutputs(module), HALF.clone().requires_grad_().sum()
-    assert outputs.widen(loss) is loss
-    module.outs.clear()
-    module.outs.append(HALF)
-    outputs.widen(None)
-    assert module.outs[0].dtype == torch.float32
+class Output(dict):  # type: ignore[type-arg]
+    """As Hugging Face's: a dictionary with attributes, and a class of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Locked(dict):  # type: ignore[type-arg]
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError("locked")
+
+
+def test_containers_stay_the_objects_they_are() -> None:
+    losses: list[float] = []
+    bank = torch.zeros(3, dtype=torch.bfloat16)
+    prompt = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    me: dict[str, Any] = {}
+    me["me"] = me
+    kept = {"losses": losses, "stats": {"train": {"losses": losses}}, "bank": bank, "prompt": prompt, "me": me}
+    module = Keeps(**kept, locked=Locked(size=(1, 2)), vocabulary=dict.fromkeys(range(100_000)))
+    outputs, found = WideOutputs(module), Output(logits=HALF)
+    for step in range(3):
+        before = outputs.note()
+        module.losses.append(0.1)
+        assert outputs.widen(found, before) is found and found.logits.dtype == torch.float32
+        assert len(module.stats["train"]["losses"]) == step + 1 and module.stats["train"]["losses"] is losses
+    assert module.bank is bank and module.prompt is prompt and module.me["me"] is me
+    assert outputs.widen(locked := Locked(out=HALF), []) is locked
+
+
+def test_a_loss_keeps_its_graph_and_a_leaf_is_not_replaced() -> None:
+    module = Keeps(outs=[])
+    outputs, leaf = WideOutputs(module), HALF.clone().requires_grad_()
+    before = outputs.note()
+    module.outs.append(leaf)
+    assert outputs.widen(loss := leaf.sum(), before) is loss and module.outs[0] is leaf
 
 
 def test_a_module_of_16_bits_keeps_what_it_has() -> None:
-    module = Keeps(outs=[HALF]).to(torch.bfloat16)
-    assert WideOutputs(module).widen(HALF) is HALF and module.outs[0] is HALF
+    module = Keeps(outs=[]).to(torch.bfloat16)
+    outputs = WideOutputs(module)
+    before = outputs.note()
+    module.outs.append(HALF)
+    assert outputs.widen(HALF, before) is HALF and module.outs[0] is HALF

@@ -26,6 +26,7 @@ from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.evidence import machine
 from fastloop.evidence.samples.dataset import find_worker_hazards
+from fastloop.evidence.worker_limits import is_cut_short
 from fastloop.feeds.lazy_loader import LazyLoader, clone
 from fastloop.feeds.workers import more_workers, packed_list, tried_workers
 from fastloop.feeds.workers.packed_list import PackedList, Packing
@@ -149,8 +150,14 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
         (
             {"grow": True},
             {"num_workers": 3, "persistent_workers": True, "may_change": ("a is changed by B.c",)},
-            "the loader already has 3 workers; your number stands: yours stay between epochs, and new ones would load"
-            " from another copy: a is changed by B.c",
+            "the loader already has 3 workers; your number stands: new ones would load from another copy than yours:"
+            " a is changed by B.c",
+        ),
+        (
+            {"grow": True},
+            {"num_workers": 3, "sampler_draws": ("Bag.__iter__",)},
+            "the loader already has 3 workers; your number stands: they would ask the sampler further ahead, and"
+            " Bag.__iter__ draws between samples",
         ),
         (
             {"grow": True},
@@ -593,6 +600,31 @@ def test_a_number_that_may_grow(own: int, most: int) -> None:
     change = Workers(enabled=True, grow=True).plan(given)
     assert change.wants["loader.most_workers"] == most and change.parity == "approximate"
     assert "loader.most_workers" not in Workers(enabled=True, grow=True, count=2).plan(given).wants
+
+
+@pytest.mark.parametrize(
+    ("limit", "batches", "may"),
+    [
+        (None, 9, True),
+        (1.0, 9, True),
+        (9, 9, True),
+        (1, 9, False),
+        (0.5, 9, False),
+        (0.5, None, False),
+        (9, None, False),
+    ],
+)
+def test_epochs_that_are_cut_short_keep_their_number(limit: Any, batches: int | None, may: bool) -> None:
+    """More workers would ask the sampler further past the end, and some samplers go on from there."""
+    given = facts({"num_workers": 3, "batches": batches}, limit_train_batches=limit)
+    assert is_cut_short(given.loader, given) is not may  # type: ignore[arg-type]
+    change = Workers(enabled=True, count=5).plan(given)
+    assert change.parity == ("exact" if may else "approximate")
+    if may:
+        assert Workers(enabled=True, grow=True).plan(given).wants["loader.most_workers"] == 7
+    else:
+        with pytest.raises(NotApplicable, match="further past the end that limit_train_batches sets"):
+            Workers(enabled=True, grow=True).plan(given)
 
 
 @pytest.mark.parametrize("own", [0, 2])

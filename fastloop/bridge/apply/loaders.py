@@ -72,7 +72,13 @@ class TrainLoaders:
         self._checked: Mapping[str, Any] = {}
         """Result of an engine's check."""
         self._workers = WorkerProcesses(
-            site.trainer, give_up=give_up, weaken=weaken, warn=warn, say=say, by_ladder=by_ladder
+            site.trainer,
+            give_up=give_up,
+            weaken=weaken,
+            warn=warn,
+            say=say,
+            is_training=_is_loop_asking,
+            by_ladder=by_ladder,
         )
         self._leaves = 0
         self._find_fetcher: Callable[[], Any] = lambda: None

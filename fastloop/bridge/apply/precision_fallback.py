@@ -50,8 +50,9 @@ class PrecisionFallback:
         if self._outputs is None:
             self._outputs = WideOutputs(module)
         # A step that calls optimizers itself may have made updates.
+        before = self._outputs.note()
         if not module.automatic_optimization or self._trainer.world_size > 1:
-            return self._outputs.widen(call(*args, **kwargs))
+            return self._outputs.widen(call(*args, **kwargs), before)
         stage, marks = self._trainer.state.stage, _read_marks(args)
         put_back = self._keep_state() if stage not in self._tried else None
         try:
@@ -64,7 +65,7 @@ class PrecisionFallback:
             why = f"a step failed with it: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         else:
             self._tried.add(stage)
-            return self._outputs.widen(result)
+            return self._outputs.widen(result, before)
         if put_back is not None:
             put_back()
         # Outside the handler, which keeps the failed step's tensors alive.

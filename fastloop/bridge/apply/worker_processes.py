@@ -29,6 +29,7 @@ class WorkerProcesses:
     warn: receives a line that the user must not miss.
     weaken: receives the key of a planned setting that turned out not to be exact, and the reason.
     say: receives a line about progress.
+    is_training: whether Lightning's loop asks for batches now, and not a callback.
     by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
     """
 
@@ -40,10 +41,11 @@ class WorkerProcesses:
         weaken: Callable[[str, str], None],
         warn: Callable[[str], None],
         say: Callable[[str], None],
+        is_training: Callable[[], bool],
         by_ladder: Collection[str],
     ) -> None:
         self.trainer, self._give_up, self._weaken, self._by_ladder = trainer, give_up, weaken, by_ladder
-        self._warn, self._say = warn, say
+        self._warn, self._say, self._is_training = warn, say, is_training
         self._fewer: tuple[dict[str, int], str] | None = None
         """Settings after their number had to be reduced, and why; None if it was not."""
         self._tried: TriedWorkers | None = None
@@ -57,7 +59,8 @@ class WorkerProcesses:
         epochs = self._try(plan, settings, facts) if settings.get("num_workers") else None
         most = plan.wants.get(MOST_WORKERS)
         if most is not None and self._fewer is None and getattr(loader, "in_order", True):
-            self._more = MoreWorkers(most, count_left=self._count_left, tell=self._say, epochs=epochs)
+            how: dict[str, Any] = {"count_left": self._count_left, "is_training": self._is_training}
+            self._more = MoreWorkers(most, tell=self._say, epochs=epochs, room_bytes=_find_room(facts), **how)
             epochs = self._more.batches
         if settings.get("persistent_workers") and not loader.persistent_workers:
             epochs = FreshWorkers(tell=self._say, epochs=epochs).batches
@@ -70,7 +73,8 @@ class WorkerProcesses:
             settings.update(self._fewer[0])
         owner = plan.owner("loader.num_workers")
         self._tried = TriedWorkers(
-            room_bytes=None if facts.shm_free_bytes is None else facts.shm_free_bytes // facts.local_ranks,
+            room_bytes=_find_room(facts),
+            is_training=self._is_training,
             step_down=self._step_down,
             warn=self._warn,
             turn_off=f"rungs.{owner}.enabled: false",
@@ -137,3 +141,8 @@ class WorkerProcesses:
         if self._more is None:
             return {}
         return {"more": self._more.change, "faster": self._more.is_faster, "theirs": self._tried is None}
+
+
+def _find_room(facts: Facts) -> int | None:
+    """Free shared memory for the batches of one rank; None if unknown."""
+    return None if facts.shm_free_bytes is None else facts.shm_free_bytes // facts.local_ranks

@@ -24,7 +24,7 @@ def list_counters(module: Any, method: str = "training_step") -> tuple[str, ...]
         tree, me = parsed
         raised = dict(_list_raised(tree, me))
         counted |= dict.fromkeys(raised.values())
-        logged = {inner for node in ast.walk(tree) if _is_log(node) for inner in ast.walk(node)}
+        logged = _list_logged(tree)
         own = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and writes.is_own(node.value, me))
         read |= {node.attr for node in own if isinstance(node.ctx, ast.Load) and node not in logged | raised.keys()}
         for node in ast.walk(tree):
@@ -52,6 +52,18 @@ def _list_raised(tree: ast.AST, me: str | None) -> Iterator[tuple[ast.AST, str]]
             continue
         if isinstance(place, ast.Attribute) and writes.is_own(place.value, me):
             yield place, place.attr
+
+
+def _list_logged(tree: ast.AST) -> set[ast.AST]:
+    """What is only logged: inside of such calls, or assigned to a name that is read there alone."""
+    logged = {inner for node in ast.walk(tree) if _is_log(node) for inner in ast.walk(node)}
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    used = {node.id for node in names if node not in logged}
+    for node in ast.walk(tree):
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(node, ast.Assign) and isinstance(target, ast.Name) and target.id not in used:
+            logged |= set(ast.walk(node.value))
+    return logged
 
 
 def _is_log(node: ast.AST) -> bool:

@@ -84,10 +84,9 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 _EPOCH_NAMES = ("epoch", "_epoch", "current_epoch")
 DRAWS = re.compile(
-    r"random|rand(n|int|range|perm|bits|bytes)?|randn?_like|getrandbits|shuffle|choices?|r?sample|resample|get_params|rvs"
-    r"|uniform|gauss|multinomial|permut(ed|ation)|poisson|default_rng|RandomState"
-    r"|(standard_|log_?|truncated_)?normal|(exponential|cauchy|geometric|random|uniform|bernoulli|(log_)?normal|trunc_normal)_"
-    r"|(bernoulli|binomial|exponential|dirichlet|laplace|(\w+variate))|(\w*_)?dropout[123]?d?"
+    r"random|rand(n|int|range|perm|bytes)?|randn?_like|getrandbits|shuffle|choices?|r?sample|rvs|\w+variate"
+    r"|uniform|normal|gauss|bernoulli|multinomial|default_rng|RandomState|dropout"
+    r"|(exponential|cauchy|geometric|random|uniform|bernoulli|(log_|trunc_)?normal)_"
 )
 _RANDOM_TRANSFORMS = re.compile(
     r"Random|ColorJitter|(\w*Dropout)|(Auto|Rand)Augment|TrivialAugment|AugMix|MixUp|CutMix|ElasticTransform|Gaussian(Blur|Noise)|JPEG"

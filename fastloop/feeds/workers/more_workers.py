@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from fastloop.errors import quote
+from fastloop.errors import let_through, quote
+from fastloop.evidence.samples.state_mark import mark_state
+from fastloop.evidence.worker_limits import fit_in_shm
+from fastloop.feeds.batch_tree import walk_storage
 from fastloop.feeds.lazy_loader import Epochs, name_sampler
 from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.tried_workers import end_workers
@@ -105,13 +108,26 @@ class MoreWorkers:
         count_left: returns the batches that the training has still to take.
         tell: receives a line when their number has changed.
         epochs: makes the batches of an epoch where the loader does not do so by itself.
+        room_bytes: free shared memory for this process's batches; None if unknown.
+        is_training: whether the training itself asks for an epoch now, and not a callback.
     """
 
     def __init__(
-        self, most: int, *, count_left: Callable[[], Left], tell: Callable[[str], None], epochs: Epochs | None = None
+        self,
+        most: int,
+        *,
+        count_left: Callable[[], Left],
+        tell: Callable[[str], None],
+        epochs: Epochs | None = None,
+        room_bytes: int | None = None,
+        is_training: Callable[[], bool] = lambda: False,
     ) -> None:
         self.most, self._count_left, self._tell, self._epochs = most, count_left, tell, epochs
-        self._pending, self._is_loading = PendingIndices(), False
+        self._room_bytes, self._is_training = room_bytes, is_training
+        self._pending = PendingIndices()
+        self._epoch = self._loading = 0
+        """The number of the last epoch, and that of the one that is loading; 0 for none."""
+        self._mark = 0
         self._pace: Pace | None = None
         self._before: Pace | None = None
         """The pace of the workers that were there at first, once there are more."""
@@ -124,11 +140,13 @@ class MoreWorkers:
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """The batches of one epoch, which begins with this call; `begin` makes the loader's iterator."""
-        if self._is_loading and loader._iterator is None:  # a callback reads the loader too, in mid-epoch
+        if self._loading and loader._iterator is None and not self._is_training():  # a callback reads it, too
             return begin() if self._epochs is None else self._epochs(loader, begin)
         self._pending.begin_epoch()
+        self._mark = mark_state(loader.dataset, loader.collate_fn)
         if self._next is not None:
-            _set_number(loader, self._next)
+            if self._before is not None and loader.num_workers == self._before.workers:
+                _set_number(loader, self._next)
             self._next = None
         source = self._begin(loader, begin)
         if self._pace is not None:
@@ -136,7 +154,9 @@ class MoreWorkers:
         return self._load(loader, begin, source)
 
     def _load(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
-        self._is_loading, then = True, None
+        self._epoch += 1
+        self._loading = number = self._epoch
+        then = None
         try:
             last = time.perf_counter()
             while True:
@@ -157,22 +177,28 @@ class MoreWorkers:
                     continue
                 self._pending.pending.popleft()
                 now = time.perf_counter()
-                if then is None and (found := self._note(loader, now - asked, now - last)) is not None:
-                    if self._epochs is None:
-                        then = self._start_beside(loader, begin, found)
-                    else:  # the old ones end with what they have begun
+                if then is None and (found := self._note(loader, batch, now - asked, now - last)) is not None:
+                    if self._epochs is not None:  # the old ones end with what they have begun
                         source = self._start_anew(loader, begin, source, found)
+                    elif (then := self._start_beside(loader, begin, found)) is None and self._before is not None:
+                        source = self._start_anew(loader, begin, source, self._before.workers)
                 last = now
                 yield batch
         finally:
-            self._is_loading = False
+            self._loading = 0 if self._loading == number else self._loading
 
     def _start_beside(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], workers: int) -> Any:
-        """Let another number of workers make the batches that these have not begun."""
+        """Let another number of workers make the batches that these have not begun; None if they cannot start."""
+        old = loader.num_workers
         self._pending.hand_over()
         loader.__dict__["_iterator"] = None
         _set_number(loader, workers)
-        return self._begin(loader, begin, beside=True)
+        try:
+            return self._begin(loader, begin, beside=True)
+        except Exception as error:
+            let_through(error)
+            self.is_faster, self.change = False, f"{old} workers again: {quote(error, briefly=True)}"
+            return None
 
     def _start_anew(
         self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any, workers: int
@@ -181,7 +207,7 @@ class MoreWorkers:
         end_workers(source)
         if hasattr(source, "close"):  # a generator, whose iterator ends with it
             source.close()
-        self._pending.resumes = True
+        self._pending.resumes, self._pending.goes_on = True, False
         _set_number(loader, workers)
         return self._begin(loader, begin)
 
@@ -211,7 +237,7 @@ class MoreWorkers:
         finally:
             loader.__dict__[name] = own
 
-    def _note(self, loader: DataLoader[Any], waited_s: float, took_s: float) -> int | None:
+    def _note(self, loader: DataLoader[Any], batch: Any, waited_s: float, took_s: float) -> int | None:
         """Note a batch's times; returns the number of workers to go on with, None for those there are."""
         pace = self._pace
         if pace is None or not loader.num_workers or self._next is not None:
@@ -221,11 +247,26 @@ class MoreWorkers:
             found = pace.find_more(self.most, self._count_left(), loses=self._epochs is not None)
             if found is None:
                 return None
-            self._before, (workers, is_now) = pace, found
+            workers, is_now = self._fit(loader, batch, found[0]), found[1]
+            if workers <= pace.workers:
+                self.most = pace.workers
+                return None
+            self._before = pace
+            # Workers that start now would load from what has changed since the others started.
+            is_now = is_now and self._mark == mark_state(loader.dataset, loader.collate_fn)
             self._next = None if is_now else workers
             self.change = f"{workers} workers instead of {pace.workers}, too late to time them"
             return workers if is_now else None
         return self._compare(self._before, pace)
+
+    def _fit(self, loader: DataLoader[Any], batch: Any, workers: int) -> int:
+        """As many of these workers as shared memory has room for, beside those there are."""
+        size = sum(tensor.nbytes for tensor in walk_storage(batch))
+        if self._room_bytes is None or not size:
+            return workers
+        fitting = fit_in_shm(workers + loader.num_workers, loader.prefetch_factor or 1, size, self._room_bytes)
+        enough = fitting is not None and fitting[1] == (loader.prefetch_factor or 1)
+        return fitting[0] - loader.num_workers if fitting is not None and enough else 0
 
     def _compare(self, before: Pace, pace: Pace) -> int | None:
         """Say what more workers have brought, and return to the old number if that is nothing."""

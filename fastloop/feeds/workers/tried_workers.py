@@ -57,6 +57,7 @@ class TriedWorkers:
         warn: shows the user one line.
         turn_off: the configuration key that turns workers off, as the user writes it.
         free_cpus: CPUs of this machine that the workers leave to the training; 0 for none.
+        is_training: whether the training itself asks for an epoch now, and not a callback.
         leave_out: called like `step_down` if workers cost more time than they save; None to keep them even then.
 
     Attributes:
@@ -71,16 +72,20 @@ class TriedWorkers:
         warn: Callable[[str], None],
         turn_off: str,
         free_cpus: int = 0,
+        is_training: Callable[[], bool] = lambda: False,
         leave_out: Callable[[int, int, str], None] | None = None,
     ) -> None:
         self._free_cpus, self._leave_out, self._is_weighed = free_cpus, leave_out, False
+        self._is_training = is_training
         self._made_ms: Any = ()
         self._took_ms: list[float] = []
         self.drew = multiprocessing.RawValue("b", 0)
         self.loss_ms: tuple[float, float] | None = None
         """What taking a ready batch from a worker takes, and what making it does; None unless taking it is slower."""
         self._room_bytes, self._step_down, self._warn, self._turn_off = room_bytes, step_down, warn, turn_off
-        self._drawn, self._is_loading = PendingIndices(), False
+        self._drawn = PendingIndices()
+        self._epoch = self._loading = 0
+        """The number of the last epoch, and that of the one that is loading; 0 for none."""
         self._whereabouts = Whereabouts()
         self._batch_bytes: int | None = None
 
@@ -90,17 +95,18 @@ class TriedWorkers:
         Raises:
             FastLoopError: no batch came for LIMIT_S; says where the worker is.
         """
-        if self._is_loading and loader._iterator is None:  # a callback reads the loader too, in mid-epoch
+        if self._loading and loader._iterator is None and not self._is_training():  # a callback reads it, too
             return begin()
         self._drawn.begin_epoch()
         return self._load(loader, begin, self._begin(loader, begin) if loader.num_workers else begin())
 
     def _load(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
-        self._is_loading = True
+        self._epoch += 1
+        self._loading = number = self._epoch
         try:
             yield from self._deliver(loader, begin, source)
         finally:
-            self._is_loading = False
+            self._loading = 0 if self._loading == number else self._loading
 
     def _deliver(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
         while loader.num_workers:

@@ -52,6 +52,14 @@ class OnlyLogs(Base):
         return batch
 
 
+class LogsMean(Base):
+    def training_step(self, batch: Any) -> Any:
+        self.n += 1
+        mean = self.total / self.n
+        self.log("mean", mean)
+        return batch
+
+
 class Sums(Base):
     def training_step(self, batch: Any) -> Any:
         self.total += batch.sum()
@@ -74,6 +82,7 @@ class Elsewhere(Base):
         (InBuffer, ("self.steps",)),
         (TakesNext, ("self.schedule",)),
         (OnlyLogs, ()),
+        (LogsMean, ()),
         (Sums, ()),
         (Elsewhere, ()),
         (Base, ()),

@@ -516,7 +516,6 @@ DRAWING = [
     lambda x: x * random.getrandbits(1),
     lambda x: x * random.betavariate(1, 1),
     lambda x: x + torch.distributions.Normal(0.0, 0.1).rsample((3,)),
-    lambda x: x.get_params((0.5, 1.5), None, None, None),
 ]
 
 

@@ -203,6 +203,62 @@ def test_workers_that_cannot_start_give_way_to_the_old_ones(given: type[Given]) 
     assert (workers.change or "").startswith("2 workers again: LookupError: ")
 
 
+def test_workers_that_cannot_be_forked_give_way_to_the_old_ones(
+    given: type[Given], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, failed = MoreWorkers._begin, []
+
+    def fail(self: MoreWorkers, *args: Any, beside: bool = False) -> Any:
+        if beside:
+            failed.append(True)
+            raise OSError(12, "Cannot allocate memory")
+        return begin(self, *args)
+
+    monkeypatch.setattr(MoreWorkers, "_begin", fail)
+    loader, workers, _ = make()
+    order, counts, drawn = read(loader)
+    plain = read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2))
+    assert (order, drawn, counts) == (plain[0], plain[2], [2]) and failed
+    assert workers.is_faster is False and "Cannot allocate memory" in (workers.change or "")
+
+
+@pytest.mark.parametrize(("batches", "counts"), [(1000, [2, 4]), (11, [2])])
+def test_more_workers_need_room_in_shared_memory(given: type[Given], batches: int, counts: list[int]) -> None:
+    """Twice two and twice four batches of 64 bytes, two more, and a quarter is left free."""
+    loader, workers, _ = make(lambda most, **how: MoreWorkers(most, **how, room_bytes=64 * batches))
+    assert read(loader, epochs=1)[1] == counts and (workers.change is None) is (counts == [2])
+
+
+def test_an_epoch_that_begins_before_the_last_one_is_let_go_is_watched(given: type[Given]) -> None:
+    """As Lightning does it, which does not read to the end."""
+    given.grows_after = 20
+    loader, workers, _ = make(lambda most, **how: MoreWorkers(most, **how, is_training=lambda: True))
+    kept = []
+    for _ in range(2):
+        kept.append(iter(loader))
+        for _ in range(16):
+            next(kept[-1])
+    assert loader.inner.num_workers == 4 and workers.change is not None
+    del kept[:]
+
+
+class Rising(Numbers):
+    level = 0.0
+
+    def __init__(self) -> None:
+        self.level = 0.0
+
+
+def test_workers_do_not_start_amid_an_epoch_after_a_change_of_the_dataset(given: type[Given]) -> None:
+    loader, _, _ = make()
+    loader.inner.__dict__["dataset"] = data = Rising()
+    batches = iter(loader)
+    next(batches)
+    data.level = 1.0
+    assert {int(row[1]) for batch in batches for row in batch.tolist()} == {2}
+    assert {int(row[1]) for batch in loader for row in batch.tolist()} == {4}, "they do with the next one"
+
+
 MADE = multiprocessing.RawArray("i", 64)
 
 
