@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import active_children
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
@@ -180,16 +181,17 @@ class MoreWorkers:
                 if then is None and (found := self._note(loader, batch, now - asked, now - last)) is not None:
                     if self._epochs is not None:  # the old ones end with what they have begun
                         source = self._start_anew(loader, begin, source, found)
-                    elif (then := self._start_beside(loader, begin, found)) is None and self._before is not None:
-                        source = self._start_anew(loader, begin, source, self._before.workers)
+                    else:
+                        then = self._start_beside(loader, begin, found)
                 last = now
                 yield batch
         finally:
             self._loading = 0 if self._loading == number else self._loading
 
     def _start_beside(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], workers: int) -> Any:
-        """Let another number of workers make the batches that these have not begun; None if they cannot start."""
-        old = loader.num_workers
+        """Let another number of workers make the batches that these have not begun. If they cannot start, none, and
+        these go on."""
+        old, kept, pace, others = loader.num_workers, loader._iterator, self._pace, set(active_children())
         self._pending.hand_over()
         loader.__dict__["_iterator"] = None
         _set_number(loader, workers)
@@ -197,7 +199,11 @@ class MoreWorkers:
             return self._begin(loader, begin, beside=True)
         except Exception as error:
             let_through(error)
-            self.is_faster, self.change = False, f"{old} workers again: {quote(error, briefly=True)}"
+            for started in set(active_children()) - others:  # torch forgets those of an iterator that it could not make
+                started.kill()
+            self._pending.take_back()
+            loader.num_workers, loader.__dict__["_iterator"], self._pace = old, kept, pace
+            self.is_faster, self.change = False, f"{old} workers as before: {quote(error, briefly=True)}"
             return None
 
     def _start_anew(

@@ -36,6 +36,11 @@ class PendingIndices(StandIn):
         self._reader += 1
         self.goes_on = True
 
+    def take_back(self) -> None:
+        """Undo `hand_over` before anybody has read: who read before goes on."""
+        self._reader -= 1
+        self.goes_on = False
+
     def begin_epoch(self) -> None:
         """Forget what the last epoch left: whoever knows an epoch's length stops at its last batch."""
         self.resumes = self.goes_on = False

@@ -6,11 +6,13 @@ import math
 import multiprocessing
 import random
 from collections.abc import Callable
+from multiprocessing.popen_fork import Popen
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as DataLoaderIter
 
 from fastloop.feeds.lazy_loader import LazyLoader
 from fastloop.feeds.workers import more_workers
@@ -206,19 +208,21 @@ def test_workers_that_cannot_start_give_way_to_the_old_ones(given: type[Given]) 
 def test_workers_that_cannot_be_forked_give_way_to_the_old_ones(
     given: type[Given], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, failed = MoreWorkers._begin, []
+    launch, forks = Popen._launch, list[int]()
 
-    def fail(self: MoreWorkers, *args: Any, beside: bool = False) -> Any:
-        if beside:
-            failed.append(True)
+    def fail(self: Popen, process: Any) -> None:
+        forks.append(1)
+        if len(forks) == 4:  # the second of four, after the first two
             raise OSError(12, "Cannot allocate memory")
-        return begin(self, *args)
+        launch(self, process)
 
-    monkeypatch.setattr(MoreWorkers, "_begin", fail)
+    monkeypatch.setattr(Popen, "_launch", fail)
+    monkeypatch.setattr(DataLoaderIter, "_shutdown", True, raising=False)  # which is not there yet, and torch asks for
     loader, workers, _ = make()
     order, counts, drawn = read(loader)
+    monkeypatch.undo()
     plain = read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2))
-    assert (order, drawn, counts) == (plain[0], plain[2], [2]) and failed
+    assert (order, drawn, counts) == (plain[0], plain[2], [2]) and len(forks) == 2 + 2 + 2 * 2
     assert workers.is_faster is False and "Cannot allocate memory" in (workers.change or "")
 
 
@@ -284,7 +288,7 @@ class Fails(Numbers):
 
 
 def test_what_the_dataset_raises_is_raised(given: type[Given]) -> None:
-    loader, workers, _ = make()
+    loader, workers, _ = make(shuffle=False)
     loader.inner.__dict__["dataset"] = Fails()
     with pytest.raises(KeyError, match="sample 40"):
         list(loader)
