@@ -294,7 +294,7 @@ def test_one_of_several_loaders_has_workers_already() -> None:
             seen.append([loader.num_workers for loader in trainer.fit_loop._combined_loader.flattened])
 
     plain, ours = both(WORKERS, train, TwoPlain, max_epochs=2, callbacks=lambda: (Look(),))
-    assert same(plain, ours) and seen == [[0, 1], [2, 1]] and ours.verdict("workers").took
+    assert same(plain, ours) and seen == [[0, 1], [2, 2]] and ours.verdict("workers").took
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
