@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,3 +68,17 @@ def test_what_a_run_does_anyway_changes_nothing() -> None:
     with torch.inference_mode():
         made = [torch.zeros(2)]
     assert mark_state(made) == mark_state(made)
+
+
+@pytest.mark.parametrize("view", [lambda array: array, np.asarray, lambda array: np.asarray(array)[1:]])
+def test_files_are_not_read(view: Callable[[Any], Any], tmp_path: Path) -> None:
+    file = np.memmap(tmp_path / "rows", dtype="float32", mode="w+", shape=(4,))
+    data = Holds()
+    data.small = view(file)
+    before = mark_state(data)
+    file[2] = 1.0
+    assert mark_state(data) == before
+    data.small = np.array(data.small)
+    before = mark_state(data)
+    data.small[-1] = 2.0
+    assert mark_state(data) != before, "the control: a copy in memory"
