@@ -100,11 +100,12 @@ def find_obstacle_to_more(loader: LoaderFacts, facts: Facts) -> str | None:
     if loader.start_method != "fork":
         return f"workers start by {loader.start_method} here, which takes long"
     if stale := [*loader.may_change, *(loader.remembers if loader.persistent_workers else ())]:
-        return f"new ones would load from another copy than yours: {stale[0]}"
+        return f"new workers would get a newer copy of the dataset than yours have: {stale[0]}"
     if loader.sampler_draws:
-        return f"they would ask the sampler further ahead, and {loader.sampler_draws[0]} draws between samples"
+        draws = loader.sampler_draws[0]
+        return f"more workers would read the sampler further ahead, and {draws} draws random numbers between samples"
     if is_cut_short(loader, facts):
-        return "they would ask the sampler further past the end that limit_train_batches sets"
+        return "more workers would read the sampler further past limit_train_batches, which can change the next epoch"
     return find_obstacle(loader, facts, "auto", replaces=True)
 
 

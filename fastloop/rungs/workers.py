@@ -164,8 +164,10 @@ class Workers:
         count, ahead = self._count(loader, facts)
         notes = list_costs(loader, facts, count)
         if replaces:
-            notes.append(f"they replace your {_name_workers(loader.num_workers)}")
-        wants: dict[str, Any] = {"loader.num_workers": count, "loader.prefetch_factor": ahead}
+            notes.append(f"they replace {_name_yours(loader.num_workers)}")
+        wants: dict[str, Any] = {"loader.num_workers": count}
+        if not replaces or ahead != 2:  # the default; yours may be another
+            wants["loader.prefetch_factor"] = ahead
         if facts.cpu_count > 2 * facts.local_ranks:
             wants["launch.free_cpus"] = facts.local_ranks
             notes.append(f"{facts.local_ranks} of {facts.cpu_count} CPUs are left for the training's own threads")
@@ -174,7 +176,7 @@ class Workers:
         if replaces and is_cut_short(loader, facts):
             drawn = (
                 *drawn,
-                "more batches are asked of the sampler past limit_train_batches: its next epoch may differ",
+                "the sampler is read further past limit_train_batches, so its next epoch may differ",
             )
             notes.append(drawn[-1])
         parity: Parity = "approximate" if loader.draws_random or drawn else "exact"
@@ -193,18 +195,18 @@ class Workers:
 
     def _plan_theirs(self, loader: LoaderFacts, facts: Facts) -> Change:
         """Keep the user's own workers between epochs, or let them become more."""
-        own, wants, notes = _name_workers(loader.num_workers), dict[str, Any](), list[str]()
+        own, wants, notes = loader.num_workers, dict[str, Any](), list[str]()
         # Not if only this rung was named: new workers would see changed globals, helpers and environment variables.
         by_ladder = self.persistent == "auto" and "workers" in facts.by_ladder and can_keep_theirs(facts)
         if (by_ladder or (self.persistent is True and may_survive(loader))) and self._keep(loader, facts, []):
             wants["loader.persistent_workers"] = True
-            notes.append(f"your {own} are kept between epochs, instead of being restarted")
-        why = f"the loader already has {own}; your number stands"
-        if self._may_grow(loader.num_workers, facts):
+            notes.append(f"{_name_yours(own)} {_BE[own > 1]} kept between epochs, instead of being restarted")
+        why = f"the loader already has {_name_workers(own)}; your number stands"
+        if self._may_grow(own, facts):
             obstacle = find_obstacle_to_more(loader, facts)
             if obstacle is None:
                 wants["loader.most_workers"] = most = _count_most(facts)
-                notes.append(f"your {own} become up to {most} if the training waits for them")
+                notes.append(f"up to {most} replace {_name_yours(own)} if the training waits for batches")
                 if loader.draws_random:
                     notes.append(_describe_draws(loader, "a run with yours"))
             why = f"{why}: {obstacle}"
@@ -235,6 +237,8 @@ class Workers:
             notes.append(f"persistent workers are off: {RELOADS}")
         if self.persistent != "auto":
             return self.persistent and not facts.reload_every_n_epochs
+        if loader.persistent_workers:
+            return True
         batches = count_epoch_batches(loader, facts)
         if batches is None or batches >= LONG_EPOCH:
             return False
@@ -270,8 +274,15 @@ def _count_most(facts: Facts) -> int:
     return min(MOST_GROWN, facts.cpu_count // max(1, facts.local_ranks) - 1)
 
 
+_BE = ("is", "are")
+
+
 def _name_workers(count: int) -> str:
     return "a worker" if count == 1 else f"{count} workers"
+
+
+def _name_yours(count: int) -> str:
+    return "your worker" if count == 1 else f"your {count} workers"
 
 
 def _describe_draws(loader: LoaderFacts, run: str) -> str:

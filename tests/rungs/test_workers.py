@@ -150,14 +150,14 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
         (
             {"grow": True},
             {"num_workers": 3, "persistent_workers": True, "may_change": ("a is changed by B.c",)},
-            "the loader already has 3 workers; your number stands: new ones would load from another copy than yours:"
-            " a is changed by B.c",
+            "the loader already has 3 workers; your number stands: new workers would get a newer copy of the dataset"
+            " than yours have: a is changed by B.c",
         ),
         (
             {"grow": True},
             {"num_workers": 3, "sampler_draws": ("Bag.__iter__",)},
-            "the loader already has 3 workers; your number stands: they would ask the sampler further ahead, and"
-            " Bag.__iter__ draws between samples",
+            "the loader already has 3 workers; your number stands: more workers would read the sampler further ahead,"
+            " and Bag.__iter__ draws random numbers between samples",
         ),
         (
             {"grow": True},
@@ -589,6 +589,11 @@ def test_your_number_gives_way_to_one_in_the_configuration() -> None:
     change = Workers(enabled=True, count=5).plan(facts({"num_workers": 3, "draws_random": ("a",)}))
     assert change.wants["loader.num_workers"] == 5 and change.parity == "approximate"
     assert {"they replace your 3 workers", "random augmentations differ from a run with yours (a)"} <= {*change.notes}
+    assert "loader.prefetch_factor" not in change.wants, "yours stays"
+    kept = facts({"num_workers": 3, "persistent_workers": True, "batches": 5000})
+    assert Workers(enabled=True, count=5).plan(kept).wants["loader.persistent_workers"] is True
+    one = Workers(enabled=True, grow=True).plan(facts({"num_workers": 1}))
+    assert one.notes == ("up to 7 replace your worker if the training waits for batches",)
     plain, ours = both(WORKERS, lambda: batches(64, shuffle=True, num_workers=1), max_epochs=2)
     assert distance(plain, ours) == 0.0 and ours.verdict("workers").why == "2 live worker processes fed the window"
 
@@ -623,7 +628,7 @@ def test_epochs_that_are_cut_short_keep_their_number(limit: Any, batches: int | 
     if may:
         assert Workers(enabled=True, grow=True).plan(given).wants["loader.most_workers"] == 7
     else:
-        with pytest.raises(NotApplicable, match="further past the end that limit_train_batches sets"):
+        with pytest.raises(NotApplicable, match="further past limit_train_batches"):
             Workers(enabled=True, grow=True).plan(given)
 
 
@@ -657,7 +662,7 @@ def test_more_workers_in_a_fit(own: int, is_faster: bool | None, monkeypatch: py
     says = {
         True: "4 workers instead of 2: a batch",
         False: "2 workers again: with 4",
-        None: "4 workers instead of 2, too",
+        None: "4 workers instead of 2; the run",
     }
     assert verdict.why.startswith(says[is_faster]), verdict
     assert distance(plain, ours) == 0.0 and verdict.took is (True if own == 0 else is_faster)
@@ -682,7 +687,7 @@ def test_samples_that_draw_unseen_are_not_called_exact(still: bool) -> None:
     step = ours.loop.plan.step("workers")
     assert ours.verdict("workers").took and step is not None
     assert step.change.parity == ("exact" if still else "approximate") == ours.verdict("workers").parity_class
-    assert still or any("samples drew random numbers" in note for note in step.change.notes)
+    assert still or any("samples draw random numbers" in note for note in step.change.notes)
 
 
 class Named(DataLoader):

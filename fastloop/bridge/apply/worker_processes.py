@@ -17,20 +17,20 @@ from fastloop.records.plan import Plan
 
 MOST_WORKERS = "loader.most_workers"
 """The want for more workers, up to this number."""
-
-
-DREW = "samples drew random numbers, in workers other ones than in a run without"
+DREW = "samples draw random numbers, and workers draw other ones than a run without workers"
 
 
 class WorkerProcesses:
-    """Args:
-    give_up: receives the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False` if
-        it could apply but is not worth it.
-    warn: receives a line that the user must not miss.
-    weaken: receives the key of a planned setting that turned out not to be exact, and the reason.
-    say: receives a line about progress.
-    is_training: whether Lightning's loop asks for batches now, and not a callback.
-    by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
+    """Arranges them for each train loader, and tells what became of them.
+
+    Args:
+        give_up: receives the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
+            if it could apply but is not worth it.
+        weaken: receives the key of a planned setting that turned out not to be exact, and the reason.
+        warn: receives a line that the user must not miss.
+        say: receives a line about progress.
+        is_training: whether Lightning's loop asks for batches now, and not a callback.
+        by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
     """
 
     def __init__(

@@ -144,7 +144,8 @@ class MoreWorkers:
         if self._loading and loader._iterator is None and not self._is_training():  # a callback reads it, too
             return begin() if self._epochs is None else self._epochs(loader, begin)
         self._pending.begin_epoch()
-        self._mark = mark_state(loader.dataset, loader.collate_fn)
+        if self._before is None:
+            self._mark = mark_state(loader.dataset, loader.collate_fn)
         if self._next is not None:
             if self._before is not None and loader.num_workers == self._before.workers:
                 _set_number(loader, self._next)
@@ -203,7 +204,7 @@ class MoreWorkers:
                 started.kill()
             self._pending.take_back()
             loader.num_workers, loader.__dict__["_iterator"], self._pace = old, kept, pace
-            self.is_faster, self.change = False, f"{old} workers as before: {quote(error, briefly=True)}"
+            self.is_faster, self.change = False, f"{_name(old)} as before: {quote(error, briefly=True)}"
             return None
 
     def _start_anew(
@@ -226,7 +227,7 @@ class MoreWorkers:
         if now.workers <= before.workers:
             return None
         self.is_faster = False
-        self.change = f"{before.workers} workers again: {quote(error, briefly=True)}"
+        self.change = f"{_name(before.workers)} again: {quote(error, briefly=True)}"
         return before.workers
 
     def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], *, beside: bool = False) -> Any:
@@ -261,7 +262,7 @@ class MoreWorkers:
             # Workers that start now would load from what has changed since the others started.
             is_now = is_now and self._mark == mark_state(loader.dataset, loader.collate_fn)
             self._next = None if is_now else workers
-            self.change = f"{workers} workers instead of {pace.workers}, too late to time them"
+            self.change = f"{workers} workers instead of {pace.workers}; the run ended before they could be timed"
             return workers if is_now else None
         return self._compare(self._before, pace)
 
@@ -284,9 +285,13 @@ class MoreWorkers:
             self.change = f"{pace.workers} workers instead of {before.workers}: {figures}"
             self._tell(self.change)
             return None
-        self.change = f"{before.workers} workers again: with {pace.workers} there was {figures}"
+        self.change = f"{_name(before.workers)} again: with {pace.workers} there was {figures}"
         self._tell(self.change)
         return before.workers
+
+
+def _name(workers: int) -> str:
+    return "1 worker" if workers == 1 else f"{workers} workers"
 
 
 def _count(loader: DataLoader[Any]) -> int | None:
