@@ -28,6 +28,8 @@ from fastloop.feeds.workers.tried_workers import end_workers
 START_S = 0.05
 """Time to fork a worker from a training process."""
 LEAST_BATCHES = 8
+ENOUGH_S = 1.0
+"""One batch of each worker tells as much, if they took this long."""
 WORTH_WAITING = 0.2
 """Share of the time that the training waits for batches, from which on it is worth a try."""
 LEAST_GAIN = 1.05
@@ -54,32 +56,47 @@ class Pace:
 
     def __post_init__(self) -> None:
         self._spans: deque[tuple[float, float]] = deque(maxlen=max(LEAST_BATCHES, 2 * self.workers))
+        self._first: list[tuple[float, float]] | None = None
+        """The first ones of an epoch; None until a batch has come, whose wait is the start of the workers."""
         self._unsteady = max(self.ready, self.workers)
         """Batches still to come that the workers began at their start."""
 
     def begin_epoch(self, batches: int | None) -> None:
         """Leave out the batches for which workers had no time while others were trained on, if there are more."""
+        self._first = None
         if batches is None or batches >= 2 * self.workers:
             self._unsteady = max(self._unsteady, self.workers)
 
     def note(self, waited_s: float, took_s: float) -> None:
         """Note a batch: the wait for it, and the time since the one before."""
+        if self._first is None:
+            self._first = []
+        elif not self.ready and len(self._spans) < (self._spans.maxlen or 0):
+            self._first.append((waited_s, took_s))
         if self._unsteady:
             self._unsteady -= 1
         else:
             self._spans.append((waited_s, took_s))
 
+    def _list_spans(self) -> list[tuple[float, float]]:
+        """Waits and times of batches, if there are enough of them; else none."""
+        if len(self._spans) == self._spans.maxlen:
+            return list(self._spans)
+        first = self._first or []
+        took_s = sum(took for _, took in first)
+        return first if len(first) >= self.workers and took_s >= ENOUGH_S + START_S * self.workers else []
+
     @property
     def batch_s(self) -> float | None:
         """Seconds for each batch; None before there are enough of them."""
-        if len(self._spans) < (self._spans.maxlen or 0):
-            return None
-        return sum(took for _, took in self._spans) / len(self._spans)
+        spans = self._list_spans()
+        return sum(took for _, took in spans) / len(spans) if spans else None
 
     @property
     def step_s(self) -> float:
         """Seconds of `batch_s` that are not spent on waiting."""
-        return sum(took - waited for waited, took in self._spans) / len(self._spans)
+        spans = self._list_spans()
+        return sum(took - waited for waited, took in spans) / len(spans)
 
     def find_more(self, most: int, left: Left, *, loses: bool) -> tuple[int, bool] | None:
         """The number of workers that would keep up, at most `most`, and whether they should start now rather than with

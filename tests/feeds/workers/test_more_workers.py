@@ -55,7 +55,10 @@ def pace(workers: int, waited_ms: float, took_ms: float, batches: int | None = N
         (pace(4, 130, 180), 15, Left(11, 11), None),
         (pace(4, 130, 180), 15, Left(11, 1000), (15, False)),
         (pace(4, 130, 180), 15, Left(11, None), (15, False)),
-        (pace(4, 130, 180, batches=11), 15, Left(1000, 1000), None),  # the first of each worker do not count
+        (pace(4, 43, 60, batches=11), 15, Left(1000, 1000), None),  # the first of each worker do not count
+        (pace(4, 130, 180, batches=8), 15, Left(1000, 1000), (15, True)),  # unless they tell of more than a second
+        (pace(4, 130, 180, batches=7), 15, Left(1000, 1000), None),
+        (pace(4, 650, 900, batches=4), 15, Left(1000, 1000), None),  # and of each worker
         (pace(1, 200, 200), 3, Left(1000, 1000), (3, True)),  # steps of no time at all
     ],
 )
