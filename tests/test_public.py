@@ -42,6 +42,7 @@ KEYS: dict[str, Any] = {
             "enabled": False,
             "count": "auto",
             "grow": False,
+            "across_epochs": False,
             "prefetch_factor": 2,
             "persistent": "auto",
             "start_method": "auto",

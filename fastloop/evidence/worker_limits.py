@@ -109,6 +109,18 @@ def find_obstacle_to_more(loader: LoaderFacts, facts: Facts) -> str | None:
     return find_obstacle(loader, facts, "auto", replaces=True)
 
 
+def find_obstacle_to_next_epoch(loader: LoaderFacts, facts: Facts) -> str | None:
+    """Why workers that stay cannot make the next epoch's first batches before it begins; None if they can."""
+    if is_cut_short(loader, facts):
+        return "limit_train_batches ends epochs before the loader does"
+    if facts.reload_every_n_epochs:
+        return "the Trainer reloads its loaders"
+    if facts.shm_free_bytes is not None and facts.shm_free_bytes < _LITTLE_SHM_BYTES:
+        return f"/dev/shm has room for only {facts.shm_free_bytes >> 20} MiB, which validation needs then"
+    found = (*loader.may_change, *loader.changes_within, *loader.sampler_hazards, *loader.sampler_draws)
+    return loader.not_ahead or next(iter(found), None)
+
+
 def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str, *, replaces: bool = False) -> str | None:
     """Why this loader cannot have workers; None if it can.
 

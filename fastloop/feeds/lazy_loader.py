@@ -273,8 +273,9 @@ class LazyLoader(Disguised):
         return state
 
     def _start(self, at: _At) -> Iterator[Any]:
+        self._drawn = None
         if self.engine is not None:
-            self._drawn, self._has_begun = None, True
+            self._has_begun = True
             return self.engine.load(_read_seed(at.drawn)) if at.begun is None else at.begun
         if at.begun is not None:
             return at.begun
@@ -286,7 +287,6 @@ class LazyLoader(Disguised):
     def _begin(self, drawn: torch.Tensor | None) -> Iterator[Any]:
         """Start the loader's iterator. Started again in an epoch, it gets another seed: its workers would draw the same
         numbers once more."""
-        self._drawn = None
         self._seeded_at = self._seeded_at if drawn is None else drawn
         is_new = isinstance(self.inner, DataLoader) and self.inner._iterator is None
         with _generator_at(self.inner, self._seeded_at if is_new else None, self._restarts):

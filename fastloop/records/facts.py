@@ -79,6 +79,8 @@ class LoaderFacts:
     """Why several threads of this process could get different samples from the dataset than one thread."""
     may_change: tuple[str, ...] = ()
     """What may change the dataset between epochs, as found by reading code; empty if nothing does."""
+    not_ahead: str | None = None
+    """Why samples of the next epoch could differ if they were made before it begins, as found by reading code."""
     changes_within: tuple[str, ...] = ()
     """What training changes of the samples' code and data while batches are loaded, as found by reading code."""
     remembers: tuple[str, ...] = ()

@@ -11,8 +11,8 @@ Source          https://docs.pytorch.org/docs/stable/data.html#multi-process-dat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
@@ -22,6 +22,7 @@ from fastloop.evidence.worker_limits import (
     describe_sampler_draws,
     find_obstacle,
     find_obstacle_to_more,
+    find_obstacle_to_next_epoch,
     fit_in_shm,
     is_cut_short,
     list_costs,
@@ -136,6 +137,9 @@ class Workers:
     grow: bool = False
     """With ``count: auto``: once the training has waited for batches, replace the workers, yours too, by more of them,
     if that saves more time than it costs. Random augmentations then draw other numbers from that batch on."""
+    across_epochs: bool = False
+    """Let workers that stay between epochs make the first batches of the next one while the last ones of this epoch are
+    trained on, and during validation. They count only if the sampler then draws the same indices."""
     prefetch_factor: int = 2
     """Batches that each worker keeps ready."""
     persistent: bool | Literal["auto"] = "auto"
@@ -191,6 +195,8 @@ class Workers:
             wants["loader.multiprocessing_context"] = self.start_method
         elif self._may_grow(count, facts) and find_obstacle_to_more(loader, facts) is None:
             wants["loader.most_workers"] = _count_most(facts)
+        if wants["loader.persistent_workers"]:
+            self._plan_next_epoch(loader, facts, wants, notes)
         return Change(wants=wants, parity=parity, notes=tuple(notes))
 
     def _plan_theirs(self, loader: LoaderFacts, facts: Facts) -> Change:
@@ -210,9 +216,22 @@ class Workers:
                 if loader.draws_random:
                     notes.append(_describe_draws(loader, "a run with yours"))
             why = f"{why}: {obstacle}"
+        if "loader.persistent_workers" in wants or (
+            loader.persistent_workers and not (loader.draws_random and not wants)
+        ):
+            self._plan_next_epoch(loader, facts, wants, notes)
         if not wants:
             raise NotApplicable(why)
         return Change(wants=wants, parity="approximate" if loader.draws_random else "exact", notes=tuple(notes))
+
+    def _plan_next_epoch(self, loader: LoaderFacts, facts: Facts, wants: dict[str, Any], notes: list[str]) -> None:
+        """Request the next epoch's first batches before it begins, from workers that stay."""
+        if not self.across_epochs or count_epoch_batches(loader, facts) is None:
+            return
+        if (obstacle := find_obstacle_to_next_epoch(loader, facts)) is None:
+            wants["loader.next_epoch"] = True
+        else:
+            notes.append(f"no batch of the next epoch is made before it begins: {obstacle}")
 
     def _may_grow(self, count: int, facts: Facts) -> bool:
         return self.grow and self.count == "auto" and _count_most(facts) > count
@@ -255,6 +274,16 @@ class Workers:
     def verify(self, seen: Measurement) -> Verdict:
         """The rung took effect if live worker processes fed the loader in the timed window."""
         found = seen.evidence.get("workers", {})
+        if (ahead := found.get("epochs_ahead")) is None:
+            return self._verify_workers(found)
+        dropped = f", {found['epochs_dropped']} foretold wrong" if found.get("epochs_dropped") else ""
+        why = f"{ahead} epoch{'s' * (ahead != 1)} began with batches made ahead{dropped}"
+        if found.get("only_ahead"):
+            return Verdict(took=ahead > 0, why=why)
+        verdict = self._verify_workers(found)
+        return replace(verdict, took=True if ahead else verdict.took, why=f"{verdict.why}; {why}")
+
+    def _verify_workers(self, found: Mapping[str, Any]) -> Verdict:
         if (more := found.get("more")) is not None:
             return Verdict(took=found.get("faster") if found.get("theirs") else True, why=more)
         if "kept" in found:

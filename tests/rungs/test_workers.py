@@ -668,6 +668,81 @@ def test_more_workers_in_a_fit(own: int, is_faster: bool | None, monkeypatch: py
     assert distance(plain, ours) == 0.0 and verdict.took is (True if own == 0 else is_faster)
 
 
+AHEAD = {"num_workers": 3, "batches": 50, "map_style": True}
+
+
+@pytest.mark.parametrize(
+    ("loader", "machine", "obstacle"),
+    [
+        ({}, {}, None),
+        ({"num_workers": 0}, {}, None),
+        ({"persistent_workers": True}, {}, None),
+        ({"may_change": ("a changes",)}, {}, "a changes"),
+        ({"changes_within": ("b changes",)}, {"workers": 1}, "b changes"),
+        ({"sampler_draws": ("c",)}, {}, "c"),
+        ({"not_ahead": "d is shared"}, {}, "d is shared"),
+        ({}, {"limit_train_batches": 9}, "limit_train_batches ends epochs before the loader does"),
+        ({}, {"shm_free_bytes": 2**26}, "/dev/shm has room for only 64 MiB, which validation needs then"),
+    ],
+)
+def test_the_next_epoch_ahead(loader: dict[str, Any], machine: dict[str, Any], obstacle: str | None) -> None:
+    machine = {key: value for key, value in machine.items() if key != "workers"}
+    change = Workers(enabled=True, persistent=True, across_epochs=True).plan(facts({**AHEAD, **loader}, **machine))
+    assert change.wants.get("loader.next_epoch") is (None if obstacle else True)
+    said = f"no batch of the next epoch is made before it begins: {obstacle}"
+    assert (said in change.notes) is (obstacle is not None), change.notes
+
+
+@pytest.mark.parametrize(
+    ("settings", "loader", "machine"),
+    [
+        ({"persistent": False}, {}, {}),  # workers end with the epoch
+        ({"across_epochs": False}, {}, {}),
+        ({}, {"batches": None}, {}),
+        ({}, {}, {"max_epochs": 1}),
+        # Kept by the user, they draw the same numbers as plainly, unless another one's turn comes first.
+        ({}, {"persistent_workers": True, "draws_random": ("a",)}, {}),
+    ],
+)
+def test_no_next_epoch_ahead(settings: dict[str, Any], loader: dict[str, Any], machine: dict[str, Any]) -> None:
+    rung = Workers(**{"enabled": True, "persistent": True, "across_epochs": True, **settings})
+    try:
+        change = rung.plan(facts({**AHEAD, **loader}, **machine))
+    except NotApplicable:
+        return
+    assert "loader.next_epoch" not in change.wants and not any("next epoch" in note for note in change.notes)
+
+
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("own", [0, 2])
+def test_the_next_epoch_ahead_in_a_fit(own: int, validates: bool) -> None:
+    """The training is the same, with validation, whose workers' seeds are drawn in between."""
+    rungs = {"workers": {"count": 2, "persistent": True, "across_epochs": True}}
+    train = partial(batches, 64, shuffle=True, num_workers=own)
+    val = {"val": partial(batches, 16, num_workers=1)} if validates else {}
+    plain, ours = both(rungs, train, max_epochs=4, **val)
+    assert distance(plain, ours) == 0.0
+    ahead = ours.verdict("workers").why.partition("; ")[2]
+    assert ahead == "3 epochs began with batches made ahead", ours.verdict("workers")
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_workers_that_the_user_keeps_make_the_next_epoch_ahead(ahead: int) -> None:
+    """They count as the rung's only by what they made ahead."""
+    rungs = {"workers": {"across_epochs": True}}
+    loader = batches(64, shuffle=True, num_workers=2, persistent_workers=True)
+    verdict = run(rungs, loader, max_epochs=2, callbacks=[] if ahead else [Draws()]).verdict("workers")
+    said = (
+        "1 epoch began with batches made ahead" if ahead else "0 epochs began with batches made ahead, 1 foretold wrong"
+    )
+    assert (verdict.took, verdict.why) == (bool(ahead), said)
+
+
+class Draws(L.Callback):
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        torch.rand(3)
+
+
 HIDDEN: dict[str, Callable[[], float]] = {"noise": lambda: float(torch.rand(1))}
 
 

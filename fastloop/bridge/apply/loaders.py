@@ -16,7 +16,7 @@ from torch.utils.data.sampler import BatchSampler
 from fastloop.bridge.apply.micro.accumulation import Merge
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.staging import set_attribute
-from fastloop.bridge.apply.worker_processes import MOST_WORKERS, WorkerProcesses
+from fastloop.bridge.apply.worker_processes import MOST_WORKERS, NEXT_EPOCH, WorkerProcesses
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import NotApplicable, describe
 from fastloop.evidence.clock.one_time import OneTime
@@ -146,7 +146,7 @@ class TrainLoaders:
         settings = {
             key.removeprefix("loader."): value
             for key, value in plan.wants.items()
-            if key.startswith("loader.") and key not in ("loader.window", "loader.engine", MOST_WORKERS)
+            if key.startswith("loader.") and key not in ("loader.window", "loader.engine", MOST_WORKERS, NEXT_EPOCH)
         }
         for key, value in plan.wants.items():
             if key.startswith("dataset."):
@@ -293,6 +293,7 @@ class TrainLoaders:
             ("loader.num_workers", self._workers.count),
             ("loader.persistent_workers", self._workers.see_kept),
             (MOST_WORKERS, self._workers.see_more),
+            (NEXT_EPOCH, self._workers.see_next_epoch),
             ("loader.pin_memory", self.staging.count_pinned),
             ("feed.depth", self.staging.count_ahead),
             ("loader.engine", lambda: self._checked),

@@ -18,6 +18,7 @@ from fastloop.evidence import machine
 from fastloop.evidence.model.own_counters import list_counters
 from fastloop.evidence.samples import between_batches, thread_safety
 from fastloop.evidence.samples import dataset as datasets
+from fastloop.evidence.samples.before_epoch import find_what_epochs_renew
 from fastloop.evidence.samples.between_epochs import list_changers, list_changes_within, list_remembered
 from fastloop.evidence.samples.spawned import find_spawn_hazard
 from fastloop.feeds.cache.places import find_disk_root
@@ -198,6 +199,7 @@ def read_loader_facts(
             worker_init=loader.worker_init_fn,
             sampler=sampler,
         ),
+        not_ahead=find_what_epochs_renew(loader.dataset, others, collate=loader.collate_fn),
         changes_within=list_changes_within(loader.dataset, others, collate=loader.collate_fn, loader=loader),
         remembers=list_remembered(loader.dataset, loader.collate_fn),
         own_iterator=makes_iterators(type(loader)),

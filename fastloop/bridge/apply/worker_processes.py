@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
 from fastloop.feeds.lazy_loader import Epochs
 from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.more_workers import Left, MoreWorkers
+from fastloop.feeds.workers.next_epoch import NextEpoch
 from fastloop.feeds.workers.tried_workers import TriedWorkers
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Plan
 
 MOST_WORKERS = "loader.most_workers"
 """The want for more workers, up to this number."""
+NEXT_EPOCH = "loader.next_epoch"
+"""The want for an epoch's first batches before it begins."""
 DREW = "samples draw random numbers, and workers draw other ones than a run without workers"
 
 
@@ -50,6 +56,7 @@ class WorkerProcesses:
         """Settings after their number had to be reduced, and why; None if it was not."""
         self._tried: TriedWorkers | None = None
         self._more: MoreWorkers | None = None
+        self._next: NextEpoch | None = None
         self._most_alive: int | None = None
         self._keeps_theirs, self._kept = False, False
 
@@ -64,7 +71,19 @@ class WorkerProcesses:
             epochs = self._more.batches
         if settings.get("persistent_workers") and not loader.persistent_workers:
             epochs = FreshWorkers(tell=self._say, epochs=epochs).batches
-        return epochs
+        return self._begin_early(loader, epochs) if NEXT_EPOCH in plan.wants else epochs
+
+    def _begin_early(self, loader: Any, epochs: Epochs | None) -> Epochs:
+        """Let an epoch's first batches be made before it begins."""
+        self._next = next_epoch = NextEpoch(
+            count_next=self._count_next, guess_draws=self._guess_draws, draws_seed=not loader.persistent_workers
+        )
+
+        def batches(loader: Any, begin: Callable[[], Any]) -> Any:
+            begin = partial(next_epoch.begin, loader, begin)
+            return begin() if epochs is None else epochs(loader, begin)
+
+        return batches
 
     def _try(self, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs:
         """Complete the settings of a loader that gets workers, which have to prove that they work."""
@@ -108,6 +127,22 @@ class WorkerProcesses:
             in_run = min(in_run, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
         return Left(*(None if math.isinf(count) else int(count) for count in (min(in_epoch, in_run), in_run)))
 
+    def _count_next(self) -> int | None:
+        """Batches that the Trainer will take after this epoch; None if unknown."""
+        left = self._count_left()
+        return None if left.in_run is None or left.in_epoch is None else left.in_run - left.in_epoch
+
+    def _guess_draws(self) -> int | None:
+        """Seeds that validation draws for its workers after each epoch; None if it does not come after each."""
+        trainer = self.trainer
+        if not trainer.enable_validation:
+            return 0
+        combined = getattr(trainer.fit_loop.epoch_loop.val_loop, "_combined_loader", None)
+        if combined is None or (trainer.check_val_every_n_epoch, trainer.val_check_interval) != (1, 1.0):
+            return None
+        loaders = [each for each in combined.flattened if isinstance(each, DataLoader)]
+        return sum(not each.persistent_workers or each._iterator is None for each in loaders)
+
     # -- evidence -----------------------------------------------------------------------------------------------------
 
     def count(self) -> Mapping[str, Any]:
@@ -141,6 +176,14 @@ class WorkerProcesses:
         if self._more is None:
             return {}
         return {"more": self._more.change, "faster": self._more.is_faster, "theirs": self._tried is None}
+
+    def see_next_epoch(self) -> Mapping[str, Any]:
+        """How many epochs began with batches made ahead, and how many orders were foretold wrong; empty if none was to
+        be."""
+        if self._next is None:
+            return {}
+        alone = self._tried is None and self._more is None and not self._keeps_theirs
+        return {"epochs_ahead": self._next.used, "epochs_dropped": self._next.dropped, "only_ahead": alone}
 
 
 def _find_room(facts: Facts) -> int | None:

@@ -1,0 +1,68 @@
+"""Code by which samples of the next epoch may differ if they are made before that epoch begins.
+
+What a worker holds a copy of does not matter here: it is the same before and after. What processes share and files may
+not be.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from fastloop.evidence.samples import dataset as datasets
+from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples.between_batches import list_running
+
+_READS = re.compile(
+    r"(\w+_)?(open\w*|imread|load\w*|read\w*|memmap|fromfile|genfromtxt|connect|File|listdir|glob|exists)"
+)
+_WRITES = re.compile(
+    r"open|(\w+_)?write\w*|save\w*|dump\w*|to_(csv|parquet|json|feather|pickle|hdf|zarr|file|disk)|imwrite|tofile"
+    r"|execute\w*|commit|unlink|rename|copyfile|copytree|copy2|symlink\w*|system|Popen|check_call|check_output"
+)
+_OF_TORCH = ("torch.utils.data.",)
+
+
+def find_what_epochs_renew(dataset: Any, others: Iterable[Any], *, collate: Any = None) -> str | None:
+    """What training may renew between epochs for samples to read, and workers see at once; None if nothing is found.
+
+    Args:
+        others: callbacks and the module.
+        collate: the loader's collate_fn.
+    """
+    held = [*datasets.walk(dataset), *datasets.walk(collate, "collate_fn")]
+    reads = None
+    for _, _, function in datasets.list_running(held):
+        names = sample_code.list_names(function.__code__)
+        reads = reads or next((function.__qualname__ for name in names if _READS.fullmatch(name)), None)
+    for path, item in held:
+        if _is_shared(item):
+            return f"{path} is shared between processes, and may change before the next epoch"
+        if reads is None and isinstance(item, Dataset) and _is_of_library(type(item)):
+            reads = type(item).__name__
+    for other in others if reads is not None else ():
+        for name, function in list_running(other):
+            for called in dict.fromkeys((function, *sample_code.list_called(function, type(other)))):
+                if any(_WRITES.fullmatch(each) for each in sample_code.list_names(called.__code__)):
+                    return f"{reads} reads files, and {type(other).__name__}.{name} may write some between epochs"
+    return None
+
+
+def _is_of_library(kind: type) -> bool:
+    """Whether an installed package made this dataset, and not torch, whose own read no files."""
+    return sample_code.is_installed(kind) and not f"{kind.__module__}.".startswith(_OF_TORCH)
+
+
+def _is_shared(item: Any) -> bool:
+    """Whether another process may change it, and this one sees that."""
+    if isinstance(item, torch.Tensor):
+        return item.device.type == "cpu" and item.is_shared()  # type: ignore[no-untyped-call]
+    kinds = type(item).__mro__
+    return isinstance(item, (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)) or any(
+        kind.__module__.startswith("multiprocessing.") for kind in kinds
+    )
