@@ -61,7 +61,12 @@ def _list_variants(state: ClimbState) -> Iterator[Variant]:
     if own is None:
         yield Variant(changes="loader", tune=True)
     if state.gaps_count and (state.may_keep_workers if own is None else own.get("persistent") is not True):
-        yield Variant(name="persistent", settings=({"persistent": True},), changes="gap", theirs=own is None)
+        yield Variant(
+            name="persistent",
+            settings=({"persistent": True, "across_epochs": True},),
+            changes="gap",
+            theirs=own is None,
+        )
     if own is None:
         if state.may_have_more_workers:
             yield Variant(name="grow", settings=({"grow": True},), changes="engine", theirs=True, first=True)
@@ -77,7 +82,7 @@ def _keep_theirs(seen: Measurement) -> tuple[dict[str, Any], str] | None:
         return None
     count = loader.get("num_workers")
     who = "your worker" if count == 1 else f"your {count} workers"
-    return {"enabled": True, "persistent": True}, f"{who} can stay between epochs"
+    return {"enabled": True, "persistent": True, "across_epochs": True}, f"{who} can stay between epochs"
 
 
 def _may_keep(seen: Measurement) -> bool:

@@ -95,7 +95,7 @@ def test_their_start_has_a_remedy_where_it_is_most_of_the_gap(
     found = {**NO_WORKERS, "num_workers": 4, "worker_restarts": 7, "worker_restart_s": 0.1, **loader}
     seen = dataclasses.replace(on_cpu(epoch_gap=gap_ms, loader=found), total_steps=100)
     (finding,) = findings(seen)
-    patch = {"rungs": {"workers": {"enabled": True, "persistent": True}}}
+    patch = {"rungs": {"workers": {"enabled": True, "persistent": True, "across_epochs": True}}}
     assert finding.patch == (patch if patched else None) and ("can stay between epochs" in finding.why) is patched
     assert findings(seen, ("workers",))[0].patch is None, "a rung that is on"
 

@@ -61,7 +61,7 @@ def test_workers_that_start_anew_are_kept_where_that_is_safe(kind: type[Short]) 
 
     watch = fit({})
     finding = next(each for each in watch.findings if each.bottleneck == "epoch_gap")
-    patch = {"rungs": {"workers": {"enabled": True, "persistent": True}}}
+    patch = {"rungs": {"workers": {"enabled": True, "persistent": True, "across_epochs": True}}}
     assert finding.patch == (patch if kind is Short else None)
     assert finding.patch is None or fit(finding.patch).verdicts[0].took is True
 

@@ -304,7 +304,7 @@ def test_the_users_own_workers_may_stay_between_epochs() -> None:
     theirs = row("workers", "inactive")
     found = choice(gaps, theirs, start=start)
     assert key(found) == "workers-persistent" and isinstance(found, Candidate) and found.refused is None
-    assert found.patches[0]["rungs"]["workers"] == {"enabled": True, "persistent": True}
+    assert found.patches[0]["rungs"]["workers"] == {"enabled": True, "persistent": True, "across_epochs": True}
     for other in (dataclasses.replace(start, may_keep_workers=False), start):
         costs = gaps.but(gap_ms=0.1) if other is start else gaps
         assert key(choice(costs, theirs, start=other)) != "workers-persistent"
@@ -316,7 +316,9 @@ def test_a_ladder_keeps_the_users_own_workers() -> None:
     start = dataclasses.replace(GPU, refused={"workers": "yours stand"}, ladders={"safe": safe, "one": {"pin": {}}})
     assert candidates.list_ladders(start) == {}
     found = candidates.list_ladders(dataclasses.replace(start, may_keep_workers=True))
-    assert found == {"safe": {"workers": {"enabled": True, "persistent": True}, "pin": {"enabled": True}}}
+    assert found == {
+        "safe": {"workers": {"enabled": True, "persistent": True, "across_epochs": True}, "pin": {"enabled": True}}
+    }
 
 
 def test_the_users_own_workers_may_become_more() -> None:
