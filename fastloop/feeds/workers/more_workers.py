@@ -28,8 +28,8 @@ from fastloop.feeds.workers.tried_workers import end_workers
 START_S = 0.05
 """Time to fork a worker from a training process."""
 LEAST_BATCHES = 8
-ENOUGH_S = 1.0
-"""One batch of each worker tells as much, if they took this long."""
+ENOUGH_S = 0.5
+"""One batch of each worker tells as much, if they were waited for this long, besides the start of as many."""
 WORTH_WAITING = 0.2
 """Share of the time that the training waits for batches, from which on it is worth a try."""
 LEAST_GAIN = 1.05
@@ -79,12 +79,14 @@ class Pace:
             self._spans.append((waited_s, took_s))
 
     def _list_spans(self) -> list[tuple[float, float]]:
-        """Waits and times of batches, if there are enough of them; else none."""
+        """Waits for batches and the times they took, if there are enough of them; else none."""
         if len(self._spans) == self._spans.maxlen:
             return list(self._spans)
         first = self._first or []
-        took_s = sum(took for _, took in first)
-        return first if len(first) >= self.workers and took_s >= ENOUGH_S + START_S * self.workers else []
+        if len(first) < self.workers or sum(waited for waited, _ in first) < ENOUGH_S + START_S * self.workers:
+            return []
+        step_s = min(took - waited for waited, took in first)  # a run's first steps load kernels and try rungs
+        return [(waited, waited + step_s) for waited, _ in first]
 
     @property
     def batch_s(self) -> float | None:
