@@ -643,7 +643,7 @@ def test_more_workers_in_a_fit(own: int, is_faster: bool | None, monkeypatch: py
         def note(self, waited_s: float, took_s: float) -> None:
             self.seen += 1
 
-        def find_more(self, most: int, left: Any, *, loses: bool) -> tuple[int, bool] | None:
+        def find_more(self, most: int, left: Any, *, loses: bool, stay: bool) -> tuple[int, bool] | None:
             assert left.in_epoch is not None and 0 <= left.in_epoch <= left.in_run
             return (4, True) if self.seen == 3 else None
 

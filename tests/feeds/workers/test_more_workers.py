@@ -103,9 +103,28 @@ def test_what_was_ready_before_it_was_asked_for_does_not_count() -> None:
 def test_a_pace_forgets_what_is_long_ago() -> None:
     seen = pace(4, 130, 180)
     assert seen.batch_s == pytest.approx(0.18) and seen.step_s == pytest.approx(0.05)
-    for _ in range(8):
+    for _ in range(10):
         seen.note(0.0, 0.05)
     assert seen.batch_s == pytest.approx(0.05) and seen.find_more(15, Left(), loses=False) is None
+
+
+@pytest.mark.parametrize(("batches", "is_known"), [(8, False), (49, False), (50, True), (90, True)])
+def test_a_pace_is_that_of_half_a_second(batches: int, is_known: bool) -> None:
+    """Eight batches of a fast loader are over in the time of one hiccup."""
+    seen = Pace(2)
+    for _ in range(2 + batches):
+        seen.note(0.004, 0.0101)
+    assert (seen.batch_s is not None) is is_known
+    assert not is_known or (seen.batch_s, seen.step_s) == pytest.approx((0.0101, 0.0061))
+    assert len(seen._spans) <= 51
+
+
+def test_workers_that_stay_start_for_the_next_epoch_too() -> None:
+    seen = pace(4, 130, 180)
+    assert seen.find_more(15, Left(5, 1000), loses=False) == (15, False)
+    assert seen.find_more(15, Left(5, 1000), loses=False, stay=True) == (15, True)
+    assert seen.find_more(15, Left(5, None), loses=False, stay=True) == (15, True)
+    assert seen.find_more(15, Left(5, 11), loses=False, stay=True) is None
 
 
 class Given(Pace):
@@ -119,7 +138,7 @@ class Given(Pace):
     def note(self, waited_s: float, took_s: float) -> None:
         self.seen = getattr(self, "seen", 0) + 1
 
-    def find_more(self, most: int, left: Left, *, loses: bool) -> tuple[int, bool] | None:
+    def find_more(self, most: int, left: Left, *, loses: bool, stay: bool) -> tuple[int, bool] | None:
         return (self.to, self.is_now) if self.seen == self.grows_after else None
 
     @property

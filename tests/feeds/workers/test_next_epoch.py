@@ -237,7 +237,7 @@ def test_a_changed_dataset_is_read_anew() -> None:
 def test_beside_more_workers(is_now: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def find_more(self: Pace, most: int, left: Left, *, loses: bool) -> tuple[int, bool] | None:
+    def find_more(self: Pace, most: int, left: Left, *, loses: bool, stay: bool) -> tuple[int, bool] | None:
         asked.append(self.workers)
         return (4, is_now) if len(asked) == 20 else None  # in the second epoch
 
