@@ -13,8 +13,9 @@ from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
 from fastloop.feeds.lazy_loader import Epochs
 from fastloop.feeds.workers.fresh_workers import FreshWorkers
-from fastloop.feeds.workers.more_workers import Left, MoreWorkers
+from fastloop.feeds.workers.more_workers import MoreWorkers
 from fastloop.feeds.workers.next_epoch import NextEpoch
+from fastloop.feeds.workers.pace import Left
 from fastloop.feeds.workers.tried_workers import TriedWorkers
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Plan

@@ -1,0 +1,122 @@
+"""How fast a loader's batches come, and how many workers would keep up with the training."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+START_S = 0.05
+"""Time to fork a worker from a training process."""
+LEAST_BATCHES, LEAST_S = 8, 0.5
+"""A pace is that of so many batches, of two for each worker if that is more, and of this time."""
+WORTH_WAITING = 0.2
+"""Share of the time that the training waits for batches, from which on it is worth a try."""
+
+
+class Left(NamedTuple):
+    """Batches that the training has still to take; None if unknown."""
+
+    in_epoch: int | None = None
+    in_run: int | None = None
+
+
+@dataclass
+class Pace:
+    """How fast batches came lately: the last two of each worker, so that bursts of all workers do not count twice.
+
+    Args:
+        workers: their number.
+        ready: batches that they could make before any was taken.
+    """
+
+    workers: int
+    ready: int = 0
+
+    def __post_init__(self) -> None:
+        self._spans = deque[tuple[float, float]]()
+        self._took_s = self._waited_s = 0.0
+        """The sums of what they hold."""
+        self._first: list[tuple[float, float]] | None = None
+        """The first ones of an epoch; None until a batch has come, whose wait is the start of the workers."""
+        self._unsteady = max(self.ready, self.workers)
+        """Batches still to come that the workers began at their start."""
+
+    def begin_epoch(self, batches: int | None) -> None:
+        """Leave out the batches for which workers had no time while others were trained on, if there are more."""
+        self._first = None
+        if batches is None or batches >= 2 * self.workers:
+            self._unsteady = max(self._unsteady, self.workers)
+
+    def note(self, waited_s: float, took_s: float) -> None:
+        """Note a batch: the wait for it, and the time since the one before."""
+        if self._first is None:
+            self._first = []
+        elif not self.ready and not self._is_enough:
+            self._first.append((waited_s, took_s))
+        if self._unsteady:
+            self._unsteady -= 1
+            return
+        self._spans.append((waited_s, took_s))
+        self._waited_s, self._took_s = self._waited_s + waited_s, self._took_s + took_s
+        while len(self._spans) > self._least and self._took_s - self._spans[0][1] >= LEAST_S:
+            waited_s, took_s = self._spans.popleft()
+            self._waited_s, self._took_s = self._waited_s - waited_s, self._took_s - took_s
+
+    @property
+    def _least(self) -> int:
+        return max(LEAST_BATCHES, 2 * self.workers)
+
+    @property
+    def _is_enough(self) -> bool:
+        return len(self._spans) >= self._least and self._took_s >= LEAST_S
+
+    def _sum_up(self) -> tuple[int, float, float]:
+        """How many batches tell the pace, how long they were waited for, and the rest of their time; 0 for no pace yet.
+
+        Before there are enough of them, one of each worker tells as much, if they were waited for long.
+        """
+        if self._is_enough:
+            return len(self._spans), self._waited_s, self._took_s - self._waited_s
+        first = self._first or []
+        waited_s = sum(waited for waited, _ in first)
+        if len(first) < self.workers or waited_s < LEAST_S + START_S * self.workers:
+            return 0, 0.0, 0.0
+        step_s = min(took - waited for waited, took in first)  # a run's first steps load kernels and try rungs
+        return len(first), waited_s, len(first) * step_s
+
+    @property
+    def batch_s(self) -> float | None:
+        """Seconds for each batch; None before there are enough of them."""
+        count, waited_s, rest_s = self._sum_up()
+        return (waited_s + rest_s) / count if count else None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of `batch_s` that are not spent on waiting."""
+        count, _, rest_s = self._sum_up()
+        return rest_s / count
+
+    def find_more(self, most: int, left: Left, *, loses: bool, stay: bool = False) -> tuple[int, bool] | None:
+        """The number of workers that would keep up, at most `most`, and whether they should start now rather than with
+        the next epoch. None if there are not enough batches yet, or if they would not pay.
+
+        Args:
+            loses: whether what the old ones have begun is made again then.
+            stay: whether workers stay between epochs: then those that start now work for the next one, too.
+        """
+        batch_s = self.batch_s
+        if batch_s is None or batch_s - self.step_s < WORTH_WAITING * batch_s:
+            return None
+        wanted = math.ceil(self.workers * batch_s / max(self.step_s, 1e-3))
+        workers = min(most, wanted)
+        if workers <= self.workers:
+            return None
+        saved_s = batch_s - max(self.step_s, batch_s * self.workers / workers)
+        # Made again, the first batch comes after the time that a worker needs for one: here `workers * batch_s`.
+        needed = 2 * (START_S * workers + self.workers * batch_s * loses) / saved_s
+        in_epoch, in_run = (math.inf if count is None else count for count in left)
+        if (in_run if stay else in_epoch) > needed:
+            return workers, True
+        return (workers, False) if in_run - in_epoch > needed else None
