@@ -13,6 +13,8 @@ LEAST_BATCHES, LEAST_S = 8, 0.5
 """A pace is that of so many batches, of two for each worker if that is more, and of this time."""
 WORTH_WAITING = 0.2
 """Share of the time that the training waits for batches, from which on it is worth a try."""
+HEADROOM = 1.5
+"""More workers than would keep up if all batches took the same time."""
 
 
 class Left(NamedTuple):
@@ -38,23 +40,16 @@ class Pace:
         self._spans = deque[tuple[float, float]]()
         self._took_s = self._waited_s = 0.0
         """The sums of what they hold."""
-        self._first: list[tuple[float, float]] | None = None
-        """The first ones of an epoch; None until a batch has come, whose wait is the start of the workers."""
         self._unsteady = max(self.ready, self.workers)
         """Batches still to come that the workers began at their start."""
 
     def begin_epoch(self, batches: int | None) -> None:
         """Leave out the batches for which workers had no time while others were trained on, if there are more."""
-        self._first = None
         if batches is None or batches >= 2 * self.workers:
             self._unsteady = max(self._unsteady, self.workers)
 
     def note(self, waited_s: float, took_s: float) -> None:
         """Note a batch: the wait for it, and the time since the one before."""
-        if self._first is None:
-            self._first = []
-        elif not self.ready and not self._is_enough:
-            self._first.append((waited_s, took_s))
         if self._unsteady:
             self._unsteady -= 1
             return
@@ -69,34 +64,23 @@ class Pace:
         return max(LEAST_BATCHES, 2 * self.workers)
 
     @property
-    def _is_enough(self) -> bool:
-        return len(self._spans) >= self._least and self._took_s >= LEAST_S
-
-    def _sum_up(self) -> tuple[int, float, float]:
-        """How many batches tell the pace, how long they were waited for, and the rest of their time; 0 for no pace yet.
-
-        Before there are enough of them, one of each worker tells as much, if they were waited for long.
-        """
-        if self._is_enough:
-            return len(self._spans), self._waited_s, self._took_s - self._waited_s
-        first = self._first or []
-        waited_s = sum(waited for waited, _ in first)
-        if len(first) < self.workers or waited_s < LEAST_S + START_S * self.workers:
-            return 0, 0.0, 0.0
-        step_s = min(took - waited for waited, took in first)  # a run's first steps load kernels and try rungs
-        return len(first), waited_s, len(first) * step_s
+    def _is_known(self) -> bool:
+        """Whether there are enough of them, or whole rounds of the workers that were waited for long."""
+        count = len(self._spans)
+        if count >= self._least:
+            return self._took_s >= LEAST_S
+        is_round = count > 0 and count % self.workers == 0
+        return is_round and self._waited_s >= LEAST_S + START_S * self.workers
 
     @property
     def batch_s(self) -> float | None:
-        """Seconds for each batch; None before there are enough of them."""
-        count, waited_s, rest_s = self._sum_up()
-        return (waited_s + rest_s) / count if count else None
+        """Seconds for each batch; None if unknown."""
+        return self._took_s / len(self._spans) if self._is_known else None
 
     @property
     def step_s(self) -> float:
         """Seconds of `batch_s` that are not spent on waiting."""
-        count, _, rest_s = self._sum_up()
-        return rest_s / count
+        return (self._took_s - self._waited_s) / len(self._spans)
 
     def find_more(self, most: int, left: Left, *, loses: bool, stay: bool = False) -> tuple[int, bool] | None:
         """The number of workers that would keep up, at most `most`, and whether they should start now rather than with
@@ -109,7 +93,7 @@ class Pace:
         batch_s = self.batch_s
         if batch_s is None or batch_s - self.step_s < WORTH_WAITING * batch_s:
             return None
-        wanted = math.ceil(self.workers * batch_s / max(self.step_s, 1e-3))
+        wanted = math.ceil(HEADROOM * self.workers * batch_s / max(self.step_s, 1e-3))
         workers = min(most, wanted)
         if workers <= self.workers:
             return None
