@@ -71,9 +71,12 @@ def keep_cudnn_out(site: Site) -> Undo | None:
     return lambda: torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def read_product_dtype(device: torch.device) -> str:
-    """Return the dtype of a 1x1 matrix product of float32 numbers, which shows what autocast does at this point."""
-    one = torch.ones(1, 1, device=device)
+def read_product_dtype(device: torch.device, module: torch.nn.Module | None = None) -> str:
+    """Return the dtype of a 1x1 matrix product of default numbers, which shows what autocast does at this point; of
+    float64 if the module's first parameter has it, which autocast leaves alone."""
+    first = None if module is None else next(module.parameters(), None)
+    is_double = first is not None and first.dtype == torch.float64
+    one = torch.ones(1, 1, device=device, dtype=torch.float64 if is_double else None)
     return str((one @ one).dtype)
 
 

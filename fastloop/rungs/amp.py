@@ -125,7 +125,7 @@ class Amp:
             if (undo_attention := keep_cudnn_out(site)) is not None:
                 undos.callback(undo_attention)
             undo = undos.pop_all().close
-        site.note_in_step(lambda: dtypes.append(read_product_dtype(site.device)))
+        site.note_in_step(lambda: dtypes.append(read_product_dtype(site.device, site.module)))
 
         def probe() -> Mapping[str, Any]:
             return {

@@ -281,8 +281,9 @@ class Workers:
         found = seen.evidence.get("workers", {})
         if (ahead := found.get("epochs_ahead")) is None:
             return self._verify_workers(found)
-        dropped = f", {found['epochs_dropped']} foretold wrong" if found.get("epochs_dropped") else ""
-        why = f"{ahead} epoch{'s' * (ahead != 1)} began with batches made ahead{dropped}"
+        why = f"{ahead} epoch{'s' * (ahead != 1)} began with batches made ahead"
+        if found.get("order_differed"):
+            why += ", until the sampler drew another order than foretold"
         if found.get("only_ahead"):
             return Verdict(took=ahead > 0, why=why)
         verdict = self._verify_workers(found)

@@ -21,6 +21,7 @@ def test_inside_and_outside_autocast(dtype: torch.dtype) -> None:
     assert read_product_dtype(CPU) == "torch.float32"
     with torch.autocast("cpu", dtype=dtype):
         assert read_product_dtype(CPU) == str(dtype)
+        assert read_product_dtype(CPU, torch.nn.Linear(1, 1).double()) == "torch.float64"
         with torch.autocast("cpu", enabled=False):
             assert read_product_dtype(CPU) == "torch.float32"
     assert read_product_dtype(CPU) == "torch.float32"

@@ -135,6 +135,17 @@ def test_takes() -> None:
     assert verdict(watcher, "amp").why == "matrix products in training_step ran in torch.float32"
 
 
+class InFloat64(models.Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step([part.double() for part in batch], batch_idx)
+
+
+def test_a_model_in_float64_is_left_alone_and_says_so() -> None:
+    watcher, _ = fit(BF16, seeded(InFloat64).double())
+    found = verdict(watcher, "amp")
+    assert (found.took, found.why) == (False, "matrix products in training_step ran in torch.float64")
+
+
 def test_float16_on_the_cpu_is_float16() -> None:  # P1: through Lightning's flag it silently becomes bf16
     seen = []
 

@@ -199,7 +199,9 @@ def read_loader_facts(
             worker_init=loader.worker_init_fn,
             sampler=sampler,
         ),
-        not_ahead=find_what_epochs_renew(loader.dataset, others, collate=loader.collate_fn),
+        not_ahead=find_what_epochs_renew(
+            loader.dataset, others, collate=loader.collate_fn, worker_init=loader.worker_init_fn
+        ),
         changes_within=list_changes_within(loader.dataset, others, collate=loader.collate_fn, loader=loader),
         remembers=list_remembered(loader.dataset, loader.collate_fn),
         own_iterator=makes_iterators(type(loader)),

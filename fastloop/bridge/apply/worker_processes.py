@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
@@ -72,12 +72,13 @@ class WorkerProcesses:
             epochs = self._more.batches
         if settings.get("persistent_workers") and not loader.persistent_workers:
             epochs = FreshWorkers(tell=self._say, epochs=epochs).batches
-        return self._begin_early(loader, epochs) if NEXT_EPOCH in plan.wants else epochs
+        begins_early = NEXT_EPOCH in plan.wants and settings.get("in_order", getattr(loader, "in_order", True))
+        return self._begin_early(loader, epochs) if begins_early else epochs
 
     def _begin_early(self, loader: Any, epochs: Epochs | None) -> Epochs:
         """Let an epoch's first batches be made before it begins."""
         self._next = next_epoch = NextEpoch(
-            count_next=self._count_next, guess_draws=self._guess_draws, draws_seed=not loader.persistent_workers
+            count_next=self._count_next, count_draws=self._count_draws, draws_seed=not loader.persistent_workers
         )
 
         def batches(loader: Any, begin: Callable[[], Any]) -> Any:
@@ -133,16 +134,18 @@ class WorkerProcesses:
         left = self._count_left()
         return None if left.in_run is None or left.in_epoch is None else left.in_run - left.in_epoch
 
-    def _guess_draws(self) -> int | None:
-        """Seeds that validation draws for its workers after each epoch; None if it does not come after each."""
+    def _count_draws(self) -> int | None:
+        """Numbers that validation draws for its loaders before the next epoch; None if unknown."""
         trainer = self.trainer
         if not trainer.enable_validation:
             return 0
-        combined = getattr(trainer.fit_loop.epoch_loop.val_loop, "_combined_loader", None)
-        if combined is None or (trainer.check_val_every_n_epoch, trainer.val_check_interval) != (1, 1.0):
+        if trainer.val_check_batch != trainer.num_training_batches or not trainer.check_val_every_n_epoch:
             return None
-        loaders = [each for each in combined.flattened if isinstance(each, DataLoader)]
-        return sum(not each.persistent_workers or each._iterator is None for each in loaders)
+        if (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch:
+            return 0
+        combined = getattr(trainer.fit_loop.epoch_loop.val_loop, "_combined_loader", None)
+        counts = [None] if combined is None else list(map(_count_draws, combined.flattened))
+        return None if None in counts else sum(filter(None, counts))
 
     # -- evidence -----------------------------------------------------------------------------------------------------
 
@@ -179,12 +182,25 @@ class WorkerProcesses:
         return {"more": self._more.change, "faster": self._more.is_faster, "theirs": self._tried is None}
 
     def see_next_epoch(self) -> Mapping[str, Any]:
-        """How many epochs began with batches made ahead, and how many orders were foretold wrong; empty if none was to
+        """How many epochs began with batches made ahead, and whether an order was foretold wrong; empty if none could
         be."""
-        if self._next is None:
+        if self._next is None or self._next.may_foretell is not True:
             return {}
         alone = self._tried is None and self._more is None and not self._keeps_theirs
-        return {"epochs_ahead": self._next.used, "epochs_dropped": self._next.dropped, "only_ahead": alone}
+        return {"epochs_ahead": self._next.used, "order_differed": self._next.is_wrong, "only_ahead": alone}
+
+
+def _count_draws(loader: Any) -> int | None:
+    """Numbers that a validation loader draws from torch's global stream when it begins: a seed for its workers, and one
+    for its order. None if unknown."""
+    if not isinstance(loader, DataLoader):
+        return None
+    is_begun = loader.persistent_workers and loader._iterator is not None
+    seeds = int(loader.generator is None and not is_begun)
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler:
+        return seeds + (sampler.generator is None)
+    return seeds if type(sampler) in (SequentialSampler, DistributedSampler) else None
 
 
 def _find_room(facts: Facts) -> int | None:

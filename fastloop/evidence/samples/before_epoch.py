@@ -7,10 +7,12 @@ not be.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import re
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -22,25 +24,33 @@ _READS = re.compile(
     r"(\w+_)?(open\w*|imread|load\w*|read\w*|memmap|fromfile|genfromtxt|connect|File|listdir|glob|exists)"
 )
 _WRITES = re.compile(
-    r"open|(\w+_)?write\w*|save\w*|dump\w*|to_(csv|parquet|json|feather|pickle|hdf|zarr|file|disk)|imwrite|tofile"
+    r"open|open_memmap|memmap|shutil|(\w+_)?write\w*|save\w*|dump\w*|to_(csv|parquet|json|feather|pickle|hdf|zarr|file|disk)|imwrite|tofile"
     r"|execute\w*|commit|unlink|rename|copyfile|copytree|copy2|symlink\w*|system|Popen|check_call|check_output"
 )
 _OF_TORCH = ("torch.utils.data.",)
 
 
-def find_what_epochs_renew(dataset: Any, others: Iterable[Any], *, collate: Any = None) -> str | None:
+def find_what_epochs_renew(
+    dataset: Any, others: Iterable[Any], *, collate: Any = None, worker_init: Any = None
+) -> str | None:
     """What training may renew between epochs for samples to read, and workers see at once; None if nothing is found.
 
     Args:
         others: callbacks and the module.
         collate: the loader's collate_fn.
+        worker_init: its worker_init_fn.
     """
-    held = [*datasets.walk(dataset), *datasets.walk(collate, "collate_fn")]
+    given = (dataset, "dataset"), (collate, "collate_fn"), (worker_init, "worker_init_fn")
+    held = [each for item, name in given for each in datasets.walk(item, name)]
     reads = None
     for _, _, function in datasets.list_running(held):
-        names = sample_code.list_names(function.__code__)
+        names = set(sample_code.list_names(function.__code__))
+        if "get_worker_info" in names:
+            return f"{function.__qualname__} asks for its worker, and batches made ahead reach another one"
         reads = reads or next((function.__qualname__ for name in names if _READS.fullmatch(name)), None)
     for path, item in held:
+        if isinstance(_find_block(item), np.memmap):
+            reads = reads or path
         if _is_shared(item):
             return f"{path} is shared between processes, and may change before the next epoch"
         if reads is None and isinstance(item, Dataset) and _is_of_library(type(item)):
@@ -48,7 +58,8 @@ def find_what_epochs_renew(dataset: Any, others: Iterable[Any], *, collate: Any 
     for other in others if reads is not None else ():
         for name, function in list_running(other):
             for called in dict.fromkeys((function, *sample_code.list_called(function, type(other)))):
-                if any(_WRITES.fullmatch(each) for each in sample_code.list_names(called.__code__)):
+                names = set(sample_code.list_names(called.__code__))
+                if any(map(_WRITES.fullmatch, names)) or {"os", "replace"} <= names:
                     return f"{reads} reads files, and {type(other).__name__}.{name} may write some between epochs"
     return None
 
@@ -62,7 +73,17 @@ def _is_shared(item: Any) -> bool:
     """Whether another process may change it, and this one sees that."""
     if isinstance(item, torch.Tensor):
         return item.device.type == "cpu" and item.is_shared()  # type: ignore[no-untyped-call]
+    if isinstance(item, np.ndarray):
+        block = _find_block(item)
+        return isinstance(block, (mmap.mmap, ctypes.Array)) or (isinstance(block, memoryview) and not block.readonly)
     kinds = type(item).__mro__
     return isinstance(item, (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)) or any(
         kind.__module__.startswith("multiprocessing.") for kind in kinds
     )
+
+
+def _find_block(array: Any) -> Any:
+    """The memory that an array shows: a file that is mapped, another object, None for its own; else what was given."""
+    while isinstance(array, np.ndarray) and not isinstance(array, np.memmap):
+        array = array.base
+    return array

@@ -77,6 +77,8 @@ def _follow(starts: list[Any], kind: type, modules: bool = False) -> Iterator[An
         yield function
         named = tuple(list_names(function.__code__))
         queue.extend(_find_method(kind, name) for name in named)
+        if "super" in named or any(base.__name__ in named for base in kind.__mro__[1:]):
+            queue.extend(_unwrap(vars(base)[name]) for base in kind.__mro__ for name in named if name in vars(base))
         outer = [value for _, value in list_globals(function)]
         queue.extend(outer)
         if modules:
@@ -142,7 +144,23 @@ def _find_function(member: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _find_method(kind: type, name: str) -> Any:
-    member = inspect.getattr_static(kind, name, None)
+    return _unwrap(inspect.getattr_static(kind, name, None))
+
+
+def is_super(node: ast.AST) -> bool:
+    """Whether it is ``super()``."""
+    return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "super"
+
+
+def find_super(function: Any, kind: type, name: str) -> Any:
+    """What a method calls by ``super().name`` on an object of this kind; None if that is unknown."""
+    owner, bases = dict(list_closure(function)).get("__class__"), kind.__mro__
+    later = bases[bases.index(owner) + 1 :] if owner in bases else ()
+    return next((_unwrap(vars(base)[name]) for base in later if name in vars(base)), None)
+
+
+def _unwrap(member: Any) -> Any:
+    """The function that runs for a member of a class; None if it is something else."""
     if isinstance(member, property):
         return member.fget
     return inspect.unwrap(member) if inspect.isfunction(member) else None
@@ -333,7 +351,9 @@ def _list_given(
     code = called.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     touched = _find_touched(called, pick, kind, names, depth - 1)
-    is_method = isinstance(call.func, ast.Attribute) and writes.is_own(call.func.value, me)
+    is_method = isinstance(call.func, ast.Attribute) and (
+        is_super(call.func.value) or writes.is_own(call.func.value, me)
+    )
     given = [*zip(names[is_method:], call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
     for name, value in given:
         if name in touched and not any(isinstance(part, (ast.Subscript, ast.Call)) for part in ast.walk(value)):
@@ -353,6 +373,8 @@ def _find_called(function: Any, called: ast.AST, me: str | None, kind: type) -> 
         return outer.get(getattr(called, "id", ""))
     if writes.is_own(called.value, me):
         return _find_method(kind, called.attr)
+    if is_super(called.value):
+        return find_super(function, kind, called.attr)
     module = outer.get(writes.find_root(called.value))
     return vars(module).get(called.attr) if inspect.ismodule(module) else None
 

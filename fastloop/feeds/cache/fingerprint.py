@@ -123,6 +123,17 @@ class _Reader:
         mine = [node for node in members if isinstance(node.value, ast.Name) and node.value.id == me]
         if len(uses) > len(mine):
             raise NoFingerprint(f"{name} passes {me} to other code, so what it reads is unknown")
+        of_bases = [node for node in members if sample_code.is_super(node.value)]
+        if len(of_bases) < sum(isinstance(node, ast.Name) and node.id == "super" for node in ast.walk(tree)):
+            raise NoFingerprint(f"{name} uses super() in an unusual way, so what it reads is unknown")
+        for node in of_bases:
+            member = sample_code.find_super(function, type(self.owner), node.attr)
+            if member is None:
+                raise NoFingerprint(f"{name} reads {node.attr} of its base class, which was not found")
+            if sample_code.is_installed(member):
+                self._read_value(member, f"{node.attr} of the base class", depth + 1)
+            else:
+                self._read_function(member, depth + 1)
         for node in mine:
             if isinstance(node.ctx, ast.Store):
                 self._written.add(node.attr)

@@ -11,6 +11,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ from fastloop.feeds.place.kept_order import KeptOrder
 from fastloop.feeds.workers.pending_indices import PendingIndices
 
 _KNOWN = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+_DRAWN_FROM = ("data_source", "dataset", "indices", "weights")
+"""Attributes of theirs with as many members as the order that they draw."""
 _STAND_INS = (Bounded, KeptOrder, PendingIndices)
 _MOST_SAMPLES = 2**22
 """A longer order takes torch more than half a second to draw."""
-_MOST_DRAWS = 16
-_MOST_MISSES = 2
 
 
 class NextEpoch:
@@ -41,85 +42,75 @@ class NextEpoch:
 
     Args:
         count_next: returns how many batches the training will take from the next epoch; None if unknown.
-        guess_draws: returns how many numbers others draw from torch's global stream between two epochs, such as a
-            validation loader for its workers; None to find out first.
+        count_draws: returns how many numbers others draw from torch's global stream before it begins, such as
+            validation loaders for their workers; None if unknown.
         draws_seed: whether the loader draws a seed for its workers in each epoch.
 
     Attributes:
         used: epochs that began with batches made ahead.
-        dropped: epochs whose order was foretold wrong.
+        is_wrong: whether an order was foretold wrong; none is foretold after that.
+        may_foretell: whether the sampler is of a kind whose order can be foretold; None before the first epoch.
     """
 
     def __init__(
-        self, *, count_next: Callable[[], int | None], guess_draws: Callable[[], int | None], draws_seed: bool
+        self, *, count_next: Callable[[], int | None], count_draws: Callable[[], int | None], draws_seed: bool
     ) -> None:
-        self._count_next, self._guess_draws, self._draws_seed = count_next, guess_draws, draws_seed
-        self._between: int | None = None
+        self._count_next, self._count_draws, self._draws_seed = count_next, count_draws, draws_seed
         self._generator: torch.Generator | None = None
         """The loader's, which has another one while its iterator is made."""
-        self.used = self.dropped = 0
+        self.used, self.is_wrong = 0, False
+        self.may_foretell: bool | None = None
         self._stream: _Stream | None = None
-        self._left_at: torch.Tensor | None = None
-        """The state of the global stream when the last order was foretold."""
 
-    def begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The batches of one epoch, or of the rest of one; `begin` makes the loader's iterator."""
-        name = name_sampler(loader)
-        own, last = getattr(loader, name), self._stream
-        if not loader.num_workers or find_sampler(own) is None:
-            return begin()
+    def begin(self, loader: DataLoader[Any], make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The batches of one epoch, or of the rest of one; `make` makes the loader's iterator."""
+        own, last = getattr(loader, name_sampler(loader)), self._stream
+        self.may_foretell = find_sampler(own) is not None
+        if last is not None and not last.serves(loader):
+            last = None
+        if not loader.num_workers or not (self.may_foretell or last):
+            return make()
         self._generator = loader.generator
-        source, serves = iter(own), last is not None and last.serves(loader)
-        if last is not None and serves and last.is_over:
-            self._look_at_draws()
-            if last.ahead:
-                if (drawn := last.go_on(source)) is None:
-                    self.used += 1
-                    return _Epoch(loader._iterator, last)
-                self.dropped += 1
-                source = chain(drawn, source)
-        if last is not None and serves:  # its iterator knows no other sampler
-            stream = last
-            stream.begin_epoch(source)
-        else:
+        source = iter(own)
+        if last is not None and last.is_over and last.ahead:
+            if (drawn := last.go_on(source)) is None:
+                self.used += 1
+                return _Epoch(loader._iterator, last)
+            self.is_wrong = True
+            source = chain(drawn, source)
+        return self._begin_anew(loader, make, own, source, last)
+
+    def _begin_anew(
+        self, loader: DataLoader[Any], make: Callable[[], Iterator[Any]], own: Any, source: Any, last: _Stream | None
+    ) -> Iterator[Any]:
+        """Let the loader's iterator read these indices. One that stays knows no other sampler than its last one."""
+        before, name = self._stream, name_sampler(loader)
+        if last is None:
             known = weakref.ref(loader)  # its workers end when nobody holds it
-            stream = _Stream(source, lambda stream: self._foretell(known(), own, stream))
-        loader.__dict__[name] = self._stream = stream
+            last = _Stream(source, lambda stream: self._foretell(known(), own, stream))
+        else:
+            last.begin_epoch(source)
+        loader.__dict__[name] = self._stream = last
         try:
-            iterator = begin()
+            iterator = make()
         except BaseException:
-            self._stream = last
+            self._stream = before
             raise
         finally:
             loader.__dict__[name] = own
-        stream.find_iterator = weakref.ref(iterator)
-        return _Epoch(iterator, stream)
+        last.find_iterator = weakref.ref(iterator)
+        return _Epoch(iterator, last)
 
     def _foretell(self, loader: DataLoader[Any] | None, own: Any, stream: _Stream) -> Iterator[Any]:
         """The indices of the next epoch's first batches, where they are known."""
-        most = self._count_next()
-        if loader is None or stream is not self._stream or most == 0 or self.dropped >= self.used + _MOST_MISSES:
+        most, draws = self._count_next(), self._count_draws()
+        if loader is None or stream is not self._stream or find_sampler(own) is None:
             return iter(())
-        self._left_at = torch.default_generator.get_state()
-        between = self._guess_draws() if self._between is None else self._between
-        if between is None:
+        if most == 0 or draws is None or self.is_wrong or not stream.is_quiet():
             return iter(())
-        ahead = loader.num_workers * int(loader.prefetch_factor or 1)
-        count = ahead if most is None else min(most, ahead)
-        return foretell(own, count, between=between, seeds_from=[self._generator] if self._draws_seed else [])
-
-    def _look_at_draws(self) -> None:
-        """Count the numbers that were drawn since the last order was foretold."""
-        if self._left_at is None:
-            return
-        generator, now = torch.Generator(), torch.default_generator.get_state()
-        generator.set_state(self._left_at)
-        self._left_at = None
-        for count in range(_MOST_DRAWS):
-            if torch.equal(generator.get_state(), now):
-                self._between = max(0, count - (self._draws_seed and self._generator is None))
-                return
-            _draw_seed(generator)
+        count = loader.num_workers * int(loader.prefetch_factor or 1)
+        seeds_from = [self._generator] if self._draws_seed else []
+        return foretell(own, count if most is None else min(most, count), draws=draws, seeds_from=seeds_from)
 
 
 class _Stream:
@@ -131,10 +122,15 @@ class _Stream:
         self.begin_epoch(source)
 
     def begin_epoch(self, source: Iterator[Any], asked: int = 0) -> None:
-        """Read an epoch's indices from `source`; so many were read already."""
+        """Read an epoch's indices from `source`, of which `asked` batches were asked for already."""
         self._source, self._asked, self.given = source, asked, 0
         self._total: int | None = None
+        self._began_at = torch.default_generator.get_state() if asked else None
         self.ahead, self._next = list[Any](), iter(list[Any]())
+
+    def is_quiet(self) -> bool:
+        """Whether nobody has drawn from torch's global stream since the epoch's first indices were drawn."""
+        return self._began_at is not None and torch.equal(self._began_at, torch.default_generator.get_state())
 
     @property
     def is_over(self) -> bool:
@@ -156,6 +152,8 @@ class _Stream:
                 self._total, self._next = self._asked, self._foretell(self)
             else:
                 self._asked += 1
+                if self._began_at is None:
+                    self._began_at = torch.default_generator.get_state()
                 return indices
         self.ahead.append(next(self._next))
         return self.ahead[-1]
@@ -183,9 +181,11 @@ class _Epoch(Disguised):
     def __next__(self) -> Any:
         if self.stream.is_over:
             raise StopIteration
-        batch = next(self.inner)
-        self.stream.given += 1
-        return batch
+        received = self.inner._rcvd_idx
+        try:
+            return next(self.inner)
+        finally:  # a batch that raises was one, too; a timeout was none
+            self.stream.given += self.inner._rcvd_idx != received
 
 
 def find_sampler(sampler: Any) -> Any:
@@ -193,15 +193,19 @@ def find_sampler(sampler: Any) -> Any:
     while isinstance(sampler, _STAND_INS):
         sampler = sampler.inner
     base: Any = sampler.sampler if type(sampler) is BatchSampler else sampler
-    return sampler if type(base) in _KNOWN and len(base) <= _MOST_SAMPLES else None
+    lengths = (len(getattr(base, name)) for name in _DRAWN_FROM if hasattr(base, name))
+    return sampler if type(base) in _KNOWN and max(lengths) <= _MOST_SAMPLES else None
 
 
-def foretell(own: Any, count: int, *, between: int, seeds_from: Iterable[torch.Generator | None] = ()) -> Iterator[Any]:
-    """The indices of the next epoch's first batches, as its workers get them. Leaves all random streams as they are.
+def foretell(
+    own: Any, count: int, *, draws: int = 0, seeds_from: Iterable[torch.Generator | None] = ()
+) -> Iterator[Any]:
+    """The indices of the next epoch's first batches, as its workers get them; none if they are not whole numbers. All
+    random streams stay as they are.
 
     Args:
         own: the loader's batch sampler, or its sampler.
-        between: numbers that others draw from torch's global stream before.
+        draws: numbers that others draw from torch's global stream before.
         seeds_from: generators from which the loader draws a seed before, None for the global stream.
     """
     twin, clones = copy.copy(find_sampler(own)), dict[int, torch.Generator]()
@@ -213,11 +217,13 @@ def foretell(own: Any, count: int, *, between: int, seeds_from: Iterable[torch.G
     if type(base) is DistributedSampler:
         base.epoch += 1
     with torch.random.fork_rng(devices=[]):
-        for _ in range(between):
+        for _ in range(draws):
             _draw_seed(None)
         for generator in seeds_from:
             _draw_seed(None if generator is None else _copy(generator, clones))
         order = list(islice(twin, count))
+    if not all(isinstance(index, Integral) for batch in order for index in (batch if type(batch) is list else [batch])):
+        return iter(())
     send = _find_send(own)
     return iter(order) if send is None else map(send, order)
 

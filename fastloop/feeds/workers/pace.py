@@ -69,7 +69,7 @@ class Pace:
         count = len(self._spans)
         if count >= self._least:
             return self._took_s >= LEAST_S
-        is_round = count > 0 and count % self.workers == 0
+        is_round = count >= LEAST_BATCHES / 2 and count % self.workers == 0
         return is_round and self._waited_s >= LEAST_S + START_S * self.workers
 
     @property

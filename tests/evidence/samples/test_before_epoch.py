@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
+import os
+import shutil
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -61,7 +64,25 @@ class Given(SyncManager):
     pass
 
 
+class Replaces(Writes):
+    def _mine(self) -> None:
+        os.replace("new.npy", "0.npy")
+
+
+class Copies(Writes):
+    def _mine(self) -> None:
+        shutil.copy("new.npy", "0.npy")
+
+
+class Maps(Writes):
+    def _mine(self) -> None:
+        np.memmap("0.npy", mode="r+")[:] = 1
+
+
 SHARED: dict[str, Any] = {
+    "array of NumPy": lambda: np.frombuffer(multiprocessing.RawArray("d", 3))[:2],
+    "another one": lambda: np.ctypeslib.as_array(multiprocessing.RawArray("d", 3)),
+    "block": lambda: np.ndarray((3,), buffer=mmap.mmap(-1, 24)),
     "value": lambda: multiprocessing.Value("i", 0),
     "array": lambda: multiprocessing.RawArray("d", 3),
     "tensor": lambda: torch.zeros(3).share_memory_(),
@@ -95,6 +116,38 @@ def test_files_that_training_may_write(data: Any, reader: str | None, callback: 
     why = find_what_epochs_renew(data, [callback, L.LightningModule()])
     writes = f"{reader} reads files, and Writes.on_train_epoch_end may write some between epochs"
     assert why == (writes if reader is not None and isinstance(callback, Writes) else None)
+
+
+@pytest.mark.parametrize("callback", [Replaces(), Copies(), Maps()])
+def test_other_ways_to_write(callback: L.Callback) -> None:
+    assert find_what_epochs_renew(ReadsFiles(), [callback]) is not None
+
+
+@pytest.mark.parametrize("callback", [Looks(), Maps()])
+def test_an_array_in_a_file(callback: L.Callback, tmp_path: Path) -> None:
+    held = np.memmap(tmp_path / "a", mode="w+", shape=(3,))
+    why = find_what_epochs_renew(Plain(rows=held), [callback])
+    writes = "dataset.rows reads files, and Maps._mine may write some between epochs"
+    assert why == (writes if isinstance(callback, Maps) else None)
+
+
+def test_what_a_function_for_workers_puts_in() -> None:
+    level = multiprocessing.Value("i", 0)
+
+    def init(worker_id: int) -> None:
+        torch.utils.data.get_worker_info().dataset.level = level  # type: ignore[union-attr]
+
+    assert find_what_epochs_renew(Plain(), [], worker_init=init) is not None
+
+
+class AsksForItsWorker(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.utils.data.get_worker_info()
+
+
+def test_samples_that_ask_for_their_worker() -> None:
+    why = find_what_epochs_renew(AsksForItsWorker(), [])
+    assert why == "AsksForItsWorker.__getitem__ asks for its worker, and batches made ahead reach another one"
 
 
 def test_a_collate_function_reads_too() -> None:

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from fastloop.evidence.samples.sample_code import is_installed, list_globals, list_sample_functions, list_writers
+from fastloop.evidence.samples.sample_code import (
+    find_super,
+    is_installed,
+    list_changes,
+    list_globals,
+    list_sample_functions,
+    list_writers,
+)
 from fastloop.feeds.lazy_loader import Bounded
 
 TABLE = {"a": 1}
@@ -52,6 +59,64 @@ def test_the_functions_of_a_sample_are_followed() -> None:
     assert [function.__name__ for function in list_sample_functions(Data())] == ["__getitem__", "_read", "load"]
     assert [function.__name__ for function in list_sample_functions(load)] == ["load"]
     assert list_sample_functions(TensorDataset(torch.zeros(1))) == ()
+
+
+class Base(Dataset):
+    def __getitem__(self, index: int) -> Any:
+        return load(index)
+
+
+class BySuper(Base):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)
+
+
+class ByName(Base):
+    def __getitem__(self, index: int) -> Any:
+        return Base.__getitem__(self, index)
+
+
+class Between(Base):
+    pass
+
+
+class Later(Between):
+    def __getitem__(self, index: int) -> Any:
+        return super(Later, self).__getitem__(index)  # noqa: UP008
+
+
+class Other(Base):
+    """Has nothing of its base's method."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+@pytest.mark.parametrize(("kind", "is_called"), [(BySuper, True), (ByName, True), (Later, True), (Other, False)])
+def test_a_base_class_is_followed_where_it_is_called(kind: type, is_called: bool) -> None:
+    names = [function.__qualname__ for function in list_sample_functions(kind())]
+    assert names == [f"{kind.__name__}.__getitem__", *(["Base.__getitem__", "load"] if is_called else [])]
+
+
+class Counts(Base):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def _note(self, seen: list[int], index: int) -> None:
+        seen.append(index)
+
+
+class GivesItself(Counts):
+    def __getitem__(self, index: int) -> Any:
+        super()._note(self.seen, index)
+        return index
+
+
+def test_what_a_base_class_is_given_is_followed() -> None:
+    assert list_changes(GivesItself.__getitem__, GivesItself) == (".seen",)
+    assert find_super(GivesItself.__getitem__, GivesItself, "_note") is Counts._note
+    assert find_super(GivesItself.__getitem__, GivesItself, "missing") is None
+    assert find_super(load, GivesItself, "_note") is None
 
 
 def test_globals_are_told_from_attributes() -> None:

@@ -145,6 +145,37 @@ def test_another_attribute_has_another(name: str) -> None:
     assert reads(name, value=1, other=2) == ("value",)
 
 
+class Derived(Plain):
+    def by_global(self, index: int) -> Any:
+        return super().by_global(index)
+
+    def by_attribute(self, index: int) -> Any:
+        return 2 * super().by_attribute(index)
+
+    def unusual(self, index: int) -> Any:
+        base = super()
+        return base.by_global(index)
+
+    def missing(self, index: int) -> Any:
+        return super().nothing(index)  # type: ignore[misc]
+
+
+def test_what_a_base_class_reads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = read_method(Derived(), Derived.by_global)
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", SCALE + 1)
+    assert read_method(Derived(), Derived.by_global)[0] != first
+    found = {read_method(Derived(value=value), Derived.by_attribute)[0] for value in (1, 2)}
+    assert len(found) == 2 and read_method(Derived(value=1), Derived.by_attribute)[1] == ("value",)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("unusual", "uses super\\(\\) in an unusual way"), ("missing", "nothing of its base class")]
+)
+def test_a_base_class_that_cannot_be_followed(name: str, why: str) -> None:
+    with pytest.raises(NoFingerprint, match=why):
+        read_method(Derived(), getattr(Derived, name))
+
+
 def test_a_decorator_does_not_hide_what_a_method_reads() -> None:
     """Its source is the method's by functools.wraps, and its own code hands self on."""
     with pytest.raises(NoFingerprint, match="passes self to other code"):
