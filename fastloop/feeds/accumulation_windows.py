@@ -105,6 +105,11 @@ def list_changed_counts(facts: Facts, loader: LoaderFacts) -> list[str]:
         "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count optimizer"
         " steps, each with the same samples as before"
     )
+    if not loader.num_workers and loader.draws_random and facts.device == "cpu":
+        notes.append(
+            f"samples draw random numbers ({loader.draws_random[0]}), {window} batches at once now: what the model"
+            " itself draws in between, in dropout for example, changes places with them"
+        )
     if loader.num_workers > 1 and (loader.draws_random or loader.custom_collate):
         notes.append(
             f"each of your batches is collated as before, but one worker collates {window} in a row, so random draws"

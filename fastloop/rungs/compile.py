@@ -67,6 +67,9 @@ CARD = Card(
 )
 
 
+ON_CPU = "compiled dropout draws from the stream that also shuffles: later epochs come in another order"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compile:
     """torch.compile of the user's own inner modules; checkpoint keys and the module's class stay."""
@@ -86,6 +89,11 @@ class Compile:
 
     def plan(self, facts: Facts) -> Change:
         """Request an in-place compile of the modules that do the work."""
+        change = self._choose(facts)
+        return change if facts.device != "cpu" else replace(change, notes=(*change.notes, ON_CPU))
+
+    def _choose(self, facts: Facts) -> Change:
+        """What to compile: the whole model, or each repeated block once."""
         if facts.compiled_by_user:
             raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is already compiled by you")
         if facts.compiler is None:

@@ -125,7 +125,13 @@ def test_what_counts_steps_is_named() -> None:
         " steps, each with the same samples as before",
         "each of your batches is collated as before, but one worker collates 4 in a row, so random draws there differ",
     ]
+    draws = LoaderFacts(kind="DataLoader", batches=12, draws_random=("Crop",))
+    assert list_changed_counts(Facts(accumulate=4), draws)[-1] == (
+        "samples draw random numbers (Crop), 4 batches at once now: what the model itself draws in between, in dropout"
+        " for example, changes places with them"
+    )
     quiet = list_changed_counts(Facts(accumulate=4), LoaderFacts(kind="DataLoader", batches=12))
+    assert list_changed_counts(Facts(accumulate=4, device="cuda"), draws) == quiet, "it draws from another stream"
     one = LoaderFacts(kind="DataLoader", batches=12, custom_collate=True, num_workers=1)
     assert list_changed_counts(Facts(accumulate=4), one) == quiet
     assert len(quiet) == 2 and "0.34" in list_changed_counts(Facts(val_check_interval=0.34), loader)[1]

@@ -184,7 +184,8 @@ def test_plan(settings: dict[str, Any], facts: dict[str, Any], reason: str | Non
         return
     change = rung.plan(Facts(**{**FACTS, **facts}))
     assert [(action.keys, action.when) for action in change.actions] == [(("model.compile",), "model")]
-    assert change.notes == ("compiles net",)
+    on_cpu = "compiled dropout draws from the stream that also shuffles: later epochs come in another order"
+    assert change.notes == ("compiles net", *([] if facts.get("device") == "cuda" else [on_cpu]))
     assert change.parity == "approximate" and change.evaluation
 
 
@@ -337,7 +338,7 @@ def test_blocks_follow_sizes_that_the_first_batches_show(sizes: list[int], graph
 
 def test_the_module_itself_has_a_name_in_the_plan() -> None:
     change = Compile(enabled=True).plan(Facts(compiler="g++", compile_targets=("",)))
-    assert change.notes == ("compiles the module's own forward",)
+    assert change.notes[0] == "compiles the module's own forward"
 
 
 @pytest.mark.parametrize("kind", [Own, models.Regression, Several, Many, Bare, Logging])
