@@ -143,8 +143,8 @@ class Workers:
     """With ``count: auto``: once the training has waited for batches, replace the workers, yours too, by more of them,
     if that saves more time than it costs. Random augmentations then draw other numbers from that batch on."""
     across_epochs: bool = False
-    """Let workers that stay between epochs make the first batches of the next one while the last ones of this epoch are
-    trained on, and during validation. They count only if the sampler then draws the same indices."""
+    """Let workers that stay between epochs prefetch the next epoch's first batches while this one ends, and during
+    validation. They are used only if the sampler then draws the same indices."""
     prefetch_factor: int = 2
     """Batches that each worker keeps ready."""
     persistent: bool | Literal["auto"] = "auto"
@@ -236,7 +236,7 @@ class Workers:
         if (obstacle := find_obstacle_to_next_epoch(loader, facts)) is None:
             wants["loader.next_epoch"] = True
         else:
-            notes.append(f"no batch of the next epoch is made before it begins: {obstacle}")
+            notes.append(f"no batches are prefetched across epochs: {obstacle}")
 
     def _may_grow(self, count: int, facts: Facts) -> bool:
         return self.grow and self.count == "auto" and _count_most(facts) > count
@@ -281,9 +281,9 @@ class Workers:
         found = seen.evidence.get("workers", {})
         if (ahead := found.get("epochs_ahead")) is None:
             return self._verify_workers(found)
-        why = f"{ahead} epoch{'s' * (ahead != 1)} began with batches made ahead"
+        why = f"{ahead} epoch{'s' * (ahead != 1)} started with prefetched batches"
         if found.get("order_differed"):
-            why += ", until the sampler drew another order than foretold"
+            why += ", until the sampler drew a different order than predicted"
         if found.get("only_ahead"):
             return Verdict(took=ahead > 0, why=why)
         verdict = self._verify_workers(found)

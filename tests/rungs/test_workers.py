@@ -689,7 +689,7 @@ AHEAD = {"num_workers": 3, "batches": 50, "map_style": True}
 def test_the_next_epoch_ahead(loader: dict[str, Any], machine: dict[str, Any], obstacle: str | None) -> None:
     change = Workers(enabled=True, persistent=True, across_epochs=True).plan(facts({**AHEAD, **loader}, **machine))
     assert change.wants.get("loader.next_epoch") is (None if obstacle else True)
-    said = f"no batch of the next epoch is made before it begins: {obstacle}"
+    said = f"no batches are prefetched across epochs: {obstacle}"
     assert (said in change.notes) is (obstacle is not None), change.notes
 
 
@@ -723,7 +723,7 @@ def test_the_next_epoch_ahead_in_a_fit(own: int, validates: bool) -> None:
     plain, ours = both(rungs, train, max_epochs=4, **val)
     assert distance(plain, ours) == 0.0
     ahead = ours.verdict("workers").why.partition("; ")[2]
-    assert ahead == "3 epochs began with batches made ahead", ours.verdict("workers")
+    assert ahead == "3 epochs started with prefetched batches", ours.verdict("workers")
 
 
 @pytest.mark.parametrize(
@@ -740,7 +740,7 @@ def test_validation_draws_before_the_next_epoch(settings: dict[str, Any], ahead:
     val = partial(batches, 16, num_workers=1, shuffle=shuffle)
     ours = run(rungs, batches(64, shuffle=True, num_workers=2), max_epochs=4, val=val(), **settings)
     said = ours.verdict("workers").why
-    assert said == f"your workers were kept between epochs; {ahead} epochs began with batches made ahead"
+    assert said == f"your workers were kept between epochs; {ahead} epochs started with prefetched batches"
 
 
 class Waits(L.Callback):
@@ -765,7 +765,7 @@ def test_nothing_is_made_for_an_epoch_that_does_not_come(tmp_path: Path) -> None
     loader = DataLoader(Made(path=tmp_path / "made"), 4, shuffle=True, num_workers=2)
     rungs = {"workers": {"persistent": True, "across_epochs": True}}
     ours = run(rungs, loader, max_epochs=3, callbacks=[Waits()])
-    assert ours.verdict("workers").why.endswith("; 2 epochs began with batches made ahead")
+    assert ours.verdict("workers").why.endswith("; 2 epochs started with prefetched batches")
     assert (tmp_path / "made").stat().st_size == 3 * 40
 
 
@@ -784,7 +784,7 @@ def test_workers_that_deliver_in_any_order_make_nothing_ahead(in_order: bool) ->
     """A batch of the next epoch could come before this one's last."""
     loader = batches(64, num_workers=2, in_order=in_order)
     why = run({"workers": {"persistent": True, "across_epochs": True}}, loader, max_epochs=2).verdict("workers").why
-    assert ("made ahead" in why) is in_order
+    assert ("prefetched batches" in why) is in_order
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -793,8 +793,8 @@ def test_workers_that_the_user_keeps_make_the_next_epoch_ahead(ahead: int) -> No
     rungs = {"workers": {"across_epochs": True}}
     loader = batches(64, shuffle=True, num_workers=2, persistent_workers=True)
     verdict = run(rungs, loader, max_epochs=2, callbacks=[] if ahead else [Draws()]).verdict("workers")
-    wrong = ", until the sampler drew another order than foretold"
-    said = "1 epoch began with batches made ahead" if ahead else f"0 epochs began with batches made ahead{wrong}"
+    wrong = ", until the sampler drew a different order than predicted"
+    said = "1 epoch started with prefetched batches" if ahead else f"0 epochs started with prefetched batches{wrong}"
     assert (verdict.took, verdict.why) == (bool(ahead), said)
 
 

@@ -182,9 +182,9 @@ class WorkerProcesses:
         return {"more": self._more.change, "faster": self._more.is_faster, "theirs": self._tried is None}
 
     def see_next_epoch(self) -> Mapping[str, Any]:
-        """How many epochs began with batches made ahead, and whether an order was foretold wrong; empty if none could
+        """How many epochs began with batches made ahead, and whether an order was predicted wrong; empty if none could
         be."""
-        if self._next is None or self._next.may_foretell is not True:
+        if self._next is None or self._next.may_predict is not True:
             return {}
         alone = self._tried is None and self._more is None and not self._keeps_theirs
         return {"epochs_ahead": self._next.used, "order_differed": self._next.is_wrong, "only_ahead": alone}

@@ -147,11 +147,6 @@ def _find_method(kind: type, name: str) -> Any:
     return _unwrap(inspect.getattr_static(kind, name, None))
 
 
-def is_super(node: ast.AST) -> bool:
-    """Whether it is ``super()``."""
-    return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "super"
-
-
 def find_super(function: Any, kind: type, name: str) -> Any:
     """What a method calls by ``super().name`` on an object of this kind; None if that is unknown."""
     owner, bases = dict(list_closure(function)).get("__class__"), kind.__mro__
@@ -351,9 +346,8 @@ def _list_given(
     code = called.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     touched = _find_touched(called, pick, kind, names, depth - 1)
-    is_method = isinstance(call.func, ast.Attribute) and (
-        is_super(call.func.value) or writes.is_own(call.func.value, me)
-    )
+    on = getattr(call.func, "value", call)
+    is_method = writes.is_super(on) or writes.is_own(on, me)
     given = [*zip(names[is_method:], call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
     for name, value in given:
         if name in touched and not any(isinstance(part, (ast.Subscript, ast.Call)) for part in ast.walk(value)):
@@ -373,7 +367,7 @@ def _find_called(function: Any, called: ast.AST, me: str | None, kind: type) -> 
         return outer.get(getattr(called, "id", ""))
     if writes.is_own(called.value, me):
         return _find_method(kind, called.attr)
-    if is_super(called.value):
+    if writes.is_super(called.value):
         return find_super(function, kind, called.attr)
     module = outer.get(writes.find_root(called.value))
     return vars(module).get(called.attr) if inspect.ismodule(module) else None

@@ -170,6 +170,11 @@ def list_aliases(
             yield name, state
 
 
+def is_super(node: ast.AST) -> bool:
+    """Whether it is ``super()``."""
+    return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "super"
+
+
 def is_own(node: ast.AST, me: str | None) -> bool:
     """Whether it is self, type(self) or self.__class__."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type" and node.args:

@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 from types import CodeType, ModuleType
 from typing import Any
 
-from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples import sample_code, writes
 from fastloop.evidence.samples.dataset import draws_random
 
 _MOST_DEPTH, _LONG = 12, 100
@@ -123,7 +123,7 @@ class _Reader:
         mine = [node for node in members if isinstance(node.value, ast.Name) and node.value.id == me]
         if len(uses) > len(mine):
             raise NoFingerprint(f"{name} passes {me} to other code, so what it reads is unknown")
-        of_bases = [node for node in members if sample_code.is_super(node.value)]
+        of_bases = [node for node in members if writes.is_super(node.value)]
         if len(of_bases) < sum(isinstance(node, ast.Name) and node.id == "super" for node in ast.walk(tree)):
             raise NoFingerprint(f"{name} uses super() in an unusual way, so what it reads is unknown")
         for node in of_bases:

@@ -1,7 +1,7 @@
 """The first batches of the next epoch, made while the last ones of this epoch are trained on.
 
 At the end of an epoch workers have nothing left to do, and the first batch of the next one comes no sooner than a
-worker can make it. Here a copy of the sampler foretells the next order, on copies of its random streams. When the epoch
+worker can make it. Here a copy of the sampler predicts the next order, on copies of its random streams. When the epoch
 begins, the sampler draws as ever: batches made ahead count only if it drew the same indices.
 """
 
@@ -48,8 +48,8 @@ class NextEpoch:
 
     Attributes:
         used: epochs that began with batches made ahead.
-        is_wrong: whether an order was foretold wrong; none is foretold after that.
-        may_foretell: whether the sampler is of a kind whose order can be foretold; None before the first epoch.
+        is_wrong: whether an order was predicted wrong; none is predicted after that.
+        may_predict: whether the sampler is of a kind whose order can be predicted; None before the first epoch.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class NextEpoch:
         self._generator: torch.Generator | None = None
         """The loader's, which has another one while its iterator is made."""
         self.used, self.is_wrong = 0, False
-        self.may_foretell: bool | None = None
+        self.may_predict: bool | None = None
         self._stream: _Stream | None = None
 
     def begin(self, loader: DataLoader[Any], make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """The batches of one epoch, or of the rest of one; `make` makes the loader's iterator."""
         own, last = getattr(loader, name_sampler(loader)), self._stream
-        self.may_foretell = find_sampler(own) is not None
+        self.may_predict = find_sampler(own) is not None
         if last is not None and not last.serves(loader):
             last = None
-        if not loader.num_workers or not (self.may_foretell or last):
+        if not loader.num_workers or not (self.may_predict or last):
             return make()
         self._generator = loader.generator
         source = iter(own)
@@ -87,7 +87,7 @@ class NextEpoch:
         before, name = self._stream, name_sampler(loader)
         if last is None:
             known = weakref.ref(loader)  # its workers end when nobody holds it
-            last = _Stream(source, lambda stream: self._foretell(known(), own, stream))
+            last = _Stream(source, lambda stream: self._predict(known(), own, stream))
         else:
             last.begin_epoch(source)
         loader.__dict__[name] = self._stream = last
@@ -101,7 +101,7 @@ class NextEpoch:
         last.find_iterator = weakref.ref(iterator)
         return _Epoch(iterator, last)
 
-    def _foretell(self, loader: DataLoader[Any] | None, own: Any, stream: _Stream) -> Iterator[Any]:
+    def _predict(self, loader: DataLoader[Any] | None, own: Any, stream: _Stream) -> Iterator[Any]:
         """The indices of the next epoch's first batches, where they are known."""
         most, draws = self._count_next(), self._count_draws()
         if loader is None or stream is not self._stream or find_sampler(own) is None:
@@ -110,14 +110,14 @@ class NextEpoch:
             return iter(())
         count = loader.num_workers * int(loader.prefetch_factor or 1)
         seeds_from = [self._generator] if self._draws_seed else []
-        return foretell(own, count if most is None else min(most, count), draws=draws, seeds_from=seeds_from)
+        return predict(own, count if most is None else min(most, count), draws=draws, seeds_from=seeds_from)
 
 
 class _Stream:
-    """Stands in for a sampler: the indices of an epoch's batches, and then those foretold for the next one."""
+    """Stands in for a sampler: the indices of an epoch's batches, and then those predicted for the next one."""
 
-    def __init__(self, source: Iterator[Any], foretell: Callable[[_Stream], Iterator[Any]]) -> None:
-        self._foretell = foretell
+    def __init__(self, source: Iterator[Any], predict: Callable[[_Stream], Iterator[Any]]) -> None:
+        self._predict = predict
         self.find_iterator: Callable[[], Any] = lambda: None
         self.begin_epoch(source)
 
@@ -149,7 +149,7 @@ class _Stream:
             try:
                 indices = next(self._source)
             except StopIteration:
-                self._total, self._next = self._asked, self._foretell(self)
+                self._total, self._next = self._asked, self._predict(self)
             else:
                 self._asked += 1
                 if self._began_at is None:
@@ -159,7 +159,7 @@ class _Stream:
         return self.ahead[-1]
 
     def go_on(self, source: Iterator[Any]) -> list[Any] | None:
-        """Continue with the next epoch if its first indices are those foretold; else return them."""
+        """Continue with the next epoch if its first indices are those predicted; else return them."""
         drawn = list(islice(source, len(self.ahead)))
         if [_read(each) for each in drawn] != [_read(each) for each in self.ahead]:
             return drawn
@@ -189,7 +189,7 @@ class _Epoch(Disguised):
 
 
 def find_sampler(sampler: Any) -> Any:
-    """The sampler behind our stand-ins whose next order can be foretold; None if it is not one of torch's."""
+    """The sampler behind our stand-ins whose next order can be predicted; None if it is not one of torch's."""
     while isinstance(sampler, _STAND_INS):
         sampler = sampler.inner
     base: Any = sampler.sampler if type(sampler) is BatchSampler else sampler
@@ -197,7 +197,7 @@ def find_sampler(sampler: Any) -> Any:
     return sampler if type(base) in _KNOWN and max(lengths) <= _MOST_SAMPLES else None
 
 
-def foretell(
+def predict(
     own: Any, count: int, *, draws: int = 0, seeds_from: Iterable[torch.Generator | None] = ()
 ) -> Iterator[Any]:
     """The indices of the next epoch's first batches, as its workers get them; none if they are not whole numbers. All

@@ -146,14 +146,14 @@ def draw(count: int) -> Callable[[int], object]:
 
 @pytest.mark.parametrize(("counted", "used", "is_wrong"), [(2, 3, False), (None, 0, False), (0, 0, True), (5, 0, True)])
 def test_what_others_draw_between_epochs_counts(counted: int | None, used: int, is_wrong: bool) -> None:
-    """One order foretold wrong is enough."""
+    """One order predicted wrong is enough."""
     loader, ahead = make(draws=counted, shuffle=True)
     plain = DataLoader(Numbers(), 4, shuffle=True, num_workers=2)
     assert read(loader, draw(2)) == read(plain, draw(2))
     assert (ahead.used, ahead.is_wrong) == (used, is_wrong)
 
 
-def test_nothing_is_foretold_where_the_training_draws_too() -> None:
+def test_nothing_is_predicted_where_the_training_draws_too() -> None:
     """Dropout on a CPU: what the next epoch draws from depends on when one looks."""
 
     def train(loader: Any) -> list[list[int]]:
@@ -170,7 +170,7 @@ def test_nothing_is_foretold_where_the_training_draws_too() -> None:
     assert (ahead.used, ahead.is_wrong) == (0, False)
 
 
-def test_an_order_foretold_wrong_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_predicted_wrong_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: what was made ahead is taken without a look."""
     monkeypatch.setattr(next_epoch, "_read", lambda order: None)
     loader, ahead = make(shuffle=True)
@@ -178,10 +178,10 @@ def test_an_order_foretold_wrong_would_be_noticed(monkeypatch: pytest.MonkeyPatc
     assert read(loader, draw(2)) != read(plain, draw(2)) and ahead.used == 3
 
 
-def test_only_samplers_of_torch_are_foretold() -> None:
+def test_only_samplers_of_torch_are_predicted() -> None:
     loader, ahead = make(sampler=Odd())
     assert read(loader) == read(DataLoader(Numbers(), 4, sampler=Odd(), num_workers=2))
-    assert (ahead.used, ahead.may_foretell) == (0, False)
+    assert (ahead.used, ahead.may_predict) == (0, False)
 
 
 def test_a_sampler_that_becomes_another_one_is_read() -> None:
@@ -195,7 +195,7 @@ def test_a_sampler_that_becomes_another_one_is_read() -> None:
 
 
 @pytest.mark.parametrize("rows", [torch.arange(12).reshape(6, 2), [{"at": index} for index in range(6)]])
-def test_only_whole_numbers_are_foretold(rows: Any) -> None:
+def test_only_whole_numbers_are_predicted(rows: Any) -> None:
     """Others cannot be compared, or may have changed inside."""
 
     class Rows(Numbers):
