@@ -112,7 +112,7 @@ def find_obstacle_to_more(loader: LoaderFacts, facts: Facts) -> str | None:
 def find_obstacle_to_next_epoch(loader: LoaderFacts, facts: Facts) -> str | None:
     """Why workers that stay cannot make the next epoch's first batches before it begins; None if they can."""
     if not (loader.is_dataloader and loader.map_style) or loader.stateful or loader.own_iterator:
-        return f"{loader.kind} makes its batches in a way of its own"
+        return f"{loader.kind} is not a plain map-style DataLoader"
     if is_cut_short(loader, facts):
         return "limit_train_batches ends epochs before the loader does"
     if facts.reload_every_n_epochs:
@@ -120,7 +120,7 @@ def find_obstacle_to_next_epoch(loader: LoaderFacts, facts: Facts) -> str | None
     if facts.shm_free_bytes is not None and facts.shm_free_bytes < _LITTLE_SHM_BYTES:
         return f"/dev/shm has room for only {facts.shm_free_bytes >> 20} MiB, which validation needs then"
     if loader.worker_hazards:  # batches reach other workers than in a plain run
-        return f"workers keep something of their own: {loader.worker_hazards[0]}"
+        return f"workers keep state of their own: {loader.worker_hazards[0]}"
     found = (*loader.may_change, *loader.changes_within, *loader.sampler_hazards, *loader.sampler_draws)
     return loader.not_ahead or next(iter(found), None)
 

@@ -107,8 +107,8 @@ def list_changed_counts(facts: Facts, loader: LoaderFacts) -> list[str]:
     )
     if not loader.num_workers and loader.draws_random and facts.device == "cpu":
         notes.append(
-            f"samples draw random numbers ({loader.draws_random[0]}), {window} batches at once now: what the model"
-            " itself draws in between, in dropout for example, changes places with them"
+            f"samples draw random numbers ({loader.draws_random[0]}) for {window} batches at once now, so they and the"
+            " model's own draws, such as dropout, come in a different order"
         )
     if loader.num_workers > 1 and (loader.draws_random or loader.custom_collate):
         notes.append(

@@ -269,7 +269,7 @@ class LazyLoader(Disguised):
             return None
         generator = _find_generator(self.inner)
         state = generator.get_state()
-        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        draw_seed(generator)
         return state
 
     def _start(self, at: _At) -> Iterator[Any]:
@@ -318,12 +318,17 @@ class _Batches(PassesOn):
         return type(None), ()
 
 
+def draw_seed(generator: torch.Generator | None) -> int:
+    """Draw a number as a loader draws the seed of its workers; None for torch's global stream."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
 def _read_seed(drawn: torch.Tensor | None) -> int:
     """Return the number that a generator in this state draws."""
     generator = torch.Generator()
     if drawn is not None:
         generator.set_state(drawn)
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+    return draw_seed(generator)
 
 
 def _find_generator(loader: DataLoader[Any]) -> torch.Generator:
@@ -341,7 +346,7 @@ def _generator_at(loader: Any, state: torch.Tensor | None, skipped: int) -> Iter
     own, loader.generator = loader.generator, torch.Generator()
     loader.generator.set_state(state)
     for _ in range(skipped):
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        draw_seed(loader.generator)
     try:
         yield
     finally:

@@ -67,7 +67,7 @@ CARD = Card(
 )
 
 
-ON_CPU = "compiled dropout draws from the stream that also shuffles: later epochs come in another order"
+ON_CPU = "compiled dropout draws from the random stream that shuffles, so later epochs are ordered differently"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,8 +127,8 @@ def test_what_counts_steps_is_named() -> None:
     ]
     draws = LoaderFacts(kind="DataLoader", batches=12, draws_random=("Crop",))
     assert list_changed_counts(Facts(accumulate=4), draws)[-1] == (
-        "samples draw random numbers (Crop), 4 batches at once now: what the model itself draws in between, in dropout"
-        " for example, changes places with them"
+        "samples draw random numbers (Crop) for 4 batches at once now, so they and the model's own draws, such as"
+        " dropout, come in a different order"
     )
     quiet = list_changed_counts(Facts(accumulate=4), LoaderFacts(kind="DataLoader", batches=12))
     assert list_changed_counts(Facts(accumulate=4, device="cuda"), draws) == quiet, "it draws from another stream"

@@ -681,7 +681,7 @@ AHEAD = {"num_workers": 3, "batches": 50, "map_style": True}
         ({"changes_within": ("b changes",)}, {}, "b changes"),
         ({"sampler_draws": ("c",)}, {}, "c"),
         ({"not_ahead": "d is shared"}, {}, "d is shared"),
-        ({"worker_hazards": ("e counts",)}, {}, "workers keep something of their own: e counts"),
+        ({"worker_hazards": ("e counts",)}, {}, "workers keep state of their own: e counts"),
         ({}, {"limit_train_batches": 9}, "limit_train_batches ends epochs before the loader does"),
         ({}, {"shm_free_bytes": 2**26}, "/dev/shm has room for only 64 MiB, which validation needs then"),
     ],
@@ -776,7 +776,7 @@ def test_loaders_with_ways_of_their_own_begin_their_epochs_themselves(loader: di
     given = facts({**AHEAD, "persistent_workers": True, **loader})
     assert given.loader is not None
     why = find_obstacle_to_next_epoch(given.loader, given)
-    assert why == "DataLoader makes its batches in a way of its own"
+    assert why == "DataLoader is not a plain map-style DataLoader"
 
 
 @pytest.mark.parametrize("in_order", [False, True])

@@ -24,7 +24,8 @@ _READS = re.compile(
     r"(\w+_)?(open\w*|imread|load\w*|read\w*|memmap|fromfile|genfromtxt|connect|File|listdir|glob|exists)"
 )
 _WRITES = re.compile(
-    r"open|open_memmap|memmap|shutil|(\w+_)?write\w*|save\w*|dump\w*|to_(csv|parquet|json|feather|pickle|hdf|zarr|file|disk)|imwrite|tofile"
+    r"open|open_memmap|memmap|shutil|(\w+_)?write\w*|save\w*|dump\w*|imwrite|tofile"
+    r"|to_(csv|parquet|json|feather|pickle|hdf|zarr|file|disk)"
     r"|execute\w*|commit|unlink|rename|copyfile|copytree|copy2|symlink\w*|system|Popen|check_call|check_output"
 )
 _OF_TORCH = ("torch.utils.data.",)
@@ -46,13 +47,13 @@ def find_what_epochs_renew(
     for _, _, function in datasets.list_running(held):
         names = set(sample_code.list_names(function.__code__))
         if "get_worker_info" in names:
-            return f"{function.__qualname__} asks for its worker, and batches made ahead reach another one"
+            return f"{function.__qualname__} reads its worker's id, and a prefetched batch may go to another worker"
         reads = reads or next((function.__qualname__ for name in names if _READS.fullmatch(name)), None)
     for path, item in held:
         if isinstance(_find_block(item), np.memmap):
             reads = reads or path
         if _is_shared(item):
-            return f"{path} is shared between processes, and may change before the next epoch"
+            return f"{path} is in shared memory and may change before the next epoch"
         if reads is None and isinstance(item, Dataset) and _is_of_library(type(item)):
             reads = type(item).__name__
     for other in others if reads is not None else ():

@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.dataset import walk
 from fastloop.evidence.samples.system_seeds import find_system_seed
-from fastloop.feeds.lazy_loader import name_sampler
+from fastloop.feeds.lazy_loader import draw_seed, name_sampler
 
 Order = dict[str, dict[str, Any]]
 """``own``: the sampler's generators; ``values``: its attributes; ``streams``: the global random streams. Keys are the
@@ -175,7 +175,7 @@ def _is_source(item: Any) -> bool:
 def _draw_seed(generator: torch.Generator) -> torch.Tensor:
     """Return the generator's state after a loader has drawn the seed of an epoch's workers."""
     ahead = torch.Generator().set_state(generator.get_state())
-    torch.empty((), dtype=torch.int64).random_(generator=ahead)
+    draw_seed(ahead)
     return ahead.get_state()
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from fastloop.feeds.lazy_loader import Bounded, Disguised, name_sampler
+from fastloop.feeds.lazy_loader import Bounded, Disguised, draw_seed, name_sampler
 from fastloop.feeds.place.kept_order import KeptOrder
 from fastloop.feeds.workers.pending_indices import PendingIndices
 
@@ -218,9 +218,9 @@ def predict(
         base.epoch += 1
     with torch.random.fork_rng(devices=[]):
         for _ in range(draws):
-            _draw_seed(None)
+            draw_seed(None)
         for generator in seeds_from:
-            _draw_seed(None if generator is None else _copy(generator, clones))
+            draw_seed(None if generator is None else _copy(generator, clones))
         order = list(islice(twin, count))
     if not all(isinstance(index, Integral) for batch in order for index in (batch if type(batch) is list else [batch])):
         return iter(())
@@ -243,10 +243,6 @@ def _copy(generator: torch.Generator, clones: dict[int, torch.Generator]) -> tor
         clones[id(generator)] = torch.Generator(generator.device)
         clones[id(generator)].set_state(generator.get_state())
     return clones[id(generator)]
-
-
-def _draw_seed(generator: torch.Generator | None) -> None:
-    torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 def _read(order: Any) -> Any:

@@ -93,12 +93,12 @@ SHARED: dict[str, Any] = {
 @pytest.mark.parametrize("kind", SHARED)
 def test_what_processes_share(kind: str) -> None:
     why = find_what_epochs_renew(Subset(Plain(level=SHARED[kind]()), [0]), [Looks()])
-    assert why == "dataset.dataset.level is shared between processes, and may change before the next epoch"
+    assert why == "dataset.dataset.level is in shared memory and may change before the next epoch"
 
 
 def test_globals_that_processes_share() -> None:
     why = find_what_epochs_renew(ByGlobal(), [])
-    assert why == "LEVEL is shared between processes, and may change before the next epoch"
+    assert why == "LEVEL is in shared memory and may change before the next epoch"
 
 
 @pytest.mark.parametrize("callback", [Looks(), Writes()])
@@ -147,7 +147,7 @@ class AsksForItsWorker(Plain):
 
 def test_samples_that_ask_for_their_worker() -> None:
     why = find_what_epochs_renew(AsksForItsWorker(), [])
-    assert why == "AsksForItsWorker.__getitem__ asks for its worker, and batches made ahead reach another one"
+    assert why == "AsksForItsWorker.__getitem__ reads its worker's id, and a prefetched batch may go to another worker"
 
 
 def test_a_collate_function_reads_too() -> None:
