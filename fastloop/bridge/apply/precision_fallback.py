@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastloop.bridge.apply.live_plan import LivePlan
+from fastloop.bridge.apply.state.checkpoints import end_checkpoints
 from fastloop.bridge.apply.state.untouched import Kept, keep_random_streams
 from fastloop.errors import let_through
 from fastloop.feeds.batch_tree import iterate_tensors
@@ -62,6 +63,7 @@ class PrecisionFallback:
             has_changed = _read_marks(args) != marks  # such a batch cannot be run again
             if has_changed or not _NARROW.search(str(error)):
                 raise
+            end_checkpoints(error)
             why = f"a step failed with it: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         else:
             self._tried.add(stage)

@@ -24,6 +24,7 @@ from fastloop.bridge.apply.rehearse.played import synchronize
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, leaves_on_sigterm, limited
+from fastloop.bridge.apply.state.checkpoints import end_checkpoints
 from fastloop.bridge.apply.state.untouched import untouched, unwritten
 from fastloop.errors import NotApplicable, is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
@@ -302,6 +303,7 @@ class _Run:
 
     def _note_failure(self, size: int, error: Exception) -> None:
         let_through(error)
+        end_checkpoints(error)
         self._check_device(error)
         if is_out_of_memory(error):
             self.limit = f"by memory: there was not enough for {size}"

@@ -25,6 +25,16 @@ GRACE_S = 60.0
 SILENT_S = 2.0
 """A wait longer than this is announced to the user."""
 REPEAT_S = 20.0
+RETRY_S, AGAIN_S, MOST_LATE_S = 1e-3, 1.0, 5.0
+"""How soon to look again if nothing may be raised where the work is now; how soon to raise once more if the work goes
+on, because native code ignored the exception; and how long after the limit to raise in any place."""
+_CLEANING = frozenset({"__enter__", "__exit__", "__del__"})
+_CALLED_BACK = (
+    "/weakref.py",
+    "/contextlib.py",
+    *(f"/torch/{name}" for name in ("_library/", "_subclasses/", "_ops.py", "overrides.py", "utils/", "multiprocessing/")),
+)
+"""Files whose functions native code calls where it expects no exception: one there ends the process, or is ignored."""
 
 
 class TimeLimit(Exception):
@@ -61,7 +71,13 @@ def _alarm(seconds: float) -> Iterator[None]:
             yield
         return
 
-    def ring(_number: int, _frame: FrameType | None) -> None:
+    within, latest = _find_caller(), time.monotonic() + seconds + MOST_LATE_S
+
+    def ring(_number: int, frame: FrameType | None) -> None:
+        if time.monotonic() < latest and not _may_raise_in(frame, within):
+            signal.setitimer(signal.ITIMER_REAL, RETRY_S)
+            return
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
         raise TimeLimit(f"it took longer than {seconds:.3g} s")
 
     handler, began = signal.signal(signal.SIGALRM, ring), time.monotonic()
@@ -77,17 +93,50 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupted(seconds: float) -> Iterator[None]:
-    """Raise in this thread, at its next line of Python code."""
-    this = ctypes.c_ulong(threading.get_ident())
+    """Raise in this thread, at its next line of Python code that may be interrupted."""
+    this, within, done = threading.get_ident(), _find_caller(), threading.Event()
     raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    timer = threading.Timer(seconds, raise_in, (this, ctypes.py_object(TimeLimit)))
-    timer.daemon = True
-    timer.start()
+
+    def ring() -> None:
+        wait_s, latest = seconds, time.monotonic() + seconds + MOST_LATE_S
+        while not done.wait(wait_s):
+            if time.monotonic() >= latest or _may_raise_in(sys._current_frames().get(this), within):
+                raise_in(ctypes.c_ulong(this), ctypes.py_object(TimeLimit))
+                wait_s = AGAIN_S
+            else:
+                wait_s = RETRY_S
+
+    thread = threading.Thread(target=ring, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        timer.cancel()
-        timer.join()
+        done.set()
+        thread.join()
+
+
+def _find_caller() -> FrameType | None:
+    """The frame of the ``with`` that is being entered."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename in (__file__, contextlib.__file__):
+        frame = frame.f_back
+    return frame
+
+
+def _may_raise_in(frame: FrameType | None, within: FrameType | None) -> bool:
+    """Whether an exception raised in this frame ends the work and nothing else: an interrupted ``__exit__`` would leave
+    torch in whatever mode it was to end.
+
+    Args:
+        within: the frame that the limited work was called from.
+    """
+    if frame is None or any(part in frame.f_code.co_filename for part in _CALLED_BACK):
+        return False
+    while frame is not None and frame is not within:
+        if frame.f_code.co_name in _CLEANING:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _end_process(seconds: float, cause: str, do: str) -> None:

@@ -31,6 +31,7 @@ from fastloop.bridge.apply.replay.step_code import find_outside, list_outer_valu
 from fastloop.bridge.apply.replay.step_watch import LogCall, StepWatch, WatchedIndex
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.staging import set_attribute
+from fastloop.bridge.apply.state.checkpoints import end_checkpoints
 from fastloop.bridge.apply.state.untouched import HOOKS, Kept, keep_random_streams, unwritten
 from fastloop.errors import NotApplicable, describe
 from fastloop.evidence.clock.one_time import OneTime
@@ -220,6 +221,7 @@ class GraphedSteps:
                         self.refused = self._record(step, args)
         except Exception as error:
             self.refused = describe(error)
+            end_checkpoints(error)
         self._trial_s, self._is_wanted = time.perf_counter() - self._trial_began_s, False
         if self.refused is not None:
             self._drop()

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge import namespaces
+from fastloop.bridge.apply.state.checkpoints import end_checkpoints
 from fastloop.bridge.apply.state.flags import keep_flags
 from fastloop.bridge.apply.state.names import READERS, list_inner, restore_names
 from fastloop.bridge.apply.state.outer import list_changeable, restore_variable
@@ -69,6 +70,9 @@ def untouched(*modules: torch.nn.Module) -> Iterator[None]:
         kept.keep_module(module)
     try:
         yield
+    except BaseException as error:
+        end_checkpoints(error)
+        raise
     finally:
         try:
             kept.restore()

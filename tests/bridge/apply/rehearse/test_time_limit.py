@@ -69,6 +69,66 @@ def test_what_does_not_hear_is_ended_with_its_cause() -> None:
     assert "time.sleep" in ended.stderr or "line 6 in <module>" in ended.stderr, "and where"
 
 
+class Leaving:
+    """Takes a while to leave, in Python code."""
+
+    def __init__(self) -> None:
+        self.has_left = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        wait_busily(0.3)
+        self.has_left = True
+
+
+class Ignored:
+    """Python ignores exceptions in ``__del__``."""
+
+    def __del__(self) -> None:
+        wait_busily(0.3)
+
+
+def wait_busily(seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        pass
+
+
+def leave(mode: Leaving) -> None:
+    with pytest.raises(TimeLimit), limited(0.1, **WORDS):
+        with mode:
+            pass
+        wait_busily(60)
+
+
+@pytest.mark.parametrize("starts_thread", [False, True])
+def test_a_context_that_is_being_left_is_left(monkeypatch: pytest.MonkeyPatch, starts_thread: bool) -> None:
+    """Interrupted while it was left, torch stayed in whatever mode it was about to end."""
+
+    def run(mode: Leaving) -> bool:
+        if starts_thread:
+            thread = threading.Thread(target=leave, args=(mode,))
+            thread.start()
+            thread.join()
+        else:
+            leave(mode)
+        return mode.has_left
+
+    assert run(Leaving())
+    monkeypatch.setattr("fastloop.bridge.apply.rehearse.time_limit._CLEANING", frozenset())
+    assert not run(Leaving()), "control"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exception_that_was_ignored_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastloop.bridge.apply.rehearse.time_limit._CLEANING", frozenset())
+    with pytest.raises(TimeLimit), limited(0.1, **WORDS):
+        Ignored()
+        wait_busily(60)
+
+
 def test_what_takes_long_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastloop.bridge.apply.rehearse.time_limit.SILENT_S", 0.05)
     said: list[str] = []

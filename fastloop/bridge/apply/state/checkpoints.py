@@ -1,0 +1,26 @@
+"""Puts torch's hooks on saved tensors back where a trial failed inside an activation checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+
+import torch.utils.checkpoint
+
+
+def end_checkpoints(error: BaseException) -> None:
+    """End the activation checkpoints that `error` passed through.
+
+    torch keeps a checkpoint's hooks in place for as long as the failed call's frames exist, which is as long as anything
+    holds the error. Later checkpoints would count their tensors wrongly: "a different number of tensors was saved".
+    """
+    seen = set[int]()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        frames = [frame for frame, _ in traceback.walk_tb(found.__traceback__)]
+        for frame in reversed(frames):  # inner checkpoints first
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                with contextlib.suppress(RuntimeError):  # it is still running
+                    frame.clear()
+        found = found.__cause__ or found.__context__
