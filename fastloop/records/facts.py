@@ -196,7 +196,8 @@ class Facts:
     autocasts: tuple[str, ...] = ()
     """Methods of the user's module that enter autocast themselves."""
     views: tuple[str, ...] = ()
-    """Methods of the user's module that call ``view``, outside the modules in `compile_targets`."""
+    """Functions and methods of the user's module and callbacks that call ``view``, outside the modules in
+    `compile_targets`."""
     inner_views: tuple[str, ...] = ()
     """Methods of submodules that merge dimensions by ``view(.., -1)``."""
     compiled_by_user: tuple[str, ...] = ()

@@ -2,8 +2,8 @@
 
 Faster because  cuDNN's tensor-core kernels are NHWC; with NCHW every convolution transposes first.
 Costs           one conversion of the weights at the start, and of each image batch.
-Don't use when  the model has no 2-D convolutions, or runs in plain fp32 (little gain). `view` in your LightningModule
-                or losses fails with it (under DDP also in your modules): write reshape or flatten.
+Don't use when  the model has no 2-D convolutions, or runs in plain fp32 (little gain). `view` in your LightningModule,
+                losses or callbacks fails with it (under DDP also in your modules): write reshape or flatten.
 Evidence        strides of the convolution weights, and image batches converted
 Source          https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
@@ -44,7 +44,11 @@ class Layout:
         if not facts.plain_gradients:
             raise NotApplicable(f"{facts.strategy} stores weights in its own layout")
         if views := (*facts.views, *(facts.inner_views if facts.is_ddp else ())):  # the rest is rehearsed
-            raise NotApplicable(f"{views[0]} calls view, which fails on channels-last images; write reshape or flatten")
+            raise NotApplicable(
+                f"{views[0]} calls view, which fails on channels-last images and weights; write reshape or flatten"
+            )
+        if facts.line_searches:
+            raise NotApplicable("LBFGS takes a view of each gradient, which fails on channels-last ones")
         kernels = Action(keys=("model.memory_format",), when="model", do=_convert_to_channels_last)
         state = Action(keys=("optimizer.memory_format",), when="train_start", do=_match_state)
         return Change(

@@ -360,3 +360,56 @@ def test_under_ddp_it_applies_before_the_wrap() -> None:
     rung = Layout(enabled=True)
     assert rung.plan(Facts(convs=("conv",), is_ddp=True)).rehearse is None
     assert rung.plan(Facts(convs=("conv",))).rehearse == "modules"
+
+
+class Drift(L.Callback):
+    """Reads all weights as one vector."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        torch.nn.utils.parameters_to_vector(pl_module.parameters())
+
+
+class GradientNorm(L.Callback):
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        for each in pl_module.parameters():
+            if each.grad is not None:
+                each.grad.view(-1).norm()
+
+
+def make_pruning() -> L.Callback:
+    return L.pytorch.callbacks.ModelPruning("l1_unstructured", amount=0.1)
+
+
+def make_lambda() -> L.Callback:
+    return L.pytorch.callbacks.LambdaCallback(
+        on_train_epoch_end=lambda _, module: print(torch.nn.utils.parameters_to_vector(module.parameters()).norm())
+    )
+
+
+@pytest.mark.parametrize("make", [Drift, GradientNorm, make_pruning, make_lambda])
+def test_a_callback_that_takes_views_of_weights_keeps_the_usual_order(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], L.Callback]
+) -> None:
+    watcher, _ = fit(LAYOUT, seeded(Pictures), pictures(), callbacks=(make(),), max_epochs=2)
+    assert "calls view, which fails on channels-last images and weights" in verdict(watcher, "layout").why
+    monkeypatch.setattr("fastloop.bridge.apply.read_model._find_callbacks_views", lambda callbacks: ())
+    with pytest.raises(RuntimeError, match="view size is not compatible"):  # control
+        fit(LAYOUT, seeded(Pictures), pictures(), callbacks=(make(),), max_epochs=2)
+
+
+def test_other_callbacks_do_not_keep_it() -> None:
+    watcher, _ = fit(LAYOUT, seeded(Pictures), pictures(), callbacks=(L.pytorch.callbacks.Timer(),))
+    assert verdict(watcher, "layout").took
+
+
+class Searching(Pictures):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.01)
+
+
+def test_so_does_lbfgs(monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher, _ = fit(LAYOUT, seeded(Searching), pictures())
+    assert "LBFGS takes a view of each gradient" in verdict(watcher, "layout").why
+    monkeypatch.setattr("fastloop.bridge.apply.read_model.list_methods", lambda *_: [])
+    with pytest.raises(RuntimeError, match="view size is not compatible"):  # control
+        fit(LAYOUT, seeded(Searching), pictures())

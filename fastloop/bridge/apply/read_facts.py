@@ -76,7 +76,9 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
         timed_hooks=tuple(
             hook for hook in TRANSFER_HOOKS[:2] if between_batches.depends_on_time(find_hook_owner(trainer, hook), hook)
         ),
-        **read_module(module, syncs_norms=getattr(strategy, "_layer_sync", None) is not None),
+        **read_module(
+            module, syncs_norms=getattr(strategy, "_layer_sync", None) is not None, callbacks=trainer.callbacks
+        ),
     )
 
 

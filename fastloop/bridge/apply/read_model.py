@@ -46,11 +46,14 @@ def overrides(owner: Any, name: str) -> bool:
     return False
 
 
-def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[str, Any]:
+def read_module(
+    module: torch.nn.Module, *, syncs_norms: bool = False, callbacks: Iterable[Any] = ()
+) -> dict[str, Any]:
     """What the model consists of, and what its methods do according to their source.
 
     Args:
         syncs_norms: the strategy will convert every BatchNorm to SyncBatchNorm.
+        callbacks: the Trainer's, which may read weights and gradients.
     """
     named = dict(module.named_modules())
     norms = {name: part for name, part in named.items() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)}
@@ -68,7 +71,7 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False) -> dict[s
         "classes": find_large(module),
         "not_mean_losses": tuple(_find_other_losses(module, named)),
         "autocasts": tuple(list_methods(module, r"\bautocast\s*\(")),
-        "views": tuple(_find_views(module)) if convs else (),
+        "views": (*_find_views(module), *_find_callbacks_views(callbacks)) if convs else (),
         "inner_views": tuple(_find_inner_views(named.values())) if convs else (),
         "detaches_grads": tuple(list_methods(module, r"\bgrad\.detach_\(")),
         "refused_losses": (
@@ -126,6 +129,14 @@ def _find_views(module: torch.nn.Module) -> Iterator[str]:
             *(value for name, value in vars(module).items() if name not in vars(torch.nn.Module())),
         ]
     )
+
+
+def _find_callbacks_views(callbacks: Iterable[Any]) -> Iterator[str]:
+    """Calls of `view` in callbacks; Lightning's pruning makes a vector of the weights, as its subclasses do."""
+    for callback in callbacks:
+        if any(base.__name__ == "ModelPruning" for base in type(callback).__mro__):
+            yield type(callback).__name__
+        yield from list_views([callback, *filter(inspect.isroutine, vars(callback).values())])
 
 
 def _list_other_methods(kind: type) -> Iterator[str]:

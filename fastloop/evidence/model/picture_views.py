@@ -16,7 +16,8 @@ from fastloop.evidence.samples import sample_code
 
 _MOST_ITEMS = 32
 """Limit on the items examined in a list."""
-_CALLS = {"view", "view_as"}
+_CALLS = {"view", "view_as", "parameters_to_vector"}
+"""torch's own function takes a view of each parameter."""
 _LIBRARIES = ("torch.", "torchvision.", "torchmetrics.", "fastloop.", "lightning.", "pytorch_lightning.", "builtins.")
 
 
