@@ -5,6 +5,7 @@ A loader that reads ahead draws from its sampler earlier; a persistent worker ke
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples import sample_code, writes
 from fastloop.evidence.samples.dataset import DRAWS, draws_random, draws_random_numbers, walk
 
 _SETS_EPOCH = ("set_epoch", "state_dict")
@@ -23,6 +24,8 @@ BY_DATA = re.compile(r"(\w*_)?(dataset|dataloader|datamodule|sampler)s?\w*")
 """Names through which a hook accesses the data."""
 _COUNTERS = {"global_step", "batch_idx", "total_batch_idx", "batch_progress"}
 """Counters of a Trainer or its loops that change with each batch."""
+_GENERATORS = ("Generator", "RandomState", "Random")
+"""Classes of torch's, NumPy's and Python's random generators."""
 _GIVES_DATA = re.compile(r"(\w+_)?dataloader|setup|prepare_data|teardown|configure_\w+|__\w+__")
 """Methods that create the data, or run before it exists."""
 
@@ -76,9 +79,32 @@ def list_draws(sampler: Any) -> tuple[str, ...]:
             function.__qualname__.split(".<locals>.")[-1]
             for _, item in walk(sampler, "sampler")
             for function in sample_code.list_sample_functions(item)
-            if sample_code.calls_between_yields(function, DRAWS)
+            if _draws_between_yields(function)
         )
     )
+
+
+def _draws_between_yields(function: Any) -> bool:
+    """Whether a loop that yields calls a module's function that draws random numbers, and gives it no ``generator`` of
+    its own, or a method of an outer random generator, which others may draw from."""
+    if not inspect.isgeneratorfunction(function) or (parsed := sample_code.parse(function)) is None:
+        return False
+    outer = dict(sample_code.list_globals(function))
+    loops = [node for node in ast.walk(parsed[0]) if isinstance(node, (ast.For, ast.While))]
+    for node in (node for loop in loops if _yields(loop) for part in loop.body for node in ast.walk(part)):
+        if not isinstance(node, ast.Call) or any(keyword.arg == "generator" for keyword in node.keywords):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        root = outer.get(writes.find_root(node.func))
+        if isinstance(node.func, ast.Attribute) and type(root).__name__ in _GENERATORS:
+            return True
+        if DRAWS.fullmatch(name) and (root if isinstance(node.func, ast.Name) else inspect.ismodule(root)):
+            return True
+    return False
+
+
+def _yields(node: ast.AST) -> bool:
+    return any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
 
 
 def depends_on_time(owner: Any, method: str) -> bool:

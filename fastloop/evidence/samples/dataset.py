@@ -87,7 +87,9 @@ DRAWS = re.compile(
     r"random|rand(n|int|range|perm|bytes)?|randn?_like|getrandbits|shuffle|choices?|r?sample|rvs|\w+variate"
     r"|uniform|normal|gauss|bernoulli|multinomial|default_rng|RandomState|dropout"
     r"|(exponential|cauchy|geometric|random|uniform|bernoulli|(log_|trunc_)?normal)_"
+    r"|initial_seed|get_worker_info|(current|parent)_process|getpid"
 )
+"""Names of functions that draw random numbers; or that give their seed or their process, and so others in a worker."""
 _RANDOM_TRANSFORMS = re.compile(
     r"Random|ColorJitter|(\w*Dropout)|(Auto|Rand)Augment|TrivialAugment|AugMix|MixUp|CutMix|ElasticTransform|Gaussian(Blur|Noise)|JPEG"
 )

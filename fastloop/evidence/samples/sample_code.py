@@ -24,8 +24,6 @@ _BEFORE = ("__init__", "__new__", "__setstate__", "__setattr__", "__len__", "set
 """Methods that change an object before its samples are requested."""
 _Pick = Callable[[ast.AST, str | None], Iterator[ast.AST]]
 _DEEPEST = 3
-_GENERATORS = ("Generator", "RandomState", "Random")
-"""Classes of torch's, NumPy's and Python's random generators."""
 _STDLIB = sysconfig.get_path("stdlib")
 
 
@@ -187,8 +185,17 @@ def list_changes(function: Any, kind: type = object) -> tuple[str, ...]:
     before it is set. State that is only set, such as a lazily opened file or a cached sample, is the same in every
     worker."""
     advanced = _list_touched(function, writes.list_advanced, kind, depth=_DEEPEST)
+    kept = _list_kept_defaults(function)
+    touched = _find_touched(function, writes.list_advanced, kind, kept, _DEEPEST) if kept else ()
+    defaults = (f" (the default of {name})" for name in kept if name in touched)
     parsed = parse(function)
-    return tuple(dict.fromkeys((*advanced, *(carried.list_carried(*parsed) if parsed else ()))))
+    return tuple(dict.fromkeys((*advanced, *defaults, *(carried.list_carried(*parsed) if parsed else ()))))
+
+
+def _list_kept_defaults(function: Any) -> tuple[str, ...]:
+    """Parameters whose default is one object for all calls: a list, a dictionary, a set."""
+    named = inspect.signature(function).parameters.items()
+    return tuple(name for name, each in named if isinstance(each.default, (list, dict, set)))
 
 
 def list_descriptors(function: Any, kind: type) -> tuple[str, ...]:
@@ -206,29 +213,6 @@ def list_remembered(item: Any) -> Iterator[str]:
                 adds = isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "setdefault"
                 puts = (each for each in writes.list_targets(node) if adds or isinstance(each, ast.Subscript))
                 yield from filter(None, (writes.name_state(each, me, objects) for each in puts))
-
-
-def calls_between_yields(function: Any, names: re.Pattern[str]) -> bool:
-    """Whether a loop that yields calls a module's function of such a name, and gives it no ``generator`` of its own, or
-    a method of an outer random generator, which others may draw from."""
-    if not inspect.isgeneratorfunction(function) or (parsed := parse(function)) is None:
-        return False
-    outer = dict(list_globals(function))
-    loops = [node for node in ast.walk(parsed[0]) if isinstance(node, (ast.For, ast.While))]
-    for node in (node for loop in loops if _yields(loop) for part in loop.body for node in ast.walk(part)):
-        if not isinstance(node, ast.Call) or any(keyword.arg == "generator" for keyword in node.keywords):
-            continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        root = outer.get(writes.find_root(node.func))
-        if isinstance(node.func, ast.Attribute) and type(root).__name__ in _GENERATORS:
-            return True
-        if names.fullmatch(name) and (root if isinstance(node.func, ast.Name) else inspect.ismodule(root)):
-            return True
-    return False
-
-
-def _yields(node: ast.AST) -> bool:
-    return any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
 
 
 def follow(items: Sequence[Any]) -> Iterator[tuple[int, Any]]:
@@ -374,12 +358,18 @@ def _find_called(function: Any, called: ast.AST, me: str | None, kind: type) -> 
 
 
 def _list_outer(function: Any) -> tuple[set[str], set[str]]:
-    """Names of the objects and of the classes that a function shares with its surroundings."""
+    """Names of the objects, the user's functions and modules among them, and of the classes that a function shares with
+    its surroundings."""
     outer = {**dict(list_globals(function)), **dict(list_closure(function))}
     own = {*function.__code__.co_varnames, *function.__code__.co_cellvars}
-    found = {name: value for name, value in outer.items() if name not in own and not inspect.ismodule(value)}
+    found = {name: value for name, value in outer.items() if name not in own}
     classes = {name for name, value in found.items() if isinstance(value, type)}
-    return {name for name, value in found.items() if not inspect.isroutine(value)} - classes, classes
+    others = {
+        name
+        for name, value in found.items()
+        if not ((inspect.isroutine(value) or inspect.ismodule(value)) and is_installed(value))
+    }
+    return others - classes, classes
 
 
 def _list_written(function: Any) -> Iterator[str]:

@@ -71,9 +71,11 @@ def _alarm(seconds: float) -> Iterator[None]:
             yield
         return
 
-    within, latest = _find_caller(), time.monotonic() + seconds + MOST_LATE_S
+    within, latest, is_over = _find_caller(), time.monotonic() + seconds + MOST_LATE_S, False
 
     def ring(_number: int, frame: FrameType | None) -> None:
+        if is_over:
+            return
         if time.monotonic() < latest and not _may_raise_in(frame, within):
             signal.setitimer(signal.ITIMER_REAL, RETRY_S)
             return
@@ -85,6 +87,7 @@ def _alarm(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
+        is_over = True  # first: nothing can interrupt an assignment
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)  # None: set from C
         if left:  # restore the user's own alarm, with the time it has left
@@ -94,12 +97,12 @@ def _alarm(seconds: float) -> Iterator[None]:
 @contextlib.contextmanager
 def _interrupted(seconds: float) -> Iterator[None]:
     """Raise in this thread, at its next line of Python code that may be interrupted."""
-    this, within, done = threading.get_ident(), _find_caller(), threading.Event()
+    this, within, done, is_over = threading.get_ident(), _find_caller(), threading.Event(), False
     raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
     def ring() -> None:
         wait_s, latest = seconds, time.monotonic() + seconds + MOST_LATE_S
-        while not done.wait(wait_s):
+        while not (done.wait(wait_s) or is_over):
             if time.monotonic() >= latest or _may_raise_in(sys._current_frames().get(this), within):
                 raise_in(ctypes.c_ulong(this), ctypes.py_object(TimeLimit))
                 wait_s = AGAIN_S
@@ -111,6 +114,7 @@ def _interrupted(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
+        is_over = True
         done.set()
         thread.join()
 

@@ -183,3 +183,23 @@ def test_sigterm_ends_a_rehearsal_at_once(rehearses: bool) -> None:
     assert module.steps == (1 if rehearses else 2)
     assert torch.equal(module.net.weight, weights[-1])
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_limit_that_comes_as_the_work_ends_ends_no_process() -> None:
+    code = (
+        "import signal, time\n"
+        "from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, _alarm\n"
+        "came, deadline, handler = 0, time.monotonic() + 3, signal.getsignal(signal.SIGALRM)\n"
+        "while time.monotonic() < deadline:\n"
+        "    end = time.monotonic() + 0.002\n"
+        "    try:\n"
+        "        with _alarm(0.002):\n"
+        "            while time.monotonic() < end:\n"
+        "                pass\n"
+        "    except TimeLimit:\n"
+        "        came += 1\n"
+        "assert signal.getsignal(signal.SIGALRM) is handler and signal.getitimer(signal.ITIMER_REAL)[0] == 0\n"
+        "print('came' if came else 'never')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "came\n"), ended.stderr
