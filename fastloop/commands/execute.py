@@ -24,7 +24,7 @@ from fastloop.errors import ConfigError
 from fastloop.experiments.ab.script_arms import runs_under_this_python
 from fastloop.experiments.trials import reaper
 from fastloop.experiments.trials.failures import is_first_rank
-from fastloop.experiments.trials.run_directories import Place, claim, name_unclaimed
+from fastloop.experiments.trials.run_directories import ClaimedDirectory, claim, name_unclaimed
 from fastloop.experiments.trials.script_injection import (
     carried,
     check,
@@ -69,7 +69,7 @@ def execute(
         progress(f"fastloop: ignored, because the script creates its own Trainer: {', '.join(ignored)}")
     check(command)
     name = name_of(command)
-    with claim(name, out, force=force) if is_first_rank() else Place(name_unclaimed(name, out)) as path:
+    with claim(name, out, force=force) if is_first_rank() else ClaimedDirectory(name_unclaimed(name, out)) as path:
         if is_first_rank():
             store.clear(path)
         with carried(make_orders(checked, path), os.environ) as (variables, private):

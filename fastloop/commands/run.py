@@ -12,7 +12,7 @@ from fastloop.commands.console import Answer, attach
 from fastloop.config.loading import load
 from fastloop.errors import FastLoopError
 from fastloop.experiments.trials.failures import Failed, explained, is_first_rank
-from fastloop.experiments.trials.run_directories import Place, claim, name_unclaimed
+from fastloop.experiments.trials.run_directories import ClaimedDirectory, claim, name_unclaimed
 from fastloop.records import store
 from fastloop.records.plan import Plan
 from fastloop.records.run_files import PlanFile, RunRecord, load_run
@@ -31,7 +31,9 @@ def run(
     """
     config = load(conf, more=more, overrides=overrides)
     check_without_torch(config)
-    place = claim(config.name, out, force=force) if is_first_rank() else Place(name_unclaimed(config.name, out))
+    place = (
+        claim(config.name, out, force=force) if is_first_rank() else ClaimedDirectory(name_unclaimed(config.name, out))
+    )
     with place as path:
         try:
             with explained(config, path):

@@ -321,7 +321,9 @@ def _name_yours(count: int) -> str:
 
 
 def _describe_draws(loader: LoaderFacts, run: str) -> str:
-    return f"samples that are random, or ask for their process, differ from {run} ({', '.join(loader.draws_random[:3])})"
+    return (
+        f"samples that are random, or ask for their process, differ from {run} ({', '.join(loader.draws_random[:3])})"
+    )
 
 
 def choose_count(facts: Facts) -> int:

@@ -588,7 +588,10 @@ def test_your_number_gives_way_to_one_in_the_configuration() -> None:
     """Samples and their order stay, and so do the random streams of the training."""
     change = Workers(enabled=True, count=5).plan(facts({"num_workers": 3, "draws_random": ("a",)}))
     assert change.wants["loader.num_workers"] == 5 and change.parity == "approximate"
-    assert {"they replace your 3 workers", "samples that are random, or ask for their process, differ from a run with yours (a)"} <= {*change.notes}
+    assert {
+        "they replace your 3 workers",
+        "samples that are random, or ask for their process, differ from a run with yours (a)",
+    } <= {*change.notes}
     assert "loader.prefetch_factor" not in change.wants, "yours stays"
     kept = facts({"num_workers": 3, "persistent_workers": True, "batches": 5000})
     assert Workers(enabled=True, count=5).plan(kept).wants["loader.persistent_workers"] is True

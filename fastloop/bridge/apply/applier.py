@@ -30,7 +30,7 @@ from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import Window
-from fastloop.feeds.place.kept_order import Place
+from fastloop.feeds.place.kept_order import EpochPlace
 from fastloop.judge.rehearsal import Outcome
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
@@ -276,7 +276,7 @@ class Applier:
             self.loaders.clean_checkpoint(checkpoint)
         self._changes.clean(checkpoint)
 
-    def read_place(self) -> Place | None:
+    def read_place(self) -> EpochPlace | None:
         """The training's position in its data, for a checkpoint; None if no rung changes the loader."""
         return None if self.loaders is None else self.loaders.read_place()
 

@@ -21,7 +21,7 @@ from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import NotApplicable, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.lazy_loader import LazyLoader, bound_batches, clone, name_sampler, read_like_workers
-from fastloop.feeds.place.kept_order import Place
+from fastloop.feeds.place.kept_order import EpochPlace
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 from fastloop.feeds.workers.tried_workers import end_workers
 from fastloop.records.facts import Facts
@@ -276,7 +276,7 @@ class TrainLoaders:
         if self._merge is not None:
             self._merge.train_start(behind)
 
-    def read_place(self) -> Place | None:
+    def read_place(self) -> EpochPlace | None:
         """The training's position in its data, for a checkpoint."""
         return self.place.read(int if self._merge is None else self._merge.count_batches)
 

@@ -46,9 +46,7 @@ def overrides(owner: Any, name: str) -> bool:
     return False
 
 
-def read_module(
-    module: torch.nn.Module, *, syncs_norms: bool = False, callbacks: Iterable[Any] = ()
-) -> dict[str, Any]:
+def read_module(module: torch.nn.Module, *, syncs_norms: bool = False, callbacks: Iterable[Any] = ()) -> dict[str, Any]:
     """What the model consists of, and what its methods do according to their source.
 
     Args:

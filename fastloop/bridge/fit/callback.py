@@ -26,7 +26,7 @@ from fastloop.config.schema import check_switches
 from fastloop.errors import FastLoopError
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu.forks import protect_children
-from fastloop.feeds.place.kept_order import Place
+from fastloop.feeds.place.kept_order import EpochPlace
 from fastloop.ladder import collect_cards, verify
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
@@ -112,7 +112,7 @@ class FastLoop(Callback):
         self.unwritten: str | None = None
         """Why they could not be written; None if they could, or if there is no place for them."""
         self._loader_seen: Mapping[str, Any] = {}
-        self._place: Place | None = None
+        self._place: EpochPlace | None = None
         """The position in the data at which the fit ended."""
 
     def _reset_fit(self) -> None:
@@ -259,7 +259,7 @@ class FastLoop(Callback):
     # -- inside ---------------------------------------------------------------------------------------------------
 
     @fail_open
-    def _read_place(self) -> Place | None:
+    def _read_place(self) -> EpochPlace | None:
         """The training's position in its data; None if no rung changes how it is loaded."""
         return self._place if self._applier is None else self._applier.read_place()
 

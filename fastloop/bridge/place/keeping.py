@@ -11,7 +11,7 @@ from typing import Any
 
 from fastloop.feeds.lazy_loader import Bounded, clone, name_sampler
 from fastloop.feeds.place.draws import Draws
-from fastloop.feeds.place.kept_order import KeptOrder, Place
+from fastloop.feeds.place.kept_order import EpochPlace, KeptOrder
 
 
 class PlaceKeeper:
@@ -24,7 +24,7 @@ class PlaceKeeper:
 
     def __init__(self, *, warn: Callable[[str], None], say: Callable[[str], None]) -> None:
         self.warn, self.say = warn, say
-        self.saved: Place | None = None
+        self.saved: EpochPlace | None = None
         """The position in the checkpoint that the run resumes."""
         self._is_taken = False
         self._trainer: Any = None
@@ -57,7 +57,7 @@ class PlaceKeeper:
         """Drop all references to the fit, which is over: persistent workers hold the sampler, and it holds us."""
         self._trainer = self._kept = None
 
-    def _take(self) -> Place | None:
+    def _take(self) -> EpochPlace | None:
         """The saved position, for the first epoch drawn; before `train_start` if Lightning prefetches."""
         saved = None if self._is_taken else self.saved
         self._is_taken = True
@@ -65,7 +65,7 @@ class PlaceKeeper:
 
     # -- into a checkpoint --------------------------------------------------------------------------------------------
 
-    def read(self, count_batches: Callable[[int], int]) -> Place | None:
+    def read(self, count_batches: Callable[[int], int]) -> EpochPlace | None:
         """The training's position; None if nothing was drawn yet, or the position cannot be kept.
 
         Args:

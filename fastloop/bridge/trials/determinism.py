@@ -13,6 +13,7 @@ from collections.abc import Iterator, MutableMapping
 import numpy
 import torch
 
+from fastloop.bridge.apply.state.flags import keep_flags
 from fastloop.evidence.model.dropout import without_functional_dropout
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -29,19 +30,13 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
 @contextlib.contextmanager
 def make_repeatable() -> Iterator[None]:
     """Switch off torch's dropout, and use deterministic kernels if they exist; the others warn."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.deterministic,
-        torch.backends.cudnn.benchmark,
-    )
+    restore = keep_flags()
     with without_functional_dropout():
         make_deterministic()
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before[2:]
+            restore()
 
 
 def make_deterministic() -> None:

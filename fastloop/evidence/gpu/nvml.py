@@ -72,7 +72,7 @@ class Gpu:
 
     @classmethod
     def open(cls, uuid: str | None) -> Gpu:
-        """Open the GPU with this uuid, or with this NVML index if the text is a number.
+        """Open the GPU with this uuid.
 
         Raises:
             Unreadable: no uuid, no nvidia-ml-py, no driver, no such GPU.
@@ -162,8 +162,6 @@ def count_foreign(
 
 
 def _handle(nvml: Any, uuid: str) -> Any:
-    if uuid.isdecimal():
-        return _ask(lambda: nvml.nvmlDeviceGetHandleByIndex(int(uuid)))
     bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
     for name in dict.fromkeys((uuid, f"GPU-{bare}", f"MIG-{bare}")):
         if (handle := _ask(functools.partial(nvml.nvmlDeviceGetHandleByUUID, name))) is not None:

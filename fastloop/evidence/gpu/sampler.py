@@ -58,7 +58,7 @@ class Board:
     """Watches one GPU between ``start`` and ``stop``; may be started again. A forked child does not inherit the window.
 
     Args:
-        uuid: of the GPU, as returned by ``nvml.find_uuid``, or an NVML index in digits; None: there is no GPU.
+        uuid: of the GPU, as returned by ``nvml.find_uuid``; None: there is no GPU.
     """
 
     def __init__(self, uuid: str | None) -> None:

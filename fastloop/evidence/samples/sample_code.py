@@ -7,7 +7,6 @@ import contextlib
 import dis
 import functools
 import inspect
-import re
 import sys
 import sysconfig
 import textwrap

@@ -24,7 +24,7 @@ from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import Progress
 from fastloop.experiments.ab.experiment import SOURCE, Side
 from fastloop.experiments.ab.resume import READ, name_folder
-from fastloop.experiments.ab.script_arms import Place, ScriptArm
+from fastloop.experiments.ab.script_arms import ArmPlace, ScriptArm
 from fastloop.experiments.trials.script_injection import private_directory
 
 _OF_ANOTHER_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
@@ -73,7 +73,7 @@ def compare_with(ref: str, arm: ScriptArm, *, aa: bool, say: Progress) -> Iterat
             arm,
             name=f"commit {commit[:7]}" if commit.startswith(ref) else f"{ref} ({commit[:7]})",
             command=tree.move_command(arm.command, other, commit),
-            place=Place(
+            place=ArmPlace(
                 cwd=_move_folder(Path.cwd(), tree.top, other),
                 search_path=tree.move_search_path(other),
                 not_from=tree.top,
@@ -83,7 +83,7 @@ def compare_with(ref: str, arm: ScriptArm, *, aa: bool, say: Progress) -> Iterat
         ours = dataclasses.replace(
             arm,
             name="working tree" + (f" with {_count(uncommitted, 'changed ')}" if uncommitted else ""),
-            place=Place(find_fault=lambda _: tree.find_edit(commit, before)),
+            place=ArmPlace(find_fault=lambda _: tree.find_edit(commit, before)),
         )
         yield Versus(
             sides=[

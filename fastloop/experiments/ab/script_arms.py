@@ -89,7 +89,7 @@ def runs_under_this_python(command: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ArmPlace:
     """Where a script runs if not as in the user's shell, and how to check that it ran correctly there."""
 
     cwd: Path | None = None
@@ -111,7 +111,7 @@ class ScriptArm:
     overrides: tuple[str, ...] = ()
     seed: int = 0
     """The seed of the first run."""
-    place: Place = field(default_factory=Place)
+    place: ArmPlace = field(default_factory=ArmPlace)
 
     @property
     def plans_alone(self) -> bool:

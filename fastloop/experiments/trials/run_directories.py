@@ -15,7 +15,7 @@ ROOT = Path("fastloop-runs")
 
 
 @dataclass(frozen=True)
-class Place:
+class ClaimedDirectory:
     """A directory to write into, and the directories that were created for it, innermost first.
 
     As a context manager it yields the path, and at the end unlocks it and deletes what was not used.
@@ -41,13 +41,13 @@ class Place:
                 folder.rmdir()
 
 
-def claim(name: str, out: str | None, *, force: bool = False) -> Place:
+def claim(name: str, out: str | None, *, force: bool = False) -> ClaimedDirectory:
     """Create the directory of a run, `out` or by default ``fastloop-runs/<name>/<utc>``, and lock it.
 
     Raises:
         ConfigError: it exists and is not empty (without `force`), another command is using it, or it cannot be written.
     """
-    path, place = name_unclaimed(name, out), Place(Path())
+    path, place = name_unclaimed(name, out), ClaimedDirectory(Path())
     try:
         place = _make(path) if out is not None else _make_fresh(path)
         place = replace(place, lock=_lock(place.path))
@@ -69,7 +69,7 @@ def claim(name: str, out: str | None, *, force: bool = False) -> Place:
     return place
 
 
-def claim_or_resume(name: str, out: str | None, *, force: bool, resume: str | None, holds: str) -> Place:
+def claim_or_resume(name: str, out: str | None, *, force: bool, resume: str | None, holds: str) -> ClaimedDirectory:
     """Return the directory for a resumable command: a new one, or that of an earlier call.
 
     Args:
@@ -90,7 +90,7 @@ def claim_or_resume(name: str, out: str | None, *, force: bool, resume: str | No
             why=f"it contains no readable {holds}, so there is nothing to resume",
             do="write the directory that the earlier call printed, or drop --resume",
         )
-    return Place(Path(resume), lock=_lock(Path(resume)))
+    return ClaimedDirectory(Path(resume), lock=_lock(Path(resume)))
 
 
 def describe_partial(path: Path) -> str:
@@ -103,13 +103,13 @@ def name_unclaimed(name: str, out: str | None) -> Path:
     return Path(out).expanduser() if out is not None else ROOT / make_safe_name(name) / format_utc()
 
 
-def _make(path: Path) -> Place:
+def _make(path: Path) -> ClaimedDirectory:
     missing = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     path.mkdir(parents=True, exist_ok=True)
-    return Place(path, missing)
+    return ClaimedDirectory(path, missing)
 
 
-def _make_fresh(path: Path) -> Place:
+def _make_fresh(path: Path) -> ClaimedDirectory:
     """Create the path, or a numbered one beside it: two runs may start in the same second."""
     parents = _make(path.parent).made
     for count in itertools.count(1):
@@ -117,7 +117,7 @@ def _make_fresh(path: Path) -> Place:
         with contextlib.suppress(FileExistsError):
             fresh.mkdir()
             break
-    return Place(fresh, (fresh, *parents))
+    return ClaimedDirectory(fresh, (fresh, *parents))
 
 
 def _explain_unwritable(path: Path, error: OSError) -> ConfigError:

@@ -22,7 +22,7 @@ from typing import Any
 
 from fastloop.errors import NotApplicable
 from fastloop.feeds.cache import places
-from fastloop.feeds.cache.places import DATA, INFO, Place
+from fastloop.feeds.cache.places import DATA, INFO, StorePlace
 
 _HEAD = struct.Struct("<8sQQQQQ")
 """Magic, slots, capacity, bytes used, records, and 1 once the store is full."""
@@ -47,9 +47,9 @@ class MappedStore:
         remove: delete it when its last user leaves.
     """
 
-    def __init__(self, place: Place, *, remove: bool) -> None:
+    def __init__(self, place: StorePlace, *, remove: bool) -> None:
         self.path, self._remove = place.path, remove
-        self._place: Place | None = place
+        self._place: StorePlace | None = place
         self._files: _Files | None = None
         self._pid = -1
 

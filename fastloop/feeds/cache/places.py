@@ -62,7 +62,7 @@ def make_private(root: Path) -> None:
         raise NotApplicable(f"others may write to {root} and could replace what is kept there; chmod 700 it")
 
 
-class Place:
+class StorePlace:
     """One cache's directory, locked as long as this process uses it."""
 
     def __init__(self, path: Path, alive: int) -> None:
@@ -80,7 +80,7 @@ class Place:
         os.close(alive)
 
 
-def enter(root: Path, name: str, fill: Callable[[Path], None]) -> Place:
+def enter(root: Path, name: str, fill: Callable[[Path], None]) -> StorePlace:
     """Use the cache `name`; if there is none, let `fill` build it in a draft directory that is renamed when complete.
 
     Raises:
@@ -103,7 +103,7 @@ def enter(root: Path, name: str, fill: Callable[[Path], None]) -> Place:
             except BaseException:
                 os.close(held)
                 raise
-            return Place(path, held)
+            return StorePlace(path, held)
         except OSError as error:
             if draft != root:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -112,7 +112,7 @@ def enter(root: Path, name: str, fill: Callable[[Path], None]) -> Place:
     raise NotApplicable(f"other processes keep creating and removing {path}")
 
 
-def _join(path: Path) -> Place | None:
+def _join(path: Path) -> StorePlace | None:
     """Join an existing directory; None if there is none, or its last user is removing it."""
     try:
         alive = os.open(path / ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -123,7 +123,7 @@ def _join(path: Path) -> Place | None:
     try:
         fcntl.flock(alive, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if (path / ALIVE).stat().st_ino == os.fstat(alive).st_ino:
-            return Place(path, alive)
+            return StorePlace(path, alive)
     except OSError:
         time.sleep(0.01)
     os.close(alive)

@@ -16,7 +16,7 @@ from fastloop.feeds.place.draws import Draws, Order
 _END = object()
 
 
-class Place(TypedDict):
+class EpochPlace(TypedDict):
     """A run's position in its data, in plain values and tensors only."""
 
     over: bool
@@ -45,7 +45,7 @@ class KeptOrder(Disguised):
     _OWN = ("inner", "draws", "take", "warn", "order", "_digests")
 
     def __init__(
-        self, inner: Any, draws: Draws, *, take: Callable[[], Place | None], warn: Callable[[str], None]
+        self, inner: Any, draws: Draws, *, take: Callable[[], EpochPlace | None], warn: Callable[[str], None]
     ) -> None:
         self.inner, self.draws, self.take, self.warn = inner, draws, take, warn
         self.order: Order | None = None

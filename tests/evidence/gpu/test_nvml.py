@@ -30,7 +30,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: there)
 
 
-@pytest.mark.parametrize("uuid", [UUID, BARE, "0"], ids=["GPU-", "bare", "index"])
+@pytest.mark.parametrize("uuid", [UUID, BARE], ids=["GPU-", "bare"])
 def test_found_by_uuid_or_index(nvml: FakeNvml, uuid: str) -> None:
     gpu = Gpu.open(uuid)
     assert gpu.numbers() == {"nvml_busy_pct": 97.0, "watts": 400.0, "sm_clock_mhz": 1500.0}

@@ -45,11 +45,13 @@ def test_a_name_leads_nowhere_else(name: str, here: Path) -> None:
 def test_a_directory_of_ones_own(here: Path) -> None:
     path = Path("a/b c/ünï")
     made = run_directories.claim("x", str(path))
-    assert made == run_directories.Place(path, (path, Path("a/b c"), Path("a")))
+    assert made == run_directories.ClaimedDirectory(path, (path, Path("a/b c"), Path("a")))
     (path / "notes").touch()
     made.give_back()
     (path / "notes").unlink()
-    assert run_directories.claim("x", str(path)) == run_directories.Place(path, ()), "an empty one may be there already"
+    assert run_directories.claim("x", str(path)) == run_directories.ClaimedDirectory(path, ()), (
+        "an empty one may be there already"
+    )
 
 
 def test_one_that_is_not_empty_needs_force(here: Path) -> None:
@@ -136,7 +138,7 @@ def test_giving_back_takes_away_only_what_was_made_and_is_empty(here: Path) -> N
     assert below(here) == ["kept", "kept/a", "kept/a/c", "kept/a/c/report.md"]
     (here / "empty").mkdir()
     run_directories.claim("x", "empty").give_back()
-    run_directories.Place(Path("nowhere")).give_back()
+    run_directories.ClaimedDirectory(Path("nowhere")).give_back()
     assert (here / "empty").is_dir(), "an empty directory of the user's is the user's"
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from fastloop.feeds.lazy_loader import bound_batches
 from fastloop.feeds.place.draws import Draws
-from fastloop.feeds.place.kept_order import KeptOrder, Place
+from fastloop.feeds.place.kept_order import EpochPlace, KeptOrder
 from tests.feeds.place.samplers import DATA, KEPT, CountsItsEpochs, make
 
 
@@ -32,7 +32,7 @@ def states() -> tuple[Any, ...]:
     )
 
 
-def kept(loader: DataLoader[Any], place: Place | None = None, ranks: int = 1) -> tuple[KeptOrder, list[str]]:
+def kept(loader: DataLoader[Any], place: EpochPlace | None = None, ranks: int = 1) -> tuple[KeptOrder, list[str]]:
     places, lines = [place, *[None] * 9], list[str]()
     inner = bound_batches(loader, lambda: len(loader)) or (
         loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -40,7 +40,7 @@ def kept(loader: DataLoader[Any], place: Place | None = None, ranks: int = 1) ->
     return KeptOrder(inner, Draws(loader, ranks), take=lambda: places.pop(0), warn=lines.append), lines
 
 
-def read(order: KeptOrder, batches: int) -> Place:
+def read(order: KeptOrder, batches: int) -> EpochPlace:
     """As it comes back from a checkpoint that is loaded as weights only."""
     assert order.order is not None
     file = io.BytesIO()

@@ -32,7 +32,10 @@ _CLEANING = frozenset({"__enter__", "__exit__", "__del__"})
 _CALLED_BACK = (
     "/weakref.py",
     "/contextlib.py",
-    *(f"/torch/{name}" for name in ("_library/", "_subclasses/", "_ops.py", "overrides.py", "utils/", "multiprocessing/")),
+    *(
+        f"/torch/{name}"
+        for name in ("_library/", "_subclasses/", "_ops.py", "overrides.py", "utils/", "multiprocessing/")
+    ),
 )
 """Files whose functions native code calls where it expects no exception: one there ends the process, or is ignored."""
 

@@ -11,8 +11,9 @@ import torch.utils.checkpoint
 def end_checkpoints(error: BaseException) -> None:
     """End the activation checkpoints that `error` passed through.
 
-    torch keeps a checkpoint's hooks in place for as long as the failed call's frames exist, which is as long as anything
-    holds the error. Later checkpoints would count their tensors wrongly: "a different number of tensors was saved".
+    torch keeps a checkpoint's hooks in place for as long as the failed call's frames exist, which is as long as
+    anything holds the error. Later checkpoints would count their tensors wrongly: "a different number of tensors was
+    saved".
     """
     seen = set[int]()
     found: BaseException | None = error
