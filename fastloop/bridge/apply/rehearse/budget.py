@@ -105,6 +105,8 @@ class Budget:
         self._settings_of = settings
         self.base_ms = 0.0
         """Time of the unchanged modules for one batch."""
+        self.changed_ms = 0.0
+        """The same with the rungs that were kept so far; 0 until one was tried."""
         self.play_s = 0.0
         """Time for one play of them, including saving and restoring state."""
         self.kept_s = 0.0
@@ -115,6 +117,11 @@ class Budget:
     def step_ms(self) -> float:
         """Time of the unchanged modules for one optimizer step."""
         return self.base_ms * self.terms.batches_per_step
+
+    @property
+    def changed_step_ms(self) -> float:
+        """Time for one optimizer step with the rungs that were kept so far: a compile can only shorten that."""
+        return (self.changed_ms or self.base_ms) * self.terms.batches_per_step
 
     def add_one_time(self, step: Step, seconds: float) -> None:
         """Exclude the one-time cost of a rung's first call from the rehearsal's share; remember that of a compile."""
@@ -171,7 +178,8 @@ class Budget:
         if not self.terms.weighs_costs or step.change.rehearse != "modules":
             return None
         if self._must_pay_back(step):
-            return judge.explain_no_pay_back(self._expect_first_call_s(step), self.step_ms, self.terms.steps_left)
+            cost_s = self._expect_first_call_s(step)
+            return judge.explain_no_pay_back(cost_s, self.changed_step_ms, self.terms.steps_left)
         if not self.shares_time(step):
             return None
         if captured:
@@ -207,7 +215,7 @@ class Budget:
         left = self.terms.steps_left if self.terms.weighs_costs and self._must_pay_back(step) else None
         if not is_costly(step) or left is None:
             return COSTLY_LIMIT_S if is_costly(step) else LIMIT_S
-        saves_s = judge.LIKELY_SAVING * self.step_ms * left / 1e3
+        saves_s = judge.LIKELY_SAVING * self.changed_step_ms * left / 1e3
         # What is known may come from a run whose compiled code was cached on disk, as it need not be in this run.
         expected_s = max(self._expect_first_call_s(step), self._guess_first_call_s(step))
         return min(COSTLY_LIMIT_S, max(LEAST_LIMIT_S, min(saves_s, PATIENCE * expected_s)))

@@ -198,6 +198,7 @@ class Rehearsal:
             if step.rung in self.terms.by_ladder:
                 return Outcome(rung=step.rung, fault=f"it could not be rehearsed: {problem}", is_lasting=False)
             return self._apply_untried(step)
+        self._budget.changed_ms = judge.find_last_ms(before, self._budget.base_ms)
         fault = self._refuse(step)
         if fault is not None and step.change.cheaper is not None:
             step = find_cheapest(step)
@@ -222,8 +223,7 @@ class Rehearsal:
 
     def _try_here(self, step: Step, before: Sequence[Outcome]) -> Outcome:
         """Apply a rung and play what it changes; undo the rung if that fails. No collectives."""
-        limit_s = self._budget.limit_s(step)
-        do = f"write rungs.{step.rung}.enabled: false"
+        limit_s, do = self._budget.limit_s(step), f"write rungs.{step.rung}.enabled: false"
         try:
             with (
                 announced(f"trying {step.rung} on the calls of the first step", self.hands.say),

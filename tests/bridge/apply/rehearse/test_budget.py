@@ -147,6 +147,16 @@ def test_what_reached_its_limit_is_not_tried_again_in_an_equal_run() -> None:
     assert longer.refuse(step) is None
 
 
+def test_a_compile_can_save_no_more_than_the_rungs_before_it_leave() -> None:
+    """It is expected to take 24 s. A third of 1,500 steps of 100 ms is 50 s; of the 40 ms that amp leaves, 20."""
+    made, step = make_budget(1500)
+    made.changed_ms = 100.0
+    assert made.refuse(step) is None and made.limit_s(step) == pytest.approx(50)
+    made.changed_ms = 40.0
+    assert "a third of the 40 ms of each step" in (made.refuse(step) or "")
+    assert made.limit_s(step) == pytest.approx(20)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from ((torch.ones(8), torch.ones(1)) for _ in range(96))

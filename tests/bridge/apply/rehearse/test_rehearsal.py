@@ -1015,22 +1015,21 @@ def test_a_later_module_gets_what_an_earlier_one_now_makes(monkeypatch: pytest.M
 
     plant(monkeypatch, halve)
     module = Chained()
-    module.second[1].register_forward_pre_hook(
-        lambda inner, args: SEEN.append((module.trainer.global_step, args[0].dtype))
-    )
+
+    def note(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        if self is module.second[1]:
+            SEEN.append((module.trainer.global_step, x.dtype))
+        return torch.nn.functional.linear(x.float(), self.weight, self.bias)
+
     monkeypatch.setattr(rehearsal, "find_precision", lambda *_: "bf16")
-    monkeypatch.setattr(torch.nn.Linear, "forward", _linear_of_any_type)
+    monkeypatch.setattr(torch.nn.Linear, "forward", note)
     loop, _, _ = fit(config("amp"), module)
     assert read(loop)[0] is True, read(loop)
     assert SEEN.count((1, torch.bfloat16)) > 2, "in the rehearsal, and not only in the step after it"
 
 
 SEEN: list[tuple[int, torch.dtype]] = []
-"""A global: what hooks keep in variables of their own is put back after each play."""
-
-
-def _linear_of_any_type(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.linear(x.float(), self.weight, self.bias)
+"""Filled by a layer of torch's: what hooks and the user's modules write to is put back after each play."""
 
 
 def test_what_a_module_logs_in_a_play_is_no_value_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
