@@ -63,6 +63,8 @@ class LoaderFacts:
     """Whether it can save its position (``state_dict``), so that a run may resume mid-epoch."""
     draws_random: tuple[str, ...] = ()
     """Places in the dataset that draw random numbers, as found by reading its code."""
+    asks_process: tuple[str, ...] = ()
+    """Functions that run for a sample and ask which process they are in."""
     shared_draws: tuple[str, ...] = ()
     """The subset of them that cannot get one generator per thread."""
     worker_hazards: tuple[str, ...] = ()

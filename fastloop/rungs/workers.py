@@ -188,9 +188,9 @@ class Workers:
                 "the sampler is read further past limit_train_batches, so its next epoch may differ",
             )
             notes.append(drawn[-1])
-        parity: Parity = "approximate" if loader.draws_random or drawn else "exact"
-        if loader.draws_random:
-            notes.append(_describe_draws(loader, "a run with yours" if replaces else "a run without workers"))
+        differences = _list_differences(loader, "a run with yours" if replaces else "a run without workers")
+        parity: Parity = "approximate" if differences or drawn else "exact"
+        notes += differences
         if loader.packable:
             from fastloop.feeds.workers.packed_list import Packing  # it imports torch
 
@@ -218,8 +218,7 @@ class Workers:
             if obstacle is None:
                 wants["loader.most_workers"] = most = _count_most(facts)
                 notes.append(f"up to {most} replace {_name_yours(own)} if the training waits for batches")
-                if loader.draws_random:
-                    notes.append(_describe_draws(loader, "a run with yours"))
+                notes += _list_differences(loader, "a run with yours")
             why = f"{why}: {obstacle}"
         if "loader.persistent_workers" in wants or (
             loader.persistent_workers and not (loader.draws_random and not wants)
@@ -227,7 +226,8 @@ class Workers:
             self._plan_next_epoch(loader, facts, wants, notes)
         if not wants:
             raise NotApplicable(why)
-        return Change(wants=wants, parity="approximate" if loader.draws_random else "exact", notes=tuple(notes))
+        parity: Parity = "approximate" if loader.draws_random or loader.asks_process else "exact"
+        return Change(wants=wants, parity=parity, notes=tuple(notes))
 
     def _plan_next_epoch(self, loader: LoaderFacts, facts: Facts, wants: dict[str, Any], notes: list[str]) -> None:
         """Request the next epoch's first batches before it begins, from workers that stay."""
@@ -320,10 +320,14 @@ def _name_yours(count: int) -> str:
     return "your worker" if count == 1 else f"your {count} workers"
 
 
-def _describe_draws(loader: LoaderFacts, run: str) -> str:
-    return (
-        f"samples that are random, or ask for their process, differ from {run} ({', '.join(loader.draws_random[:3])})"
-    )
+def _list_differences(loader: LoaderFacts, run: str) -> list[str]:
+    """Why samples may differ from another run's."""
+    found = []
+    if loader.draws_random:
+        found.append(f"random augmentations differ from {run} ({', '.join(loader.draws_random[:3])})")
+    if loader.asks_process:
+        found.append(f"{loader.asks_process[0]} asks which process it is in, so samples may differ from {run}")
+    return found
 
 
 def choose_count(facts: Facts) -> int:

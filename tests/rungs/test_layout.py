@@ -397,8 +397,14 @@ def test_a_callback_that_takes_views_of_weights_keeps_the_usual_order(
         fit(LAYOUT, seeded(Pictures), pictures(), callbacks=(make(),), max_epochs=2)
 
 
-def test_other_callbacks_do_not_keep_it() -> None:
-    watcher, _ = fit(LAYOUT, seeded(Pictures), pictures(), callbacks=(L.pytorch.callbacks.Timer(),))
+class NamesModules(L.Callback):
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        print(sum(isinstance(each, Tower) for each in pl_module.modules()))
+
+
+@pytest.mark.parametrize("make", [L.pytorch.callbacks.Timer, NamesModules])
+def test_other_callbacks_do_not_keep_it(make: Callable[[], L.Callback]) -> None:
+    watcher, _ = fit(LAYOUT, seeded(Pictures), pictures(), callbacks=(make(),))
     assert verdict(watcher, "layout").took
 
 

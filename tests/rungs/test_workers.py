@@ -117,7 +117,13 @@ LITTLE = (
             {},
             facts({"draws_random": ("RandomCrop", "a", "b", "c")}),
             wants(7),
-            ["samples that are random, or ask for their process, differ from a run without workers (RandomCrop, a, b)"],
+            ["random augmentations differ from a run without workers (RandomCrop, a, b)"],
+        ),
+        (
+            {},
+            facts({"asks_process": ("Mine.__getitem__",)}),
+            wants(7),
+            ["Mine.__getitem__ asks which process it is in, so samples may differ from a run without workers"],
         ),
     ],
 )
@@ -127,7 +133,7 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
     room = [f"{given.local_ranks} of {given.cpu_count} CPUs are left for the training's own threads"]
     assert change.wants == {**expected, **kept_off} and not change.actions
     assert sorted(change.notes) == sorted([*notes, *(room if kept_off else [])])
-    draws = given.loader and (given.loader.draws_random or given.loader.sampler_draws)
+    draws = given.loader and (given.loader.draws_random or given.loader.sampler_draws or given.loader.asks_process)
     assert change.parity == ("approximate" if draws else "exact")
 
 
@@ -590,7 +596,7 @@ def test_your_number_gives_way_to_one_in_the_configuration() -> None:
     assert change.wants["loader.num_workers"] == 5 and change.parity == "approximate"
     assert {
         "they replace your 3 workers",
-        "samples that are random, or ask for their process, differ from a run with yours (a)",
+        "random augmentations differ from a run with yours (a)",
     } <= {*change.notes}
     assert "loader.prefetch_factor" not in change.wants, "yours stays"
     kept = facts({"num_workers": 3, "persistent_workers": True, "batches": 5000})

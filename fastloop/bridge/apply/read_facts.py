@@ -184,6 +184,7 @@ def read_loader_facts(
         persistent_workers=loader.persistent_workers,
         stateful=hasattr(loader, "state_dict"),
         draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
+        asks_process=datasets.list_asking(loader.dataset, loader.collate_fn),
         shared_draws=thread_safety.list_shared_draws(loader.dataset, loader.collate_fn),
         worker_hazards=worker_hazards,
         holds_training=tuple(each.rpartition(" (")[0] for each in worker_hazards if each.endswith(datasets.TRAINING)),

@@ -134,7 +134,7 @@ def _find_callbacks_views(callbacks: Iterable[Any]) -> Iterator[str]:
     for callback in callbacks:
         if any(base.__name__ == "ModelPruning" for base in type(callback).__mro__):
             yield type(callback).__name__
-        yield from list_views([callback, *filter(inspect.isroutine, vars(callback).values())])
+        yield from list_views([callback, *filter(inspect.isroutine, vars(callback).values())], in_modules=False)
 
 
 def _list_other_methods(kind: type) -> Iterator[str]:

@@ -21,10 +21,13 @@ _CALLS = {"view", "view_as", "parameters_to_vector"}
 _LIBRARIES = ("torch.", "torchvision.", "torchmetrics.", "fastloop.", "lightning.", "pytorch_lightning.", "builtins.")
 
 
-def list_views(starts: Iterable[Any]) -> Iterator[str]:
+def list_views(starts: Iterable[Any], *, in_modules: bool = True) -> Iterator[str]:
     """Names of functions that call ``view``, among these functions and objects and the user's code that they name.
 
     Functions of installed packages are examined but not followed. Code compiled to C has no names.
+
+    Args:
+        in_modules: whether to look into classes of torch modules, too.
     """
     queue, seen = deque(starts), set[int]()
     while queue:
@@ -45,7 +48,7 @@ def list_views(starts: Iterable[Any]) -> Iterator[str]:
                 outer = [value for _, value in (*sample_code.list_globals(item), *sample_code.list_closure(item))]
                 queue.extend(value for value in outer if not inspect.ismodule(value))
                 queue.extend(vars(each).get(name) for each in outer if inspect.ismodule(each) for name in names)
-        elif is_users or issubclass(item, torch.nn.Module):
+        elif in_modules if issubclass(item, torch.nn.Module) else is_users:
             queue.extend(
                 filter(inspect.isfunction, (_find_code(each) for base in item.__mro__ for each in vars(base).values()))
             )

@@ -87,9 +87,10 @@ DRAWS = re.compile(
     r"random|rand(n|int|range|perm|bytes)?|randn?_like|getrandbits|shuffle|choices?|r?sample|rvs|\w+variate"
     r"|uniform|normal|gauss|bernoulli|multinomial|default_rng|RandomState|dropout"
     r"|(exponential|cauchy|geometric|random|uniform|bernoulli|(log_|trunc_)?normal)_"
-    r"|initial_seed|get_worker_info|(current|parent)_process|getpid"
+    r"|initial_seed"
 )
-"""Names of functions that draw random numbers; or that give their seed or their process, and so others in a worker."""
+"""Names of functions that draw random numbers, or give their seed."""
+_ASKS_PROCESS = {"get_worker_info", "current_process", "parent_process"}
 _RANDOM_TRANSFORMS = re.compile(
     r"Random|ColorJitter|(\w*Dropout)|(Auto|Rand)Augment|TrivialAugment|AugMix|MixUp|CutMix|ElasticTransform|Gaussian(Blur|Noise)|JPEG"
 )
@@ -168,6 +169,14 @@ def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
         if (foreign := _find_foreign(item)) is not None:
             found[f"{path}{foreign}"] = None
     return tuple(found)
+
+
+def list_asking(dataset: Any, collate: Any = None) -> tuple[str, ...]:
+    """The functions that run for a sample and ask which process they are in: a worker may give other samples."""
+    held = [*walk(dataset), *walk(collate, "collate_fn")]
+    running = (function for _, _, function in list_running(held))
+    asking = (each for each in running if not _ASKS_PROCESS.isdisjoint(sample_code.list_names(each.__code__)))
+    return tuple(dict.fromkeys(each.__qualname__ for each in asking))
 
 
 def list_running(held: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:

@@ -193,8 +193,13 @@ def list_changes(function: Any, kind: type = object) -> tuple[str, ...]:
 
 def _list_kept_defaults(function: Any) -> tuple[str, ...]:
     """Parameters whose default is one object for all calls: a list, a dictionary, a set."""
-    named = inspect.signature(function).parameters.items()
-    return tuple(name for name, each in named if isinstance(each.default, (list, dict, set)))
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    given = dict(zip(reversed(names), reversed(function.__defaults__ or ()), strict=False))
+    defaults = given | (function.__kwdefaults__ or {})
+    set_anew = set(list_arguments(function.__code__, "STORE_FAST"))
+    return tuple(
+        name for name, value in defaults.items() if isinstance(value, (list, dict, set)) and name not in set_anew
+    )
 
 
 def list_descriptors(function: Any, kind: type) -> tuple[str, ...]:
@@ -303,6 +308,7 @@ def _list_touched(
         return
     tree, me = parsed
     objects, classes = _list_outer(function)
+    code = {name for name, value in list_globals(function) if inspect.ismodule(value) or inspect.isroutine(value)}
     declared = {name for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
     outer = declared | objects | classes | set(modules)
     aliases = dict(writes.list_aliases(tree, me, outer, parameters))
@@ -311,6 +317,8 @@ def _list_touched(
         for target in (*pick(node, me), *given):
             if isinstance(target, ast.Name) and not isinstance(node, ast.Call):
                 state = f" (the outer {target.id})" if target.id in declared else None
+            elif isinstance(target, ast.Name) and target.id in code:
+                state = None  # `ops.add(x)` calls a module's function
             elif writes.is_own(target, me):
                 state = " (attributes by their names)"
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
+import multiprocessing
 import queue
 import random
 import socket
@@ -21,7 +22,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fastloop.evidence.samples import dataset as dataset_module
-from fastloop.evidence.samples.dataset import draws_random, find_worker_hazards, list_long, walk
+from fastloop.evidence.samples.dataset import draws_random, find_worker_hazards, list_asking, list_long, walk
 
 
 class Items(Dataset):
@@ -457,6 +458,78 @@ def test_counters_under_any_name_are_found(dataset: Any, collate: Any, place: st
     assert find_worker_hazards(dataset, collate) == (expected,)
 
 
+def augment(sample: Any) -> Any:
+    augment.calls += 1  # type: ignore[attr-defined]
+    return sample
+
+
+augment.calls = 0  # type: ignore[attr-defined]
+
+
+class CountsOnFunction(Items):
+    def __getitem__(self, index: int) -> Any:
+        return augment(index)
+
+
+class CollectsInDefault(Items):
+    def __getitem__(self, index: int, seen: list[int] = []) -> Any:  # noqa: B006
+        seen.append(index)
+        return len(seen)
+
+
+def remember(sample: Any, *, log: list[Any] = []) -> Any:  # noqa: B006
+    log.append(sample)
+    return len(log)
+
+
+class CollectsInDefaultOfHelper(Items):
+    def __getitem__(self, index: int) -> Any:
+        return remember(index)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "place"),
+    [
+        (CountsOnFunction(), "(the outer augment)"),
+        (CollectsInDefault(), "(the default of seen)"),
+        (CollectsInDefaultOfHelper(), "(the default of log)"),
+    ],
+)
+def test_what_functions_keep_is_found(dataset: Any, place: str) -> None:
+    expected = f"dataset {place} changes between epochs or samples, and workers hold copies of it"
+    assert find_worker_hazards(dataset) == (expected,)
+
+
+class Seeded(Items):
+    def __getitem__(self, index: int) -> Any:
+        return torch.initial_seed() + index
+
+
+class Asking(Items):
+    def __getitem__(self, index: int) -> Any:
+        return index if torch.utils.data.get_worker_info() is None else -index
+
+
+class AskingByHelper(Items):
+    def __getitem__(self, index: int) -> Any:
+        return find_process(), index
+
+
+def find_process() -> str:
+    return multiprocessing.current_process().name
+
+
+def test_samples_that_depend_on_their_process_are_named() -> None:
+    assert draws_random(Seeded()) == ("Seeded.__getitem__",)
+    assert list_asking(Asking()) == ("Asking.__getitem__",)
+    assert list_asking(AskingByHelper()) == ("find_process",)
+    assert list_asking(Harmless()) == list_asking(Seeded()) == () == draws_random(Asking())
+
+
+helpers = types.ModuleType("helpers_of_the_user")
+exec("def add(one, other):\n    return one + other\n\ndef read(path):\n    return path\n", vars(helpers))
+
+
 class Harmless(Items):
     """What ordinary datasets do for a sample."""
 
@@ -475,7 +548,15 @@ class Harmless(Items):
         count += 1
         label: dict[str, int] = {}
         label.update(a=count)
+        helpers.read(helpers.add(index, self.look_up(index)))
         return self.cache[index], rows, label
+
+    def look_up(self, index: int, known: dict[int, int] = {}, parts: list[int] = []) -> int:  # noqa: B006
+        if index not in known:
+            known[index] = index
+        parts = [*parts]
+        parts.append(index)
+        return known[index]
 
 
 def stack(samples: Any) -> Any:

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -26,8 +27,8 @@ SILENT_S = 2.0
 """A wait longer than this is announced to the user."""
 REPEAT_S = 20.0
 RETRY_S, AGAIN_S, MOST_LATE_S = 1e-3, 1.0, 5.0
-"""How soon to look again if nothing may be raised where the work is now; how soon to raise once more if the work goes
-on, because native code ignored the exception; and how long after the limit to raise in any place."""
+"""How soon to look again if nothing may be raised where the work is now; how soon to look whether native code has
+ignored the exception, which is then raised once more; and how long after the limit to raise in any place."""
 _CLEANING = frozenset({"__enter__", "__exit__", "__del__"})
 _CALLED_BACK = (
     "/weakref.py",
@@ -75,15 +76,25 @@ def _alarm(seconds: float) -> Iterator[None]:
         return
 
     within, latest, is_over = _find_caller(), time.monotonic() + seconds + MOST_LATE_S, False
+    raised: weakref.ref[TimeLimit] | None = None
 
     def ring(_number: int, frame: FrameType | None) -> None:
+        nonlocal raised
         if is_over:
+            return
+        if raised is not None and raised() is not None:  # on its way out: nothing may interrupt what puts things back
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
             return
         if time.monotonic() < latest and not _may_raise_in(frame, within):
             signal.setitimer(signal.ITIMER_REAL, RETRY_S)
             return
+        error = TimeLimit(f"it took longer than {seconds:.3g} s")
+        raised = weakref.ref(error)
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
-        raise TimeLimit(f"it took longer than {seconds:.3g} s")
+        try:
+            raise error
+        finally:
+            del error  # its own traceback would keep it alive
 
     handler, began = signal.signal(signal.SIGALRM, ring), time.monotonic()
     left, again = signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -108,9 +119,8 @@ def _interrupted(seconds: float) -> Iterator[None]:
         while not (done.wait(wait_s) or is_over):
             if time.monotonic() >= latest or _may_raise_in(sys._current_frames().get(this), within):
                 raise_in(ctypes.c_ulong(this), ctypes.py_object(TimeLimit))
-                wait_s = AGAIN_S
-            else:
-                wait_s = RETRY_S
+                return
+            wait_s = RETRY_S
 
     thread = threading.Thread(target=ring, daemon=True)
     thread.start()

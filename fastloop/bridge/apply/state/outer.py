@@ -19,14 +19,13 @@ MISSING = object()
 """The value of a variable that does not exist yet."""
 
 
-def list_changeable(kind: type, hook: Any = None) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Variables that the code of a user's class changes, or a hook that is a method of it or no method: each as the
-    namespace that holds it, its name and its value.
+def list_changeable(kind: type) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Variables that the code of a user's class changes: each as the namespace that holds it, its name and its value.
 
     What is only read is left alone, however large. An object of the user's classes may change if a method of it is
     called as a statement of its own.
     """
-    for space, name, is_written in _list_used(kind, hook):
+    for space, name, is_written in _list_used(kind):
         value = space.get(name, MISSING)
         if inspect.ismodule(value):
             if is_written and not is_installed(value):
@@ -45,12 +44,11 @@ def restore_variable(space: dict[str, Any], name: str, before: Any) -> None:
 
 
 @functools.lru_cache(maxsize=512)
-def _list_used(kind: type, hook: Any) -> tuple[tuple[dict[str, Any], str, bool], ...]:
+def _list_used(kind: type) -> tuple[tuple[dict[str, Any], str, bool], ...]:
     """Namespaces and names of global variables that the code writes to, or below; or, where that is false, of which it
     calls a method for its effect."""
     found: dict[tuple[int, str], tuple[dict[str, Any], str, bool]] = {}
-    methods = [getattr(kind, name) for name in ("forward", "training_step") if hasattr(kind, name)]
-    starts = map(inspect.unwrap, methods if hook is None else [hook])
+    starts = [inspect.unwrap(getattr(kind, name)) for name in ("forward", "training_step") if hasattr(kind, name)]
     for function in dict.fromkeys(each for start in starts for each in list_called(start, kind)):
         space, written = function.__globals__, set(list_roots_written(function))
         names = {name for name in written if not name.startswith((".", " "))}

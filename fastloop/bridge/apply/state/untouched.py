@@ -216,16 +216,13 @@ class Kept:
             for registry in HOOKS:
                 for hook in getattr(module, registry, {}).values():
                     self._keep_callable(hook)
-                    function = getattr(hook, "__func__", hook)
-                    if isinstance(function, types.FunctionType) and not is_installed(function):
-                        self._keep_outer(type(getattr(hook, "__self__", module)), function)
             for parameter in module.parameters(recurse=False):
                 self._keep_names(torch.Tensor, parameter)
             if not is_installed(type(module)):
                 self._keep_outer(type(module))
 
-    def _keep_outer(self, kind: type, hook: Any = None) -> None:
-        for space, name, value in list_changeable(kind, hook):
+    def _keep_outer(self, kind: type) -> None:
+        for space, name, value in list_changeable(kind):
             self._undos.append(partial(restore_variable, space, name, value))
             if isinstance(value, type) and id(value) not in self._seen and not is_installed(value):
                 self._note(value)

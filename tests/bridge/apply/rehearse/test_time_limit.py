@@ -121,8 +121,8 @@ def test_a_context_that_is_being_left_is_left(monkeypatch: pytest.MonkeyPatch, s
     assert not run(Leaving()), "control"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_exception_that_was_ignored_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps it
     monkeypatch.setattr("fastloop.bridge.apply.rehearse.time_limit._CLEANING", frozenset())
     with pytest.raises(TimeLimit), limited(0.1, **WORDS):
         Ignored()
@@ -183,6 +183,23 @@ def test_sigterm_ends_a_rehearsal_at_once(rehearses: bool) -> None:
     assert module.steps == (1 if rehearses else 2)
     assert torch.equal(module.net.weight, weights[-1])
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_what_puts_things_back_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take longer than the time after which the limit looks again."""
+    monkeypatch.setattr("fastloop.bridge.apply.rehearse.time_limit.AGAIN_S", 0.1)
+    done: list[str] = []
+
+    def work() -> None:
+        try:
+            wait_busily(60)
+        finally:
+            wait_busily(0.5)
+            done.append("put back")
+
+    with pytest.raises(TimeLimit), limited(0.1, **WORDS):
+        work()
+    assert done == ["put back"]
 
 
 def test_a_limit_that_comes_as_the_work_ends_ends_no_process() -> None:

@@ -398,31 +398,3 @@ def test_a_write_to_the_imaginary_part_of_a_parameter_is_seen() -> None:
     assert weight.tolist() == [1.0 + 2.0j]
     with unwritten([weight]):
         pass
-
-
-SIZES: list[int] = []
-CALLS = Counter[str]()
-
-
-def note_size(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-    SIZES.append(len(output))
-    CALLS["forward"] += 1
-
-
-class Sizes:
-    def note(self, module: torch.nn.Module, args: Any) -> None:
-        CALLS["before"] += 1
-
-
-def test_what_hooks_write_to_globals_is_put_back() -> None:
-    net = torch.nn.Linear(2, 1)
-    net.register_forward_hook(note_size)
-    net.register_forward_pre_hook(Sizes().note)
-    net(torch.ones(3, 2))
-    before = list(SIZES), dict(CALLS)
-    with untouched(net):
-        net(torch.ones(4, 2))
-        assert SIZES == [3, 4] and dict(CALLS) != before[1], "the call changed them"
-    assert (SIZES, dict(CALLS)) == before
-    SIZES.clear()
-    CALLS.clear()
