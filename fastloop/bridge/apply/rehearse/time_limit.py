@@ -31,12 +31,8 @@ RETRY_S, AGAIN_S, MOST_LATE_S = 1e-3, 1.0, 5.0
 ignored the exception, which is then raised once more; and how long after the limit to raise in any place."""
 _CLEANING = frozenset({"__enter__", "__exit__", "__del__"})
 _CALLED_BACK = (
-    "/weakref.py",
-    "/contextlib.py",
-    *(
-        f"/torch/{name}"
-        for name in ("_library/", "_subclasses/", "_ops.py", "overrides.py", "utils/", "multiprocessing/")
-    ),
+    *("/weakref.py", "/contextlib.py", "/torch/_library/", "/torch/_subclasses/", "/torch/_ops.py"),
+    *("/torch/overrides.py", "/torch/utils/", "/torch/multiprocessing/", "/torch/_dynamo/utils.py"),
 )
 """Files whose functions native code calls where it expects no exception: one there ends the process, or is ignored."""
 
@@ -150,7 +146,7 @@ def _may_raise_in(frame: FrameType | None, within: FrameType | None) -> bool:
     if frame is None or any(part in frame.f_code.co_filename for part in _CALLED_BACK):
         return False
     while frame is not None and frame is not within:
-        if frame.f_code.co_name in _CLEANING:
+        if frame.f_code.co_name in _CLEANING or frame.f_code.co_filename == weakref.__file__:
             return False
         frame = frame.f_back
     return True
