@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.bridge.apply.read_model import read_module
+from fastloop.bridge.fail_open import explain_exception
 from fastloop.errors import NotApplicable
 from fastloop.feeds.batch_tree import InputsChannelsLast
 from fastloop.records.facts import Facts
@@ -393,8 +394,10 @@ def test_a_callback_that_takes_views_of_weights_keeps_the_usual_order(
     watcher, _ = fit(LAYOUT, seeded(Pictures), pictures(), callbacks=(make(),), max_epochs=2)
     assert "calls view, which fails on channels-last images and weights" in verdict(watcher, "layout").why
     monkeypatch.setattr("fastloop.bridge.apply.read_model._find_callbacks_views", lambda callbacks: ())
-    with pytest.raises(RuntimeError, match="view size is not compatible"):  # control
+    with pytest.raises(RuntimeError, match="view size is not compatible") as raised:  # control
         fit(LAYOUT, seeded(Pictures), pictures(), callbacks=(make(),), max_epochs=2)
+    assert "rungs.layout.enabled: false" in (explain_exception(raised.value, None, ["layout"]) or "")
+    assert explain_exception(raised.value, None, ["amp"]) is None
 
 
 class NamesModules(L.Callback):
