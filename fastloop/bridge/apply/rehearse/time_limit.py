@@ -29,7 +29,8 @@ REPEAT_S = 20.0
 RETRY_S, AGAIN_S, MOST_LATE_S = 1e-3, 1.0, 5.0
 """How soon to look again if nothing may be raised where the work is now; how soon to look whether native code has
 ignored the exception, which is then raised once more; and how long after the limit to raise in any place."""
-_CLEANING = frozenset({"__enter__", "__exit__", "__del__"})
+_WHOLE = frozenset({"__enter__", "__exit__", "__del__", "__torch_dispatch__", "run_node"})
+"""Functions that nothing may interrupt: they change a mode, or run below native code that expects no exception."""
 _CALLED_BACK = (
     *("/weakref.py", "/contextlib.py", "/torch/_library/", "/torch/_subclasses/", "/torch/_ops.py"),
     *("/torch/overrides.py", "/torch/utils/", "/torch/multiprocessing/", "/torch/_dynamo/utils.py"),
@@ -146,7 +147,7 @@ def _may_raise_in(frame: FrameType | None, within: FrameType | None) -> bool:
     if frame is None or any(part in frame.f_code.co_filename for part in _CALLED_BACK):
         return False
     while frame is not None and frame is not within:
-        if frame.f_code.co_name in _CLEANING or frame.f_code.co_filename == weakref.__file__:
+        if frame.f_code.co_name in _WHOLE or frame.f_code.co_filename == weakref.__file__:
             return False
         frame = frame.f_back
     return True

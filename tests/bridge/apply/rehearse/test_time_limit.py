@@ -117,13 +117,13 @@ def test_a_context_that_is_being_left_is_left(monkeypatch: pytest.MonkeyPatch, s
         return mode.has_left
 
     assert run(Leaving())
-    monkeypatch.setattr("fastloop.bridge.apply.rehearse.time_limit._CLEANING", frozenset())
+    monkeypatch.setattr("fastloop.bridge.apply.rehearse.time_limit._WHOLE", frozenset())
     assert not run(Leaving()), "control"
 
 
 def test_an_exception_that_was_ignored_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps it
-    monkeypatch.setattr("fastloop.bridge.apply.rehearse.time_limit._CLEANING", frozenset())
+    monkeypatch.setattr("fastloop.bridge.apply.rehearse.time_limit._WHOLE", frozenset())
     with pytest.raises(TimeLimit), limited(0.1, **WORDS):
         Ignored()
         wait_busily(60)
