@@ -29,8 +29,8 @@ CARD = Card(
     applies=lambda seen: on_gpu(seen) and convolves(seen) and not does_already(seen, "channels_last"),
     plan_shows_refusal=True,
     explains={
-        "view size is not compatible": "rungs.layout stores images and convolution weights channels-last, which have"
-        " no such view: write reshape, or rungs.layout.enabled: false"
+        "view size is not compatible": "rungs.layout stores images and convolution weights channels-last, where view"
+        " fails: call reshape instead, or write rungs.layout.enabled: false"
     },
 )
 
