@@ -39,7 +39,7 @@ from fastloop.report.experiments import ab_report
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class AbRequest:
     """The comparison that the command line requests."""
 
     base: str | None
@@ -67,7 +67,7 @@ def request(
     runs: str,
     steps: str,
     **others: Any,
-) -> Request:
+) -> AbRequest:
     """Parse the command line.
 
     Raises:
@@ -76,7 +76,7 @@ def request(
     if base is not None and others.get("script") is not None and "=" in base:  # with --script, no base is named
         overrides = (base, *overrides)
         base = None
-    return Request(
+    return AbRequest(
         base=base,
         overrides=tuple(overrides),
         vs=tuple(vs),
@@ -97,7 +97,7 @@ def _parse_number(option: str, text: str, least: int) -> int | None:
     return int(text)
 
 
-def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, progress: Progress) -> Answer:
+def ab(asked: AbRequest, *, out: str | None, force: bool, resume: str | None, progress: Progress) -> Answer:
     """Compare one or several arms with a base.
 
     Raises:
@@ -125,7 +125,7 @@ def ab(asked: Request, *, out: str | None, force: bool, resume: str | None, prog
 
 
 def _claim_and_compare(
-    asked: Request, versus: Versus, *, out: str | None, force: bool, resume: str | None, progress: Progress
+    asked: AbRequest, versus: Versus, *, out: str | None, force: bool, resume: str | None, progress: Progress
 ) -> Answer:
     base = versus.sides[0].arm.config()
     if asked.steps is not None and asked.steps <= base.watch.warmup_steps + 1:
@@ -147,7 +147,7 @@ def _claim_and_compare(
             raise make_failure(error.trial) from None
 
 
-def _compare(asked: Request, versus: Versus, path: Path, name: str, *, new: bool, progress: Progress) -> Answer:
+def _compare(asked: AbRequest, versus: Versus, path: Path, name: str, *, new: bool, progress: Progress) -> Answer:
     sides = versus.sides
     base = sides[0].arm.config()
     command = () if asked.script is None else make_command(asked.script, asked.args)
@@ -174,7 +174,7 @@ def _compare(asked: Request, versus: Versus, path: Path, name: str, *, new: bool
             return carry_out(Experiment(sides, path, settings, progress), name)
 
 
-def _describe(asked: Request, versus: Versus, command: Sequence[str]) -> Manifest:
+def _describe(asked: AbRequest, versus: Versus, command: Sequence[str]) -> Manifest:
     shown = Manifest(
         base=asked.base,
         script=asked.script,
@@ -211,7 +211,7 @@ def carry_out(experiment: Experiment, name: str) -> Answer:
     )
 
 
-def list_arms(asked: Request) -> list[Arm]:
+def list_arms(asked: AbRequest) -> list[Arm]:
     """Return the base and one arm for each ``--vs``, named after what it changes."""
     vs = [*asked.vs, *([] if asked.vs or not asked.aa else [""])]
     if not vs:
@@ -222,7 +222,7 @@ def list_arms(asked: Request) -> list[Arm]:
     return [base, *(_change(base, name, text) for name, text in zip(names, vs, strict=True))]
 
 
-def _make_base(asked: Request) -> Arm:
+def _make_base(asked: AbRequest) -> Arm:
     if asked.script is not None:
         if asked.base is not None:
             do = 'write the script\'s arguments as --args "…", and a configuration without --script'

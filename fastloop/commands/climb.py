@@ -27,7 +27,7 @@ from fastloop.experiments.ab.results import read_hardware
 from fastloop.experiments.ab.resume import fingerprint, fingerprint_source, refuse_others
 from fastloop.experiments.ab.script_arms import ScriptArm, make_command, runs_under_this_python
 from fastloop.experiments.climb.attempt import BaseFailed
-from fastloop.experiments.climb.budget import Budget, Spent
+from fastloop.experiments.climb.budget import ClimbBudget, Spent
 from fastloop.experiments.climb.candidates import LADDER as AS_LADDER
 from fastloop.experiments.climb.candidates import Start
 from fastloop.experiments.climb.interface import Runner
@@ -176,7 +176,7 @@ class Recorder:
         self._before = before or ClimbFile()
         self._before_s, self._budget_s = self._before.spent_s or 0.0, (self._before.budget_s or 0.0) + budget_s
         self.allow = tuple(sorted({*allow, *self._before.allow}))
-        self.budget = Budget(budget_s)
+        self.budget = ClimbBudget(budget_s)
         self.climb: Climb | None = None
         self.stopped, self.partial = "", True
         self.confirmed: Confirmation | None = None

@@ -59,7 +59,7 @@ def run(
         findings=loop.findings,
     )
     report = store.report_in(path)
-    lines = summary.write_lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report, **loop.words)
+    lines = summary.write_lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report, **loop.report_extras)
     if loop.unwritten is not None:
         do = f"free some space, or choose --out on another disk; {path} is incomplete"
         full = FastLoopError(got=f"run directory {path}", why=f"it cannot be written: {loop.unwritten}", do=do)

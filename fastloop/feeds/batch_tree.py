@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 
-class Window(list[Any]):
+class BatchWindow(list[Any]):
     """Separate batches of one accumulation window that cannot be concatenated, or are not yet."""
 
 
-class StagedWindow(Window):
+class StagedWindow(BatchWindow):
     """A window whose batches were copied to the device ahead of time."""
 
 
@@ -147,11 +147,11 @@ def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 def count_rows(batch: Any) -> int | None:
     """Count the samples in a batch: the first dimension of its first tensor that has one; None if there is none. For a
-    `Window`, the sum over its batches."""
+    `BatchWindow`, the sum over its batches."""
     first = batch[0] if type(batch) in (list, tuple) and batch else batch  # nearly all batches, at every step
     if isinstance(first, torch.Tensor) and first.dim():
         return first.size(0)
-    if isinstance(batch, Window):
+    if isinstance(batch, BatchWindow):
         counts = [count_rows(each) for each in batch]
         return None if None in counts else sum(filter(None, counts))
     for tensor in iterate_tensors(batch):
@@ -171,7 +171,7 @@ def count_samples(batch: Any, claims: Sequence[int | None] = ()) -> int | None:
             the batch, or the length of a list. ``self.log(..., batch_size=...)`` may count tokens instead, and a loader
             whose dataset makes the batches counts batches.
     """
-    if isinstance(batch, Window):
+    if isinstance(batch, BatchWindow):
         counts = [count_samples(each) for each in batch]
         return None if None in counts else sum(filter(None, counts))
     if (own := _read_own_count(batch)) is not None:

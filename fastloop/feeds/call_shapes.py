@@ -125,7 +125,7 @@ class Fitting:
         return masked
 
 
-class Budget:
+class GraphLimit:
     """Counts a module's graphs in training, or in evaluation, and the calls that run without one.
 
     Attributes:

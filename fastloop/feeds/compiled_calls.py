@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from fastloop.errors import let_through
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.feeds import call_shapes
-from fastloop.feeds.call_shapes import STORM, Budget, Sizes
+from fastloop.feeds.call_shapes import STORM, GraphLimit, Sizes
 from fastloop.records.plan import Undo
 
 GraphPass = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
@@ -73,7 +73,7 @@ class CompiledCall:
         self.graphs, self.forced, self.failure = 0, 0, ""
         self.below: Any = None
         self.is_in = False
-        self.budgets: dict[Any, Budget] = {True: Budget(), False: Budget()}
+        self.budgets: dict[Any, GraphLimit] = {True: GraphLimit(), False: GraphLimit()}
         self._usual: dict[bool, Any] = {}
         """The kind of the first call in training, and in evaluation."""
         self._trained = next(module.parameters(), None)
@@ -170,7 +170,7 @@ class CompiledCall:
         return result
 
     def _run(
-        self, budget: Budget, tensors: dict[str, Any], is_new: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, budget: GraphLimit, tensors: dict[str, Any], is_new: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         captured, self._missed = dynamo_graphs.count_captured(), False
         stance: Any = contextlib.nullcontext()
@@ -209,7 +209,7 @@ class CompiledCall:
             self._seen[way] = now, version, now.data_ptr()
         return frozenset(changed)
 
-    def _find_budget(self, tensors: Mapping[str, torch.Tensor]) -> Budget | None:
+    def _find_budget(self, tensors: Mapping[str, torch.Tensor]) -> GraphLimit | None:
         """Return the budget for this kind of call; None if there are too many kinds."""
         training = self.module.training
         kind = (
@@ -222,7 +222,7 @@ class CompiledCall:
             return self.budgets[training]
         if kind not in self.budgets and len(self.budgets) >= MOST_KINDS:
             return None
-        return self.budgets.setdefault(kind, Budget())
+        return self.budgets.setdefault(kind, GraphLimit())
 
     def _note(self, sizes: Sizes) -> None:
         """Learn which dimensions to mark dynamic. Lengths that vary in training also vary in evaluation."""

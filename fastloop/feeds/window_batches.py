@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from fastloop.feeds.batch_tree import CannotRegroup, Window, count_rows
+from fastloop.feeds.batch_tree import BatchWindow, CannotRegroup, count_rows
 from fastloop.feeds.concatenation import concatenate
 from fastloop.feeds.lazy_loader import StandIn, StandInDataset
 
@@ -83,7 +83,7 @@ class WindowDataset(StandInDataset):
         return partial(self._make, indices)
 
     def _make(self, indices: Joined) -> Any:
-        """Make one window: the concatenation of its batches, or a `Window` if they cannot be concatenated."""
+        """Make one window: the concatenation of its batches, or a `BatchWindow` if they cannot be concatenated."""
         batches, start = [], 0
         for size in indices.sizes:
             batches.append(self.collate(self._fetch(indices[start : start + size])))
@@ -92,11 +92,11 @@ class WindowDataset(StandInDataset):
             return batches[0]
         # A collate function that drops samples would shift the cuts.
         if not self.concatenates or [count_rows(batch) for batch in batches] != list(indices.sizes):
-            return Window(batches)
+            return BatchWindow(batches)
         try:
             return concatenate(batches)
         except CannotRegroup:
-            return Window(batches)
+            return BatchWindow(batches)
 
     def _fetch(self, indices: list[Any]) -> Any:
         fetch = getattr(self.inner, "__getitems__", None)

@@ -31,7 +31,7 @@ class Timed(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class TimedComparison:
     """Forward and backward of batches with rungs and without."""
 
     with_ms: float
@@ -67,7 +67,7 @@ def is_suspicious(seen: Sequence[Timed], promised: Rehearsed, first_size: int, s
     return typical > max(over * promised.changed_ms, promised.changed_ms + OVER_MS, GAINED * promised.eager_ms)
 
 
-def compare(with_it: Sequence[Timed], without: Sequence[Timed]) -> Comparison | None:
+def compare(with_it: Sequence[Timed], without: Sequence[Timed]) -> TimedComparison | None:
     """Compare batches with a rung to batches without it; None if there are too few.
 
     If batches differ in size, they are also compared with times scaled in proportion to size. The truth lies between
@@ -84,12 +84,12 @@ def compare(with_it: Sequence[Timed], without: Sequence[Timed]) -> Comparison | 
     return min(found, key=lambda each: each.low_ms - MARGIN * each.without_ms)
 
 
-def _compare_ms(with_ms: Sequence[float], without_ms: Sequence[float]) -> Comparison:
+def _compare_ms(with_ms: Sequence[float], without_ms: Sequence[float]) -> TimedComparison:
     """Uses the Hodges-Lehmann interval for a shift, which is robust to single pauses."""
     differences = sorted(a - b for a in with_ms for b in without_ms)
     n, m = len(with_ms), len(without_ms)
     beyond = max(0, math.floor(n * m / 2 - 0.5 - 1.96 * math.sqrt(n * m * (n + m + 1) / 12)))
-    return Comparison(
+    return TimedComparison(
         with_ms=statistics.median(with_ms),
         without_ms=statistics.median(without_ms),
         low_ms=differences[beyond],

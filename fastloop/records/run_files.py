@@ -89,7 +89,7 @@ class FindingsFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu:
+class GpuRecord:
     """One GPU of the machine."""
 
     name: str | None = None
@@ -101,7 +101,7 @@ class Machine:
 
     cpu_model: str | None = None
     usable_cpus: int | None = None
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuRecord, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fastloop.commands import ab
-from fastloop.commands.ab import Request, list_arms
+from fastloop.commands.ab import AbRequest, list_arms
 from fastloop.config.loading import load
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.experiments.ab import resume as manifest
@@ -22,11 +22,11 @@ from tests.experiments.made_arms import MadeArm
 from tests.trainings import NET
 
 
-def asked(*vs: str, base: str | None = "cifar10", **more: Any) -> Request:
-    return Request(base=base, vs=vs, **more)
+def asked(*vs: str, base: str | None = "cifar10", **more: Any) -> AbRequest:
+    return AbRequest(base=base, vs=vs, **more)
 
 
-def refused(request: Request, *, resume: str | None = None, out: str | None = None) -> ConfigError:
+def refused(request: AbRequest, *, resume: str | None = None, out: str | None = None) -> ConfigError:
     with pytest.raises(ConfigError) as error:
         ab.ab(request, out=out, force=False, resume=resume, progress=lambda _: None)
     return error.value
@@ -75,7 +75,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "no window",
     ],
 )
-def test_what_is_refused(request_: Request, why: str, tmp_path: Path) -> None:
+def test_what_is_refused(request_: AbRequest, why: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     error = refused(request_)
     assert why in error.why or why in str(error)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastloop.experiments.ab.arms import Ask
-from fastloop.experiments.climb.budget import GRACE_S, Budget, Length
+from fastloop.experiments.climb.budget import GRACE_S, ClimbBudget, Length
 from fastloop.experiments.climb.candidates import Start
 from fastloop.experiments.climb.interface import Needs, Result
 from fastloop.experiments.climb.loop import Climb
@@ -124,7 +124,7 @@ class SimulatedRunner:
         self.machine, self.done, self.before = machine, {} if done is None else done, before
         self.best = dict(best or {})
         self.now = 0.0
-        self.budget = Budget(1e9, lambda: self.now)
+        self.budget = ClimbBudget(1e9, lambda: self.now)
         self.ran: list[str] = []
         """Folders in which something was trained in this call."""
         self.seconds: dict[str, float] = {}
@@ -137,7 +137,7 @@ class SimulatedRunner:
         """Of the confirmation, on an earlier day."""
 
     def with_budget(self, seconds: float) -> SimulatedRunner:
-        self.budget = Budget(seconds, lambda: self.now)
+        self.budget = ClimbBudget(seconds, lambda: self.now)
         return self
 
     def run(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastloop.feeds.batch_tree import (
-    Window,
+    BatchWindow,
     count_rows,
     count_samples,
     is_container,
@@ -131,7 +131,7 @@ def test_an_object_says_itself_how_many_samples_it_has() -> None:
     assert count_samples(Graphs(3, 20), claims=(20,)) == 3
     assert count_samples(Bare(batch_size=5, x=torch.zeros(40, 2))) == 5
     assert count_samples(Bare(batch_size=torch.Size([6, 2]), x=torch.zeros(6, 2))) == 6
-    assert count_samples(Window([Graphs(3, 20), Graphs(2, 9)])) == 5
+    assert count_samples(BatchWindow([Graphs(3, 20), Graphs(2, 9)])) == 5
     # Nothing useful said: the first dimension of the first tensor.
     for useless in (None, 0, True, "8", torch.tensor(8)):
         assert count_samples(Bare(batch_size=useless, x=torch.zeros(7, 2))) == 7, useless

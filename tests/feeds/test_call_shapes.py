@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fastloop.feeds import call_shapes
-from fastloop.feeds.call_shapes import GRAPHS, Budget, Fitting, Seen
+from fastloop.feeds.call_shapes import GRAPHS, Fitting, GraphLimit, Seen
 
 
-def made_for(sizes: list[int], budget: Budget | None = None) -> list[int]:
+def made_for(sizes: list[int], budget: GraphLimit | None = None) -> list[int]:
     """The places of the calls, of one tensor each, that a graph is made for; the others fit one or run eagerly."""
-    budget, places = budget or Budget(), list[int]()
+    budget, places = budget or GraphLimit(), list[int]()
     for place, size in enumerate(sizes):
         call = {"x": (size, 3)}
         new = not budget.fits(call)
@@ -74,10 +74,10 @@ def test_what_a_graph_fits() -> None:
 
 
 def test_the_last_batch_of_an_epoch_is_an_exception() -> None:
-    budget = Budget()
+    budget = GraphLimit()
     assert made_for(([64] * 17 + [8]) * 20, budget) == [0] and budget.eager == 20
     assert not budget.spent
-    late = Budget()
+    late = GraphLimit()
     assert made_for(([64] * 4 + [8]) * 4, late) == [0, 14] and late.eager == 2  # one in five is none
 
 
@@ -94,13 +94,13 @@ def test_the_last_batch_of_an_epoch_is_an_exception() -> None:
     ],
 )
 def test_sizes_that_come_often_get_a_graph(sizes: list[int], places: list[int], eager: int) -> None:
-    budget = Budget()
+    budget = GraphLimit()
     assert made_for(sizes, budget) == places and (budget.eager, budget.spent) == (eager, "")
     assert budget.calls == len(sizes)
 
 
 def test_a_storm_is_told_within_a_stated_count() -> None:
-    budget = Budget()
+    budget = GraphLimit()
     for _ in range(GRAPHS):
         budget.count(captured=True, eager=False)
     for place in range(100):
@@ -108,7 +108,7 @@ def test_a_storm_is_told_within_a_stated_count() -> None:
     assert not budget.spent, "half of the calls are served"
     budget.count(captured=False, eager=True)
     assert budget.spent == "none of 2 graphs fitted 26 of the last 50 calls"
-    at_once = Budget()
+    at_once = GraphLimit()
     for _ in range(GRAPHS):
         at_once.count(captured=True, eager=False)
     for _ in range(call_shapes.ENOUGH):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, get_worker_info
 
-from fastloop.feeds.batch_tree import Window, count_rows
+from fastloop.feeds.batch_tree import BatchWindow, count_rows
 from fastloop.feeds.lazy_loader import clone
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 
@@ -73,20 +73,20 @@ def test_a_dataset_that_fetches_many_is_asked_batch_by_batch() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_cannot_be_concatenated_comes_apart(workers: int) -> None:
     first, second, last = windows(Numbers(longer=(3,)), Stamped(), workers)
-    assert isinstance(second, Window) and [batch["x"].shape for batch in second] == [(4, 2), (4, 3)]
-    assert not isinstance(first, Window) and not isinstance(last, Window) and count_rows(second) == 8
+    assert isinstance(second, BatchWindow) and [batch["x"].shape for batch in second] == [(4, 2), (4, 3)]
+    assert not isinstance(first, BatchWindow) and not isinstance(last, BatchWindow) and count_rows(second) == 8
 
 
 def test_left_apart_where_asked_and_where_samples_are_dropped() -> None:
     apart = windows(Numbers(), Stamped(), concatenates=False)
-    assert [isinstance(each, Window) for each in apart] == [True, True, False]  # one batch is a batch
+    assert [isinstance(each, BatchWindow) for each in apart] == [True, True, False]  # one batch is a batch
 
     def drop(members: Any) -> torch.Tensor:
         return torch.stack([member for member in members if int(member[0]) != 5])
 
     first, second, _ = windows(Numbers(), drop)
-    assert isinstance(first, Window) and count_rows(first) == 7 and not isinstance(second, Window)
-    assert count_rows(Window([torch.ones(2), None])) is None
+    assert isinstance(first, BatchWindow) and count_rows(first) == 7 and not isinstance(second, BatchWindow)
+    assert count_rows(BatchWindow([torch.ones(2), None])) is None
 
 
 class Owner(Dataset):

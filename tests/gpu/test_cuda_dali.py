@@ -27,10 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(loader: Any, decode: str, resize: str) -> Any:
     from fastloop.feeds.dali.engine import DaliLoader
-    from fastloop.feeds.dali.graph import Machine
+    from fastloop.feeds.dali.graph import DaliResources
     from fastloop.feeds.images.reading import read_source
 
-    machine = Machine(threads=2, device_id=torch.cuda.current_device(), decode=decode, resize=resize)
+    machine = DaliResources(threads=2, device_id=torch.cuda.current_device(), decode=decode, resize=resize)
     return DaliLoader(
         loader, read_source(loader.dataset).facts.steps, machine, batch_size=loader.batch_size, turn_off=""
     )
@@ -57,7 +57,7 @@ def test_the_gpus_decoder_is_tried_in_mid_training(
     folder: Path, monkeypatch: pytest.MonkeyPatch, room: float, kept: str, why: str
 ) -> None:
     from fastloop.feeds.dali import decoder_choice, engine
-    from fastloop.feeds.dali.graph import Machine
+    from fastloop.feeds.dali.graph import DaliResources
     from fastloop.feeds.images.reading import read_source
 
     for name, value in {"SETTLING": 1, "BLOCK": 1, "BLOCKS": 2, "WAITS": -1.0, "FASTER": 1e9}.items():
@@ -65,7 +65,7 @@ def test_the_gpus_decoder_is_tried_in_mid_training(
     monkeypatch.setattr(decoder_choice, "ROOM", room)
     loader = DataLoader(pictures(folder, still=True), batch_size=4)
     first, other = (
-        Machine(threads=2, device_id=torch.cuda.current_device(), decode=decode, resize="device")
+        DaliResources(threads=2, device_id=torch.cuda.current_device(), decode=decode, resize="device")
         for decode in ("cpu", "mixed")
     )
     steps = read_source(loader.dataset).facts.steps
@@ -84,13 +84,13 @@ def test_the_gpus_decoder_is_tried_in_mid_training(
 def test_all_chains_of_transforms(folder: Path, decode: str, resize: str) -> None:
     """With the same random draws, as before a training's first step. The GPU's decoder rounds colors otherwise: chains
     that stretch colors or pick single pixels of these noisy pictures may be refused, never passed off as equal."""
-    from fastloop.feeds.dali.graph import Machine
+    from fastloop.feeds.dali.graph import DaliResources
     from fastloop.feeds.dali.pixels import check_pixels
     from fastloop.feeds.images.reading import read_source
     from tests.feeds.dali.folders import read_folder
     from tests.feeds.dali.test_pixels import CHAINS
 
-    machine = Machine(threads=2, device_id=torch.cuda.current_device(), decode=decode, resize=resize)
+    machine = DaliResources(threads=2, device_id=torch.cuda.current_device(), decode=decode, resize=resize)
     wrong = {}
     for name, chain_of in CHAINS.items():
         dataset = read_folder(folder, *chain_of)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fastloop.judge.second_look import Comparison, Timed, compare, is_suspicious
+from fastloop.judge.second_look import Timed, TimedComparison, compare, is_suspicious
 from fastloop.records.plan import Rehearsed
 
 PROMISED = Rehearsed(eager_ms=177.0, changed_ms=48.0, of_batch=True)
@@ -80,7 +80,7 @@ def test_larger_batches_are_no_fault_of_a_rung() -> None:
 
 def _slower(with_it: list[Timed], without: list[Timed]) -> bool:
     found = compare(with_it, without)
-    assert isinstance(found, Comparison)
+    assert isinstance(found, TimedComparison)
     return found.is_slower
 
 

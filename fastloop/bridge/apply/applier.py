@@ -29,9 +29,9 @@ from fastloop.bridge.apply.validation_loaders import ENGINE, ValidationLoaders
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
-from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.batch_tree import BatchWindow
 from fastloop.feeds.place.kept_order import EpochPlace
-from fastloop.judge.rehearsal import Outcome
+from fastloop.judge.rehearsal import RehearsalOutcome
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Action, Applied, Moment, Plan, Step, Undo
@@ -215,7 +215,7 @@ class Applier:
         """Move a batch to the device, unless a feed has already done so."""
         if self._site is None:
             return move(batch)
-        if isinstance(batch, Window) and self.micro is not None:
+        if isinstance(batch, BatchWindow) and self.micro is not None:
             return self.micro.show_window(self._site.staging.finish_window(batch, move, dataloader_idx))
         return self._site.staging.finish(batch, partial(move, batch), dataloader_idx)
 
@@ -370,7 +370,7 @@ class Applier:
         self._changes.undo(step.rung)
         self._changes.evidence[step.rung] = dict(known)
 
-    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+    def _settle(self, outcomes: Sequence[RehearsalOutcome]) -> None:
         """Write the outcomes of the rungs that were tried into the plan."""
         held, self._live.held = self._live.held, frozenset()
         for outcome in outcomes:
@@ -392,7 +392,7 @@ class Applier:
         self._unapply_step(step)
         if self.graphs is not None and self.graphs.replay_ms is not None:
             self.graphs.record_anew()
-        self._settle([Outcome(rung=step.rung, fault=why, is_lasting=False)])
+        self._settle([RehearsalOutcome(rung=step.rung, fault=why, is_lasting=False)])
         self.warn(f"{step.rung} is off from here on: {why}")
 
     def _undo_setting(self, key: str, undo: Undo) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.watch.profiler_proxy import return_itself
-from fastloop.feeds.batch_tree import InputsChannelsLast, StagedWindow, Window, walk_storage
+from fastloop.feeds.batch_tree import BatchWindow, InputsChannelsLast, StagedWindow, walk_storage
 from fastloop.feeds.device_prefetcher import DeviceFeed, StatefulDeviceFeed
 from fastloop.records.plan import Undo
 
@@ -73,7 +73,7 @@ class Staging:
         self._before_transfer = original = getattr(owner, name)
 
         def hand_through(batch: Any, dataloader_idx: int) -> Any:
-            return batch if isinstance(batch, Window) or is_ahead() else original(batch, dataloader_idx)
+            return batch if isinstance(batch, BatchWindow) or is_ahead() else original(batch, dataloader_idx)
 
         put_back = set_attribute(owner, name, hand_through)
 
@@ -85,7 +85,7 @@ class Staging:
 
     def stage(self, batch: Any) -> Any:
         """Do ahead of time what Lightning does with a batch, up to and including the transfer."""
-        if isinstance(batch, Window):
+        if isinstance(batch, BatchWindow):
             return StagedWindow(self.stage(each) for each in batch)
         batch = self.strategy.precision_plugin.convert_input(batch)
         if self._before_transfer is not None:
@@ -98,9 +98,9 @@ class Staging:
             return moved
         return self.strategy.precision_plugin.convert_input(self.to_floats(moved))
 
-    def finish_window(self, batches: Window, move: Callable[[Any], Any], dataloader_idx: int) -> Window:
+    def finish_window(self, batches: BatchWindow, move: Callable[[Any], Any], dataloader_idx: int) -> BatchWindow:
         """For each batch of a window, run the hook that Lightning would have run on it, then `finish`."""
-        done = Window()
+        done = BatchWindow()
         for batch in batches:
             if self._before_transfer is not None and not isinstance(batches, StagedWindow):
                 batch = self._before_transfer(batch, dataloader_idx)

@@ -105,8 +105,8 @@ class FastLoop(Callback):
         self.measurement: Measurement | None = None
         self.verdicts: tuple[Verdict, ...] = ()
         self.findings: tuple[Finding, ...] = ()
-        self.words: Mapping[str, Any] = {}
-        """Extra content of reports, besides these records; see `run_directory.choose_words`."""
+        self.report_extras: Mapping[str, Any] = {}
+        """Extra content of the report; see `run_directory.choose_report_extras`."""
         self.run_dir: Path | None = None
         """The directory to which this rank wrote its files; None if it did not."""
         self.unwritten: str | None = None
@@ -118,7 +118,7 @@ class FastLoop(Callback):
     def _reset_fit(self) -> None:
         """Reset the state that belongs to one fit only, and is neither copied nor pickled."""
         self._applier: Applier | None = None
-        self._eyes: Session | None = None
+        self._session: Session | None = None
         self._one_time = OneTime()
         self._hint: str | None = None
         """What the rungs in use say of the exception that ended the fit."""
@@ -167,39 +167,39 @@ class FastLoop(Callback):
             self._applier.train_start()
             self.plan = self._applier.plan
             self._switch_hook("on_train_batch_start", self._applier.is_trying)
-        if self._eyes is not None:
-            self._restore += self._eyes.train_start(trainer, pl_module)
+        if self._session is not None:
+            self._restore += self._session.train_start(trainer, pl_module)
 
     @fail_open
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._applier is not None:
             self._applier.rehearse(batch)
             self.plan = self._applier.plan
-            if self._eyes is not None:
-                self._eyes.work.begin_again()
+            if self._session is not None:
+                self._session.work.begin_again()
         self._switch_hook("on_train_batch_start", self._applier is not None and self._applier.is_trying)
 
     @fail_open
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._eyes is not None:
+        if self._session is not None:
             whole = batch if self._applier is None else self._applier.find_whole(batch)
-            self._eyes.batch_end(trainer, outputs, whole)
+            self._session.batch_end(trainer, outputs, whole)
         if self._first:
             self._first, self._training = False, True
-            self._switch_hook("on_train_batch_end", self._eyes is not None)
+            self._switch_hook("on_train_batch_end", self._session is not None)
             if self._applier is not None:
                 self._applier.first_batch_done(batch)
             self._collect_evidence(trainer)
 
     @fail_open
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._eyes is not None:
-            self._eyes.validation_starts()
+        if self._session is not None:
+            self._session.validation_starts()
 
     @fail_open
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._eyes is not None:
-            self._eyes.validation_ends()
+        if self._session is not None:
+            self._session.validation_ends()
 
     @fail_open
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -267,9 +267,9 @@ class FastLoop(Callback):
         """Give up with one warning; rungs stay as they are, because the run has begun with them."""
         if not self._stopped:
             rank_zero_warn(f"fastloop stopped watching, training continues: {why}")
-        if self._eyes is not None:
-            self._eyes.stop()
-        self._eyes, self._stopped = None, True
+        if self._session is not None:
+            self._session.stop()
+        self._session, self._stopped = None, True
 
     def _switch_hook(self, hook: str, on: bool) -> None:
         """Switch a hook on or off. Lightning skips hooks that are not callable, and a call costs microseconds per step.
@@ -308,7 +308,7 @@ class FastLoop(Callback):
         self._restore += [lambda: vars(owner).pop("fastloop", None) and None, applier.undo]
 
     def _start_watch(self, trainer: Any) -> None:
-        self._eyes = Session(
+        self._session = Session(
             trainer,
             self.config.watch,
             warn=lambda line: rank_zero_warn(f"fastloop: {line}"),
@@ -317,7 +317,10 @@ class FastLoop(Callback):
             one_time=self._one_time,
             untouched=untouched,
         )
-        self._restore += [self._eyes.stop, self._eyes.attach(trainer, self._note_batch_asked, self._note_batch_got)]
+        self._restore += [
+            self._session.stop,
+            self._session.attach(trainer, self._note_batch_asked, self._note_batch_got),
+        ]
 
     def _find_directory(self, trainer: Any) -> Path | None:
         """The run's directory, on rank 0 only and if there is one; the same at each call."""
@@ -327,13 +330,13 @@ class FastLoop(Callback):
 
     @fail_open
     def _note_batch_asked(self) -> None:
-        if self._eyes is not None:
-            self._eyes.watch.ask()
+        if self._session is not None:
+            self._session.watch.ask()
 
     @fail_open
     def _note_batch_got(self) -> None:
-        if self._eyes is not None:
-            self._eyes.watch.got()
+        if self._session is not None:
+            self._session.watch.got()
 
     def _collect_evidence(self, trainer: Any) -> dict[str, Any]:
         found = dict(self._applier.evidence()) if self._applier is not None else {}
@@ -346,8 +349,8 @@ class FastLoop(Callback):
         if self._applier is not None:
             self._applier.end_rehearsal()
             self.plan = self._applier.plan
-        if self._eyes is not None:
-            self.measurement = self._eyes.measure(trainer, evidence, raised)
+        if self._session is not None:
+            self.measurement = self._session.measure(trainer, evidence, raised)
         else:
             device = trainer.strategy.root_device.type
             self.measurement = Measurement(
@@ -362,7 +365,7 @@ class FastLoop(Callback):
         if self.measurement is None:
             return
         self.verdicts = verify(self.config.ladder, self.plan, self.measurement)
-        if self._eyes is not None:
+        if self._session is not None:
             enabled = self.config.ladder.enabled()
             self.findings = diagnose.list_findings(self.measurement, collect_cards(), enabled, self.verdicts)
 
@@ -370,12 +373,15 @@ class FastLoop(Callback):
         self._training = False
         if self.measurement is None or not trainer.is_global_zero:
             return
-        self.words, where = run_directory.choose_words(self, trainer.lightning_module), self._find_directory(trainer)
+        self.report_extras, where = (
+            run_directory.choose_report_extras(self, trainer.lightning_module),
+            self._find_directory(trainer),
+        )
         self.run_dir = where if where is not None and run_directory.write(where, self) else None
-        if not self.quiet and (self._eyes is not None or self.config.ladder.enabled()):
+        if not self.quiet and (self._session is not None or self.config.ladder.enabled()):
             report = run_directory.describe_report(trainer, self)
             for line in summary.write_lines(
-                self.measurement, self.plan, self.verdicts, self.findings, report, **self.words
+                self.measurement, self.plan, self.verdicts, self.findings, report, **self.report_extras
             ):
                 rank_zero_info(line)
 

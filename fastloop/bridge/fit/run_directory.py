@@ -34,7 +34,7 @@ class WatchedFit(Protocol):
     measurement: Measurement | None
     verdicts: tuple[Verdict, ...]
     findings: tuple[Finding, ...]
-    words: Mapping[str, Any]
+    report_extras: Mapping[str, Any]
     unwritten: str | None
     out: Path | None
     run_dir: Path | None
@@ -73,7 +73,7 @@ def describe_report(trainer: Any, loop: WatchedFit) -> str:
     return f"none: {why}; write FastLoop(out=DIR)"
 
 
-def choose_words(loop: WatchedFit, module: Any) -> dict[str, Any]:
+def choose_report_extras(loop: WatchedFit, module: Any) -> dict[str, Any]:
     """Content of reports besides the records: ``name`` of the recipe or else of the model; ``then`` and ``later``."""
     config, seen = loop.config, loop.measurement
     enabled = config.ladder.enabled()
@@ -88,7 +88,7 @@ def write(where: Path, loop: WatchedFit) -> bool:
         return False
     hide = make_scrubber(loop.config.values)
     environment = hide.scrub(machine.read_environment(sys.argv, os.environ))
-    environment |= {"torch_flags": read_torch_flags(), "name": loop.words["name"]}
+    environment |= {"torch_flags": read_torch_flags(), "name": loop.report_extras["name"]}
     contents = files.run_files(
         config_yaml=dump_resolved(loop.config, where),
         changed_yaml=dump_yaml(list_changes(loop.config)),
@@ -98,7 +98,7 @@ def write(where: Path, loop: WatchedFit) -> bool:
         verdicts=hide.clean(loop.verdicts),
         findings=hide.clean(loop.findings),
         left_out=list_left_out(loop.config.ladder),
-        **hide.clean(loop.words),
+        **hide.clean(loop.report_extras),
     )
     try:
         store.write(where, {MEASUREMENT: contents[MEASUREMENT], **contents})

@@ -44,7 +44,7 @@ FASTER = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class LoaderWindow:
     """The batches that a loader yielded in a time window, on one rank."""
 
     batches: int
@@ -143,7 +143,7 @@ class _Alone(Callback):
             getattr(trainer.strategy.launcher, "procs", []).clear()
         raise Measured
 
-    def _answer(self, trainer: Any, seen: Window) -> dict[str, Any]:
+    def _answer(self, trainer: Any, seen: LoaderWindow) -> dict[str, Any]:
         ms = 1e3 * seen.seconds / seen.made if seen.made > 0 else None
         steps = () if self.loop is None else self.loop.plan.steps
         return {
@@ -157,7 +157,7 @@ class _Alone(Callback):
         }
 
 
-def time_window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = lambda: None) -> Window:
+def time_window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = lambda: None) -> LoaderWindow:
     """Take batches until the initial content of the queues is used up, and then for the time to be measured.
 
     Args:
@@ -182,7 +182,7 @@ def time_window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None]
     made: float = batches
     if before is not None and after is not None:
         made += after - before
-    return Window(
+    return LoaderWindow(
         batches=batches,
         seconds=seconds,
         made=made,

@@ -151,7 +151,7 @@ class HuntSyncs:
         self._open.close()
 
 
-class Trace:
+class TraceProbe:
     """Records the kernels of a few steps.
 
     Args:

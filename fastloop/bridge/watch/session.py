@@ -15,7 +15,7 @@ from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.live_metrics import LiveMetrics
 from fastloop.bridge.watch.measurement import COMPILATION, GARBAGE, build_measurement
 from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts, sum_one_time_s
-from fastloop.bridge.watch.probes import CountWork, FindSyncs, HuntSyncs, Later, Trace
+from fastloop.bridge.watch.probes import CountWork, FindSyncs, HuntSyncs, Later, TraceProbe
 from fastloop.bridge.watch.profiler_proxy import LogMarks, WatchingProfiler
 from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks
 from fastloop.bridge.watch.window import Probe, Watch
@@ -84,7 +84,7 @@ class Session:
         self.uuid = nvml.find_uuid(self.device) if on_cuda else None
         self.work, self.syncs = CountWork(untouched), FindSyncs()
         self.hunt = HuntSyncs(self.device) if hunt_syncs else None
-        self.trace = Trace(trainer, self.device, settings.trace_steps, place) if settings.trace_steps else None
+        self.trace = TraceProbe(trainer, self.device, settings.trace_steps, place) if settings.trace_steps else None
         probes: dict[int, Probe] = {
             **dict.fromkeys(COUNTED_STEPS, self.work),
             **({SYNC_STEP: self.syncs} if on_cuda else {}),

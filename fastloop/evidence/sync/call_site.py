@@ -47,7 +47,7 @@ class Cause:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class CallSite:
     """The place of a call."""
 
     where: str
@@ -70,7 +70,7 @@ class Site:
     """A data loader of this process was running."""
 
 
-def find_site(start: FrameType | None) -> Site:
+def find_site(start: FrameType | None) -> CallSite:
     """The place to blame for the event in the frame `start`, found by walking outwards; keeps no frame afterwards."""
     walk, frame = _Walk(), start
     while frame is not None and walk.visit(frame):
@@ -117,20 +117,20 @@ class _Walk:
             self.places.setdefault(owner, frame)
         return True
 
-    def name_site(self, start: FrameType | None) -> Site:
+    def name_site(self, start: FrameType | None) -> CallSite:
         """The place to blame, once the walk has ended."""
         culprit = self._name_culprit()
         flags: dict[str, Any] = {"of_optimizer": self._of_optimizer, "of_loading": _is_loading(start)}
         flags |= {"cause": self._cause, "through": tuple(reversed(self._between)), "users": "user" in self.places}
         if culprit is not None and not self.places:
-            return Site(where=culprit, ours=True, **flags)
+            return CallSite(where=culprit, ours=True, **flags)
         order: tuple[Owner, ...] = ("user", "package", "lightning") if self.ours else ("user", "lightning", "package")
         place = next((self.places[owner] for owner in order if owner in self.places), start)
         if culprit is not None:
-            return Site(where=_describe_place(place), ours=True, inside=culprit, **flags)
+            return CallSite(where=_describe_place(place), ours=True, inside=culprit, **flags)
         package = self.places.get("package")
         inside = None if package is None or package is place else _describe_place(package)
-        return Site(where=_describe_place(place), text=_read_line(place), inside=inside, **flags)
+        return CallSite(where=_describe_place(place), text=_read_line(place), inside=inside, **flags)
 
     def _name_culprit(self) -> str | None:
         """fastloop's own part that made the call, or led to it where nobody else did; None if it did not."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastloop.evidence.sync.call_site import Cause, Site
+from fastloop.evidence.sync.call_site import CallSite, Cause
 
 _READ = "keep the detached tensor and copy many at once, every 50 steps or at the end of the epoch"
 _DECIDE = "decide on the device (torch.where, or multiply by a mask), or check only every 50 steps"
@@ -248,10 +248,10 @@ class Tally:
     """Synchronizations by place and kind. Any thread may add."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[Site, str, str | None], tuple[int, float | None]] = {}
+        self._seen: dict[tuple[CallSite, str, str | None], tuple[int, float | None]] = {}
         self._lock = threading.Lock()
 
-    def add(self, site: Site, what: str, seconds: float | None, name: str | None = None) -> None:
+    def add(self, site: CallSite, what: str, seconds: float | None, name: str | None = None) -> None:
         """Add one synchronization; `seconds`: how long the host was blocked, if known; `name`: the logged metric."""
         with self._lock:
             count, total = self._seen.get((site, what, name), (0, None))
@@ -291,7 +291,7 @@ def _make_row(where: str, line: _Line, steps: int) -> dict[str, Any]:
     }
 
 
-def _blame(site: Site, what: str, name: str | None, logs: Mapping[str, str]) -> tuple[str, str, str]:
+def _blame(site: CallSite, what: str, name: str | None, logs: Mapping[str, str]) -> tuple[str, str, str]:
     """Line, label and advice of one kind of synchronization."""
     where, label = site.where, what
     if site.ours:

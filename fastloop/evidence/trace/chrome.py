@@ -48,7 +48,7 @@ _SYNCS = (
 _READS = ("aten::item", "aten::_local_scalar_dense")
 
 
-class Work(NamedTuple):
+class DeviceSpan(NamedTuple):
     """One interval of work on a device stream."""
 
     begin: float
@@ -60,7 +60,7 @@ class Work(NamedTuple):
     """Time of the host's launch; None if that is not in the trace."""
 
 
-class Host(NamedTuple):
+class HostSpan(NamedTuple):
     """One interval of host time: an operator, a range or a call."""
 
     begin: float
@@ -70,37 +70,37 @@ class Host(NamedTuple):
 
 
 @dataclass
-class Trace:
+class ChromeTrace:
     """The contents of one trace, in microseconds; lists sorted by begin."""
 
-    work: list[Work] = field(default_factory=list)
-    steps: list[Host] = field(default_factory=list)
+    work: list[DeviceSpan] = field(default_factory=list)
+    steps: list[HostSpan] = field(default_factory=list)
     """The ranges `ProfilerStep#<n>`."""
-    ranges: list[Host] = field(default_factory=list)
+    ranges: list[HostSpan] = field(default_factory=list)
     """The ranges `fastloop/<name>`, without the prefix."""
-    syncs: list[Host] = field(default_factory=list)
+    syncs: list[HostSpan] = field(default_factory=list)
     """Calls in which the host waited for the device."""
     launches: list[float] = field(default_factory=list)
     """Times at which the host launched work, once per call."""
-    operators: list[Host] = field(default_factory=list)
+    operators: list[HostSpan] = field(default_factory=list)
     """Only filled if the trace has no device work."""
 
 
 class _Reader:
-    """Sorts events into a Trace; keeps calls and operators until it knows the work they launched."""
+    """Sorts events into a ChromeTrace; keeps calls and operators until it knows the work they launched."""
 
     def __init__(self) -> None:
-        self.trace = Trace()
-        self._calls: dict[Any, Host] = {}
+        self.trace = ChromeTrace()
+        self._calls: dict[Any, HostSpan] = {}
         self._begin_of_operator: dict[Any, float] = {}
-        self._work: list[tuple[Work, Any, Any]] = []
+        self._work: list[tuple[DeviceSpan, Any, Any]] = []
 
     def take(self, event: Mapping[str, Any]) -> None:
         category = event.get("cat")
         if event.get("ph") != "X" or category is None:
             return
         begin, args = float(event["ts"]), event.get("args") or {}
-        host = Host(begin, begin + max(0.0, event.get("dur", 0.0)), sys.intern(event["name"]), event.get("tid"))
+        host = HostSpan(begin, begin + max(0.0, event.get("dur", 0.0)), sys.intern(event["name"]), event.get("tid"))
         if category == "kernel" or category in _COPIES:
             self._add_device_work(host, category in _COPIES, event, args)
         elif category in _CALLS:
@@ -110,19 +110,19 @@ class _Reader:
         elif category == "user_annotation":
             self._add_annotation(host)
 
-    def _add_device_work(self, host: Host, copy: bool, event: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    def _add_device_work(self, host: HostSpan, copy: bool, event: Mapping[str, Any], args: Mapping[str, Any]) -> None:
         stream = (event.get("pid"), args.get("stream", event.get("tid")))
-        work = Work(host.begin, host.end, host.name, stream, copy, None)
+        work = DeviceSpan(host.begin, host.end, host.name, stream, copy, None)
         self._work.append((work, args.get("correlation"), args.get("External id")))
         self.trace.operators.clear()
 
-    def _call(self, host: Host, args: Mapping[str, Any]) -> None:
+    def _call(self, host: HostSpan, args: Mapping[str, Any]) -> None:
         if host.name in _SYNCS:
             self.trace.syncs.append(host)
         if (correlation := args.get("correlation")) is not None and "Synchronize" not in host.name:
             self._calls[correlation] = host
 
-    def _add_operator(self, host: Host, args: Mapping[str, Any]) -> None:
+    def _add_operator(self, host: HostSpan, args: Mapping[str, Any]) -> None:
         if host.name in _READS:
             self.trace.syncs.append(host)
         if (external := args.get("External id")) is not None:
@@ -130,13 +130,13 @@ class _Reader:
         if not self._work:
             self.trace.operators.append(host)
 
-    def _add_annotation(self, host: Host) -> None:
+    def _add_annotation(self, host: HostSpan) -> None:
         if host.name.startswith(STEP):
             self.trace.steps.append(host)
         elif host.name.startswith(RANGE):
             self.trace.ranges.append(host._replace(name=sys.intern(host.name[len(RANGE) :])))
 
-    def close(self) -> Trace:
+    def close(self) -> ChromeTrace:
         trace, launches = self.trace, dict[Any, float]()
         for work, correlation, external in self._work:
             call = self._calls.get(correlation)
@@ -152,7 +152,7 @@ class _Reader:
         return trace
 
 
-def load(source: Source) -> Trace:
+def load(source: Source) -> ChromeTrace:
     """Read a trace.
 
     Raises:

@@ -6,20 +6,20 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastloop.evidence.trace.chrome import Host
+from fastloop.evidence.trace.chrome import HostSpan
 
 
-def list_own_time(nested: Sequence[Host]) -> Iterator[tuple[str, float, float]]:
+def list_own_time(nested: Sequence[HostSpan]) -> Iterator[tuple[str, float, float]]:
     """Name, begin and end of every interval in which an entry was the innermost of its thread."""
-    threads = defaultdict[Any, list[Host]](list)
+    threads = defaultdict[Any, list[HostSpan]](list)
     for row in nested:
         threads[row.thread].append(row)
     for rows in threads.values():
         yield from _list_innermost(sorted(rows, key=lambda row: (row.begin, -row.end)))
 
 
-def _list_innermost(rows: Sequence[Host]) -> Iterator[tuple[str, float, float]]:
-    stack, at = list[Host](), float("-inf")
+def _list_innermost(rows: Sequence[HostSpan]) -> Iterator[tuple[str, float, float]]:
+    stack, at = list[HostSpan](), float("-inf")
     for row in [*rows, None]:
         begin = row.begin if row else float("inf")
         while stack and stack[-1].end <= begin:

@@ -18,7 +18,7 @@ from typing import Any
 
 from fastloop.errors import FastLoopError
 from fastloop.evidence.trace import families
-from fastloop.evidence.trace.chrome import Source, Trace, Work, load
+from fastloop.evidence.trace.chrome import ChromeTrace, DeviceSpan, Source, load
 from fastloop.evidence.trace.host_ranges import list_own_time
 from fastloop.evidence.trace.intervals import Cover, Span, intersect, merge_spans, subtract, sum_lengths
 from fastloop.evidence.trace.phases import Phases, Reached, list_phases
@@ -66,7 +66,7 @@ def read(source: Source, steps: int | None = None) -> dict[str, Any]:
     return _on_device(trace, phases, marks)
 
 
-def list_marks(trace: Trace, steps: int | None) -> list[float]:
+def list_marks(trace: ChromeTrace, steps: int | None) -> list[float]:
     """The host's step boundaries: the begin of every step and the end of the last one."""
     found = trace.steps[:steps]
     if not found:
@@ -78,7 +78,7 @@ def list_marks(trace: Trace, steps: int | None) -> list[float]:
     return [*(step.begin for step in found), found[-1].end]
 
 
-def _on_device(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str, Any]:
+def _on_device(trace: ChromeTrace, phases: Phases, marks: Sequence[float]) -> dict[str, Any]:
     reached, steps = Reached(trace), len(marks) - 1
     window = [(reached(marks[0]), reached(marks[-1]))]
     kinds = [_find_family(work, phases) for work in trace.work]
@@ -108,13 +108,13 @@ def _on_device(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str
     }
 
 
-def _is_inside(work: Work, marks: Sequence[float], window: Span) -> bool:
+def _is_inside(work: DeviceSpan, marks: Sequence[float], window: Span) -> bool:
     if work.launched is None:
         return window[0] <= work.begin < window[1]
     return marks[0] <= work.launched < marks[-1]
 
 
-def _on_cpu(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str, Any]:
+def _on_cpu(trace: ChromeTrace, phases: Phases, marks: Sequence[float]) -> dict[str, Any]:
     """Operators' self time; those that made the data belong to the loader."""
     steps, window = len(marks) - 1, [(marks[0], marks[-1])]
     window = subtract(window, merge_spans(phases.spans("data_wait")))
@@ -146,21 +146,21 @@ def _on_cpu(trace: Trace, phases: Phases, marks: Sequence[float]) -> dict[str, A
     }
 
 
-def _find_family(work: Work, phases: Phases) -> str:
+def _find_family(work: DeviceSpan, phases: Phases) -> str:
     family = families.classify_kernel(work.name)
     if family in ("elementwise", "other") and work.launched is not None and phases.at(work.launched) == "optimizer":
         return "optimizer"
     return family
 
 
-def _group_by_family(rows: Sequence[Work], kinds: Sequence[str]) -> dict[str, list[Span]]:
+def _group_by_family(rows: Sequence[DeviceSpan], kinds: Sequence[str]) -> dict[str, list[Span]]:
     spans = defaultdict[str, list[Span]](list)
     for work, kind in zip(rows, kinds, strict=True):
         spans[kind].append((work.begin, work.end))
     return {kind: merge_spans(found) for kind, found in spans.items()}
 
 
-def _split_idle(trace: Trace, phases: Phases, gaps: Sequence[Span]) -> dict[str, float]:
+def _split_idle(trace: ChromeTrace, phases: Phases, gaps: Sequence[Span]) -> dict[str, float]:
     """Microseconds of the gaps, by what the host was doing."""
     causes = _find_causes(trace, phases)
     begins = [work.begin for work in trace.work]
@@ -181,7 +181,7 @@ def _split_idle(trace: Trace, phases: Phases, gaps: Sequence[Span]) -> dict[str,
     return found
 
 
-def _find_causes(trace: Trace, phases: Phases) -> dict[str, Cover]:
+def _find_causes(trace: ChromeTrace, phases: Phases) -> dict[str, Cover]:
     """When the host was waiting for data, waiting for the device, or launching: disjoint."""
     data = merge_spans(phases.spans("data_wait"))
     sync = subtract(_waits(trace, phases), data)
@@ -191,7 +191,7 @@ def _find_causes(trace: Trace, phases: Phases) -> dict[str, Cover]:
     return {"data": Cover(data), "sync": Cover(sync), "launch": Cover(launch)}
 
 
-def _waits(trace: Trace, phases: Phases) -> list[Span]:
+def _waits(trace: ChromeTrace, phases: Phases) -> list[Span]:
     """The host's waits for the device, each with the restart after it."""
     found = []
     for call in trace.syncs:
@@ -203,15 +203,15 @@ def _waits(trace: Trace, phases: Phases) -> list[Span]:
     return merge_spans(found)
 
 
-def _count_launches(trace: Trace, marks: Sequence[float]) -> int:
+def _count_launches(trace: ChromeTrace, marks: Sequence[float]) -> int:
     known = bisect_left(trace.launches, marks[-1]) - bisect_left(trace.launches, marks[0])
     return known or sum(marks[0] <= work.begin < marks[-1] for work in trace.work)
 
 
-def _find_attention_by_hand(rows: Sequence[Work], steps: int) -> float:
+def _find_attention_by_hand(rows: Sequence[DeviceSpan], steps: int) -> float:
     """Microseconds of kernels from the product before a softmax to the one after it. A backward has two more products
     outside this range, so this is a lower bound."""
-    streams, spent, found = defaultdict[Any, list[Work]](list), 0.0, 0
+    streams, spent, found = defaultdict[Any, list[DeviceSpan]](list), 0.0, 0
     for work in sorted(rows, key=lambda each: each.begin):
         streams[work.stream].append(work)
     for queue in streams.values():
@@ -233,7 +233,7 @@ def _find_attention_by_hand(rows: Sequence[Work], steps: int) -> float:
 
 
 def _measure_tail_ms(
-    rows: Sequence[Work], kinds: Sequence[str], phases: Phases, marks: Sequence[float]
+    rows: Sequence[DeviceSpan], kinds: Sequence[str], phases: Phases, marks: Sequence[float]
 ) -> float | None:
     """Time from the end of the last backward kernel to the end of the last communication launched by the backward."""
     ends = defaultdict[tuple[int, bool], float](float)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from fastloop.evidence.trace.chrome import Host, Trace, Work
+from fastloop.evidence.trace.chrome import ChromeTrace, DeviceSpan, HostSpan
 from fastloop.evidence.trace.families import classify_kernel
 from fastloop.evidence.trace.host_ranges import list_own_time
 from fastloop.evidence.trace.intervals import Span
@@ -17,7 +17,7 @@ Segment = tuple[float, float, str]
 """Begin, end and phase: disjoint; each moment belongs to its innermost phase."""
 
 
-def list_phases(trace: Trace, thread: Any) -> Phases:
+def list_phases(trace: ChromeTrace, thread: Any) -> Phases:
     """The phases that ran in a thread. Names with a further slash are ranges inside phases."""
     return Phases([row for row in trace.ranges if row.thread == thread and "/" not in row.name], thread)
 
@@ -25,7 +25,7 @@ def list_phases(trace: Trace, thread: Any) -> Phases:
 class Phases:
     """The phases of one thread, flattened."""
 
-    def __init__(self, ranges: Sequence[Host], thread: Any) -> None:
+    def __init__(self, ranges: Sequence[HostSpan], thread: Any) -> None:
         self.thread = thread
         self._segments: list[Segment] = sorted((begin, end, name) for name, begin, end in list_own_time(ranges))
         self._begins = [begin for begin, _, _ in self._segments]
@@ -63,7 +63,7 @@ class Reached:
     and kernels on other streams delay an event only if something waits for them, which a trace does not show.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: ChromeTrace) -> None:
         spent = defaultdict[Any, float](float)
         for work in trace.work:
             if not work.copy and not _exchanges(work):
@@ -81,11 +81,11 @@ class Reached:
         return max(host, self._ends[place - 1]) if place else host
 
 
-def _exchanges(work: Work) -> bool:
+def _exchanges(work: DeviceSpan) -> bool:
     return not work.copy and classify_kernel(work.name) == "nccl"
 
 
-def _find_call(work: Work, first_known: float | None) -> float:
+def _find_call(work: DeviceSpan, first_known: float | None) -> float:
     if work.launched is not None:
         return work.launched
     before = first_known is not None and work.begin < first_known

@@ -19,7 +19,7 @@ class Spent(Exception):
         super().__init__(what)
 
 
-class Budget:
+class ClimbBudget:
     """Seconds of wall-clock time, counted from now.
 
     Attributes:

@@ -15,7 +15,7 @@ from fastloop.experiments.ab.arms import Arm, Ask, Progress
 from fastloop.experiments.ab.experiment import Experiment, Settings, Unplanned
 from fastloop.experiments.ab.sides import list_sides
 from fastloop.experiments.climb.attempt import BaseFailed
-from fastloop.experiments.climb.budget import GRACE_S, Budget, Length, Spent
+from fastloop.experiments.climb.budget import GRACE_S, ClimbBudget, Length, Spent
 from fastloop.experiments.climb.candidates import list_overrides
 from fastloop.experiments.climb.interface import Needs, Result, read_result
 from fastloop.experiments.climb.loop import CONFIRM_RUNS
@@ -46,7 +46,7 @@ class ProcessRunner:
         self,
         start: Arm,
         place: Path,
-        budget: Budget,
+        budget: ClimbBudget,
         *,
         limit_s: float,
         progress: Progress,

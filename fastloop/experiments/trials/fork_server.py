@@ -49,7 +49,7 @@ class Greeting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ForkRequest:
     """A request to the server: fork a command, or report how the process `wait` ended."""
 
     command: tuple[str, ...] = ()
@@ -67,8 +67,8 @@ class Reply:
     why: str = "the process that forks is gone"
 
 
-Message = Greeting | Request | Reply
-Sent = TypeVar("Sent", Greeting, Request, Reply)
+Message = Greeting | ForkRequest | Reply
+Sent = TypeVar("Sent", Greeting, ForkRequest, Reply)
 
 
 def send(connection: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
@@ -123,7 +123,7 @@ def main() -> None:
 def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, str], *, keeps_ours: bool) -> None:
     """Fork processes and report how they ended, until the requesting process is gone."""
     while True:
-        request, descriptors = receive(connection, Request)
+        request, descriptors = receive(connection, ForkRequest)
         if request is None:
             return
         if request.wait is not None:
@@ -157,7 +157,7 @@ def _list_threads() -> list[str]:
     return [name for name in names if name not in SAFE_THREADS]
 
 
-def _lead(request: Request, descriptors: Sequence[int], path: Sequence[str], keeps_ours: bool) -> NoReturn:
+def _lead(request: ForkRequest, descriptors: Sequence[int], path: Sequence[str], keeps_ours: bool) -> NoReturn:
     """Become the leash of a trial, like ``python -m fastloop.experiments.trials.reaper``, but with a fork."""
     try:
         held, *streams = descriptors

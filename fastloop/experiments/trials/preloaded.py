@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fastloop.experiments.trials import become, fork_server
-from fastloop.experiments.trials.fork_server import Greeting, Reply, Request, receive, send
+from fastloop.experiments.trials.fork_server import ForkRequest, Greeting, Reply, receive, send
 
 OURS = ("fastloop.bridge.fit.dry_run", "fastloop.bridge.trials.ceilings", "fastloop.bridge.trials.gradient_probe")
 """Also imported for trials of configurations, whose program is ours."""
@@ -42,7 +42,7 @@ class Leash:
 
     def wait(self) -> int:
         """Wait for the trial's end, and return its exit code or the negative number of a signal."""
-        code = self._server.ask(Request(wait=self.pid)).code
+        code = self._server.ask(ForkRequest(wait=self.pid)).code
         self.returncode = -signal.SIGKILL if code is None else code
         return self.returncode
 
@@ -73,7 +73,7 @@ class Server:
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, request: Request, descriptors: Sequence[int] = ()) -> Reply:
+    def ask(self, request: ForkRequest, descriptors: Sequence[int] = ()) -> Reply:
         """Send a request and return the reply."""
         with contextlib.suppress(OSError):
             send(self._socket, request, descriptors)
@@ -142,7 +142,7 @@ def start(
     ours, theirs = socket.socketpair()
     null = os.open(os.devnull, os.O_RDONLY)
     with theirs:
-        request = Request(command=tuple(command), cwd=str(cwd.absolute()), environ=variables)
+        request = ForkRequest(command=tuple(command), cwd=str(cwd.absolute()), environ=variables)
         streams = [null if stdin == subprocess.DEVNULL else stdin, stdout, stderr]
         answer = _server.ask(request, [theirs.fileno(), *streams])
     os.close(null)

@@ -257,7 +257,7 @@ def refuse(environ: Mapping[str, str], *, why: str, do: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class TrialRequest:
     """The request that a child reads from its standard input."""
 
     job: Job
@@ -269,7 +269,7 @@ class Request:
 def _request(job: Job, run_dir: Path) -> Iterator[int]:
     """Yield a descriptor from which the child reads its request."""
     with tempfile.TemporaryFile() as file:
-        file.write(store.dump(Request(job=job, out=str(run_dir.absolute())), ascii_only=True).encode())
+        file.write(store.dump(TrialRequest(job=job, out=str(run_dir.absolute())), ascii_only=True).encode())
         file.flush()
         file.seek(0)
         yield file.fileno()

@@ -21,7 +21,7 @@ from fastloop.config.loading import Config
 from fastloop.errors import FastLoopError
 from fastloop.experiments.trials import supervise
 from fastloop.experiments.trials.failures import Failed, explained, is_first_rank
-from fastloop.experiments.trials.trial import ANSWER, UNSAVED, Job, Request
+from fastloop.experiments.trials.trial import ANSWER, UNSAVED, Job, TrialRequest
 from fastloop.records import store
 from fastloop.records.run_files import PlanFile
 from fastloop.records.secrets import make_scrubber
@@ -46,11 +46,11 @@ def main() -> int:
     return 0
 
 
-def read_request() -> Request:
+def read_request() -> TrialRequest:
     """Read the request on stdin, with pread, because all ranks share the file and its offset."""
     content = json.loads(os.pread(0, os.fstat(0).st_size, 0))
     os.lseek(0, 0, os.SEEK_END)  # the user's code must find stdin empty
-    request = store.decode(content, Request)
+    request = store.decode(content, TrialRequest)
     assert request is not None, content
     return request
 

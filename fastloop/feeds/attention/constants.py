@@ -13,7 +13,7 @@ from fastloop.feeds.attention.changes import changes_in_place, find_storage, lis
 RANDOM = ("rand", "dropout", "bernoulli", "normal", "uniform", "multinomial")
 
 
-class Unknown(Exception):
+class NotConstant(Exception):
     """The value depends on the batch, on parameters or on random numbers."""
 
 
@@ -40,7 +40,7 @@ class Constants:
             sizes: replacements for dynamic sizes, keyed by the size in the captured batch.
 
         Raises:
-            Unknown: the value is not constant.
+            NotConstant: the value is not constant.
         """
         known: dict[Node, Any] = {}
         with torch.no_grad():
@@ -72,7 +72,7 @@ class Constants:
         seen = node.meta.get("example_value")
         if isinstance(seen, torch.SymInt) and node.op != "call_function":
             if not _is_size(node):
-                raise Unknown  # a number that the user passes, such as the width of a window
+                raise NotConstant  # a number that the user passes, such as the width of a window
             return sizes.get(read_size(seen), read_size(seen))
         if isinstance(seen, (bool, int, float)) and node.op != "call_function":
             return seen
@@ -81,18 +81,18 @@ class Constants:
         if node.op == "placeholder":
             value = _find_input(node)
             if id(value) not in self._kept or find_storage(node) in self._changed:
-                raise Unknown
+                raise NotConstant
             return value
         name = name_of(node)
         if name is None or changes_in_place(name) or any(word in name for word in RANDOM):
-            raise Unknown
+            raise NotConstant
         if find_storage(node) in self._changed:  # by a separate statement, as in mask[:, :4] = 1
-            raise Unknown
+            raise NotConstant
 
         def look(each: Node) -> Any:
             try:
                 return self._evaluate(each, sizes, known)
-            except Unknown:
+            except NotConstant:
                 example = each.meta.get("example_value")
                 if isinstance(example, torch.Tensor) and (name.endswith("_like") or name.startswith("new_")):
                     shape = [read_size(size) for size in example.shape]  # only its shape and dtype are used
@@ -105,7 +105,7 @@ class Constants:
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             return node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise Unknown from error
+            raise NotConstant from error
 
 
 def read_size(size: Any) -> int:

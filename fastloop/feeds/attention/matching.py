@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fastloop.feeds.attention.changes import is_changed_between, name_of
-from fastloop.feeds.attention.constants import Constants, Unknown, read_size, swaps
+from fastloop.feeds.attention.constants import Constants, NotConstant, read_size, swaps
 
 PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum", "baddbmm")
 CASTS = ("to", "float", "type_as", "bfloat16", "half", "double", "type", "contiguous")
@@ -215,7 +215,7 @@ def _read_number(value: Any, constants: Constants) -> float | None:
         return None
     try:
         value = constants.evaluate(value)
-    except Unknown:
+    except NotConstant:
         return None
     if isinstance(value, torch.Tensor):
         filled = value.numel() > 0 and bool((value == value.flatten()[0]).all())
@@ -245,7 +245,7 @@ def _find_causal(found: Found, product: Node, constants: Constants) -> None:
 def _evaluate(mask: Node, sizes: dict[int, int], constants: Constants) -> Any:
     try:
         return constants.evaluate(mask, sizes)
-    except Unknown:
+    except NotConstant:
         return None
 
 

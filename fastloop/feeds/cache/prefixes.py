@@ -7,7 +7,7 @@ from typing import Any
 
 from fastloop.errors import let_through
 from fastloop.feeds.cache import datasets
-from fastloop.feeds.images.reading import ImageSource, Unknown, read_source
+from fastloop.feeds.images.reading import ImageSource, NotImages, read_source
 from fastloop.records.facts import PrefixFacts
 from fastloop.records.images import CenterCrop, Resize
 
@@ -37,7 +37,7 @@ def _read(dataset: Any) -> PrefixFacts | str:
     else:
         try:
             source = read_source(dataset)
-        except Unknown as reason:
+        except NotImages as reason:
             return f"{reason}, and none of its methods is marked by fastloop.cached_prefix"
         fingerprint, size = datasets.fingerprint_images(source), _measure_images(source)
         steps = [type(step).__name__ for step in source.facts.prefix]

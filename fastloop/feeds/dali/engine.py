@@ -15,11 +15,11 @@ import torch
 from torch.utils.data import default_collate
 
 from fastloop.errors import FastLoopError, NotApplicable, let_through
-from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.batch_tree import BatchWindow
 from fastloop.feeds.dali.decoder_choice import DecoderChoice, check_room
-from fastloop.feeds.dali.graph import Machine, encode, make_pipeline
+from fastloop.feeds.dali.graph import DaliResources, encode, make_pipeline
 from fastloop.feeds.dali.hang_watch import HangWatch
-from fastloop.feeds.dali.pixels import Deviation, check_pixels, shorten
+from fastloop.feeds.dali.pixels import PixelDeviation, check_pixels, shorten
 from fastloop.feeds.images.reading import read_source
 from fastloop.feeds.window_batches import WindowDataset
 from fastloop.feeds.workers import tried_workers
@@ -43,7 +43,7 @@ class _Asked(NamedTuple):
     """One of its files that has more than 8 bits; None if there is none."""
 
 
-def try_pixels(loader: Any, steps: Sequence[ImageStep], machine: Machine) -> Deviation:
+def try_pixels(loader: Any, steps: Sequence[ImageStep], machine: DaliResources) -> PixelDeviation:
     """Compare DALI's pictures with the dataset's own samples.
 
     Raises:
@@ -86,12 +86,12 @@ class DaliLoader:
         self,
         loader: Any,
         steps: Sequence[ImageStep],
-        machine: Machine,
+        machine: DaliResources,
         *,
         batch_size: int,
         turn_off: str,
         keeps: bool = True,
-        other: Machine | None = None,
+        other: DaliResources | None = None,
     ) -> None:
         self._loader, self._steps, self._machine, self._keeps = loader, steps, machine, keeps
         self._machines = {each.decode: each for each in (machine, other) if each is not None}
@@ -345,7 +345,7 @@ class DaliLoader:
         sizes = list(getattr(asked.indices, "sizes", ()))
         if self._parts and len(sizes) > 1:
             parts = zip(torch.split(pictures, sizes), torch.split(asked.labels, sizes), strict=True)
-            return Window([image, label] for image, label in parts)
+            return BatchWindow([image, label] for image, label in parts)
         return [pictures, asked.labels]
 
     def _give_up_batch(self) -> _Asked | None:

@@ -49,7 +49,7 @@ def load_dali() -> tuple[Any, Any, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class DaliResources:
     """Resources that a pipeline uses."""
 
     threads: int
@@ -69,7 +69,7 @@ class Machine:
 
 def make_pipeline(
     steps: Sequence[ImageStep],
-    machine: Machine,
+    machine: DaliResources,
     *,
     batch_size: int,
     seed: int,
@@ -125,7 +125,7 @@ class _Graph:
     """Builds the operators inside a pipeline's ``with``."""
 
     def __init__(
-        self, steps: Sequence[ImageStep], machine: Machine, source: Callable[[], list[Any]] | None, pinned: bool
+        self, steps: Sequence[ImageStep], machine: DaliResources, source: Callable[[], list[Any]] | None, pinned: bool
     ) -> None:
         _, self.fn, self.types = load_dali()
         self._math: Any = importlib.import_module("nvidia.dali.math")

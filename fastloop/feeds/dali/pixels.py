@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from fastloop.errors import NotApplicable, let_through
-from fastloop.feeds.dali.graph import Machine, Pins, encode, find_scale, list_pins, make_pipeline, name_pin
+from fastloop.feeds.dali.graph import DaliResources, Pins, encode, find_scale, list_pins, make_pipeline, name_pin
 from fastloop.feeds.images.own_samples import explain, is_same, untouched_generators
 from fastloop.feeds.images.reading import ImageSource
 from fastloop.records.images import (
@@ -37,7 +37,7 @@ _TRIES = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deviation:
+class PixelDeviation:
     """Difference between the same samples made in two ways, in levels of 0 to 255."""
 
     samples: int
@@ -58,7 +58,9 @@ class Deviation:
         return None
 
 
-def check_pixels(dataset: Any, source: ImageSource, steps: Sequence[ImageStep], machine: Machine) -> Deviation:
+def check_pixels(
+    dataset: Any, source: ImageSource, steps: Sequence[ImageStep], machine: DaliResources
+) -> PixelDeviation:
     """Compare up to 16 real samples with the random draws pinned. Restores the random generators.
 
     Raises:
@@ -94,7 +96,7 @@ def check_pixels(dataset: Any, source: ImageSource, steps: Sequence[ImageStep], 
     return found
 
 
-def compare(wanted: torch.Tensor, made: torch.Tensor) -> Deviation:
+def compare(wanted: torch.Tensor, made: torch.Tensor) -> PixelDeviation:
     """Compare two stacks of pictures [N, 3, H, W] in levels.
 
     Raises:
@@ -107,7 +109,7 @@ def compare(wanted: torch.Tensor, made: torch.Tensor) -> Deviation:
     center = first - first.mean(dim=1, keepdim=True)
     spread = (center * center).sum(dim=1).clamp(min=1e-9)
     gain = (center * second).sum(dim=1) / spread
-    return Deviation(
+    return PixelDeviation(
         samples=len(wanted),
         mean=float(apart.abs().mean()),
         largest=float(apart.abs().max()),
@@ -117,7 +119,7 @@ def compare(wanted: torch.Tensor, made: torch.Tensor) -> Deviation:
 
 
 def run_pinned(
-    paths: Sequence[str], pins: Sequence[Pins], steps: Sequence[ImageStep], machine: Machine
+    paths: Sequence[str], pins: Sequence[Pins], steps: Sequence[ImageStep], machine: DaliResources
 ) -> torch.Tensor:
     """Return DALI's pictures [N, 3, H, W] on the CPU, with the random draws of each from `pins`."""
     machine = replace(machine, ahead=1)

@@ -32,10 +32,10 @@ class DaliEngine:
     def _describe_machine(self, decode: Where, threads: int) -> Any:
         import torch
 
-        from fastloop.feeds.dali.graph import Machine
+        from fastloop.feeds.dali.graph import DaliResources
 
         device_id = torch.cuda.current_device() if self.on_gpu else None
-        return Machine(threads=threads, device_id=device_id, decode=decode, resize=self.resize)
+        return DaliResources(threads=threads, device_id=device_id, decode=decode, resize=self.resize)
 
     def check(self, loader: Any, say: Callable[[str], None]) -> Mapping[str, Any]:
         """Compare DALI's pictures with the dataset's own samples; return the evidence.

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from fastloop.errors import let_through
-from fastloop.feeds.images.reading import Unknown, read_source
+from fastloop.feeds.images.reading import NotImages, read_source
 
 FILES = 9
 LIMIT_S = 0.3
@@ -24,7 +24,7 @@ def measure_decode_ms(dataset: Any) -> float | None:
         source = read_source(dataset)
         indices = range(0, source.count, max(1, source.count // FILES))
         return _time_files([source.locate(index)[0] for index in indices[:FILES]])
-    except Unknown:
+    except NotImages:
         return None
     except Exception as error:  # a file that is missing or broken: the training has already reported it
         let_through(error)

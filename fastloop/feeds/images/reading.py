@@ -36,7 +36,7 @@ METHOD = "image_path_and_label"
 """The method by which a dataset tells where a sample comes from."""
 
 
-class Unknown(Exception):
+class NotImages(Exception):
     """The dataset does not hold image files, or does something unknown to them; the message names it."""
 
 
@@ -71,7 +71,7 @@ def read_facts(dataset: Any) -> ImageFacts | str:
     """Return the facts about a dataset of image files, or why it is not one."""
     try:
         return read_source(dataset).facts
-    except Unknown as reason:
+    except NotImages as reason:
         return str(reason)
 
 
@@ -79,7 +79,7 @@ def read_source(dataset: Any) -> ImageSource:
     """Read the files, labels and transforms of a dataset.
 
     Raises:
-        Unknown: it is not recognized as a dataset of image files.
+        NotImages: it is not recognized as a dataset of image files.
     """
     if type(dataset) is Subset:
         inner = read_source(dataset.dataset)
@@ -96,7 +96,7 @@ def read_source(dataset: Any) -> ImageSource:
 
 def _read_parts(parts: Sequence[ImageSource], ends: Sequence[int]) -> ImageSource:
     if any((part.transforms, part.unknown) != (parts[0].transforms, parts[0].unknown) for part in parts):
-        raise Unknown("the parts of the ConcatDataset have different transforms")
+        raise NotImages("the parts of the ConcatDataset have different transforms")
 
     def locate(index: int) -> tuple[str, Any]:
         index = range(ends[-1])[index]  # of a Subset, it may count from the end
@@ -110,12 +110,12 @@ def _read_folder(dataset: Any) -> ImageSource:
     folder = sys.modules.get("torchvision.datasets.folder")
     kind = type(dataset)
     if folder is None or not isinstance(dataset, folder.DatasetFolder):
-        raise Unknown(f"{kind.__name__} is no ImageFolder and has no {METHOD}(index)")
+        raise NotImages(f"{kind.__name__} is no ImageFolder and has no {METHOD}(index)")
     for name in ("__getitem__", "__len__"):
         if getattr(kind, name) is not getattr(folder.DatasetFolder, name):
-            raise Unknown(f"{kind.__name__} has a {name} of its own and no {METHOD}(index)")
+            raise NotImages(f"{kind.__name__} has a {name} of its own and no {METHOD}(index)")
     if dataset.loader not in (folder.default_loader, folder.pil_loader):
-        raise Unknown(f"{kind.__name__} opens its files with {_name(dataset.loader)}")
+        raise NotImages(f"{kind.__name__} opens its files with {_name(dataset.loader)}")
     target_transform = dataset.target_transform
 
     def locate(index: int) -> tuple[str, Any]:

@@ -13,7 +13,7 @@ from fastloop.errors import NotApplicable
 from fastloop.feeds.device_store.draws import send
 from fastloop.feeds.images.byte_batches import find_user_dataset
 from fastloop.feeds.images.own_samples import untouched_generators
-from fastloop.feeds.rows.reading import Column, Rows, Unknown, read_rows
+from fastloop.feeds.rows.reading import Column, NotRows, Rows, read_rows
 
 COMPARED = 16
 """Samples that must equal those of the user's loader, bit for bit, before the engine is used."""
@@ -141,7 +141,7 @@ def make_engine(loader: DataLoader[Any], device: torch.device, *, most_bytes: in
     dataset = find_user_dataset(loader.dataset)
     try:
         rows = read_rows(dataset)
-    except Unknown as why:
+    except NotRows as why:
         raise NotApplicable(str(why)) from None
     if not rows.count:
         raise NotApplicable("the dataset is empty")

@@ -30,7 +30,7 @@ _MAKERS = ("tensor", "as_tensor", "from_numpy")
 _CASTS = ("float", "double", "half", "bfloat16", "long", "int", "short", "bool", "clone", "contiguous")
 
 
-class Unknown(Exception):
+class NotRows(Exception):
     """The dataset does more than pick rows, or holds something else; says what."""
 
 
@@ -75,7 +75,7 @@ def read_facts(dataset: Any) -> RowFacts | str:
     try:
         whole = find_whole(dataset)
         rows, count = _read_whole(whole), len(dataset)
-    except Unknown as why:
+    except NotRows as why:
         return str(why)
     except Exception as error:  # from the user's class, which a loader may never ask that
         let_through(error)
@@ -96,7 +96,7 @@ def read_rows(dataset: Any) -> Rows:
     """A dataset's columns, without copying them.
 
     Raises:
-        Unknown: its samples may be something else.
+        NotRows: its samples may be something else.
     """
     if type(dataset) is Subset:
         return _take_subset(read_rows(dataset.dataset), dataset.indices)
@@ -110,20 +110,20 @@ def _read_whole(dataset: Any) -> Rows:
         form = _read_class(dataset)
     columns = list_columns(form)
     if not columns:
-        raise Unknown(f"{type(dataset).__name__}'s samples hold no rows")
+        raise NotRows(f"{type(dataset).__name__}'s samples hold no rows")
     count = len(dataset)
     if any(len(column.values) != count for column in columns):  # negative indices would count from another end
-        raise Unknown(f"{type(dataset).__name__} says that it has {count:,} samples, but it holds more or fewer rows")
+        raise NotRows(f"{type(dataset).__name__} says that it has {count:,} samples, but it holds more or fewer rows")
     return Rows(form, count)
 
 
 def _take_subset(rows: Rows, indices: Sequence[int]) -> Rows:
     places = np.asarray(indices)
     if places.ndim != 1 or (places.size and places.dtype.kind not in "iu"):
-        raise Unknown("a Subset's indices are no whole numbers")
+        raise NotRows("a Subset's indices are no whole numbers")
     places = places.astype(np.int64)
     if places.size and not (-rows.count <= places.min() and places.max() < rows.count):
-        raise Unknown("a Subset's indices reach beyond its dataset")
+        raise NotRows("a Subset's indices reach beyond its dataset")
     places = np.where(places < 0, places + rows.count, places)
     return Rows(rows.form, len(places), places if rows.places is None else rows.places[places])
 
@@ -132,17 +132,17 @@ def _check(values: Any, name: str) -> Any:
     """The values themselves, if rows can be picked from them."""
     if type(values) is torch.Tensor:
         if values.layout is not torch.strided or values.requires_grad or values.is_quantized or not values.dim():
-            raise Unknown(f"{name} is no plain tensor")
+            raise NotRows(f"{name} is no plain tensor")
         return values
     if type(values) is np.ndarray:
         if values.dtype.kind not in "biuf" or not values.ndim or not values.dtype.isnative:
-            raise Unknown(f"{name} is an array of {values.dtype}")
+            raise NotRows(f"{name} is an array of {values.dtype}")
         return values
     if type(values) is list:
         if not values or type(values[0]) not in (int, float, bool) or len(set(map(type, values))) > 1:
-            raise Unknown(f"{name} is a list, but not of numbers of one kind")
+            raise NotRows(f"{name} is a list, but not of numbers of one kind")
         return values
-    raise Unknown(f"{name} is a {type(values).__name__}")
+    raise NotRows(f"{name} is a {type(values).__name__}")
 
 
 def _measure_bytes(values: Any) -> int:
@@ -156,20 +156,20 @@ def _read_class(dataset: Any) -> Any:
     kind = type(dataset)
     function = getattr(kind, "__getitem__", None)
     if not inspect.isfunction(function) or hasattr(dataset, "__getitems__"):
-        raise Unknown(f"{kind.__name__} is no TensorDataset, and its __getitem__ is not plain Python")
+        raise NotRows(f"{kind.__name__} is no TensorDataset, and its __getitem__ is not plain Python")
     looks_up = {"__getattribute__", "__getattr__"}
     if any(looks_up & set(vars(each)) for each in kind.__mro__ if each is not object):
-        raise Unknown(f"{kind.__name__} looks its attributes up in its own way")
+        raise NotRows(f"{kind.__name__} looks its attributes up in its own way")
     try:
         parsed = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError) as error:
-        raise Unknown(f"the source of {kind.__name__}.__getitem__ cannot be read") from error
+        raise NotRows(f"the source of {kind.__name__}.__getitem__ cannot be read") from error
     is_wrapped = hasattr(function, "__wrapped__")  # its source is that of the function inside
     if not isinstance(parsed, ast.FunctionDef) or parsed.decorator_list or function.__closure__ or is_wrapped:
-        raise Unknown(f"{kind.__name__}.__getitem__ is decorated, or made inside a function")
+        raise NotRows(f"{kind.__name__}.__getitem__ is decorated, or made inside a function")
     names = [each.arg for each in parsed.args.args]
     if len(names) != 2 or parsed.args.vararg or parsed.args.kwarg or parsed.args.kwonlyargs or parsed.args.defaults:
-        raise Unknown(f"{kind.__name__}.__getitem__ takes more than an index")
+        raise NotRows(f"{kind.__name__}.__getitem__ takes more than an index")
     return _Reader(dataset, function, *names).read(parsed.body)
 
 
@@ -192,7 +192,7 @@ class _Reader:
                     return self._follow(value)
                 case _:
                     raise self._refuse(statement)
-        raise Unknown(f"{type(self._dataset).__name__}.__getitem__ returns nothing")
+        raise NotRows(f"{type(self._dataset).__name__}.__getitem__ returns nothing")
 
     def _follow(self, node: ast.expr) -> Any:
         match node:
@@ -218,7 +218,7 @@ class _Reader:
         kind = type(self._dataset)
         own = getattr(self._dataset, "__dict__", {})
         if name not in own or hasattr(getattr(kind, name, None), "__set__"):
-            raise Unknown(f"{kind.__name__}.{name} is not an attribute of the object itself")
+            raise NotRows(f"{kind.__name__}.{name} is not an attribute of the object itself")
         return _check(own[name], f"{kind.__name__}.{name}")
 
     def _make(self, node: ast.Call, maker: str, inner: ast.expr) -> Column:
@@ -248,9 +248,9 @@ class _Reader:
             raise self._refuse(node)  # an array's methods are others
         return Column(column.values, (*column.changes, _Cast(cast)))
 
-    def _refuse(self, node: ast.AST) -> Unknown:
+    def _refuse(self, node: ast.AST) -> NotRows:
         text = " ".join(ast.unparse(node).split())
-        return Unknown(f"{type(self._dataset).__name__}.__getitem__ does more than pick rows: {text[:80]}")
+        return NotRows(f"{type(self._dataset).__name__}.__getitem__ does more than pick rows: {text[:80]}")
 
 
 @dataclass(frozen=True)

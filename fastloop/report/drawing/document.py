@@ -35,7 +35,7 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Card:
+class FindingBox:
     """One finding: its title, its cost, the reason, and what to do about it."""
 
     name: str
@@ -65,7 +65,7 @@ class Section:
     title: str
     text: tuple[str, ...] = ()
     pictures: tuple[Chart | Curve, ...] = ()
-    cards: tuple[Card, ...] = ()
+    cards: tuple[FindingBox, ...] = ()
     table: Table | None = None
     notes: tuple[str, ...] = ()
     """In small print."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fastloop.report.drawing.document import Card, Document, Section, Table, strip_unprintable
+from fastloop.report.drawing.document import Document, FindingBox, Section, Table, strip_unprintable
 
 CODE = re.compile(r"`([^`]+)`")
 _MARKUP = re.compile(r"[\\`*<|~]|(?<![^\W_])_|_(?![^\W_])")
@@ -53,7 +53,7 @@ def _draw_section(section: Section) -> str:
     return "\n\n".join([f"## {escape(section.title)}", *filter(None, parts)]) if any(parts) else ""
 
 
-def _draw_card(card: Card) -> str:
+def _draw_card(card: FindingBox) -> str:
     share, name = f" ({card.share})" if card.share else "", f" `{card.name}`" if card.name else ""
     parts = [
         f"### {escape(card.title + share)}{name}",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fastloop.records.climb import ClimbFile
 from fastloop.report.drawing.bars import Bar, Chart, Entry, Mark, Row, choose_ticks
 from fastloop.report.experiments import climb_rows
-from fastloop.report.experiments.climb_rows import Step
+from fastloop.report.experiments.climb_rows import ClimbRow
 from fastloop.report.numbers import format_short
 from fastloop.report.run.tables import cut
 
@@ -51,7 +51,9 @@ def draw(climb: ClimbFile) -> tuple[Chart, ...]:
     return (chart,)
 
 
-def describe(naive: float, attempts: Sequence[Step], top: float | None, ceilings: Sequence[tuple[str, float]]) -> str:
+def describe(
+    naive: float, attempts: Sequence[ClimbRow], top: float | None, ceilings: Sequence[tuple[str, float]]
+) -> str:
     """Describe the picture in words."""
     tried = [f"{step.name} {format_short(step.rate)}{'' if step.kept else ' (rolled back)'}" for step in attempts]
     ends = [f"top {format_short(top)}", *(f"{name} {format_short(rate)}" for name, rate in ceilings)]
@@ -62,7 +64,7 @@ def _draw_end(name: str, rate: float, colour: str, limits: tuple[Mark, ...]) -> 
     return Row(name=name, bars=(Bar(0, rate, colour),), marks=limits, value=format_short(rate), weight="strong")
 
 
-def _draw_attempt(step: Step, before: float, limits: tuple[Mark, ...]) -> Row:
+def _draw_attempt(step: ClimbRow, before: float, limits: tuple[Mark, ...]) -> Row:
     """Draw one attempt: its actual or rolled-back gain over the rate before it, its interval, its prediction."""
     bars = [Bar(0, before, _STEP if step.kept else _NAIVE, "faint")]
     if step.rate is not None:

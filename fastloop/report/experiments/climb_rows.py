@@ -14,7 +14,7 @@ CEILING = {"replayed": "replayed batches", "resident": "resident batch", "no_exc
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class ClimbRow:
     """One attempted rung. Rates in samples per second; None if unknown."""
 
     name: str
@@ -27,7 +27,7 @@ class Step:
     """Interval of the rate."""
 
 
-def list_steps(climb: ClimbFile) -> list[Step]:
+def list_steps(climb: ClimbFile) -> list[ClimbRow]:
     """List all attempts, in the order of the climb."""
     per_step = count_samples_per_step(climb)
     made = []
@@ -37,7 +37,7 @@ def list_steps(climb: ClimbFile) -> list[Step]:
         before = attempt.step_ms_before
         low, high = (_compute_rate(per_step, _subtract(before, end)) for end in attempt.ci95_saved_ms or (None, None))
         made.append(
-            Step(
+            ClimbRow(
                 name=attempt.rung,
                 kept=attempt.kept,
                 why=attempt.why,

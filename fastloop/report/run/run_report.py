@@ -11,7 +11,7 @@ from fastloop.records.run_files import Environment
 from fastloop.records.yaml_text import dump_yaml
 from fastloop.report.drawing.bars import Chart
 from fastloop.report.drawing.curves import Curve
-from fastloop.report.drawing.document import Card, Document, Section, Table, Tile
+from fastloop.report.drawing.document import Document, FindingBox, Section, Table, Tile
 from fastloop.report.numbers import format_flop_rate, format_number, format_short
 from fastloop.report.run import figures, optional_tables, summary, tables
 from fastloop.report.run.caveats import list_caveats
@@ -155,14 +155,14 @@ def _list_findings(
     steps = [f"{word}: {', '.join(rungs)}" for word, rungs in (("Then", then), ("Later", later)) if rungs]
     return Section(
         title="Findings",
-        cards=tuple(card for card in cards if card != Card(name=card.name, title=card.title)),
+        cards=tuple(card for card in cards if card != FindingBox(name=card.name, title=card.title)),
         notes=tuple(steps),
     )
 
 
-def _make_card(finding: Finding, title: str, seen: Measurement, *, is_first: bool, has_ceiling: bool) -> Card:
+def _make_card(finding: Finding, title: str, seen: Measurement, *, is_first: bool, has_ceiling: bool) -> FindingBox:
     """Make a finding's card, without what the head of the report shows: the first finding's reason and ceiling."""
-    return Card(
+    return FindingBox(
         name="" if finding.bottleneck == "none" else finding.bottleneck,
         title=_to_sentence(title),
         share="" if finding.share_pct is None else f"{format_number(finding.share_pct)} % of the step",

@@ -163,7 +163,7 @@ def test_losses_that_are_no_numbers_become_null(tmp_path: Path) -> None:
 def test_all_reports_use_the_same_words(tmp_path: Path, said: list[str]) -> None:
     loop = FastLoop(out=tmp_path)
     fit(loop)
-    assert loop.words == {"name": "Regression", "then": (), "later": ()}
+    assert loop.report_extras == {"name": "Regression", "then": (), "later": ()}
     assert "   Regression 32-true   1x cpu" in said[0] and said[0] in (tmp_path / "report.md").read_text()
     assert "Regression 32-true" in (tmp_path / "report.html").read_text()
 
@@ -173,16 +173,16 @@ def test_their_name_is_the_recipe_s_where_there_is_one_and_next_steps_follow_the
     waits = Finding(bottleneck="data_wait", share_pct=50.0, why="x", patch={"rungs": {"workers": {"enabled": True}}})
     seen = Measurement(device="cuda", evidence={"loader": {"kind": "DataLoader", "num_workers": 0, "usable_cpus": 8}})
     loop: Any = SimpleNamespace(config=config, findings=(waits,), measurement=seen)
-    assert run_directory.choose_words(loop, Regression())["name"] == "cifar10"
+    assert run_directory.choose_report_extras(loop, Regression())["name"] == "cifar10"
     assert (
-        run_directory.choose_words(loop, None)["then"],
-        run_directory.choose_words(loop, None)["later"],
+        run_directory.choose_report_extras(loop, None)["then"],
+        run_directory.choose_report_extras(loop, None)["later"],
     ) == diagnose.list_next_steps((waits,), seen, collect_cards())
-    assert "prefetch" in run_directory.choose_words(loop, None)["then"]
+    assert "prefetch" in run_directory.choose_report_extras(loop, None)["then"]
     loop.config = load("cifar10", more=["prefetch"])
-    assert "prefetch" not in run_directory.choose_words(loop, None)["then"]
+    assert "prefetch" not in run_directory.choose_report_extras(loop, None)["then"]
     loop.config, _ = load_callback_config("safe")
-    assert run_directory.choose_words(loop, Regression())["name"] == "Regression"
+    assert run_directory.choose_report_extras(loop, Regression())["name"] == "Regression"
 
 
 # -- where they go --------------------------------------------------------------------------------------------------

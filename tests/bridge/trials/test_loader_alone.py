@@ -227,10 +227,10 @@ class Clock:
 
 
 @pytest.fixture
-def loader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., loader_alone.Window]:
+def loader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., loader_alone.LoaderWindow]:
     """Windows over made-up loaders: the seconds that each batch takes, what the queues hold, what of it is ready."""
 
-    def run(seconds: Iterator[float], held: int, ready: list[int | None]) -> loader_alone.Window:
+    def run(seconds: Iterator[float], held: int, ready: list[int | None]) -> loader_alone.LoaderWindow:
         clock, fills = Clock(), iter(ready)
         monkeypatch.setattr(loader_alone, "time", clock)
         monkeypatch.setattr(loader_alone.loader_state, "count_queued_batches", lambda trainer: held)
@@ -246,7 +246,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., loader_alone.Window
     return run
 
 
-def test_what_lay_in_the_queue_is_not_the_loaders_work(loader: Callable[..., loader_alone.Window]) -> None:
+def test_what_lay_in_the_queue_is_not_the_loaders_work(loader: Callable[..., loader_alone.LoaderWindow]) -> None:
     full = [0.0] * 16  # a queue that was filled while nobody looked
     found = loader(iter([*full, *[0.1] * 99]), 16, [0, 0])
     assert found.seconds / found.made == pytest.approx(0.1) and found.batches == 32 and found.drained
@@ -256,17 +256,17 @@ def test_what_lay_in_the_queue_is_not_the_loaders_work(loader: Callable[..., loa
     assert found.made == found.batches + 10, "what is ready at the end was made in that time"
 
 
-def test_where_the_queue_cannot_be_looked_into_that_is_said(loader: Callable[..., loader_alone.Window]) -> None:
+def test_where_the_queue_cannot_be_looked_into_that_is_said(loader: Callable[..., loader_alone.LoaderWindow]) -> None:
     found = loader(iter([0.1] * 99), 4, [None, 3])
     assert not found.drained and found.made == found.batches
 
 
-def test_a_slow_loader_is_given_up_in_time(loader: Callable[..., loader_alone.Window]) -> None:
+def test_a_slow_loader_is_given_up_in_time(loader: Callable[..., loader_alone.LoaderWindow]) -> None:
     found = loader((9.0 for _ in count()), 16, [0, 0])
     assert found.seconds == 27 and found.batches == 3 and not found.drained, "not even the queue has passed"
     assert loader((9.0 for _ in count()), 1, [0, 0]).drained
 
 
-def test_without_queues_a_few_batches_are_enough(loader: Callable[..., loader_alone.Window]) -> None:
+def test_without_queues_a_few_batches_are_enough(loader: Callable[..., loader_alone.LoaderWindow]) -> None:
     found = loader((1.0 for _ in count()), 0, [0, 0])
     assert found.batches == 3 and found.drained

@@ -154,7 +154,7 @@ def test_a_slow_validation_stays_one_whether_it_compiles_or_not() -> None:
 def test_the_sanity_validation_compiles_for_the_validation_too() -> None:
     loop = fit(Compiled(slow(0.3)), val=batches(6, 2), num_sanity_val_steps=1, warmup=STEPS - 5)
     assert (seen(loop).one_time_s["validation_compile"] or 0.0) >= 0.3
-    assert loop._eyes is None and seen(loop).evidence["compilation"]["count"] == 2, "and not again in the fit"
+    assert loop._session is None and seen(loop).evidence["compilation"]["count"] == 2, "and not again in the fit"
 
 
 def test_a_compile_for_a_new_shape_is_in_no_step(count_everything: Callable[[], None]) -> None:
@@ -202,9 +202,9 @@ def test_a_rehearsal_is_in_no_step_and_its_compile_counts_as_one() -> None:
     class Rehearses(L.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             if trainer.global_step == 10:
-                assert loop._eyes is not None
+                assert loop._session is not None
                 began = time.perf_counter()
-                with loop._eyes.one_time.span("rehearsal"):
+                with loop._session.one_time.span("rehearsal"):
                     planted.sleep(COMPILE_S)
                     torch.compile(torch.nn.Linear(3, 3), backend=slow(0.3))(torch.randn(2, 3))
                 took_s.append(time.perf_counter() - began)

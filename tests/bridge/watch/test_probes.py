@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fastloop.bridge.apply.state.untouched import untouched
 from fastloop.bridge.watch.phases import BODY, Marks
-from fastloop.bridge.watch.probes import MOST_LEAD_IN, CountWork, HuntSyncs, Trace
+from fastloop.bridge.watch.probes import MOST_LEAD_IN, CountWork, HuntSyncs, TraceProbe
 from fastloop.evidence.clock.step_clock import Clock
 from tests.bridge.watch.made_up import CPU, forget_compiles
 
@@ -176,8 +176,8 @@ def test_a_hunt_that_never_began_found_nothing() -> None:
     assert look.found == () and look.steps > 0 and look.hunted_steps == 0
 
 
-def trace(marks: Marks, place: Path | None, profiler: Any = None, steps: int = 2, queued: int = 0) -> Trace:
-    look = Trace(SimpleNamespace(profiler=profiler), CPU, steps, lambda: place)
+def trace(marks: Marks, place: Path | None, profiler: Any = None, steps: int = 2, queued: int = 0) -> TraceProbe:
+    look = TraceProbe(SimpleNamespace(profiler=profiler), CPU, steps, lambda: place)
     look.attach(marks, queued)
     return look
 
@@ -200,7 +200,7 @@ def test_a_trace_of_whole_steps(kept: bool, marks: Marks, tmp_path: Path) -> Non
 
 def test_the_place_is_asked_for_when_it_begins(marks: Marks, tmp_path: Path) -> None:
     places: list[Path] = []
-    look = Trace(SimpleNamespace(profiler=None), CPU, 2, lambda: places.append(tmp_path) or tmp_path)
+    look = TraceProbe(SimpleNamespace(profiler=None), CPU, 2, lambda: places.append(tmp_path) or tmp_path)
     look.attach(marks, 0)
     assert places == []
     look.begin()

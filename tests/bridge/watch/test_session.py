@@ -244,7 +244,7 @@ class Writes(L.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         loop = next(each for each in trainer.callbacks if isinstance(each, FastLoop))
-        self.live = loop._eyes._live
+        self.live = loop._session._live
         self.live._every_s, self.live._due, self.bar = 0.0, 0.0, []
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -312,7 +312,7 @@ def test_attaching_can_be_undone_and_leaves_another_profiler_alone() -> None:
 def test_extras_are_those_asked_for(hunt: bool, trace_steps: int) -> None:
     eyes = Session(trainer(), WatchSettings(trace_steps=trace_steps), warn=pytest.fail, hunt_syncs=hunt)
     names = [type(extra).__name__ for extra in eyes.watch._extras]
-    assert names == ["HuntSyncs"] * hunt + ["Trace"] * bool(trace_steps)
+    assert names == ["HuntSyncs"] * hunt + ["TraceProbe"] * bool(trace_steps)
     assert (eyes.trace is None) == (trace_steps == 0) and eyes.watch.board is None, "no GPU, no board"
 
 

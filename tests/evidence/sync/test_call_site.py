@@ -12,7 +12,7 @@ import torch
 
 from fastloop.evidence.samples.sample_code import holds_packages
 from fastloop.evidence.sync import call_site
-from fastloop.evidence.sync.call_site import Cause, Site, find_logged_name, find_site
+from fastloop.evidence.sync.call_site import CallSite, Cause, find_logged_name, find_site
 
 Frame = tuple[str, str, str]
 PACKAGES = "/opt/venv/lib/python3.11/site-packages"
@@ -35,9 +35,9 @@ THIN = (f"{PACKAGES}/fastloop/bridge/apply/loop/thin_loop.py", "fastloop.bridge.
 HUNTER = (f"{PACKAGES}/fastloop/evidence/sync/hunt.py", "fastloop.evidence.sync.hunt", "run")
 
 
-def called(*frames: Frame, **names: Any) -> Site:
+def called(*frames: Frame, **names: Any) -> CallSite:
     """The site of an event in the last of these functions, each called by the one before, in files of these names."""
-    found: list[Site] = []
+    found: list[CallSite] = []
 
     def inner() -> None:
         found.append(find_site(sys._getframe(1)))
@@ -186,7 +186,7 @@ RESULT = f"{PACKAGES}/lightning/pytorch/result.py"
 )
 def test_the_frameworks_own_reasons(frame: Frame, cause: Cause | None) -> None:
     # The innermost frame gets the metric as its `self`.
-    found: list[Site] = []
+    found: list[CallSite] = []
 
     def look() -> None:
         found.append(find_site(sys._getframe(1)))
@@ -241,7 +241,7 @@ def test_paths_are_short_and_tell_nothing_of_the_machine(tmp_path: Any, monkeypa
 
 
 def test_no_frames_at_all() -> None:
-    assert find_site(None) == Site(where="unknown", users=False)
+    assert find_site(None) == CallSite(where="unknown", users=False)
 
 
 def test_a_script_run_by_its_name(tmp_path: Any) -> None:

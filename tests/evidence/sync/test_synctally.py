@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from fastloop.evidence.sync.call_site import Cause, Site
+from fastloop.evidence.sync.call_site import CallSite, Cause
 from fastloop.evidence.sync.table import ADVICE, OTHER_ADVICE, Tally
 
-STEP, OTHER = Site(where="train.py:4", users=True), Site(where="train.py:9", users=True)
+STEP, OTHER = CallSite(where="train.py:4", users=True), CallSite(where="train.py:9", users=True)
 
 
 def test_dearest_first_and_one_row_per_line() -> None:
@@ -45,7 +45,7 @@ def test_unknown_times_are_none_and_then_the_number_decides() -> None:
 @pytest.mark.parametrize("name", ["loss", "loss_step", "loss_epoch", "loss/dataloader_idx_1"])
 def test_lightnings_reads_go_to_the_line_that_logs(name: str) -> None:
     tally = Tally()
-    theirs = Site(where="lightning/result.py:5", users=False, cause=Cause(kind="prog_bar", name=name))
+    theirs = CallSite(where="lightning/result.py:5", users=False, cause=Cause(kind="prog_bar", name=name))
     tally.add(theirs, ".item()", 0.5)
     logs = {"loss": "model.py:7"}
     (row,) = tally.rows(1, logs)
@@ -57,8 +57,8 @@ def test_lightnings_reads_go_to_the_line_that_logs(name: str) -> None:
 
 def test_a_line_of_the_users_stays_theirs() -> None:
     tally = Tally()
-    tally.add(Site(where="model.py:7", users=True, cause=Cause(kind="sync_dist", name="loss")), "barrier()", 0.1)
-    tally.add(Site(where="model.py:8", users=True, inside="torchmetrics/x.py:3"), ".item()", 0.1)
+    tally.add(CallSite(where="model.py:7", users=True, cause=Cause(kind="sync_dist", name="loss")), "barrier()", 0.1)
+    tally.add(CallSite(where="model.py:8", users=True, inside="torchmetrics/x.py:3"), ".item()", 0.1)
     assert [(row["where"], row["what"]) for row in tally.rows(1, {"loss": "model.py:99"})] == [
         ("model.py:7", "self.log(sync_dist=True)"),
         ("model.py:8", ".item() in torchmetrics/x.py:3"),
@@ -67,7 +67,7 @@ def test_a_line_of_the_users_stays_theirs() -> None:
 
 def test_the_name_seen_with_the_call_wins() -> None:
     tally = Tally()
-    theirs = Site(where="lightning/logger.py:5", users=False, cause=Cause(kind="logger"))
+    theirs = CallSite(where="lightning/logger.py:5", users=False, cause=Cause(kind="logger"))
     tally.add(theirs, ".item()", None, "a")
     tally.add(theirs, ".item()", None, "b_step")
     logs = {"a": "model.py:1", "b": "model.py:2"}
@@ -92,12 +92,12 @@ def test_threads_lose_nothing() -> None:
 def test_what_fastloop_does_itself_is_its_own_cost() -> None:
     """A file of ours had been named first, with 37 synchronisations a step, and advice to its user."""
     tally = Tally()
-    tally.add(Site(where="fastloop's own rung compile", users=False, ours=True), ".item()", 0.2)
+    tally.add(CallSite(where="fastloop's own rung compile", users=False, ours=True), ".item()", 0.2)
     (row,) = tally.rows(1)
     assert row["where"] == "fastloop's own rung compile" and row["what"] == ".item()"
     assert row["instead"].startswith("nothing in your code")
     tally = Tally()
-    tally.add(Site(where="train.py:3", users=True, ours=True, inside="fastloop's own rung compile"), ".item()", 0.2)
+    tally.add(CallSite(where="train.py:3", users=True, ours=True, inside="fastloop's own rung compile"), ".item()", 0.2)
     (row,) = tally.rows(1)
     assert (row["where"], row["what"]) == ("train.py:3", ".item() in fastloop's own rung compile")
     assert row["instead"].startswith("nothing in your code")
@@ -105,6 +105,6 @@ def test_what_fastloop_does_itself_is_its_own_cost() -> None:
 
 def test_a_batch_on_its_way_to_the_device_is_called_that() -> None:
     tally = Tally()
-    tally.add(Site(where="lightning/apply_func.py:134", users=False, cause=Cause(kind="transfer")), ".to()", 0.2)
+    tally.add(CallSite(where="lightning/apply_func.py:134", users=False, cause=Cause(kind="transfer")), ".to()", 0.2)
     (row,) = tally.rows(1)
     assert row["what"] == "copy of a batch to the device" and "pin_memory=True" in row["instead"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastloop.experiments.climb.budget import GRACE_S, Budget, Spent
+from fastloop.experiments.climb.budget import GRACE_S, ClimbBudget, Spent
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
 
 def test_nothing_begins_that_cannot_end() -> None:
     clock = Clock()
-    budget = Budget(60, clock)
+    budget = ClimbBudget(60, clock)
     budget.check("a run", 59)
     with pytest.raises(Spent, match=r"a run \(about 61 s\)"):
         budget.check("a run", 61)
@@ -29,7 +29,7 @@ def test_nothing_begins_that_cannot_end() -> None:
 
 
 def test_a_reserve_is_for_what_comes_last() -> None:
-    budget = Budget(300, Clock())
+    budget = ClimbBudget(300, Clock())
     budget.reserve(100)
     budget.check("a run", 199)
     with pytest.raises(Spent):
@@ -40,7 +40,7 @@ def test_a_reserve_is_for_what_comes_last() -> None:
 
 @pytest.mark.parametrize(("reserve_s", "kept_s"), [(50, 50), (90, 90), (101 + GRACE_S, 0)])
 def test_what_does_not_fit_any_more_is_not_kept_for(reserve_s: float, kept_s: float) -> None:
-    budget = Budget(100, Clock())
+    budget = ClimbBudget(100, Clock())
     budget.reserve(reserve_s)
     assert budget.kept_s == kept_s
     budget.check("a run", 100 - kept_s)
@@ -51,7 +51,7 @@ def test_what_does_not_fit_any_more_is_not_kept_for(reserve_s: float, kept_s: fl
 def test_the_most_that_is_left_is_kept() -> None:
     """A long end, as long as that fits; then a short one."""
     clock = Clock()
-    budget = Budget(200, clock)
+    budget = ClimbBudget(200, clock)
     budget.reserve(150, 100)
     budget.check("a run", 50)
     clock.now += 80
@@ -71,7 +71,7 @@ def test_the_most_that_is_left_is_kept() -> None:
 def test_a_reserve_that_came_too_late_keeps_nothing_back() -> None:
     """Found out at 80 s of 100 that the end takes 51: it cannot be had, so the 20 s are for the way."""
     clock = Clock()
-    budget = Budget(110, clock)
+    budget = ClimbBudget(110, clock)
     budget.reserve(51)
     clock.now += 90
     assert budget.kept_s == 0
@@ -82,7 +82,7 @@ def test_a_reserve_that_came_too_late_keeps_nothing_back() -> None:
 
 def test_the_end_may_use_the_grace() -> None:
     clock = Clock()
-    budget = Budget(100, clock)
+    budget = ClimbBudget(100, clock)
     clock.now += 90
     budget.check("the end", 10 + GRACE_S, last=True)
     with pytest.raises(Spent):

@@ -13,7 +13,7 @@ from fastloop.experiments.ab import passports
 from fastloop.experiments.ab.arms import Ask, ConfigArm
 from fastloop.experiments.climb import runner as module
 from fastloop.experiments.climb.attempt import BaseFailed
-from fastloop.experiments.climb.budget import GRACE_S, Budget, Length, Spent
+from fastloop.experiments.climb.budget import GRACE_S, ClimbBudget, Length, Spent
 from fastloop.experiments.climb.interface import Needs, Result
 from fastloop.experiments.climb.runner import ProcessRunner
 from fastloop.experiments.trials.trial import Job, Trial, read_finished
@@ -90,7 +90,11 @@ def clock() -> Clock:
 def made(place: Path, clock: Clock, budget_s: float = 1000.0) -> tuple[ProcessRunner, list[str]]:
     said: list[str] = []
     return ProcessRunner(
-        ConfigArm(name="net", job=Job(conf=str(NET))), place, Budget(budget_s, clock), limit_s=300, progress=said.append
+        ConfigArm(name="net", job=Job(conf=str(NET))),
+        place,
+        ClimbBudget(budget_s, clock),
+        limit_s=300,
+        progress=said.append,
     ), said
 
 
@@ -121,7 +125,7 @@ def test_the_rungs_of_a_ladder_have_to_pay(world: World, clock: Clock, tmp_path:
     bench = ProcessRunner(
         ConfigArm(name="net", job=start),
         tmp_path,
-        Budget(1000, clock),
+        ClimbBudget(1000, clock),
         limit_s=300,
         progress=lambda _line: None,
         ladders=ladders,

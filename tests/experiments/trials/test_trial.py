@@ -15,7 +15,15 @@ import pytest
 from fastloop.errors import ConfigError
 from fastloop.experiments.trials import trial
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, Request, Trial, forget, make_environment, read_finished, run_trial
+from fastloop.experiments.trials.trial import (
+    Job,
+    Trial,
+    TrialRequest,
+    forget,
+    make_environment,
+    read_finished,
+    run_trial,
+)
 from fastloop.records.measurement import Measurement
 from fastloop.records.store import decode, dump
 from tests.commands.command_line import run
@@ -194,8 +202,8 @@ def test_a_child_is_no_part_of_another_run() -> None:
 
 def test_jobs_are_told_as_they_are_asked() -> None:
     job = Job(conf="a", more=("b",), overrides=("c=1",), hunt_syncs=True)
-    request = Request(job=job, out="x/\udc80")
-    assert decode(json.loads(dump(request, ascii_only=True)), Request) == request
+    request = TrialRequest(job=job, out="x/\udc80")
+    assert decode(json.loads(dump(request, ascii_only=True)), TrialRequest) == request
     changed = replace(job.override("d=2"), variation="resident")
     assert changed.overrides == ("c=1", "d=2") and changed.variation == "resident" and job.variation == "as_it_is"
     counted = job.counted()

@@ -22,11 +22,11 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSamp
 from torchvision import transforms as T
 
 from fastloop.errors import FastLoopError, NotApplicable
-from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.batch_tree import BatchWindow
 from fastloop.feeds.dali import decoder_choice, graph
 from fastloop.feeds.dali import engine as engines
 from fastloop.feeds.dali.engine import DaliLoader, try_pixels
-from fastloop.feeds.dali.graph import Machine
+from fastloop.feeds.dali.graph import DaliResources
 from fastloop.feeds.images.reading import read_source
 from fastloop.feeds.lazy_loader import clone
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
@@ -34,7 +34,7 @@ from fastloop.feeds.workers import tried_workers
 from tests.bridge.launch import python
 from tests.feeds.dali.folders import Numbered, damage, make_folder, read_folder
 
-MACHINE = Machine(threads=2)
+MACHINE = DaliResources(threads=2)
 OFF = "rungs.makes_pictures.enabled: false"
 STILL = [T.Resize((16, 16)), T.ToTensor()]
 """Nothing random: both makers come to the same pictures."""
@@ -182,17 +182,17 @@ def test_accumulation_windows(folder: Path, concatenates: bool) -> None:
     assert len(ours) == len(plain) == 3
     for mine, theirs in zip(ours, plain, strict=True):
         assert type(mine) is type(theirs)
-        if isinstance(theirs, Window):
+        if isinstance(theirs, BatchWindow):
             assert labels_of(mine) == labels_of(theirs)
             assert [pictures.shape for pictures, _ in mine] == [pictures.shape for pictures, _ in theirs]
         else:
             assert torch.equal(mine[1], theirs[1]) and mine[0].shape == theirs[0].shape
-    assert type(ours[0]) is (list if concatenates else Window)
+    assert type(ours[0]) is (list if concatenates else BatchWindow)
 
 
 def test_pictures_come_in_the_order_that_is_wanted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU DALI makes them channels-last; here it is told to, and asked twice."""
-    monkeypatch.setattr(Machine, "layout", "HWC")
+    monkeypatch.setattr(DaliResources, "layout", "HWC")
     loader = DataLoader(read_folder(folder, *STILL), batch_size=4)
     ours, plain = make(loader), next(iter(loader))[0]
     epoch = ours.load(0)
@@ -448,7 +448,7 @@ def test_another_decoder_makes_the_same_batches(
         monkeypatch.setattr(decoder_choice, name, value)
     made: list[str] = []
 
-    def make_pipeline(steps: Any, machine: Machine, **how: Any) -> Any:
+    def make_pipeline(steps: Any, machine: DaliResources, **how: Any) -> Any:
         made.append(machine.decode)
         if machine.decode == "another" and fault == "it does not start":
             raise RuntimeError(fault)

@@ -15,7 +15,7 @@ pytest.importorskip("torchvision")
 from PIL import Image
 from torchvision import transforms
 
-from fastloop.feeds.dali.graph import Machine, encode, find_scale, list_pins, make_pipeline
+from fastloop.feeds.dali.graph import DaliResources, encode, find_scale, list_pins, make_pipeline
 from fastloop.records.images import (
     ColorJitter,
     Normalize,
@@ -42,7 +42,7 @@ def ramp(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def make(path: str, *steps: Any, seed: int = 1, count: int = DRAWS) -> np.ndarray:
     """`count` pictures of one file, [N, 3, H, W]."""
-    machine = Machine(threads=2, ahead=1)
+    machine = DaliResources(threads=2, ahead=1)
     pipeline = make_pipeline([*steps, ToTensor()], machine, batch_size=count, seed=seed)
     pipeline.feed_input("paths", [encode(path)] * count)
     pipeline.schedule_run()

@@ -18,14 +18,14 @@ from torchvision import transforms as T
 from torchvision.transforms import v2
 
 from fastloop.errors import NotApplicable
-from fastloop.feeds.dali.graph import Machine
+from fastloop.feeds.dali.graph import DaliResources
 from fastloop.feeds.dali.pixels import check_pixels, compare
 from fastloop.feeds.images.reading import read_source
 from fastloop.records.images import Normalize, RandomHorizontalFlip
 from tests.feeds.dali.folders import MEAN, STD, Numbered, make_folder, make_picture, read_folder
 from tests.pictures import Named
 
-MACHINE = Machine(threads=2)
+MACHINE = DaliResources(threads=2)
 FLOAT = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
 KINDS = T.InterpolationMode
 CHAINS: dict[str, list[Any]] = {

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from fastloop.errors import NotApplicable
-from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.batch_tree import BatchWindow
 from fastloop.feeds.concatenation import concatenate
 from fastloop.feeds.images.byte_batches import AsBytes, ByteSample
 from fastloop.feeds.lazy_loader import StandInDataset
@@ -171,7 +171,7 @@ def test_marked_batches_are_found_wherever_they_are(folder: Path) -> None:
     nested = want.finish({"a": [fast[0], other], "b": (fast[1], None)})
     assert torch.equal(nested["a"][0][0], plain[0][0]) and torch.equal(nested["b"][0][0], plain[1][0])
     assert nested["a"][1] is other and nested["b"][1] is None, "what is not marked is left alone"
-    window = Window(fast[:2])
+    window = BatchWindow(fast[:2])
     assert want.finish(window) is window, "its batches come one by one"
     joined = want.finish(concatenate(fast[:2]))
     assert torch.equal(joined[0], torch.cat([plain[0][0], plain[1][0]])) and len(joined[1]) == 10

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from fastloop.feeds.images.reading import Unknown, read_facts, read_source
+from fastloop.feeds.images.reading import NotImages, read_facts, read_source
 from fastloop.records.images import (
     CenterCrop,
     ColorJitter,
@@ -125,7 +125,7 @@ def test_parts_and_subsets_find_their_files(folder: Path) -> None:
 
 def test_parts_with_other_transforms_are_refused(folder: Path) -> None:
     parts = [datasets.ImageFolder(folder, v1.ToTensor()), datasets.ImageFolder(folder, v1.Compose([]))]
-    with pytest.raises(Unknown, match="different transforms"):
+    with pytest.raises(NotImages, match="different transforms"):
         read_source(ConcatDataset(parts))
 
 

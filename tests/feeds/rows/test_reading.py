@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from fastloop.feeds.rows.engine import RowEngine
-from fastloop.feeds.rows.reading import Unknown, read_facts, read_rows
+from fastloop.feeds.rows.reading import NotRows, read_facts, read_rows
 from fastloop.records.facts import RowFacts
 
 N = 23
@@ -224,7 +224,7 @@ def test_two_objects_of_one_class_are_read_apart() -> None:
     odd = Tuples()
     odd.x = odd.names  # type: ignore[assignment]
     assert isinstance(read_facts(Tuples()), RowFacts)
-    with pytest.raises(Unknown, match="numbers of one kind"):
+    with pytest.raises(NotRows, match="numbers of one kind"):
         read_rows(odd)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastloop.report.drawing.curves import Curve, Line
-from fastloop.report.drawing.document import Card, Document, Section, Table, strip_unprintable
+from fastloop.report.drawing.document import Document, FindingBox, Section, Table, strip_unprintable
 from fastloop.report.drawing.html import draw_reports, to_html
 from fastloop.report.drawing.markdown import to_markdown
 from tests.report.run.test_html import Page
@@ -97,7 +97,7 @@ def test_printable(text: str) -> None:
 
 
 def test_cards_narrow_sections_and_code_in_lists_are_drawn_in_both() -> None:
-    card = Card(
+    card = FindingBox(
         name="data_wait", title="Starved", share="82 %", why="Slow.", detail=("a `b`",), bound="+4 %", patch="a: 1"
     )
     sections = (

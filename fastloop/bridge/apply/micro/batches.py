@@ -19,7 +19,7 @@ from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.bridge.apply.micro.piece_logs import PieceLogs
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.watch.phases import PIECE
-from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.batch_tree import BatchWindow
 from fastloop.feeds.splitting import Piece, get_loss, join, sum_losses
 
 
@@ -32,7 +32,7 @@ class MicroBatches:
         """Whether the current batch runs as the user's own batches of its window."""
         self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
-    def show_window(self, batches: Window) -> Any:
+    def show_window(self, batches: BatchWindow) -> Any:
         """The batch that Lightning gets for a window of separate batches; see `MergedWindows`."""
         return self.windows.show(batches, self.choice.refused)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fastloop.bridge.apply.micro.gradient_check import UNKNOWN, TakeLoss, Weighing, explain_difference, weigh_pieces
 from fastloop.bridge.apply.micro.room import give_back
-from fastloop.bridge.apply.micro.search import SizeSearch, Trial, fits_in_memory, measure_length
+from fastloop.bridge.apply.micro.search import SizeSearch, SizeTrial, fits_in_memory, measure_length
 from fastloop.bridge.apply.micro.windows import Merged, MergedWindows
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.errors import FastLoopError
@@ -226,9 +226,9 @@ class PieceChoice:
         if found is not None and self._found is not None:
             self.micro, self._found = found.size, replace(self._found, why=f"{self._found.why}; {found.why}")
 
-    def _make_trial(self, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any], own: int) -> Trial:
+    def _make_trial(self, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any], own: int) -> SizeTrial:
         take = partial(cut, batch, window=window, whole_batches=self.groups is not None)
-        return Trial(own, lambda size: take(size)[0], self._make_take_loss(strategy, rest), self.groups)
+        return SizeTrial(own, lambda size: take(size)[0], self._make_take_loss(strategy, rest), self.groups)
 
     def _make_take_loss(self, strategy: Any, rest: Sequence[Any]) -> TakeLoss:
         step = strategy.lightning_module.training_step

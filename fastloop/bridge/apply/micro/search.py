@@ -45,7 +45,7 @@ Quick = Callable[[], AbstractContextManager[Callable[[Any], Any]]]
 
 
 @dataclass(frozen=True)
-class Trial:
+class SizeTrial:
     """The samples of one step, on which sizes are tried.
 
     Args:
@@ -85,7 +85,7 @@ class SizeSearch:
     remember: Callable[[int], None] = lambda _size: None
     """Notes a size for later runs."""
 
-    def find(self, strategy: Any, sizes: Sequence[int], trial: Trial) -> FoundSize:
+    def find(self, strategy: Any, sizes: Sequence[int], trial: SizeTrial) -> FoundSize:
         """The size for all ranks: the smallest of those that each rank finds. One exchange, at the end.
 
         Args:
@@ -119,7 +119,7 @@ class SizeSearch:
         """Whether its samples are longer than all before and would run in pieces other than the user's `own` size."""
         return measure_length(batch) > self.longest and min(self.sizes[-1], count_rows(batch) or 0) != own
 
-    def fit_longer(self, strategy: Any, batch: Any, trial: Trial) -> FoundSize | None:
+    def fit_longer(self, strategy: Any, batch: Any, trial: SizeTrial) -> FoundSize | None:
         """The size for this batch and later ones, if its longer samples need a smaller one.
 
         The size is tried before the batch is trained on, as in the first step, and on this rank only: ranks may differ
@@ -143,7 +143,7 @@ class SizeSearch:
         return FoundSize(size=fits, why=f"{most} did not fit longer samples that came later")
 
 
-def fits_in_memory(strategy: Any, size: int, trial: Trial) -> bool:
+def fits_in_memory(strategy: Any, size: int, trial: SizeTrial) -> bool:
     """Whether a piece of this size runs now, next to the optimizer's state to come. Leaves no trace."""
     run, fits = _Run(SizeSearch(target=1.0), strategy, [size], trial), None
     with contextlib.suppress(NotApplicable), unwritten(run.module.parameters()):
@@ -159,7 +159,7 @@ def measure_length(batch: Any) -> float:
 class _Run:
     """One search on one rank. No collectives."""
 
-    def __init__(self, search: SizeSearch, strategy: Any, sizes: Sequence[int], trial: Trial) -> None:
+    def __init__(self, search: SizeSearch, strategy: Any, sizes: Sequence[int], trial: SizeTrial) -> None:
         self.given, self.strategy, self.module = search, strategy, strategy.lightning_module
         self.own, self.take, self.trial = trial.own, trial.take, trial
         own = trial.own

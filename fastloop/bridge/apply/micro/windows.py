@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fastloop.feeds.batch_tree import CannotRegroup, Window, count_rows
+from fastloop.feeds.batch_tree import BatchWindow, CannotRegroup, count_rows
 from fastloop.feeds.concatenation import concatenate
 from fastloop.feeds.window_batches import WindowSampler
 
@@ -22,21 +22,21 @@ class Merged(NamedTuple):
 class MergedWindows:
     """Keeps the data that belongs to a merged batch on its way from the loader to training_step.
 
-    A window whose batches the loader could not concatenate arrives as a `Window`. Lightning must get one batch: the
-    concatenation made on the device, or else the window's last batch, while the others wait here.
+    A window whose batches the loader could not concatenate arrives as a `BatchWindow`. Lightning must get one batch:
+    the concatenation made on the device, or else the window's last batch, while the others wait here.
     """
 
     def __init__(self) -> None:
         self.sampler: WindowSampler | None = None
         """The sampler of a merging loader; None if the loader yields the user's own batches."""
-        self._apart: tuple[Window, str] | None = None
+        self._apart: tuple[BatchWindow, str] | None = None
         """The last window that could not be concatenated, and why."""
         self._joined: tuple[Any, tuple[int, ...]] | None = None
         """The last window concatenated here, and the sizes of its batches."""
         self._read: tuple[int, Merged] | None = None
         """The number of the last batch given to `read`, and the result."""
 
-    def show(self, batches: Window, refused: str | None) -> Any:
+    def show(self, batches: BatchWindow, refused: str | None) -> Any:
         """The batch that Lightning gets for a window of separate batches, which are on the device.
 
         Args:
@@ -59,14 +59,14 @@ class MergedWindows:
         found = self.find_apart(batch)
         return batch if found is None else found[0]
 
-    def find_apart(self, batch: Any) -> tuple[Window, str] | None:
+    def find_apart(self, batch: Any) -> tuple[BatchWindow, str] | None:
         """The window of which Lightning sees only this batch, and why it is not concatenated; None if there is none."""
         return self._apart if self._apart is not None and self._apart[0][-1] is batch else None
 
     def convert(self, batch: Any, convert: Callable[[Any], Any]) -> Any:
         """`convert` the batch that Lightning sees, and the other batches of its window."""
         if (apart := self.find_apart(batch)) is not None:
-            self._apart = Window(map(convert, apart[0])), apart[1]
+            self._apart = BatchWindow(map(convert, apart[0])), apart[1]
             return self._apart[0][-1]
         converted = convert(batch)
         if self._joined is not None and self._joined[0] is batch:

@@ -14,7 +14,7 @@ from fastloop.bridge.apply.rehearse.played import Played
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.judge import rehearsal as judge
-from fastloop.judge.rehearsal import Outcome
+from fastloop.judge.rehearsal import RehearsalOutcome
 from fastloop.records.plan import Step
 
 LEAST_LIMIT_S, LIMIT_S = 10.0, 60.0
@@ -80,7 +80,7 @@ class Terms:
         return judge.explain_no_time(spent_s, needed_s, allowed_s, kept_s)
 
 
-class Budget:
+class RehearsalBudget:
     """The time that one rehearsal has, and which rungs are too expensive to try in it.
 
     Args:
@@ -148,14 +148,17 @@ class Budget:
         allowed_s = judge.limit_rehearsal_s(self.terms.steps_left, (self.base_ms or ms) * self.terms.batches_per_step)
         return self._spent_s + ms / 1e3 <= share * (allowed_s - self.kept_s)
 
-    def refuse_all(self, steps: Sequence[Step]) -> list[Outcome]:
+    def refuse_all(self, steps: Sequence[Step]) -> list[RehearsalOutcome]:
         """Outcomes that refuse all rungs if this run is too short to play anything; else empty."""
         if (too_short := self.terms.explain_too_short(LEAST_PLAYS)) is None:
             return []
         faults = [self._explain_too_short(step, too_short) for step in steps]
         if None in faults:
             return []
-        return [Outcome(rung=step.rung, fault=why, is_lasting=False) for step, why in zip(steps, faults, strict=True)]
+        return [
+            RehearsalOutcome(rung=step.rung, fault=why, is_lasting=False)
+            for step, why in zip(steps, faults, strict=True)
+        ]
 
     def _explain_too_short(self, step: Step, why: str) -> str | None:
         """Why the run is too short for it; None for a rung of the user's, or whose one-time cost may pay back."""

@@ -16,7 +16,14 @@ from typing import Any
 
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse import memory
-from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Budget, Terms, find_cheapest, is_costly
+from fastloop.bridge.apply.rehearse.budget import (
+    COSTLY_LIMIT_S,
+    LIMIT_S,
+    RehearsalBudget,
+    Terms,
+    find_cheapest,
+    is_costly,
+)
 from fastloop.bridge.apply.rehearse.compared import draw, measure_rounding
 from fastloop.bridge.apply.rehearse.optimizer_twins import try_optimizers
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
@@ -30,7 +37,7 @@ from fastloop.errors import NotApplicable, describe, is_out_of_memory
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.judge import rehearsal as judge
-from fastloop.judge.rehearsal import Deviation, Outcome
+from fastloop.judge.rehearsal import Deviation, RehearsalOutcome
 from fastloop.records.plan import Rehearsed, Step
 
 UNCOUNTED_BATCHES = 8
@@ -96,9 +103,9 @@ class Rehearsal:
 
     # -- the rehearsal itself -------------------------------------------------------------------------------------
 
-    def run(self, estimate_recording_s: Callable[[float], float] | None = None) -> list[Outcome]:
+    def run(self, estimate_recording_s: Callable[[float], float] | None = None) -> list[RehearsalOutcome]:
         """Try all rungs; those that stay are applied when this returns. See `Recordings.estimate_trial_s`."""
-        outcomes: list[Outcome] = []
+        outcomes: list[RehearsalOutcome] = []
         self.stop_recording()
         self.site.step_bytes = memory.read_peak(self.site.device)
         made = self.site.trainer.global_step - self._began_at
@@ -111,7 +118,9 @@ class Rehearsal:
         self._player = Player(self.site.module, calls, self.site.device, groups=self.site.groups, **how)
         modules = self._player.modules
         known = Remembered(modules, self.site.device)
-        self._budget = Budget(self.terms, self.site.module, modules, known, self.hands.settings, self._first_ms)
+        self._budget = RehearsalBudget(
+            self.terms, self.site.module, modules, known, self.hands.settings, self._first_ms
+        )
         try:
             refused = self._budget.refuse_all(self.steps)
             if all(gather(self.site.trainer, bool(refused))):
@@ -192,11 +201,11 @@ class Rehearsal:
         every = [each for each in gather(self.site.trainer, fewest) if each is not None]
         self.terms = self._budget.terms = replace(self.terms, steps_left=min(every, default=None))
 
-    def _try_step(self, step: Step, problem: str | None, before: list[Outcome]) -> Outcome:
+    def _try_step(self, step: Step, problem: str | None, before: list[RehearsalOutcome]) -> RehearsalOutcome:
         """Try one rung on top of those kept before it. All ranks return the same result."""
         if problem is not None and step.change.rehearse == "modules":
             if step.rung in self.terms.by_ladder:
-                return Outcome(rung=step.rung, fault=f"it could not be rehearsed: {problem}", is_lasting=False)
+                return RehearsalOutcome(rung=step.rung, fault=f"it could not be rehearsed: {problem}", is_lasting=False)
             return self._apply_untried(step)
         self._budget.changed_ms = judge.find_last_ms(before, self._budget.base_ms)
         fault = self._refuse(step)
@@ -204,7 +213,7 @@ class Rehearsal:
             step = find_cheapest(step)
             fault = self._refuse(step)
         if fault is not None:
-            return Outcome(rung=step.rung, fault=fault, is_lasting=False)
+            return RehearsalOutcome(rung=step.rung, fault=fault, is_lasting=False)
         outcome = self._agree(step, self._try_here(step, before))
         if outcome.fault is not None and outcome.is_lasting and step.change.rehearse == "modules":
             outcome = self._try_without_others(step, outcome, before)
@@ -221,7 +230,7 @@ class Rehearsal:
         every = gather(self.site.trainer, self._budget.refuse(step, self._captured))
         return next((each for each in every if each is not None), None)
 
-    def _try_here(self, step: Step, before: Sequence[Outcome]) -> Outcome:
+    def _try_here(self, step: Step, before: Sequence[RehearsalOutcome]) -> RehearsalOutcome:
         """Apply a rung and play what it changes; undo the rung if that fails. No collectives."""
         limit_s, do = self._budget.limit_s(step), f"write rungs.{step.rung}.enabled: false"
         try:
@@ -251,9 +260,9 @@ class Rehearsal:
             return outcome
         self.hands.unapply(step)
         check_device(self.site.device, step.rung)
-        return Outcome(rung=step.rung, fault=fault, is_lasting=is_lasting)
+        return RehearsalOutcome(rung=step.rung, fault=fault, is_lasting=is_lasting)
 
-    def _try_modules(self, step: Step, before: Sequence[Outcome]) -> Outcome:
+    def _try_modules(self, step: Step, before: Sequence[RehearsalOutcome]) -> RehearsalOutcome:
         dropout = self._keeps_dropout(step)
         usual = self._unchanged[dropout]
         # Before it is applied: taken off later, it would compile again.
@@ -271,7 +280,7 @@ class Rehearsal:
         captured = dynamo_graphs.count_captured() if is_costly(step) else 0
         second = self._player.play(dropout=dropout)
         if is_costly(step) and dynamo_graphs.count_captured() > captured:
-            return Outcome(rung=step.rung, fault="it compiled again for calls of the same shapes")
+            return RehearsalOutcome(rung=step.rung, fault="it compiled again for calls of the same shapes")
         first_s = max(0.0, first.ms - second.ms) / 1e3
         if is_costly(step) or second.ms + more_ms <= judge.SLOWER * self._budget.base_ms:  # else it will hardly stay
             self._note_first_call(step, began, first_s)
@@ -279,7 +288,7 @@ class Rehearsal:
         no_room = memory.explain_no_room(self.site, usual, second) if step.rung in self.terms.by_ladder else None
         changed_ms = more_ms + self._read_ms(second.ms, dropout=dropout, share=CHANGED_SHARE)
         saved_ms = (judge.find_last_ms(before, self._budget.base_ms) - changed_ms) * self.terms.batches_per_step
-        return Outcome(
+        return RehearsalOutcome(
             rung=step.rung,
             fault=fault or no_room,
             is_lasting=fault is not None,
@@ -293,7 +302,7 @@ class Rehearsal:
             pays_back_after_steps=judge.count_pay_back_steps(first_s, saved_ms) if is_costly(step) else None,
         )
 
-    def _give_up(self, step: Step, fault: str, seen: Deviation, ms: float) -> Outcome:
+    def _give_up(self, step: Step, fault: str, seen: Deviation, ms: float) -> RehearsalOutcome:
         """The outcome of a rung that was played once. Replays may show it to be fast, if its results are known to be
         right."""
         told = Rehearsed(
@@ -301,9 +310,11 @@ class Rehearsal:
         )
         is_right = judge.is_close(seen, find_precision(self.site.trainer, self.site.module))
         how: Any = {"is_lasting": False, "on_modules": True, "is_slower": is_right}
-        return Outcome(rung=step.rung, fault=fault, rehearsed=told, **how)
+        return RehearsalOutcome(rung=step.rung, fault=fault, rehearsed=told, **how)
 
-    def _try_without_others(self, step: Step, failed: Outcome, before: list[Outcome]) -> Outcome:
+    def _try_without_others(
+        self, step: Step, failed: RehearsalOutcome, before: list[RehearsalOutcome]
+    ) -> RehearsalOutcome:
         """Retry a failed rung without others: two rungs may fail only together, and then the faster one stays."""
         others = {each.rung: each for each in self.steps if each.change.rehearse == "modules"}
         for place in reversed(range(len(before))):
@@ -329,7 +340,7 @@ class Rehearsal:
                 return replace(failed, fault=why, is_lasting=False)
         return failed
 
-    def _drop_slow(self, outcomes: list[Outcome]) -> list[Outcome]:
+    def _drop_slow(self, outcomes: list[RehearsalOutcome]) -> list[RehearsalOutcome]:
         """Remove rungs that a shipped ladder switched on if they make the first step's calls slower."""
         judged = judge.drop_slow(outcomes, self._budget.base_ms, self.terms.by_ladder)
         steps = {each.rung: each for each in self.steps}
@@ -378,15 +389,15 @@ class Rehearsal:
 
     # -- the run around it ----------------------------------------------------------------------------------------
 
-    def _apply_untried(self, step: Step) -> Outcome:
+    def _apply_untried(self, step: Step) -> RehearsalOutcome:
         try:
             self.hands.apply(step)
         except Exception as error:
             self.hands.unapply(step)
-            return Outcome(rung=step.rung, fault=explain(error), is_lasting=False)
-        return Outcome(rung=step.rung)
+            return RehearsalOutcome(rung=step.rung, fault=explain(error), is_lasting=False)
+        return RehearsalOutcome(rung=step.rung)
 
-    def _agree(self, step: Step, mine: Outcome) -> Outcome:
+    def _agree(self, step: Step, mine: RehearsalOutcome) -> RehearsalOutcome:
         """The outcome for all ranks: a rung that fails on one is removed on all; times are those of the slowest."""
         every = gather(self.site.trainer, mine)
         failed = next((rank for rank, each in enumerate(every) if each.fault is not None), None)

@@ -22,8 +22,8 @@ from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.feeds.call_shapes import Sizes, read_sizes
 from fastloop.judge import second_look as judge
-from fastloop.judge.rehearsal import Outcome
-from fastloop.judge.second_look import Comparison, Timed
+from fastloop.judge.rehearsal import RehearsalOutcome
+from fastloop.judge.second_look import Timed, TimedComparison
 from fastloop.records.plan import Rehearsed, Step
 
 SETTLING, WATCHED = 2, 8
@@ -59,13 +59,13 @@ class SecondLook:
         self,
         site: LiveSite,
         steps: Sequence[Step],
-        outcomes: Sequence[Outcome],
+        outcomes: Sequence[RehearsalOutcome],
         terms: Terms,
         hands: Hands,
         first: Sizes,
     ) -> None:
         self.site, self.steps, self.terms, self.hands = site, list(steps), terms, hands
-        self.dropped: list[Outcome] = []
+        self.dropped: list[RehearsalOutcome] = []
         self.seen: dict[str, Any] = {}
         self._outcomes = {each.rung: each for each in outcomes}
         self._promised = outcomes[-1].rehearsed or Rehearsed()
@@ -83,7 +83,9 @@ class SecondLook:
         next(self._batches)  # created between two batches; the second is the first to be ignored
 
     @classmethod
-    def after(cls, rehearsal: Rehearsal, outcomes: Sequence[Outcome], hands: Hands, first: Sizes) -> SecondLook | None:
+    def after(
+        cls, rehearsal: Rehearsal, outcomes: Sequence[RehearsalOutcome], hands: Hands, first: Sizes
+    ) -> SecondLook | None:
         """The second look after a rehearsal. None if no rung on modules was kept, if one cannot be switched repeatedly
         without its one-time cost, or if the run is too short. The same on all ranks."""
         kept = [each for each in outcomes if each.fault is None and each.on_modules]
@@ -157,7 +159,7 @@ class SecondLook:
         if not is_found:
             self._settle(self.steps, whole)
 
-    def _compare(self, steps: Sequence[Step]) -> Generator[None, None, Comparison | None]:
+    def _compare(self, steps: Sequence[Step]) -> Generator[None, None, TimedComparison | None]:
         """Time batches with and without these rungs, which are on at the end. All ranks agree on what is slower."""
         times: dict[bool, list[Timed]] = {True: [], False: []}
         for is_on in ROUNDS * (False, True):
@@ -170,7 +172,7 @@ class SecondLook:
         every = gather(self.site.trainer, mine)
         return next((each for each in every if each is not None and each.is_slower), mine)
 
-    def _settle(self, steps: Sequence[Step], found: Comparison | None) -> None:
+    def _settle(self, steps: Sequence[Step], found: TimedComparison | None) -> None:
         """Remove slower rungs that a shipped ladder switched on; keep the comparison as evidence for the others."""
         if found is None:
             return

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from fastloop.bridge.apply.micro import accumulation, choice, search
 from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.bridge.apply.micro.choice import PieceChoice
-from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.batch_tree import BatchWindow
 from tests.models import distance as apart
 from tests.models import weights
 from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, run
@@ -341,7 +341,7 @@ def test_windows_behind_a_feed(module: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_conversion_in_mid_run_reaches_a_window_that_came_apart() -> None:
     """A rung that a rehearsal keeps converts the batch at hand, which was on the device before it."""
     micro = MicroBatches(PieceChoice(32, rung="batch"))
-    apart = Window([torch.zeros(2, 3), torch.ones(2, 4)])
+    apart = BatchWindow([torch.zeros(2, 3), torch.ones(2, 4)])
     shown = micro.show_window(apart)
     assert (
         shown is apart[-1]
@@ -351,7 +351,7 @@ def test_a_conversion_in_mid_run_reaches_a_window_that_came_apart() -> None:
     converted = micro.windows.convert(shown, lambda batch: batch + 1)
     whole = micro.windows.find_whole(converted)
     assert [float(batch.max()) for batch in whole] == [1, 2] and converted is whole[-1]
-    joined = micro.show_window(Window([torch.zeros(2, 3), torch.ones(1, 3)]))
+    joined = micro.show_window(BatchWindow([torch.zeros(2, 3), torch.ones(1, 3)]))
     assert joined.shape == (3, 3)
     again = micro.windows.convert(joined, lambda batch: batch + 1)
     assert float(again.sum()) == 12 and micro.windows.find_whole(again) is again

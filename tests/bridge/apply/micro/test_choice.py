@@ -14,7 +14,7 @@ import torch
 
 from fastloop.bridge.apply.micro import choice
 from fastloop.bridge.apply.micro.choice import PieceChoice
-from fastloop.feeds.batch_tree import Window
+from fastloop.feeds.batch_tree import BatchWindow
 from tests.runs import Net, batches, run
 
 MERGE, ACCUMULATE = {"batch": {"micro_batch": 16}}, {"accumulate_grad_batches": 4}
@@ -47,7 +47,7 @@ def choose_windows(ranks: Any, windows: Sequence[Any], held: Sequence[Sequence[s
     found = []
     for number, batch in enumerate(windows):
         waiting[:] = held[number]
-        shown = made.windows.show(batch, made.refused) if isinstance(batch, Window) else batch
+        shown = made.windows.show(batch, made.refused) if isinstance(batch, BatchWindow) else batch
         trainer = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=number))
         pieces, apart = made.choose(ranks, trainer, shown, (number,))
         found.append((apart, len(pieces), made.evidence()["apart_why"]))
@@ -60,7 +60,7 @@ def test_ranks_ask_each_other_equally_often(differs: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(choice, "LIMITED", ("cpu",))
     monkeypatch.setattr(choice, "fits_in_memory", lambda *_: False)
     monkeypatch.setattr(choice, "explain_difference", lambda *_: None)
-    ranks, whole, uneven = Ranks(), torch.zeros(4, 3), Window([torch.zeros(2, 3), torch.zeros(2, 4)])
+    ranks, whole, uneven = Ranks(), torch.zeros(4, 3), BatchWindow([torch.zeros(2, 3), torch.zeros(2, 4)])
     first = [uneven, whole, whole] if differs == "first" else [whole, uneven, whole]
     held = [["amp"], ["amp"], []]
     with ThreadPoolExecutor(2) as threads:

@@ -17,7 +17,7 @@ from fastloop.bridge.apply.rehearse import second_look
 from fastloop.bridge.apply.rehearse.second_look import SecondLook
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.judge import rehearsal as judge_of_rehearsal
-from fastloop.judge.second_look import Comparison, Timed
+from fastloop.judge.second_look import Timed, TimedComparison
 from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.report.run import summary
 from fastloop.rungs.amp import Amp
@@ -216,13 +216,13 @@ def test_of_two_rungs_the_one_that_costs_goes(slow: str, monkeypatch: pytest.Mon
 
 
 def test_rungs_that_only_cost_together_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {2: Comparison(with_ms=9, without_ms=3, low_ms=5, high_ms=7, n=8)}
+    found = {2: TimedComparison(with_ms=9, without_ms=3, low_ms=5, high_ms=7, n=8)}
     rungs = {
         "amp": Planted(monkeypatch),
         "layout": Planted(monkeypatch, Layout, convs=0, converted_batches=1, channels_last_convs=0),
     }
     monkeypatch.setattr(second_look.judge, "is_suspicious", lambda *_: True)
-    fair = Comparison(with_ms=3, without_ms=3, low_ms=-1, high_ms=1, n=8)
+    fair = TimedComparison(with_ms=3, without_ms=3, low_ms=-1, high_ms=1, n=8)
     answers = iter([found[2], fair, fair])
     monkeypatch.setattr(second_look.judge, "compare", lambda *_: next(answers))
     loop, _, _ = train("amp", "layout", by_ladder=("amp", "layout"), batches=80)
@@ -381,8 +381,8 @@ def test_what_is_compiled_is_switched_without_compiling_anew(paused: bool, monke
 def test_what_is_compiled_goes_alone_or_with_all_it_was_compiled_with(
     compile_costs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = Comparison(with_ms=9, without_ms=3, low_ms=5, high_ms=7, n=8)
-    fair = Comparison(with_ms=3, without_ms=3, low_ms=-1, high_ms=1, n=8)
+    slow = TimedComparison(with_ms=9, without_ms=3, low_ms=5, high_ms=7, n=8)
+    fair = TimedComparison(with_ms=3, without_ms=3, low_ms=-1, high_ms=1, n=8)
     monkeypatch.setattr(second_look.judge, "is_suspicious", lambda *_: True)
     answers = iter([slow, slow, fair] if compile_costs else [slow, fair])
     monkeypatch.setattr(second_look.judge, "compare", lambda *_: next(answers))
