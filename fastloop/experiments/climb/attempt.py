@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, geometric_mean
 
 from fastloop.experiments.ab.arms import Ask
-from fastloop.experiments.climb.budget import Spent, estimate_gradient_s
+from fastloop.experiments.climb.budget import Length, Spent, estimate_gradient_s
 from fastloop.experiments.climb.candidates import (
     CHANGES_TRAINING,
     Candidate,
@@ -98,42 +98,59 @@ class _Screen:
 
     def run(self) -> Attempt:
         """Run the pairs until the result is clear."""
-        context, known, runs = self.context, self.context.known, self.runs
-        now, then = known.costs, self.prediction.then or known.costs
-        after_ms = now.now_ms - (self.prediction.saved_ms or 0.0)
-        took = (
-            context.choose_ladder_length(self.arm)
-            if self.candidate.whole
-            else context.choose_length(after_ms, now.now_ms, self.arm, then.workers, fill_read=then.fill_read)
-        )
+        runs, now_ms = self.runs, self.context.known.costs.now_ms
+        after_ms = now_ms - (self.prediction.saved_ms or 0.0)
+        took = self._choose_length(after_ms)
         for place, (seed, side) in enumerate(TURNS, 1):
-            expected = (now.now_ms, context.top_start_s) if side == "base" else (after_ms, self.start_s)
-            result = context.runner.run(
-                f"{self.at}/screen-{place}-{side}",
-                self.arm if side == "arm" else known.stack,
-                Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
-                what=f"{self.candidate.key}: screening, run {place} of {USUAL if place <= USUAL else len(TURNS)}",
-                need_s=took.seconds(*expected),
-                ladder=self.candidate.ladder if side == "arm" else None,
-            )
+            result = self._run_one(place, seed, side, took, after_ms)
             runs[side].append(result)
-            if side == "base" and not _is_measured(result):
-                raise BaseFailed(result)
-            if side == "arm" and (ruled_out := self._rule_out(result)):
+            if side == "base":
+                if not _is_measured(result):
+                    raise BaseFailed(result)
+            elif (ruled_out := self._rule_out(result)) is not None:
                 return self.end(*ruled_out)
-            if side == "arm" and len(runs["arm"]) == 1:
+            elif len(runs["arm"]) == 1:
                 after_ms = result.step_ms or after_ms
-                first = _read_rate(result) / _read_rate(runs["base"][0])
-                if self.prediction.saved_ms is None and not self.candidate.whole and first * APART < 1:
-                    return self.end("not_faster", f"not faster: {100 * (first - 1):+.0f} % in one pair")
-                same = context.runner.compare_ledgers(known.stack, self.arm, [(runs["base"][0], result)])
-                if same.passed is False:
-                    return self.end("parity", same.why, same)
-                if first >= CLEAR and (runs["base"][0].step_ms or 0.0) <= APART * now.now_ms:
+                base = runs["base"][0]
+                gain = _read_rate(result) / _read_rate(base)
+                if (ended := self._judge_first_pair(base, result, gain)) is not None:
+                    return ended
+                if gain >= CLEAR and (base.step_ms or 0.0) <= APART * now_ms:
                     break
             if place == USUAL and _find_contradiction(self._list_rates()) is None:
                 break
         return self._judge()
+
+    def _choose_length(self, after_ms: float) -> Length:
+        now, then = self.context.known.costs, self.prediction.then or self.context.known.costs
+        if self.candidate.whole:
+            return self.context.choose_ladder_length(self.arm)
+        return self.context.choose_length(after_ms, now.now_ms, self.arm, then.workers, fill_read=then.fill_read)
+
+    def _run_one(self, place: int, seed: int, side: str, took: Length, after_ms: float) -> Result:
+        """Run base or arm once.
+
+        Args:
+            place: number of this run in the screen, from 1.
+            after_ms: the arm's expected step time.
+        """
+        context, known, is_arm = self.context, self.context.known, side == "arm"
+        expected = (after_ms, self.start_s) if is_arm else (known.costs.now_ms, context.top_start_s)
+        return context.runner.run(
+            f"{self.at}/screen-{place}-{side}",
+            self.arm if is_arm else known.stack,
+            Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
+            what=f"{self.candidate.key}: screening, run {place} of {USUAL if place <= USUAL else len(TURNS)}",
+            need_s=took.seconds(*expected),
+            ladder=self.candidate.ladder if is_arm else None,
+        )
+
+    def _judge_first_pair(self, base: Result, arm: Result, gain: float) -> Attempt | None:
+        """End the screen if the first pair already rejects the candidate; None if it goes on."""
+        if self.prediction.saved_ms is None and not self.candidate.whole and gain * APART < 1:
+            return self.end("not_faster", f"not faster: {100 * (gain - 1):+.0f} % in one pair")
+        same = self.context.runner.compare_ledgers(self.context.known.stack, self.arm, [(base, arm)])
+        return self.end("parity", same.why, same) if same.passed is False else None
 
     def _list_rates(self) -> list[tuple[float, float]]:
         """Return the rates of base and arm of each pair."""

@@ -127,35 +127,20 @@ class PieceChoice:
             rest: the arguments of training_step after the batch.
         """
         window = self.windows.read(trainer.fit_loop.total_batch_idx, batch)
-        if self._search is not None and self._found is None:
-            if window is not None and len(window.sizes) < window.full:
-                self.micro = window.sizes[0]  # a run resumed inside a window searches in the next one
-                return Chosen(self._cut(batch, trainer, window))
-            self._find_size(self._search, strategy, batch, window, rest)
-        elif self._search is not None and self.refused is None and self.windows.find_apart(batch) is None:
-            self._heed_refused_compile(self._search, window)
-            self._fit_longer(self._search, strategy, batch, window, rest)
+        if self._search is not None and self._found is None and window is not None and len(window.sizes) < window.full:
+            self.micro = window.sizes[0]  # a run resumed inside a window searches in the next one
+            return Chosen(self._cut(batch, trainer, window))
+        if self._search is not None:
+            self._update_size(self._search, strategy, batch, window, rest)
         if window is None:
             return Chosen(self._split(strategy, trainer, batch, rest))
         if len(window.sizes) == 1:
             return Chosen(self._cut(batch, trainer, window), apart=self.refused is not None)
         own, reason = self._list_own(batch, window)
-        no_room = self._explain_no_room(strategy, batch, window, rest, tries=reason is None)
-        reason = reason or no_room
-        if no_room is None and self._is_due():
-            is_first, self._undecided, found = self._undecided, False, reason
-            if reason is None:
-                merged = cut(batch, self.micro, window, whole_batches=self.groups is not None)
-                found = self._compare(strategy, own, merged, rest)
-            self.refused = self._agree(strategy, found if is_first else self._find_late(trainer, reason, found))
-            reason = self.refused or (None if is_first else reason)
-            if is_first and reason is None:
-                self._tell_unequal()
+        reason = self._explain_apart(strategy, trainer, batch, window, rest, own, reason)
         if reason is None or not own:
             return Chosen(self._cut(batch, trainer, window))
-        if (why := self.refused or reason) != self._apart_why and (self.refused or not self._apart_why):
-            self._apart_why = why
-            self._warn(f"{self.rung}: {'windows run' if self.refused else 'a window runs'} batch by batch: {why}")
+        self._warn_apart(self.refused or reason)
         self._steps, self._apart_steps = self._steps + 1, self._apart_steps + 1
         return Chosen(own, apart=True)
 
@@ -176,6 +161,16 @@ class PieceChoice:
         return f"from optimizer step {trainer.global_step + 1} on, {found}"
 
     # -- the size -------------------------------------------------------------------------------------------------
+
+    def _update_size(
+        self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]
+    ) -> None:
+        """Search on the first window; later, choose another size if the compile was refused or samples are longer."""
+        if self._found is None:
+            self._find_size(search, strategy, batch, window, rest)
+        elif self.refused is None and self.windows.find_apart(batch) is None:
+            self._heed_refused_compile(search, window)
+            self._fit_longer(search, strategy, batch, window, rest)
 
     def _find_size(
         self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]
@@ -304,6 +299,40 @@ class PieceChoice:
             return cut_at(batch, *window), self.refused
         except CannotRegroup as error:
             return [], str(error)
+
+    def _explain_apart(
+        self,
+        strategy: Any,
+        trainer: Any,
+        batch: Any,
+        window: Merged,
+        rest: Sequence[Any],
+        own: Sequence[Piece],
+        reason: str | None,
+    ) -> str | None:
+        """Return why this window runs batch by batch; None if it is merged. Compares gradients if that is due.
+
+        Args:
+            reason: why the window cannot be merged, if that is known. All ranks must call this: they ask each other.
+        """
+        no_room = self._explain_no_room(strategy, batch, window, rest, tries=reason is None)
+        reason = reason or no_room
+        if no_room is not None or not self._is_due():
+            return reason
+        is_first, self._undecided, found = self._undecided, False, reason
+        if reason is None:
+            merged = cut(batch, self.micro, window, whole_batches=self.groups is not None)
+            found = self._compare(strategy, own, merged, rest)
+        self.refused = self._agree(strategy, found if is_first else self._find_late(trainer, reason, found))
+        if is_first and self.refused is None:
+            self._tell_unequal()
+        return self.refused or (None if is_first else reason)
+
+    def _warn_apart(self, why: str) -> None:
+        """Warn of the first window that runs batch by batch, and again once all do."""
+        if why != self._apart_why and (self.refused or not self._apart_why):
+            self._apart_why = why
+            self._warn(f"{self.rung}: {'windows run' if self.refused else 'a window runs'} batch by batch: {why}")
 
     def _compare(self, strategy: Any, own: Sequence[Piece], merged: Sequence[Piece], rest: Sequence[Any]) -> str | None:
         take_loss = self._make_take_loss(strategy, rest)
