@@ -67,33 +67,40 @@ def list_changes_within(
     others = tuple(others)
     roots = [(dataset, "dataset"), *([] if collate is None else [(collate, "collate_fn")])]
     walked = [each for root, name in roots for each in walk(root, name)]
-    hands_out_rows = loader is not None and getattr(loader, "batch_sampler", loader) is None  # no batch is stacked
     parts = [(loader, "the loader"), *((getattr(loader, name, None), name) for name in ("batch_sampler", "sampler"))]
     read = {id(part): name for part, name in parts if part is not None} | dict(_list_read(walked))
-    found = dict[str, None]()
-    reached = {
-        each.partition(" is held by ")[0]
-        for root, name in roots
-        for each in list_holders(root, others, between=True, name=name)
-    }
     running = list(_list_running_here(others, None, read, between=True))
-    called = _list_called_names(others, [function for _, _, function in running])
+    hands_out_rows = loader is not None and getattr(loader, "batch_sampler", loader) is None  # no batch is stacked
+    changes = [*_list_called_writers(roots, walked, others, [function for _, _, function in running])]
+    for owner, name, function in running:
+        known = (read[key] for key in _list_written(owner, function) if key in read)
+        changes += [f"{path} is changed by {type(owner).__name__}.{name}" for path in known]
+        if hands_out_rows and name in _GIVEN_BATCHES and sample_code.writes_to_arguments(function, type(owner)):
+            changes.append(f"{type(owner).__name__}.{name} changes its batch, which may be the dataset's own")
+        trained_on = _list_changed_by_trainer(function, _find_trainer_name(owner, name, function))
+        changes += [f"{each} is changed by {type(owner).__name__}.{name}" for each in trained_on]
+    return (*dict.fromkeys(changes), *_list_trained(others, read))
+
+
+def _list_called_writers(
+    roots: Iterable[tuple[Any, str]], walked: Iterable[tuple[str, Any]], others: tuple[Any, ...], running: list[Any]
+) -> Iterator[str]:
+    """Methods by which what samples are made from changes itself, if callbacks or the module hold it and these running
+    functions call such a method."""
+    held = (each for root, name in roots for each in list_holders(root, others, between=True, name=name))
+    reached = {each.partition(" is held by ")[0] for each in held}
+    called = _list_called_names(others, running)
     for path, item in walked:
         if path in reached:
             writers = (name for name, _ in sample_code.list_writers(type(item)) if name in called)
-            found |= {f"{path} is changed by its {name}(), called in training": None for name in writers}
-    for owner, name, function in running:
-        known = (read[key] for key in _list_written(owner, function) if key in read)
-        found |= {f"{path} is changed by {type(owner).__name__}.{name}": None for path in known}
-        if hands_out_rows and name in _GIVEN_BATCHES and sample_code.writes_to_arguments(function, type(owner)):
-            found[f"{type(owner).__name__}.{name} changes its batch, which may be the dataset's own"] = None
-        trainer = _find_trainer_name(owner, name, function)
-        for chain in sample_code.list_chains_written(function):
-            place = 0 if chain[:1] == [trainer] else chain.index("trainer") if "trainer" in chain else len(chain)
-            by_trainer = chain[place + 1 : -1]
-            if (named := next(filter(BY_DATA.fullmatch, by_trainer), None)) is not None:
-                found[f"{named} is changed by {type(owner).__name__}.{name}"] = None
-    return (*found, *_list_trained(others, read))
+            yield from (f"{path} is changed by its {name}(), called in training" for name in writers)
+
+
+def _list_changed_by_trainer(function: Any, trainer: str | None) -> Iterator[str]:
+    """The loaders and their parts that a function changes by way of the Trainer, which it knows by this name."""
+    for chain in sample_code.list_chains_written(function):
+        place = 0 if chain[:1] == [trainer] else chain.index("trainer") if "trainer" in chain else len(chain)
+        yield from islice(filter(BY_DATA.fullmatch, chain[place + 1 : -1]), 1)
 
 
 def _list_trained(others: Iterable[Any], read: Mapping[Any, str]) -> Iterator[str]:
