@@ -50,9 +50,9 @@ class Applier:
         warn: receives a line that the user must not miss.
         say: receives a line about progress.
         terms: the conditions under which rungs are rehearsed; None: they apply at once, without a rehearsal.
-        by_ladder: rungs that a shipped ladder switched on, and not the user.
+        by_ladder: rungs that a shipped ladder, not the user, switched on.
         refused: rungs that an earlier fit of this Trainer found not to work, and why; new ones are added.
-        cheaper: rungs of which that fit kept the cheaper variant; new ones are added.
+        cheaper: rungs for which that fit kept the cheaper variant; new ones are added.
         one_time: collects one-time costs, which belong to no step.
     """
 
@@ -75,7 +75,7 @@ class Applier:
         self._live = LivePlan(ladder, strict=strict, **earlier)
         self.tries: Tries | None = None
         self.scaler_state: Mapping[str, Any] | None = None
-        """The loss scaler's state of mixed precision in the checkpoint that the run resumes."""
+        """The mixed-precision loss scaler's state in the checkpoint that the run resumes."""
         self.place = PlaceKeeper(warn=warn, say=say)
         self.loaders: TrainLoaders | None = None
         self.micro: MicroBatches | None = None
@@ -105,7 +105,7 @@ class Applier:
         self._fallback = PrecisionFallback(trainer, self._live, **how)
         rehearses = trainer.state.fn == "fit" and self.terms is not None
         if trainer.state.fn != "fit":
-            # Other stages get the rungs that change results, to compute what validation inside fit computes.
+            # Other stages get only the rungs that change results, to compute the same as validation inside fit.
             planned = Plan(steps=tuple(step for step in planned.steps if step.change.evaluation))
         self._live.begin(
             planned, (step.rung for step in planned.planned if rehearses and step.change.rehearse is not None)
@@ -135,7 +135,7 @@ class Applier:
         self._run("wrapped")
 
     def loader(self, loader: Any) -> Any:
-        """Return the loader that Lightning is to use. A train loader is changed as planned or not at all; validation
+        """Return the loader that Lightning should use. A train loader is changed as planned or not at all; validation
         loaders may get an engine."""
         site = self._site
         if site is None:
@@ -202,7 +202,7 @@ class Applier:
             self.tries.first_batch_done(batch)
 
     def rehearse(self, batch: Any) -> None:
-        """Before this batch, between two steps: try rungs or take a second look at them, if due."""
+        """Before this batch, between two steps: if due, try rungs or take a second look at them."""
         if self.tries is not None:
             self.tries.go_on(batch)
 
@@ -244,7 +244,7 @@ class Applier:
         return self.micro.run(site.strategy, site.trainer, run, args[0], args[1:])
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step of any stage; without lower precision if it fails because of that."""
+        """Run a step of any stage, and repeat it without lower precision if that made it fail."""
         return step(*args, **kwargs) if self._fallback is None else self._fallback.run(step, *args, **kwargs)
 
     def before_backward(self) -> None:
@@ -281,14 +281,14 @@ class Applier:
         return None if self.loaders is None else self.loaders.read_place()
 
     def undo(self) -> None:
-        """Undo everything, the last change first. Idempotent; a failing undo is reported and the others go on."""
+        """Undo everything, the last change first. Idempotent; a failing undo is reported, and the others still run."""
         self.end_rehearsal()
         self._changes.undo_down_to(0)
         self.place.let_go()
         self.loaders = self.micro = self.validation = self._fallback = self._site = None
 
     def end_rehearsal(self) -> None:
-        """Training is over: rungs that have not been tried yet were never on."""
+        """Training is over: skip the rungs that were never tried."""
         if self.tries is not None:
             self.tries.end()
         self._live.skip_held("training ended before it could be tried on the calls of the first step")
@@ -371,7 +371,7 @@ class Applier:
         self._changes.evidence[step.rung] = dict(known)
 
     def _settle(self, outcomes: Sequence[RehearsalOutcome]) -> None:
-        """Write the outcomes of the rungs that were tried into the plan."""
+        """Update the plan with the outcomes of the rungs that were tried."""
         held, self._live.held = self._live.held, frozenset()
         for outcome in outcomes:
             step = next(each for each in self.plan.steps if each.rung == outcome.rung)
@@ -393,7 +393,7 @@ class Applier:
         if self.graphs is not None and self.graphs.replay_ms is not None:
             self.graphs.record_anew()
         self._settle([RehearsalOutcome(rung=step.rung, fault=why, is_lasting=False)])
-        self.warn(f"{step.rung} is off from here on: {why}")
+        self.warn(f"{step.rung} is now off: {why}")
 
     def _undo_setting(self, key: str, undo: Undo) -> None:
         self._changes.add(self._live.find_owner(key) or key, Applied(undo=undo))

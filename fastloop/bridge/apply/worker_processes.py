@@ -1,4 +1,4 @@
-"""The worker processes of the train loaders: on trial where rungs start them, more of them where they are too slow."""
+"""The train loaders' worker processes: on trial if rungs start them, and more of them if they are too slow."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fastloop.records.plan import Plan
 MOST_WORKERS = "loader.most_workers"
 """The want for more workers, up to this number."""
 NEXT_EPOCH = "loader.next_epoch"
-"""The want for an epoch's first batches before it begins."""
-DREW = "samples draw random numbers, and workers draw other ones than a run without workers"
+"""The want for making an epoch's first batches before it begins."""
+DREW = "samples draw random numbers, and workers draw different ones than a run without workers"
 
 
 class WorkerProcesses:
-    """Arranges them for each train loader, and tells what became of them.
+    """Arranges the workers of each train loader, and reports what became of them.
 
     Args:
         give_up: receives the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
@@ -36,7 +36,7 @@ class WorkerProcesses:
         weaken: receives the key of a planned setting that turned out not to be exact, and the reason.
         warn: receives a line that the user must not miss.
         say: receives a line about progress.
-        is_training: whether Lightning's loop asks for batches now, and not a callback.
+        is_training: whether Lightning's loop, not a callback, is requesting batches now.
         by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
     """
 
@@ -54,7 +54,7 @@ class WorkerProcesses:
         self.trainer, self._give_up, self._weaken, self._by_ladder = trainer, give_up, weaken, by_ladder
         self._warn, self._say, self._is_training = warn, say, is_training
         self._fewer: tuple[dict[str, int], str] | None = None
-        """Settings after their number had to be reduced, and why; None if it was not."""
+        """Settings after the number of workers had to be reduced, and why; None if it was not."""
         self._tried: TriedWorkers | None = None
         self._more: MoreWorkers | None = None
         self._next: NextEpoch | None = None
@@ -62,7 +62,8 @@ class WorkerProcesses:
         self._keeps_theirs, self._kept = False, False
 
     def arrange(self, loader: Any, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs | None:
-        """Complete the settings of a loader; returns what yields an epoch's batches, None where it does so itself."""
+        """Complete the settings of a loader; returns a function that yields an epoch's batches, None if the loader does
+        so itself."""
         self._keeps_theirs = "persistent_workers" in settings and "num_workers" not in settings
         epochs = self._try(plan, settings, facts) if settings.get("num_workers") else None
         most = plan.wants.get(MOST_WORKERS)
@@ -76,7 +77,7 @@ class WorkerProcesses:
         return self._begin_early(loader, epochs) if begins_early else epochs
 
     def _begin_early(self, loader: Any, epochs: Epochs | None) -> Epochs:
-        """Let an epoch's first batches be made before it begins."""
+        """Have an epoch's first batches made before it begins."""
         self._next = next_epoch = NextEpoch(
             count_next=self._count_next, count_draws=self._count_draws, draws_seed=not loader.persistent_workers
         )
@@ -105,7 +106,7 @@ class WorkerProcesses:
         return self._tried.batches
 
     def _leave_out(self, _workers: int, _ahead: int, why: str) -> None:
-        """Workers would work but are not worth it here; the verdict says so."""
+        """Workers would work but are not worth it in this run; the verdict says so."""
         self._give_up("loader.num_workers", why, is_refusal=False, has_acted=True)
 
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
@@ -119,7 +120,7 @@ class WorkerProcesses:
         self._warn(why)
 
     def _count_left(self) -> Left:
-        """Batches that the Trainer has still to take. Merged ones, which are fewer, are not told apart."""
+        """Batches that the Trainer will still take. Merged batches, of which there are fewer, are not distinguished."""
         trainer, loop = self.trainer, self.trainer.fit_loop
         ready, most = loop.epoch_loop.batch_progress.current.ready, trainer.num_training_batches
         in_epoch = math.inf if math.isinf(most) else max(0, most - ready)
@@ -150,8 +151,8 @@ class WorkerProcesses:
     # -- evidence -----------------------------------------------------------------------------------------------------
 
     def count(self) -> Mapping[str, Any]:
-        """The highest number of live workers so far: workers exit after an epoch's last batch, which a feed fetches
-        early."""
+        """Report the highest number of live workers so far, because workers exit after an epoch's last batch, which a
+        feed fetches early; also how they were reduced, their CPUs, and the time lost."""
         if self._tried is not None and self._tried.drew.value:
             self._weaken("loader.num_workers", DREW)
         iterators = list(loader_state.find_iterators(self.trainer))
@@ -176,14 +177,14 @@ class WorkerProcesses:
         return {"kept": self._kept}
 
     def see_more(self) -> Mapping[str, Any]:
-        """What became of the workers' number; empty if no rung planned more."""
+        """How the number of workers changed; empty if no rung planned more."""
         if self._more is None:
             return {}
         return {"more": self._more.change, "faster": self._more.is_faster, "theirs": self._tried is None}
 
     def see_next_epoch(self) -> Mapping[str, Any]:
-        """How many epochs began with batches made ahead, and whether an order was predicted wrong; empty if none could
-        be."""
+        """How many epochs began with batches made ahead, and whether an order was predicted wrong; empty if no order
+        could be predicted."""
         if self._next is None or self._next.may_predict is not True:
             return {}
         alone = self._tried is None and self._more is None and not self._keeps_theirs

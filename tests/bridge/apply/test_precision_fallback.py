@@ -51,7 +51,7 @@ def fit_with(module: Module, rungs: tuple[str, ...] = ("amp",), **settings: Any)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop, _, seen = fit(switch(*rungs, **more) if rungs else None, module, **settings)
-    return loop, seen, [text for each in caught if "is off from here on" in (text := str(each.message))]
+    return loop, seen, [text for each in caught if "is now off" in (text := str(each.message))]
 
 
 def test_a_first_step_that_fails_leaves_no_trace() -> None:
@@ -60,7 +60,7 @@ def test_a_first_step_that_fails_leaves_no_trace() -> None:
     took, why = read(loop)
     assert took is False and why.startswith("a step failed with it: TypeError: ") and "BFloat16" in why
     assert why.endswith("the step was repeated without it")
-    assert len(said) == 1 and said[0].startswith("fastloop: amp is off from here on: a step failed with it")
+    assert len(said) == 1 and said[0].startswith("fastloop: amp is now off: a step failed with it")
     assert ours == plain, "losses, weights, optimizer, random numbers and the module's own counters"
 
 

@@ -82,7 +82,7 @@ def explain_unknown(trainer: Any, module: Any) -> str | None:
         digest = _digest(tuple(_list_functions(trainer, space)))
     except (AttributeError, OSError, TypeError) as error:
         return f"the text of Lightning's loop cannot be read: {error}"
-    return None if digest in KNOWN else f"the loop of this Lightning version is unknown here ({digest})"
+    return None if digest in KNOWN else f"fastloop does not know this Lightning version's loop ({digest})"
 
 
 def _list_functions(trainer: Any, space: str) -> Iterator[Any]:

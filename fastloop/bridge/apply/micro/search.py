@@ -2,8 +2,8 @@
 
 Each size runs training_step and its gradient, and leaves no trace: first as the first step will run, which shows the
 memory it takes; then timed, with the rungs switched on that wait for the rehearsal and cost nothing to switch, and with
-BatchNorm as cheap as in a model that will be compiled. A size is chosen only if it ran here with room left for the
-optimizer's state.
+BatchNorm as cheap as in a model that will be compiled. A size is chosen only if it ran in the search with room left for
+the optimizer's state.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ class SizeSearch:
     """Notes a size for later runs."""
 
     def find(self, strategy: Any, sizes: Sequence[int], trial: SizeTrial) -> FoundSize:
-        """The size for all ranks: the smallest of those that each rank finds. One exchange, at the end.
+        """Return the size for all ranks: the smallest that any rank finds. Ranks communicate once, at the end.
 
         Args:
             sizes: to choose from, ascending.
 
         Raises:
-            Exception: the user's own, if the device is lost by it.
+            Exception: the user's own error, if it lost the device.
         """
         trainer = strategy.lightning_module.trainer
         run = _Run(self, strategy, sizes, trial)
@@ -116,7 +116,8 @@ class SizeSearch:
         return agreed
 
     def meets_longer(self, batch: Any, own: int) -> bool:
-        """Whether its samples are longer than all before and would run in pieces other than the user's `own` size."""
+        """Whether the batch's samples are longer than all before, and would run in pieces of another size than the
+        user's `own`."""
         return measure_length(batch) > self.longest and min(self.sizes[-1], count_rows(batch) or 0) != own
 
     def fit_longer(self, strategy: Any, batch: Any, trial: SizeTrial) -> FoundSize | None:
@@ -138,13 +139,13 @@ class SizeSearch:
             said += ", nor do smaller ones"
         else:
             do = f"write micro_batch: {fits} to start with it"
-        self.warn(f"{said}: {fits} from here, limited {run.limit}; {do}")
+        self.warn(f"{said}; using micro-batches of {fits} from now on (limited {run.limit}); {do}")
         self.sizes = [size for size in self.sizes if size <= fits]
         return FoundSize(size=fits, why=f"{most} did not fit longer samples that came later")
 
 
 def fits_in_memory(strategy: Any, size: int, trial: SizeTrial) -> bool:
-    """Whether a piece of this size runs now, next to the optimizer's state to come. Leaves no trace."""
+    """Whether a piece of this size fits now, with room for the optimizer's future state. Leaves no trace."""
     run, fits = _Run(SizeSearch(target=1.0), strategy, [size], trial), None
     with contextlib.suppress(NotApplicable), unwritten(run.module.parameters()):
         fits = run.find_fitting()
@@ -168,7 +169,7 @@ class _Run:
         self.parameters = [each for each in self.module.parameters() if each.requires_grad]
         self.peaks: dict[int, int] = {}
         self.rates: dict[int, float] = {}
-        """Samples per second by size; if the model will be compiled, with a BatchNorm as cheap as then."""
+        """Samples per second by size; if the model will be compiled, with BatchNorm as cheap as it will be then."""
         self.uncompiled: dict[int, float] = {}
         """The same with BatchNorm as it is now."""
         self.ran: list[int] = []
@@ -200,7 +201,7 @@ class _Run:
                     if known is None:
                         self._run_each()
                 if known is not None:
-                    why = "it was the fastest here in an earlier run, and works in this one"
+                    why = "it was the fastest in an earlier run on this machine, and works in this one"
                     counts_on_it = self.given.compiles is not None and known != self.own
                     return FoundSize(size=known, why=why, uncompiled=self.own if counts_on_it else None)
                 self._time_each()
@@ -243,13 +244,13 @@ class _Run:
             least = min(self.sizes)
             fits = f"not even {least} samples fit" if least > 1 else "one sample does not fit"
             why = f"{fits} in memory next to the optimizer's state"
-        self.given.warn(f"your own micro-batch of {self.own} stays: {why}")
+        self.given.warn(f"keeping your micro-batch size of {self.own}: {why}")
         return FoundSize(size=self.own, why=why)
 
     # -- which sizes run --------------------------------------------------------------------------------------------
 
     def _run_known(self) -> int | None:
-        """The size that an earlier run found, if it runs in this one too: another process may hold memory now."""
+        """The size that an earlier run found, if it also runs in this one: another process may hold memory now."""
         known = self.memory.find_size(self.key)
         if known not in self.sizes:
             return None
@@ -273,7 +274,7 @@ class _Run:
         """Run sizes as the first step will, until one does not fit; records the results in `ran` and `peaks`."""
         alone = self.strategy.lightning_module.trainer.world_size == 1
         with quiet(self.strategy), untouched(self.module), contextlib.ExitStack() as after:
-            after.callback(self.room.reset_peak)  # memory that only trials took is no peak of the training
+            after.callback(self.room.reset_peak)  # memory that only trials took is not a peak of the training
             for size in sizes:
                 predicted = judge.predict_bytes(self.peaks, size)
                 if self.room.bytes is not None and predicted is not None and predicted > self.room.bytes:
@@ -308,7 +309,7 @@ class _Run:
         if is_out_of_memory(error):
             self.limit = f"by memory: there was not enough for {size}"
         else:
-            self.limit = f"by what runs: {size} ended in {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+            self.limit = f"by an error: {size} ended in {type(error).__name__}: {' '.join(str(error).split())[:100]}"
         error.__traceback__ = None  # its frames hold the tensors that did not fit
         self.room.give_back()
 

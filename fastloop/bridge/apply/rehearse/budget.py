@@ -19,13 +19,13 @@ from fastloop.records.plan import Step
 
 LEAST_LIMIT_S, LIMIT_S = 10.0, 60.0
 COSTLY_LIMIT_S = 600.0
-"""For a rung with a one-time cost, such as a compile."""
+"""Time limit for trying a rung with a one-time cost, such as a compile."""
 COMPILE_S = {"cpu": (20.0, 0.4), "other": (5.0, 0.3)}
 """Rough compile time of a model if unknown, by device: a constant, plus a time for each layer. C++ is slow."""
 PATIENCE = 3.0
-"""Times the expected compile time after which a compile that must pay back is given up."""
+"""A compile that must pay back is given up after this many times its expected time."""
 BEYOND = 1.25
-"""Factor on a limit that a compile has reached: more than timings of equal runs differ by."""
+"""Factor by which a compile that reached its limit is expected to exceed it: timings of equal runs differ by less."""
 ENDLESS = 10**9
 """Optimizer steps assumed for a run without an end."""
 LEAST_PLAYS = 3
@@ -45,7 +45,7 @@ class Terms:
     batches_per_step: float = 1.0
 
     def of_run(self, trainer: Any) -> Terms:
-        """These terms, completed for the run that now begins."""
+        """Return these terms, completed for the run that is beginning."""
         planned = count_planned_steps(trainer)
         if planned is None and trainer.max_epochs == trainer.max_steps == -1:
             planned = ENDLESS
@@ -53,8 +53,8 @@ class Terms:
         return replace(self, steps_left=left, batches_per_step=max(1, trainer.accumulate_grad_batches))
 
     def of_manual_steps(self, trainer: Any, steps: int, batches: int) -> Terms:
-        """These terms, once a module that steps by itself has made so many steps in so many batches. Lightning adds up
-        the steps of all optimizers, and expects one for each batch."""
+        """Return these terms for manual optimization, corrected by the `steps` made in `batches`. Lightning adds up the
+        steps of all optimizers, and assumes one per batch."""
         left = self.steps_left
         if left is not None and left < ENDLESS - 1:
             most = trainer.max_steps - trainer.global_step if trainer.max_steps >= 0 else math.inf
@@ -62,7 +62,7 @@ class Terms:
         return replace(self, batches_per_step=batches / steps, steps_left=left)
 
     def explain_too_short(self, plays: int) -> str | None:
-        """Why this run is too short for a trial that plays a batch that many times; None if it is not, or unknown."""
+        """Why this run is too short for a trial that plays a batch `plays` times; None if it is not, or if unknown."""
         if self.steps_left is None or not self.weighs_costs:
             return None
         batches = self.steps_left * self.batches_per_step
@@ -72,8 +72,8 @@ class Terms:
         return f"this run is too short to try it: trying may take 5 % of the {left} left"
 
     def explain_no_time(self, spent_s: float, needed_s: float, batch_ms: float, kept_s: float = 0.0) -> str | None:
-        """Why there is no time for a trial of `needed_s` seconds beside those already made, in a run whose batches take
-        `batch_ms`; None if there is, or unknown. `kept_s`: see `judge.explain_no_time`."""
+        """Why there is no time for a trial of `needed_s` seconds after those already made, in a run whose batches take
+        `batch_ms`; None if there is, or that is unknown. `kept_s`: see `judge.explain_no_time`."""
         if self.steps_left is None or not self.weighs_costs:
             return None
         allowed_s = judge.limit_rehearsal_s(self.steps_left, batch_ms * self.batches_per_step)
@@ -106,11 +106,11 @@ class RehearsalBudget:
         self.base_ms = 0.0
         """Time of the unchanged modules for one batch."""
         self.changed_ms = 0.0
-        """The same with the rungs that were kept so far; 0 until one was tried."""
+        """The same with the rungs kept so far; 0 until one has been tried."""
         self.play_s = 0.0
-        """Time for one play of them, including saving and restoring state."""
+        """Time for one play of the unchanged modules, including saving and restoring state."""
         self.kept_s = 0.0
-        """Seconds of the rehearsal's share that are left for recording a step."""
+        """Seconds of the rehearsal's share that are reserved for recording a step."""
         self._began_s = time.perf_counter()
 
     @property
@@ -120,7 +120,7 @@ class RehearsalBudget:
 
     @property
     def changed_step_ms(self) -> float:
-        """Time for one optimizer step with the rungs that were kept so far: a compile can only shorten that."""
+        """Time for one optimizer step with the rungs kept so far: a compile can only shorten that."""
         return (self.changed_ms or self.base_ms) * self.terms.batches_per_step
 
     def add_one_time(self, step: Step, seconds: float) -> None:
@@ -130,11 +130,11 @@ class RehearsalBudget:
             self.memory.keep_first_call_s(step.rung, self._read_settings(step), seconds)
 
     def keep_time_to_record(self, usual: Iterable[Played], estimate_s: Callable[[float], float]) -> None:
-        """Leave time for recording a step where the host sets the unchanged modules' pace: replays bring more there
+        """Reserve time for recording a step if the host limits the unchanged modules' speed: replays then gain more
         than the rungs that are tried before them.
 
         Args:
-            estimate_s: how long that takes in a run whose batches take so many milliseconds.
+            estimate_s: returns how long recording takes, given a batch's milliseconds.
         """
         if any(each.launch_ms >= judge.LAUNCH_BOUND * each.ms for each in usual):
             kept_s = estimate_s(self.base_ms)
@@ -161,7 +161,7 @@ class RehearsalBudget:
         ]
 
     def _explain_too_short(self, step: Step, why: str) -> str | None:
-        """Why the run is too short for it; None for a rung of the user's, or whose one-time cost may pay back."""
+        """Why the run is too short for a rung; None if the user enabled it, or its one-time cost may pay back."""
         if self._must_pay_back(step):
             step, step_ms = find_cheapest(step), self._first_ms * self.terms.batches_per_step
             return judge.explain_no_pay_back(self._expect_first_call_s(step), step_ms, self.terms.steps_left)
@@ -175,7 +175,7 @@ class RehearsalBudget:
         """
         known = self.memory.find_failure(step.rung, self._read_settings(step))
         if known is not None:
-            return f"it failed here on {known.date}: {known.why}; to try it again, delete {self.memory.path}"
+            return f"it already failed on {known.date}: {known.why}; to try it again, delete {self.memory.path}"
         if is_costly(step) and captured:
             return f"your own code compiles parts of a step already: {captured} graphs in the first one"
         if not self.terms.weighs_costs or step.change.rehearse != "modules":
@@ -189,21 +189,22 @@ class RehearsalBudget:
             again_s = max(0.0, self._first_ms - self.base_ms) / 1e3
             if (no_pay_back := judge.explain_no_pay_back(again_s, self.step_ms, self.terms.steps_left)) is not None:
                 return f"your own compiled code would recompile: {no_pay_back}"
-        # Kernels are loaded once, with or without a trial: if the run can pay that back, it is no part of the trial.
+        # Kernels are loaded once, with or without a trial: if that pays back, it does not count as part of the trial.
         loads_s = step.change.first_call_s
         if judge.explain_no_pay_back(loads_s, self.step_ms, self.terms.steps_left) is None:
             loads_s = 0.0
         return self.terms.explain_no_time(self._spent_s, 2 * self.play_s + loads_s, self.base_ms, self.kept_s)
 
     def shares_time(self, step: Step) -> bool:
-        """Whether trying a rung may take no more than its share of the run: a ladder switched it on, and it has no
+        """Whether trying a rung may take only a share of the run's time: a ladder switched it on, and it has no
         one-time cost to pay back."""
         of_ladder = self.terms.weighs_costs and step.rung in self.terms.by_ladder
         return of_ladder and step.change.rehearse == "modules" and not is_costly(step)
 
     def deserves_second_play(self, step: Step, first_ms: float) -> bool:
-        """Whether a slow first play may have loaded kernels, for which a rung states only the usual time, and a second
-        one is worth its risk: at worst it takes as long, which a third of the remaining steps' time must outweigh."""
+        """Whether to play a rung again because its slow first play may have loaded kernels (a rung states only the
+        usual time for that). At worst the second play takes as long; that must be less than a third of the remaining
+        steps' time."""
         risk_s = first_ms / 1e3
         loads = step.change.first_call_s > 0
         return loads and judge.explain_no_pay_back(risk_s, self.step_ms, self.terms.steps_left) is None
@@ -219,13 +220,13 @@ class RehearsalBudget:
         if not is_costly(step) or left is None:
             return COSTLY_LIMIT_S if is_costly(step) else LIMIT_S
         saves_s = judge.LIKELY_SAVING * self.changed_step_ms * left / 1e3
-        # What is known may come from a run whose compiled code was cached on disk, as it need not be in this run.
+        # The known time may be from a run that found compiled code cached on disk, which this run may not find.
         expected_s = max(self._expect_first_call_s(step), self._guess_first_call_s(step))
         return min(COSTLY_LIMIT_S, max(LEAST_LIMIT_S, min(saves_s, PATIENCE * expected_s)))
 
     def note_limit(self, step: Step, limit_s: float) -> None:
-        """A first call took longer than its limit: the next run expects more than that, so that an equal run, whose
-        limit may be the same, does not try again."""
+        """Note that a first call took longer than its limit: later runs expect more than that, so that an equal run,
+        whose limit may be the same, does not try again."""
         if is_costly(step):
             self.memory.keep_first_call_s(step.rung, self._read_settings(step), BEYOND * limit_s)
 

@@ -28,7 +28,7 @@ def surrounded(site: LiveSite) -> Iterator[None]:
 
 
 def convert_batch(site: LiveSite, value: Any) -> Any:
-    """Apply the run's present conversions of batches."""
+    """Apply the run's current conversions of batches."""
     for convert in site.staging.conversions:
         value = convert(value)
     return value
@@ -43,7 +43,7 @@ def check_device(device: torch.device, rung: str) -> None:
         torch.cuda.empty_cache()
     except Exception as error:
         raise FastLoopError(
-            got=f"a GPU that does not answer after the rehearsal of {rung}",
+            got=f"a GPU that stopped responding after the rehearsal of {rung}",
             why=explain(error),
             do=f"write rungs.{rung}.enabled: false",
         ) from error

@@ -56,7 +56,7 @@ class Tries:
         """The second look at the rungs that the rehearsal kept; None before and after it."""
         self._first_sizes: Sizes = {}
         self._late: list[Callable[[Any], Any]] = []
-        """New conversions, still to be applied to the batch that reached the device before its rung was on."""
+        """New conversions, still to be applied to the batch that reached the device before their rung was on."""
         self.seen: Mapping[str, Any] = {}
         """The comparison of batches with and without rungs, if a second look was needed."""
 
@@ -78,7 +78,7 @@ class Tries:
             self._look.forward_starts()
 
     def take_late_conversions(self) -> list[Callable[[Any], Any]]:
-        """Conversions still to be applied to the batch of the training step that now begins."""
+        """Return and clear the conversions still to be applied to the batch of the step that is beginning."""
         late, self._late = self._late, []
         return late
 
@@ -94,8 +94,8 @@ class Tries:
             self._look.backward_ends()
 
     def go_on(self, batch: Any) -> None:
-        """Before this batch, between two steps: once the first step is done, rehearse the waiting rungs. Later, take a
-        second look at those that stay."""
+        """Before this batch, between two steps: rehearse the waiting rungs once the first step is done. Later, take a
+        second look at those that stay, then a look at replays."""
         before = list(self._site.staging.conversions)
         try:
             if self._look is not None:
@@ -120,7 +120,7 @@ class Tries:
             raise
         except Exception as error:  # our own error: the rehearsal catches all errors of user code
             why = f"the rehearsal failed: {describe(error)}"
-            self._warn(f"its rungs are off: {why}")
+            self._warn(f"the rehearsed rungs are off: {why}")
             outcomes = self._drop(rehearsal.steps, why, is_lasting=True)
         kept = {outcome.rung for outcome in outcomes if outcome.fault is None}
         for rung, began, seconds in rehearsal.first_calls:
@@ -142,7 +142,7 @@ class Tries:
         self._look, self.seen = None, look.seen
         self._settle(outcomes)
         for outcome in outcomes:
-            self._warn(f"{outcome.rung} is off from here on: {outcome.fault}")
+            self._warn(f"{outcome.rung} is now off: {outcome.fault}")
         self._note_slower(look.steps, outcomes)
 
     def _note_slower(self, steps: Sequence[Step], outcomes: Sequence[RehearsalOutcome]) -> None:

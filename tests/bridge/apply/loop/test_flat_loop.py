@@ -435,7 +435,7 @@ class KeepsAttributes(models.Regression):
         "SimpleProfiler records every hook",
         "logs each call",
         "KeepsAttributes stores its attributes",
-        "is unknown here",
+        "fastloop does not know",
         "text",
         "is wrapped",
     ],
@@ -444,7 +444,7 @@ def test_what_is_unusual_is_refused(why: str, monkeypatch: pytest.MonkeyPatch, s
     more: dict[str, Any] = {"profiler": "simple"} if "Profiler" in why else {}
     if "logs" in why:
         monkeypatch.setattr(logging.Logger, "isEnabledFor", lambda self, level: True)
-    if why == "is unknown here":
+    if why == "fastloop does not know":
         monkeypatch.setattr(known_loops, "KNOWN", {})
     if why == "is wrapped":  # the text that Python finds is that of the function inside
         own = L.Callback.on_train_batch_end

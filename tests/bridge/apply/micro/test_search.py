@@ -126,7 +126,7 @@ def test_what_was_found_is_run_once_and_not_timed_again(
     played.clear()
     timed |= {32: 1.0}
     again = run(AUTO, EVEN(), **ACCUMULATE)
-    assert played == [16] and "fastest here in an earlier run, and works in this one" in again.verdict("batch").why
+    assert played == [16] and "the fastest in an earlier run on this machine, and works" in again.verdict("batch").why
     assert distance(first, again) == 0
     # Another shape of batches is another question, and so is memory that somebody else holds now.
     assert run(AUTO, batches(192, 16), **ACCUMULATE | {"accumulate_grad_batches": 2}).seen("batch")["rates"]
@@ -461,11 +461,11 @@ def test_a_longer_batch_is_tried_once_before_it_counts(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("four")
 def test_longer_samples_that_do_not_fit_take_a_smaller_size() -> None:
     plain = fit_padded(None, 500)
-    with pytest.warns(UserWarning, match="has 26 values per sample, and micro-batches of 4 do not fit: 2 from here, "):
+    with pytest.warns(UserWarning, match="has 26 values per sample, and micro-batches of 4 do not fit; using .* of 2"):
         ours = fit_padded(AUTO, 50)
     assert ours[0].seen("batch")["micro_batch"] == 2 and ours[0].module.samples == plain[0].module.samples
     assert "; 4 did not fit longer samples that came later" in ours[0].verdict("batch").why
-    said = "micro-batches of 2 do not fit, nor do smaller ones: 1 from here, limited by memory.*shorten your longest"
+    said = "nor do smaller ones; using micro-batches of 1 from now on .limited by memory.*shorten your longest"
     with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match=said):
         fit_padded(AUTO, 23)
 

@@ -267,7 +267,7 @@ def test_a_step_that_fails_with_the_rung_on_trial_is_repeated_without_it(
         return original(self, batch, batch_idx)
 
     monkeypatch.setattr(Module, "training_step", step)
-    with pytest.warns(UserWarning, match="amp is off from here on: a step failed with it: TypeError"):
+    with pytest.warns(UserWarning, match="amp is now off: a step failed with it: TypeError"):
         loop, module = train(machine, "amp")
     assert machine.switched == ["+amp", "-amp"] * 2 and read_step(loop, "amp").reason.startswith(
         "a step failed with it"
@@ -287,7 +287,7 @@ def test_recorded_steps_follow_the_fallback(machine: Machine, monkeypatch: pytes
     monkeypatch.setattr(graph_guard.Guard, "holds", lambda _: True)  # it would see the machine's own notes
     monkeypatch.setattr(Module, "validation_step", validate, raising=False)
     monkeypatch.setattr(Module, "val_dataloader", lambda self: models.loader(8), raising=False)
-    with pytest.warns(UserWarning, match="amp is off from here on"):
+    with pytest.warns(UserWarning, match="amp is now off"):
         loop, _ = train(machine, "amp", num_sanity_val_steps=0, check_val_every_n_epoch=5)
     seen = loop.measurement.evidence["host"]
     assert machine.switched == ["+amp", "-amp"] and seen["recordings"] == 2
