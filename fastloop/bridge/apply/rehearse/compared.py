@@ -1,4 +1,4 @@
-"""Plays modules again to see what rounding and other random numbers do to them."""
+"""Plays modules again to see how rounding and other random numbers change their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device's memory that plays and steps take. Nothing is read on a CPU."""
+"""The device memory that plays and steps take. Nothing is read on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastloop.judge import rehearsal as judge
 
 
 def forget_peak(device: torch.device) -> int | None:
-    """Let the peak count from here; returns the bytes that tensors take now."""
+    """Reset the peak; returns the bytes that tensors take now, None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats(device)
@@ -18,7 +18,7 @@ def forget_peak(device: torch.device) -> int | None:
 
 
 def read_peak(device: torch.device) -> int | None:
-    """The most bytes that tensors took since the peak was forgotten."""
+    """Peak bytes of tensors since `forget_peak`; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 

@@ -63,7 +63,8 @@ def step_twins(optimizers: Sequence[Any], device: torch.device) -> Played:
 
 
 def make_twin(optimizer: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A copy without hooks, and pairs of parameters and their copies, with gradients from a fixed random stream."""
+    """Return a copy of the optimizer without hooks, and pairs of parameters and their copies, whose gradients come from
+    a fixed random stream."""
     chosen = _choose(optimizer)
     random = {each.device: torch.Generator(device=each.device) for each in chosen}
     for stream in random.values():
@@ -107,7 +108,7 @@ def count_state_bytes(optimizer: Any) -> int:
     try:
         twin, pairs = make_twin(optimizer)
         torch.no_grad()(twin.step)()
-    except Exception as error:  # such as one that needs a closure
+    except Exception as error:  # such as that of an optimizer that needs a closure
         let_through(error)
         return STATE_COPIES * whole
     made = sum(each.nbytes for state in twin.state.values() for each in iterate_tensors(state))

@@ -27,7 +27,7 @@ class Played:
     launch_ms: float = 0.0
     """The part of `ms` in which the host launched the work; the rest is its wait for the device."""
     peak_bytes: int | None = None
-    """The most device memory that it took; None: not known."""
+    """Peak device memory of tensors, above what was held before; None if unknown."""
 
 
 def read_streams(device: torch.device) -> list[torch.Tensor]:
@@ -74,13 +74,13 @@ class _Compared(NamedTuple):
     finite: bool = True
     """The second values are finite wherever the first are."""
     cosine: float = 1.0
-    """Mean of the tensors' cosines: in all values together a single tensor may hold nearly the whole norm."""
+    """Mean of the tensors' cosines, because a single tensor may make up nearly the whole norm of all values."""
 
 
 def _compare(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> _Compared:
     if not pairs:
         return _Compared()
-    # By kernels that training has loaded already: loading others takes a tenth of a second.
+    # Uses only kernels that training has loaded already: loading others takes a tenth of a second.
     norms = torch.stack([torch.stack(torch._foreach_norm([b - a, a, b])) for a, b in _align(pairs)]).tolist()
     apart, norm, other = (math.hypot(*column) for column in zip(*norms, strict=True))
     if 0 < norm < math.inf and max(apart, other) < math.inf:
@@ -103,7 +103,7 @@ def _align(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> 
 
 
 def _compare_exactly(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> _Compared:
-    """The same in double precision, which has room for very small numbers, and without those that are not finite."""
+    """Compare in double precision, which has room for very small numbers, where the first values are finite."""
     sums: list[torch.Tensor] = []
     for a, b in _align(pairs):
         whole = torch.isfinite(a)

@@ -100,7 +100,7 @@ class CallRecorder:
             self._prints[name] = self._read_prints(module)
             self._current.pop(name, None)
             if not module.training:
-                self.is_whole = False  # such as a frozen teacher's, whose time is part of the step
+                self.is_whole = False  # such as a frozen teacher's call, whose time is part of the step
                 return
             if sum(call.name == name for call in self.calls) >= MOST_CALLS:
                 self.is_whole = False
@@ -155,7 +155,7 @@ def _do_nothing(*_: Any) -> None:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """Make recorders ignore calls inside ``with``, which belong to trials and to no step."""
+    """Make recorders ignore calls inside ``with``, which belong to trials and not to a step."""
     _Hook.is_deaf = True
     try:
         yield
@@ -172,9 +172,9 @@ def _locate(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype] | 
 
 
 def copy_with_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """A differentiable copy with the same strides: of a slice such as ``tokens[:, :-1]``, ``clone`` would make a
-    contiguous one, for which code is compiled that does not fit the slice. Of a small part of much memory, such as
-    ``hidden[:, 0]``, the copy is contiguous all the same."""
+    """Return a differentiable copy with the same strides. For a slice such as ``tokens[:, :-1]``, ``clone`` would
+    return a contiguous tensor, and code compiled for that does not fit the slice. A copy of a small part of much
+    memory, such as ``hidden[:, 0]``, is contiguous all the same."""
     copied = tensor.clone()
     if tensor.layout is not torch.strided or tensor.is_nested or copied.stride() == tensor.stride():
         return copied
@@ -186,7 +186,8 @@ def copy_with_strides(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_value(value: Any) -> Any:
-    """A deep copy whose tensors require gradients as the originals do; objects are copied by their ``clone`` if any."""
+    """Deep-copy a value. Tensors require gradients as the originals do; objects are copied by their ``clone`` if
+    any."""
     if isinstance(value, torch.Tensor):
         return copy_with_strides(value.detach()).requires_grad_(value.requires_grad)
     if isinstance(value, (torch.nn.Module, str, bytes, int, float, type(None))):
@@ -244,7 +245,7 @@ class Player:
             if not dropout:
                 for each in (each for module in self.modules for each in module.modules()):
                     each.training = each.training and not isinstance(each, _DropoutNd)
-            if "torch._inductor.cudagraph_trees" in sys.modules:  # the call itself would import it, for seconds
+            if "torch._inductor.cudagraph_trees" in sys.modules:  # the call itself would import it, which takes seconds
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             made: dict[tuple[int, int], torch.Tensor] = {}
             streams, held = read_streams(self.device), memory.forget_peak(self.device)

@@ -1,8 +1,8 @@
-"""Tries rungs that change the device's work in the user's process before they count.
+"""Tries, in the user's process, rungs that change the device's work, before training uses them.
 
-The first step runs as the user wrote it, and its calls of the model's modules are recorded. Before the second step they
-are played again, without a trace: unchanged, then with the rungs added one at a time. A rung is removed if it raises,
-deviates, recompiles for the same shapes, takes too long or cannot pay back; training then goes on without it.
+The first step runs as the user wrote it, and its calls of the model's modules are recorded. Before the second step
+these calls are played again, without a trace: unchanged, then with the rungs added one at a time. A rung is removed if
+it raises, deviates, recompiles for the same shapes, takes too long or cannot pay back; training goes on without it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fastloop.records.plan import Rehearsed, Step
 UNCOUNTED_BATCHES = 8
 MOST_PLAYS = 10
 BASE_SHARE, CHANGED_SHARE = 0.25, 0.6
-"""Share of a rehearsal's time up to which the unchanged modules, and the changed ones, are timed more precisely."""
+"""Shares of a rehearsal's time up to which unchanged modules, and then changed ones, are timed more precisely."""
 ENOUGH_MS = 300.0
 """Play time that suffices for one timing."""
 
@@ -67,12 +67,12 @@ class Rehearsal:
         self._recorder = CallRecorder(site.module, site.facts.compile_targets, site.groups)
         self._began_at = site.trainer.global_step
         self.first_calls: list[tuple[str, float, float]] = []
-        """Rungs other than compiles, with when their first call began and by how many seconds it exceeded the second:
-        kernels that torch loads and plans once, here or in the first step that uses them."""
+        """For each rung that does not compile: its name, when its first call began, and by how many seconds it exceeded
+        the second. That is the time to load and plan kernels, spent once: here or in the first step that uses them."""
         self._unchanged: dict[bool, Played] = {}
         """The unchanged modules' results, with dropout (True) and without."""
         self._dropout_ms = 0.0
-        """What dropout adds to times taken without it, where others are taken with it."""
+        """What to add to times taken without dropout, to compare them with times taken with it."""
         self._first_began_s, self._first_ms = 0.0, math.inf
         self._captured = 0
         """Graphs of the user's code that Dynamo captured in the first step."""
@@ -96,7 +96,7 @@ class Rehearsal:
 
     def is_due(self) -> bool:
         """Whether the first optimizer step is done; must be called once per batch. Lightning does not count steps that
-        a module makes with the bare optimizers; then a number of batches decides."""
+        a module makes with the bare optimizers; in that case a number of batches decides."""
         self._batches += 1
         uncounted = not self.site.module.automatic_optimization and self._batches > UNCOUNTED_BATCHES
         return bool(self.site.trainer.global_step > self._began_at) or uncounted
@@ -151,13 +151,13 @@ class Rehearsal:
         return self._agree_on_base(problem)
 
     def _agree_on_base(self, problem: str | None) -> str | None:
-        """The first rank's problem, or None; the time is that of the slowest rank."""
+        """Return the first problem that any rank has, or None; use the slowest rank's time on all."""
         problems, times_ms = zip(*gather(self.site.trainer, (problem, self._budget.base_ms)), strict=True)
         self._budget.base_ms = max(times_ms)
         return next((each for each in problems if each is not None), None)
 
     def _play_with_dropout(self) -> str | None:
-        """Record the unchanged modules' results with dropout too, if a rung that will be tried needs them."""
+        """Record the unchanged modules' results also with dropout, if a rung that will be tried needs them."""
         if not any(gather(self.site.trainer, self._unchanged.keys() == {False})):  # ranks may call different modules
             return None
         costly = [step for step in self.steps if is_costly(step)]
@@ -192,8 +192,8 @@ class Rehearsal:
         return is_costly(step) or not self._player.has_dropout()
 
     def _heed_time_left(self) -> None:
-        """Limit the steps left by ``max_time``, which may end a run early; it does not tell how long a run is whose
-        length is unknown. All ranks use the same number."""
+        """Reduce the number of steps left if ``max_time`` will end the run early; an unknown number stays unknown. All
+        ranks use the same number."""
         timers = (each.time_remaining() for each in self.site.trainer.callbacks if hasattr(each, "time_remaining"))
         fewest, step_ms = self.terms.steps_left, self._budget.step_ms
         if fewest is not None and step_ms:
@@ -231,7 +231,7 @@ class Rehearsal:
         return next((each for each in every if each is not None), None)
 
     def _try_here(self, step: Step, before: Sequence[RehearsalOutcome]) -> RehearsalOutcome:
-        """Apply a rung and play what it changes; undo the rung if that fails. No collectives."""
+        """Apply a rung and play what it changes; undo it if that fails. No collectives."""
         limit_s, do = self._budget.limit_s(step), f"write rungs.{step.rung}.enabled: false"
         try:
             with (
@@ -265,7 +265,7 @@ class Rehearsal:
     def _try_modules(self, step: Step, before: Sequence[RehearsalOutcome]) -> RehearsalOutcome:
         dropout = self._keeps_dropout(step)
         usual = self._unchanged[dropout]
-        # Before it is applied: taken off later, it would compile again.
+        # Drawn before the rung is applied: switched off for it later, the rung would compile again.
         drawn = draw(self._player, usual, dropout=dropout) if usual.is_random and is_costly(step) else []
         self.hands.apply(step)
         began = time.perf_counter()
@@ -303,8 +303,8 @@ class Rehearsal:
         )
 
     def _give_up(self, step: Step, fault: str, seen: Deviation, ms: float) -> RehearsalOutcome:
-        """The outcome of a rung that was played once. Replays may show it to be fast, if its results are known to be
-        right."""
+        """Return the outcome of a slow rung that was played only once. Replays may still show it to be fast, if its
+        results are right."""
         told = Rehearsed(
             deviation=seen.largest, eager_ms=self._budget.base_ms, changed_ms=ms, of_batch=self._recorder.is_whole
         )
@@ -315,7 +315,8 @@ class Rehearsal:
     def _try_without_others(
         self, step: Step, failed: RehearsalOutcome, before: list[RehearsalOutcome]
     ) -> RehearsalOutcome:
-        """Retry a failed rung without others: two rungs may fail only together, and then the faster one stays."""
+        """Retry a failed rung without each kept rung in turn: two may fail only together, and then the faster one
+        stays."""
         others = {each.rung: each for each in self.steps if each.change.rehearse == "modules"}
         for place in reversed(range(len(before))):
             kept = before[place]
@@ -365,7 +366,7 @@ class Rehearsal:
         """What is wrong with a rung's first play, and its deviation, see `judge.find_fault`.
 
         Args:
-            drawn: other draws of the modules without the rung; empty if none were made.
+            drawn: deviations of the modules without the rung under other random numbers; empty if not measured yet.
         """
         precision, usual = find_precision(self.site.trainer, self.site.module), self._unchanged[dropout]
         if judge.is_close(seen, precision):
@@ -382,7 +383,8 @@ class Rehearsal:
         return judge.find_fault(seen, rounding, precision, judge.Draws(usual=drawn, changed=changed))
 
     def _note_first_call(self, step: Step, began: float, seconds: float) -> None:
-        """Seconds by which a rung's first call exceeded its second: training would spend them without a rehearsal."""
+        """Note the time by which a rung's first call exceeded its second: without a rehearsal, training would spend
+        it."""
         self._budget.add_one_time(step, seconds)
         if not is_costly(step):  # compiles are noted where they happen
             self.first_calls.append((step.rung, began, seconds))

@@ -1,8 +1,8 @@
-"""Judges by replayed steps the rungs that made eager steps slower.
+"""Looks again, in replayed steps, at the rungs that made eager steps slower.
 
-Where launching kernels takes longer than running them, an eager step shows what a rung costs the host and not what it
-saves on the device; replayed, only the device's work counts. So once a step is recorded, each such rung is switched on
-again between two steps, the step is recorded anew, and the times of the two recordings are compared.
+Where launching kernels takes longer than running them, an eager step shows what a rung costs the host, and not what it
+saves on the device; in a replay, only the device's work counts. So once a step is recorded, each such rung is switched
+on again between two steps, the step is recorded anew, and the times of the two recordings are compared.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class Recordings(Protocol):
         """How long a replay takes; None if no step is recorded."""
 
     def estimate_trial_s(self, batch_ms: float) -> float:
-        """How long recording a step of so many milliseconds takes, and comparing it; 0 if none will be."""
+        """How long it takes to record a step of `batch_ms` and to compare its replay; 0 if none will be recorded."""
 
     def explain_no_time(self, trials: int) -> str | None:
-        """Why there is no time to record the step so many times more; None if there is."""
+        """Why there is no time to record the step `trials` more times; None if there is."""
 
     def record_anew(self) -> None:
         """Record the step again: it has changed."""
 
 
 class ReplayLook:
-    """The look of one fit, on its only rank: a step is recorded on one device only.
+    """The look at replays in one fit, on its only rank: steps are recorded only in runs on one device.
 
     Args:
         slower: the rungs to try, in the ladder's order, with the outcomes that removed them.
 
     Attributes:
-        outcomes: of the rungs that were on for a while: those that are on after all, and the others.
+        outcomes: outcomes of the rungs that were switched on again, whether they stay on or not.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ReplayLook:
                 yield from self._record()
 
     def _may_pay(self, outcome: RehearsalOutcome, replay_ms: float) -> bool:
-        """Whether its one-time cost, which it has again, may pay back."""
+        """Whether the rung's one-time cost, which is spent again, may pay back."""
         terms = self._terms
         if not terms.weighs_costs or not outcome.first_call_s:
             return True

@@ -1,8 +1,8 @@
 """A second look, in real steps, at rungs that the rehearsal kept.
 
 A rehearsal plays only one batch, and misses effects of later ones, such as kernels that are planned anew for each new
-shape. So the first batches after it are timed. If they take clearly longer than it promised, blocks of batches run
-alternately without and with the rungs, to find a rung that makes them slower.
+shape. So the first batches after it are timed. If they take clearly longer than the rehearsal promised, blocks of
+batches run alternately without and with the rungs, to find a rung that makes them slower.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fastloop.records.plan import Rehearsed, Step
 SETTLING, WATCHED = 2, 8
 """Batches after the rehearsal that are ignored, and then those that are compared with it."""
 BLOCK, ROUNDS = 4, 2
-"""Batches without rungs, then as many with them, and the repetitions; one untimed batch comes before each block,
-because a switch has its cost."""
+"""Batches in a block, and rounds of one block without rungs and one with them. One untimed batch comes before each
+block, because switching has its own cost."""
 COMPILED = "_compiled_call_impl"
 """The attribute of torch's modules with the compiled call that replaces their own."""
 FEWEST_STEPS_LEFT = 40
@@ -80,14 +80,14 @@ class SecondLook:
         """The time of the previous batch; None if it had no backward."""
         self._global_step, self._is_between_steps = site.trainer.global_step, True
         self._batches = self._look()
-        next(self._batches)  # created between two batches; the second is the first to be ignored
+        next(self._batches)  # created between two batches; the next one is the first to be ignored
 
     @classmethod
     def after(
         cls, rehearsal: Rehearsal, outcomes: Sequence[RehearsalOutcome], hands: Hands, first: Sizes
     ) -> SecondLook | None:
-        """The second look after a rehearsal. None if no rung on modules was kept, if one cannot be switched repeatedly
-        without its one-time cost, or if the run is too short. The same on all ranks."""
+        """Return the second look after a rehearsal. None if no rung on modules was kept, one cannot be switched
+        repeatedly without its one-time cost, costs are not weighed, or the run is too short. The same on all ranks."""
         kept = [each for each in outcomes if each.fault is None and each.on_modules]
         steps = [step for step in rehearsal.steps if step.rung in {each.rung for each in kept}]
         left = rehearsal.terms.steps_left

@@ -1,6 +1,6 @@
 """A time limit for work in the user's own process: raises in Python code; ends the process if native code hangs.
 
-SIGTERM ends such work, too.
+SIGTERM also ends such work.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SILENT_S = 2.0
 """A wait longer than this is announced to the user."""
 REPEAT_S = 20.0
 RETRY_S, AGAIN_S, MOST_LATE_S = 1e-3, 1.0, 5.0
-"""How soon to look again if nothing may be raised where the work is now; how soon to look whether native code has
-ignored the exception, which is then raised once more; and how long after the limit to raise in any place."""
+"""Seconds until another try if nothing may be raised where the work is now; until a check whether native code ignored
+the exception, which is then raised again; and after the limit, until it is raised anywhere."""
 _WHOLE = frozenset({"__enter__", "__exit__", "__del__", "__torch_dispatch__", "run_node"})
 """Functions that nothing may interrupt: they change a mode, or run below native code that expects no exception."""
 _CALLED_BACK = (
     *("/weakref.py", "/contextlib.py", "/torch/_library/", "/torch/_subclasses/", "/torch/_ops.py"),
     *("/torch/overrides.py", "/torch/utils/", "/torch/multiprocessing/", "/torch/_dynamo/utils.py"),
 )
-"""Files whose functions native code calls where it expects no exception: one there ends the process, or is ignored."""
+"""Files whose functions native code calls where it expects no exception: there it ends the process or is ignored."""
 
 
 class TimeLimit(Exception):
@@ -138,8 +138,8 @@ def _find_caller() -> FrameType | None:
 
 
 def _may_raise_in(frame: FrameType | None, within: FrameType | None) -> bool:
-    """Whether an exception raised in this frame ends the work and nothing else: an interrupted ``__exit__`` would leave
-    torch in whatever mode it was to end.
+    """Whether an exception raised in this frame ends the work and has no other effect: an interrupted ``__exit__``
+    would leave torch in the mode that it should have ended.
 
     Args:
         within: the frame that the limited work was called from.
@@ -166,9 +166,9 @@ def _end_process(seconds: float, cause: str, do: str) -> None:
 
 @contextlib.contextmanager
 def leaves_on_sigterm(trainer: Any) -> Iterator[None]:
-    """End the training at once when SIGTERM arrives, as Lightning does after a batch: what we do between two batches
-    can take a minute, and a job that is preempted often has half of that. With several ranks nothing changes: they must
-    leave together, so Lightning ends them after the batch."""
+    """End the training at once when SIGTERM arrives; Lightning does so only after a batch. What we do between two
+    batches can take a minute, and a preempted job often has half of that. With several ranks nothing changes: they must
+    stop together, so Lightning ends them after the batch."""
     theirs = signal.getsignal(signal.SIGTERM)
     if trainer.world_size > 1 or not callable(theirs) or threading.current_thread() is not threading.main_thread():
         yield
