@@ -51,7 +51,7 @@ class HookCalls:
         return getattr(hook, "__func__", None) not in self._empty and callable(hook)
 
     def is_quiet(self, trainer: Any) -> bool:
-        """Whether no profiler of the user records empty hooks; one may be set in mid-run."""
+        """Whether no user profiler records empty hooks; one may be set in mid-run."""
         if trainer.profiler is not self._profiler:
             self._profiler, self._quiet = trainer.profiler, isinstance(trainer.profiler, self._passes)
         return self._quiet

@@ -35,7 +35,7 @@ from fastloop.bridge.apply.staging import StandsFor
 from fastloop.records.plan import Applied
 
 REFRESH_S = 0.1
-"""Least time between two updates of a progress bar."""
+"""Minimum time between two updates of a progress bar."""
 BARS = ("TQDMProgressBar", "RichProgressBar")
 
 
@@ -189,7 +189,7 @@ class LateNumbers(dict[str, Any]):
         return dict(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return OrderedDict, (list(self.items()),)  # a checkpoint that holds it loads without us, weights_only too
+        return OrderedDict, (list(self.items()),)  # a checkpoint with it loads without us, even weights_only
 
 
 def _look_first(name: str) -> Callable[..., Any]:
@@ -209,7 +209,7 @@ for _name in _READS.split():
 
 
 class _Moved:
-    """``to`` of a result: does nothing if the last call moved it to the same device."""
+    """Replaces ``to`` of a result: does nothing if the last call moved the result to the same device."""
 
     def __init__(self, result: Any) -> None:
         self._result, self._move, self._there = result, result.to, None

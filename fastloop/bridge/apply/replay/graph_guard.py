@@ -2,7 +2,7 @@
 
 A recording keeps the numbers that Python had when it was made. A hook that sets ``self.beta``, ``dropout.p`` or a
 global variable between two steps changes an eager step; a replay does not see it, so the recording is dropped and made
-anew. What nobody can look at before each step, such as the clock or a file, forbids a recording.
+anew. A step that uses something that cannot be checked before each step, such as the clock or a file, is not recorded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _LOOKED_AT = {"training", "_modules", "_parameters", "_buffers"}
 _MISSING = object()
 MOST_MEMBERS = 64
-"""A longer list is taken to be the same as long as it is the same object."""
+"""A longer list counts as unchanged as long as it is the same object."""
 
 
 class Guard:
-    """Remembers all of it for one recording.
+    """Remembers all of this for one recording.
 
     Args:
         module: the LightningModule.
@@ -45,7 +45,7 @@ class Guard:
             (holder, name)
             for owner, holder in kept.list_holders()
             if owner is not holder and not _is_metric(owner)
-            for name in (_list_class_values(type(owner)) & names) - holder.keys()  # an attribute that hides it may come
+            for name in (_list_class_values(type(owner)) & names) - holder.keys()  # an attribute may hide it later
         ]
         kinds = {type(owner) for owner, holder in kept.list_holders() if owner is not holder}
         bases = {base for kind in kinds for base in kind.__mro__ if not is_installed(base)}
@@ -56,17 +56,17 @@ class Guard:
         self._before = self._look()
 
     def holds(self) -> bool:
-        """Whether everything is as it was."""
+        """Whether everything is as it was when the step was recorded."""
         return self._look() == self._before
 
     def explain(self) -> str:
-        """Name what is not as it was."""
+        """Name something that has changed."""
         before, now = self._before[-len(self._read) :], self._look()[-len(self._read) :]
         changed = (name for (_, name), old, new in zip(self._read, before, now, strict=False) if old != new)
         return next(changed, "a parameter, a buffer, or the mode of a module")
 
     def _look(self) -> list[Any]:
-        """Runs at every step: a hundred modules may take a tenth of a millisecond, not more."""
+        """Read everything. Runs at every step: a hundred modules may take at most a tenth of a millisecond."""
         found: list[Any] = [self._trainer.accumulate_grad_batches]
         for part in self._parts:
             state = part.__dict__
@@ -101,10 +101,11 @@ def _locate(value: Any) -> Any:
 
 
 def _is_metric(owner: Any) -> bool:
-    """Whether it is from torchmetrics. A step that updates one is not recorded, so only other steps change it."""
+    """Whether this is a torchmetrics metric. A step that updates one is not recorded, so only other steps change it."""
     return any(base.__module__.startswith("torchmetrics.") for base in type(owner).__mro__)
 
 
 def _may_change(owner: Any, value: Any) -> bool:
-    """Of torch's own layers, hooks set numbers such as a dropout's rate; sizes and strides stay as they are."""
+    """Whether code may change the attribute. In torch's own layers, hooks set floats such as a dropout rate, but not
+    sizes or strides."""
     return isinstance(value, float) or not type(owner).__module__.startswith("torch.nn.")

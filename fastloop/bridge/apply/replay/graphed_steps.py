@@ -3,7 +3,7 @@
 Lightning calls training_step, zeroes gradients, and runs the backward. The recorded forward is replayed inside
 training_step and the recorded backward in place of the backward, so hooks, zeroing, clipping, schedules and callbacks
 run as without us and see the same values. Each replay logs what training_step logs, with its own values. A fused
-optimizer's update is replayed, too.
+optimizer's update is also replayed.
 
 A step is recorded in mid-run, after its batch arrives and before it is trained on, and leaves no trace. The replay must
 give the same gradients as the eager step; and the step must do nothing in Python that a replay would leave out.
@@ -43,15 +43,15 @@ from fastloop.judge import rehearsal as judge
 from fastloop.records.plan import Undo
 
 MOST_SHAPES = 32
-"""Give up after more batches than this that differ from the one before them: no recording would be used."""
+"""Give up once more batches than this have differed from the one before them: no recording would be used."""
 MOST_RECORDINGS = 3
 """Limit per run: a model that keeps changing is left alone."""
 LEAST_GAIN = 0.95
 """A replay that takes more than this share of the eager step's time is not worth its memory."""
 PLAYS = 7
-"""Times that a trial plays the step, the recording included."""
+"""How often a trial plays the step, including the recording."""
 RECORDING_S = 0.1
-"""What a trial takes beside its plays: keeping the state, reading the code, making the graphs."""
+"""Time that a trial takes besides its plays: saving the state, reading the code, making the graphs."""
 
 
 class GraphedSteps:
@@ -60,8 +60,8 @@ class GraphedSteps:
     Args:
         site: the live objects.
         asked: the user enabled this explicitly, so it need not be faster.
-        terms: the conditions under which this run tries what need not be faster; None: none.
-        is_ready: whether no other trial is under way any more.
+        terms: the conditions that limit what trials may cost; None if there are none. Not used if `asked`.
+        is_ready: whether all other trials are over.
         one_time: collects one-time costs, which belong to no step.
     """
 
@@ -79,7 +79,7 @@ class GraphedSteps:
         self._site, self._asked, self._is_ready, self._one_time = site, asked, is_ready, one_time
         self._terms = Terms(weighs_costs=False) if asked or terms is None else terms.of_run(site.trainer)
         self.refused: str | None = None
-        """Why no step is replayed from here on."""
+        """Why no step is replayed from now on; None if steps may be."""
         self.replays = self.eager_steps = self.recordings = self._unlike = self._missed = 0
         self._updates = RecordedUpdates()
         self._seen: dict[str, Any] = {}
@@ -87,7 +87,7 @@ class GraphedSteps:
         self._allowed, self._let_pass, self._is_wanted = MOST_RECORDINGS, 0, False
         self._step_began_s: float | None = None
         self._times_s = deque[float](maxlen=MOST_SHAPES)
-        """From the start of one eager step to the next one's, one-time costs left out."""
+        """Times from the start of one eager step to the start of the next, without one-time costs."""
         self._trial_began_s = self._trial_s = 0.0
         self._last_key: Any = None
         self._step: StaticStep | None = None
@@ -97,14 +97,14 @@ class GraphedSteps:
         self._uninstall: Undo | None = None
 
     def evidence(self) -> Mapping[str, Any]:
-        """Counts of replayed and eager steps; why none is replayed; the same of the optimizer's updates; the
-        comparison's numbers."""
+        """Counts of replayed steps, eager steps and recordings; why no step is replayed; the same for the optimizer's
+        updates; the comparison's numbers."""
         counts = {"replayed_steps": self.replays, "eager_steps": self.eager_steps, "recordings": self.recordings}
         return {**counts, "graph_refused": self.refused or "", **self._updates.evidence(), **self._seen}
 
     def wrap(self, step: Callable[..., Any], *, runs_whole: bool | None) -> Callable[..., Any]:
-        """Return the training_step to run for a batch: replayed only if batches run as the loader makes them, and that
-        is decided (not None)."""
+        """Return the training_step to run for a batch. It may be replayed only if batches run as the loader makes them
+        (`runs_whole`; None: not decided yet)."""
         if runs_whole is False:
             self.refused = "a rung cuts or merges the batches"
         return partial(self.run, step) if runs_whole else step
@@ -142,25 +142,25 @@ class GraphedSteps:
         return None if self._step is None else self._seen["replay_ms"]
 
     def explain_no_time(self, trials: int) -> str | None:
-        """Why there is no time to record the step so many times more; None if there is."""
+        """Why there is no time to record the step `trials` more times; None if there is."""
         batch_ms = self._seen["replay_ms"]
         return self._terms.explain_no_time(self._count_spent_s(), trials * self._trial_s, batch_ms)
 
     def estimate_trial_s(self, batch_ms: float) -> float:
-        """How long recording a step of so many milliseconds takes, and comparing it; 0 if none will be."""
+        """How long it takes to record a step of `batch_ms` and to compare its replay; 0 if none will be recorded."""
         if self.refused or not self._must_gain or self._terms.explain_too_short(PLAYS) or self._refuse_module():
             return 0.0
         return _estimate_s(PLAYS, batch_ms)
 
     def record_anew(self, *, let_pass: int = 1) -> None:
-        """The step is another one now: drop its recording, and make one after so many eager steps. In these, torch
+        """The step has changed: drop its recording, and make a new one after `let_pass` eager steps, in which torch
         compiles and plans what is new."""
         self._drop()
         self.refused, self._let_pass, self._is_wanted = None, let_pass, True
         self._allowed += 1
 
     def undo(self) -> None:
-        """Run steps eagerly from here on; the counts are kept."""
+        """Run steps eagerly from now on; the counts are kept."""
         self.after_backward()
         self._drop()
         self.refused = self.refused or "training has ended"
@@ -174,7 +174,7 @@ class GraphedSteps:
         self._updates.drop()
         if self._step is not None:
             self._step.let_go()
-        # A play's outputs would keep its activations, and autograd nodes of another stream than that of eager steps.
+        # A play's outputs would keep its activations alive, and autograd nodes of a stream that eager steps do not use.
         self._step, self._guard, self._output, self._calls, self._missed = None, None, None, (), 0
 
     # -- whether to replay ----------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class GraphedSteps:
             return False
         if self._guard is not None and not self._guard.holds():
             self._changed = self._guard.explain()
-            self._drop()  # a parameter was unfrozen or moved, a module switched, a number set: it is outdated
+            self._drop()  # outdated: a parameter was unfrozen or moved, a module switched, a number set
         if self._step is None and (self._let_pass or _is_observed(self._site.device)):
             self._let_pass = max(0, self._let_pass - 1)
             return False
@@ -236,7 +236,8 @@ class GraphedSteps:
         return self._one_time.sum_by_cause().get("rehearsal", 0.0)
 
     def _explain_too_short(self, plays: int, play_ms: float = 0.0) -> str | None:
-        """Why the run is too short for the rest of this trial, so many plays of so many milliseconds, or None."""
+        """Why the run is too short for the rest of this trial, `plays` plays of `play_ms` each (0: as long as a step);
+        None if it is not."""
         if self._is_wanted or not (play_ms or self._times_s):
             return None
         batch_ms = 1e3 * statistics.median(self._times_s) if self._times_s else play_ms
@@ -352,7 +353,7 @@ class GraphedSteps:
         launch_ms = 1e3 * (time.perf_counter() - began)
         recorder.wait()
         ms = 1e3 * (time.perf_counter() - began)
-        self._launch_share = max(self._launch_share, launch_ms / ms)  # of one play, a pause of this process may be most
+        self._launch_share = max(self._launch_share, launch_ms / ms)  # largest: a play may contain a pause
         buffers = [buffer.clone() for buffer in self._site.module.buffers()]
         return Played(ms, [*made, *buffers], gradients)
 
@@ -373,10 +374,10 @@ class GraphedSteps:
 
 
 def _estimate_s(plays: int, ms: float) -> float:
-    """Seconds for so many plays of a step that takes so many milliseconds, and for all else that a trial does."""
+    """Seconds for a trial with `plays` plays of `ms` each, including everything else that it does."""
     return RECORDING_S + plays * ms / 1e3
 
 
 def _is_observed(device: torch.device) -> bool:
-    """Whether operators or synchronizations of this step are being counted, to which a trial would add its own."""
+    """Whether this step's operators or synchronizations are being counted: a trial would add its own to them."""
     return torch._C._len_torch_dispatch_stack() > 0 or (device.type == "cuda" and torch.cuda.get_sync_debug_mode() != 0)

@@ -1,6 +1,6 @@
-"""Replays the optimizer's update after a replayed step, in place of the step of a fused optimizer.
+"""Replays the optimizer's update after a replayed step, in place of a fused optimizer's own step.
 
-Lightning calls `optimizer.step(closure)`; the closure trains, and zeroing, clipping and hooks run in it as always. Only
+Lightning calls `optimizer.step(closure)`; the closure trains, and zeroing, clipping and hooks run in it as usual. Only
 what torch does after that is replaced.
 """
 
@@ -22,9 +22,9 @@ from fastloop.feeds.step_graph.static_step import Gradients, StaticStep
 from fastloop.feeds.step_graph.static_update import StaticUpdate
 
 STALE = 3
-"""Updates in a row that a recording did not hold for, after which another one is made."""
+"""A new recording is made after this many updates in a row for which the old one was not valid."""
 TRIES = (0, 8, 64)
-"""Replayed steps after which a recording is tried: a parameter may have no state yet, or a new one."""
+"""Replayed steps after which a recording is tried: before that, a parameter may have no state yet, or get a new one."""
 SCHEDULED = "_wrapped_by_lr_sched"
 """torch's mark for a `step` that a scheduler has wrapped; one that has it is not wrapped again."""
 
@@ -43,7 +43,8 @@ class RecordedUpdates:
         return {"replayed_updates": self._count + running, "update_refused": self._refused}
 
     def are_due(self, replays: int) -> bool:
-        """Whether to record an update, after so many replayed steps: there is none, or none that holds."""
+        """Whether to record an update, after `replays` replayed steps, because there is no valid recording. Drops a
+        stale one."""
         if self._update is not None and self._update.missed >= STALE:
             self.drop()
             self._refused = "the optimizer's gradients, state or settings change at every step"
@@ -66,7 +67,7 @@ class RecordedUpdates:
 
 
 class RecordedUpdate:
-    """One recording, which is in the place of the optimizer's `step` until `let_go`.
+    """One recording, which replaces the optimizer's `step` until `let_go`.
 
     Args:
         gradients: see StaticUpdate; they hold the gradients of a step.
@@ -83,7 +84,7 @@ class RecordedUpdate:
         if self._has_hooks():
             raise NotApplicable("the optimizer's step has a hook")
         self.replays = self.missed = 0
-        """Updates that were replayed, and those since then that could not be."""
+        """Number of replayed updates, and of updates since the last of them that could not be replayed."""
         self._static = StaticUpdate(optimizer, gradients)
         _compare(self._static, recorder)
         self._is_on, self._had = True, own
@@ -92,7 +93,7 @@ class RecordedUpdate:
         optimizer.step = self._ours
 
     def let_go(self) -> None:
-        """Let torch update the parameters from here on."""
+        """Let torch update the parameters from now on."""
         self._is_on = False
         if vars(self._optimizer).get("step") is not self._ours:
             return  # somebody has wrapped it since
@@ -115,26 +116,26 @@ class RecordedUpdate:
         self._static.replay()
         self.replays, self.missed = self.replays + 1, 0
         self._optimizer._opt_called = True  # as a scheduler's wrapper notes
-        for hook in self._optimizer._optimizer_step_post_hooks.values():  # ours: they count
+        for hook in self._optimizer._optimizer_step_post_hooks.values():  # our own, which count
             hook(self._optimizer, (), {})
         return loss
 
     def _has_hooks(self) -> bool:
-        """Whether a hook of the user's runs around the step."""
+        """Whether one of the user's hooks runs before or after the step."""
         mine, theirs = self._optimizer._optimizer_step_post_hooks, self._optimizer._optimizer_step_pre_hooks
         every = chain(theirs.values(), _global_optimizer_pre_hooks.values(), _global_optimizer_post_hooks.values())
         return any(True for _ in every) or not all(is_from(("fastloop.",), hook) for hook in mine.values())
 
 
 def is_from(packages: tuple[str, ...], hook: Any) -> bool:
-    """Whether one of these packages has the hook, and no recipe does."""
+    """Whether the hook is defined in one of these packages, and not in a recipe."""
     module = getattr(hook, "__module__", type(hook).__module__)
     return module.startswith(packages) and ".recipe_modules." not in module
 
 
 @torch.no_grad()
 def _compare(static: StaticUpdate, recorder: CudaRecorder) -> None:
-    """Record, and make the same update by torch and by the recording. Restores everything.
+    """Record an update, and compare its replay with the same update by torch. Restores everything.
 
     Raises:
         NotApplicable: they differ.
@@ -152,7 +153,7 @@ def _compare(static: StaticUpdate, recorder: CudaRecorder) -> None:
         moved, kept = changes[: len(parameters)], changes[len(parameters) :]
         counted = [float(each) for each in kept if not each.dim()]
         put_back()
-        # Apart from each other: a counter goes up by 1, and a parameter by its learning rate.
+        # Compared separately: a counter goes up by 1, and a parameter changes by about its learning rate.
         return Played(outputs=moved, gradients={str(n): each for n, each in enumerate(kept) if each.dim()}), counted
 
     with static.handed_over():

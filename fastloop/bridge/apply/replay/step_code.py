@@ -25,15 +25,15 @@ from fastloop.evidence.samples.sample_code import (
 )
 
 _ENTRY = ("training_step", "forward")
-"""Hooks of Lightning's that run in a step."""
+"""Lightning's hooks that run in a step."""
 _OUTSIDE = ("time", "datetime", "os", "io", "pathlib", "socket", "subprocess", "logging", "wandb", "mlflow")
 """Modules whose values change by themselves, or whose calls have an effect each time."""
 _CALLS = ("print", "open", "input")
 
 
 def list_step_functions(module: torch.nn.Module, kept: Kept) -> list[Any]:
-    """The user's functions that may run in a step: training_step and forward, methods of kept objects that these name,
-    functions that objects keep, and what all of these call."""
+    """The user's functions that may run in a step: training_step and forward, methods of kept objects whose names
+    appear in them, functions that objects keep, and whatever all of these call."""
     kinds, hooks = kept.list_kinds() | {type(module)}, _list_hooks(module)
     bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if not is_installed(base))
     methods = _list_methods(bases, hooks)
@@ -49,7 +49,7 @@ def list_step_functions(module: torch.nn.Module, kept: Kept) -> list[Any]:
 
 
 def list_read_names(module: torch.nn.Module, kinds: Iterable[type]) -> set[str]:
-    """Names that the code of a step may read: all that stand in the methods of these classes, hooks aside, and in the
+    """Names that the code of a step may read: all that occur in the methods of these classes, except hooks, and in the
     functions that training_step calls."""
     lightning, hooks = _find_lightning(module), _list_hooks(module)
     bases = {base for kind in kinds for base in kind.__mro__} - {*lightning.__mro__}
@@ -59,8 +59,8 @@ def list_read_names(module: torch.nn.Module, kinds: Iterable[type]) -> set[str]:
 
 
 def find_outside(functions: Iterable[Any]) -> str | None:
-    """What a step reads or writes outside of the module: the clock, a file, the terminal, a Trainer that is a global
-    variable, or any global that it sets; or None."""
+    """Name something that a step reads or writes outside the module: the clock, a file, the terminal, a Trainer in a
+    global variable, or any global that it sets; None if there is nothing."""
     for function in functions:
         code, outer = function.__code__, function.__globals__
         named = [(name, _find_module(value)) for name, value in (*list_globals(function), *list_closure(function))]
@@ -77,8 +77,8 @@ def find_outside(functions: Iterable[Any]) -> str | None:
 
 
 def list_outer_values(functions: Iterable[Any], names: set[str]) -> list[tuple[Any, str]]:
-    """What functions read that no object keeps, each as a mapping and a name in it: global variables, and attributes of
-    the user's classes and modules that are globals."""
+    """List global variables that these functions read, and attributes in `names` of the user's classes and modules that
+    are globals, each as a mapping and a name in it."""
     found: dict[tuple[int, str], tuple[Any, str]] = {}
     for function in functions:
         for name, value in list_globals(function):
@@ -97,7 +97,7 @@ def _is_code(value: Any) -> bool:
 
 
 def _is_shared(value: Any) -> bool:
-    """Whether it is a class or a module of the user's."""
+    """Whether the value is one of the user's classes or modules."""
     return (inspect.ismodule(value) or isinstance(value, type)) and not is_installed(value)
 
 
@@ -115,12 +115,12 @@ def _find_lightning(module: torch.nn.Module) -> Any:
 
 
 def _list_hooks(module: torch.nn.Module) -> set[str]:
-    """Names of Lightning's, which run outside of steps or are replaced while a step is recorded."""
+    """Names of Lightning's methods that run outside of steps or are replaced while a step is recorded."""
     return {*dir(_find_lightning(module))} - {*_ENTRY}
 
 
 def _list_methods(bases: Iterable[type], hooks: set[str]) -> list[tuple[str, Any]]:
-    """Name and function of the methods that these classes define, hooks aside."""
+    """Name and function of the methods that these classes define, except hooks."""
     members = [(name, member) for base in bases for name, member in vars(base).items() if name not in hooks]
     return [(name, function) for name, member in members for function in _list_functions(member)]
 
@@ -136,7 +136,7 @@ def _list_functions(member: Any) -> Iterator[Any]:
 
 
 def _list_texts(code: CodeType) -> Iterator[str]:
-    """Names in a function's code, and its texts, which may be keys; functions inside it included."""
+    """Yield the names in a function's code and its string constants, which may be keys, inner functions included."""
     for each in walk_code(code):
         yield from each.co_names
         yield from (constant for constant in each.co_consts if isinstance(constant, str))
