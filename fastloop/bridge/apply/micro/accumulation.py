@@ -82,7 +82,7 @@ class Merge:
         return self._count_batches(counted) if self._counts_windows else counted
 
     def _count_windows(self, batches: int) -> int:
-        """Rounded down: a checkpoint from inside a window lacks the gradients of its first batches."""
+        """Convert batches to windows, rounded down: a checkpoint inside a window lacks its first batches' gradients."""
         epochs, rest = divmod(batches, self._batches)
         return epochs * math.ceil(self._batches / self.window) + rest // self.window
 
@@ -130,8 +130,8 @@ class _InBatches(int):
 
 
 def _recount(counters: dict[str, int], convert: Callable[[int], int]) -> dict[str, int]:
-    """Counters in the other unit. Differences between them stay, because Lightning relies on them (completed is one
-    behind processed while a batch's last hooks run).
+    """Convert counters to the other unit. Differences between them stay the same, because Lightning relies on them
+    (completed is one behind processed while a batch's last hooks run).
     """
     done = convert(counters["processed"])
     return {name: max(0, done + value - counters["processed"]) for name, value in counters.items()}

@@ -1,9 +1,9 @@
 """Runs several forward and backward passes inside one call of training_step, as if they were one.
 
 Lightning calls training_step, then zero_grad, then backward. All pieces but the last run forward and backward inside
-training_step; their gradients are held aside while Lightning zeroes, and put back right before the last backward, so
-that one exchange between ranks covers them all. batch_idx, global_step, schedules, hooks and the step's loss do not
-change.
+training_step; their gradients are set aside while Lightning zeroes gradients, and put back right before the last
+backward, so that one exchange between ranks covers them all. batch_idx, global_step, schedules, hooks and the step's
+loss do not change.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class MicroBatches:
         self._held = []
 
     def after_backward(self) -> None:
-        """Calls after the backward contain one batch again; before it, activation checkpointing may still call a
-        module."""
+        """From now on, a call of a module contains one batch again. Not earlier: activation checkpointing may still
+        call modules during the backward."""
         if self._groups is not None:
             self._groups.begin(1)
 
@@ -102,7 +102,7 @@ def _skip_exchange(strategy: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _run_backward(strategy: Any, trainer: Any, module: Any, loss: torch.Tensor) -> None:
-    """One backward without Lightning's hooks around it: callbacks see one backward per batch, the last."""
+    """Run a backward without Lightning's hooks around it: callbacks see only one backward per batch, the last."""
     plugin = strategy.precision_plugin
     loss = loss / trainer.accumulate_grad_batches
     if (scaler := getattr(plugin, "scaler", None)) is not None:

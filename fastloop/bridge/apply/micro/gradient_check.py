@@ -70,7 +70,7 @@ def explain_difference(
     Args:
         groups: makes BatchNorm normalize each of the batches separately; None if no rung needs it.
         compares: whether to compare gradients.
-        note: receives the names of logged values that are no means over samples.
+        note: receives the names of logged values that are not means over samples.
     """
     means = None if groups is None else MeansOfGroups(groups)
     try:
@@ -90,12 +90,12 @@ def explain_difference(
 def weigh_pieces(
     strategy: Any, batch: Any, pieces: Sequence[Piece], take_loss: TakeLoss, note: Note = bool
 ) -> tuple[str | None, Weighing | None]:
-    """Why the user's batch must not run in `pieces`, and how to weight these, if not by their samples.
+    """Why the user's batch must not run in `pieces`, and how to weight them if not by their samples.
 
     If the whole batch does not fit in memory, one piece is compared with its halves.
 
     Args:
-        note: receives the names of logged values that are no means over samples.
+        note: receives the names of logged values that are not means over samples.
     """
     whole = Piece(batch, sum(piece.samples for piece in pieces), 1.0)
     alone = strategy.lightning_module.trainer.world_size == 1
@@ -162,8 +162,8 @@ def _note_unequal(
     note: Note,
     by_weight: Collection[str] = (),
 ) -> None:
-    """Note each logged value whose mean over samples is another in these `own` pieces than in the others; those
-    `by_weight` are other means."""
+    """Note each logged value whose mean over samples differs between the `own` pieces and the others. Values in
+    `by_weight` are left out: they are other means."""
     if seen.drew:
         return  # it may differ for that reason
     limit = LOGGED_ALIKE[find_precision(strategy.lightning_module.trainer, strategy.lightning_module)]
@@ -191,7 +191,7 @@ def _sample(
     module, plugin = strategy.lightning_module, strategy.precision_plugin
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     scaler = getattr(plugin, "scaler", None)
-    scale = 1.0 if scaler is None else scaler.get_scale() / 16  # without it float16 underflows; it begins too high
+    scale = 1.0 if scaler is None else scaler.get_scale() / 16  # without one float16 underflows; it begins too high
 
     def sample(piece: Piece, number: int) -> torch.Tensor:
         logged.append({})
@@ -227,8 +227,8 @@ def _sample(
 def _judge(
     strategy: Any, own: Sequence[torch.Tensor], weights: Sequence[float], other: torch.Tensor
 ) -> tuple[str | None, str | None]:
-    """Why gradients cannot be compared, or None; and by how much the weighted sum of `own` differs from the other, if
-    that is too much, or None."""
+    """Return why the gradients cannot be compared, or None; and by how much the weighted sum of `own` differs from
+    `other` if that is too much, else None."""
     found = measure_difference(own, weights, other)
     if found is None:
         return "the gradient is not finite", None
@@ -243,7 +243,7 @@ def _judge(
 
 
 def _say(strategy: Any, error: Exception) -> str:
-    """Put an error of the user's step into words; raise it if the device is lost by it, for nothing after it runs."""
+    """Put an error of the user's step into words; raise it if it lost the device, because nothing after it can run."""
     let_through(error)
     try:
         synchronize(strategy.root_device)

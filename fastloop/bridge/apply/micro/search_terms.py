@@ -21,7 +21,7 @@ from fastloop.records.plan import Plan, Step
 def make_choice(
     site: LiveSite, plan: Plan, live: LivePlan, hands: Hands, *, warn: Callable[[str], None], one_time: OneTime
 ) -> PieceChoice:
-    """Make the choice of the rung that wants micro-batches.
+    """Make the `PieceChoice` for the rung that wants micro-batches.
 
     Args:
         plan: the plan for the train loader.
@@ -68,7 +68,7 @@ def _make_search(
 
 @contextlib.contextmanager
 def _switch_on(site: LiveSite, steps: Sequence[Step], hands: Hands) -> Iterator[Callable[[Any], Any]]:
-    """Switch rungs that wait for the rehearsal on inside ``with``; yields a function that converts a batch for them."""
+    """Inside ``with``, switch on rungs that wait for the rehearsal; yields a function that converts batches."""
     before = list(site.staging.conversions)
     try:
         for step in steps:

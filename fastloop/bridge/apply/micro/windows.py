@@ -74,7 +74,7 @@ class MergedWindows:
         return converted
 
     def read(self, number: int, batch: Any) -> Merged | None:
-        """What the batch was merged from, None if it was not; the same again if a closure runs its batch again.
+        """Return what the batch was merged from, None if it was not; the same again if a closure repeats its batch.
 
         Args:
             number: the batch's number in the run.

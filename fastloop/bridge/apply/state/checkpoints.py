@@ -1,4 +1,4 @@
-"""Puts torch's hooks on saved tensors back where a trial failed inside an activation checkpoint."""
+"""Removes torch's hooks on saved tensors after a trial failed inside an activation checkpoint."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def keep_flags() -> Callable[[], None]:
     """Save these settings; returns a function that restores those that have changed."""
     kept = list[tuple[Callable[[], Any], Callable[[Any], Any], Any]]()
     for read, write in _FLAGS:
-        with contextlib.suppress(RuntimeError):  # TF32, once it was set by its other name
+        with contextlib.suppress(RuntimeError):  # TF32, if it was set through torch's other setting
             kept.append((read, write, read()))
 
     def restore() -> None:

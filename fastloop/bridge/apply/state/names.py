@@ -1,4 +1,4 @@
-"""Attributes that an object's ``__dict__`` does not show: its slots and its class's; and those of a tensor."""
+"""Attributes that an object's ``__dict__`` does not show: its slots and its class's; also those of a tensor."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def read_class(owner: type) -> dict[str, Any]:
 
 
 def read_marks(owner: torch.Tensor) -> dict[str, Any]:
-    """What is kept on a tensor, without Dynamo's marks."""
+    """A tensor's attributes, without Dynamo's marks."""
     return {name: value for name, value in vars(owner).items() if not name.startswith("_dynamo")}
 
 
 READERS = {object: read_slots, type: read_class, torch.Tensor: read_marks}
-"""How to read the names; the key's own ``__setattr__`` writes them, whatever the user's class makes of writing."""
+"""How to read the names. The key's own ``__setattr__`` writes them, which bypasses one in the user's class."""
 
 
 def restore_names(kind: Any, owner: Any, before: Mapping[str, Any]) -> None:
-    """Let the names have the values that they had."""
+    """Restore the values that the names had."""
     now = READERS[kind](owner)
     for name in now.keys() - before.keys():
         kind.__delattr__(owner, name)
@@ -40,7 +40,7 @@ def restore_names(kind: Any, owner: Any, before: Mapping[str, Any]) -> None:
 
 
 def list_inner(values: Mapping[str, Any]) -> Iterator[Any]:
-    """The values that may hold state: no methods."""
+    """The values that may hold state, without methods."""
     code = (types.FunctionType, classmethod, staticmethod, property, types.MemberDescriptorType)
     return (value for value in values.values() if not isinstance(value, code))
 

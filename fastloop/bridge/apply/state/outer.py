@@ -20,10 +20,10 @@ MISSING = object()
 
 
 def list_changeable(kind: type) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Variables that the code of a user's class changes: each as the namespace that holds it, its name and its value.
+    """Yield global variables that the code of a user's class may change, each as its namespace, name and value.
 
-    What is only read is left alone, however large. An object of the user's classes may change if a method of it is
-    called as a statement of its own.
+    Variables that are only read are left out, however large. An object of a user's class may change if one of its
+    methods is called as a statement of its own.
     """
     for space, name, is_written in _list_used(kind):
         value = space.get(name, MISSING)
@@ -36,7 +36,7 @@ def list_changeable(kind: type) -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 
 def restore_variable(space: dict[str, Any], name: str, before: Any) -> None:
-    """Let a variable have the value that it had."""
+    """Restore a variable's earlier value."""
     if before is MISSING:
         space.pop(name, None)
     elif space.get(name, MISSING) is not before:
@@ -45,8 +45,8 @@ def restore_variable(space: dict[str, Any], name: str, before: Any) -> None:
 
 @functools.lru_cache(maxsize=512)
 def _list_used(kind: type) -> tuple[tuple[dict[str, Any], str, bool], ...]:
-    """Namespaces and names of global variables that the code writes to, or below; or, where that is false, of which it
-    calls a method for its effect."""
+    """List globals that ``forward``, ``training_step`` and the functions they call may change, as (namespace, name,
+    is_written). `is_written` is False if the code only calls a method on the object and ignores the result."""
     found: dict[tuple[int, str], tuple[dict[str, Any], str, bool]] = {}
     starts = [inspect.unwrap(getattr(kind, name)) for name in ("forward", "training_step") if hasattr(kind, name)]
     for function in dict.fromkeys(each for start in starts for each in list_called(start, kind)):

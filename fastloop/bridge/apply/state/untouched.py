@@ -2,9 +2,9 @@
 
 A backward pass by ``torch.autograd.grad`` does not touch gradients, their hooks or DDP. What remains is state that a
 forward pass may change: random streams, torch's settings, buffers, any Python objects that modules and hooks keep, and
-global variables that ``forward`` and ``training_step`` write to, with the functions they call.
-What an iterator has given out cannot be put back: a model that keeps one is refused. A whole ``training_step`` may also
-write to parameters (the teacher of a student).
+global variables that ``forward``, ``training_step`` and the functions they call write to. Items taken from an iterator
+cannot be put back, so a model that keeps one is refused. A whole ``training_step`` may also write to parameters (those
+of a student's teacher).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PLAIN = (
     torch.dtype,
 )
 _CDATA: Any = ctypes.c_int.__mro__[-2]
-"""The base of all C values, also of those in multiprocessing's shared memory."""
+"""The base class of all ctypes values, including those in multiprocessing's shared memory."""
 _CACHE = functools._lru_cache_wrapper
 _NOT_WALKED = ("torch.", *(f"{name}." for name in namespaces.NAMES))
 
@@ -101,7 +101,8 @@ def keep_random_streams() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def unwritten(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Restore parameters that a training_step writes to. An exception inside passes, also where the device is lost.
+    """Restore parameters that a training_step writes to. Exceptions raised inside are passed on, even if the device is
+    lost.
 
     Raises:
         NotApplicable: a parameter was written to.
@@ -113,7 +114,7 @@ def unwritten(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
     @torch.no_grad()
     def put_back() -> bool:
-        """Whether there was something to put back."""
+        """Put the parameters back; returns whether there was anything to put back."""
         if list(read_prints(known)) == prints:
             return False
         for parameter, own in zip(known, memory, strict=True):
@@ -133,8 +134,8 @@ def unwritten(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def read_prints(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
-    """For each parameter, what differs after it was written to: its version, its address, and its norm, because writes
-    through ``.data`` change no version."""
+    """Yield, for each parameter, values that show whether it was written to: its version, its address, and its norm,
+    because writes through ``.data`` do not change the version."""
     known = [each.detach() for each in parameters if not torch.nn.parameter.is_lazy(each)]
     numbers = [each if each.is_floating_point() or each.is_complex() else each.float() for each in known]
     norms = [torch.linalg.vector_norm(each) for each in numbers]
@@ -158,7 +159,7 @@ class Kept:
         """Slots of objects, attributes of classes and of tensors: how to read them, their owner, and what they were."""
 
     def find_change(self) -> str | None:
-        """Name one attribute (by its owner's class) or container member that is no longer the same object, or None."""
+        """Name one attribute (with its owner's class), container or random stream that has changed, or None."""
         for owner, before in self._attributes:
             now = vars(owner)
             for name in {**before, **now}:
@@ -175,7 +176,7 @@ class Kept:
         return next((f"the state of {name}" for name, read, before in self._streams if read() != before), None)
 
     def list_holders(self) -> list[tuple[Any, dict[Any, Any]]]:
-        """All objects that were saved with their attributes, and the dicts among these objects."""
+        """All saved objects that have attributes, each with its ``__dict__``, and all saved dicts, each with itself."""
         dicts = [(value, value) for value, _ in self._containers if isinstance(value, dict)]
         return [*((owner, vars(owner)) for owner, _ in self._attributes), *dicts]
 
@@ -250,7 +251,7 @@ class Kept:
             raise NotApplicable(f"the model keeps more than {MOST_OBJECTS:,} Python objects")
 
     def keep(self, value: Any) -> None:
-        """Save an object with all that it keeps."""
+        """Save an object and everything it refers to."""
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         if isinstance(value, torch.nn.Module):
@@ -316,7 +317,8 @@ class Kept:
             self._undos.append(partial(value.__setitem__, ..., value.copy()))
 
     def _keep_cache(self, value: Any) -> None:
-        """Empty a ``functools.lru_cache`` that has taken results of a changed module: it will compute them again."""
+        """On restore, empty a ``functools.lru_cache`` that has taken results of a changed module; they are then
+        computed again."""
         missed = value.cache_info().misses
         self._undos.append(lambda: value.cache_clear() if value.cache_info().misses != missed else None)
         self.keep(value.__wrapped__)
