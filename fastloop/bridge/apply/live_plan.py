@@ -20,7 +20,7 @@ class LivePlan:
         ladder: the rungs.
         strict: a rung that cannot apply is an error.
         refused: rungs that an earlier fit of this Trainer found not to work, and why; new ones are added.
-        cheaper: rungs of which that fit kept the cheaper variant; new ones are added.
+        cheaper: rungs for which that fit kept the cheaper variant; new ones are added.
     """
 
     def __init__(self, ladder: Ladder, *, strict: bool, refused: dict[str, str], cheaper: set[str]) -> None:
@@ -31,13 +31,13 @@ class LivePlan:
         self.loader_rungs: frozenset[str] = frozenset()
         """Enabled rungs whose plan waits for the train loader."""
         self.may_want = Plan()
-        """What those rungs may want then."""
+        """What those rungs may want once it is known."""
         self._given_up: frozenset[str] = frozenset()
         """Rungs that were planned for a train loader but cannot apply."""
         self._no_engine: dict[str, str] = {}
         """Rungs whose engine was refused, and why; their second choice is planned."""
         self._spared: set[str] = set()
-        """Rungs left out that are no error under ``strict``: they could apply but are not worth it here."""
+        """Rungs left out that are not an error under ``strict``: they could apply but are not worth it in this run."""
 
     def begin(self, planned: Plan, held: Iterable[str]) -> None:
         """Start with the plan made when the model was built."""
@@ -51,7 +51,7 @@ class LivePlan:
         self.loader_rungs = frozenset(step.rung for step in self.may_want.steps)
 
     def plan_loader(self, facts: Facts) -> Plan:
-        """The plan for a train loader. A rung counts as planned once it applies to one of the loaders."""
+        """Return the plan for a train loader. A rung counts as planned once it applies to one of the loaders."""
         off = {rung: dataclasses.replace(getattr(self.ladder, rung), enabled=False) for rung in self._given_up}
         made = plan(dataclasses.replace(self.ladder, **off), facts)
         steps = {step.rung: step for step in made.steps if step.rung in self.loader_rungs}
@@ -66,7 +66,7 @@ class LivePlan:
         return Plan(steps=tuple(steps.values()))
 
     def plan_without_engine(self, rung: str | None, why: str, *, is_used: bool) -> bool:
-        """Plan a rung's second choice from now on, which takes no engine's place; returns whether it has one.
+        """From now on, plan a rung's second choice, which needs no engine; returns whether it has one.
 
         Args:
             is_used: whether another loader has its engine, so that the rung stays planned as it is.
@@ -87,7 +87,7 @@ class LivePlan:
         self.skip(step, reason, is_refusal=is_refusal, has_acted=has_acted)
 
     def weaken(self, key: str, note: str) -> None:
-        """Call a planned rung that sets `key` approximate if it was planned as exact, for this reason."""
+        """If a planned rung that sets `key` was planned as exact, make it approximate, with this note."""
         for step in self.plan.planned:
             if key in step.change.wants and step.change.parity == "exact":
                 change = dataclasses.replace(step.change, parity="approximate", notes=(*step.change.notes, note))
@@ -114,7 +114,7 @@ class LivePlan:
         self.check_strict()
 
     def take_back(self, step: Step) -> None:
-        """Plan a rung that may have been left out before."""
+        """Plan a rung again that may have been left out."""
         self.refused.pop(step.rung, None)
         self.replace(step, dataclasses.replace(step, status="planned", reason=None))
 

@@ -30,11 +30,12 @@ from fastloop.records.plan import Plan, Undo, changes_loader
 
 _FETCHERS = "/loops/fetchers.py"
 _LOOPS = "/loops/evaluation_loop.py", "/loops/fit_loop.py"
-"""Lightning's file with the only code that asks the train loaders for batches."""
+"""Lightning's file with the only code that requests batches from the train loaders, and the files whose loops set up
+their data."""
 
 
 class TrainLoaders:
-    """Changes train loaders as they come (several, and again on reload) and remembers the user's originals.
+    """Changes train loaders as they arrive (several, and again on reload) and remembers the user's originals.
 
     Args:
         place: keeps the run's position in its data.
@@ -68,7 +69,7 @@ class TrainLoaders:
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._before_reload: dict[int, tuple[Any, Any]] = {}
         self._made: list[tuple[str, Any]] = []
-        """Objects with which rungs replace a dataset or a loader, each with the key of its want."""
+        """Objects that change a dataset or replace a loader, each with its setting's key."""
         self._checked: Mapping[str, Any] = {}
         """Result of an engine's check."""
         self._workers = WorkerProcesses(
@@ -82,7 +83,7 @@ class TrainLoaders:
         )
         self._leaves = 0
         self._find_fetcher: Callable[[], Any] = lambda: None
-        """The fetcher that was there when Lightning last began to ask."""
+        """Returns the fetcher that existed when Lightning last began to pass its train loaders."""
         self._plain_sizes: tuple[int, int] | None = None
         undo("loaders", self._give_back)
 
@@ -101,7 +102,7 @@ class TrainLoaders:
         return loader if known is None else known[1]
 
     def change(self, loader: Any, plan: Plan, facts: Facts) -> Any:
-        """The loader with the planned changes; the user's object stays as it is."""
+        """Return the loader with the planned changes; the user's object stays as it is."""
         self._count_leaf()
         if isinstance(loader, LazyLoader) and self.find_original(loader) is not loader:
             loader.take_back()
@@ -126,7 +127,7 @@ class TrainLoaders:
             start["at_once"] = lambda: not self.trainer.fit_loop.restarting
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
-            limit = {"count": asked} if bounded is None else {}  # else the sampler ends the epoch, and whoever loads it
+            limit = {"count": asked} if bounded is None else {}  # else the bounded sampler ends the epoch
             changed = self.staging.feed(changed, depth, **limit, **start)
         elif epochs is not None or engine is not None or base is not loader or "persistent_workers" in settings:
             changed = LazyLoader(changed, **start)
@@ -135,7 +136,8 @@ class TrainLoaders:
         return changed
 
     def _keep_place(self, loader: Any, plan: Plan, facts: Facts, bounded: Any) -> Any:
-        """The loader whose position in its data is kept, if it is the only one and is to be changed; else itself."""
+        """Return a copy of the loader that keeps its position in its data, if that is possible, it is the only loader,
+        and it will be changed; else the loader itself."""
         can_keep = facts.loader is not None and facts.loader.place_lost is None
         if self._leaves > 1 or not can_keep or not changes_loader(plan.wants):
             return loader
@@ -154,15 +156,15 @@ class TrainLoaders:
         return settings
 
     def _regroup(self, base: Any, loader: Any, plan: Plan, facts: Facts, settings: dict[str, Any]) -> None:
-        """Merge accumulation windows into batches, or accumulate another number of batches, if planned."""
+        """Merge accumulation windows into batches, or change the number of accumulated batches, if planned."""
         if (window := plan.wants.get("loader.window")) is not None:
-            if self._leaves == 1:  # else the merge was given up, and with it the number that a plan for merging has
+            if self._leaves == 1:  # else merging was given up, and with it the number in its plan
                 settings |= self._merge_windows(base, settings.get("dataset", loader.dataset), window, facts)
         elif (count := plan.wants.get("trainer.accumulate_grad_batches")) is not None:
             self._undo("trainer.accumulate_grad_batches", set_attribute(self.trainer, "accumulate_grad_batches", count))
 
     def _make_engine(self, changed: Any, loader: Any, plan: Plan) -> Any:
-        """What loads in place of the changed loader; None if nothing does."""
+        """Make the engine that loads in place of the changed loader; None if none is planned."""
         if (planned := plan.wants.get("loader.engine")) is None:
             return None
         engine = self._keep("loader.engine", planned.make(changed))
@@ -175,10 +177,10 @@ class TrainLoaders:
     def check_engines(
         self, loader: Any, plan: Plan, plan_anew: Callable[[Plan, str], Plan], say: Callable[[str], None]
     ) -> Plan:
-        """Let each engine that would replace the loader check it first; returns the plan that is left.
+        """Have each engine that would replace the loader check the loader first; returns the plan that is left.
 
         Raises:
-            NotApplicable: the plan stays although its engine was refused: another loader has it, too.
+            NotApplicable: the plan stays the same although its engine was refused: another loader also has it.
         """
         while (why := self._find_engine_fault(loader, plan, say)) is not None:
             refused, plan = plan, plan_anew(plan, why)
@@ -191,7 +193,7 @@ class TrainLoaders:
         return any(key == "loader.engine" for key, _ in self._made)
 
     def _find_engine_fault(self, loader: Any, plan: Plan, say: Callable[[str], None]) -> str | None:
-        """Let the engine that would replace the loader check it first; returns why it cannot, or None."""
+        """Have the engine that would replace the loader check it first; returns why that is impossible, or None."""
         engine: Any = plan.wants.get("loader.engine")
         if not hasattr(engine, "check"):
             return None
@@ -202,15 +204,15 @@ class TrainLoaders:
         return None
 
     def _wrap(self, key: str, want: Any, loader: Any, settings: dict[str, Any]) -> None:
-        """Replace the loader's dataset by one that `want` makes from it. ``evidence()`` and ``close()`` are methods of
-        the want, because the new dataset may have the user's methods with these names."""
+        """Replace the loader's dataset with one that `want` makes from it. ``evidence()`` and ``close()`` are methods
+        of the want, because the new dataset may have the user's methods with these names."""
         finishes = hasattr(want, "finish")  # it leaves work to the device, for batches of one loader only
         if finishes and self._leaves > 1:
             return
         try:
             settings["dataset"] = want.wrap(settings.get("dataset", loader.dataset))
         except NotApplicable as reason:
-            if finishes:  # batches ahead are worth it without, too
+            if finishes:  # loading batches ahead is worth it without that
                 self._warn(f"images are sent as floats: {reason}")
             else:
                 self._give_up(key, str(reason))
@@ -229,8 +231,9 @@ class TrainLoaders:
         return made
 
     def _count_asked(self, facts: Facts) -> int | None:
-        """Batches that Lightning asks a loader for in an epoch, or in its rest where the sampler starts anew: in a run
-        that is resumed, or as the shorter of several. None where it asks on, the user's code asks, or windows count."""
+        """Return how many batches Lightning will request in this epoch, or in the rest of it if the sampler starts
+        anew: in a resumed run, or as the shorter of several loaders. None if that is unlimited, user code requests
+        them, or windows are counted."""
         most = self.trainer.num_training_batches
         if math.isinf(most) or facts.steps_with_iterator or self._merge is not None or not _is_loop_asking():
             return None
@@ -265,7 +268,7 @@ class TrainLoaders:
     def _merge_windows(self, loader: DataLoader[Any], dataset: Any, window: int, facts: Facts) -> dict[str, Any]:
         if self._merge is None:
             self._merge = Merge(self.trainer, window, undo=self._undo)
-        if facts.transfer_hooks:  # they still get the user's batches; their results are concatenated
+        if facts.transfer_hooks:  # the hooks still get the user's batches; their results are concatenated
             self._undo("loader.window", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
         data = WindowDataset(dataset, loader.collate_fn, concatenates=not facts.transfer_hooks)
         return {"batch_sampler": self._merge.make_sampler(loader), "dataset": data, "collate_fn": collate_window}
@@ -309,12 +312,12 @@ class TrainLoaders:
             if (kept := getattr(changed, "_iterator", None)) is not None:
                 end_workers(kept)
                 changed._iterator = None
-        # They refer to us too, and the reference cycle would keep their workers alive until garbage collection.
+        # They also refer to us, and the reference cycle would keep their workers alive until garbage collection.
         self._originals, self._before_reload = {}, {}
 
 
 def _reads_ahead(plan: Plan, settings: Mapping[str, Any]) -> bool:
-    """Whether batches are asked for before the training needs them."""
+    """Whether batches are requested before the training needs them."""
     return bool(settings.get("num_workers")) or not plan.wants.keys().isdisjoint(("feed.depth", "loader.engine"))
 
 
@@ -324,13 +327,13 @@ def _is_loop_asking() -> bool:
 
 
 def is_evaluation_asking() -> bool:
-    """Whether this call comes from an evaluation loop that sets up its data. The Trainer's stage does not tell:
-    Lightning's BatchSizeFinder sets up validation while it trains."""
+    """Whether this call comes from an evaluation loop that is setting up its data. The Trainer's stage does not show
+    that: Lightning's BatchSizeFinder sets up validation while it trains."""
     return (_find_caller(_LOOPS) or "").endswith(_LOOPS[0])
 
 
 def _find_caller(files: str | tuple[str, ...]) -> str | None:
-    """The innermost file of this call's stack that ends with one of these names."""
+    """The innermost file in the current call stack whose path ends with one of `files`; None if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not frame.f_code.co_filename.endswith(files):
         frame = frame.f_back

@@ -1,7 +1,7 @@
 """Repeats a step without lower precision if it fails because of it.
 
-A rehearsal plays modules, and not what a training_step or validation_step does with their outputs: numpy knows no
-bfloat16, and some kernels take only float32.
+A rehearsal plays modules, but not what a training_step or validation_step does with their outputs. That can fail: numpy
+has no bfloat16, and some kernels take only float32.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _NARROW = re.compile(r"bfloat16|float16|\bHalf\b", re.IGNORECASE)
 
 
 class PrecisionFallback:
-    """Runs the steps of one fit, validation, test or prediction. What they hand out is float32 again.
+    """Runs the steps of one fit, validation, test or prediction. Their outputs are converted back to float32.
 
-    Steps are repeated on a run's only rank, since several would have to repeat them together; and only under
-    bf16-mixed, whose plugin has no loss scaler: its optimizer step goes on after the closure.
+    Steps are repeated only in runs with one rank, since several would have to repeat them together; and only under
+    bf16-mixed, whose plugin has no loss scaler: its optimizer step simply continues after the closure.
 
     Args:
-        live: the plan, with the rungs that a look has switched on again.
+        live: the plan, including rungs that were switched on again later.
         is_on: whether a rung has changed the run.
-        give_up: turns a rung off for the rest of the run, for a reason.
+        give_up: turns a rung off for the rest of the run, with a reason.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class PrecisionFallback:
         self._outputs: WideOutputs | None = None
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run one step. If the first one of a stage with the rung fails, the module is put back as it was; of a later
-        one random draws and running statistics stay. What it has logged stays in either case."""
+        """Run one step, and repeat it without lower precision if that made it fail. If it is the first step of its
+        stage with the rung, the module and random streams are restored first; of a later step, random draws and running
+        statistics stay. Logged values stay in either case."""
         rung, module = self._find_rung(), self._trainer.lightning_module
         if rung is None:
             return call(*args, **kwargs)
@@ -96,7 +97,7 @@ class PrecisionFallback:
 
 
 def _read_marks(args: Any) -> list[Any]:
-    """What differs once a step has changed its arguments: tensors, and how often each was written to."""
+    """Return values that differ once a step has changed its arguments: each tensor's identity and version."""
     return [
         (id(each), None if each.is_inference() else each._version)
         for arg in args

@@ -96,8 +96,8 @@ def _find_batch_counters(trainer: Any, module: Any) -> Iterator[str]:
 
 
 def _find_no_sockets() -> str | None:
-    """The temporary directory if its path is too long for sockets; only sharing by file descriptor, Linux's default,
-    needs them."""
+    """Return the temporary directory if its path is too long for sockets. Only sharing by file descriptor, Linux's
+    default, needs them."""
     by_socket = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
     return machine.find_socket_obstacle() if by_socket else None
 
@@ -135,7 +135,7 @@ def _read_limit(value: Any) -> int | None:
 
 
 def find_hook_owner(trainer: Any, hook: str) -> Any:
-    """The object that overrides a batch transfer hook, the DataModule before the module as in Lightning, or None."""
+    """Return the object that overrides a batch transfer hook (as in Lightning, the DataModule comes first), or None."""
     for owner in (trainer.datamodule, trainer.lightning_module):
         if owner is not None and overrides(owner, hook):
             return owner

@@ -20,16 +20,16 @@ from fastloop.feeds.batch_norm import groups
 from fastloop.feeds.loss.cross_entropy import find_large
 
 LIGHTNING = tuple(f"{name}." for name in namespaces.NAMES)
-"""How the names of Lightning's own modules begin."""
+"""Prefixes of the names of Lightning's own modules."""
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _MERGES = re.compile(r"\.view\(.*(-1|\*)|\.view_as\(")
 _WORKS = re.compile(r"(?<!\bself)\.(linear|conv\dd|matmul|bmm|einsum|cross_entropy)\(| @ ")
-"""Products and losses in a method's source; not calls of the module's own layers: ``self.linear(x)``."""
+"""Products and losses in a method's source, but not calls of the module's own layers such as ``self.linear(x)``."""
 _VARIES = re.compile(
     r"\bself\.(trainer|global_step|current_epoch|log|log_dict|print)\b"
     r"|\bself\.\w+ [-+*/]= |\bself\.(\w+) = .*\bself\.\2\b|\bself\.\w+\.append\("
 )
-"""What a compiled method would be captured again for in every step, or in pieces: counters, lists, logs."""
+"""Code that makes torch capture a compiled method anew in every step, or in pieces: counters, lists, logs."""
 _SCALED = (".training_step", ".backward", ".on_after_backward")
 _UNSCALED = (".on_before_optimizer_step", ".on_before_zero_grad", ".configure_gradient_clipping")
 """Hooks that run after a loss scaler has unscaled the gradients."""
@@ -108,7 +108,7 @@ def _find_other_losses(module: torch.nn.Module, named: dict[str, torch.nn.Module
 
 
 def _find_views(module: torch.nn.Module) -> Iterator[str]:
-    """Calls of `view` in code outside the rehearsed modules that may get images: steps, losses, helpers."""
+    """Find calls of `view` in code that is not rehearsed and may get images: steps, losses, helpers."""
     methods = {name: member for base in type(module).__mro__[::-1] for name, member in vars(base).items()}
     is_left_out = (
         _BEFORE_STEPS.fullmatch if "" not in list_compile_targets(module) else _BEFORE_STEPS_OR_FORWARD.fullmatch
@@ -130,7 +130,7 @@ def _find_views(module: torch.nn.Module) -> Iterator[str]:
 
 
 def _find_callbacks_views(callbacks: Iterable[Any]) -> Iterator[str]:
-    """Calls of `view` in callbacks; Lightning's pruning makes a vector of the weights, as its subclasses do."""
+    """Find calls of `view` in callbacks; ModelPruning and its subclasses are included, as they flatten the weights."""
     for callback in callbacks:
         if any(base.__name__ == "ModelPruning" for base in type(callback).__mro__):
             yield type(callback).__name__
@@ -178,8 +178,8 @@ def list_methods(module: torch.nn.Module, pattern: str) -> list[str]:
 def list_compile_targets(module: torch.nn.Module) -> Iterator[str]:
     """Names of the modules worth compiling: the outermost inner modules that hold parameters.
 
-    If the LightningModule calls its own ``forward`` in training, and that does the work itself (it only joins bare
-    layers, or has products or a loss of its own and keeps no counts), it is the target (written as ''). With DDP,
+    If the LightningModule calls its own ``forward`` in training, and ``forward`` does the work itself (it only joins
+    bare layers, or has products or a loss of its own and keeps no counts), it is the target (written as ''). With DDP,
     Lightning borrows ``forward`` for the training step, so the inner modules are the targets.
     """
     targets = list(_find_outermost(module, ""))
@@ -202,14 +202,14 @@ def _list_configuring(module: torch.nn.Module) -> set[str]:
 
 
 def _follow(name: str, sources: dict[str, str]) -> Iterator[str]:
-    """The source of a method and of the methods that it calls; takes them out of `sources`."""
+    """Yield the sources of a method and of the methods that it calls, and remove them from `sources`."""
     yield (source := sources.pop(name, ""))
     for called in re.findall(r"\bself\.(\w+)\(", source):
         yield from _follow(called, sources)
 
 
 def _is_layer(module: torch.nn.Module) -> bool:
-    """Whether this is a bare layer of torch's own."""
+    """Whether this is one of torch's own layers, without children."""
     return type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
 
 

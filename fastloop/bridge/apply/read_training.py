@@ -26,9 +26,9 @@ def find_precision(trainer: Any, module: torch.nn.Module) -> str:
 
 
 def read_evidence(trainer: Any) -> dict[str, Any]:
-    """Whether the model is compiled and channels-last, its optimizers fused, how many 2-D convolutions and
-    attentions written by hand it has, whether its own code computes gradients, and which batch transfer hooks are the
-    user's."""
+    """Return whether the model is compiled and channels-last, whether its optimizers are fused, how many 2-D
+    convolutions and hand-written attentions it has, whether its own code computes gradients, and which batch transfer
+    hooks the user overrides."""
     module = trainer.lightning_module
     if module is None:
         return {}

@@ -28,7 +28,7 @@ class LiveSite:
         self.recorded: Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]] = {}
         self.changed_sizes: list[Mapping[int, int]] = []
         self.step_bytes: int | None = None
-        """The most device memory that tensors took in the first step; None: not known."""
+        """Peak device memory of tensors in the first step, in bytes; None if unknown."""
         self.groups = BatchGroups()
         self.graph_passes: list[Callable[[Any], Any]] = []
         self.graph_steps: Callable[[bool], Applied] = lambda _asked: Applied(undo=lambda: None)

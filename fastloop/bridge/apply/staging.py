@@ -1,4 +1,4 @@
-"""A batch's way to training_step: the precision's input type, the user's hooks, the transfer, conversions by rungs.
+"""Prepares batches for training_step: the precision's input type, the user's hooks, the transfer, rungs' conversions.
 
 Lightning does all of this when the batch is due. With a device feed, everything up to and including the transfer
 happens ahead of time, and only the rest when the batch is due.
@@ -31,7 +31,7 @@ class Staging:
         self.conversions: list[Callable[[Any], Any]] = []
         """Applied to each batch on the device, in training and evaluation."""
         self.to_floats: Callable[[Any], Any] | None = None
-        """Converts train batches that reach the device as bytes to floats."""
+        """Converts to floats the train batches that reach the device as bytes."""
         self._pinned: Mapping[str, Any] | None = None
         """Pinned-tensor counts of the first train batch sent to the device; None before it."""
         self._seen: Counter[str] = Counter()
@@ -49,7 +49,7 @@ class Staging:
         return feed
 
     def retire_feeds(self) -> None:
-        """Make the feeds only pass batches through from their next start on."""
+        """From their next start on, make the feeds only pass batches through."""
         for feed in self.feeds:
             feed.retired = True
             self._seen.update(feed.seen)
@@ -64,8 +64,8 @@ class Staging:
         return bool(self.feeds) and self.trainer.state.stage == "train"
 
     def take_over_first_hook(self, is_ahead: Callable[[], bool]) -> Undo:
-        """Make Lightning's call of on_before_batch_transfer skip batches on which `stage` ran the hook, and windows,
-        whose batches get it separately."""
+        """Make Lightning's call of on_before_batch_transfer skip batches on which `stage` has already run the hook, and
+        windows, because the hook runs on each of their batches."""
         name = "on_before_batch_transfer"
         owner = read_facts.find_hook_owner(self.trainer, name)
         if self._before_transfer is not None or owner is None:
@@ -147,7 +147,7 @@ class Staging:
         }
 
     def count_ahead(self) -> Mapping[str, Any]:
-        """Count the batches that came through feeds, those that were ready before their request, and the bytes."""
+        """Count the batches from feeds, those that were ready before they were requested, and the bytes."""
         seen = self._count_fed()
         return {key: seen[key] for key in ("batches", "ahead_batches", "copied_bytes")}
 
@@ -170,8 +170,8 @@ def set_attribute(owner: Any, name: str, value: Any) -> Undo:
 
 
 class StandsFor(partial[Any]):
-    """A call of ours in the place of a method. Copies and pickles of its owner hold the method itself: they have no
-    part in this run."""
+    """Our replacement for a bound method. Copies and pickles of its owner get the original method, because they are not
+    part of this run."""
 
     _method: Any
 

@@ -1,4 +1,4 @@
-"""Validation loaders that a rung's engine replaces, if requested. They come before the train loader is known."""
+"""Replaces validation loaders with a rung's engine, if requested. They arrive before the train loader is known."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ValidationLoaders:
         self._why: str | None = None
 
     def change(self, loader: Any) -> Any:
-        """A replacement whose batches the engine makes; the loader itself if the rung has no engine for it, or, with a
-        warning, if that is impossible."""
+        """Return a replacement whose batches the engine makes; the loader itself if the rung has no engine for it, or
+        (with a warning) if replacing it fails."""
         loader = next((own for ours, own, _ in self._made if ours is loader), loader)
         others = [self._site.module, *self._site.trainer.callbacks]
         try:
@@ -66,7 +66,7 @@ class ValidationLoaders:
         return counts | {"validation_why_plain": next(filter(None, whys), None)}
 
     def give_back(self) -> None:
-        """Let the user's loaders load without an engine from their next start on, and hand them back to Lightning."""
+        """Hand the user's loaders back to Lightning; ours load without an engine from their next start on."""
         known = {id(ours): own for ours, own, _ in self._made}
         for ours, _, engine in self._made:
             ours.engine = None
