@@ -228,7 +228,7 @@ def _divide(step: StepParts, exchange: Exchange | None, drained: bool | None) ->
     rest = max(0.0, room - sync - (blocked or 0.0) - launch)
     unseen = _find_unseen(step, rest)
     busy = rest - unseen
-    if source != "trace" and not sync:  # a queue that is full once the step is issued ran empty during it
+    if source != "trace" and not sync:  # the queue had work once the step was issued, but ran empty during it
         sync = _compute_explained_share(step, unseen)
         unseen -= sync
         source = read_activity(step.measured)[1] if sync else source
@@ -239,9 +239,9 @@ def _divide(step: StepParts, exchange: Exchange | None, drained: bool | None) ->
 def _works_in_turns(step: StepParts, inside: Inside, drained: bool | None) -> bool:
     """Whether a GPU's own work takes most of a step, by its counters or a trace, and nothing else hides it.
 
-    Worker processes and a host that launches without pause work beside the GPU: where they do not keep up, faster
-    kernels only wait longer. Callbacks, the loop and batches made in this process come in turn with the GPU's work if
-    it still has some when the host has launched everything.
+    Worker processes, and a host that launches without pause, work in parallel with the GPU: if they do not keep up,
+    faster kernels only wait longer. Callbacks, the loop and batches made in this process alternate with the GPU's work
+    if it still has some when the host has launched everything.
     """
     known = read_activity(step.measured)[0] is not None or inside.source == "trace"
     if not step.on_gpu or not known or inside.busy < MOSTLY_BUSY * step.step_ms:
@@ -258,8 +258,8 @@ def _compute_explained_share(step: StepParts, idle: float) -> float:
     """Return the part of some idle time that synchronizing lines explain: their cost if measured, otherwise no more
     than the device works.
 
-    A host waits for the device as long as that works, and that is what it would save by not waiting. Where it then
-    still launches more slowly than the device works, the rest of the idle time is due to launches.
+    The host waits for as long as the device works, so that is the most it would save by not waiting. If it would then
+    still launch more slowly than the device works, the rest of the idle time is due to launches.
     """
     lines = list_syncing_lines(step.measured)
     if not lines:
@@ -300,7 +300,7 @@ def _find_blocked(step: StepParts) -> float | None:
 
 
 def _find_thread_waits(step: StepParts, off: float) -> float:
-    """Return the part of the time off the CPU in which torch's other threads waited for a crowded CPU, at most.
+    """Return at most how much of the time off the CPU torch's other threads spent waiting for a crowded CPU.
 
     Such waits take about the same share of forward, backward and optimizer, but the user's code sleeps in the forward.
     """
@@ -364,7 +364,7 @@ def _find_unseen(step: StepParts, rest: float) -> float:
     """Return how long the device was idle in the time without an owner. A queue that is full in most steps hides the
     steps in which it is not.
 
-    Below `WORTH_NAMING_PCT` it is only the difference between a clock and a counter.
+    Idle time below `WORTH_NAMING_PCT` counts as 0: it is only the difference between a clock and a counter.
     """
     active, source = read_activity(step.measured)
     if active is None or (source == "nvml" and _is_starved(step)):

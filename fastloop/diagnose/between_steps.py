@@ -91,7 +91,7 @@ def describe_pauses(step: Attribution, hidden: Sequence[Finding]) -> str | None:
     most = f"they may explain most of {' and '.join(names)}, so no per-step cost is given; " if names else ""
     return (
         f"{steps} of {seen.steps} steps were so long that they add {step.format_ms(step.pauses_ms)}{usual}: {most}"
-        "no rung helps with this: train longer, so that single pauses weigh less"
+        "no rung helps with this: train longer, so that single pauses matter less"
     )
 
 

@@ -35,9 +35,10 @@ from fastloop.records.readings import (
 UNEXPLAINED = "BUSY, NOT FAST"
 """The headline of device work that only a trace can explain."""
 HELPLESS = (UNEXPLAINED, f"{UNEXPLAINED}: SMALL KERNELS")
-"""Headlines of device work that no rung helps with, and hardly any advice."""
+"""Headlines of device work that no rung helps with, and for which there is hardly any advice."""
 MOST = 0.8
-"""Of an optimizer's time: from here on no milliseconds are given, for copies are not quite like its parameters."""
+"""If the fused form saves at least this share of the optimizer's time, no milliseconds are given, because the copies on
+which it was timed are not quite like the parameters."""
 
 
 def find_fp32_math(step: Attribution, rungs: Rungs) -> Finding | None:
@@ -108,7 +109,8 @@ def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
 
 
 def find_padding(step: Attribution, _rungs: Rungs) -> Finding | None:
-    """Tokens that an attention mask hides, and the device computes all the same. On a GPU others own the time."""
+    """Find padding: tokens that the attention mask hides but the device computes anyway. On a GPU, other findings own
+    this time."""
     every, real = to_number(step.measured.tokens_per_s), to_number(step.measured.unpadded_tokens_per_s)
     spent = step.device_ms if step.on_gpu else step.sum_ms("forward", "backward")
     if not every or real is None or spent is None:
@@ -126,7 +128,7 @@ def find_padding(step: Attribution, _rungs: Rungs) -> Finding | None:
 
 
 def _find_slow_optimizer(step: Attribution, rungs: Rungs) -> Finding | None:
-    """One whose fused form would save much of the step, or a Python loop of the user's own."""
+    """Find an optimizer whose fused form would save much of the step, or one that is not torch's and not fused."""
     spent = step.parts_ms.get("optimizer", 0.0)
     own, saved_ms = step.measured.evidence.get(OPTIMIZER, {}).get("own", []), min(spent, read_fusing_ms(step.measured))
     saves = step.to_pct(saved_ms) >= CPU_WORTH_PCT

@@ -10,7 +10,8 @@ from fastloop.diagnose.remedies import Remedy
 from fastloop.records.plan import Finding
 
 ORDINARY_MS = 0.25
-"""Milliseconds per step that any loop needs to fetch a batch, to move it, or for progress bar and logger: not named."""
+"""Milliseconds per step that any loop needs to fetch a batch, move it, or update progress bar and logger. A smaller
+cost is not named."""
 NO_GAIN_PCT = 3.0
 """If a trial without a cost is at most this much faster, the cost is not a bottleneck."""
 TITLES = {
@@ -29,7 +30,8 @@ TITLES = {
     "checkpoint": "HELD UP BY CHECKPOINTS",
     "epoch_gap": "HELD UP BETWEEN EPOCHS",
 }
-"""A bottleneck's default headline. Short enough for a terminal with 40 columns, mostly with its share behind it."""
+"""A bottleneck's default headline. Short enough for a terminal with 40 columns, in most cases together with the share
+after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,8 @@ def weigh(
 
     Args:
         measured_pct: the gain of a trial without the cost; 3 % or less means that it is not a bottleneck.
-        most_pct: upper limit of the estimated gain: that of a trial that removed more than this cost, or of a part.
+        most_pct: upper limit of the estimated gain: the gain of a trial that removed more than this cost, or the gain
+            from removing only a part of it.
         bound: `ms` is only an upper bound, from which no gain can be derived.
         worth_pct, least_ms: smallest share of the step and smallest time to name.
     """

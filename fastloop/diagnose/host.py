@@ -15,13 +15,15 @@ TINY_PCT = 15.0
 TRANSFER_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 SCHEDULER = ("lr_scheduler_step",)
 ASIDE = 2 / 3
-"""Of a forward: work without gradients that is clearly more than layers without weights or a cheap backward."""
+"""Work without gradients is named from this share of the forward: less may come from layers without weights or with a
+cheap backward."""
 ASIDE_OF_CONVOLUTIONS = 0.9
-"""The same where the model convolves: a first convolution and its pooling take 5 times as long forward as backward."""
+"""The same for a model with convolutions: a first convolution and its pooling take 5 times as long forward as
+backward."""
 BARS = ("self.log(prog_bar=True)", "progress bar")
 """Labels of synchronizations in which Lightning reads values for progress bars."""
 MOST_LOOP_MS = 2.0
-"""More than this between a step's hooks is not the loop that Lightning runs for every training."""
+"""More time than this between a step's hooks is not just Lightning's own loop."""
 WORTH_SAYING = 0.1
 """Smallest share of ``host_other`` that is listed separately."""
 LEAVE_CPUS = Remedy(
@@ -234,8 +236,9 @@ def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
 
 
 def _find_aside(step: Attribution) -> float:
-    """What the forward takes beyond the backward, but for sleep, where that is most of it: the backward of some work
-    takes as long as the work, or longer."""
+    """Return by how much the forward exceeds the backward, not counting sleep, if that is most of the forward;
+    otherwise 0. A backward takes at least as long as the work it belongs to, so the excess is work without
+    gradients."""
     forward, backward = step.parts_ms.get("forward", 0.0), step.parts_ms.get("backward", 0.0)
     asleep = (step.inside.blocked if step.inside else None) or 0.0
     more, seen = forward - backward - asleep, step.measured
@@ -246,7 +249,7 @@ def _find_aside(step: Attribution) -> float:
 
 
 def find_anomaly_mode(step: Attribution) -> Finding | None:
-    """Find the autograd engine's debugging mode, named however little of its cost is known.
+    """Find the autograd engine's anomaly mode, which is named even if its cost is unknown.
 
     On the CPU the forward's time beyond the backward is a lower bound: the traces are taken in the forward, and without
     them the backward takes longer.

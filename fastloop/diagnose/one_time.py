@@ -1,7 +1,7 @@
 """Findings about repeated compiles, which should happen once, and about rungs that make the run slower.
 
-Both come first in a summary, no matter what else slows the run down: a rate that leaves out the compiles, or without
-anything to compare with, would hide that the run became slower.
+Both come first in a summary, no matter what else slows the run down: a rate that leaves out the compiles, or that has
+nothing to compare with, would hide that the run became slower.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def find_slowdown(seen: Measurement, verdicts: Sequence[Verdict]) -> Finding | N
 
 
 def _find_worker_loss(seen: Measurement, active: Sequence[Verdict]) -> Finding | None:
-    """Find worker processes of a rung's that make batches slower to get than to make."""
+    """Find a rung's worker processes if taking a batch from one takes longer than making it."""
     step_ms = read_step_ms(seen)
     for verdict in active:
         loss = (seen.evidence.get(verdict.rung) or {}).get("loss_ms") or (None, None)
@@ -121,7 +121,7 @@ def _find_worker_loss(seen: Measurement, active: Sequence[Verdict]) -> Finding |
 
 
 def _compute_share_pct(seen: Measurement, more_ms: float) -> float | None:
-    """Return the share of a step in percent; of a batch, only forward and backward have become slower."""
+    """Return the slowdown in percent of a step, at most forward and backward: only these have become slower."""
     step_ms = read_step_ms(seen)
     parts = [ms for part in ("forward", "backward") if (ms := to_number(seen.parts_ms.get(part)))]
     if not step_ms:
@@ -131,7 +131,8 @@ def _compute_share_pct(seen: Measurement, more_ms: float) -> float | None:
 
 
 def _read_look(looked: Mapping[str, Any], rungs: list[str]) -> Slowdown | None:
-    """Read the result of batches with and without these rungs; the margin is the one that switches a rung off."""
+    """Read the comparison of batches with and without these rungs; None unless it is slower with them, by the margin at
+    which a rung is switched off."""
     keys = ("with_ms", "without_ms", "low_ms", "high_ms", "n")
     with_ms, without_ms, low_ms, high_ms, n = (to_number(looked.get(key)) for key in keys)
     if with_ms is None or without_ms is None or low_ms is None or high_ms is None or n is None:

@@ -59,8 +59,8 @@ class Rungs:
         return card.patch(seen), card.does if isinstance(card.does, str) else card.does(seen)
 
     def _explain_idle(self, rungs: Sequence[str]) -> list[str]:
-        """Say which of these enabled rungs had no effect, and of which that is unknown; with the reason if it is one.
-        The reasons of several stand with their verdicts."""
+        """Name the enabled rungs among these that had no effect, and those whose effect is unknown. Give the reason
+        only for a single rung; verdicts.json has the others."""
         texts = []
         for took, state in ((False, "on but had no effect"), (None, "on, but whether it had an effect is unknown")):
             found = [known for rung in rungs if (known := self.verdicts.get(rung)) is not None and known.took is took]
@@ -86,7 +86,7 @@ class Rungs:
         return None
 
     def name_number(self, cause: str) -> str | None:
-        """Return the full name of the number of an enabled rung against this cause: ``rungs.workers.count``."""
+        """Return the full key of the number that an enabled rung against this cause has: ``rungs.workers.count``."""
         numbers = ((rung, self.cards[rung].tunes) for rung in self.list_against(cause) if rung in self.enabled)
         return next((f"rungs.{rung}.{number.field}" for rung, number in numbers if number is not None), None)
 
@@ -101,7 +101,7 @@ class Rungs:
         return sorted((rung for rung in places if cause in places[rung]), key=lambda rung: places[rung][cause])
 
     def is_available(self, seen: Measurement, rung: str) -> bool:
-        """Whether a rung is off, may apply here, pays, and is not in the script already.
+        """Whether a rung is off, may apply and pay off in this run, and is not already in the script.
 
         ``evidence["refused"]`` lists the rungs whose plan refuses the run's loader.
         """

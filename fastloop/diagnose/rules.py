@@ -37,8 +37,8 @@ RULES: Mapping[str, Rule] = {
 def list_findings(
     seen: Measurement, cards: Cards, enabled: tuple[str, ...] = (), verdicts: Sequence[Verdict] = ()
 ) -> tuple[Finding, ...]:
-    """List bottlenecks in order of the share of the step that they or, with others, their patch is about, each with its
-    headline; `none` if there is none to name.
+    """List findings with their headlines, by their share of the step, largest first; `none` if nothing is worth naming.
+    Findings with the same patch are ranked by their combined share.
 
     Alarms come first: a fit that died, for which no patch is proposed; anomaly mode; repeated compiles; a rung that
     makes the run slower. Growing memory comes last, since it costs no time until it runs out.
@@ -83,8 +83,8 @@ def _apply_rules(step: Attribution, rungs: Rungs) -> list[Finding]:
 
 
 def _join_by_patch(found: list[Finding], *, has_died: bool) -> list[Finding]:
-    """Sort by the share of all findings that have the same patch: it shortens the step by more than a larger finding's
-    patch may. The first of these says so, unless no patch is proposed because the fit died."""
+    """Sort by the combined share of the findings that have the same patch, which may save more than the patch of a
+    larger finding. The first of them names the others, unless no patch is proposed because the fit died."""
     groups: dict[str, list[Finding]] = {}
     for number, finding in enumerate(found):
         key = str(number) if finding.patch is None else json.dumps(finding.patch, sort_keys=True)

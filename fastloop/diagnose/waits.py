@@ -28,7 +28,7 @@ DECODING, MOSTLY_DECODING, PICKING = "decoding", "mostly_decoding", "picking"
 """Causes for rungs that decode less: the first if worker processes alone would not keep up, the second if in addition
 decoding is most of the work for an image. The third is for rungs that pick the rows of a batch at once."""
 MOSTLY = 2 / 3
-"""Share of the time for making a batch."""
+"""Decoding is most of the work if it takes at least this share of the time for making a batch."""
 SAYS = {"trials": "measured by trials with and without it", "trace": "traced", "marks": "timed"}
 
 
