@@ -223,7 +223,8 @@ class _WorkingTree:
         return moved
 
     def _move_word(self, word: str, other: Path) -> str:
-        """Keep relative paths, which start at the folder in which the script runs, unless that folder is outside."""
+        """Return a word of the command with its path moved to the other tree. A relative path stays as it is if the
+        script runs inside the working tree."""
         key, equals, value = word.partition("=") if "=" in word else ("", "", word)
         path = Path(value)
         inside = Path.cwd().resolve().is_relative_to(self.top)

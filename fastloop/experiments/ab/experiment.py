@@ -1,4 +1,4 @@
-"""Running an A/B: trains the arms in alternation and compares them.
+"""Runs an A/B: trains the arms in alternation and compares them.
 
 All decisions follow from the files of finished runs, so an experiment that was stopped continues where it was and
 repeats no finished run.
@@ -69,7 +69,7 @@ class Side:
     runs: dict[int, Trial] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)
     planned: Parity | None = None
-    """The parity class of its plan, until it has run; None if it was not planned alone."""
+    """The parity class of a plan made without training, used until the arm has run; None if there is no such plan."""
     failed: Trial | None = None
     gradient: Gate | None = None
 
@@ -175,7 +175,7 @@ class Experiment:
 
     def _prepare(self) -> None:
         """Run the base once without counting it: this fills the page cache for all arms and shows how long a run must
-        be. For arms that change the batch, such a run shows how many of their steps see as many samples."""
+        be. For arms that change the batch, such a run shows how many of their steps see the same number of samples."""
         auto = self.settings.steps is None
         first = self.settings.first_steps or self.settings.steps
         pilot_steps = self.settings.warmup + PILOT_STEPS if auto else first

@@ -39,7 +39,7 @@ def split_by_effect(trials: Sequence[Trial]) -> tuple[tuple[str, ...], dict[str,
 
 
 def regroups(trial: Trial) -> bool:
-    """Whether its optimizer steps run in micro-batches other than the loader's batches."""
+    """Whether a trial's optimizer steps run in micro-batches other than the loader's batches."""
     return ladder.regroups([step.rung for step in load_plan(trial.run_dir).planned])
 
 

@@ -27,7 +27,7 @@ DEVICES = {"device_name": "device", "devices": "number of devices"}
 """Hardware properties that may differ between arms on purpose, and their names in messages."""
 CHOOSE_DEVICES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
 VARIABLES = ("CUDA_", "NCCL_", "NVIDIA_", "TORCH_", "PYTORCH_", "OMP_", "MKL_")
-"""How environment variables begin that change numbers or speed; others name a rank or a job."""
+"""Prefixes of the environment variables that change numbers or speed; others name, for example, a rank or a job."""
 _TOLD_TO_END = re.compile(r"SIGTERM|terminated with code (-15|143)\b")
 
 
@@ -98,7 +98,7 @@ def summarize_arm(side: Side) -> ArmResult:
         peak_gib=middle(seen.peak_gib for seen in kept),
         global_batch=middle(seen.global_batch for seen in kept),
         compile_s=max((seen.one_time_s.get("compile") or 0.0 for seen in kept), default=None),
-        planned_steps=side.arm.config().run.max_steps if side.arm.plans_alone else None,  # of a script it is unknown
+        planned_steps=side.arm.config().run.max_steps if side.arm.plans_alone else None,  # unknown for a script
         failed=None if side.failed is None else side.failed.cause,
     )
 
@@ -203,8 +203,8 @@ _Settings = tuple[str, int, Mapping[str, Any]]
 
 
 def list_mixed_settings(sides: Sequence[Side]) -> list[str]:
-    """Say which of torch's flags and which environment variables differ between the runs, and where they have which
-    value: code of an arm may set TF32, and a resumed experiment may run under other variables."""
+    """Say which torch flags and environment variables differ between the runs, and which runs have which value: an
+    arm's code may set TF32, and a resumed experiment may run with other variables."""
     flags, variables = list[_Settings](), list[_Settings]()
     for side in sides:
         for number in sorted(side.runs):

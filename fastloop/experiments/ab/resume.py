@@ -1,4 +1,4 @@
-"""Checks that a resumed experiment is the one that began here: rates of two machines or versions do not compare.
+"""Checks that a resumed experiment is the one that began here: rates of two machines or versions cannot be compared.
 
 An unknown value (``None``, such as the driver on a machine without a GPU) never counts as different.
 """

@@ -11,9 +11,9 @@ from fastloop.experiments.ab.experiment import Side
 from fastloop.experiments.ab.resume import BASE, name_folder
 
 SHARED = {
-    "run.seed": "run i of every arm trains with run.seed + i; write it for all: as KEY=VALUE",
+    "run.seed": "run i of every arm trains with run.seed + i; set it for all arms as KEY=VALUE",
     "run.max_steps": "all arms see the same number of samples; write --steps",
-    "run.resume": "all arms start alike; write it for all: as KEY=VALUE",
+    "run.resume": "all arms start alike; set it for all arms as KEY=VALUE",
 }
 """Keys that a single arm cannot change, with the reason."""
 
@@ -39,7 +39,7 @@ def list_sides(arms: Sequence[Arm], *, aa: bool) -> list[Side]:
             raise ConfigError(
                 got=f"--vs {arm.name}",
                 why="it changes nothing, so both arms are the same training",
-                do="switch something, such as --vs amp; or use --aa for an A/A test",
+                do="change something, such as --vs amp; or use --aa for an A/A test",
             )
         twin = next((other.name for other in arms[1:number] if not changes(other.config(), arm.config())), None)
         if twin is not None and not aa:

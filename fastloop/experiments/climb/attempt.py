@@ -186,14 +186,14 @@ class _Screen:
         return None
 
     def _drop_idle(self, row: Attempt) -> Attempt:
-        """Leave out the rungs that have no effect here."""
+        """Leave out the rungs that had no effect."""
         rungs, idle = self._split_idle()
         name = "+".join(rungs) if self.candidate.whole else row.rung
         return dataclasses.replace(row, patch={"rungs": rungs}, rung=name, idle=idle)
 
     def _split_idle(self) -> tuple[Stack, dict[str, str]]:
-        """Return the patch without rungs of no effect, and these with the reason: those of a ladder, and those of the
-        stack that lose their effect by this rung."""
+        """Return the rungs of the patch, and the rungs that had no effect, with the reason. A ladder's own idle rungs
+        are left out of the patch; rungs of the stack that this rung makes ineffective are switched off by it."""
         rungs: Stack = self.prediction.patch["rungs"]
         inactive = self.runs["arm"][-1].inactive
         if self.candidate.whole:
@@ -222,8 +222,8 @@ class _Screen:
         return dataclasses.replace(self._drop_idle(row), costs=self._read_costs()) if ended == "kept" else row
 
     def _check_parity(self, both: Sequence[tuple[Result, Result]]) -> Outcome:
-        """Compare ledgers and gradients; gradients only in the confirmation, which compares them anyway, if the budget
-        has time for that alone."""
+        """Compare ledgers and gradients. If the budget has time for the confirmation but not for both, leave the
+        gradients to the confirmation, which compares them anyway."""
         context, runner = self.context, self.context.runner
         stack = context.known.stack
         arm = apply_patch(stack, {"rungs": self._split_idle()[0]})
@@ -245,7 +245,7 @@ class _Screen:
         """Return the costs of the stack with the candidate."""
         arms, now_ms, then = self.runs["arm"], _average_step_ms(self.runs["arm"]), self.prediction.then
         rests = [result.rest_ms for result in arms if result.rest_ms is not None]
-        # A trial told whether launches limit it without loading; otherwise take what the runs themselves show.
+        # A trial without loading has shown whether launches are the limit; otherwise take what the runs show.
         costs = (then or Costs(now_ms=now_ms, launch_bound=arms[-1].launch_bound)).but(
             now_ms=now_ms,
             outside_ms=fmean([result.outside_ms for result in arms]),
@@ -258,7 +258,8 @@ class _Screen:
         return drop_absurd(costs.but(replayed_ms=fmean(rests)) if costs.beside and rests else costs)
 
     def end(self, ended: End, why: str, outcome: Outcome | None = None) -> Attempt:
-        """Return its row of ``climb.json``. Later calls decide by ``try``, ``ended``, ``at`` and ``rates``."""
+        """Return the attempt's row of ``climb.json``. Later calls decide by its ``try``, ``ended``, ``at`` and
+        ``rates``."""
         candidate, prediction = self.candidate, self.prediction
         base, arm = ([result for result in self.runs[side] if _is_measured(result)] for side in ("base", "arm"))
         both = min(len(base), len(arm))

@@ -23,8 +23,8 @@ class ClimbBudget:
     """Seconds of wall-clock time, counted from now.
 
     Attributes:
-        reserves_s: seconds to keep for the last step, by how well it is done. The most of these that is left is kept;
-            if none is, the whole budget goes to the steps before it.
+        reserves_s: seconds that the last step would take, one figure for each way to do it. The largest that still fits
+            is kept for it; if none fits, the whole budget goes to the steps before it.
     """
 
     def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,7 +35,7 @@ class ClimbBudget:
         return self._clock() - self._begun
 
     def reserve(self, *seconds: float) -> None:
-        """Keep time for the last step: the most of these that is left, or none."""
+        """Keep time for the last step: the largest of these that still fits, or none."""
         self.reserves_s = seconds
 
     def left_s(self) -> float:

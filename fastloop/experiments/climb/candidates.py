@@ -30,7 +30,7 @@ BROKEN: tuple[End, ...] = ("parity", "crashed")
 LADDER, WITHOUT = "ladder-", "without-"
 """Prefixes of keys: of shipped ladders that are tried as a whole, and of rungs that are removed again."""
 ON_TOP = "+"
-"""Between the names of a ladder and of the rungs on top of it."""
+"""Stands between the names of a ladder and of the rungs on top of it."""
 LOST_PCT = -50.0
 """Gain in percent of the step: a rung predicted to fall below it is not retried, alone or with its ladder."""
 CHANGES_TRAINING: Parity = "changes-training"
@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def ladder(self) -> str | None:
-        """The shipped ladder that it is, or is the rest of."""
+        """The name of the shipped ladder that this is, or is the rest of; None for other candidates."""
         return self.key.removeprefix(LADDER) if self.whole and ON_TOP not in self.key else None
 
     @property
@@ -82,7 +82,7 @@ class Start:
     cpus: int = 1
     """CPUs for each rank."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Rungs whose plan would refuse them, as the training without them already shows, with the reason."""
+    """Rungs that a plan would refuse, judging by the training without them, with the reason."""
     micro_batch: int | None = None
     """Samples of a loader batch on one rank."""
     rank_batch: int | None = None
@@ -90,9 +90,9 @@ class Start:
     image_files: bool = False
     """The samples come from image files."""
     may_keep_workers: bool = False
-    """Its loader has workers of its own, which could stay between epochs."""
+    """The loader has workers of its own, which could stay between epochs."""
     may_have_more_workers: bool = False
-    """Its loader has workers of its own, which others could replace."""
+    """The loader has workers of its own, which others could replace."""
     ladders: Mapping[str, Stack] = field(default_factory=dict)
     """Shipped ladders by name: rungs that pay together. Each is tried as a whole before the single rungs."""
     times_loader: bool = True
@@ -141,7 +141,7 @@ def choose(known: Position) -> Candidate | str:
                     continue
                 allowed = not variant.changes_training or CHANGES_TRAINING in known.start.allow
                 if allowed and _is_open(candidate, known):
-                    # What the start shows to be refused is the rung with its plain settings.
+                    # The start shows only that the rung is refused with its plain settings.
                     plain = None if variant.theirs else known.start.refused.get(rung)
                     refused = candidate.refused or plain
                     return dataclasses.replace(candidate, refused=refused)
@@ -167,8 +167,8 @@ def list_ladders(start: Start) -> dict[str, Stack]:
 
 
 def _list_theirs(start: Start) -> dict[str, list[Variant]]:
-    """List by rung how it changes what the start's loader does already. A ladder by name keeps the start's workers
-    between epochs by itself."""
+    """List, by rung, the variants that change what the start's loader already does. A ladder given by name keeps the
+    start's workers between epochs by itself."""
     state = ClimbState(
         gaps_count=start.may_keep_workers,
         may_keep_workers=start.may_keep_workers,
@@ -178,7 +178,8 @@ def _list_theirs(start: Start) -> dict[str, list[Variant]]:
 
 
 def list_bundles(known: Position) -> dict[str, Stack]:
-    """List the largest shipped ladder with the variants on top that pay together, if the start offers several."""
+    """Return the largest shipped ladder with the variants on top that pay together, if the start offers several of
+    these; otherwise nothing."""
     for name, stack in list_ladders(known.start).items():
         state = dataclasses.replace(make_climb_state(known), stack=stack)
         offered = [(rung, variant) for rung, card in collect_cards().items() for variant in card.list_variants(state)]
@@ -200,8 +201,8 @@ def make_ladder(name: str, stack: Stack) -> Candidate:
 
 
 def _choose_ladder(known: Position) -> Candidate | None:
-    """Choose the fastest open ladder, or the shortest of several equally fast ones, until one is kept: all others are
-    slower. Rungs that broke the training also break it together with others."""
+    """Choose the fastest open ladder, or the shortest of several equally fast ones; None once something is kept, since
+    all other ladders are slower. Rungs that broke the training also break it together with others."""
     if known.height:
         return None
     ladders = list_bundles(known) | list_ladders(known.start)
@@ -216,7 +217,7 @@ def _choose_ladder(known: Position) -> Candidate | None:
 
 
 def _choose_rest(known: Position) -> Candidate | None:
-    """Choose all rungs of a ladder that are not on the stack yet, except those that made the step much longer. Singly
+    """Choose all rungs of a ladder that are not on the stack yet, except those that made the step much longer. Alone
     they did not pay, but together they may, now that the stack has grown."""
     ladders = list_ladders(known.start)
     names = [row.name.removeprefix(LADDER) for row in known.rows if row.kept and row.name.startswith(LADDER)]
@@ -233,7 +234,7 @@ def _choose_rest(known: Position) -> Candidate | None:
 
 
 def _is_broken(candidate: Candidate, known: Position) -> bool:
-    """Whether it contains all rungs of a ladder that broke the training."""
+    """Whether a candidate contains all rungs of a ladder that broke the training."""
     broken = [row.patch["rungs"].keys() for row in known.rows if row.name.startswith(LADDER) and row.ended in BROKEN]
     return any(each <= candidate.patches[0]["rungs"].keys() for each in broken)
 
@@ -254,13 +255,13 @@ def estimate_first_start_s(rungs: Iterable[str]) -> float:
 
 
 def list_replaced(rows: Sequence[Attempt]) -> set[str]:
-    """List rungs of the stack that a later one took the place of; with that one they would have no effect."""
+    """List kept rungs that a later one replaced; together with it they would have no effect."""
     kept = [row for row in rows if row.kept and not row.takes_away]
     return {rung for row in kept for rung in row.patch["rungs"]} - read_stack(kept).keys()
 
 
 def list_idle(rows: Sequence[Attempt]) -> set[str]:
-    """List rungs that were switched on with the last one kept, and had no effect beside it."""
+    """List the rungs that had no effect in the last kept attempt."""
     return next(({*row.idle} for row in reversed(rows) if row.kept), set())
 
 

@@ -1,4 +1,4 @@
-"""Notices a script that ends by itself before the window of a training opens: all later ones must be shorter."""
+"""Notices a script that ends by itself before the window of a training opens: all later trainings must be shorter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastloop.records.card import Stack
 
 
 class EndsSooner(Exception):
-    """The script ended by itself after so many optimizer steps."""
+    """The script ended by itself after `steps` optimizer steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -32,8 +32,8 @@ class HeedingRunner:
     """A Runner that raises `EndsSooner` for the first training with an early end.
 
     Args:
-        runner: does everything.
-        is_news: whether an end after so many steps may be the script's, and is not known yet.
+        runner: does the actual work.
+        is_news: whether an end after this many steps may be the script's own end and is not known yet.
     """
 
     def __init__(self, runner: Runner, is_news: Callable[[int], bool]) -> None:

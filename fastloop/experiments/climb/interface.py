@@ -26,7 +26,7 @@ from fastloop.records.store import decode
 from fastloop.records.trial import LoaderAnswer
 
 HOPELESS = 3.0
-"""What takes this many times as long as the step without it is not run to its end."""
+"""A trial whose steps take this many times as long as without the rung is not run to its end."""
 LAUNCH_BOUND = 0.1
 """Share of a step: if the device finishes a step this soon after the host has issued it, launches are the limit."""
 
@@ -38,7 +38,7 @@ class Result:
     ok: bool = True
     cause: str | None = None
     too_slow: bool = False
-    """It was ended after a few steps, which took longer than asked for."""
+    """It was ended after a few steps, because they took longer than allowed."""
     seconds: float = 0.0
     samples_per_s: float | None = None
     step_ms: float | None = None
@@ -163,7 +163,7 @@ class Runner(Protocol):
         """Return the seconds that this confirmation still needs; its finished runs are found again."""
 
     def reserve(self, *seconds: float) -> None:
-        """Keep time for the last step: the most of these that is left, or none."""
+        """Keep time for the last step: the largest of these that still fits, or none."""
 
     def left_s(self) -> float:
         """Return the seconds that the last step could take."""

@@ -64,7 +64,8 @@ class Climb(Measured):
                 self.save()
 
     def _is_news(self, end: int) -> bool:
-        """Whether the script itself may end after so many steps: not if that is known, or if the start went further."""
+        """Whether the script itself may end after `end` steps: not if its end is already known, or if the start ran
+        longer."""
         return self.ends_at is None and end >= ((self.naive and self.naive.ended_at) or 0)
 
     def _go_on(self) -> str | None:
@@ -120,7 +121,8 @@ class Climb(Measured):
 
     def _measure_ladders(self) -> None:
         """Run the start once with each shipped ladder, to try the fastest first; this run is part of its screen. If one
-        does not fit into the budget, the others still run. After the first, time is kept for its screen and proof."""
+        does not fit into the budget, the others still run. Once one was faster, time is kept for its screen and
+        proof."""
         spent, keeps = None, False
         ladders = {} if self.stack else list_bundles(self.known) | list_ladders(self.start)
         for name, stack in ladders.items():
@@ -151,8 +153,8 @@ class Climb(Measured):
             raise spent
 
     def _keep_time_for(self, stack: Stack, result: Result) -> bool:
-        """Keep time for the screen and the proof of a ladder that was faster in its first run. Returns whether there is
-        as much."""
+        """Keep time for the screen and the proof of a ladder that was faster in its first run. Returns whether that
+        much is left."""
         now_ms = self.known.costs.now_ms
         if not result.ok or not result.step_ms or result.step_ms * APART > now_ms:
             return False
@@ -203,7 +205,7 @@ class Climb(Measured):
         return f"confirm-{count_kept(self.rows) + (top is not None)}{'-short' if short else ''}{of_steps}"
 
     def _choose_confirm_length(self, top: Top | None = None, *, short: bool = False) -> Length:
-        """Choose the length of its runs; `short` windows show large differences only."""
+        """Choose the length of the confirmation's runs; `short` windows show only large differences."""
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
         stack, costs = top or (self.stack, self.costs)
         slow_ms, how = max(self.naive.step_ms, costs.now_ms), {"screen": short, "fill_read": short or costs.fill_read}
@@ -211,7 +213,7 @@ class Climb(Measured):
         return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS)).up_to(self.ends_at)
 
     def _estimate_confirmation_s(self, top: Top | None = None, *, short: bool = False, cold: bool = False) -> float:
-        """Return the seconds that the rest of the confirmation takes, of the current top or of another. The gradient
+        """Return the seconds that the rest of the confirmation takes, for the current top or another one. The gradient
         check of a stack that was not checked before starts `cold`: with deterministic kernels it compiles anew."""
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
         took, costs = self._choose_confirm_length(top, short=short), self.costs if top is None else top[1]

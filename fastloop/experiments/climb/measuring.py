@@ -183,8 +183,8 @@ class Measured:
             if longer != took:
                 return self._run_naive(f"{at}-longer", longer, what, need_s)
         if result.ok and not result.step_ms and result.ended_at and result.queued >= result.ended_at:
-            kept = f"the {result.queued} batches that its loader keeps ready"
-            why = f"its {result.ended_at} steps are no more than {kept}"
+            kept = f"{result.queued} batches ready, so no rate could be measured"
+            why = f"it trained {result.ended_at} steps, but its loader already had {kept}"
             raise BaseFailed(dataclasses.replace(result, cause=why))
         if not result.ok or not result.step_ms:
             raise BaseFailed(result)
@@ -240,8 +240,8 @@ class Measured:
         return result
 
     def _doubt_start(self, replayed: Result) -> None:
-        """Measure the start again if its steps took much longer than replayed ones even apart from their wait for data:
-        something else ran at that time, and the lengths of all later trainings would follow from it."""
+        """Measure the start again if its steps, apart from their wait for data, took much longer than replayed ones:
+        something else ran at that time, and the wrong step time would set the lengths of all later trainings."""
         assert self.naive is not None and self.costs is not None
         own_ms, least_ms = self.naive.rest_ms, replayed.core_ms
         if self.costs.beside or not own_ms or not least_ms or own_ms <= APART * least_ms:
@@ -254,8 +254,9 @@ class Measured:
             self.costs = self.costs.but(now_ms=self.naive.step_ms)
 
     def _remeasure(self, variation: Variation, result: Result) -> Result:
-        """Repeat a trial that is slower than the whole it is part of: one of the two was disturbed. If the whole is in
-        doubt, measure that again first. If the trial stays slower, count it as equally fast and note that."""
+        """Repeat a trial that is slower than the whole step it is a part of: one of the two was disturbed. If the whole
+        step is in doubt, measure that again first. If the trial stays slower, count it as equally fast and note
+        that."""
         key = variation + (TOP if self.stack else "")
         self.notes.pop(key, None)
         if self._compare_with_whole(result, variation) > ABOVE:

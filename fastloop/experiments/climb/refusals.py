@@ -1,4 +1,4 @@
-"""Rungs that a training would refuse, and why, as one without them already shows. That saves trials."""
+"""Finds the rungs that a plan would refuse, and why, from a training without them. That saves trials."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class ProcessRunner:
         limits = dataclasses.replace(self._begin(what, need_s), slowest_step_s=slowest_ms / 1e3)
         trial = arm.run(what, self.place / at, ask, limits=limits, progress=self._report_progress)
         if not trial.ok and limits.total_s < self._limit_s and trial.seconds >= limits.total_s:
-            forget(trial.run_dir)  # the budget ended it: no result of the training
+            forget(trial.run_dir)  # the budget ended it: not a result of the training
             raise Spent(what)
         self._check_device(trial)
         return read_result(trial)
@@ -188,7 +188,7 @@ class ProcessRunner:
         return sum(need_s for part, need_s in parts.items() if read_finished(self.place / at / part) is None)
 
     def reserve(self, *seconds: float) -> None:
-        """Keep time for the last step: the most of these that is left, or none."""
+        """Keep time for the last step: the largest of these that still fits, or none."""
         self.budget.reserve(*seconds)
 
     def left_s(self) -> float:
@@ -217,7 +217,7 @@ class ProcessRunner:
         self._say(f"{line}; {self.budget.describe_left()}")
 
     def _check_device(self, trial: Trial) -> None:
-        """Raise ConfigError if a trial ran on another device: rates of two machines do not compare."""
+        """Raise ConfigError if a trial ran on another device: rates of two machines cannot be compared."""
         found = trial.measurement
         if trial.ok and found is not None:
             device = found.device_name or found.device

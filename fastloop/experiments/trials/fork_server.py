@@ -64,7 +64,7 @@ class Reply:
 
     pid: int | None = None
     code: int | None = None
-    why: str = "the process that forks is gone"
+    why: str = "the fork server has exited"
 
 
 Message = Greeting | ForkRequest | Reply
@@ -129,7 +129,7 @@ def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, s
         if request.wait is not None:
             answer = Reply(code=os.waitstatus_to_exitcode(os.waitpid(request.wait, 0)[1]))
         elif (threads := count_threads()) != 1:
-            answer = Reply(why=f"the process that forks has {threads} threads")
+            answer = Reply(why=f"the fork server has {threads} threads")
         else:
             pid = os.fork()
             if not pid:

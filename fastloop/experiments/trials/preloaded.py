@@ -30,7 +30,7 @@ OURS = ("fastloop.bridge.fit.dry_run", "fastloop.bridge.trials.ceilings", "fastl
 PATIENCE_S = 120.0
 """Time limit for the server's imports."""
 SLOW_S = 2.0
-"""Imports that take longer are told."""
+"""If the imports take longer than this, a progress line says so."""
 FORKED = "forked"
 
 
@@ -84,8 +84,8 @@ class Server:
         """Wait for the server's greeting and return it; `say` receives a line if that takes long."""
         if self._greeting is None:
             if not select.select([self._socket], [], [], SLOW_S)[0]:
-                say("starting, torch and Lightning are imported first")
-            self._greeting = Greeting(why="nothing could be imported ahead of it")
+                say("starting: importing torch and Lightning first")
+            self._greeting = Greeting(why="the fork server did not start")
             with contextlib.suppress(OSError):
                 self._greeting = receive(self._socket, Greeting)[0] or self._greeting
         return self._greeting
@@ -221,9 +221,9 @@ def _find_early_variable(files: set[Path], folders: Sequence[Path], known: Colle
     """Return a reason not to fork if a program names a variable that it may set before the import that reads it.
 
     Args:
-        files: its first files; their imports are followed.
+        files: the program's first files; their imports are followed.
         folders: the folders of its modules.
-        known: packages that are not part of it.
+        known: packages that are not part of the program.
     """
     waiting = list(files)
     while waiting:

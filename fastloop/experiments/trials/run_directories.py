@@ -110,7 +110,7 @@ def _make(path: Path) -> ClaimedDirectory:
 
 
 def _make_fresh(path: Path) -> ClaimedDirectory:
-    """Create the path, or a numbered one beside it: two runs may start in the same second."""
+    """Create the path, or a numbered one next to it: two runs may start in the same second."""
     parents = _make(path.parent).made
     for count in itertools.count(1):
         fresh = path if count == 1 else path.with_name(f"{path.name}-{count}")
@@ -129,8 +129,8 @@ def _explain_unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a directory against other commands, and return the descriptor whose closing, also by the end of this
-    process, unlocks it; None on a file system without locks.
+    """Lock a directory against other commands, and return the descriptor that unlocks it when closed, also by the end
+    of this process; None on a file system without locks.
 
     Raises:
         ConfigError: another command is using it.

@@ -198,7 +198,9 @@ def list_notes(events: Sequence[ScriptEvent]) -> list[str]:
     said = f"fit was called {len(trained)} times: the first one that trained was measured"
     if all(event.only_rungs for event in trained if not event.measured):
         said += ", and the others were given the same rungs"
-    notes = [f"fastloop stayed out of a fit: {event.why}" for event in events if event.event == "gave_up"]
+    notes = [
+        f"fastloop was disabled for one fit by an error: {event.why}" for event in events if event.event == "gave_up"
+    ]
     notes += [f"the report could not be written: {event.why}" for event in events if event.event == "unwritten"]
     return [said, *notes] if len(trained) > 1 else notes
 
@@ -210,7 +212,7 @@ def explain_unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> s
     if "broken" in last:
         return f"fastloop cannot be imported by the Python of {name}: {last['broken'].why}"
     if "gave_up" in last:
-        return f"fastloop stayed out of {name}: {last['gave_up'].why}"
+        return f"fastloop was disabled in {name} by an error: {last['gave_up'].why}"
     if "constructed" not in last and "fabric" in last:
         return f"{name} uses Lightning's Fabric without a Trainer, so there is no loop to measure"
     if "constructed" not in last and code:

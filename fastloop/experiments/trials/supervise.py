@@ -36,7 +36,7 @@ process counts as computing. An idle background process, such as a watchdog, sta
 SAY_S = 5.0
 """Interval between two progress lines."""
 FIRST_STEPS = 1
-"""A command is compiling, if it does, until this many steps are done."""
+"""Until this many steps are done, a command may be compiling."""
 TOO_SLOW = "its steps take"
 """Begins the cause of a command that was ended because of its slow steps."""
 PACE_STEPS, PACE_TIMES = 3, 3

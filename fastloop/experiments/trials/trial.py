@@ -187,7 +187,7 @@ def describe_dead_rank(run_dir: Path, measurement: Measurement | None) -> str | 
     """Describe which rank's fit did not finish although rank 0's did, and why; None if all finished.
 
     Each rank sends a record to rank 0 and may write a ledger into the directory. A rank that left neither was killed,
-    at the latest after rank 0, which waits for the records, had gone.
+    at the latest once rank 0, which waits for the records, had exited.
     """
     seen = measurement or Measurement()
     ends = {each.get("rank"): each.get("ended_by") for each in seen.ranks}

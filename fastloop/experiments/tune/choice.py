@@ -19,15 +19,15 @@ FEW = 3
 AMPLE = 0.8
 """A loader that needs less than this share of the rest of the step is not the limit."""
 HEADROOM = 0.7
-"""Below this share, it is not the limit even beside a training that also needs CPUs: a climb takes the first such count
-without training."""
+"""Below this share, the loader is not the limit even while a training also needs CPUs: a climb takes the first such
+worker count without training."""
 FASTER = 0.9
 """More workers count as faster only if their loader takes less than this share of the time with fewer."""
 OUT_OF_MEMORY = "out of memory"
 """The reason if a value could not be measured because it needs too much memory."""
 HOPE = 1.5
-"""Workers split the work evenly at best; a count that would still take more than this multiple of the time that is
-enough is not measured."""
+"""A worker count is not measured if, even with the work split evenly, it would take more than this multiple of the time
+that is enough."""
 
 
 def list_tunables() -> dict[str, Tunable]:
@@ -59,7 +59,7 @@ def list_values(
         cpus: CPUs for each rank.
         micro: samples of a loader batch.
         window: loader batches of an optimizer step on one rank.
-        yours: the user's value, which is tried too.
+        yours: the user's value, which is also tried.
     """
     space = SearchSpace(cpus=cpus, micro_batch=micro, batches_per_step=window)
     return tuple(sorted({*list_tunables()[what].values(space), *(() if yours is None else (yours,))}))
@@ -172,7 +172,7 @@ def _explain_failed_base(points: Sequence[Point], base: int) -> str:
 
 
 def _explain_no_value(points: Sequence[Point], base: int, no_values: str) -> str:
-    """Why only the unchanged training was measured."""
+    """Return why only the unchanged training was measured."""
     why = next((each.why for each in points if each.value != base), None)
     if why is None:
         return no_values

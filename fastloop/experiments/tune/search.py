@@ -1,6 +1,6 @@
 """Finds one number of one rung by training with a few values, each in a fresh process.
 
-A search is no proof: each value is trained once, and the best of several looks better than it is.
+A search is not a proof: each value is trained once, and the best of several looks better than it is.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class _Search:
 
     def _train_first(self, variation: Variation) -> KnownTimes | None:
         """Train without the rung; returns None if this gave no step time."""
-        first = self._train(FIRST, "enabled=false", variation=variation, left="then those that it calls for")
+        first = self._train(FIRST, "enabled=false", variation=variation, left="then the values that may be better")
         found = first.measurement or Measurement()
         micro = found.micro_batch or 1
         self._base = self._number.without(SearchSpace(micro_batch=micro))
@@ -303,7 +303,8 @@ def make_point(value: int, trial: Trial, rung: str | None) -> Point:
 
 
 def compute_step_ms(found: Measurement) -> float | None:
-    """Return the time of an optimizer step, from the rate if known: it leaves out batches that queues held before."""
+    """Return the time of an optimizer step, from the rate if known, since that leaves out batches that queues held
+    before."""
     if found.samples_per_s and found.global_batch:
         return 1e3 * found.global_batch / found.samples_per_s
     return found.step_ms.get("mean") or None

@@ -228,7 +228,7 @@ def test_imports_that_take_long_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with ours, theirs:
         assert waiting.greet(answer).why is None and waiting.greet(answer).why is None
-    assert said == ["starting, torch and Lightning are imported first"]
+    assert said == ["starting: importing torch and Lightning first"]
 
 
 def test_a_server_that_is_gone_leaves_trials_as_they_were(script: Path, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_server_that_is_gone_leaves_trials_as_they_were(script: Path, tmp_path
             script.write_text("")
             os.kill(preloaded._server.pid, signal.SIGKILL)
             ended = supervise([sys.executable, str(script)], tmp_path, env=make_environment(os.environ))
-    assert ended.code == 0 and ended.started == "a new interpreter: the process that forks is gone"
+    assert ended.code == 0 and ended.started == "a new interpreter: the fork server has exited"
 
 
 def test_the_server_and_its_trial_end_with_their_owner(tmp_path: Path) -> None:

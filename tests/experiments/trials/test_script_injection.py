@@ -262,7 +262,11 @@ MADE, FIT, BEGAN = event("constructed"), event("fit", measured=True), event("fit
             0,
             "the report of train could not be written: No space left on device",
         ),
-        ([MADE, event("gave_up", why="setup: OSError: no room")], 0, "fastloop stayed out of train: setup: OSError"),
+        (
+            [MADE, event("gave_up", why="setup: OSError: no room")],
+            0,
+            "fastloop was disabled in train by an error: setup: OSError",
+        ),
     ],
 )
 def test_why_nothing_was_measured(events: list[ScriptEvent], code: int, said: str) -> None:

@@ -127,7 +127,7 @@ def test_few_counts_are_trained_with_one_by_one(tuned: Callable[..., Tuned]) -> 
     assert (found.key, found.best, found.as_it_is) == ("rungs.workers.count", 2, 0) and found.failed is None
     assert found.patch == {"rungs": {"workers": {"enabled": True, "count": 2}}}
     assert world.said == [
-        "as-it-is; then those that it calls for",
+        "as-it-is; then the values that may be better",
         "workers-1; at most 1 more after it",
         "workers-2; the last",
     ]
