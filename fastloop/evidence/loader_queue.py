@@ -21,7 +21,8 @@ def count_live_workers(iterator: Any) -> int | None:
 
 
 def count_worker_cpus(iterator: Any) -> int | None:
-    """The fewest CPUs that any of its living worker processes may run on; None if it has none or that is unknown."""
+    """The fewest CPUs that any living worker process of an iterator may run on; None if there is none or that is
+    unknown."""
     pids = [worker.pid for worker in getattr(iterator, "_workers", None) or () if worker.is_alive()]
     found = (_read(lambda pid=pid: len(os.sched_getaffinity(pid))) for pid in pids)  # type: ignore[misc]
     return min((cpus for cpus in found if cpus is not None), default=None)
@@ -42,7 +43,7 @@ def count_owed(iterator: Any) -> int | None:
 
 
 def count_ready(iterator: Any) -> int | None:
-    """Finished batches of its workers that are still in the queue; 0 if it has no workers, None if unknown.
+    """Finished batches of an iterator's workers that are still in the queue; 0 if it has no workers, None if unknown.
 
     Source: as above; of `_task_info`, early arrivals are those that carry their data.
     """
@@ -54,9 +55,9 @@ def count_ready(iterator: Any) -> int | None:
 
 
 def is_next_ready(iterator: Any) -> bool:
-    """Whether its workers have finished the batch that comes next; False if unknown.
+    """Whether an iterator's workers have finished the next batch; False if unknown.
 
-    It has arrived early, or all that was requested is finished: what lies in the queue cannot be looked at.
+    They have if it arrived early, or if everything requested is finished: the batches in the queue cannot be inspected.
     """
     is_early = _read(lambda: len(iterator._task_info[iterator._rcvd_idx]) == 2)
     return bool(is_early) or (bool(count_ready(iterator)) and count_owed(iterator) == 0)
@@ -71,7 +72,7 @@ def find_awaited_worker(iterator: Any) -> Any:
 
 
 def find_death(iterator: Any, error: Exception) -> str | None:
-    """torch's own message about a dead worker, if `error` is a connection that broke with it.
+    """torch's own message about a dead worker if `error` is a connection that broke because of it; otherwise None.
 
     torch reports the death itself if its SIGCHLD handler or its own check of the workers comes first. If the connection
     breaks earlier, or the pin-memory thread ends with it, a ConnectionResetError does not mention a worker.

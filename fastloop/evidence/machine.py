@@ -29,8 +29,8 @@ Reading = TypeVar("Reading")
 ROOT = Path("/")
 
 DISTRIBUTION, BARE_NAME = "lightning-fastloop", "fastloop"
-"""The name of this package's distribution; and the name of an unrelated distribution, which also has a package
-``fastloop``; ours once had that name."""
+"""The name of this package's distribution, and that of an unrelated distribution that also has a package ``fastloop``;
+ours once had the second name."""
 
 PACKAGES = (
     DISTRIBUTION,
@@ -67,7 +67,7 @@ VARIABLE_NAMES = (
     "MASTER_PORT",
 )
 UNMARKED_SECRETS = ("SLURM_JWT",)
-"""Credentials among them whose names do not look like secrets: left out, because masking goes by name."""
+"""Credentials among these variables whose names do not look like secrets: left out, because masking goes by name."""
 
 GIT_LIMIT_S = 2.0
 LONGEST_NAME, SOCKET_PATH = len("/pymp-12345678/listener-12345678"), 107

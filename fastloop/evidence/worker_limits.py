@@ -45,8 +45,8 @@ def count_used_batches(batches: int, limit: int | float | None) -> int:
 
 
 def is_cut_short(loader: LoaderFacts, facts: Facts) -> bool:
-    """Whether ``limit_train_batches`` ends epochs before the loader does, or may: then it matters how far ahead its
-    sampler is asked."""
+    """Whether ``limit_train_batches`` ends epochs before the loader does, or may do so: then it matters how far ahead
+    the sampler is read."""
     limit = facts.limit_train_batches
     if limit is None or (limit == 1.0 and isinstance(limit, float)):
         return False
@@ -71,7 +71,7 @@ def count_draws(loader: LoaderFacts, facts: Facts) -> int | None:
 
 
 def describe_sampler_draws(loader: LoaderFacts) -> tuple[str, ...]:
-    """What asking this sampler ahead of the training changes, as a line; none where nothing."""
+    """What reading this sampler ahead of the training changes, as one line; empty if it changes nothing."""
     if not loader.sampler_draws:
         return ()
     named = ", ".join(loader.sampler_draws)

@@ -15,7 +15,7 @@ from typing import Any
 
 EVERY_S = 15 * 60.0
 RECHECK_S = 60.0
-"""Delay after a slow check: soon, so that a warning still helps, but not at once, since a hiccup takes time."""
+"""Delay from a slow check to the next: short, so that a warning still helps, but long enough for a hiccup to pass."""
 CHECK_STEPS = 50
 SLOWER_PCT = 10.0
 STANDARD_ERRORS = 3.0
@@ -74,8 +74,9 @@ class Drift:
 
     @property
     def entries(self) -> tuple[Mapping[str, Any], ...]:
-        """The checks for ``Measurement.drift``, ``at_s`` since the first window ended; above 400, every second one is
-        dropped, except the one that caused the warning. ``why`` is None unless a check proves a slower step."""
+        """The checks for ``Measurement.drift``; ``at_s`` counts from the end of the first window. Above 400, every
+        second check is dropped, except the one that caused the warning. ``why`` is None unless a check proves a slower
+        step."""
         return tuple(self._entries)
 
     def _compare(self, now_s: float, before: StepCheck, seen: StepCheck) -> str | None:
@@ -117,7 +118,7 @@ def is_slower(before: StepCheck, seen: StepCheck) -> bool:
 
 
 def explain_change(before: StepCheck, seen: StepCheck) -> str:
-    """All changes observed together with the slower step; lists every possible cause."""
+    """Return all changes observed together with the slower step, since each may be the cause."""
     found = []
     if before.sm_clock_mhz and seen.sm_clock_mhz is not None:
         down_pct = 100 * (1 - seen.sm_clock_mhz / before.sm_clock_mhz)

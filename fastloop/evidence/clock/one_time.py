@@ -30,11 +30,11 @@ class OneTime:
         self.spans: list[Span] = []
         """In the order in which they became known; they may be nested."""
         self._unplaced: defaultdict[str, float] = defaultdict(float)
-        """Seconds by cause that lie in no step."""
+        """Seconds by cause that belong to no step."""
         self._followed: list[tuple[str, Callable[[], tuple[float, float]], tuple[float, float]]] = []
 
     def add_span(self, cause: str, began: float, ended: float) -> None:
-        """A cost with its place in time, which may be in the past."""
+        """Add a cost with its begin and end, which may be in the past."""
         self.spans.append(Span(cause, began, max(began, ended)))
 
     def follow(self, cause: str, read_s: Callable[[], tuple[float, float]]) -> None:
@@ -42,7 +42,8 @@ class OneTime:
         self._followed.append((cause, read_s, read_s()))
 
     def note(self) -> None:
-        """The loop has its batch: seconds counted since the last call lie right before now, or in no step."""
+        """Call when the loop has its batch: seconds that it waited since the last call are placed right before now;
+        those in parallel belong to no step."""
         for place, (cause, read_s, before) in enumerate(self._followed):
             waited_s, beside_s = found = read_s()
             if waited_s > before[0]:
@@ -92,7 +93,7 @@ class Reader:
         self._pending = []
 
     def take(self, began: float, ended: float) -> float:
-        """Seconds of this interval that spans cover; intervals must come in order, each once."""
+        """Return how many seconds of this interval spans cover. Pass the intervals in order, each once."""
         if self._taken == len(self._spans) and not self._pending:
             return 0.0  # nearly always
         self._pending += [(span.began, span.ended) for span in self._spans[self._taken :]]

@@ -39,18 +39,18 @@ class Sampled:
         self._first: list[tuple[float, Phases, bool]] | None = []
 
     def add(self, phase: str, seconds: float, detailed: bool) -> None:
-        """An interval of the current step's work."""
+        """Add an interval of the current step's work."""
         self._step_s += seconds
         if detailed:
             self._step[phase] += seconds
 
     def between(self, phase: str, seconds: float) -> None:
-        """Work between two steps, the first of which was in detail."""
+        """Add work between two steps, the first of which was in detail."""
         self._usual_s += seconds
         self._between[phase] += seconds
 
     def step_ends(self, detailed: bool) -> None:
-        """The current step is complete."""
+        """Complete the current step."""
         step_s, phases, self._step_s = self._step_s, self._step, 0.0
         if not (detailed or phases) and self._first is None and step_s <= FAR * self._typical_s:  # nearly all
             self._usual_s += step_s
@@ -70,7 +70,7 @@ class Sampled:
         """Seconds per step by phase, for time with a known phase.
 
         Args:
-            steps: number of all steps; `steps_between`: of those whose predecessor was in detail.
+            steps: the number of all steps; `steps_between`: the number of those whose predecessor was in detail.
         """
         self._take_first()
         split = Phases(float, {phase: seconds / self._marked for phase, seconds in self._detail.items()})

@@ -57,7 +57,7 @@ class Window:
         return sum(seconds > 0 for seconds in self.once_s)
 
     def put_back(self) -> Window:
-        """The window with these seconds put back into its steps, as host work: for costs that recur."""
+        """Return the window with the one-time seconds put back into its steps, as host work: for costs that recur."""
         each_s = self.once_total_s / self.steps
         return replace(
             self,
@@ -107,14 +107,15 @@ class Account:
         self._every, self._host_every = defaultdict[str, float](float), defaultdict[str, float](float)
         """Seconds by phase outside the loop's batch work, of every step: on the device's and on the host's timeline."""
         self._work, self._host_work = Sampled(), Sampled()
-        """Seconds inside it."""
+        """The same inside the batch work."""
         self._blocked_s = defaultdict[str, float](float)
         self._garbage = self._once_in_step = self.once_s = 0.0
         self._step_s, self._step_once, self._leads, self._trails = (deque[float](maxlen=KEPT_STEPS) for _ in range(4))
         self._of_step, self._of_batch = (deque[int](maxlen=KEPT_STEPS) for _ in range(2))
 
     def stretch(self, phase: str, body: bool, detailed: bool, span: float, starved: float, host: float) -> None:
-        """`span` seconds of the device's timeline, `starved` of them because the host was busy elsewhere."""
+        """Add `span` seconds of the device's timeline; for `starved` of them it had no work because the host was busy
+        elsewhere."""
         if phase in RARE:
             self._every[phase] += span
             self._host_every[phase] += host
@@ -131,7 +132,7 @@ class Account:
             self._host_work.add(phase, host, detailed)
 
     def between(self, host: float, starved: float, hooks_share: float) -> None:
-        """An interval between two batches' work in which hooks had no marks: they took `hooks_share` of it."""
+        """Add an interval between two batches' work in which hooks had no marks: they took `hooks_share` of it."""
         every, host_every = self._every, self._host_every
         if hooks_share:
             every["callbacks_logging"] += hooks_share * starved
@@ -148,7 +149,7 @@ class Account:
         return lost
 
     def once(self, host: float, lead: float) -> float:
-        """Likewise for a one-time cost; the time the device lost belongs to neither step nor window."""
+        """Charge a one-time cost in the same way; the time that the device lost belongs to neither step nor window."""
         lost = max(0.0, host - max(0.0, lead))
         self._once_in_step += lost
         return lost
@@ -158,16 +159,16 @@ class Account:
         self._blocked_s[phase] += seconds
 
     def lead(self, seconds: float) -> None:
-        """Work left on the device when the host got a batch."""
+        """Note how many seconds of work the device had left when the host got a batch."""
         self._leads.append(seconds)
 
     def issued(self, trail: float, samples: int) -> None:
-        """A batch's work is issued; the device has `trail` seconds of it left."""
+        """Note that a batch's work is issued, and that the device has `trail` seconds of it left."""
         self._trails.append(trail)
         self._of_batch.append(samples)
 
     def step_ends(self, at: float, batches: int, samples: int, detailed: bool) -> None:
-        """The device has reached the end of a step."""
+        """Complete a step, whose end the device has reached at `at`."""
         once_s, self._once_in_step = self._once_in_step, 0.0
         if self.start is None:  # the step in which the window opened is incomplete
             self.start = at
@@ -230,7 +231,8 @@ class Account:
         )
 
     def _compute_means(self, every: dict[str, float], work: Sampled) -> dict[str, float]:
-        """Per step: recorded times of every step unchanged, the rest split as in the steps in detail."""
+        """Return seconds per step by phase: times recorded in every step as they are, the rest split as in the steps in
+        detail."""
         means = {phase: seconds / self.steps for phase, seconds in every.items()}
         for phase, seconds in work.means(self.steps, self.after_detailed).items():
             means[phase] = means.get(phase, 0.0) + seconds

@@ -7,9 +7,9 @@ the window maps device times to the host's clock. After it, two constraints keep
 no mark before the host made it, nor after the host has observed that it was reached. On the CPU both clocks are the
 same.
 
-One event per batch is always recorded, when its work is issued; events for the phases between only in some steps, drawn
-with a private random generator, because an event costs microseconds. In the other steps the host time in hooks is
-summed.
+One event per batch is always recorded, when its work is issued. Events for the phases in between are recorded only in
+some steps, drawn with a private random generator, because an event costs microseconds. In the other steps the host time
+in hooks is summed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Clock:
         self._waiting: deque[Mark] = deque()
         """Marks that the device is not known to have passed."""
         self._marks: deque[Mark] = deque()
-        """Marks it has passed, of a step whose end is not among them yet."""
+        """Marks that it has passed, of a step whose end it has not passed yet."""
         self._issued: Mark | None = None
         self._ends = 0
         """Step ends among ``_marks``; marks after the last end belong to a step that may never complete."""

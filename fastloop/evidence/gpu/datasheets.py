@@ -15,7 +15,7 @@ Source, where the maker prints them (here per GPU):
   RTX 3090, A6000    NVIDIA Ampere GA102 GPU architecture, whitepaper, appendices A and B
   RTX 4090, 6000 Ada NVIDIA Ada GPU architecture, whitepaper, appendices A and B
   RTX 5090           NVIDIA RTX Blackwell GPU architecture, whitepaper, appendix A
-All but RTX 6000 Ada were compared with a second table too (Lightning's `fabric/utilities/throughput.py`, copies of the
+All but RTX 6000 Ada were also compared with a second table (Lightning's `fabric/utilities/throughput.py`, copies of the
 datasheets). If they differ, the other one prints sparse figures, a pair of GPUs (H100 NVL) or the 16-bit rate without
 tensor cores.
 """

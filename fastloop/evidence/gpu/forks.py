@@ -36,7 +36,7 @@ def set_thresholds_of_children(thresholds: tuple[int, int, int] | None) -> None:
 
 
 def protect_children() -> None:
-    """From here on, children forked by this process start with no garbage and no locked gate.
+    """From now on, children forked by this process start with no garbage and no locked gate.
 
     Call it before the first CUDA event is made.
     """

@@ -35,7 +35,7 @@ class Gpm:
 
     @classmethod
     def open(cls, nvml: Any, handle: Any) -> Gpm | None:
-        """None if GPU, driver, permissions or this release of nvidia-ml-py do not allow it."""
+        """Open the counters; None if GPU, driver, permissions or this release of nvidia-ml-py do not allow it."""
         gpm = cls(nvml, handle)
         try:
             if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:

@@ -26,7 +26,7 @@ from fastloop.records.trial import DeviceRates
 
 SCHEMA = 1
 PRODUCT_SIZES = (8192, 4096, 2048)
-"""Sizes of square matrices; three of them take 384 MiB, 96, 24."""
+"""Sizes of square matrices; three matrices of one size take 384, 96 or 24 MiB."""
 COPY_BYTES = (512 << 20, 128 << 20)
 """Each far larger than a level-2 cache; a copy uses two buffers."""
 WARM_UPS = 5
@@ -137,7 +137,7 @@ def _place(uuid: str | None, name: str | None) -> tuple[Path | None, dict[str, A
 
 
 def _keep(rates: DeviceRates, uuid: str | None, name: str | None) -> None:
-    """Written atomically; a place that is not writable is not an error."""
+    """Cache the rates, atomically; a folder that is not writable is not an error."""
     with contextlib.suppress(OSError):
         path, key = _place(uuid, name)
         if path is not None:
@@ -150,5 +150,5 @@ def _check_rates(found: Mapping[str, Any]) -> DeviceRates:
     rates = DeviceRates(**found)
     for value in dataclasses.astuple(rates):
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-            raise ValueError(f"{value!r} is no rate")
+            raise ValueError(f"{value!r} is not a rate")
     return rates

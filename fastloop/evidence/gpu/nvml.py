@@ -30,7 +30,7 @@ class Neighbours:
     """The other processes on a GPU."""
 
     processes: int | None = None
-    """Number of processes not of this run that compute there; None if they cannot be counted."""
+    """Number of processes that compute there and do not belong to this run; None if they cannot be counted."""
     pids: tuple[int, ...] = ()
     """Their process ids; empty if this process is one of those listed and cannot be identified."""
     held_bytes: int | None = None

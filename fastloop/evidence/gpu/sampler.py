@@ -79,7 +79,7 @@ class Board:
         try:
             sampler.start()
         except RuntimeError as error:  # the process may have no more threads
-            self.why = f"no thread to read NVML in ({error})"
+            self.why = f"no thread could be started to read NVML ({error})"
             return
         self._sampler = sampler
 

@@ -20,5 +20,5 @@ class RefuseCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            raise NotApplicable("a module exchanges something between ranks in its calls")
+            raise NotApplicable("a module communicates between ranks when it is called")
         return func(*args, **(kwargs or {}))

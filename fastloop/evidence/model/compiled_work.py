@@ -178,7 +178,7 @@ def _without_compiled_calls(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _run(call: _Call, count: FlopCount) -> None:
-    """Forward and backward of one call."""
+    """Run forward and backward of one call."""
     values = {
         name: call.fake.from_tensor(each.detach()).requires_grad_(each.requires_grad)
         for name, each in (*call.module.named_parameters(), *call.module.named_buffers())

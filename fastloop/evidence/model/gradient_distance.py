@@ -13,7 +13,8 @@ Gradient = Mapping[str, torch.Tensor]
 
 LISTED = 5
 LOST_SHARE = 1e-4
-"""A tensor whose elements are this small beside the mean one may truly be zero: the bias before a BatchNorm."""
+"""A tensor whose elements are this small compared with the mean element may truly be zero: the bias before a
+BatchNorm."""
 NOTABLE, OFF = 1e-2, 0.5
 """A tensor with this share of the norm must keep at least this part of itself, whatever rounding does to the rest."""
 

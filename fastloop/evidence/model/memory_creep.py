@@ -42,8 +42,8 @@ FEWEST = 16
 LEAST_MIB = 2.0
 """Smallest growth over all readings for a result."""
 FORESEE_AFTER_S, OUT_WITHIN_S = 30 * 60.0, 24 * 3600.0
-"""While a fit goes on, a warning comes after so long at the earliest, for a cache may fill at first, and only where
-memory ends within a day."""
+"""During a fit, a warning comes after the first time at the earliest, because a cache may be filling, and only if
+memory will run out within the second time."""
 GPU, HOST = "GPU", "host"
 STEADY = 0.4
 """The slowest pace between quarters must be this share of the fastest: a start-up or a filled cache slows down."""
@@ -109,11 +109,12 @@ class MemoryLog:
         self._next_s = now_s + max(SHORTEST_S, SHARE * (now_s - self._began_s), pause_s)
 
     def read_now(self) -> int:
-        """What is taken now of the memory that a training fills first."""
+        """Return how many bytes are in use of the memory that a training fills first: the GPU's, if there is one."""
         return next(iter(self._read.values()))()
 
     def foresee_end(self, after_step: int, roots: Sequence[object]) -> str | None:
-        """The one warning of a long fit whose memory will be gone within a day, with who keeps the tensors; else None.
+        """Return a long fit's only warning that memory will run out within a day, with what keeps the tensors; else
+        None.
 
         Args:
             after_step, roots: as for `find_creep`.
@@ -142,7 +143,8 @@ class MemoryLog:
         return int(torch.cuda.mem_get_info(self._device)[0]) + held_back
 
     def find_holder(self, roots: Sequence[object], steps: int) -> Holder | None:
-        """What keeps a tensor for at least every second step: those with graphs first, then the largest."""
+        """Return what keeps a tensor for at least every second step; if several do, one with graphs, then the
+        largest."""
         found: list[tuple[bool, int, type | None, str, str]] = []
         for owner, prefix, name, value in _walk(roots):
             if isinstance(value, torch.Tensor):

@@ -1,6 +1,6 @@
-"""What the fused form of an optimizer would save on the CPU, where the usual one takes a dozen calls a parameter.
+"""Estimates what an optimizer's fused form would save on the CPU, where the usual one makes a dozen calls a parameter.
 
-It is timed on copies of some parameters, with as many elements of each as tell its pace.
+Both forms are timed on copies of some parameters, the large ones cut to as many elements as show the speed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 MOST_TENSORS, MOST_ELEMENTS, REPEATS = 32, 2**17, 9
-"""Copies, elements of each, and timed updates of it: a tenth of a second in all."""
+"""Most copies, most elements of each, and timed updates of either form: a tenth of a second in all."""
 CHOICES = ("fused", "foreach", "capturable", "differentiable")
 """Settings of an optimizer whose user has chosen the implementation."""
 
 
 def describe_optimizers(optimizers: Sequence[Any]) -> dict[str, Any]:
-    """The names of those that are not torch's own, and the milliseconds a step that fusing torch's would save."""
+    """Return the names of unfused optimizers that are not torch's own, and the milliseconds per step that fusing
+    torch's would save."""
     own = [optimizer for optimizer in optimizers if not type(optimizer).__module__.startswith("torch.optim")]
     saved = [estimate_fusing_ms(optimizer) for optimizer in optimizers if optimizer not in own]
     named = [type(each).__name__ for each in own if not _is_fused(each)]
@@ -33,7 +34,8 @@ def _is_fused(optimizer: Any) -> bool:
 
 
 def estimate_fusing_ms(optimizer: torch.optim.Optimizer) -> float | None:
-    """Milliseconds of an update that the fused form would save; None where it has none, or its user chose a form."""
+    """Return the milliseconds per update that the fused form would save; None if the optimizer has none, its user chose
+    a form, or it cannot be timed."""
     known = inspect.signature(type(optimizer)).parameters
     pairs = [(group, each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     chosen = any(group.get(name) is True for group in optimizer.param_groups for name in CHOICES)
@@ -50,7 +52,7 @@ def estimate_fusing_ms(optimizer: torch.optim.Optimizer) -> float | None:
 
 
 def _estimate_saved_s(kind: Any, pairs: Sequence[tuple[Any, torch.Tensor]], names: Collection[str]) -> float:
-    """What an update of these parameters, all small or all large, would save."""
+    """Return the seconds that a fused update of these parameters, all small or all large, would save."""
     drawn = sorted(pairs, key=lambda pair: pair[1].numel())[:: -(-len(pairs) // MOST_TENSORS)]
     groups: dict[int, dict[str, Any]] = {}
     for group, each in drawn:

@@ -1,4 +1,5 @@
-"""What a module counts for itself in each training_step, and reads there: fewer and larger batches would change it."""
+"""Finds what a module itself counts in each training_step and also reads there: fewer and larger batches would change
+it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def list_counters(module: Any, method: str = "training_step") -> tuple[str, ...]
 
 
 def _list_raised(tree: ast.AST, me: str | None) -> Iterator[tuple[ast.AST, str]]:
-    """The object's own attributes where a statement raises them by a fixed number."""
+    """The places where a statement raises one of the object's own attributes by a fixed number, with the attribute's
+    name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.AugAssign) and _is_number(node.value):
             place: ast.AST = node.target
@@ -55,7 +57,7 @@ def _list_raised(tree: ast.AST, me: str | None) -> Iterator[tuple[ast.AST, str]]
 
 
 def _list_logged(tree: ast.AST) -> set[ast.AST]:
-    """What is only logged: inside of such calls, or assigned to a name that is read there alone."""
+    """The nodes that are only logged: inside calls that log, or assigned to a name that is read only there."""
     logged = {inner for node in ast.walk(tree) if _is_log(node) for inner in ast.walk(node)}
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     used = {node.id for node in names if node not in logged}

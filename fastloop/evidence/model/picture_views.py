@@ -17,7 +17,7 @@ from fastloop.evidence.samples import sample_code
 _MOST_ITEMS = 32
 """Limit on the items examined in a list."""
 _CALLS = {"view", "view_as", "parameters_to_vector"}
-"""torch's own function takes a view of each parameter."""
+"""``parameters_to_vector`` is torch's own function, and takes a view of each parameter."""
 _LIBRARIES = ("torch.", "torchvision.", "torchmetrics.", "fastloop.", "lightning.", "pytorch_lightning.", "builtins.")
 
 
@@ -27,7 +27,7 @@ def list_views(starts: Iterable[Any], *, in_modules: bool = True) -> Iterator[st
     Functions of installed packages are examined but not followed. Code compiled to C has no names.
 
     Args:
-        in_modules: whether to look into classes of torch modules, too.
+        in_modules: whether to also look into classes of torch modules.
     """
     queue, seen = deque(starts), set[int]()
     while queue:

@@ -1,7 +1,7 @@
-"""Code by which samples of the next epoch may differ if they are made before that epoch begins.
+"""Finds code that may make samples of the next epoch differ if they are made before that epoch begins.
 
-What a worker holds a copy of does not matter here: it is the same before and after. What processes share and files may
-not be.
+Data of which a worker has its own copy does not matter here: it is the same before and after. Shared memory and files
+may not be.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _OF_TORCH = ("torch.utils.data.",)
 def find_what_epochs_renew(
     dataset: Any, others: Iterable[Any], *, collate: Any = None, worker_init: Any = None
 ) -> str | None:
-    """What training may renew between epochs for samples to read, and workers see at once; None if nothing is found.
+    """Return why samples made before their epoch may differ: what they read may change until then, and workers see that
+    at once. None if nothing is found.
 
     Args:
         others: callbacks and the module.
@@ -66,12 +67,12 @@ def find_what_epochs_renew(
 
 
 def _is_of_library(kind: type) -> bool:
-    """Whether an installed package made this dataset, and not torch, whose own read no files."""
+    """Whether a dataset's class is from an installed package other than torch, whose own datasets read no files."""
     return sample_code.is_installed(kind) and not f"{kind.__module__}.".startswith(_OF_TORCH)
 
 
 def _is_shared(item: Any) -> bool:
-    """Whether another process may change it, and this one sees that."""
+    """Whether an object is in shared memory, so that another process may change it."""
     if isinstance(item, torch.Tensor):
         return item.device.type == "cpu" and item.is_shared()  # type: ignore[no-untyped-call]
     if isinstance(item, np.ndarray):
@@ -84,7 +85,8 @@ def _is_shared(item: Any) -> bool:
 
 
 def _find_block(array: Any) -> Any:
-    """The memory that an array shows: a file that is mapped, another object, None for its own; else what was given."""
+    """Return the owner of an array's memory: a mapped file, another object, or None if the array owns it. Anything else
+    is returned as it is."""
     while isinstance(array, np.ndarray) and not isinstance(array, np.memmap):
         array = array.base
     return array

@@ -72,8 +72,8 @@ def find_sampler_hazards(sampler: Any, dataset: Any, others: Iterable[Any] = ())
 
 
 def list_draws(sampler: Any) -> tuple[str, ...]:
-    """The user's functions by which a sampler draws from everybody's random numbers between two indices: asked ahead,
-    it draws others, and so does the training. What is drawn before the first index comes where it would."""
+    """Return the user's functions in which a sampler draws from the global random streams between two indices: if it is
+    read ahead, it draws other numbers, and so does the training. Draws before the first index stay where they are."""
     return tuple(
         dict.fromkeys(
             function.__qualname__.split(".<locals>.")[-1]
@@ -85,8 +85,8 @@ def list_draws(sampler: Any) -> tuple[str, ...]:
 
 
 def _draws_between_yields(function: Any) -> bool:
-    """Whether a loop that yields calls a module's function that draws random numbers, and gives it no ``generator`` of
-    its own, or a method of an outer random generator, which others may draw from."""
+    """Whether a loop that yields draws random numbers from a stream that others may use: by a module's function without
+    its own ``generator``, or by a method of an outer random generator."""
     if not inspect.isgeneratorfunction(function) or (parsed := sample_code.parse(function)) is None:
         return False
     outer = dict(sample_code.list_globals(function))
@@ -108,8 +108,8 @@ def _yields(node: ast.AST) -> bool:
 
 
 def depends_on_time(owner: Any, method: str) -> bool:
-    """Whether a method of the user's draws random numbers, itself or by what its owner holds, or reads how far the
-    training is: called earlier, it would give something else."""
+    """Whether a user's method draws random numbers, itself or through what its owner holds, or reads the training's
+    progress: called earlier, it would return something else."""
     member: Any = getattr(owner, method, None)
     function = inspect.unwrap(getattr(member, "__func__", member))
     if not inspect.isfunction(function) or sample_code.is_installed(function):
@@ -152,13 +152,13 @@ def _list_names(other: Any, function: Any) -> Iterator[str]:
 
 
 def _is_users(item: Any) -> bool:
-    """Whether it is a dataset, or of a user's class."""
+    """Whether an object is a dataset, or of a user's class."""
     return isinstance(item, Dataset) or not (inspect.isroutine(item) or sample_code.is_installed(type(item)))
 
 
 def _list_held(others: Iterable[Any], between: bool = False, *, within: bool = False) -> Iterator[tuple[int, str]]:
-    """Objects that methods of callbacks and modules can access, as attributes or through their own module; `within`
-    adds what these hold."""
+    """Objects that methods of callbacks and modules can access, as attributes or through globals and closures; `within`
+    adds what these objects hold."""
     seen = set[int]()
     for other in others:
         for _, function in list_running(other, between):
@@ -170,14 +170,14 @@ def _list_held(others: Iterable[Any], between: bool = False, *, within: bool = F
                 if within and id(value) not in seen:
                     seen.add(id(value))
                     yield from ((id(item), label) for _, item in walk(value, name))
-        given = vars(other).items() if within else ()  # what a LambdaCallback was given may be anything to call
+        given = vars(other).items() if within else ()  # a LambdaCallback may have been given any callable
         for name, value in given:
             if name.startswith("on_"):
                 yield from ((id(item), f"{type(other).__name__} ({name})") for _, item in walk(value, name))
 
 
 def _is_changeable(item: Any) -> bool:
-    """Whether it is a container, tensor, array, or object of a user's class."""
+    """Whether an object is a container, tensor or array, or of a user's class."""
     if inspect.isroutine(item) or inspect.ismodule(item) or isinstance(item, type):
         return False
     return hasattr(type(item), "__setitem__") or isinstance(item, set) or not sample_code.is_installed(type(item))

@@ -1,6 +1,6 @@
-"""Code that may change between two epochs what a loader's workers hold a copy of: its dataset, collate_fn and globals.
+"""Finds code that may change what a loader's workers hold copies of between two epochs: dataset, collate_fn, globals.
 
-A worker that is kept has the samples' code and data as they were when it started; a new one has them as they are.
+A worker that is kept has the samples' code and data as they were when it started; a new one has them as they are now.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIXED = (str, bytes, int, float, complex, bool, tuple, type(None))
 def list_changers(
     dataset: Any, others: Iterable[Any], *, collate: Any = None, worker_init: Any = None, sampler: Any = None
 ) -> tuple[str, ...]:
-    """What may change it between epochs, as found in code and attributes; empty if nothing does.
+    """What may change the samples' code or data between epochs, as found in code and attributes; empty if nothing does.
 
     Args:
         others: callbacks and the module.
@@ -116,8 +116,8 @@ def _list_trained(others: Iterable[Any], read: Mapping[Any, str]) -> Iterator[st
 
 
 def list_remembered(dataset: Any, collate: Any = None) -> tuple[str, ...]:
-    """Containers that samples fill. New workers find them empty; kept ones would hold more with each epoch, up to a
-    copy of all samples each, with the augmentation of when they were put there."""
+    """Containers that samples fill. New workers find them empty; in kept workers they would grow with each epoch, up to
+    a copy of all samples in each worker, with the augmentation from when they were stored."""
     walked = [*walk(dataset), *walk(collate, "collate_fn")]
     return tuple(
         dict.fromkeys(f"{path}{state}" for path, item in walked for state in sample_code.list_remembered(item))
@@ -125,8 +125,8 @@ def list_remembered(dataset: Any, collate: Any = None) -> tuple[str, ...]:
 
 
 def _list_called_names(others: Iterable[Any], functions: Iterable[Any]) -> set[str]:
-    """Names in these functions, and in methods of those names of the objects that callbacks and the module hold: an
-    agent, say, that fills a replay buffer."""
+    """Names in these functions, and in methods with such names of the objects that callbacks and the module hold, such
+    as an agent that fills a replay buffer."""
     held = (value for other in others for name, value in vars(other).items() if not name.startswith("_"))
     kinds = {type(item) for value in held for _, item in walk(value) if not sample_code.is_installed(type(item))}
     names, waiting = set[str](), deque(functions)
@@ -139,7 +139,7 @@ def _list_called_names(others: Iterable[Any], functions: Iterable[Any]) -> set[s
 
 
 def _list_read(walked: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, str]]:
-    """Objects that samples are made from, by their ids, with their names; globals by their module and name, too."""
+    """Objects that samples are made from, by id, each with its name; globals also by module and name."""
     functions: dict[Any, None] = {}
     for path, item in walked:
         yield id(item), path
@@ -155,8 +155,8 @@ def _list_read(walked: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, str]]:
 
 
 def _is_library(value: Any) -> bool:
-    """Whether it is an installed module or class. What the training sets in one is seldom for the samples; in os, it is
-    their environment."""
+    """Whether a value is an installed module or class, except os. What the training sets in one seldom affects samples,
+    but ``os.environ`` does."""
     is_either = inspect.ismodule(value) or isinstance(value, type)
     return is_either and value is not os and sample_code.is_installed(value)
 
@@ -177,7 +177,8 @@ def _list_running_here(
 
 
 def _find_trainer_name(owner: Any, name: str, function: Any) -> str | None:
-    """A callback's own name for the Trainer, which Lightning gives its hooks first; None if it is no such hook."""
+    """A callback's own name for the Trainer, the first argument that Lightning passes to its hooks; None if the
+    function is not such a hook."""
     is_hook = name.startswith("on_") and function.__name__ in (name, "<lambda>")
     if not is_hook or not any(base.__name__ == "Callback" for base in type(owner).__mro__):
         return None

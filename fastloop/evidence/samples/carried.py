@@ -1,7 +1,7 @@
-"""State that one sample sets and the next one reads, such as the previous sample: in source, it is read and then set.
+"""Finds state that one sample sets and the next one reads, such as the previous sample: code reads it and then sets it.
 
-What is set under a test of itself, or of something that is set with it, is left out: a file that is opened once, the
-shard that holds the present sample.
+State that is set under a test of itself, or of other state set with it, is left out: a file that is opened once, the
+shard that holds the current sample.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fastloop.evidence.samples import writes
 
 _ENDS = ("close", "release", "shutdown", "terminate", "join")
-"""What is done with an old value before it is replaced, and takes nothing from it."""
+"""Methods that are called on an old value before it is replaced, and that read nothing from it."""
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
@@ -21,7 +21,7 @@ def list_carried(tree: ast.AST, me: str | None) -> tuple[str, ...]:
     """State that a function reads first and then sets: ``.prev``, or `` (the outer PREV)``.
 
     Args:
-        me: its name for its own object.
+        me: the function's name for its own object.
     """
     declared = {name for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
     walked = _Walk(me, declared)
@@ -35,15 +35,15 @@ class _Walk:
     me: str | None
     declared: set[str]
     read: set[str] = field(default_factory=set)
-    """What was read so far as an earlier call left it."""
+    """State that was read so far with the value that an earlier call left."""
     carried: dict[str, None] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
-    """What was certainly set so far: reading it reads this call's own."""
+    """State that this call has certainly set so far: reading it returns this call's own value."""
     derived: dict[str, set[str]] = field(default_factory=dict)
-    """State that a local name was made from."""
+    """By local name: the state that its value was made from."""
 
     def visit(self, block: Iterable[ast.stmt], tested: set[str]) -> None:
-        """Go through statements in order; `tested` is what the way to them depends on."""
+        """Go through statements in order; `tested` is the state that decides whether they run."""
         for node in block:
             if isinstance(node, (ast.If, ast.While)):
                 test, before = self._list_named(node.test), {*self.read}
@@ -71,7 +71,7 @@ class _Walk:
                 self._visit_simple(node, tested)
 
     def _exempt(self, node: ast.If | ast.While, test: set[str]) -> set[str]:
-        """What is tested; where some of that is set under the test, all that is set there."""
+        """The tested state; if some of it is set under the test, also all other state that is set there."""
         written = {state for each in ast.walk(node) if isinstance(each, ast.stmt) for state in self._list_set(each)}
         return test | written if test & written else test
 
@@ -89,12 +89,12 @@ class _Walk:
             self.derived[node.targets[0].id] = self._list_named(node.value)
 
     def _list_set(self, node: ast.stmt) -> set[str]:
-        """State that a statement sets as a whole; items are put into what is there."""
+        """State that a statement rebinds. Assigning to an item does not count: the container stays the same."""
         targets = writes.list_targets(node) if isinstance(node, (ast.Assign, ast.AnnAssign)) else ()
         return {state for target in targets if (state := self._name(target)) is not None}
 
     def _list_named(self, node: ast.AST) -> set[str]:
-        """State that an expression depends on, also by a local name or ``hasattr``."""
+        """State that an expression depends on, also through a local name or ``hasattr``."""
         found = set[str]()
         for part in ast.walk(node):
             if (state := self._name(part)) is not None:
@@ -107,7 +107,8 @@ class _Walk:
         return found
 
     def _list_read(self, node: ast.AST) -> set[str]:
-        """State whose value an expression takes as an earlier call left it; not to test it for None or to close it."""
+        """State that an expression reads with the value that an earlier call left; testing it for None or closing it
+        does not count."""
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
             return set()
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _ENDS:

@@ -180,8 +180,8 @@ def list_asking(dataset: Any, collate: Any = None) -> tuple[str, ...]:
 
 
 def list_running(held: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    """The user's functions that may run for a sample of these objects, each after its object and that one's path. The
-    objects that they read from globals, closures and their classes are added to `held`."""
+    """The user's functions that may run for a sample of these objects, each as path, object and function. The objects
+    that they read from globals, closures and their classes are added to `held`."""
     items = [item for _, item in held]
     known, read = set(map(id, items)), set[Any]()
     for place, function in sample_code.follow(items):
@@ -201,7 +201,7 @@ def list_running(held: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _list_class_values(function: Any, owner: Any) -> Iterator[tuple[str, Any]]:
-    """Objects that the user's class keeps for all of its objects, if the function names them."""
+    """Attributes of the user's classes themselves, if the function names them."""
     hidden = set(_read_attributes(owner))
     for base in type(owner).__mro__:
         if not sample_code.is_installed(base):
@@ -211,7 +211,8 @@ def _list_class_values(function: Any, owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_state(function: Any, state: str, item: Any) -> Any:
-    """The value of what a function on this object touches: ``.fd``, or `` (the outer FD)``; None if it is unknown."""
+    """The value of state that a function of this object touches: ``.fd``, or `` (the outer FD)``; None if it is
+    unknown."""
     if state.startswith("."):
         return _read_attributes(item).get(state[1:], inspect.getattr_static(type(item), state[1:], None))
     outer = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}
@@ -219,7 +220,7 @@ def _read_state(function: Any, state: str, item: Any) -> Any:
 
 
 def _is_in_shared_memory(value: Any) -> bool:
-    """Whether workers change the same numbers as this process."""
+    """Whether workers would change the same memory as this process."""
     return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.is_shared()  # type: ignore[no-untyped-call]
 
 

@@ -60,7 +60,7 @@ def _list_of_kind(kind: type) -> tuple[Any, ...]:
 
 
 def list_called(function: Any, kind: type) -> tuple[Any, ...]:
-    """A method and the user's functions that it calls, its object's own and those of modules."""
+    """A method and the user's functions that it calls: methods of its object, and functions of modules."""
     return tuple(_follow([function], kind, modules=True))
 
 
@@ -110,7 +110,7 @@ def list_names(code: CodeType) -> Iterator[str]:
 
 
 def list_arguments(code: CodeType, *operations: str) -> Iterator[Any]:
-    """The arguments of such instructions in a function's code, including nested functions."""
+    """The arguments of these instructions in a function's code, including nested functions."""
     steps = (step for each in walk_code(code) for step in dis.get_instructions(each))
     return (step.argval for step in steps if step.opname in operations)
 
@@ -132,7 +132,7 @@ def list_writers(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _find_function(member: Any) -> Any:
-    """The function by which a member of a class may change its object; a property's is its setter."""
+    """The function through which a member of a class may change its object: for a property, its setter."""
     if isinstance(member, property):
         return member.fset
     function = inspect.unwrap(member) if callable(member) or isinstance(member, classmethod) else None
@@ -162,7 +162,8 @@ def _unwrap(member: Any) -> Any:
 
 
 def parse(function: Any) -> tuple[ast.AST, str | None] | None:
-    """Its syntax tree, and its name for its own object (``self``); None if there is no source to read."""
+    """A function's syntax tree, and its name for its own object (``self``) if it has one; None if there is no source to
+    read."""
     if (tree := _parse_code(getattr(inspect.unwrap(function), "__code__", None))) is None:
         return None
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -192,7 +193,8 @@ def list_changes(function: Any, kind: type = object) -> tuple[str, ...]:
 
 
 def _list_kept_defaults(function: Any) -> tuple[str, ...]:
-    """Parameters whose default is one object for all calls: a list, a dictionary, a set."""
+    """Parameters whose default is a list, dictionary or set, which all calls share, and that the function never
+    rebinds."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     given = dict(zip(reversed(names), reversed(function.__defaults__ or ()), strict=False))
     defaults = given | (function.__kwdefaults__ or {})
@@ -222,7 +224,7 @@ def list_remembered(item: Any) -> Iterator[str]:
 def follow(items: Sequence[Any]) -> Iterator[tuple[int, Any]]:
     """The user's functions that may run for a sample, each with the index of its object in `items`: those from
     `list_sample_functions`, and whatever they may call by name on any of the objects or in the user's modules. Items
-    that are added meanwhile are followed, too."""
+    that are added meanwhile are also followed."""
     seen, names = set[tuple[int, int]](), set(_ENTRIES)
     grows = True
     while grows:
@@ -249,7 +251,7 @@ def find_write(function: Any, kind: type) -> str | None:
 
 
 def _find_stores(code: CodeType) -> str | None:
-    """The same without source, when it is unknown which object a write goes to."""
+    """The same from bytecode, for a function without source; it does not tell which object a write goes to."""
     stores = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_SLICE", "DELETE_ATTR", "DELETE_SUBSCR")
     for each in walk_code(code):
         changes = {name for name in each.co_names if writes.is_change(name) or name in writes.FILLS}
@@ -259,8 +261,8 @@ def _find_stores(code: CodeType) -> str | None:
 
 
 def list_roots_written(function: Any, kind: type = object) -> Iterator[str]:
-    """What a function on an object of this kind writes to, or below, itself or by functions that it gives it to: ``.x``
-    for its object's attribute, or the name of an outer object."""
+    """What a function on an object of this kind writes to, at any depth, itself or through functions that it passes it
+    to: ``.x`` for an attribute of its object, or the name of an outer object."""
     if (parsed := parse(function)) is not None:
         modules = {name: name for name, value in list_globals(function) if inspect.ismodule(value)}
         for node in ast.walk(parsed[0]):
@@ -273,15 +275,16 @@ def list_roots_written(function: Any, kind: type = object) -> Iterator[str]:
 
 
 def writes_to_arguments(function: Any, kind: type) -> bool:
-    """Whether a method of this kind of object changes what it is given, itself or by functions that it gives it to."""
+    """Whether a method of this kind of object changes its arguments, itself or through functions that it passes them
+    to."""
     names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
     return not _find_touched(function, writes.list_targets, kind, names, _DEEPEST).isdisjoint(names)
 
 
 def list_chains_written(function: Any, *, calls: bool = True) -> Iterator[list[str]]:
-    """Names on the way to what a function writes to: ``["trainer", "datamodule", "dataset", "level"]`` for
+    """The chains of names that lead to what a function writes to: ``["trainer", "datamodule", "dataset", "level"]`` for
     ``trainer.datamodule.dataset.level = 1``, or for ``data.level = 1`` where ``data`` is a local name for that dataset;
-    with `calls` also to methods that it calls for their effect."""
+    with `calls`, also those that lead to methods called only for their effect."""
     if (parsed := parse(function)) is None:
         return
     local = dict(writes.list_local_chains(parsed[0]))
@@ -302,8 +305,8 @@ def _list_touched(
     parameters: Collection[str] = (),
     depth: int = 0,
 ) -> Iterator[str]:
-    """State to which the nodes belong that `pick` takes from each statement and call of a function, and of those that
-    it gives its objects to, up to this depth; those of its parameters that these nodes belong to."""
+    """The state that contains the nodes that `pick` takes from each statement and call of a function, and of functions
+    that it passes its objects to, up to this depth. Of `parameters`, also those that contain such nodes."""
     if (parsed := parse(function)) is None:
         return
     tree, me = parsed
@@ -330,7 +333,7 @@ def _list_touched(
 def _list_given(
     function: Any, call: ast.Call, pick: _Pick, me: str | None, kind: type, depth: int
 ) -> Iterator[ast.AST]:
-    """Arguments of a call that the called function touches. Only names and attributes: an item may be made anew."""
+    """Arguments of a call that the called function touches. Only names and attributes: an item may be a new object."""
     called = _find_called(function, call.func, me, kind)
     if not inspect.isfunction(called) or is_installed(called):
         return
@@ -347,7 +350,7 @@ def _list_given(
 
 @functools.lru_cache(maxsize=4096)
 def _find_touched(function: Any, pick: _Pick, kind: type, parameters: tuple[str, ...], depth: int) -> frozenset[str]:
-    """As `_list_touched`. Remembered: code calls the same functions over and over."""
+    """As `_list_touched`, but cached: code calls the same functions over and over."""
     return frozenset(_list_touched(function, pick, kind, parameters=parameters, depth=depth))
 
 
@@ -365,8 +368,8 @@ def _find_called(function: Any, called: ast.AST, me: str | None, kind: type) -> 
 
 
 def _list_outer(function: Any) -> tuple[set[str], set[str]]:
-    """Names of the objects, the user's functions and modules among them, and of the classes that a function shares with
-    its surroundings."""
+    """Names of the outer objects that a function uses, including the user's functions and modules, and names of the
+    outer classes."""
     outer = {**dict(list_globals(function)), **dict(list_closure(function))}
     own = {*function.__code__.co_varnames, *function.__code__.co_cellvars}
     found = {name: value for name, value in outer.items() if name not in own}

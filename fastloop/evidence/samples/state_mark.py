@@ -15,12 +15,12 @@ from fastloop.evidence.samples.dataset import list_members, walk
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _MOST_BYTES = 2**16
-"""Of a larger array, numbers at even distances are looked at."""
+"""Of a larger array, only numbers at even distances are read."""
 
 
 def mark_state(*roots: Any) -> int:
     """A number that differs once attributes, items, tensors or arrays below these objects have changed, or plain values
-    that their code reads from global names. Changes within large arrays can be missed, and what lies deep."""
+    that their code reads from globals. Changes in large arrays or in deeply nested objects can be missed."""
     return hash(tuple(part for root in roots for part in _list_parts(root)))
 
 
@@ -42,7 +42,7 @@ def _list_parts(root: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _is_file(array: Any) -> bool:
-    """Whether it lies in a file, of which numbers at even distances would be read from the disk."""
+    """Whether an array is memory-mapped: sampling it would read from the disk."""
     while isinstance(array, np.ndarray) and not isinstance(array, np.memmap):
         array = array.base
     return isinstance(array, (np.memmap, mmap.mmap))

@@ -19,7 +19,8 @@ _CLOCKS = frozenset({"time", "time_ns", "perf_counter", "perf_counter_ns", "mono
 
 
 def find_system_seed(items: Mapping[str, Any]) -> str | None:
-    """Where one of these objects draws from the system, and by what: ``sampler (Shuffled.__iter__: default_rng)``."""
+    """Where one of these draws from the system, and by what: ``sampler (Shuffled.__iter__: default_rng)``; else
+    None."""
     held = list(items.items())
     for place, function in sample_code.follow([*items.values()]):
         path, item = held[place]
@@ -47,7 +48,7 @@ def _read_name(call: ast.Call) -> str:
 
 
 def _is_none(node: ast.AST, me: str | None, item: Any) -> bool:
-    """Whether it is None, or an attribute of the function's object that is."""
+    """Whether an argument is ``None``, or an attribute of the function's object with this value."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == me:
         return getattr(item, node.attr, node) is None
     return isinstance(node, ast.Constant) and node.value is None

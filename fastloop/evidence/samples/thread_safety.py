@@ -39,7 +39,7 @@ _BY_TORCH = frozenset(
 _WRITTEN = "is written while a sample is made, and threads would write it concurrently"
 _DRAWN = "draws random numbers, and it would be random which thread draws which"
 _NOT_FOR_THREADS = frozenset({"netCDF4", "tables", "osgeo", "pyhdf", "matplotlib"})
-"""Packages over libraries that only one thread may call at a time, without a lock of their own."""
+"""Packages whose libraries only one thread may call at a time, and that do not lock them."""
 
 
 def find_thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def find_thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     inside = len(held)
     for path, item, function in datasets.list_running(held):
         found.update(dict.fromkeys(f"{path}{hazard}" for hazard in _list_hazards(function, type(item))))
-        if "rotate" in function.__code__.co_names:  # pictures have a method of this name, too, which changes nothing
+        if "rotate" in function.__code__.co_names:  # pictures also have a method of this name, which changes nothing
             found.update(dict.fromkeys(f"{queue} {_WRITTEN}" for queue in queues))
     for path, item in held[inside:]:
         if (foreign := _find_foreign(item)) is not None:

@@ -15,7 +15,7 @@ _MOVES = (
 )
 """Methods that change an object or its position, of which each process has its own copy."""
 _SETS = ("copy_", "fill_", "zero_", "requires_grad_", "share_memory_")
-"""Methods of tensors that leave nothing of what they held, or all of it."""
+"""Methods of tensors that replace all of a tensor's values, or none."""
 _MOVES_DESCRIPTOR = ("os.lseek", "os.read", "os.readv", "os.write", "os.writev", "os.fdopen", "os.dup")
 FILLS = (
     *("copyto", "put", "putmask", "place", "put_along_axis", "fill_diagonal", "shuffle", "pack_into"),
@@ -25,7 +25,7 @@ FILLS = (
 
 
 def spell_out(tree: ast.AST) -> ast.AST:
-    """The same with ``x.k`` for ``getattr(x, "k")`` and ``x.k = 1`` for ``setattr(x, "k", 1)``."""
+    """The same tree with ``x.k`` for ``getattr(x, "k")`` and ``x.k = 1`` for ``setattr(x, "k", 1)``."""
     return _Spelled().visit(tree)  # type: ignore[no-any-return]
 
 
@@ -60,7 +60,8 @@ def list_chain(node: ast.AST) -> Iterator[str]:
 
 
 def list_local_chains(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
-    """Local names for what attributes lead to, or for the items in it, each with the names on the way."""
+    """Local names for what a chain of attributes leads to, or for its items in a loop, each with the names in the
+    chain."""
     for node in ast.walk(tree):
         value = node.value if isinstance(node, ast.Assign) else node.iter if isinstance(node, ast.For) else None
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -102,7 +103,7 @@ def list_targets(node: ast.AST, _me: str | None = None) -> Iterator[ast.AST]:
 
 
 def list_advanced(node: ast.AST, me: str | None) -> Iterator[ast.AST]:
-    """Those that it increments, collects into or advances, rather than sets."""
+    """The targets that a statement or call increments, collects into or advances, rather than sets."""
     if isinstance(node, ast.AugAssign):
         yield node.target
     elif isinstance(node, ast.Assign) and not isinstance(node.value, (ast.BoolOp, ast.IfExp)):
@@ -123,7 +124,7 @@ def list_descriptors(node: ast.AST, _me: str | None = None) -> Iterator[ast.AST]
 
 
 def _reads(value: ast.AST, target: ast.AST, me: str | None) -> bool:
-    """Whether an assigned value is made from what its target held; an item, whether it is calculated."""
+    """Whether an assigned value is made from what its target held; for an item, whether it is calculated from that."""
     if isinstance(target, ast.Subscript):
         read = {ast.unparse(target), f"{ast.unparse(target.value)}.get({ast.unparse(target.slice)}, 0)"}
         return isinstance(value, ast.BinOp) and any(ast.unparse(part) in read for part in (value.left, value.right))
@@ -154,8 +155,8 @@ def name_state(node: ast.AST, me: str | None, outer: set[str]) -> str | None:
 def list_aliases(
     tree: ast.AST, me: str | None, outer: set[str], parameters: Collection[str] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Local names for such state, with the state, and those parameters, with their names; not those that later become
-    names of something made from it."""
+    """Local names for such state, each with the state, and `parameters`, each with its own name; not names that are
+    later rebound to something made from it."""
     assigned = [(node, name) for node in ast.walk(tree) if isinstance(node, ast.Assign) for name in node.targets]
     local = [(name.id, node.value) for node, name in assigned if isinstance(name, ast.Name)]
     made = {
@@ -171,12 +172,12 @@ def list_aliases(
 
 
 def is_super(node: ast.AST) -> bool:
-    """Whether it is ``super()``."""
+    """Whether a node is ``super()``."""
     return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "super"
 
 
 def is_own(node: ast.AST, me: str | None) -> bool:
-    """Whether it is self, type(self) or self.__class__."""
+    """Whether a node is self, type(self) or self.__class__."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type" and node.args:
         return is_own(node.args[0], me)
     if isinstance(node, ast.Attribute) and node.attr == "__class__":

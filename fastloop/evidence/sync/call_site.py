@@ -43,7 +43,7 @@ class Cause:
     kind: str
     """prog_bar, logger, sync_dist, number, sigterm, scaler, checks, callback, transfer."""
     name: str | None = None
-    """Of the metric; or of the callback, with its frequency: ``ModelCheckpoint(every_n_train_steps=50)``."""
+    """Name of the metric; or of the callback, with its frequency: ``ModelCheckpoint(every_n_train_steps=50)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def find_site(start: FrameType | None) -> CallSite:
 
 
 class _Walk:
-    """What a walk from an event's frame outwards has met so far."""
+    """The state of a walk up the stack from an event's frame."""
 
     def __init__(self) -> None:
         self.places: dict[Owner, FrameType] = {}
@@ -87,14 +87,15 @@ class _Walk:
         self.ours: list[str] = []
         """fastloop's own modules, met before any such frame."""
         self.did_it = False
-        """Whether fastloop itself made the call; else it only called the user's compiled code, if it was met at all."""
+        """Whether fastloop itself made the call. If not, it only called the user's compiled code, or is not on the
+        stack."""
         self._in_compiled = False
         self._between: list[str] = []
         self._of_optimizer = False
         self._cause: Cause | None = None
 
     def visit(self, frame: FrameType) -> bool:
-        """Note what this frame tells; returns whether to walk on."""
+        """Note what this frame shows; returns whether to walk on."""
         module, function = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
         owner = _find_owner(frame.f_code.co_filename, module)
         if owner == "user":
@@ -107,7 +108,7 @@ class _Walk:
         if owner == "fastloop" and not self.places:
             self.ours.append(module)
             self.did_it = self.did_it or not self._in_compiled
-        if self.did_it:  # from here on, look only for a user line
+        if self.did_it:  # from now on, look only for a user line
             return True
         if owner == "torch" and not self.places:
             self._between.append(function)
@@ -133,7 +134,7 @@ class _Walk:
         return CallSite(where=_describe_place(place), text=_read_line(place), inside=inside, **flags)
 
     def _name_culprit(self) -> str | None:
-        """fastloop's own part that made the call, or led to it where nobody else did; None if it did not."""
+        """fastloop's own part that made the call, or that led to it if no other code did; otherwise None."""
         if self.did_it:
             return name_ours(self.ours[0])
         return name_ours(self.ours[-1]) if self.ours and not self.places else None

@@ -1,4 +1,5 @@
-"""The lines of a live CUDA process that make the host wait, by CUDA's sync debug mode: no times, almost no cost."""
+"""Finds the lines of a live CUDA process that make the host wait, by CUDA's sync debug mode: no times, almost no
+cost."""
 
 from __future__ import annotations
 

@@ -196,6 +196,6 @@ def _to_first_event(stream: io.TextIOBase) -> str:
     while (key := text.find('"traceEvents"')) < 0 or (bracket := text.find("[", key)) < 0:
         more = stream.read(_CHUNK)
         if not more:
-            raise ValueError("it holds no traceEvents")
+            raise ValueError("it contains no traceEvents")
         text += more
     return text[bracket + 1 :]

@@ -115,7 +115,7 @@ def _is_inside(work: DeviceSpan, marks: Sequence[float], window: Span) -> bool:
 
 
 def _on_cpu(trace: ChromeTrace, phases: Phases, marks: Sequence[float]) -> dict[str, Any]:
-    """Operators' self time; those that made the data belong to the loader."""
+    """The account without device work: operators' self time, outside the time in which the loop waits for data."""
     steps, window = len(marks) - 1, [(marks[0], marks[-1])]
     window = subtract(window, merge_spans(phases.spans("data_wait")))
     spans, names = defaultdict[str, list[Span]](list), list[tuple[str, float]]()
