@@ -49,7 +49,7 @@ class ClimbState:
     launch_bound: bool | None = None
     """The device waits for launches; None: not measured."""
     image_files: bool = False
-    """The samples are made of image files."""
+    """The samples are made from image files."""
     gaps_count: bool = False
     """Restarting workers for each epoch takes a share of the step that is worth saving."""
     may_keep_workers: bool = False
@@ -80,10 +80,10 @@ class Variant:
     first: bool = False
     """Try it before the other rungs of its family, which bring little without it."""
     together: bool = False
-    """Also try it with the others that say so, on top of the largest shipped ladder: each takes away one limit of the
-    step, and leaves the others'."""
+    """Also try it together with the other variants marked so, on top of the largest shipped ladder: each removes one
+    limit of the step and leaves those that the others remove."""
     replaces: tuple[str, ...] = ()
-    """Rungs of the stack to switch off with it, which would do its work in its place."""
+    """Rungs of the stack to switch off with it, because they would do its work in its place."""
     theirs: bool = False
     """It changes what the start's loader does already, where the rung's plain settings are refused."""
     every: bool = True

@@ -27,7 +27,7 @@ class Costs:
     now_ms: float
     """The unchanged step, averaged over a long run: samples per step / samples per second."""
     outside_ms: float = 0.0
-    """Its share outside loading and computing: validation, checkpoints, the gap between epochs."""
+    """The part of it outside loading and computing: validation, checkpoints, the gap between epochs."""
     gap_ms: float = 0.0
     """The part of ``outside_ms`` spent between epochs, when workers are restarted."""
     replayed_ms: float | None = None
@@ -66,7 +66,7 @@ class Costs:
         return max(0.0, self.now_ms - self.outside_ms)
 
     def but(self, **changes: Any) -> Costs:
-        """The same with other costs."""
+        """Return a copy with these costs changed."""
         return dataclasses.replace(self, **changes)
 
 
@@ -99,8 +99,8 @@ class Attempt:
     ended: End | None = None
     why: str = ""
     idle: Mapping[str, str] = field(default_factory=dict)
-    """Rungs left out, with the reason: those of a kept ladder that have no effect here, or rungs of the stack that have
-    none beside this one."""
+    """Rungs left out, with the reason: rungs of a kept ladder that had no effect, or rungs of the stack that this one
+    makes ineffective."""
     parity: Outcome = field(default_factory=Outcome)
     tuned: Mapping[str, int] | None = None
     """Numbers found by a search: ``{"rungs.workers.count": 8}``."""
@@ -118,7 +118,7 @@ class Attempt:
 
     @property
     def takes_away(self) -> bool:
-        """Whether it tested if the stack is slower without a rung."""
+        """Whether it tested removing a rung from the stack."""
         rungs = self.patch.get("rungs", {})
         return bool(rungs) and not list_enabled(self.patch)
 

@@ -188,7 +188,7 @@ class ArmResult:
     peak_gib: float | None = None
     global_batch: float | None = None
     compile_s: float | None = None
-    """What compiling took in the run where it took longest: later runs find code in a cache."""
+    """Seconds of compiling in the run where it took longest: later runs find compiled code in a cache."""
     planned_steps: int | None = None
     """Optimizer steps of the user's own run, if the configuration says how many."""
     failed: str | None = None
@@ -221,7 +221,7 @@ class ExperimentResult:
     steps: int | None = None
     """Steps of each run of the base, unless the script ends sooner."""
     ended_at: int | None = None
-    """The steps after which it does; None if it does not."""
+    """The steps after which the script ends sooner; None if it does not."""
     warmup_steps: int | None = None
     band_pct: float = 3.0
     """Differences within plus or minus this many percent count as no difference."""

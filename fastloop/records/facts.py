@@ -66,7 +66,7 @@ class LoaderFacts:
     asks_process: tuple[str, ...] = ()
     """Functions that run for a sample and ask which process they are in."""
     shared_draws: tuple[str, ...] = ()
-    """The subset of them that cannot get one generator per thread."""
+    """The subset of ``draws_random`` that cannot get one generator per thread."""
     worker_hazards: tuple[str, ...] = ()
     """Why worker processes would break or change this dataset: CUDA tensors, open handles, per-epoch state."""
     holds_training: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class LoaderFacts:
     images: ImageFacts | str = "the dataset was not inspected"
     """The processing of each file of an image dataset; or why the dataset is not one."""
     rows: RowFacts | str = "the dataset was not inspected"
-    """The rows in memory that its samples are; or why they are something else."""
+    """The rows in memory that are its samples; or why its samples are something else."""
     prefix: PrefixFacts | str = "the dataset was not inspected"
     """The part of each sample that could be cached; or why there is none."""
     engine: str | None = None
@@ -152,7 +152,7 @@ class Facts:
     by_ladder: frozenset[str] = frozenset()
     """Rungs that a shipped ladder switched on, and not the user."""
     weighs_costs: bool = True
-    """What such a rung costs once must pay back in this run; not in a trial."""
+    """The one-time cost of such a rung must pay back in this run; False in a trial."""
     counts_batches: tuple[str, ...] = ()
     """The user's code that would notice fewer and larger batches: a hook of each batch, ``batch_idx`` in its step."""
     accumulate: int = 1
@@ -176,7 +176,7 @@ class Facts:
     transfer_hooks: tuple[str, ...] = ()
     """Batch transfer hooks the user overrides."""
     timed_hooks: tuple[str, ...] = ()
-    """Those before and with the transfer that would give something else if they were called earlier."""
+    """Hooks before or during the transfer that would return something else if they were called earlier."""
     evaluates: bool = False
     """Whether ``loader`` is a validation loader."""
     steps_with_iterator: bool = False
@@ -216,9 +216,10 @@ class Facts:
     handles_grads: tuple[str, ...] = ()
     """Methods that read or clip gradients themselves, before a loss scaler has unscaled them."""
     line_searches: tuple[str, ...] = ()
-    """Methods of the user's module whose text makes an optimizer that compares losses: LBFGS."""
+    """Methods of the user's module whose source creates an optimizer that compares losses: LBFGS."""
     own_line_searches: tuple[str, ...] = ()
-    """Those that configure_optimizers does not call: the Trainer need not know what they make."""
+    """Those of them that configure_optimizers does not call: the Trainer may not know the optimizers that they
+    create."""
     grad_hooks: bool = False
     """Parameters carry post-accumulate hooks (an optimizer inside the backward, for instance)."""
     user_comm_hook: bool = False

@@ -123,6 +123,6 @@ class ImageFacts:
             return f"{self.unknown} is not known, and may need floats"
         floats = next((place for place, step in enumerate(self.steps) if isinstance(step, ToFloat)), None)
         if floats is None:
-            return "no transform makes floats of them"
+            return "no transform converts them to floats"
         late = next((step for step in self.steps[floats:] if not isinstance(step, (ToFloat, Normalize))), None)
-        return None if late is None else f"{type(late).__name__} comes after they are floats"
+        return None if late is None else f"{type(late).__name__} comes after the conversion to floats"

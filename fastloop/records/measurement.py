@@ -48,7 +48,8 @@ MFU_PEAKS = ("datasheet", "measured_peak", "dtype_in_use")
 FAMILIES = ("gemm", "attention", "convolution", "elementwise", "normalisation", "optimizer", "copy", "nccl", "other")
 CEILINGS: tuple[Literal["replayed", "resident", "no_exchange"], ...] = ("replayed", "resident", "no_exchange")
 DISTURBED = 0.9
-"""Share of the run's rate: a slower trial, although it does less work, did not have the machine to itself."""
+"""Share of the run's rate: a trial that is slower than this, although it does less work, did not have the machine to
+itself."""
 UNEVEN = 2.0
 """If the mean step is at least this many times the median, a few long steps dominate it."""
 
@@ -92,12 +93,12 @@ class Measurement:
     """The GPU once a second: ``t_s`` since the window began and the numbers of ``gpu``; at most 600 rows."""
     flops: Mapping[str, Any] = field(default_factory=dict)
     """Work per sample, counted eager: ``per_sample``, of which ``matmul``, ``convolution``, ``attention``;
-    ``recomputed`` beside them; ``at_least``: some operators could not be counted, and ``uncounted`` which; ``source``;
-    ``why`` if there is no count."""
+    ``recomputed``, not part of it; ``at_least``: some operators could not be counted, and ``uncounted``: which;
+    ``source``; ``why`` if there is no count."""
     peaks: Mapping[str, Any] = field(default_factory=dict)
     """The capabilities of this GPU: ``dtype`` in use, ``datasheet_tflop_per_s`` (bf16), ``dtype_tflop_per_s``,
-    ``measured_tflop_per_s`` (a bf16 product here), ``dram_tb_per_s``, ``measured_copy_tb_per_s``; and whether float32
-    work may run in TF32 here: ``matmul_tf32``, ``convolution_tf32``."""
+    ``measured_tflop_per_s`` (a bf16 product on it), ``dram_tb_per_s``, ``measured_copy_tb_per_s``; and whether float32
+    work may run in TF32: ``matmul_tf32``, ``convolution_tf32``."""
     tflop_per_s: float | None = None
     """Rate per device."""
     mfu: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(MFU_PEAKS))

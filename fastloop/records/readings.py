@@ -20,7 +20,7 @@ TAKES_AWAY = {
 for the one that gets its data last."""
 CPU_WORTH_PCT = 10.0
 """Share of the step above which host work is reported on the CPU, where few steps measure it and it competes with the
-training: twenty healthy trainings beside other work on two cores read up to 9.6 %."""
+training: twenty healthy trainings that shared two cores with other work measured up to 9.6 %."""
 OPTIMIZER = "optimizer"
 """Among the evidence: which optimizers are not torch's own, and what fusing the others would save."""
 ANOMALY_MODE = "anomaly_mode"
@@ -28,7 +28,7 @@ ANOMALY_MODE = "anomaly_mode"
 OFTEN = 0.5
 """Synchronizations per step above which a line counts as a cost of each step."""
 FEW_WORKERS, MORE_WORTH = "few_workers", 1.25
-"""The cause of a wait for data if workers are too few; and how many times their number is worth proposing."""
+"""The cause of a wait for data if there are too few workers; and the smallest factor by which more are proposed."""
 HAND_OVER_MS, CROWDED_HAND_OVER_MS = 0.5, 3.0
 """Time the training process needs to take a batch from a worker: 0.2 to 0.5 ms, up to 3 if all CPUs are busy. A batch
 that takes less time to make gains nothing from a worker."""
@@ -188,7 +188,7 @@ def does_already(seen: Measurement, what: str) -> bool:
 
 
 def read_fusing_ms(seen: Measurement) -> float:
-    """Milliseconds a step that fusing the optimizers would save on the CPU; 0 where that was not measured."""
+    """Milliseconds per step that fusing the optimizers would save on the CPU; 0 if that was not measured."""
     return to_number((seen.evidence.get(OPTIMIZER) or {}).get("fusing_saves_ms")) or 0.0
 
 
@@ -229,7 +229,7 @@ def is_crowded(seen: Measurement) -> bool:
 
 
 def find_hand_over_ms(seen: Measurement) -> float:
-    """Upper limit of the cost of taking a batch from a worker process here."""
+    """Upper limit of the cost of taking a batch from a worker process on this machine."""
     return CROWDED_HAND_OVER_MS if is_crowded(seen) else HAND_OVER_MS
 
 

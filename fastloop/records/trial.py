@@ -231,7 +231,7 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """How one training went: ``trial.json``, with the measurement and the answer stored beside it."""
+    """How one training went: ``trial.json``, with the measurement and the answer stored next to it."""
 
     schema: ClassVar[int] = SCHEMA
     computed: ClassVar[tuple[str, ...]] = ("samples_per_s", "window_too_short")
@@ -246,7 +246,8 @@ class Trial:
     """Exit code; if a signal ended it, the negative signal number."""
     last_step: int | None = None
     started: str | None = None
-    """Forked from a process with torch imported, or why in a new interpreter; None: a plain new process."""
+    """Whether it was forked from a process that had imported torch, or why it needed a new interpreter; None: a plain
+    new process."""
     tail: str = ""
     """The last lines of its stderr; empty if it is ok."""
     began: int | None = None

@@ -44,8 +44,11 @@ def test_pictures_are_planned_as_bytes() -> None:
     [
         ({"images": "TensorDataset is no ImageFolder"}, "TensorDataset is no ImageFolder"),
         ({"images": ImageFacts(steps=PHOTOS.steps, unknown="RandomErasing")}, "RandomErasing is not known"),
-        ({"images": ImageFacts(steps=(ToTensor(),))}, "no transform makes floats of them"),
-        ({"images": ImageFacts(steps=(*PHOTOS.steps, PHOTOS.steps[0]))}, "RandomCrop comes after they are floats"),
+        ({"images": ImageFacts(steps=(ToTensor(),))}, "no transform converts them to floats"),
+        (
+            {"images": ImageFacts(steps=(*PHOTOS.steps, PHOTOS.steps[0]))},
+            "RandomCrop comes after the conversion to floats",
+        ),
         ({"images": PHOTOS, "custom_collate": True}, "your own code builds the batches"),
         ({"images": PHOTOS, "own_iterator": True}, "your own code builds the batches"),
         ({"images": PHOTOS, "auto_collates": False}, "your own code builds the batches"),

@@ -113,8 +113,8 @@ def test_plan_refuses(facts: dict[str, Any], loader: dict[str, Any], why: str) -
         ((ColorJitter(), *FLOATS), "ColorJitter at that place"),
         ((FLIP, Resize(size=8), *FLOATS), "Resize at that place"),
         ((CROP, FLIP, CROP, *FLOATS), "it crops twice"),
-        ((CROP, ToTensor()), "no transform makes floats"),
-        ((*FLOATS, CROP), "RandomCrop comes after they are floats"),
+        ((CROP, ToTensor()), "no transform converts them to floats"),
+        ((*FLOATS, CROP), "RandomCrop comes after the conversion to floats"),
     ],
 )
 def test_steps_that_are_not_done_there(steps: Any, why: str) -> None:
