@@ -85,7 +85,7 @@ class Variant:
     replaces: tuple[str, ...] = ()
     """Rungs of the stack to switch off with it, because they would do its work in its place."""
     theirs: bool = False
-    """It changes what the start's loader does already, where the rung's plain settings are refused."""
+    """It changes what the start's loader already does; the rung's plain settings are refused there."""
     every: bool = True
     """Predict with all settings and take the best; otherwise take the first that runs (a micro-batch that fits)."""
     tune: bool = False

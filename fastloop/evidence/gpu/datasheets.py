@@ -74,7 +74,7 @@ PEAKS: Mapping[str, Peak] = {
     "RTX 4090": Peak(165.2, 165.2, 82.6, 82.6, 1.008),
     "RTX 5090": Peak(209.5, 209.5, 104.8, 104.8, 1.792),
 }
-"""By the name that CUDA reports, without the brand names before it."""
+"""Keyed by the name that CUDA reports, without the brand names before it."""
 
 _MAKERS_WORDS = ("NVIDIA ", "Tesla ", "GeForce ")
 

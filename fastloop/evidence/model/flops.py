@@ -45,7 +45,7 @@ arrive undecomposed only from tensor subclasses (jagged ones, for instance)."""
 
 _REFORMED = ("prod", "cumprod", "masked_fill", "masked_fill_")
 """Operators whose backward torch computes by another formula, with other rounding, under any dispatch mode. Found by
-comparing all of torch's operators; the last two only where the value is a tensor."""
+comparing all of torch's operators; the last two only if the value is a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,8 +85,8 @@ def list_changes_within(
 def _list_called_writers(
     roots: Iterable[tuple[Any, str]], walked: Iterable[tuple[str, Any]], others: tuple[Any, ...], running: list[Any]
 ) -> Iterator[str]:
-    """Methods by which what samples are made from changes itself, if callbacks or the module hold it and these running
-    functions call such a method."""
+    """Changes that the samples' objects make to themselves in methods that these running functions call, if callbacks
+    or the module hold the object."""
     held = (each for root, name in roots for each in list_holders(root, others, between=True, name=name))
     reached = {each.partition(" is held by ")[0] for each in held}
     called = _list_called_names(others, running)
@@ -97,7 +97,8 @@ def _list_called_writers(
 
 
 def _list_changed_by_trainer(function: Any, trainer: str | None) -> Iterator[str]:
-    """The loaders and their parts that a function changes by way of the Trainer, which it knows by this name."""
+    """The loaders and their parts that a function changes through the Trainer, whose name in the function is
+    `trainer`."""
     for chain in sample_code.list_chains_written(function):
         place = 0 if chain[:1] == [trainer] else chain.index("trainer") if "trainer" in chain else len(chain)
         yield from islice(filter(BY_DATA.fullmatch, chain[place + 1 : -1]), 1)

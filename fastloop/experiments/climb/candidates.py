@@ -52,7 +52,8 @@ class Candidate:
 
     @property
     def whole(self) -> bool:
-        """Whether it is a shipped ladder: rungs without effect here are left out, and the rest stays together."""
+        """Whether the candidate is a shipped ladder: its rungs without effect are left out, and the rest stays
+        together."""
         return self.key.startswith(LADDER)
 
     @property

@@ -4,8 +4,8 @@ Inside `quick_starts` there is such a process, the server. A trial that it forks
 sees what a fresh interpreter would see (`become.py`). Forking is safe because the server has one thread, which it
 checks before each fork, no CUDA context, and has computed nothing. If a fork cannot provide what a trial needs, a new
 interpreter starts, and the trial's record says why: interpreter options, variables that libraries read as they load, a
-file beside the script that shadows a loaded module. Ranks that a trial starts are new interpreters too. The server ends
-with the process that started it, even if that is killed.
+file next to the script that shadows a loaded module. Ranks that a trial starts are also new interpreters. The server
+ends with the process that started it, even if that is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastloop.experiments.trials import become, fork_server
 from fastloop.experiments.trials.fork_server import ForkRequest, Greeting, Reply, receive, send
 
 OURS = ("fastloop.bridge.fit.dry_run", "fastloop.bridge.trials.ceilings", "fastloop.bridge.trials.gradient_probe")
-"""Also imported for trials of configurations, whose program is ours."""
+"""Modules that are also imported for trials of configurations, which run fastloop's own program."""
 PATIENCE_S = 120.0
 """Time limit for the server's imports."""
 SLOW_S = 2.0

@@ -156,7 +156,7 @@ def _lock(path: Path) -> int | None:
 
 
 def _unlock(lock: int) -> None:
-    """Unlock a directory, also where a forked child has inherited the descriptor."""
+    """Unlock a directory, even if a forked child has inherited the descriptor."""
     import fcntl
 
     with contextlib.suppress(OSError):  # a file system without locks
