@@ -294,7 +294,7 @@ def report(run_dir: str, open_it: bool, json_to: str | None) -> None:
 
 
 def _run_and_print(command: Callable[[], Answer], json_to: str | None, *, aside: bool = False) -> None:
-    """Run a command and print its answer: to stdout, with `aside` to stderr. ``--json -`` puts the object on stdout."""
+    """Run a command and print its answer to stdout, or to stderr if `aside`. ``--json -`` puts the object on stdout."""
     if json_to is not None and json_to != "-":
         console.check_writable(Path(json_to))
     answer: Answer | None = None

@@ -70,8 +70,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def let_through(error: BaseException) -> None:
     """If a signal handler raised `error` or its cause, raise that exception again: we must not swallow it.
 
-    Python runs a handler wherever the main thread is, so also inside our hooks and feeds. torch's SIGCHLD handler
-    raises only once when a loader worker was killed; the user's handlers may raise anything.
+    Python runs a handler wherever the main thread is, so it may be inside our hooks and feeds. torch's SIGCHLD handler
+    raises only once after a loader worker was killed; the user's handlers may raise anything.
     """
     seen: set[int] = set()
     found: BaseException | None = error
@@ -90,16 +90,16 @@ def describe(error: Exception) -> str:
 
 
 _BROUGHT = re.compile(r"Caught \w+ in ([^\n]+)\.\nOriginal Traceback ")
-"""How torch's message begins of an error that it brings from another process: the whole traceback follows."""
+"""How torch's message begins for an error from another process; the whole traceback follows."""
 _CHAINED = re.compile(r"\n(?:During handling of the above exception|The above exception was the direct cause)[^\n]*\n")
 
 
 def quote(error: BaseException, *, briefly: bool = False) -> str:
-    """An error of the user's code in one line: its type and its message. Of an error in a worker process, the worker's
-    own.
+    """Describe an error of the user's code in one line: its type and message; for an error in a worker process, those
+    of the worker's own error.
 
     Args:
-        briefly: of the message only the first line, and the second if that one only announces it.
+        briefly: keep only the first line of the message, and the second if the first only announces it.
     """
     text, kind, where = str(error).strip(), type(error).__name__, ""
     if (brought := _BROUGHT.match(text)) is not None:
@@ -116,7 +116,8 @@ def quote(error: BaseException, *, briefly: bool = False) -> str:
 
 
 def _comes_from_handler(error: BaseException) -> bool:
-    """Whether a frame in its traceback was called like a handler: with a number and the frame that it interrupted."""
+    """Whether a function in the error's traceback was called as a signal handler: with a number and the frame that it
+    interrupted."""
     outer = error.__traceback__
     while outer is not None and (inner := outer.tb_next) is not None:
         given = _list_arguments(inner.tb_frame)

@@ -51,7 +51,7 @@ class Ladder:
     ``goes_first(facts)`` that returns true is planned before all others."""
 
     coming: ClassVar[tuple[str, ...]] = ("gaps", "shard")
-    """Names of rungs planned for later versions: these are not typing errors."""
+    """Names of rungs planned for later versions, so that nobody is told that they are typing errors."""
 
     dali: Dali = Dali()
     cache: Cache = Cache()
@@ -137,7 +137,7 @@ def _list_keys(step: Step) -> list[str]:
 
 
 def verify(ladder: Ladder, plan: Plan, seen: Measurement) -> tuple[Verdict, ...]:
-    """Return one verdict per enabled rung; a skipped rung took no effect, for the plan's reason."""
+    """Return one verdict per enabled rung; that of a skipped rung is no effect, for the plan's reason."""
     verdicts = []
     for step in plan.steps:
         if step.status == "planned":

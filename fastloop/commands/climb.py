@@ -68,7 +68,7 @@ def climb(
         conf: a configuration; None with a script.
         script: a Lightning script, or a command; `args`: its arguments.
         budget_s: the budget of this call; if it is too short, continue the climb with `resume`.
-        allow: parity classes from `ALLOW` that may be tried besides the same training.
+        allow: parity classes from `ALLOW` that may be tried in addition to rungs that keep the training the same.
         limit_s: the time limit of each training.
 
     Raises:
@@ -182,7 +182,7 @@ class Recorder:
         self.confirmed: Confirmation | None = None
 
     def begin(self, runner: Runner) -> Climb:
-        """Create the climb, continuing from an earlier call; it saves each decision."""
+        """Create the climb, which continues an earlier call if there was one and saves each decision."""
         start = Start(
             enabled=frozenset(self.config.ladder.enabled()),
             devices=self.config.run.devices,
@@ -239,7 +239,7 @@ class Recorder:
         )
 
     def save(self) -> None:
-        """Save after each decision, so that there is a ladder no matter what ends the climb."""
+        """Save the results so far. Called after each decision, so that there is a ladder whatever ends the climb."""
         content = self.content()
         store.save(self.place, {NAME: content})
         store.write(self.place, {LADDER: climb_report.write_ladder_yaml(content)})
@@ -270,7 +270,7 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
     except BaseFailed as base:
         raise _end_without_base(recorder, climb, base) from None
     except BaseException as error:
-        with contextlib.suppress(Exception):  # it must not hide what happened
+        with contextlib.suppress(Exception):  # an error here must not hide the first one
             recorder.stopped = recorder.stopped or "it was stopped"
             attach(error, recorder.write())
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
@@ -293,7 +293,7 @@ def _end_without_base(recorder: Recorder, climb: Climb, base: BaseFailed) -> Fai
         if trial is None
         else make_failure(dataclasses.replace(trial, cause=cause), recorder.place if climb.rows else None)
     )
-    with contextlib.suppress(Exception):  # it must not hide what happened
+    with contextlib.suppress(Exception):  # an error here must not hide the first one
         attach(ended, recorder.write())
     if trial is not None and trial.code == 2 and recorder.new and not climb.rows:
         forget(trial.run_dir)

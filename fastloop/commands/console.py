@@ -114,7 +114,7 @@ def to_stdout() -> Iterator[None]:
 
 
 def to_json(content: Record | Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an answer to its JSON object; ``run_dir`` is null if that directory was given back."""
+    """Convert an answer to its JSON object; ``run_dir`` is null if that directory was removed again."""
     answer = dict(content) if isinstance(content, Mapping) else store.to_json(content)
     if answer.get("run_dir") is not None and not Path(answer["run_dir"]).is_dir():
         answer["run_dir"] = None
@@ -125,7 +125,7 @@ def check_writable(path: Path) -> None:
     """Make sure, before training, that the result can be written after it; raises ConfigError."""
     there = path.exists()
     if path.is_fifo():
-        return  # opening a named pipe waits for its reader, and closing it ends what that one reads
+        return  # opening a named pipe waits for its reader, and closing it ends the reader's input
     write(path, "", mode="a")
     if not there:
         path.unlink()
@@ -219,7 +219,7 @@ def describe_exit(error: BaseException) -> tuple[str, int]:
 
 
 def to_config_error(error: click.ClickException) -> ConfigError:
-    """Convert a usage error from click to ours: got, why, do."""
+    """Convert click's usage error to our own: got, why, do."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "fastloop"
     why, do = error.format_message(), f"see {command} --help"

@@ -44,7 +44,7 @@ from fastloop.report.run import files, summary
 
 TRIALS = "trials"
 HUNTED_STEPS, LEAD_IN_STEPS = 5, 20
-"""Steps that the hunt for syncs takes, and steps before a trace while queues refill: enough for typical queues."""
+"""Steps that the hunt for syncs takes, and steps to refill the queues before a trace: enough for typical queues."""
 REWRITTEN = ("measurement.json", "findings.json", "report.md", "report.html")
 
 Progress = Callable[[str], None]

@@ -126,7 +126,7 @@ def _check(status: Status, name: str, found: str, do: str | None = None) -> Chec
 
 
 def _check_distribution(bare: Literal["ours", "stranger"] | None) -> Iterator[Check]:
-    """Warn about a distribution with the bare name: an old install of ours, or another project's package."""
+    """Warn about a distribution with the bare name: an old install of this package, or another project's."""
     name, home = f"distribution {machine.BARE_NAME}", Path(fastloop.__file__).parents[1]
     again = f"pip uninstall {machine.BARE_NAME} && pip install -e {home}"
     if bare == "ours":

@@ -1,6 +1,6 @@
-"""fastloop exec: runs the user's command, with a FastLoop in the first fit that trains, and its rungs in the others.
+"""fastloop exec: run the user's command with a FastLoop in the first fit that trains, and its rungs in later fits.
 
-It shares this process's streams, terminal and process group, and has no time limit: it is the user's run.
+The command shares this process's streams, terminal and process group, and has no time limit: it is the user's run.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from fastloop.records.trial import ScriptEvent
 from fastloop.report.run import summary
 
 AGAIN_S = {signal.SIGINT: 2.0, signal.SIGTERM: 0.5, signal.SIGHUP: 0.5}
-"""Delay before we pass a signal on, since it may have reached the whole process group: only a command that still runs
-then gets it. A second Ctrl-C would cut short what the first began, such as a report."""
+"""Delay before we pass a signal on, to a command that is still running. The signal may have reached the whole process
+group already, and a second Ctrl-C would cut short what the first began, such as a report."""
 LEFT_S = 3.0
 """After a signal or a failure, the time for leftover processes of the command to end by themselves."""
 
@@ -110,7 +110,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 class _Relay:
-    """Passes signals on to the command, which is in the same process group, so that it keeps the terminal."""
+    """Passes signals on to the command. The command stays in this process group, so that it keeps the terminal."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -118,7 +118,7 @@ class _Relay:
 
     @contextlib.contextmanager
     def hears(self) -> Iterator[None]:
-        """Relay signals inside this context; those that are ignored, as after nohup, stay so for the command too."""
+        """Relay signals inside this context. Signals that are ignored, as after nohup, stay ignored for the command."""
         heeded = [each for each in AGAIN_S if signal.getsignal(each) not in (signal.SIG_IGN, None)]
         before = {each: signal.signal(each, self._hear) for each in heeded}
         try:
@@ -187,4 +187,4 @@ def _name_other_python(command: Sequence[str]) -> str:
     found = shutil.which(command[0]) or ""
     if not Path(found).name.startswith("python") or runs_under_this_python(command):
         return ""
-    return f"; it ran with {found}, and fastloop is installed for {sys.executable}"
+    return f"; it ran with {found}, but fastloop is installed for {sys.executable}"

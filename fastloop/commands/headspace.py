@@ -34,8 +34,8 @@ NAME = "headspace.json"
 FIRST, LAST = "baseline", "baseline-again"
 WORTH_PCT = 3.0
 """A smaller gain counts as nothing to gain."""
-TOO_FAST = "faster than the plain run's parts allow: one of the two was disturbed"
-TOO_SLOW = "slower than the plain run: disturbed by something else on this machine"
+TOO_FAST = "faster than the unchanged run's timings allow: one of the two runs was disturbed"
+TOO_SLOW = "slower than the unchanged run: something else on this machine disturbed it"
 FREE = {
     "replayed": "data were free",
     "resident": "data and copies were free",
@@ -56,15 +56,16 @@ class Baseline:
     runs: tuple[float, ...] = ()
     """Samples per second of each run."""
     drift_pct: float | None = None
-    """By how much the second run was faster than the first."""
+    """How much faster the second run was than the first."""
     window_too_short: bool = False
     why: str | None = None
-    """Why one of them failed."""
+    """Why one of the runs failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling:
-    """The rate without data (``replayed``), without data and copies (``resident``) or exchange (``no_exchange``)."""
+    """The rate without loading (``replayed``), without loading and copies (``resident``), or without loading and
+    gradient exchange (``no_exchange``)."""
 
     samples_per_s: float | None = None
     ratio: float | None = None
@@ -226,7 +227,7 @@ def format_lines(result: CeilingsFile, name: str) -> list[str]:
 
 
 def _choose_verdict(ratios: Mapping[str, float], doubtful: Sequence[str]) -> str:
-    """Say what can be gained: by the largest ceiling, or the first that nearly equals it and so removes fewer costs."""
+    """Say what can be gained, by the ceiling that removes the fewest costs of those close to the largest."""
     most = max(ratios.values(), default=0.0)
     if doubtful and most < 1 + WORTH_PCT / 100:
         return f"DISTURBED, RUN IT AGAIN: no ceiling from {' and '.join(doubtful)}"

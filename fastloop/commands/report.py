@@ -14,7 +14,7 @@ from fastloop.records.store import is_file
 
 
 def report(run_dir: str) -> Answer:
-    """Return the report of a run directory as text, and its records as one object, like that of its own command.
+    """Return the report of a run directory as text, and its records as the object that the original command wrote.
 
     Raises:
         ConfigError: the directory holds no run.

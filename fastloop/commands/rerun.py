@@ -33,7 +33,7 @@ def find_configuration(where: Path) -> Path | None:
 
 
 def explain_rerun(trace: int | None) -> str:
-    """Say how to repeat a script's run, with a trace of this many steps if one is wanted."""
+    """Say how to repeat a script's run, with a trace of `trace` steps if given."""
     none = f"{OF_RUN} has no recipe that fastloop could train"
     if trace is None:
         return f"run your script again with the FastLoop(...) that you want, or under fastloop exec; {none}"
@@ -64,7 +64,7 @@ def to_prove(found: Sequence[Finding], base: str) -> str | None:
 
 
 def name_base(where: Path) -> str:
-    """Return the words for an earlier run: its configuration, or its script if that is known."""
+    """Return the command line's words for an earlier run: its configuration, or its script, ``train.py`` if unknown."""
     if (conf := find_configuration(where)) is not None:
         return shlex.quote(str(conf))
     argv = load_environment(where).argv
@@ -72,7 +72,7 @@ def name_base(where: Path) -> str:
 
 
 def name_command(command: Sequence[str], config: str | None = None) -> str:
-    """Return the words for a script's command, as it was run with a ladder."""
+    """Return the command line's words for a script's command and the ladder that it ran with."""
     plain = len(command) > 1 and command[1].endswith(".py") and runs_under_this_python(command)
     command = mask_secrets(command)
     base = _name_script(*command[1:]) if plain else _name_script(shlex.join(command))

@@ -97,7 +97,7 @@ def plan(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> Answer:
 
 
 def describe_plan(made: Plan) -> list[str]:
-    """One block per enabled rung: the settings it would change and its notes, or why it does not apply."""
+    """Describe each enabled rung in a block: the settings it would change and its notes, or why it does not apply."""
     if not made.steps:
         return ["no rung is enabled; try --config safe"]
     lines = []

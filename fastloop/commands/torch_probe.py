@@ -87,7 +87,7 @@ def answer_exchange() -> None:
 
 
 def _time_all_reduce(rank: int, backend: Backend, ranks: int, folder: str) -> None:
-    """One rank: check the sum of one all-reduce, then take the median time of some more.
+    """Run one rank: check the sum of one all-reduce, then take the median time of several more.
 
     Bus bandwidth = bytes / s * 2 (ranks - 1) / ranks. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md.
     """

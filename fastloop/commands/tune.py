@@ -79,7 +79,7 @@ def _write_partial(where: Path, tuned: Tuned, error: BaseException) -> None:
     """Write the results of a search that was stopped."""
     attach(error, tuned)
     if tuned.points:
-        with contextlib.suppress(Exception):  # it must not hide what happened
+        with contextlib.suppress(Exception):  # an error here must not hide the first one
             _write(where, tuned)
 
 

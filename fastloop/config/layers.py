@@ -242,7 +242,7 @@ def _override(part: str, argument: str) -> Layer:
 
 
 def _suggest_value(text: str) -> str | None:
-    """Return how to give a key its value; None if the text is no key with dots."""
+    """Return how to give a key its value; None if the text is not a dotted key."""
     if "." not in text or is_path(text) or not _KEY.fullmatch(text.strip()):
         return None
     section, *inner = text.strip().split(".")

@@ -113,9 +113,9 @@ class Config:
     written: str = ""
     """Its path or shipped name as written on the command line."""
     recipe_file: Path | None
-    """The recipe's Python file: the one beside the deepest YAML in the chain of bases that has one."""
+    """The recipe's Python file: the one next to the deepest YAML in the chain of bases that has one."""
     recipe_yaml: str | None
-    """The YAML beside it, as named in origins."""
+    """The YAML next to it, as named in origins."""
     recipe: Mapping[str, Any] = field(repr=False)
     run: RunSettings
     trainer: Mapping[str, Any] = field(repr=False)
@@ -125,7 +125,7 @@ class Config:
     """Whether rungs that change the device's work are tried on the first step's calls before they take effect."""
     ladder: Ladder
     by_ladder: frozenset[str]
-    """Rungs that a shipped ladder enabled, not the user by name."""
+    """Rungs that a shipped ladder enabled, as opposed to rungs that the user enabled by name."""
     values: Mapping[str, Any] = field(repr=False)
     """All values, including defaults, as nested plain values."""
     origins: Mapping[str, Origin] = field(repr=False)
@@ -288,7 +288,7 @@ def _assemble(
 
 
 def _lay(layers: Iterable[Layer], defaults: Leaves, ignored: Sequence[str]) -> Leaves:
-    """Merge the layers onto the defaults and resolve. Ignored sections can be referenced, then get their defaults."""
+    """Merge the layers onto the defaults and resolve. Keys may refer to ignored sections, which then get defaults."""
     leaves = resolve(merge([defaults.items(), *(list_marked_leaves(layer.marked) for layer in layers)]))
     kept = {path: leaf for path, leaf in leaves.items() if path[0] not in ignored}
     return kept | {path: leaf for path, leaf in defaults.items() if path[0] in ignored}
@@ -356,7 +356,7 @@ def _import_ladder_class() -> type[Any]:
 
 
 def _find_recipe_layer(files: Iterable[Layer]) -> Layer | None:
-    """Return the deepest file in the chain of bases with a Python file beside it; the last of several equally deep."""
+    """Return the deepest file in the chain of bases with a Python file next to it; the last of several equally deep."""
     with_code = [layer for layer in files if layer.path and layer.path.with_suffix(".py").is_file()]
     return max(reversed(with_code), key=lambda layer: layer.depth, default=None)
 

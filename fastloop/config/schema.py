@@ -169,7 +169,7 @@ def check_type(value: Any, kind: Any, key: str, origin: Origin) -> Any:
 def check_switches(**given: object) -> None:
     """Raise ConfigError if an argument of ``FastLoop`` is neither true nor false."""
     for name, value in given.items():
-        if not any(value == each for each in (True, False)):  # also 1 and numpy's, but no text
+        if not any(value == each for each in (True, False)):  # accepts 1 and numpy's booleans, but not text
             check_type(value, bool, name, Origin("FastLoop"))
 
 
@@ -232,7 +232,7 @@ def _locate_error(error: ConfigError, section: str, origins: Mapping[str, Origin
 def _read(value: Any, kind: Any) -> Any:
     """Return the value if the type accepts it; raises TypeError otherwise."""
     if isinstance(value, str) and {int, float} & set(_list_alternatives(kind)) and _guess_number(value) is not None:
-        raise TypeError  # if a number is allowed, 08 is a malformed number even if text is allowed too
+        raise TypeError  # if a number is allowed, 08 is a malformed number even if text is also allowed
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, float) and not math.isfinite(item) for item in items):
         raise TypeError

@@ -47,7 +47,7 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "", suggested: Seq
         folder: where relative paths start: the folder of the file that contains the path, or the working directory.
         got: the first part of the error message, with file and line.
         chain: the chain of bases, for the error message.
-        suggested: the kinds of which the nearest name may be suggested.
+        suggested: the kinds whose names may be suggested.
 
     Raises:
         ConfigError: no such file, or no such name; with the known names and the nearest one.

@@ -24,7 +24,7 @@ KeyPath = tuple[str, ...]
 
 COMMAND_LINE = "command line"
 MAX_NODES = 10_000
-"""Most values of a file with its aliases expanded: a hundred bytes can expand to gigabytes."""
+"""Most values that a file may have with its aliases expanded: a hundred bytes can expand to gigabytes."""
 MAX_DEPTH = 50
 
 _QUOTED = re.compile(r"'([^']*)'")

@@ -145,7 +145,7 @@ def test_a_script_that_ran_with_another_python_is_told_so(tmp_path: Path) -> Non
     other.chmod(0o755)
     ends = "train ended with exit code 1 before it made a Trainer"
     for command, more in (
-        ([str(other), "train.py"], f"; it ran with {other}, and fastloop is installed for {sys.executable}"),
+        ([str(other), "train.py"], f"; it ran with {other}, but fastloop is installed for {sys.executable}"),
         ([sys.executable, "train.py"], ""),
         (["sh", "train.sh"], ""),
     ):

@@ -166,7 +166,7 @@ def test_a_ceiling_that_the_parts_do_not_allow_is_no_headline(
     )
     answer = asked(NET)
     assert answer.text.splitlines()[0] == f"fastloop {verdict}   net"
-    doubted = "(1.44x, measured; faster than the plain run's parts allow: one of the two was disturbed)"
+    doubted = "(1.44x, measured; faster than the unchanged run's timings allow: one of the two runs was disturbed)"
     assert (doubted in answer.text) is ("DISTURBED" in verdict)
     assert content(answer)["ceilings"]["resident"]["ratio"] == pytest.approx(1.44), "the figure stays in the file"
 
