@@ -1,1 +1,1 @@
-"""The only place that knows Lightning: the callback, the strategies, and the one file that changes live objects."""
+"""The only package that knows Lightning: the callback, the strategies, and the code that changes live objects."""

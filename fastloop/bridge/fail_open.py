@@ -53,8 +53,8 @@ def fail_open(hook: Hook) -> Hook:
 
 @contextlib.contextmanager
 def deaf_to_workers() -> Iterator[None]:
-    """Ignore that loader workers die. Once a training has ended, torch's SIGCHLD handler would only raise in the middle
-    of the report: a SIGTERM to the whole process group ends the workers, too."""
+    """Ignore the death of loader workers. A SIGTERM to the whole process group ends them as well, and once a training
+    has ended, torch's SIGCHLD handler would only raise in the middle of the report."""
     handler = signal.getsignal(signal.SIGCHLD)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
@@ -70,7 +70,7 @@ def deaf_to_workers() -> Iterator[None]:
 
 
 def explain_exception(exception: BaseException, module: Any, rungs: Collection[str]) -> str | None:
-    """One line that explains an exception in a run with these rungs; None if we know no more than its message."""
+    """Return one line that explains an exception in a run with these rungs; None if we cannot add to its message."""
     text = str(exception)
     if "did not receive grad for rank" in text:
         return _name_unused_parameters(text, module)
@@ -80,7 +80,7 @@ def explain_exception(exception: BaseException, module: Any, rungs: Collection[s
 
 
 def _name_unused_parameters(text: str, module: Any) -> str | None:
-    """DDP lists parameters without a gradient by index; users know them by name."""
+    """Name the parameters without a gradient, which DDP lists by index; None if that fails."""
     match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
     if match is None or module is None:
         return None

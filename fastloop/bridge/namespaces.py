@@ -12,7 +12,11 @@ NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def find_namespace(lightning_object: Any) -> str:
-    """The namespace a Trainer, strategy or their class belongs to, by the first Lightning class among its bases."""
+    """Return the namespace of a Trainer, a strategy or their class: that of the first Lightning class among its bases.
+
+    Raises:
+        TypeError: it is not a Lightning class.
+    """
     kind = lightning_object if isinstance(lightning_object, type) else type(lightning_object)
     for base in kind.__mro__:
         for name in NAMES:
@@ -22,20 +26,20 @@ def find_namespace(lightning_object: Any) -> str:
 
 
 def load(namespace: str, path: str) -> Any:
-    """A class or function by its path below a namespace: ``load(name, "strategies.DDPStrategy")``."""
+    """Load a class or function by its path below a namespace: ``load(name, "strategies.DDPStrategy")``."""
     module, _, attribute = path.rpartition(".")
     return getattr(importlib.import_module(f"{namespace}.{module}"), attribute)
 
 
 def list_installed() -> Iterator[str]:
-    """The installed namespaces. Both packages may be installed, and a script may use either."""
+    """Yield the installed namespaces. Both packages may be installed, and a script may use either."""
     for name in NAMES:
         if name in sys.modules or importlib.util.find_spec(name.split(".")[0]) is not None:
             yield name
 
 
 def find_everywhere(path: str) -> Iterator[tuple[str, Any]]:
-    """Namespace and object at a path, for every installed namespace that can be imported."""
+    """Yield namespace and object at a path, for every installed namespace that can be imported."""
     for name in list_installed():
         try:
             yield name, load(name, path)
@@ -44,5 +48,5 @@ def find_everywhere(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def make_callback_class() -> Any:
-    """A callback base class that both namespaces accept; before 2.6 each refuses callbacks of the other."""
+    """Make a callback base class that both namespaces accept; before 2.6 each refuses callbacks of the other."""
     return type("Callback", tuple(kind for _, kind in find_everywhere("callbacks.Callback")), {})

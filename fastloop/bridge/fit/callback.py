@@ -46,15 +46,16 @@ class FastLoop(Callback):
     Args:
         config: None to watch only; a shipped ladder's name (``"safe"``), a YAML file, or a mapping such as
             ``{"rungs": {"amp": {"enabled": True}}}``.
-        out: directory for the run's files; default ``<trainer.log_dir>/fastloop/<utc>``, nothing without a logger.
+        out: directory for the run's files; default ``<trainer.log_dir>/fastloop/<utc>``. With neither `out` nor a
+            logger, nothing is written.
         strict: a rung that cannot apply is an error before step 1; defaults to the config's value.
         quiet: print nothing.
 
-    After ``fit``, in every process that trained (not in the main one under ``ddp_spawn``), it has ``plan``,
-    ``measurement``, ``verdicts`` and ``findings``.
+    After ``fit``, it has ``plan``, ``measurement``, ``verdicts`` and ``findings`` in every process that trained. Under
+    ``ddp_spawn`` the main process does not train.
 
     Raises:
-        ConfigError: the configuration cannot be used; says file, line and key.
+        ConfigError: the configuration cannot be used; names file, line and key.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class FastLoop(Callback):
         self.off = is_disabled()
         self.out, self.quiet = None if out is None else Path(out), quiet
         self.hunt_syncs = False
-        """Find every device synchronization with its line, in a few steps after the timed ones; they run slower."""
+        """Find every device synchronization with its line, in a few slower steps after the timed ones."""
         self.say: Callable[[str], None] = _skip_line if quiet else _say_line
         """Receives a line about progress."""
         self.writes = True
@@ -78,7 +79,7 @@ class FastLoop(Callback):
         self._refused: dict[str, str] = {}
         """Rungs that did not work in a rehearsal, and why."""
         self._cheaper: set[str] = set()
-        """Rungs of which a rehearsal kept the cheaper variant."""
+        """Rungs for which a rehearsal kept the cheaper variant."""
         self._forget()
         self._reset_fit()
         for name in BATCH_HOOKS:
@@ -93,8 +94,8 @@ class FastLoop(Callback):
 
     @classmethod
     def of(cls, config: Config, *, out: Path | None, quiet: bool = False) -> FastLoop:
-        """A callback with an already checked configuration. Not an argument of ``FastLoop``, because LightningCLI reads
-        the arguments' types: if one of them is a dataclass, it opens any given file itself."""
+        """Make a callback from a configuration that is already checked. This is not an argument of ``FastLoop`` because
+        LightningCLI reads the arguments' types: if one of them is a dataclass, it opens any given file itself."""
         loop = cls(out=out, quiet=quiet)
         loop.config, loop.strict = config, config.strict
         return loop
@@ -108,9 +109,9 @@ class FastLoop(Callback):
         self.report_extras: Mapping[str, Any] = {}
         """Extra content of the report; see `run_directory.choose_report_extras`."""
         self.run_dir: Path | None = None
-        """The directory to which this rank wrote its files; None if it did not."""
+        """The directory to which this rank wrote the run's files; None if it did not."""
         self.unwritten: str | None = None
-        """Why they could not be written; None if they could, or if there is no place for them."""
+        """Why the run's files could not be written; None if they could, or if there is no place for them."""
         self._loader_seen: Mapping[str, Any] = {}
         self._place: EpochPlace | None = None
         """The position in the data at which the fit ended."""
@@ -121,7 +122,7 @@ class FastLoop(Callback):
         self._session: Session | None = None
         self._one_time = OneTime()
         self._hint: str | None = None
-        """What the rungs in use say of the exception that ended the fit."""
+        """An explanation of the exception that ended the fit, see `explain_exception`."""
         self._restore: list[Callable[[], None]] = []
         self._stopped = self._training = self._first = False
 
@@ -132,7 +133,7 @@ class FastLoop(Callback):
 
     @property
     def spent_once_s(self) -> float:
-        """Seconds that this fit has spent so far on what no later step pays again."""
+        """Seconds that this fit has spent so far on one-time costs, which no later step pays again."""
         return self._one_time.spent_s
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
@@ -226,7 +227,10 @@ class FastLoop(Callback):
             rank_zero_warn(f"fastloop: {line}")
             self._hint = line
         if type(exception).__name__ == "OutOfMemoryError" and self._applier is not None and self._applier.held:
-            rank_zero_warn(f"fastloop: step 1 ran without {', '.join(self._applier.held)}; write rehearsal: off")
+            rank_zero_warn(
+                f"fastloop: out of memory in step 1, which runs without {', '.join(self._applier.held)};"
+                " to switch them on before it, write rehearsal: off"
+            )
         if not self._training:
             return
         if self.measurement is None:
@@ -242,7 +246,7 @@ class FastLoop(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self._applier is not None:
             self._applier.clean_checkpoint(checkpoint)
-        # Not by a state_dict method: for two FastLoops Lightning would then raise its own error instead of ours.
+        # Not in a state_dict method: with two FastLoops, Lightning would then raise its own error instead of ours.
         if (place := self._read_place()) is not None:
             checkpoint["callbacks"][self.state_key] = {"place": place}
 
@@ -260,7 +264,7 @@ class FastLoop(Callback):
 
     @fail_open
     def _read_place(self) -> EpochPlace | None:
-        """The training's position in its data; None if no rung changes how it is loaded."""
+        """Return the training's position in its data; None if no rung changes how it is loaded."""
         return self._place if self._applier is None else self._applier.read_place()
 
     def stop_watching(self, why: str) -> None:
@@ -280,7 +284,7 @@ class FastLoop(Callback):
             setattr(self, hook, None)
 
     def _attach(self, trainer: Any) -> None:
-        """Give the Trainer's own strategy the mixed class and our applier."""
+        """Give the Trainer's own strategy our applier, and a class with our mixin that calls it."""
         owner: Any = trainer.strategy
         kind: Any = type(owner)
         terms = Terms(by_ladder=self.config.by_ladder, weighs_costs=not self.in_trial)
@@ -323,7 +327,7 @@ class FastLoop(Callback):
         ]
 
     def _find_directory(self, trainer: Any) -> Path | None:
-        """The run's directory, on rank 0 only and if there is one; the same at each call."""
+        """Return the run's directory, the same at each call; None on other ranks than 0, or if nothing is written."""
         if self.run_dir is None and trainer.is_global_zero and self.writes:
             self.run_dir = run_directory.choose_directory(trainer, self.out)
         return self.run_dir
@@ -394,7 +398,7 @@ class FastLoop(Callback):
         while restore:
             try:
                 restore.pop()()
-            except Exception as error:  # the others must still run
+            except Exception as error:  # the other changes must still be undone
                 rank_zero_warn(f"fastloop could not undo every change: {type(error).__name__}: {error}")
 
 

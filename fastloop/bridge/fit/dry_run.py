@@ -31,7 +31,7 @@ class DryRun:
     batches_in_flight: int | None
     """Loader batches of one rank: those that workers and device feed hold ready, plus the one in use."""
     bytes_in_flight: int | None
-    """Their size, estimated from the first sample."""
+    """The size of these batches, estimated from the first sample."""
 
 
 def plan_dry(config: Config) -> DryRun:
@@ -39,7 +39,7 @@ def plan_dry(config: Config) -> DryRun:
 
     Raises:
         ConfigError: as in `train`, and under ``strict`` if a rung cannot apply.
-        FastLoopError: there is not one batch to train on.
+        FastLoopError: there is no batch to train on.
     """
     with quiet():
         pl.seed_everything(config.run.seed, verbose=False)
@@ -87,7 +87,7 @@ def _set_up(trainer: Any, module: Any, data: Any) -> Any:
 
 
 def _measure_sample(loader: Any) -> int | None:
-    """Bytes of one sample as the loader would batch it; None if one cannot be loaded alone."""
+    """Return the bytes of one sample as the loader would batch it; None if a single sample cannot be loaded."""
     try:
         sample = loader.dataset[next(iter(loader.sampler))]
         return sum(tensor.nbytes for tensor in walk_storage(loader.collate_fn([sample])))

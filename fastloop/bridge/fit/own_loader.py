@@ -16,7 +16,9 @@ from fastloop.records.facts import Facts
 
 
 def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[str, Any]) -> dict[str, Any]:
-    """Evidence for proposing feeds to a loader without workers, or that others keep theirs between epochs or get more.
+    """Gather evidence on what the diagnosis may propose: feeds, and whether workers can be kept or added.
+
+    Feeds are considered if the loader has no workers, or yields image files or rows in memory.
 
     Args:
         seen: the evidence on the loader so far.
@@ -42,7 +44,7 @@ def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[s
 
 
 def _read_loader(trainer: Any, applier: Applier | None, ladder: Ladder) -> Facts | None:
-    """The run's facts with the user's own train loader, of several the first; None if they cannot be read."""
+    """Return the run's facts with the user's own train loader, the first of several; None if they cannot be read."""
     found, *more = loader_state.find_loaders(trainer)
     facts = None if applier is None else applier.facts  # read before rungs changed the objects
     if applier is not None and applier.loaders is not None:
@@ -55,6 +57,6 @@ def _read_loader(trainer: Any, applier: Applier | None, ladder: Ladder) -> Facts
         let_through(error)
         return None
     if more and isinstance(batches := trainer.num_training_batches, int):
-        # Each gives a part of every batch, and another one may set their number.
+        # Each loader gives a part of every batch, and a different one may set the number of batches.
         facts, read = dataclasses.replace(facts, limit_train_batches=None), dataclasses.replace(read, batches=batches)
     return dataclasses.replace(facts, loader=read)

@@ -1,4 +1,4 @@
-"""Load a recipe: a Python file beside its YAML, with ``Settings`` and ``build(settings) -> (module, datamodule)``."""
+"""Loads a recipe: a Python file next to its YAML, with ``Settings`` and ``build(settings) -> (module, datamodule)``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastloop.errors import ConfigError
 
 
 def build_recipe(config: Config) -> tuple[Any, Any]:
-    """The module and the datamodule that a configuration's recipe builds.
+    """Build the module and the datamodule of a configuration's recipe.
 
     Raises:
         ConfigError: there is no recipe, its settings are wrong, or it cannot find its data.
@@ -41,7 +41,7 @@ def build_recipe(config: Config) -> tuple[Any, Any]:
 
 
 def load(config: Config) -> ModuleType:
-    """The recipe's Python module."""
+    """Import the recipe's Python module; raises ConfigError if it cannot be a recipe."""
     path = require_recipe(config)
     if "." in path.stem:
         raise ConfigError(

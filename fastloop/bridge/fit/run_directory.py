@@ -41,12 +41,15 @@ class WatchedFit(Protocol):
 
 
 def choose_directory(trainer: Any, out: Path | None) -> Path | None:
-    """`out`, or a new path below it if it holds the report of an experiment. Without `out` a new path below the first
-    logger's directory; None without a local one, and in fast_dev_run or barebones."""
+    """Return `out`, or a new path below it if it holds the report of an experiment.
+
+    Without `out`, it is a new path below the first logger's local directory; None if there is no such directory, and in
+    fast_dev_run or barebones.
+    """
     if out is None:
         if trainer.fast_dev_run or trainer.barebones or not trainer.loggers:
             return None
-        # Not trainer.log_dir: that one broadcasts between ranks.
+        # Not trainer.log_dir, which broadcasts between ranks.
         logger = trainer.loggers[0]
         base = getattr(logger, "log_dir", None) or logger.save_dir
         if not base or "://" in str(base):
@@ -61,7 +64,7 @@ def choose_directory(trainer: Any, out: Path | None) -> Path | None:
 
 
 def describe_report(trainer: Any, loop: WatchedFit) -> str:
-    """The report's path, and why it is not in `out`; or why there is none."""
+    """Return the report's path, and why it is not in `out`; or why there is no report."""
     if loop.run_dir is not None:
         elsewhere = "" if loop.out in (None, loop.run_dir) else f"   ({loop.out} holds the report of an experiment)"
         return f"{store.report_in(loop.run_dir)}{elsewhere}"
@@ -74,7 +77,10 @@ def describe_report(trainer: Any, loop: WatchedFit) -> str:
 
 
 def choose_report_extras(loop: WatchedFit, module: Any) -> dict[str, Any]:
-    """Content of reports besides the records: ``name`` of the recipe or else of the model; ``then`` and ``later``."""
+    """Return what a report contains besides the records: ``name``, ``then`` and ``later``, see `summary.write_lines`.
+
+    The name is that of the configuration if it has a recipe, else the model's class.
+    """
     config, seen = loop.config, loop.measurement
     enabled = config.ladder.enabled()
     then, later = ((), ()) if seen is None else diagnose.list_next_steps(loop.findings, seen, collect_cards(), enabled)
@@ -82,8 +88,8 @@ def choose_report_extras(loop: WatchedFit, module: Any) -> dict[str, Any]:
 
 
 def write(where: Path, loop: WatchedFit) -> bool:
-    """Write the run's files, first the measurement. If that fails, one warning and `unwritten` say why, and the
-    training goes on."""
+    """Write the run's files, the measurement first; returns whether that worked. If not, a warning and `unwritten` say
+    why, and the training goes on."""
     if loop.measurement is None:
         return False
     hide = make_scrubber(loop.config.values)
@@ -110,7 +116,7 @@ def write(where: Path, loop: WatchedFit) -> bool:
 
 
 def dump_resolved(config: Config, where: Path) -> str:
-    """All values as YAML for ``fastloop run``; if the configuration has a recipe, it is the base."""
+    """Return all values as YAML for ``fastloop run``, with the recipe, if there is one, as the base."""
     text = to_yaml(config)
     if MASK in text:
         text = f"# {MASK} stands for a secret: give it again on the command line\n{text}"
@@ -118,7 +124,7 @@ def dump_resolved(config: Config, where: Path) -> str:
 
 
 def _find_base(config: Config, where: Path) -> str | None:
-    """The recipe's name if it is shipped, else the relative path to its YAML; None without a recipe."""
+    """Return the recipe's name if it is shipped, else the relative path to its YAML; None without a recipe."""
     if config.recipe_file is None:
         return None
     for name, path in find_shipped("recipes").items():
@@ -129,7 +135,7 @@ def _find_base(config: Config, where: Path) -> str | None:
 
 
 def read_torch_flags() -> dict[str, Any]:
-    """Flags of the process that change float32 results, to explain differences between runs."""
+    """Read the flags of this process that change float32 results, to explain differences between runs."""
     backends: Any = torch.backends
     return {
         "float32_matmul_precision": _read_flag(torch.get_float32_matmul_precision),
@@ -141,7 +147,7 @@ def read_torch_flags() -> dict[str, Any]:
 
 
 def _read_flag(read: Callable[[], Any]) -> Any:
-    """A flag; None if this torch does not have it, or if the user set it by its other name (torch 2.9)."""
+    """Read a flag; None if this torch does not have it, or if the user set it by its other name (torch 2.9)."""
     try:
         return read()
     except (AttributeError, RuntimeError):

@@ -53,7 +53,7 @@ def ends(trainer: Any) -> Iterator[None]:
 class _Signals(Callback):
     """Handles SIGINT and SIGTERM in a fit. They must reach Python: in a call that never returns, only SIGKILL helps.
 
-    Lightning calls the SIGTERM handler that it finds after its own. It has its own only while the loops run.
+    Lightning has its own SIGTERM handler only while the loops run, and calls ours after it.
     """
 
     def __init__(self, trainer: Any) -> None:

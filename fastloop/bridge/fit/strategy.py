@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 @functools.cache
 def make_mixin(space: str) -> type:
-    """The mixin for one Lightning namespace. It must inherit that namespace's Strategy: CPython refuses to replace the
-    class of a live object by one with another layout, and with the wrong base the method order is silently wrong.
+    """Make the mixin for one Lightning namespace. It must inherit from that namespace's Strategy: CPython refuses to
+    replace the class of a live object by one with a different layout, and with the wrong base the method order is
+    silently wrong.
     """
     base: Any = namespaces.load(space, "strategies.Strategy")
 
@@ -87,7 +88,7 @@ def _run_evaluation(applier: Applier | None, step: Callable[..., Any], *args: An
 
 @functools.cache
 def mix_in(strategy: type) -> type:
-    """A strategy's class with the mixin in front. Its name contains the original's, so that logs stay readable."""
+    """Put the mixin in front of a strategy's class. The new name contains the old one, so that logs stay readable."""
     bases = (make_mixin(namespaces.find_namespace(strategy)), strategy)
     names = {"__module__": __name__, "fastloop_made_by": (mix_in, strategy)}
     return type(f"FastLoop_{strategy.__name__}", bases, names)
@@ -108,10 +109,10 @@ def _make_single(space: str) -> type:
     base: Any = mix_in(namespaces.load(space, "strategies.SingleDeviceStrategy"))
 
     class FastLoopStrategy(base):  # type: ignore[misc]
-        """``strategy="fastloop"``: one device, the one that the accelerator offers.
+        """``strategy="fastloop"``: trains on the one device that the accelerator offers.
 
         A strategy selected by name is made without a device. Lightning offers the accelerator's devices to any
-        strategy that has ``parallel_devices``; without it, this one would silently train on the CPU.
+        strategy that has ``parallel_devices``; without that attribute, training would silently run on the CPU.
         """
 
         strategy_name = "fastloop"
@@ -133,7 +134,7 @@ def _make_single(space: str) -> type:
 
         @num_nodes.setter
         def num_nodes(self, nodes: int) -> None:
-            _refuse_several("num_nodes", nodes, "each would train on its own")
+            _refuse_several("num_nodes", nodes, "each node would train on its own")
 
     return FastLoopStrategy
 

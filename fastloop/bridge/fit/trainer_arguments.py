@@ -25,7 +25,8 @@ _PLAIN: Mapping[str, Any] = {"str": str, "int": int, "float": float, "bool": boo
 _ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
 """Every Lightning has these; other packages register more, such as hpu and xpu."""
 _MISTYPED = 0.7
-"""Similarity at which a word is one of these, mistyped: ``gpuu`` and ``gpu`` reach 0.86, ``xpu`` and ``gpu`` 0.67."""
+"""Similarity from which a word counts as a mistyped accelerator: ``gpuu`` and ``gpu`` reach 0.86, ``xpu`` and ``gpu``
+0.67."""
 
 
 def check_trainer_arguments(config: Config) -> None:
@@ -69,7 +70,7 @@ def _check_accelerator(config: Config) -> None:
 
 
 def _find_malformed(text: str, kinds: tuple[Any, ...] | None) -> tuple[str, str] | None:
-    """Why a text cannot be meant as it stands and what to write; None if it can."""
+    """Return why a text cannot be what the user meant, and what to write instead; None if it can."""
     word = text.lower()
     if kinds is None and word in _TRUTH:
         return "it is text, not true or false", f"write {_TRUTH[word]}"
@@ -80,7 +81,7 @@ def _find_malformed(text: str, kinds: tuple[Any, ...] | None) -> tuple[str, str]
 
 
 def read_arguments() -> dict[str, tuple[Any, ...] | None] | None:
-    """The Trainer's arguments with the types of plain values that each one accepts; None for an unclear annotation.
+    """Return the Trainer's arguments with the types of plain values that each accepts; None for an unclear annotation.
 
     Returns:
         None if the source of the installed Lightning does not show the arguments.
@@ -100,13 +101,13 @@ def read_arguments() -> dict[str, tuple[Any, ...] | None] | None:
 
 @dataclass(frozen=True)
 class _Module:
-    """One file of Lightning's source, in which annotations have their meaning."""
+    """One file of Lightning's source, whose definitions explain its annotations."""
 
     package: Path
     tree: ast.Module
 
     def read_kinds(self, node: ast.expr | None) -> tuple[Any, ...] | None:
-        """The plain types in an annotation; None if it has a part that the source does not explain."""
+        """Return the plain types in an annotation; None if it has a part that the source does not explain."""
         if isinstance(node, ast.Constant) and node.value is None:
             return (type(None),)
         if isinstance(node, ast.Name):
@@ -114,7 +115,7 @@ class _Module:
                 return (_PLAIN[node.id],)
             if node.id.startswith("_"):
                 return self._read_alias(node.id)
-            return None if node.id == "Any" else ()  # a class of objects
+            return None if node.id == "Any" else ()  # a class, of which YAML cannot write an object
         if isinstance(node, ast.BinOp):
             return self._join([node.left, node.right])
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
@@ -131,7 +132,8 @@ class _Module:
         return None
 
     def _read_alias(self, name: str) -> tuple[Any, ...] | None:
-        """The plain types that a name stands for which this file defines, or imports from another of Lightning's."""
+        """Return the plain types behind an alias that this file defines or imports from another Lightning file; None if
+        that is unclear."""
         for node in self.tree.body:
             if isinstance(node, ast.Assign) and [getattr(each, "id", None) for each in node.targets] == [name]:
                 return self.read_kinds(node.value)
@@ -154,7 +156,7 @@ class _Module:
             word for kind in kinds if _is_literal(kind) for word in typing.get_args(kind) if type(word) not in kinds
         ]
         plain = tuple(kind for kind in kinds if not _is_literal(kind))
-        return (Literal[tuple(words)], *plain) if words else plain  # msgspec takes one of these in a union
+        return (Literal[tuple(words)], *plain) if words else plain  # msgspec allows one Literal in a union
 
 
 def _read_module(package: Path, *paths: str) -> _Module | None:

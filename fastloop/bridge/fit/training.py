@@ -51,10 +51,10 @@ def _write_line(line: str) -> None:
 
 
 class ProgressLines(Callback):
-    """A line every few seconds, later every minute, for logs and pipes, where a bar would print control codes.
+    """Prints a line every few seconds, later every minute, for logs and pipes, where a bar would print control codes.
 
     Args:
-        read_once_s: returns the seconds spent so far on one-time costs, which later steps will not take again.
+        read_once_s: returns the seconds spent so far on one-time costs, which later steps do not pay again.
     """
 
     FIRST_S, EVERY_S, AT_MOST_S = 2.0, 5.0, 60.0
@@ -105,12 +105,12 @@ class RunLogger(CSVLogger):
 
 
 def _to_mapping(value: Any) -> Any:
-    """A recipe's settings as a mapping, so that secrets in them are found by their keys."""
+    """Convert a recipe's settings to a mapping, so that secrets in them are found by their keys."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
 def make_trainer(config: Config, loop: FastLoop | None, out: Path | None) -> pl.Trainer:
-    """The Trainer that a configuration describes, with `loop` as a callback and its files below `out`.
+    """Create the Trainer that a configuration describes, with `loop` as a callback and its files below `out`.
 
     Raises:
         ConfigError: Lightning refuses a key or value under ``trainer`` or ``run``, or there are too few devices.
@@ -126,7 +126,7 @@ def make_trainer(config: Config, loop: FastLoop | None, out: Path | None) -> pl.
         "enable_progress_bar": bar,
         "enable_model_summary": bar,
     }
-    if config.trainer.get("barebones"):  # refuses all the rest
+    if config.trainer.get("barebones"):  # the Trainer then refuses the other defaults
         defaults = {"max_epochs": -1, "default_root_dir": out}
     settings = {**defaults, **config.trainer}
     callbacks: list[Callback] = [loop] if loop is not None else []
@@ -193,7 +193,7 @@ def train(
     trust_checkpoint: bool = False,
     prepare: Callable[[pl.Trainer, FastLoop], None] | None = None,
 ) -> FastLoop:
-    """Train a recipe in this process; the callback then holds plan, measurement, verdicts and findings.
+    """Train a recipe in this process; the returned callback holds plan, measurement, verdicts and findings.
 
     Args:
         out: the run directory, None to write nothing. Files of an earlier run in it are deleted before the first step.
@@ -215,7 +215,7 @@ def train(
         trainer = make_trainer(config, loop, out)
         resume: dict[str, Any] = {} if config.run.resume is None else {"ckpt_path": config.run.resume}
         if resume and "weights_only" in inspect.signature(trainer.fit).parameters:
-            # Lightning 2.6 has this argument. Before, it always loaded everything, and the file was checked above.
+            # Lightning has this argument from 2.6 on. Older versions load everything; the file was checked above.
             resume["weights_only"] = not trust_checkpoint
         if out is not None:
             rank_zero_only(store.clear)(out)
@@ -229,7 +229,7 @@ def train(
 
 
 def make_no_batches_error(got: str) -> FastLoopError:
-    """The error for a loader without batches, which Lightning treats as a successful training."""
+    """Return the error for a loader without batches, which Lightning treats as a successful training."""
     return FastLoopError(
         got=got,
         why="there is nothing to train on",

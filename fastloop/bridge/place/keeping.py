@@ -1,7 +1,7 @@
 """A run's position in its data: written into each checkpoint, and restored by the run that resumes it.
 
-Nothing here waits for another rank: Lightning's own counters give the progress, and the sampler's attributes and
-generators the order. Batches that workers and feeds have fetched ahead do not count.
+Nothing here waits for another rank: Lightning's own counters give the progress; the sampler's attributes and generators
+give the order. Batches that workers and feeds have fetched ahead do not count.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class PlaceKeeper:
         self._several = False
 
     def keep(self, trainer: Any, loader: Any, bounded: Bounded | None) -> Any:
-        """A copy of a train loader that keeps its order; the loader itself if it saves its own state, or if Lightning
-        counts several loaders as one.
+        """Return a copy of a train loader that records its order; or the loader itself if it saves its own state, or if
+        Lightning counts several loaders as one.
 
         Args:
             bounded: stands in for the loader's sampler, if it needs one.
@@ -54,11 +54,12 @@ class PlaceKeeper:
             self.warn("with several train loaders, a run resumed in mid-epoch starts that epoch over")
 
     def let_go(self) -> None:
-        """Drop all references to the fit, which is over: persistent workers hold the sampler, and it holds us."""
+        """Drop all references to the finished fit: persistent workers hold the sampler, and the sampler holds us."""
         self._trainer = self._kept = None
 
     def _take(self) -> EpochPlace | None:
-        """The saved position, for the first epoch drawn; before `train_start` if Lightning prefetches."""
+        """Return the saved position for the first epoch that is drawn, else None. Called before `train_start` if
+        Lightning prefetches."""
         saved = None if self._is_taken else self.saved
         self._is_taken = True
         return saved
@@ -66,7 +67,7 @@ class PlaceKeeper:
     # -- into a checkpoint --------------------------------------------------------------------------------------------
 
     def read(self, count_batches: Callable[[int], int]) -> EpochPlace | None:
-        """The training's position; None if nothing was drawn yet, or the position cannot be kept.
+        """Return the training's position; None if nothing was drawn yet, or the position cannot be kept.
 
         Args:
             count_batches: converts Lightning's count to batches of the user's loader.
@@ -87,11 +88,13 @@ class PlaceKeeper:
     # -- out of a checkpoint ------------------------------------------------------------------------------------------
 
     def train_start(self, window: int) -> int | None:
-        """Lightning's counters are restored, and count batches of the user's loader. Returns how many of them the epoch
-        has already done; None if the run begins an epoch, or does not know.
+        """Align Lightning's restored counters with the saved position. They count batches of the user's loader.
+
+        Returns how many of these batches the epoch has already done; None if the run begins an epoch, or if that is
+        unknown.
 
         Args:
-            window: number of user batches that will be one of Lightning's.
+            window: how many of the user's batches Lightning will see as one.
         """
         if self._kept is None:
             return None
@@ -133,13 +136,13 @@ def _is_over(progress: Any) -> bool:
 
 
 def _find_resumed_at(loop: Any) -> int:
-    """Batches that Lightning will consider done after it has processed its restored counters."""
+    """Return how many batches Lightning will consider done after it has processed its restored counters."""
     return int(loop.batch_progress.current.completed) + getattr(loop, "restarted_on_train_batch_end", False)
 
 
 def _leave_epoch(loop: Any) -> None:
-    """Make Lightning begin the next epoch if it would not by itself. Under ``max_steps`` it continues in the finished
-    one, trains one batch of a new iterator, and leaves out the rest of it (observed with 2.6.6)."""
+    """Make a resumed run begin the next epoch if it would not do so by itself. With ``max_steps``, Lightning otherwise
+    continues in the finished epoch, trains one batch of a new iterator, and skips the rest (observed with 2.6.6)."""
     current = loop.epoch_progress.current
     if current.processed < current.ready or getattr(loop.epoch_loop, "restarted_on_train_batch_end", False):
         return
