@@ -1,7 +1,7 @@
 """Live figures during a training, in the Trainer's own loggers and on its progress bar.
 
 Not through ``self.log``, which costs a synchronization and some 250 us per step: the loggers get numbers that are
-already on the host, every few seconds, and the bar shows a short one whenever it draws itself.
+already on the host, every few seconds, and the bar shows one short figure whenever it is drawn.
 """
 
 from __future__ import annotations
@@ -79,19 +79,18 @@ class LiveMetrics:
                 let_through(error)
                 self._dropped.append(logger)
                 rank_zero_warn(
-                    f"fastloop: no live figures in {type(logger).__name__} from here on: "
-                    f"{type(error).__name__}: {error}"
+                    f"fastloop: live figures in {type(logger).__name__} are now off: {type(error).__name__}: {error}"
                 )
 
 
 def shorten(figures: Mapping[str, Any]) -> dict[str, str]:
-    """The one figure that fits on a progress bar: the share of the step in which the device did not wait for data."""
+    """Return the figure that fits on a progress bar: the share of the step in which the device has its data."""
     wait = figures.get("data_wait_pct")
     return {"fed": f"{min(100.0, max(0.0, 100 - wait)):.0f}%"} if _is_number(wait) else {}
 
 
 def find_logged_step(trainer: Any) -> int:
-    """The step with which Lightning writes its own metrics, so that steps rise for loggers that require it.
+    """Return the step under which Lightning writes its own metrics; some loggers require that steps never decrease.
 
     Lightning has no public name for it (`_LoggerConnector.log_metrics`); it equals ``global_step`` for one optimizer.
     """
@@ -122,7 +121,7 @@ class _BarMetrics:
         return (return_itself, (self._original,))
 
     def undo(self) -> None:
-        """Put the bar's own method back; if other code has wrapped this one since, show nothing from here on."""
+        """Put the bar's own method back; if other code has wrapped ours since, show nothing from now on."""
         self._live.shown = {}
         if vars(self._bar).get("get_metrics") is self:
             if self._was_own:

@@ -17,8 +17,8 @@ from fastloop.records.facts import RowFacts
 
 
 def measure_decode_ms(trainer: Any) -> float | None:
-    """Time to decode one of the train loader's image files; reads a few of them, after the training. None if its
-    samples are not image files."""
+    """Measure the time to decode one of the train loader's image files, by reading a few of them after the training.
+    None if its samples are not image files."""
     for loader in find_loaders(trainer):
         dataset = find_user_dataset(getattr(loader, "dataset", None))
         if (found := decode_time.measure_decode_ms(dataset)) is not None:
@@ -27,20 +27,20 @@ def measure_decode_ms(trainer: Any) -> float | None:
 
 
 def find_rows(trainer: Any) -> str | None:
-    """The class of a train loader's dataset, if its samples are rows in memory that are picked one by one."""
+    """Return the class of a train loader's dataset if its samples are rows in memory that are picked one by one."""
     loaders = [loader for loader in find_loaders(trainer) if _find_engine(loader) is None]
     found = (read_rows(getattr(loader, "dataset", None)) for loader in loaders)
     return next((rows.what for rows in found if isinstance(rows, RowFacts)), None)
 
 
 def find_loaders(trainer: Any) -> list[Any]:
-    """The train loaders that the Trainer iterates, as a flat list; empty before it has them."""
+    """Return the train loaders that the Trainer iterates, as a flat list; empty before it has them."""
     # Lightning has no public access to them: `trainer.train_dataloader` returns the user's own nesting.
     return list(getattr(getattr(trainer.fit_loop, "_combined_loader", None), "flattened", []))
 
 
 def find_iterators(trainer: Any) -> Iterator[Any]:
-    """The live iterators of the train loaders that Lightning exposes."""
+    """Yield the live iterators of the train loaders that Lightning exposes."""
     combined = getattr(trainer.fit_loop, "_combined_loader", None)
     yield from getattr(getattr(combined, "_iterator", None), "iterators", [])
     for loader in find_loaders(trainer):
@@ -49,14 +49,14 @@ def find_iterators(trainer: Any) -> Iterator[Any]:
 
 
 def find_workers(trainer: Any) -> list[Any] | None:
-    """The worker processes of the live iterators, empty if there are none; None if unknown."""
+    """Return the worker processes of the live iterators, empty if there are none; None if unknown."""
     iterators = [each for each in find_iterators(trainer) if loader_queue.count_live_workers(each) is not None]
     return [worker for each in iterators for worker in getattr(each, "_workers", ())] if iterators else None
 
 
 def read_batch_sizes(trainer: Any) -> tuple[int, ...]:
-    """Samples that the train loader draws for a batch, then for an epoch's last batch if known; empty with several
-    loaders, or without torch's own batch sampler."""
+    """Return how many samples the train loader draws for a batch, and for an epoch's last batch if known; empty with
+    several loaders, or without torch's own batch sampler."""
     found = find_loaders(trainer)
     sampler = getattr(found[0], "batch_sampler", None) if len(found) == 1 else None
     sampler = sampler.inner if isinstance(sampler, (Bounded, ReadAhead)) else sampler
@@ -69,9 +69,9 @@ def read_batch_sizes(trainer: Any) -> tuple[int, ...]:
 
 
 def find_nesting(trainer: Any) -> Callable[[Any], list[Any]] | None:
-    """Takes a batch of several train loaders apart into what each of them gave; None with one loader.
+    """Return a function that splits a combined batch into one batch per train loader; None if there is only one loader.
 
-    It raises ValueError if the batch is nested otherwise by now, and gives None for a loader that has ended.
+    The function returns None for a loader that has ended, and raises ValueError if the batch's nesting has changed.
     """
     spec = getattr(getattr(trainer.fit_loop, "_combined_loader", None), "_spec", None)
     several = len(find_loaders(trainer)) > 1
@@ -79,12 +79,12 @@ def find_nesting(trainer: Any) -> Callable[[Any], list[Any]] | None:
 
 
 def count_queued_batches(trainer: Any) -> int:
-    """Batches that workers and device feeds can hold ready."""
+    """Return how many batches workers and device feeds can hold ready."""
     return sum(_count_held(loader) for loader in find_loaders(trainer))
 
 
 def _find_engine(loader: Any) -> Any:
-    """The engine that loads in a loader's place; None if it loads itself."""
+    """Return the engine that loads in a loader's place; None if the loader loads itself."""
     return loader.engine if isinstance(loader, LazyLoader) else None
 
 
@@ -96,7 +96,7 @@ def _count_held(loader: Any) -> int:
 
 
 def count_batches_owed(trainer: Any) -> int | None:
-    """Batches requested from workers and not finished, over all loaders; None if that cannot be read."""
+    """Return how many batches are requested from workers and not finished, over all loaders; None if unreadable."""
     counts = [
         loader_queue.count_owed(iterator)
         for iterator in find_iterators(trainer)
@@ -108,7 +108,7 @@ def count_batches_owed(trainer: Any) -> int | None:
 
 
 def gather_evidence(trainer: Any) -> dict[str, Any]:
-    """How the data is loaded: the few facts that a finding needs."""
+    """Gather the few facts about how the data is loaded that findings need."""
     found = find_loaders(trainer)
     if not found:
         return {}
@@ -129,8 +129,8 @@ def gather_evidence(trainer: Any) -> dict[str, Any]:
 
 
 def _describe_validation(trainer: Any) -> dict[str, Any]:
-    """The fewest workers of a validation loader, and whether all keep theirs; the dataset's class if all have rows in
-    memory; whether one has an engine. Empty if there is no such loader."""
+    """Describe the validation loaders: the fewest workers, and whether all loaders keep theirs; the dataset's class if
+    all have rows in memory; or only that one has an engine. Empty without validation loaders."""
     loop = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
     found = list(getattr(getattr(loop, "_combined_loader", None), "flattened", []))
     if any(_find_engine(loader) is not None for loader in found):

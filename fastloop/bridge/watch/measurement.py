@@ -27,20 +27,20 @@ SAMPLED = ("h2d", *COMPUTE)
 """Parts that are known only from steps marked in detail."""
 MOST_HOOKS = 5
 GARBAGE = "garbage_collection"
-"""Key in the evidence: the cost per step of passes of Python's garbage collector, part of ``host_other``, and their
+"""Key in the evidence: what passes of Python's garbage collector cost per step (part of ``host_other``), and their
 number."""
 COMPILATION = "compilation"
-"""Likewise: how often this fit compiled; ``ms_per_step`` if compiles continued through the window, and so are part of
+"""Likewise: how often this fit compiled; ``ms_per_step`` if compiles continued through the window, and so belong to
 ``host_other``."""
 FEW_STEPS = 3
-"""Most steps of a window with one-time costs. If more steps have them, the costs recur, and stay in the figures."""
+"""Most steps of a window that may have one-time costs. If more have them, the costs recur, and stay in the figures."""
 PAUSES = "pauses"
-"""Likewise: single long steps, their number, and what they add to the mean step, in whatever part of it."""
+"""Likewise: the number of single long steps, and what they add to the mean step, whichever part they fall in."""
 IN_THE_BODY = ("on_train_batch_start", "on_before_", "on_after_", SELF_LOG)
 
 
 def build_measurement(watch: Watch, about: Mapping[str, Any], evidence: Mapping[str, Mapping[str, Any]]) -> Measurement:
-    """The measurement of a watch that is closed.
+    """Build the measurement of a closed watch.
 
     Args:
         about: ``world_size``, ``precision``, ``device_name``, and the probes' results: ``flops``, ``syncs``,
@@ -112,7 +112,7 @@ def _read_times(window: Window, comm_exposed_ms: float | None) -> dict[str, Any]
 
 
 def _fill_missing(part: str, window: Window) -> float | None:
-    """0.0 for a part that never occurred; None for one that could not be measured."""
+    """Return 0.0 for a part that never occurred, None for one that could not be measured."""
     if part in ("comm_exposed", "unexplained") or (part in SAMPLED and not window.detailed_steps):
         return None
     return 0.0
@@ -125,10 +125,10 @@ def _read_rates(watch: Watch, window: Window, world_size: int) -> dict[str, Any]
     begun_before = queued
     if at_start is not None and at_end is not None and window.batches:
         # Batches made before the window and used in it are not the pipeline's work in the window. If instead the queue
-        # filled up, the loader was faster than the training, whose rate counts.
+        # filled up, the loader was faster than the training, and the training's rate counts.
         rate *= 1 - max(0, at_end - at_start) / window.batches
         drained, begun_before = True, min(at_start, queued)
-    # Workers fill their queues while the loop compiles: each time that many batches are made outside the counted time.
+    # Workers fill their queues while the loop compiles: each time, a full queue is made outside the counted time.
     enough = window.batches >= 10 * queued * (1 + window.steps_with_once) or (drained and not queued)
     tokens, real = watch.tokens.per_sample()
     usd_per_hour = watch.settings.usd_per_gpu_hour if watch.device.type == "cuda" else None
@@ -148,7 +148,7 @@ def _read_rates(watch: Watch, window: Window, world_size: int) -> dict[str, Any]
 
 
 def _list_slow_hooks(watch: Watch, window: Window) -> dict[str, float]:
-    """The slowest hooks, per step."""
+    """Return the slowest hooks with their milliseconds per step."""
     per_step: defaultdict[str, float] = defaultdict(float)
     for name, seconds in watch.marks.hooks_s.items():
         hook = name if name == SELF_LOG else name.rpartition(".")[2]
@@ -166,7 +166,7 @@ def _shorten_action(action: str) -> str:
 
 
 def _read_board(watch: Watch, samples_per_s: float | None, world_size: int) -> dict[str, Any]:
-    """Readings of the GPU's own counters; energy is that of one GPU board, for its share of the samples."""
+    """Return readings of the GPU's own counters; energy is that of one GPU board, for its share of the samples."""
     flags = {}
     if watch.device.type == "cuda":
         products, convolutions = read_tf32()
@@ -186,7 +186,7 @@ def _read_board(watch: Watch, samples_per_s: float | None, world_size: int) -> d
 
 
 def read_tf32() -> tuple[bool, bool]:
-    """Whether float32 matrix products and convolutions run in TF32 here."""
+    """Return whether float32 matrix products, and convolutions, may run in TF32 in this process."""
     convolutions = torch.backends.cudnn
     try:
         products = torch.get_float32_matmul_precision() != "highest"
@@ -222,7 +222,7 @@ ACTIONS = (
 
 
 def measure_cost_us(device: torch.device, steps: int = 60) -> float | None:
-    """Microseconds that watching adds to a step of one batch; negative if it saves more calls than it makes.
+    """Measure the microseconds that watching adds to a step of one batch; negative if it saves more than it costs.
 
     Lightning opens some fifteen profiler actions per step, each a generator's context; while we watch, most of them
     cost less. Measured with the calls of a step but none of its work: ours in detail, ours as in most steps, and the

@@ -18,12 +18,12 @@ from fastloop.records.measurement import AUTOTUNE, COMPILE, ONE_TIME, VALIDATION
 
 MOST_REASONS = 3
 MOST_APART_S = 2.0
-"""Two readings of a process's age that differ by more do not mean the same clock."""
+"""Two readings of a process's age that differ by more are not from the same clock."""
 _TUNING = ("compile_time_autotune_time_us", "runtime_triton_autotune_time_us")
 
 
 class Compilations:
-    """Every compile of this process from now on, ours or the user's, with its time on the clock of the steps.
+    """Records every compile of this process from now on, ours or the user's, with its time on the clock of the steps.
 
     Reads the list of Dynamo's records, which keeps only the latest 64, so call `note` often. If no code has imported
     Dynamo, nothing was compiled, and it is not imported here. torch 2.6 to 2.11 record a compile's start and end.
@@ -55,7 +55,7 @@ class Compilations:
             self._add(record, cause)
 
     def sum_s(self) -> dict[str, float | None]:
-        """Seconds by cause; None if this torch does not record them."""
+        """Return seconds by cause; None if this torch does not record them."""
         found = self._ledger.sum_by_cause()
         return {cause: found.get(cause, 0.0) if self.is_known else None for cause in (COMPILE, VALIDATION_COMPILE)} | {
             AUTOTUNE: found.get(AUTOTUNE, 0.0) if self.is_known and self._tells_tuning() else None
@@ -85,7 +85,7 @@ class Compilations:
 
 
 class WorkerStarts:
-    """Time of the train loader's workers from their start to the first batch, each time they were started."""
+    """Measures the time from the start of the train loader's workers to the first batch, each time they start."""
 
     def __init__(self) -> None:
         self.took_s: list[float] = []
@@ -94,7 +94,7 @@ class WorkerStarts:
         self._pids: set[int] = set()
 
     def note(self, trainer: Any) -> None:
-        """The first batch of an epoch has arrived."""
+        """Record the start of the workers if they are new. Call when the first batch of an epoch has arrived."""
         workers = find_workers(trainer)
         if workers is None:
             self.is_known = False
@@ -108,17 +108,17 @@ class WorkerStarts:
 
     @property
     def first_s(self) -> float | None:
-        """Seconds of the fit's first start; 0 without workers, None if unknown."""
+        """Seconds that the first start of workers took; 0 without workers, None if unknown."""
         if self.took_s:
             return self.took_s[0]
         return 0.0 if self.is_known else None
 
 
 def _read_age_s(pid: int) -> float | None:
-    """Seconds since a process was started; None if it is gone.
+    """Return the seconds since a process was started; None if it has ended.
 
-    psutil adds the start to a boot time in whole seconds, which may be up to a second off. It has the last word where
-    the ticks are not those of this machine's clock, as in some containers.
+    psutil adds the start to a boot time in whole seconds, so it may be up to a second off. It is used only where the
+    kernel's ticks are not those of this machine's clock, as in some containers, or cannot be read.
     """
     try:
         rounded_s = time.time() - psutil.Process(pid).create_time()
@@ -131,7 +131,7 @@ def _read_age_s(pid: int) -> float | None:
 
 
 def _read_age_in_ticks_s(pid: int) -> float | None:
-    """Seconds since a process was started, at most one tick too many; None without Linux' ``/proc`` or its clock.
+    """Return the seconds since a process was started, at most one tick too many; None without Linux's clock and /proc.
 
     Source: ``proc_pid_stat(5)``, field 22; the name in field 2 may contain spaces and parentheses.
     """
@@ -144,5 +144,5 @@ def _read_age_in_ticks_s(pid: int) -> float | None:
 
 
 def sum_one_time_s(ledger: OneTime, compilations: Compilations, workers: WorkerStarts) -> Mapping[str, float | None]:
-    """Seconds by cause, in the form of ``Measurement.one_time_s``."""
+    """Return seconds by cause, in the form of ``Measurement.one_time_s``."""
     return {**dict.fromkeys(ONE_TIME, 0.0), **ledger.sum_by_cause(), **compilations.sum_s(), WORKERS: workers.first_s}

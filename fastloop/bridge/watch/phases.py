@@ -34,7 +34,7 @@ _HOOKS = ("on_", "lr_scheduler_step")
 
 
 def find_phase(name: str) -> str | None:
-    """The phase of an action; None if it belongs to the phase around it.
+    """Return the phase of an action; None if it belongs to the phase around it.
 
     The prefixes ``begin:`` and ``end:`` mark phases that outlast the action.
     """
@@ -61,14 +61,14 @@ NOTHING = contextlib.nullcontext()
 
 
 class _Phase:
-    """A phase as long as its action."""
+    """A phase that lasts as long as its action."""
 
     def __init__(self, marks: Marks, name: str, phase: str) -> None:
         self.marks, self.name, self.phase = marks, name, phase
         self.is_hook, self.is_forward = phase == "callbacks_logging", phase == "forward"
         self.is_work = phase in ("forward", "backward")
         self.saves = self.is_hook and "Checkpoint" in name
-        """Whether the hook saves checkpoints: its work after a save, such as deleting the last one, is part of it."""
+        """Whether the hook saves checkpoints. Its work after a save, such as deleting an older one, is part of it."""
         self.saved = False
         self._since = 0.0
         self._back: Callable[[], None] | None = None
@@ -81,7 +81,7 @@ class _Phase:
             if not self.marks.in_detail():
                 return
         elif self.phase == "checkpoint" and self.marks.saver is not None and self.marks.saver.saved:
-            return  # a second one within the hook: the phase still lasts
+            return  # a second save within the hook: the phase of the first is still open
         elif self.is_forward and self.marks.around_forward is not None:
             self._back = self.marks.around_forward()
         if self.is_work and self.marks.may_count(self.phase) and not self.marks.counts:
@@ -112,7 +112,7 @@ class _Phase:
 
 
 class _Turn:
-    """An action with which a longer phase begins or ends."""
+    """An action that begins or ends a longer phase."""
 
     def __init__(self, turn: Callable[[], None], *, at_exit: bool) -> None:
         self.turn, self.at_exit = turn, at_exit
@@ -150,10 +150,10 @@ class Marks:
         whole: whether the current step is entirely inside the window, unlike the one in which it opens.
         in_work: whether a batch's work is running.
         saver: the hook that is running now, if it saves checkpoints.
-        around_work: a reusable context, a FlopCount, that is entered for every forward, and every backward unless it
-            `reforms_backward`.
+        around_work: a reusable context, a FlopCount, that is entered for every forward, and for every backward unless
+            it `reforms_backward`.
         counts: whether that context is entered now.
-        unheard: actions of hooks that are not overridden, which Lightning opens all the same.
+        unheard: actions of hooks that are not overridden; Lightning opens them anyway.
         around_forward: called before a marked ``training_step``; returns a function that is called after it.
     """
 
@@ -171,7 +171,7 @@ class Marks:
         self._body = _Body(self)
 
     def profile(self, name: str) -> Any:
-        """The context for an action."""
+        """Return the context for an action."""
         if name == BODY:
             return self._body
         clock = self.clock
@@ -207,12 +207,12 @@ class Marks:
         return self.clock.detailed or self.ranges is not None
 
     def hook_took(self, name: str, seconds: float) -> None:
-        """A hook that is not marked separately has ended."""
+        """Add the time of a hook that is not marked separately."""
         self.lasted(name, seconds)
         self.clock.hooks_s += seconds
 
     def lasted(self, name: str, seconds: float) -> None:
-        """A hook has ended."""
+        """Record how long a hook took, if the current step is entirely inside the window."""
         if self.whole:
             self.hooks_s[name] += seconds
 

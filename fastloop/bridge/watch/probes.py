@@ -27,8 +27,8 @@ MOST_LEAD_IN = 50
 
 
 class CountWork:
-    """Counts the work of one optimizer step while it runs, if nothing is compiled; if that finds nothing, of a later
-    one. The calls of compiled modules are recorded while the step runs, and counted after it.
+    """Counts the work of one optimizer step while it runs; if it finds none, that of a later step. If modules are
+    compiled, their calls are recorded while the step runs and counted after it.
 
     Args:
         untouched: context that restores a module's state after running it once more; None: modules are not run again.
@@ -60,13 +60,13 @@ class CountWork:
             self.found, self._done = {"per_sample": None, "why": why}, True
 
     def begin_again(self) -> None:
-        """The step has begun but not run, and its modules may have been compiled since: decide anew how to count it."""
+        """Decide anew how to count a step that has begun but not run: its modules may have been compiled since."""
         if self._count is not None and not self._samples:
             self.give_up()
             self.begin()
 
     def batch(self, samples: int | None) -> None:
-        """A batch of the step is done."""
+        """Add a finished batch of the step."""
         if self._count is not None or self._compiled is not None:
             self._samples += samples or 0
 
@@ -113,7 +113,7 @@ class FindSyncs:
 
 
 class HuntSyncs:
-    """Finds these lines with their cost, for a process whose steps may be slow."""
+    """Finds the lines of a few steps that synchronize the device, with their cost. Slows these steps down."""
 
     steps = HUNTED_STEPS
 
@@ -172,7 +172,7 @@ class TraceProbe:
         return self._window.total_steps
 
     def attach(self, marks: Marks, queued_steps: int) -> None:
-        """First skip as many steps as the loader's queues hold: filling them is not part of a usual step."""
+        """Skip as many steps before the trace as the loader's queues hold: filling them is not part of a usual step."""
         self._marks = marks
         self._window.lead_in = max(self._window.lead_in, min(queued_steps, MOST_LEAD_IN))
 
@@ -207,7 +207,7 @@ class Later:
 
     Args:
         read_board: ``sm_clock_mhz`` and ``foreign_processes`` from the GPU; None if it does not report them.
-        warn: receives the one warning.
+        warn: receives a warning.
         switch: sends the loop's marks to another clock.
         one_time: collects one-time costs, which belong to no step.
         foresee_end: returns a warning that memory will run out soon, or None; called after each check.
@@ -229,7 +229,7 @@ class Later:
         """The clock of the check in progress, if any."""
 
     def reference(self, window: Window | None, step: int) -> None:
-        """The timed window is over: later checks are compared with it."""
+        """Take the finished timed window as the reference of later checks."""
         if window is not None:
             self._compare(window, step, self._read_board())
 

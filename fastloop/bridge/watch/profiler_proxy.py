@@ -194,7 +194,7 @@ class _Timed:
 
 
 def return_itself(kept: Any) -> Any:
-    """Used by pickle and copy: a wrapper's copy is the wrapped object itself."""
+    """Return the argument. Pickle and copy use this, so that a copy of a wrapper is the wrapped object."""
     return kept
 
 

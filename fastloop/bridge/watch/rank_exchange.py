@@ -17,7 +17,7 @@ import torch.distributed
 LIMIT_S = 20.0
 """Time that rank 0 waits for the others after a fit."""
 PARTIAL_LIMIT_S = 3.0
-"""The same after an exception or an interrupt, when some ranks may never come."""
+"""The same after an exception or an interrupt, when some ranks may never answer."""
 _PAUSE_S = 0.05
 
 
@@ -101,7 +101,7 @@ class Ranks:
 
 
 def find_default_store() -> Any:
-    """The store in which the ranks of the default process group found each other.
+    """Return the store in which the ranks of the default process group found each other.
 
     Raises:
         RuntimeError: there is no such group.

@@ -33,8 +33,8 @@ from fastloop.records.measurement import COMPILE, MEMORY, VALIDATION_COMPILE, Me
 from fastloop.records.readings import ANOMALY_MODE, CPU_WORTH_PCT, OPTIMIZER
 
 COUNTED_STEPS, SYNC_STEP = (1, 3, 4, 5), 2
-"""Optimizer steps of the warm-up in which work is counted (later ones only if the earlier found none), and in which
-synchronizations are searched: not the first step, which has many one-time events."""
+"""Optimizer steps of the warm-up in which work is counted (later ones only if the earlier found none), and the one in
+which synchronizations are searched for: not the first step, which has many one-time events."""
 LOADER = "loader"
 """Key in the evidence: how the data was loaded."""
 SYNCS = "syncs"
@@ -76,9 +76,9 @@ class Session:
         self._epoch_begins = True
         self._note_epoch: Callable[[], None] = lambda: self._begin_epoch(trainer)
         self._drawn: tuple[int, ...] = ()
-        """Samples of a batch and of an epoch's last one, according to the loader's batch sampler."""
+        """Samples of a batch and of an epoch's last batch, according to the loader's batch sampler."""
         self._take_apart: Callable[[Any], list[Any]] | None = None
-        """Takes a batch apart by its loaders; None with one loader."""
+        """Splits a combined batch into one batch per loader; None with one loader."""
         self.device: torch.device = trainer.strategy.root_device
         on_cuda = self.device.type == "cuda"
         self.uuid = nvml.find_uuid(self.device) if on_cuda else None
@@ -129,7 +129,7 @@ class Session:
         return undo
 
     def train_start(self, trainer: Any, module: Any) -> list[Callable[[], None]]:
-        """Loaders and loggers exist now; returns undos."""
+        """Attach everything that needs the loaders and loggers, which exist now; returns undos."""
         self._ranks = Ranks(
             trainer
         )  # first: ranks count their fits, and a rank that failed before this line would count one less
@@ -149,13 +149,13 @@ class Session:
         return [self._live.show_on_bar(trainer), self._logs.undo]
 
     def stop(self) -> None:
-        """Stop everything of ours, because we give up or the fit is over."""
+        """Stop everything that we started, because we give up or the fit is over."""
         if self._live is not None:
             self._live.shown = {}
         self.watch.stop()
 
     def batch_end(self, trainer: Any, outputs: Any, batch: Any) -> None:
-        """A batch is done."""
+        """Record a finished batch."""
         step = trainer.global_step
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         step_ends = step != self._step
@@ -174,10 +174,10 @@ class Session:
                 self._live.tick(trainer)
 
     def _count(self, trainer: Any, batch: Any) -> int | None:
-        """Samples of a batch, of all its loaders together if each part can be counted. If the only loader and the first
-        dimension agree, no other source is used."""
+        """Count the samples of a batch, of all its loaders together if each part can be counted. If the first dimension
+        equals the only loader's batch size, no other source is used."""
         if self._take_apart is not None:
-            with contextlib.suppress(ValueError):  # a hook has made one batch of them
+            with contextlib.suppress(ValueError):  # a hook has merged them into one batch
                 counts = [count_samples(each) for each in self._take_apart(batch) if each is not None]
                 if None not in counts:
                     return sum(filter(None, counts))
@@ -199,7 +199,11 @@ class Session:
     def measure(
         self, trainer: Any, evidence: Mapping[str, Mapping[str, Any]], raised: BaseException | None = None
     ) -> Measurement:
-        """Close the window; returns the measurement, on rank 0 with that of the other ranks. `raised` ended the fit."""
+        """Close the window and return the measurement, on rank 0 with those of the other ranks.
+
+        Args:
+            raised: the exception that ended the fit, if any.
+        """
         self.compilations.note(COMPILE)
         self.one_time.note()
         self.watch.close()
@@ -238,8 +242,8 @@ class Session:
         return self._add_ranks(seen, raised)
 
     def read_figures(self) -> dict[str, float | None]:
-        """Figures for the loggers and the bar about the steps since the last call: from a clock while one is open, else
-        from counts, which do not include waits."""
+        """Return figures for the loggers and the bar about the steps since the last call: from a clock while one is
+        open, else from counts, which tell nothing about waits."""
         account = self.watch.marks.clock.account
         seen = (account.steps, account.samples, account.wall_s + account.once_s, account.wait_s)
         passed = (self._passed_steps, self._passed_samples, step_clock.now())
@@ -264,7 +268,7 @@ class Session:
             self._note_epoch()
 
     def _begin_epoch(self, trainer: Any) -> None:
-        """An epoch's first batch has arrived; its loaders may differ from those before."""
+        """Note the arrival of an epoch's first batch; its loaders may differ from those of the last epoch."""
         self.workers.note(trainer)
         self._epochs += 1
         self._drawn, self._take_apart = loader_state.read_batch_sizes(trainer), loader_state.find_nesting(trainer)
@@ -287,7 +291,7 @@ class Session:
         return found
 
     def _describe_crowd(self) -> str | None:
-        """Text if this thread waited long for a CPU, rounded to 10 % so that similar runs report the same."""
+        """Return a text if this thread waited long for a CPU, rounded to 10 % so that similar runs report the same."""
         waited_s, before_s = machine.read_cpu_wait_s(), self._cpu_wait_s
         if waited_s is None or before_s is None:
             return None
@@ -313,7 +317,7 @@ class Session:
 
 
 def list_owners(trainer: Any) -> list[object]:
-    """The objects in whose attributes user code may keep tensors."""
+    """Return the objects in whose attributes user code may keep tensors."""
     return [trainer.lightning_module, *trainer.callbacks, *trainer.loggers]
 
 
@@ -322,7 +326,7 @@ def _subtract_before(now: Sequence[float], before: Sequence[float]) -> list[floa
 
 
 def describe_death(raised: BaseException | None, trainer: Any) -> str | None:
-    """The exception that ended a fit, in one line; None if it was stopped from outside, or did not fail.
+    """Describe the exception that ended a fit, in one line; None if the fit was stopped from outside or did not fail.
 
     A SIGTERM to the whole process group ends the workers first, and the loader then raises in the training.
     """
@@ -332,7 +336,7 @@ def describe_death(raised: BaseException | None, trainer: Any) -> str | None:
 
 
 def record_of_rank(seen: Measurement, raised: BaseException | None = None) -> dict[str, Any]:
-    """The part of a rank's measurement that it sends to rank 0; ``ended_by`` names the exception that ended its fit."""
+    """Return what a rank sends to rank 0 of its measurement; ``ended_by`` names the exception that ended its fit."""
     return {
         **{name: getattr(seen, name) for name in _OF_RANK},
         "garbage_ms": (seen.evidence.get(GARBAGE) or {}).get("ms_per_step"),
@@ -341,7 +345,7 @@ def record_of_rank(seen: Measurement, raised: BaseException | None = None) -> di
 
 
 def summarize(seen: Measurement) -> dict[str, float | None]:
-    """The figures of a whole fit for the loggers."""
+    """Return the figures of a whole fit for the loggers."""
     step, wait = seen.step_ms.get("mean"), seen.parts_ms.get("data_wait")
     return {
         "step_ms": step,
@@ -357,7 +361,7 @@ def summarize(seen: Measurement) -> dict[str, float | None]:
 
 
 def find_unheard(trainer: Any, module: Any) -> set[str]:
-    """The actions of hooks that are not overridden, which Lightning opens all the same."""
+    """Return the actions of hooks that are not overridden; Lightning opens them anyway."""
     space = namespaces.find_namespace(trainer)
     owners = [(f"[LightningModule]{type(module).__name__}", module, namespaces.load(space, "core.LightningModule"))]
     base = namespaces.load(space, "callbacks.Callback")
@@ -372,7 +376,7 @@ def find_unheard(trainer: Any, module: Any) -> set[str]:
 
 
 def count_planned_steps(trainer: Any) -> int | None:
-    """Optimizer steps that this fit will make according to the Trainer; None if it does not know."""
+    """Return the optimizer steps that this fit will make according to the Trainer; None if it does not know."""
     limits: list[float] = []
     if trainer.max_steps is not None and trainer.max_steps >= 0:
         limits.append(trainer.max_steps - trainer.global_step)
@@ -385,10 +389,10 @@ def count_planned_steps(trainer: Any) -> int | None:
 
 
 def _count_epoch_steps(trainer: Any, batches: int, epochs: range) -> int:
-    """Optimizer steps of whole epochs; a GradientAccumulationScheduler gives each its own accumulation."""
+    """Return the optimizer steps of whole epochs; a GradientAccumulationScheduler may change accumulation per epoch."""
     schedules = (each for each in trainer.callbacks if hasattr(each, "get_accumulate_grad_batches"))
     if (schedule := next(schedules, None)) is not None:
-        until = max(0, max(schedule.scheduling, default=0) - epochs.start)  # from that epoch on it stays
+        until = max(0, max(schedule.scheduling, default=0) - epochs.start)  # accumulation stays the same from there on
         steps: list[int] = [
             math.ceil(batches / schedule.get_accumulate_grad_batches(epoch)) for epoch in epochs[: until + 1]
         ]

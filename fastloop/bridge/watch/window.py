@@ -22,7 +22,8 @@ from fastloop.evidence.clock.step_clock import Clock, Window
 from fastloop.feeds.batch_tree import iterate_tensors
 
 ENOUGH_STEPS = 200
-"""If extras follow, the window ends after this many steps, once ten times the queued batches have passed."""
+"""If extras follow and the length of the fit is unknown, the window ends after this many steps, once ten times the
+queued batches have passed."""
 FEWEST_STEPS = 10
 """With fewer steps in the window, the extras after it are skipped."""
 LONGEST_S = 900.0
@@ -30,7 +31,7 @@ LONGEST_S = 900.0
 
 
 class Probe(Protocol):
-    """Observes one step of the warm-up, from its first batch's work to its last one's."""
+    """Observes one step of the warm-up, from the work of its first batch to that of its last."""
 
     def begin(self) -> None: ...
 
@@ -96,7 +97,7 @@ class Watch:
     # -- the loop's calls -----------------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """The loop requests a batch."""
+        """Note that the loop requests a batch."""
         self._fetched_inside = self.marks.in_work
         if self._boundary and not self.marks.in_work:
             self._turn()
@@ -109,7 +110,7 @@ class Watch:
             self.marks.ranges.push("data_wait")
 
     def got(self) -> None:
-        """The loop has its batch."""
+        """Note that the loop has its batch."""
         if self.marks.ranges is not None:
             self.marks.ranges.pop()
         self._note_costs()
@@ -121,7 +122,7 @@ class Watch:
     def batch_end(
         self, loss: torch.Tensor | None, batch: Any, size: int | None, step_ends: bool, batches_per_step: int
     ) -> None:
-        """A batch of `size` samples is done. `loss` is already divided by the batches per step, as in Lightning."""
+        """Record a finished batch of `size` samples. `loss` is divided by the batches per step, as in Lightning."""
         self.losses.add(loss, step_ends, batches_per_step)
         if self.clock.detailed or self._probe is not None:
             self.tokens.add(batch)
@@ -138,7 +139,7 @@ class Watch:
                 self._begin_probe()
 
     def close(self) -> None:
-        """The fit is over: end whatever is still running."""
+        """End whatever is still running, because the fit is over."""
         self._end_probe()
         if self._extra is not None:
             self._extra.end()
@@ -148,7 +149,7 @@ class Watch:
         self._close_window()
 
     def stop(self) -> None:
-        """Give up: stop everything of ours, and measure no more. Harmless after ``close``."""
+        """Give up: stop everything that we started, and measure no more. Harmless after ``close``."""
         running = [probe for probe in (self._probe, self._extra) if probe is not None]
         self._probe = self._extra = None
         self._probes.clear()
@@ -226,7 +227,7 @@ class Watch:
             self.later.reference(self.window, self.clock.total_steps)
 
 
-# Tokens per sample of a language model's batches: all of them, and those that are not padding.
+# Tokens per sample of a language model's batches: all tokens, and those that are not padding.
 
 MOST = 256
 """Most batches that are counted; their sums stay on the device until the end."""
@@ -253,7 +254,8 @@ class Tokens:
             self._masked += ids.numel()
 
     def per_sample(self) -> tuple[float | None, float | None]:
-        """Tokens per sample, and those that an attention mask does not hide (one synchronization); None if unknown."""
+        """Return tokens per sample, with and without those that an attention mask hides; None if unknown. Costs one
+        synchronization."""
         if not self._rows:
             return None, None
         every = self._all / self._rows

@@ -95,7 +95,7 @@ def test_steps_never_fall_where_a_logger_refuses_that(accumulate: int) -> None:
 @pytest.mark.parametrize("error", [RuntimeError, OSError, ModuleNotFoundError])
 def test_a_logger_that_raises_is_dropped_with_one_warning(error: type[Exception], tmp_path: Path) -> None:
     broken, module = Strict(error), Logs()
-    with pytest.warns(UserWarning, match="no live figures in Strict.*wandb is not logged in") as said:
+    with pytest.warns(UserWarning, match="live figures in Strict are now off: .*wandb is not logged in") as said:
         fit(Live(), logger=[broken, CSVLogger(tmp_path, name="")], module=module)
     assert broken.failed == 1 and sum("live figures" in str(warning.message) for warning in said) == 1
     assert len(module.losses) == 16 and [row for _, row in broken.rows if "loss" in row], "its own go on"
