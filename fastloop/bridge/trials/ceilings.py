@@ -41,9 +41,9 @@ Ceiling = Literal["replayed", "resident", "no_exchange"]
 FEWEST, MOST = 2, 8
 """Batches to replay. A single one would stay in the processor's caches."""
 LOAD_S = 20.0
-"""After this time no more batches are loaded than `FEWEST`."""
+"""After this time, loading stops as soon as there are `FEWEST` batches."""
 MEMORY_SHARE = 1 / 32
-"""Share of the host's memory, and of the device's free memory, that they may take, over the ranks of a machine."""
+"""Share of the host's memory that these batches may take, over all ranks of a machine."""
 
 
 def train(
@@ -71,7 +71,7 @@ def train(
     """
 
     def prepare(trainer: Any, loop: FastLoop) -> None:
-        # The warning is about the trial's own files, which are in the directory before the logger's.
+        # The warning is about the trial's own files, which are in the directory before the logger writes there.
         warnings.filterwarnings("ignore", message=".*Experiment logs directory")
         loop.hunt_syncs, loop.in_trial = hunt_syncs, True
         trainer.fit_loop.epoch_loop.max_steps += further_steps
@@ -172,7 +172,7 @@ class _Substitution:
 
     def __post_init__(self) -> None:
         self._kept: dict[int, tuple[list[Any], list[Any]]] = {}
-        """Batches and windows by the number of the loader, so that a reload loads nothing again."""
+        """Batches and windows by the loader's number, so that a reload loads nothing again."""
         self._epoch, self._leaf = -1, -1
         self._staging = Staging(self.trainer, self.trainer.strategy)
 
@@ -198,7 +198,7 @@ class _Substitution:
         if self._leaf not in self._kept:
             if self.count is None:
                 batches = _load(source, self._limit_kept)
-            else:  # arms differ in what they leave to the device; a training_step gets the same
+            else:  # arms differ in what they leave to the device, but each training_step must get the same
                 batches = [_finish(strategy, batch) for batch in _take_first(source, self.count())]
             sizes = list(sampler.sizes)[: len(batches)] if sampler is not None else []
             if self.change is not None:
@@ -221,7 +221,7 @@ class _Substitution:
         return feed
 
     def _limit_kept(self, batch: Any) -> int:
-        """The number of batches like this one that may be kept."""
+        """Return how many batches of this size may be kept."""
         room = (machine.read_memory_bytes() or 2**32) * MEMORY_SHARE / max(1, self.trainer.num_devices)
         size = sum(tensor.nbytes for tensor in walk_storage(batch))
         return max(FEWEST, min(MOST, int(room // max(1, size))))
@@ -229,7 +229,7 @@ class _Substitution:
     # -- on the device --------------------------------------------------------------------------------------------
 
     def _stage(self, batch: Any, feed: DeviceFeed | None) -> Any:
-        """A batch after its transfer; the user's hook after the transfer still runs at every step."""
+        """Transfer a batch to the device. The user's hook after the transfer still runs at every step."""
         trainer = self.trainer
         if feed is not None:
             return feed.stage(batch)
@@ -245,19 +245,19 @@ class _Substitution:
 
 
 def _find_window_sampler(strategy: Any) -> Any:
-    """The sampler that merges accumulation windows, if the batch rung is active."""
+    """Return the sampler that merges accumulation windows, if the batch rung is active."""
     loaders = getattr(getattr(strategy, "fastloop", None), "loaders", None)
     return None if loaders is None else loaders.windows
 
 
 def _finish(strategy: Any, batch: Any) -> Any:
-    """The batch with pictures as floats, as the user's own loader makes it, if a rung leaves that to the device."""
+    """Convert a batch's pictures to floats, as the user's own loader does, if a rung leaves that to the device."""
     loaders = getattr(getattr(strategy, "fastloop", None), "loaders", None)
     return batch if loaders is None or loaders.staging.to_floats is None else loaders.staging.to_floats(batch)
 
 
 def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
-    """The first few batches of a loader, without an epoch's short last one; its workers are ended afterwards."""
+    """Load the first few batches of a loader, without an epoch's short last one, and end its workers."""
     iterator, until, kept = iter(source), time.monotonic() + LOAD_S, list[Any]()
     for batch in iterator:
         kept.append(batch)
@@ -273,7 +273,7 @@ def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
 
 
 def _take_first(source: Any, count: int) -> list[Any]:
-    """The first `count` batches of a loader, or all of an epoch if it has fewer."""
+    """Load the first `count` batches of a loader, or the whole epoch if it has fewer, and end its workers."""
     iterator = iter(source)
     kept = list(itertools.islice(iterator, count))
     _end_workers(source, iterator)
@@ -290,7 +290,7 @@ def _end_workers(source: Any, iterator: Any) -> None:
 
 
 def _copy_containers(batch: Any) -> Any:
-    """The same tensors in new containers: a step may take members out of the batch it gets."""
+    """Put the same tensors into new containers: a step may take members out of the batch it gets."""
     try:
         return map_tensors(batch, lambda tensor: tensor)
     except Exception:  # a container that cannot be rebuilt from its members is returned as it is

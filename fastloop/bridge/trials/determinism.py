@@ -40,7 +40,7 @@ def make_repeatable() -> Iterator[None]:
 
 
 def make_deterministic() -> None:
-    """Set only the modes. A Trainer sets them when it is created, and a module may set them in its setup."""
+    """Set only the modes. Repeat it in the fit: the Trainer sets them when it is created, and a module may in setup."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 

@@ -67,7 +67,7 @@ class Drawn:
         self._taken = 0
 
     def begin(self, length: int | None = None) -> None:
-        """An epoch of `length` batches begins. Batches left over from an epoch that was cut short are dropped."""
+        """Begin an epoch of `length` batches, and drop batches left over from an epoch that was cut short."""
         self._batches.clear()
         self._length, self._ended = length, False
 
@@ -75,7 +75,7 @@ class Drawn:
         self._batches.append(batch)
 
     def take(self) -> Batch | None:
-        """The next batch in the order of use; None if the loader had no more."""
+        """Return the next batch in the order of use; None if the loader had no more."""
         if not self._batches:
             return None
         batch = self._batches.popleft()
@@ -85,11 +85,11 @@ class Drawn:
         return batch
 
     def end(self) -> None:
-        """The loader has no more batches in this epoch."""
+        """Note that the loader has no more batches in this epoch."""
         self._ended = True
 
     def epoch(self) -> Epoch:
-        """An epoch is over: summarize the batches taken in it."""
+        """Summarize the batches taken in the epoch that is over."""
         complete = not self._batches and self._taken > 0 and (self._ended or self._taken == self._length)
         ids, self._ids, self._taken = self._ids, [], 0
         return Epoch(complete, *(_summarize_epoch(ids, self.dataset) if self.source == "sampler" else ()))
@@ -100,9 +100,9 @@ def listen(loader: Any, given: Any) -> tuple[Any, Drawn]:
 
     Args:
         loader: the loader that the Trainer is going to iterate.
-        given: the loader it was made from. The user's own object does not change: to record its sampler it is copied.
+        given: the loader it was made from. The user's own object does not change: to record its sampler, it is copied.
 
-    Returns the loader to use in its place.
+    Returns the loader to use in its place, and the record.
     """
     holder, inner = None, loader
     while isinstance(inner, LazyLoader):
@@ -111,7 +111,7 @@ def listen(loader: Any, given: Any) -> tuple[Any, Drawn]:
         return loader, _note_content(inner)
     name = "sampler" if inner.batch_sampler is None else "batch_sampler"
     known = getattr(inner, name)
-    if isinstance(known, _Sampler):  # a loader that was passed before
+    if isinstance(known, _Sampler):  # this loader was passed before
         known.drawn.begin()
         return loader, known.drawn
     drawn = Drawn("sampler", own_order=_keeps_own_order(known), dataset=_count_unlimited(inner.dataset))
@@ -153,7 +153,7 @@ def _keeps_own_order(sampler: Any) -> bool | None:
 
 
 def _count_unlimited(of: Any) -> int | None:
-    """The object's length, for a WindowSampler without the Trainer's limit; None if it has none."""
+    """Return an object's length, that of a WindowSampler without the Trainer's limit; None if it has no length."""
     try:
         if isinstance(of, WindowSampler):
             return -(-len(of.inner) // of.window)
@@ -220,13 +220,13 @@ class _StatefulIterator(_Iterator):
 
 
 def _list_ids(drawn: Any) -> Any:
-    """A list of ids from one id, or from a tensor or array of several."""
+    """Make a list of ids from one id, or from a tensor or array of several."""
     ids = drawn.tolist() if hasattr(drawn, "tolist") else drawn
     return ids if isinstance(ids, list) else [ids]
 
 
 def _pack_ids(ids: Any) -> bytes:
-    """Packs each id into eight bytes, so that the digest does not depend on how ids are grouped."""
+    """Pack each id into eight bytes, so that the digest does not depend on how ids are grouped."""
     try:
         return array("q", ids).tobytes()
     except (TypeError, OverflowError):
@@ -255,12 +255,12 @@ def _note_content(loader: Any) -> Drawn:
     try:
         loader.__class__ = type(kind.__name__, (kind,), names)
     except Exception as error:  # a list, or a class with a different layout
-        drawn.why = f"a {kind.__name__} does not let its batches be looked at: {error}"
+        drawn.why = f"the batches of a {kind.__name__} cannot be recorded: {error}"
     return drawn
 
 
 def _mark_content(batch: Any, drawn: Drawn) -> Batch:
-    """A fingerprint of each sample: a few numbers from its ids and labels, or from all its tensors if it has none.
+    """Fingerprint each sample: a few numbers from its ids and labels, or from all its tensors if it has none.
 
     Ids and labels are neither floating point nor bytes of an image, so augmentation does not change them.
     """
@@ -273,7 +273,7 @@ def _mark_content(batch: Any, drawn: Drawn) -> Batch:
 
 
 def _mark(leaf: torch.Tensor) -> bytes:
-    """A few numbers from each row of a tensor [n, ...]."""
+    """Return a few numbers from each row of a tensor [n, ...]."""
     few = round(_MARKS ** (1 / max(1, leaf.dim() - 1)))
     part = leaf.detach()[
         tuple(slice(None, None, max(1, -(-size // few)) if axis else None) for axis, size in enumerate(leaf.shape))
@@ -296,9 +296,9 @@ class Epoch(NamedTuple):
 
 
 def _summarize_epoch(ids: Sequence[bytes], dataset: int | None) -> tuple[str, int | None]:
-    """Digest of an epoch's ids, eight bytes each, and how many had already been drawn.
+    """Return the digest of an epoch's ids, eight bytes each, and how many of them had already been drawn.
 
-    The latter is None if the ids are not indices of the `dataset` samples of a dataset.
+    The count is None if the ids are not indices into a dataset of `dataset` samples.
     """
     drawn = numpy.sort(numpy.frombuffer(b"".join(ids), dtype=numpy.int64))
     counts = dataset is not None and (len(drawn) == 0 or (drawn[0] >= 0 and drawn[-1] < dataset))

@@ -45,7 +45,7 @@ MOST_STEPS = 40
 
 
 def measure(config: Config, out: Path, beat: Path | None, reference: Path | None) -> Mapping[str, Any]:
-    """The gradient of one optimizer step of a configuration, with all its rungs.
+    """Measure the gradient of one optimizer step of a configuration, with all its rungs.
 
     Args:
         out: the directory in which the base saves the data for the comparison.
@@ -126,10 +126,10 @@ class GradientProbe(Callback):
                 self.why = f"the base's gradient cannot be read: {type(error).__name__}: {error}"
                 return
             if self._known["world_size"] != trainer.world_size:
-                self.why = f"the base has {self._known['world_size']} ranks, and this arm {trainer.world_size}"
+                self.why = f"the base has {self._known['world_size']} ranks, but this arm has {trainer.world_size}"
 
     def feed(self, batches: list[Any]) -> list[Any]:
-        """The batches of a train loader to train on: its own, or the base's samples in batches of its sizes."""
+        """Return the batches to train on: the loader's own, or the base's samples in batches of the loader's sizes."""
         number = len(self._kept)
         if self.reference is not None and self.why is None:
             try:
@@ -142,13 +142,13 @@ class GradientProbe(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if not read_facts.read_run_facts(trainer, trainer.strategy).plain_gradients:
-            self.why = f"{type(trainer.strategy).__name__} keeps no whole gradients in the parameters"
+            self.why = f"{type(trainer.strategy).__name__} does not keep whole gradients in the parameters"
         determinism.make_deterministic()
         self._undo.callback(switch_off_dropout(pl_module))
         theirs = self._known.get("weights", {})
         own = gradient_state.copy_state(pl_module)
         if odd := [name for name in own if name in theirs and own[name].shape != theirs[name].shape]:
-            self.why = f"the base's {odd[0]} has another shape"
+            self.why = f"the base's {odd[0]} has a different shape"
         if theirs:
             self.answer["weights_missing"] = [name for name in theirs if name not in own]
             self.answer["weights_extra"] = [name for name in own if name not in theirs]
@@ -234,7 +234,8 @@ class GradientProbe(Callback):
             self._round.clipped = gradient_state.copy_gradient(trainer, module, optimizer)
 
     def _counts(self, trainer: Any, done: Round) -> bool:
-        """Whether this step used the first batches, and as many of them as the first such step."""
+        """Whether this step counts as a round: it used the first batches, as many as the first round, and did not
+        overflow under a loss scaler."""
         if self._kept and done.begins % len(self._kept[0][0]):
             return False
         if self._rounds and done.batches != self._rounds[0].batches:
@@ -304,7 +305,7 @@ def _compare(known: Mapping[str, Any], done: Round) -> dict[str, Any]:
 
 
 def _clips(trainer: Any, module: Any) -> str | None:
-    """How gradients are clipped; None if they are not."""
+    """Describe how gradients are clipped; None if they are not."""
     if read_model.overrides(module, "configure_gradient_clipping"):
         return "in configure_gradient_clipping"
     limit, how = trainer.gradient_clip_val, trainer.gradient_clip_algorithm

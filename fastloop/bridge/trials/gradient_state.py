@@ -69,7 +69,7 @@ FILE = "gradients.pt"
 
 
 def find_path(folder: Path, rank: int) -> Path:
-    """The file of a rank."""
+    """Return the file of a rank."""
     return folder / (FILE if rank == 0 else f"gradients-{rank}.pt")
 
 
@@ -86,7 +86,7 @@ def save(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path, rank: int) -> dict[str, Any]:
-    """The content that the first rank of another trial saved, with this rank's batches. Loading runs no code.
+    """Load what the first rank of another trial saved, with the batches of this rank. Loading runs no code.
 
     Raises:
         OSError, pickle.UnpicklingError: there is no such file, or it holds something else.
@@ -98,23 +98,24 @@ def read(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def iterate_named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, except lazy ones without a shape."""
+    """Yield parameters and buffers by name, except lazy ones without a shape."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not torch.nn.parameter.is_lazy(tensor):
             yield strip_name(name), tensor.detach()
 
 
 def strip_name(name: str) -> str:
-    """A name without the parts that torch.compile inserts."""
+    """Remove the parts of a name that torch.compile inserts."""
     return name.replace("_orig_mod.", "")
 
 
 def raise_biases(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Biases of the normalizations by name, so large that a ReLU after one passes nearly everything.
+    """Return biases for the normalizations, by name, so large that a ReLU after one passes nearly everything.
 
     At random weights a ReLU cuts its input in the middle, where rounding decides which side a number is on; fifty of
-    them scatter a gradient until nothing of it is left (bfloat16 in a ResNet-50: 1.2 of its norm, with these biases
-    0.01). Changed biases give a different network, but the same one for all arms, and each of its layers counts.
+    them scatter a gradient until nothing is left of it (bfloat16 in a ResNet-50 changes it by 1.2 of its norm, with
+    these biases by 0.01). Changed biases give a different network, but the same one for all arms, and each of its
+    layers counts.
     """
     return {
         strip_name(f"{name}.bias".lstrip(".")): ABOVE * part.weight.detach().abs().cpu()
@@ -124,12 +125,12 @@ def raise_biases(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def copy_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all parameters and buffers."""
+    """Copy all parameters and buffers to the host."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in iterate_named(module)}
 
 
 def copy_gradient(trainer: Any, module: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Copies of the gradients that an optimizer is about to use, without the factor of a loss scaler."""
+    """Copy the gradients that an optimizer is about to use, without a loss scaler's factor, to the host."""
     owned = {id(each) for group in optimizer.param_groups for each in group["params"]}
     scaler = getattr(trainer.strategy.precision_plugin, "scaler", None)
     # A fused optimizer divides by the scale itself, in its step.

@@ -42,7 +42,7 @@ class Beats(Callback):
 
     @classmethod
     def into(cls, trainer: Any, path: Path) -> None:
-        """Add it to a Trainer, replacing the progress lines, which would not be read."""
+        """Add it to a Trainer in place of the progress lines, which nobody would read."""
         trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, ProgressLines)] + [cls(path)]
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:

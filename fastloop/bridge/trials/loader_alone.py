@@ -58,7 +58,7 @@ class LoaderWindow:
 def measure(
     config: Config, beat: Path | None, counts: Sequence[int] = (), enough_ms: float | None = None
 ) -> Mapping[str, Any]:
-    """Measure the speed of a configuration's train loader without any computing. Trains nothing and writes no files.
+    """Measure the speed of a configuration's train loader on its own. Trains nothing and writes no files.
 
     Args:
         beat: the file that gets the heartbeat, see `heartbeat.py`.
@@ -67,11 +67,10 @@ def measure(
             stops after a count that is no faster than the previous one.
 
     Returns:
-        With `counts`, ``counts``: a result for each count that was measured, with its ``count``; and the ``inactive``
-        of the first. Else the result:
-        ``ms_per_step`` of this rank (all batches of an optimizer step) while all ranks load, ``batches`` and
-        ``workers``; ``queue_drained``: whether batches made before are excluded; ``inactive``: the rungs that do not
-        apply, and why.
+        One result: ``ms_per_step`` of this rank (all batches of an optimizer step) while all ranks load, ``batches``
+        and ``workers``; ``queue_drained``: whether batches made before the window are excluded; ``inactive``: the rungs
+        that do not apply, and why. With `counts`, instead ``counts``: such a result for each count that was measured,
+        with its ``count``; and ``inactive`` of the first.
 
     Raises:
         FastLoopError: as in `training.train`; or this Lightning does not expose its train loader.
@@ -139,7 +138,7 @@ class _Alone(Callback):
         trainer.strategy.barrier("fastloop has loaded")
         if (
             self.goes_on
-        ):  # a fit that raises ends the ranks it started, see `shutdown.py`; these are needed for the next one
+        ):  # a fit that raises ends the ranks it started, see `shutdown.py`; the next measurement needs them
             getattr(trainer.strategy.launcher, "procs", []).clear()
         raise Measured
 
@@ -202,7 +201,7 @@ def _pass_over(take: Callable[[], Any], wanted: int, pulse: Callable[[], None]) 
 
 
 def _make_take(combined: Any) -> Callable[[], Any]:
-    """A function that returns the next batch, across epochs, from the iterator that Lightning made for its loop."""
+    """Return a function that gets the next batch, across epochs, from the iterator that Lightning made for its loop."""
 
     def take() -> Any:
         for _ in range(2):
@@ -216,7 +215,7 @@ def _make_take(combined: Any) -> Callable[[], Any]:
 
 
 def count_ready(trainer: Any) -> int | None:
-    """Batches that workers have made and that were not taken yet; None if that cannot be read.
+    """Return how many batches workers have made that were not taken yet; None if that cannot be read.
 
     Not the queue's length minus `loader_queue.count_owed`: near the end of an epoch fewer are requested than fit.
     """

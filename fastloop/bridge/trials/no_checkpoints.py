@@ -68,7 +68,7 @@ class OnlyInside(Callback):
 
     @classmethod
     def into(cls, trainer: Any, inside: Path | None, marker: Path | None = None) -> None:
-        """Call before the fit. The ``setup`` of this callback is called first; by then the model's callbacks exist."""
+        """Add it to a Trainer before the fit. Its ``setup`` is called first; by then the model's callbacks exist."""
         trainer.callbacks.insert(0, cls(inside, marker))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -64,7 +64,7 @@ class Ledger(Callback):
         return ledger
 
     def listen(self, trainer: Any, loader: Any, given: Any) -> Any:
-        """Record a train loader before its use. Lightning passes each one, and all again when it reloads them."""
+        """Record a train loader before its use. Lightning passes each loader here, and passes all again on a reload."""
         if trainer.current_epoch != self._listed_epoch:
             self._listed_epoch, self._drawn = trainer.current_epoch, []
         try:
@@ -154,7 +154,7 @@ class Ledger(Callback):
         self._plan += self._plan_pieces(trainer.strategy, first, batch)
 
     def _plan_pieces(self, strategy: Any, part: Batch | None, batch: Any) -> int:
-        """Number of backwards planned for this batch."""
+        """Return the number of backwards planned for this batch."""
         micro: MicroBatches | None = getattr(getattr(strategy, "fastloop", None), "micro", None)
         if micro is None or (rows := count_rows(batch)) is None:
             return 1
@@ -168,7 +168,7 @@ class Ledger(Callback):
         return _count_pieces(rows, choice.micro, part.window if part is not None else None, full)
 
     def _close(self) -> None:
-        """An optimizer step is done."""
+        """Record the optimizer step that is done."""
         self._count += 1
         if self._count <= MOST_STEPS:
             rates = [_keep_rate(rate) for group in self._rates.values() for rate in group]
@@ -216,7 +216,7 @@ class Ledger(Callback):
             self.why = f"{type(error).__name__}: {error}"
 
     def _summarize_knowledge(self, seen: bool) -> dict[str, Any]:
-        """The part of the ledger about samples and steps; unknown values are None."""
+        """Return the part of the ledger about samples and steps; unknown values are None."""
         whys = [self.why, *(drawn.why for drawn in self._drawn), None if self._drawn else "no loader was seen"]
         why = next((each for each in whys if each is not None), None)
         sources = {drawn.source for drawn in self._drawn}
@@ -251,7 +251,7 @@ class _Listening:
 
 @functools.lru_cache(maxsize=256)
 def _count_pieces(rows: int, micro: int, window: tuple[int, ...] | None, full: int) -> int:
-    """Number of pieces into which a batch of `rows` samples is cut."""
+    """Return the number of pieces into which a batch of `rows` samples is cut."""
     try:
         return len(cut(torch.empty(rows), micro, None if window is None else (window, full)))
     except CannotRegroup:
@@ -259,7 +259,7 @@ def _count_pieces(rows: int, micro: int, window: tuple[int, ...] | None, full: i
 
 
 def _keep_rate(rate: Any) -> Any:
-    """The current learning rate, copied without waiting for the device it may be on."""
+    """Copy the current learning rate without waiting for the device it may be on."""
     return rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
 
 
@@ -291,7 +291,7 @@ class Backwards:
         """Whether any backward was counted: none is if the strategy keeps gradients outside the parameters."""
 
     def take(self) -> int:
-        """Backwards since the last call."""
+        """Return the number of backwards since the last call."""
         count = max(self._counts.values(), default=0)
         if count and not self.seen:
             most = [key for key in self._hooks if self._counts[key] == count]

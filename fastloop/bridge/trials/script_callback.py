@@ -49,7 +49,7 @@ EVENTS, CLAIM, TRAINED = "events.jsonl", "claim", "trained"
 
 
 def add_callbacks() -> list[Any]:
-    """The callbacks that Lightning adds to a Trainer of this process; none without orders."""
+    """Return the callbacks that Lightning adds to a Trainer of this process; none without orders."""
     path = Path(os.environ.get(ORDERS) or os.devnull)
     if is_disabled() or not path.is_file():
         return []
@@ -68,7 +68,7 @@ def add_callbacks() -> list[Any]:
 
 
 def add_to_fabric() -> list[Any]:
-    """The callbacks that Lightning adds to a Fabric: none, because it has no loop to watch. Reports its use."""
+    """Report the use of Fabric, and return no callbacks for it, because it has no loop to watch."""
     path = Path(os.environ.get(ORDERS) or os.devnull)
     if path.is_file() and not getattr(rank_zero_only, "rank", 0):
         _note(path.parent, "fabric")
@@ -122,11 +122,11 @@ class Injected(Callback):
         self.off = False
         self._guests: list[Any] = []
         self._measures = False
-        """The guests measure this fit; else they only bring its rungs."""
+        """Whether the guests measure this fit; otherwise they only bring its rungs."""
         self._began = self._unsaved = False
         self._first = 0
         self._own_last: int | None = None
-        """Where the script itself ends its fit."""
+        """The step at which the script itself ends its fit; None if it sets no limit."""
         drop_other_hooks(self, "on_train_batch_end")
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
@@ -153,8 +153,8 @@ class Injected(Callback):
         self._began = True
         if (most := self.orders.max_steps) is not None:
             # Not earlier: by now optimizers and schedules are made for the steps of the real training, and a checkpoint
-            # has set the steps done. max_steps ends a fit regardless of min_steps and min_epochs, and without the
-            # extra validation that should_stop causes.
+            # has set the number of steps done. max_steps ends a fit regardless of min_steps and min_epochs, and without
+            # the extra validation that should_stop causes.
             self._first, own = trainer.global_step, trainer.fit_loop.epoch_loop.max_steps
             self._own_last = None if own in (None, -1) else own
             self._end_after(trainer, most)
@@ -167,7 +167,8 @@ class Injected(Callback):
 
     @fail_open
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """The Trainer counts a step for each of several optimizers, whereas one for a batch was asked for."""
+        """Move the end of the fit if a batch takes several optimizer steps: the Trainer counts them all, the orders one
+        per batch."""
         if (each := trainer.global_step - self._first) > 0:
             if self.orders.max_steps is not None and each > 1:
                 self._end_after(trainer, each * self.orders.max_steps)
@@ -198,7 +199,7 @@ class Injected(Callback):
             )
 
     def _end_after(self, trainer: Any, steps: int) -> None:
-        """End the fit after so many steps as the Trainer counts them, if the script does not end it before."""
+        """End the fit after this many steps, as the Trainer counts them, unless the script ends it earlier."""
         last = self._first + steps
         trainer.fit_loop.epoch_loop.max_steps = last if self._own_last is None else min(self._own_last, last)
 
@@ -209,9 +210,9 @@ class Injected(Callback):
         _note(self.place, event, **more)
 
     def stop_watching(self, why: str) -> None:
-        """Step aside after an error of ours, so that it does not end the user's training."""
+        """Give up after an error in our own code, so that it does not end the user's training."""
         self.note("gave_up", why=why)
-        rank_zero_warn(f"fastloop stays out of this run: {why}")
+        rank_zero_warn(f"fastloop is disabled for this run: {why}")
 
     def _note_held_back(self, trainer: Any) -> None:
         if trainer.is_global_zero and not self._unsaved:
@@ -258,8 +259,8 @@ class Injected(Callback):
             self._guests = [each for each in trainer.callbacks if not any(each is other for other in before)]
 
     def _bring_rungs(self, trainer: Any) -> None:
-        """Give a later fit of the user's run, such as the next fold, the rungs of the first, each where it applies, and
-        its place in the data. Nothing is measured or written."""
+        """Give a later fit of the user's run, such as the next fold, the rungs of the first where they apply, and keep
+        its position in the data. Nothing is measured or written."""
         config = self._read_config()
         if config.ladder.enabled():
             unwatched = dataclasses.replace(config.watch, enabled=False)
@@ -301,7 +302,7 @@ class _Answers(Callback):
 
 
 def _list_imports(folder: str | None) -> tuple[str, ...]:
-    """Files below a folder that this process has imported, except packages of its Python installation."""
+    """Return the files below a folder that this process has imported, except those of its Python installation."""
     if folder is None:
         return ()
     files = {os.path.realpath(file) for each in list(sys.modules.values()) if (file := getattr(each, "__file__", None))}

@@ -54,14 +54,14 @@ def count_flops(config: Config, beat: Path | None = None) -> Mapping[str, Any]:
 
 
 def measure_rates() -> Mapping[str, Any]:
-    """The rates of this machine's first GPU, measured now."""
+    """Measure the rates of this machine's first GPU."""
     if not torch.cuda.is_available():
         raise FastLoopError(got="no CUDA device", why="there is no rate to measure", do="measure on a GPU")
     return dataclasses.asdict(measured.measure(torch.device("cuda", torch.cuda.current_device())))
 
 
 class _Counting(Callback):
-    """Counts from the first batch's start to its backward's end; under manual optimization to the batch's end."""
+    """Counts from the first batch's start to the end of its backward, or of the batch under manual optimization."""
 
     def __init__(self) -> None:
         self.count = FlopCount()
@@ -91,7 +91,7 @@ class _Counting(Callback):
 
 
 def _take_few(batch: Any) -> Any:
-    """The first samples of a batch, or all of them if it cannot be cut."""
+    """Return the first samples of a batch, or the whole batch if it cannot be cut."""
     try:
         return cut(batch, FEW)[0].batch
     except CannotRegroup:

@@ -101,7 +101,7 @@ class Deep(Twin):
             {"train": lambda: DataLoader([(torch.ones(8), torch.ones(1), torch.ones(2))] * 96, batch_size=8)},
             "as many tensors",
         ),
-        ({"kind": Deep}, "the base's second.weight has another shape"),
+        ({"kind": Deep}, "the base's second.weight has a different shape"),
     ],
     ids=["another global batch", "other batches", "another model"],
 )
@@ -120,7 +120,7 @@ def test_without_a_base_there_is_a_reason(tmp_path: Path) -> None:
 def test_a_base_with_other_ranks(base: dict[str, Any], tmp_path: Path) -> None:
     kept = gradient_state.read(tmp_path / "base", 0)
     gradient_state.save(tmp_path / "base", 0, {**kept, "world_size": 2})
-    assert arm(tmp_path)["why"] == "the base has 2 ranks, and this arm 1"
+    assert arm(tmp_path)["why"] == "the base has 2 ranks, but this arm has 1"
 
 
 def test_new_parameters_are_named(base: dict[str, Any], tmp_path: Path) -> None:

@@ -460,7 +460,7 @@ def test_an_error_of_ours_is_no_end_of_the_training(orders: Orders, monkeypatch:
     orders()
     monkeypatch.setattr(Injected, "_is_the_one", fails)
     module = models.Regression()
-    with pytest.warns(UserWarning, match="stays out of this run: setup: OSError: no room"):
+    with pytest.warns(UserWarning, match="fastloop is disabled for this run: setup: OSError: no room"):
         trainer(max_steps=4).fit(module, models.loader())
     assert len(module.losses) == 4 and "gave_up" in orders.names() and not orders.out.exists()
 
