@@ -76,7 +76,7 @@ class Section:
     language: str = ""
     """The language of the code."""
     is_narrow: bool = False
-    """May be placed beside other narrow sections on a wide screen."""
+    """May be placed next to other narrow sections on a wide screen."""
     is_folded: bool = False
     """Collapsed until the reader clicks it."""
 

@@ -1,4 +1,4 @@
-"""Renders a document as one HTML page without network or JavaScript, from the templates beside this folder."""
+"""Renders a document as one HTML page without network or JavaScript, from the templates next to this folder."""
 
 from __future__ import annotations
 

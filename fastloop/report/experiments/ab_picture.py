@@ -20,7 +20,7 @@ NAME_LETTERS = 60
 
 
 def draw(result: ExperimentResult) -> tuple[Chart | Curve, ...]:
-    """Draw the runs and the ratios beside them; empty without a finished run."""
+    """Draw the runs, and the ratios next to them; empty without a finished run."""
     return (trace_runs(result), chart_ratios(result)) if any(arm.samples_per_s for arm in result.arms) else ()
 
 

@@ -133,8 +133,8 @@ def _describe(one: Comparison, arm: ArmResult) -> str:
 
 
 def _describe_pay_back(base: ArmResult, arm: ArmResult) -> str:
-    """Say after how many steps an arm has recovered what its compile takes, and how many the user's run has; empty if
-    that is no question."""
+    """Say after how many steps an arm has recovered its compile time, and how many the user's run has; empty if the
+    question does not arise."""
     took_s = (arm.compile_s or 0.0) - (base.compile_s or 0.0)
     if took_s < WORTH_SAYING_S or not base.step_ms or not arm.step_ms or arm.step_ms >= base.step_ms:
         return ""
@@ -214,7 +214,7 @@ def _make_sections(result: ExperimentResult, pairs: Sequence[Pair]) -> tuple[Sec
         made.append(Section(title=f"Failed: {failure.arm}", text=(line,), code=failure.tail))
     warm = format_number(result.warmup_steps, ",.0f")
     asked, ended = format_number(result.steps, ",.0f"), result.ended_at
-    steps = f"{asked} steps a run" if ended is None else f"{ended:,} steps a run ({asked} asked)"
+    steps = f"{asked} steps a run" if ended is None else f"{ended:,} steps a run ({asked} requested)"
     how = f"{steps}, {warm} of them before the window. {AGAIN}"
     return (
         *made,

@@ -24,7 +24,7 @@ HOW = (
 )
 PARTIAL = "PARTIAL: the climb did not finish"
 APART = 1.15
-"""Speed-ups of the climb's own runs and of the fresh ones that differ by more than this factor are both told."""
+"""If the speed-ups of the climb's own runs and of the fresh runs differ by more than this factor, both are reported."""
 CLOSING = "Quote only the confirmed ratio: it comes from fresh runs that took no part in choosing."
 
 
@@ -48,7 +48,7 @@ def write_lines(climb: ClimbFile) -> list[str]:
         ("KEPT", [f"{each.name}: {climb_rows.describe_saving(each)}" for each in kept]),
         ("IDLE", [f"{', '.join(idle)}: no effect here, see report.md"] if (idle := _collect_idle(climb)) else []),
         ("NOT KEPT", [": ".join(filter(None, (each.name, each.why))) for each in back]),
-        ("DROPPED", [", ".join(dropped) + ": not slower without"] if (dropped := _list_dropped(climb)) else []),
+        ("DROPPED", [", ".join(dropped) + ": not slower when left out"] if (dropped := _list_dropped(climb)) else []),
         ("LADDERS", [_list_ladders(climb)]),
         ("CEILINGS", [f"{limits} samples/s"] if limits else []),
         ("STOPPED", [_describe_end(climb).removeprefix(f"{why}; ")]),

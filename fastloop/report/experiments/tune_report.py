@@ -43,7 +43,7 @@ def write_reports(tuning: TuningFile) -> dict[str, str]:
 
 
 def describe_verdict(tuning: TuningFile) -> str:
-    """Return the headline: the key and its best value, or that no value is better than none."""
+    """Return the headline: the key and its best value, or why there is no best value."""
     return " ".join(_split_headline(tuning))
 
 

@@ -32,7 +32,7 @@ def _list_missing_trace(seen: Measurement) -> list[str]:
     if skipped := found.get("skipped"):
         return [f"no trace: {skipped}"]
     steps, wanted = found.get("steps") or 0, found.get("asked_steps") or 0
-    ended = f"the trace is of {steps} {'step' if steps == 1 else 'steps'}, not {wanted}: training ended early"
+    ended = f"the trace covers {steps} {'step' if steps == 1 else 'steps'}, not {wanted}: training ended early"
     return [ended] if 0 < steps < wanted else []
 
 
@@ -51,7 +51,7 @@ def _list_disturbances(seen: Measurement) -> list[str]:
     now = seen.samples_per_s
     slow = [(name, rate) for name in CEILINGS if now and (rate := seen.ceilings.get(name)) and rate < DISTURBED * now]
     return [
-        f"the trial {name} was slower than the plain run, {rate:,.0f} to {now:,.0f} samples/s:"
+        f"the trial {name} was slower than the unchanged run, {rate:,.0f} to {now:,.0f} samples/s:"
         " something else on the machine disturbed it; run it again"
         for name, rate in slow
     ]

@@ -39,9 +39,9 @@ class PartStyle(NamedTuple):
 
     label: str
     short: str
-    """Label below the terminal's bar, which shows its first letter. Capitals: the device does not train."""
+    """Label below the terminal's bar, which shows its first letter: a capital if the device does not train."""
     colour: str
-    """The part's color in every picture. Warm colors: the device is kept waiting."""
+    """The part's color in every picture; warm if the device is kept waiting."""
 
 
 STYLES = {
@@ -61,7 +61,7 @@ STYLES = {
 """Styles by the name of the part."""
 MOST_LINES = 12
 TOLD = 2
-"""Findings whose text the summary has, from the first."""
+"""Number of findings, from the first, whose reasons the summary shows."""
 WORTH_A_WORD_S = 0.05
 """One-time costs below this are not named."""
 BAR_CELLS = 22
@@ -118,8 +118,8 @@ def write_lines(
 
 
 def list_loop_changes(plan: Plan, verdicts: Sequence[Verdict]) -> list[str]:
-    """List the notes of effective rungs that set Trainer keys or group batches into steps differently, and of those
-    that are off now but have trained differently."""
+    """List the notes of effective rungs that set Trainer keys or group batches into steps differently, and of rungs
+    that are off now but changed the first steps."""
     took = {verdict.rung for verdict in verdicts if verdict.took}
     changed = [
         f"{step.rung}: {'; '.join(step.change.notes)}"
@@ -264,7 +264,7 @@ def describe_one_time(seen: Measurement) -> str:
 
 
 def list_pay_backs(seen: Measurement, verdicts: Sequence[Verdict]) -> list[str]:
-    """Say for each rehearsed rung with a one-time cost when it would have paid that back. Not a verdict."""
+    """Say for each rehearsed rung with a one-time cost after how many steps that would pay back. Not a verdict."""
     found, before_ms = list[str](), None
     for verdict in verdicts:
         tried, after, took_s = verdict.rehearsed, verdict.pays_back_after_steps, seen.one_time_s.get(verdict.rung)
@@ -374,7 +374,7 @@ def describe_work(seen: Measurement) -> str:
 
 
 def describe_ceiling(finding: Finding, seen: Measurement) -> str | None:
-    """Bound the samples per second without this bottleneck, flagged as measured or estimated; None if unknown."""
+    """Describe the most samples per second without this bottleneck, as measured or estimated; None if unknown."""
     pct = finding.ceiling_gain_pct
     if pct is None or not math.isfinite(pct) or seen.samples_per_s is None:
         return None

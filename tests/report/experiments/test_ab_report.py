@@ -209,7 +209,7 @@ def test_how_it_was_done_is_said() -> None:
     text = ab_report.write_reports(result_of(content))["report.md"]
     assert "300 steps a run, 100 of them before the window." in text
     text = ab_report.write_reports(result_of(content | {"ended_at": 282}))["report.md"]
-    assert "282 steps a run (300 asked), 100 of them before the window." in text.replace("\\", "")
+    assert "282 steps a run (300 requested), 100 of them before the window." in text.replace("\\", "")
     assert "four times out of five" in text and "rungs.amp.enabled" in text
 
 

@@ -31,8 +31,8 @@ def test_a_trace_that_was_asked_for_and_is_not_there_is_said() -> None:
 @pytest.mark.parametrize(
     ("steps", "asked", "said"),
     [
-        (15, 20, ["the trace is of 15 steps, not 20: training ended early"]),
-        (1, 20, ["the trace is of 1 step, not 20: training ended early"]),
+        (15, 20, ["the trace covers 15 steps, not 20: training ended early"]),
+        (1, 20, ["the trace covers 1 step, not 20: training ended early"]),
         (20, 20, []),
         (20, None, []),
     ],
@@ -67,7 +67,7 @@ def test_long_steps_are_told_of_once(parts: Any, pauses: Any, told: str) -> None
 
 def test_a_trial_that_is_slower_than_the_run_is_said() -> None:
     (note,) = caveats.list_caveats(seen(ceilings={"replayed": 67.0, "resident": 499.0, "no_exchange": None}))
-    assert note.startswith("the trial replayed was slower than the plain run, 67 to 500 samples/s")
+    assert note.startswith("the trial replayed was slower than the unchanged run, 67 to 500 samples/s")
     assert "resident" not in note
     assert caveats.list_caveats(Measurement(ceilings={"replayed": 67.0})) == []
 
