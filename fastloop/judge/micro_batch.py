@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 TOLERANCE = 0.02
-"""Share of the fastest rate: sizes within it are equally fast; the user's wins, or else the nearest larger one."""
+"""Sizes within this share of the fastest rate count as equally fast; the user's wins, else the next larger one."""
 WORSE = 0.03
 """A search ends when two sizes in a row are slower than the best by more than this share."""
 
@@ -26,7 +26,7 @@ class FoundSize:
 
 
 def list_sizes(own: int, batches: int) -> list[int]:
-    """Micro-batches, ascending, that divide an optimizer step evenly.
+    """Return the micro-batch sizes, ascending, that divide an optimizer step evenly.
 
     Args:
         own: samples in the user's batch.
@@ -51,12 +51,12 @@ def predict_bytes(peaks: Mapping[int, int], size: int) -> float | None:
 
 
 def is_hopeless(rates: Sequence[float]) -> bool:
-    """Whether the last two of these rates are slower than the best."""
+    """Whether the last two of these rates are slower than the best by more than ``WORSE``."""
     return len(rates) > 2 and all(rate < max(rates) * (1 - WORSE) for rate in rates[-2:])
 
 
 def choose_size(rates: Mapping[int, float], own: int) -> int:
-    """Among the sizes that are as fast as the fastest: the user's own, else the smallest larger one, else the
+    """Of the sizes that are about as fast as the fastest, return the user's own, else the smallest larger one, else the
     largest."""
     enough = [size for size, rate in rates.items() if rate >= max(rates.values()) * (1 - TOLERANCE)]
     return min((size for size in enough if size >= own), default=max(enough))

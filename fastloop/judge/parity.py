@@ -28,23 +28,23 @@ TAU = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
 """Deviation of a gradient that passes without further checks, by the coarsest arithmetic in either arm. float16 has the
 digits of TF32, but also rounds the tensors passed from layer to layer."""
 ROUNDINGS, MOST = 5, 0.9
-"""If rounding errors of this precision alone move the base's gradient further, the limit is this multiple of that
-deviation; but never more than ``MOST``, because two unrelated gradients are 1.4 apart."""
+"""The limit is this multiple of the deviation that rounding alone causes in the base's gradient, if that exceeds
+``TAU``; but never more than ``MOST``, because two unrelated gradients are 1.4 apart."""
 SHARP, SCATTERED = 0.1, 0.5
-"""Above the first, no deviation passes: a limit of 0.9 would pass wrong gradients. If rounding may explain more, a
-deviation in between proves nothing, and the gradients at steadier weights decide. If rounding moves the base's gradient
-by the second, so little of it is left that a deviation cannot fail an arm either."""
+"""A deviation above the first never passes: a limit of 0.9 would pass wrong gradients. If rounding may explain it, it
+proves nothing, and the gradients at steadier weights decide. If rounding moves the base's gradient by the second or
+more, so little of the gradient is left that a larger deviation cannot fail an arm either."""
 KEPT = 0.75, 1.33
 """Range for how much of the base's gradient rounding alone can leave; a lost factor of 4 is outside."""
 RESOLUTION = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Rounding error of one number: no gate can detect less."""
 CHANCE, NOISE = 3, 10
-"""A deviation within this multiple of what random draws, or unordered sums, do to the base is not the arm's."""
+"""A deviation within this multiple of what random draws, or unordered sums, do to the base is not the arm's fault."""
 FEWEST_RUNS = 3
 LEVEL, LEVEL_OF_FAILURE = 0.90, 0.99
 """Confidence levels of the loss gate's interval. An arm fails only outside the second: other random numbers, and
-in some networks rounding alone, make losses differ like those of two seeds, and with three runs one in ten would fail
-at the first."""
+in some networks rounding alone, make losses differ as much as two seeds do, so at the first, with three runs, one such
+arm in ten would fail."""
 MOST_RUNS, T_OF_MOST_RUNS = 10, 1.83
 """The most runs per arm that a user has to make, and Student's t of their interval."""
 SEED_SHARE, LOSS_SHARE = 0.5, 0.005
@@ -60,10 +60,10 @@ def judge_gradient(base: GradientAnswer, arm: GradientAnswer, parity_class: Pari
     ``||g_arm - g_base|| / ||g_base||`` must stay below the ``TAU`` of the coarser precision, or below the effect of its
     rounding on the base's own gradient. If that effect is too large for a meaningful limit, the steadier weights of
     `gradient_state.raise_biases` decide; if it is too large there too, the gate is not testable. For an `exact` arm the
-    deviation must be 0 if the base repeats itself bit for bit. An arm fails if a layer lost its gradient, whatever its
-    share of the norm, or if a layer with a hundredth of the norm keeps less than half of it. Gradients are compared as
-    the optimizer receives them, after clipping; if the arms clip differently and this step does not show it, the reason
-    says so.
+    deviation must be 0 if the base repeats itself bit for bit. An arm also fails if a layer lost its gradient, however
+    small its share of the norm, or if a layer with a notable share keeps less than half of its gradient or gets more
+    than twice as much. Gradients are compared as the optimizer receives them, after clipping; if the arms clip
+    differently and this step does not show it, the reason says so.
     """
     if (why := base.why or arm.why) is not None:
         return _make_gate("gradient", None, f"not testable here: {why}", testable=False)
@@ -87,8 +87,8 @@ def judge_gradient(base: GradientAnswer, arm: GradientAnswer, parity_class: Pari
 
 
 def _weigh(base: GradientAnswer, arm: GradientAnswer, found: GradientDistance, precision: str, rounding: float) -> Gate:
-    """The result at some weights: fails above the limit that rounding explains; undecided if rounding explains more
-    than a limit may allow."""
+    """Judge the deviation at some weights: fail above the limit that rounding explains; undecided if that limit is too
+    large to mean anything."""
     seen = _describe_distance(base, arm, found, precision, rounding)
     chance, noise = base.random_deviation or 0.0, base.self_deviation or 0.0
     gate = _close(chance, noise, found.astray, precision, seen)
@@ -164,7 +164,7 @@ def _judge_exact(repeats: float | None, noise: float, seen: dict[str, Any]) -> G
 
 
 def _close(chance: float, noise: float, astray: Sequence[str], precision: str, seen: dict[str, Any]) -> Gate:
-    """The gate for an arm that promises the same mathematics. The base's own variation between runs is no failure."""
+    """The gate for an arm that promises the same mathematics. Deviations as large as the base's own do not fail it."""
     deviation, limit, kept = seen["deviation"], seen["limit"], seen["detail"]["kept"]
     usual = f"{TAU[precision]:.0e} allowed for {precision}"
     limits = usual if limit == TAU[precision] else f"{limit:.2g} that rounding to {precision} can cause here"
@@ -259,7 +259,7 @@ def _end(losses: Sequence[float | None]) -> float:
 
 
 def _judge_band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> Gate:
-    """Compares the interval of the mean gap with the band. All figures in percent of the base's loss."""
+    """Compare the interval of the mean gap with the band. All figures are in percent of the base's loss."""
     gaps = [right - left for left, right in zip(base, arm, strict=True)]
     level = statistics.fmean(base)
     interval = compute_mean_gap_interval(gaps, level=LEVEL) if len(gaps) >= FEWEST_RUNS else None
@@ -302,11 +302,11 @@ def _judge_band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> G
 def sum_up_gates(parity_class: Parity, gates: Sequence[Gate]) -> Outcome:
     """The combined result of the gates.
 
-    A failed gate fails the arm. A gate that more runs could decide leaves it open. A gate that cannot be tested here at
-    all (a device pipeline that shows no samples, kernels that never repeat themselves) is named, but does not block the
-    arm if two others passed; a single one is too weak evidence for "the same training". The gradient gate of an arm
-    that rounds or regroups must pass: a merge that weights tokens differently has the same samples and, under AdamW,
-    the same loss.
+    A failed gate fails the arm. A gate that more runs could decide leaves the result open. A gate that cannot be tested
+    on this machine (a device pipeline that shows no samples, kernels that never repeat themselves) is named, but does
+    not block the arm if two others passed; one passed gate is too little evidence for "the same training". For an arm
+    that rounds or regroups, the gradient gate must pass: a merge that weights tokens differently has the same samples
+    and, under AdamW, the same loss.
     """
     gates = tuple(gates)
     if parity_class == "changes-training":
@@ -327,7 +327,7 @@ def sum_up_gates(parity_class: Parity, gates: Sequence[Gate]) -> Outcome:
         said = said or "the gradients were not compared"
     else:
         verdict = True
-    held = f"{_join_names([gate.name for gate in passed])} held"
+    held = f"{_join_names([gate.name for gate in passed])} passed"
     return Outcome(
         parity_class=parity_class,
         passed=verdict,

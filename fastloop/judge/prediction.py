@@ -14,11 +14,11 @@ WORTH_PCT = 3.0
 NEAR = 1.03
 """Two costs closer than this ratio count as equal."""
 ABOVE = 1.05
-"""A trial without one cost was disturbed if it takes more than this many times as long as with it."""
+"""A trial without one of the costs was disturbed if it takes more than this many times as long as one with it."""
 
 
 def drop_absurd(costs: Costs) -> Costs:
-    """The costs without the parts of the step that took longer than the whole they belong to."""
+    """Return the costs without those that took longer than the whole they are a part of."""
     if costs.replayed_ms is not None and costs.replayed_ms > ABOVE * costs.core_ms:
         return costs.but(replayed_ms=None, resident_ms=None, alone_ms=None, mfu=None, launch_bound=None)
     rest = costs.core_ms if costs.replayed_ms is None else costs.replayed_ms
@@ -27,7 +27,7 @@ def drop_absurd(costs: Costs) -> Costs:
 
 
 def predict_ms(now: Costs, then: Costs) -> float | None:
-    """Step time if the costs change to those in `then`, of which only the components count; None if one is unknown.
+    """Predict the step time if the costs change to `then`, from their components; None if one is unknown.
 
     The part of the step that the components do not explain now (workers and training thread competing, for instance)
     stays in proportion, as long as loading does not move between the workers and the training thread.
@@ -98,8 +98,8 @@ def _estimate_loader_ms(costs: Costs, rest: float) -> float:
 
 
 def _estimate_host_ms(costs: Costs, rest: float, loader: float) -> float:
-    """The training thread's own share of the rest, for which loading in this thread has to wait: all of it if there is
-    no device that works meanwhile. If loading is not visible in the step, neither is this share; it is then taken as
-    zero, which overestimates the gain rather than underestimating it; a screen will show."""
+    """The training thread's own share of the rest, during which it cannot load: all of it if no device works in the
+    meantime. If loading does not show in the step, neither does this share; it is then taken as zero, which may
+    overestimate the gain, but a screen will show that."""
     shows = not costs.beside and costs.core_ms > NEAR * rest
     return min(rest, max(0.0, costs.core_ms - loader)) if shows else 0.0

@@ -15,11 +15,11 @@ NO_GATE = 0.1
 ROUNDINGS = 5
 """A deviation within this multiple of what rounding does to the unchanged modules is not the rung's fault."""
 DRAWN = 1.5
-"""The same for what other random numbers do to the unchanged modules: two draws differ by just that."""
+"""The same for what other random numbers do to the unchanged modules: any two draws differ by about that much."""
 NORM, COSINE = 1.15, 0.25
-"""Factor on a norm, and loss of a cosine, that are faults even where deviations prove nothing."""
+"""Limits where deviations prove nothing: the factor by which a norm may change, and how much a cosine may lose."""
 SURE = 3
-"""Standard errors within which means over random draws may differ by chance."""
+"""Means over random draws may differ by this many standard errors by chance."""
 REHEARSAL_SHARE = 0.05
 """Share of the run's expected time that all rehearsals together may take."""
 LIKELY_SAVING = 1 / 3
@@ -27,9 +27,10 @@ LIKELY_SAVING = 1 / 3
 SLOWER, SLOWER_MS = 1.05, 0.05
 """Factor and milliseconds by which changed modules must be slower before it counts as more than timing noise."""
 FAR_SLOWER, FIRST_CALL_MS = 3.0, 300.0
-"""Factor, and milliseconds for kernels that are loaded once, by which a first play is slower that needs no second."""
+"""A first play that is slower by this factor, plus milliseconds for loading kernels once, needs no second one."""
 LAUNCH_BOUND = 0.5
-"""A step that the host launches in less than this share of its time need not be replayed: the device sets its pace."""
+"""A step that takes the host less than this share of its time to launch need not be replayed: the device sets the
+pace."""
 REPLAY_GAIN = 0.97
 """A rung that was off comes back if a replayed step takes less than this share of the time without it."""
 
@@ -57,8 +58,8 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """Plays with other random numbers, without a rung and with it, each compared with the same play without it. The
-    random streams begin alike in both, though the rung may draw other numbers from them."""
+    """Plays with other random numbers, without a rung and with it, all compared with one play of the unchanged modules.
+    Both start from the same random states, but the rung may draw other numbers from there."""
 
     usual: Sequence[Deviation]
     changed: Sequence[Deviation]
@@ -72,10 +73,10 @@ def is_close(seen: Deviation, precision: str) -> bool:
 def find_fault(
     seen: Deviation, rounding: Deviation, precision: str, draws: Draws | None = None
 ) -> tuple[str | None, float | None]:
-    """The fault in a deviation above the usual limit, given what rounding does to the unchanged modules.
+    """Find the fault in a deviation above the usual limit, given what rounding does to the unchanged modules.
 
     Args:
-        draws: what other random numbers do, where the rung may draw others than the unchanged modules.
+        draws: what other random numbers do, if the rung may draw different ones than the unchanged modules.
 
     Returns:
         The fault, or None; and the deviation, None if it could not be judged.
@@ -104,17 +105,17 @@ def find_fault(
 
 
 def _find_gross_fault(name: str, apart: float, seen: Deviation) -> str | None:
-    """The fault in numbers that rounding scatters: an error of that size that is independent of them adds to the norm,
-    and turns them by a right angle at most."""
+    """Find the fault in numbers that rounding scatters: an independent error of that size increases the norm, and turns
+    them by a right angle at most."""
     norm, cosine = getattr(seen, f"{name}_norm"), getattr(seen, f"{name}_cosine")
     most = NORM * math.hypot(1, apart)
     if not 1 / most <= norm <= most:
         return f"the norm of {name} is {norm:.2g} times the usual"
-    return f"{name} point elsewhere: their mean cosine is {cosine:.2g}" if cosine < -COSINE else None
+    return f"{name} point in another direction: their mean cosine is {cosine:.2g}" if cosine < -COSINE else None
 
 
 def _find_fault_of_draws(name: str, draws: Draws) -> str | None:
-    """The fault in numbers that depend on random draws, by means over many draws."""
+    """Find the fault in numbers that depend on random draws, from means over many draws."""
     usual, changed = ([getattr(each, name) for each in plays] for plays in (draws.usual, draws.changed))
     norms, new_norms = ([getattr(each, f"{name}_norm") for each in plays] for plays in (draws.usual, draws.changed))
     if math.inf in usual or not any(norms):  # there is nothing but zeros to compare with
@@ -130,7 +131,7 @@ def _find_fault_of_draws(name: str, draws: Draws) -> str | None:
     )
     if fmean(cosines) - fmean(new_cosines) > COSINE and _differ(cosines, new_cosines):
         told = f"their mean cosine is {fmean(new_cosines):.2g}, and that of other draws {fmean(cosines):.2g}"
-        return f"{name} point elsewhere: {told}"
+        return f"{name} point in another direction: {told}"
     return None
 
 
@@ -165,8 +166,8 @@ def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -
 
 
 def explain_no_time(spent_s: float, needed_s: float, allowed_s: float, kept_s: float = 0.0) -> str | None:
-    """Why there is no time for another trial beside those already made, and beside the time that is kept for recording
-    a step; None if there is."""
+    """Why there is no time for another trial, after `spent_s` for earlier ones and with `kept_s` kept for recording a
+    step; None if there is."""
     if spent_s + needed_s + kept_s <= allowed_s:
         return None
     spent = f", and {spent_s:.2g} s are spent" if spent_s else ""
@@ -200,7 +201,7 @@ def explain_far_slower(first_ms: float, base_ms: float, first_call_s: float) -> 
 
 
 def explain_no_room(more_bytes: int, free_bytes: int) -> str | None:
-    """Why changed modules that take so much more memory do not fit beside all that a step takes; None if they do."""
+    """Why changed modules that need `more_bytes` do not fit into what the first step left free; None if they do."""
     if more_bytes <= max(0, free_bytes):
         return None
     more, free = more_bytes / 2**30, max(0, free_bytes) / 2**30
@@ -242,7 +243,7 @@ def take_slowest_times(mine: Rehearsed, every: Sequence[Rehearsed]) -> Rehearsed
 
 
 def find_last_ms(outcomes: Sequence[RehearsalOutcome], base_ms: float) -> float:
-    """Time of the modules with all rungs kept so far."""
+    """Return the time of the modules with all rungs kept so far."""
     kept = [each.rehearsed.changed_ms for each in outcomes if each.fault is None and each.rehearsed and each.on_modules]
     return next((each for each in reversed(kept) if each is not None), base_ms)
 
@@ -250,7 +251,7 @@ def find_last_ms(outcomes: Sequence[RehearsalOutcome], base_ms: float) -> float:
 def drop_slow(
     outcomes: Sequence[RehearsalOutcome], base_ms: float, by_ladder: Collection[str]
 ) -> list[RehearsalOutcome]:
-    """The outcomes, with a fault for each rung of a shipped ladder that makes the rehearsed calls slower.
+    """Return the outcomes, with a fault for each rung of a shipped ladder that makes the rehearsed calls slower.
 
     Nothing is dropped from a stack that ends with a compile: rungs may pay only together, and each change would
     recompile.

@@ -27,12 +27,12 @@ def judge_ledger(
 
     Args:
         pairs: the ledgers of base and arm, from runs with the same seed, rank by rank.
-        regrouped: the arms build their steps from different micro-batches. Each side must then make the backwards of
-            its own plan or, if none is recorded, at least one and the same number in all full steps.
+        regrouped: the arms build their steps from different micro-batches. Each side must then run as many backwards as
+            its own plan says or, if no plan is recorded, at least one, and equally many in all full steps.
         reshuffled: the arms draw their random augmentations in different places, so a shuffle that uses the same
             generator differs from the second epoch on, as with another seed. Each later epoch must then have the same
             number of samples in each step and, if it is complete in both arms, the same samples. A loader whose order
-            has its own random numbers must keep the order nevertheless.
+            comes from its own random numbers must still keep that order.
         parity_class: of the arm. If batches are identified only by content, different content fails an `exact` arm; for
             other arms random augmentation alone would change the content, so the gate cannot decide.
     """
@@ -86,7 +86,7 @@ def _describe_same(regrouped: bool, later: Sequence[str]) -> str:
 
 
 def _find_common_source(base: Ledger, arm: Ledger) -> str | None:
-    """How both identify their samples; None if they do not, or differ."""
+    """Return how both ledgers identify their samples; None if they do not, or do so differently."""
     return base.ids if base.ids == arm.ids else None
 
 
@@ -126,7 +126,7 @@ def _compare_samples(number: int, left: LedgerStep, right: LedgerStep, source: s
 
 
 def _has_same_rates(left: Sequence[float | None], right: Sequence[float | None]) -> bool:
-    """Whether they are equal, apart from rates that one side stores in single precision."""
+    """Whether the rates are equal; one side may store them in single precision."""
     return len(left) == len(right) and all(
         a == b if a is None or b is None else math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-30)
         for a, b in zip(left, right, strict=True)
@@ -196,11 +196,11 @@ def _are_others(base: Ledger, left: LedgerEpoch, arm: Ledger, right: LedgerEpoch
 
 
 def _draws_all(ledger: Ledger, epoch: LedgerEpoch) -> bool:
-    """Whether it draws each sample of the dataset once."""
+    """Whether the epoch draws each sample of the dataset once."""
     return epoch.again == 0 and epoch.samples is not None and epoch.samples == ledger.dataset
 
 
 def _draws_once(ledger: Ledger, epoch: LedgerEpoch) -> bool:
-    """Whether it draws most of the dataset and no sample twice."""
+    """Whether the epoch draws most of the dataset and no sample twice."""
     dataset = ledger.dataset
     return epoch.again == 0 and None not in (dataset, epoch.samples) and epoch.samples >= _NEARLY * dataset  # type: ignore[operator]

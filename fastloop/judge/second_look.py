@@ -16,9 +16,10 @@ OVER_PROMISE, OVER_MS = 1.5, 1.0
 """Forward and backward are checked again if they exceed the rehearsed time by this factor and these milliseconds: a
 training_step also computes losses and metrics."""
 OVER_IN_LONG_RUNS, LONG_STEPS = 1.15, 1_000
-"""The factor in runs with at least so many steps left, where checking costs next to nothing."""
+"""The factor in runs with at least this many steps left, where checking costs next to nothing."""
 GAINED = 0.7
-"""Share of the unchanged modules' time: batches below it have gained from their rungs, whatever was promised."""
+"""Batches that take less than this share of the unchanged modules' time have gained from their rungs, whatever was
+promised."""
 MARGIN, MARGIN_MS = 0.1, 0.5
 """The whole interval must exceed the time without a rung by this share of it and by these milliseconds."""
 
@@ -85,7 +86,7 @@ def compare(with_it: Sequence[Timed], without: Sequence[Timed]) -> TimedComparis
 
 
 def _compare_ms(with_ms: Sequence[float], without_ms: Sequence[float]) -> TimedComparison:
-    """Uses the Hodges-Lehmann interval for a shift, which is robust to single pauses."""
+    """Compare with the Hodges-Lehmann interval for a shift, which is robust to single pauses."""
     differences = sorted(a - b for a in with_ms for b in without_ms)
     n, m = len(with_ms), len(without_ms)
     beyond = max(0, math.floor(n * m / 2 - 0.5 - 1.96 * math.sqrt(n * m * (n + m + 1) / 12)))

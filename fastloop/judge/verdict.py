@@ -80,7 +80,7 @@ def is_final(comparisons: Sequence[Comparison], hopeless: Collection[str] = ()) 
 
 
 def _is_settled(one: Comparison) -> bool:
-    """Whether it is decided; for a faster arm, the loss gate must also be decided, which takes runs too."""
+    """Whether the comparison is decided. For a faster arm, the loss gate must also be decided, which takes runs too."""
     waits = one.verdict == "faster" and "loss" in one.parity.undecided
     return one.verdict != "inconclusive" and not waits
 

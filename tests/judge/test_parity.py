@@ -283,15 +283,15 @@ BLIND: Any = {"detail": {"testable": False}}
 @pytest.mark.parametrize(
     ("gates", "passed", "why"),
     [
-        ([gate("ledger", True), gate("gradient", True), gate("loss", True)], True, "ledger, gradient, loss held"),
-        ([gate("ledger", True), gate("gradient", True)], True, "ledger, gradient held"),
+        ([gate("ledger", True), gate("gradient", True), gate("loss", True)], True, "ledger, gradient, loss passed"),
+        ([gate("ledger", True), gate("gradient", True)], True, "ledger, gradient passed"),
         ([gate("ledger", True), gate("gradient", False), gate("loss", None)], False, "gradient: about gradient"),
         ([gate("ledger", False), gate("gradient", False)], False, "ledger: about ledger; gradient: about gradient"),
         ([gate("ledger", True), gate("gradient", True), gate("loss", None)], None, "loss: about loss"),
         (
             [gate("ledger", None, **BLIND), gate("gradient", True), gate("loss", True)],
             True,
-            "gradient, loss held; ledger: about ledger",
+            "gradient, loss passed; ledger: about ledger",
         ),
         (
             [gate("ledger", None, **BLIND), gate("gradient", None, **BLIND), gate("loss", True)],

@@ -65,7 +65,7 @@ def test_a_limit_above_a_tenth_tells_nothing() -> None:
         (0.9, 1.9, 0.9, "norm"),
         (0.5, 0.5, 1.0, "norm"),
         (0.2, 1.2, 1.0, "norm"),
-        (2.0, 1.0, -1.0, "gradients point elsewhere: their mean cosine is -1"),
+        (2.0, 1.0, -1.0, "gradients point in another direction: their mean cosine is -1"),
         (1.6, 1.0, 0.5, None),  # of all values together it is -0.28: one layer holds nearly the whole norm
     ],
 )
@@ -96,7 +96,7 @@ USUAL = drawn((1.1, 0.95), (1.2, 1.0), (1.15, 1.05), (1.15, 1.0))
         (drawn((1.9, 1.0), (1.8, 1.0), (1.9, 0.95), (1.85, 1.0)), "deviate by 1.9"),
         (drawn((1.3, 1.2), (1.3, 1.2), (1.3, 1.25), (1.3, 1.25)), "the norm of outputs is 1.2 times the usual"),
         (drawn((0.2, 2.0), (1.2, 0.7), (1.1, 0.8), (1.2, 1.3)), None),  # one wild draw
-        (drawn((1.6, 1.0), (1.65, 1.0), (1.6, 1.0), (1.6, 1.0)), "point elsewhere"),
+        (drawn((1.6, 1.0), (1.65, 1.0), (1.6, 1.0), (1.6, 1.0)), "point in another direction"),
         ([*USUAL[1:], Deviation(outputs=math.inf, gradients=None, finite=False)], "not finite"),
     ],
     ids=["other draws", "far", "larger", "wild", "turned", "not finite"],

@@ -24,7 +24,7 @@ def outcome(deviation: float = 3e-3) -> Outcome:
         limit=0.05,
         visible=0.004,
     )
-    return Outcome(parity_class="approximate", passed=True, why="gradient held", gates=(gate,))
+    return Outcome(parity_class="approximate", passed=True, why="gradient passed", gates=(gate,))
 
 
 @pytest.fixture(autouse=True)
