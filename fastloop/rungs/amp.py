@@ -48,7 +48,7 @@ CARD = Card(
 
 
 FIRST_CALL_S = 0.25
-"""CUDA loads other kernels and plans them: 0.2 to 0.4 s for small networks on an H200."""
+"""Seconds that CUDA takes to load and plan other kernels: 0.2 to 0.4 s for small networks on an H200."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class Amp:
     keep_fp32: tuple[str, ...] = ()
     """Modules and methods of the LightningModule that stay in float32 under mixed precision, such as compute_loss."""
     cache_weights: bool = False
-    """Cast each weight only once per training_step under mixed precision, not at each use: for cells called in a loop.
-    """
+    """Under mixed precision, cast each weight once per training_step instead of at each use. For modules that are
+    called in a loop."""
 
     def plan(self, facts: Facts) -> Change:
         """Request the precision plugin, unless the user already chose a precision."""
@@ -106,8 +106,8 @@ class Amp:
     def _list_notes(self, facts: Facts, *, is_mixed: bool) -> Iterator[str]:
         is_bf16 = "bf16" in self.mode
         if not is_mixed:
-            lost = "bfloat16, too: updates below 1/256" if is_bf16 else "float16, too: updates below 1/2048"
-            yield f"weights are {lost} of a weight are lost; {self.mode.replace('true', 'mixed')} keeps them"
+            lost = "bfloat16: updates below 1/256" if is_bf16 else "float16: updates below 1/2048"
+            yield f"weights are also {lost} of a weight are lost; {self.mode.replace('true', 'mixed')} keeps them"
             if facts.micro_batches or facts.accumulate > 1:
                 yield "the gradients of the batches of a step are summed in 16 bits"
         if facts.device == "cuda" and is_bf16 and (facts.compute_capability or (8, 0)) < (8, 0):

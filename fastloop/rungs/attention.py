@@ -27,10 +27,11 @@ KERNELS = {
     "EFFICIENT_ATTENTION": "mem_efficient",
     "MATH": "math",
 }
-"""Kernels by torch's names; the first that supports a call runs it: some do not support masks, or some head widths."""
+"""Torch's name of each kernel, and of its flag. The first kernel that supports a call runs it: some do not support
+masks, or some head widths."""
 
 CAPTURE_S = 1.0
-"""What capturing graphs takes in the first call, with importing torch's compiler."""
+"""Seconds that capturing graphs takes in the first call, including the import of torch's compiler."""
 
 CARD = Card(
     family="compute",
@@ -44,7 +45,7 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """scaled_dot_product_attention in place of softmax(q @ k.T) @ v: found in captured graphs, by what is computed."""
+    """scaled_dot_product_attention in place of softmax(q @ k.T) @ v, found in captured graphs by what they compute."""
 
     enabled: bool = False
     backend: Literal["auto", "flash", "cudnn", "efficient"] = "auto"
@@ -63,7 +64,7 @@ class Attention:
         if not facts.attends_by_hand and self.backend == "auto":
             ready = facts.attends_by_call[0]
             raise NotApplicable(
-                f"{ready} calls scaled_dot_product_attention already, and torch's own backend order stands"
+                f"{ready} already calls scaled_dot_product_attention, and torch's own backend order stands"
             )
         action = Action(keys=("model.attention",), when="model", do=self._attend)
         how: Any = {"rehearse": "modules", "first_call_s": CAPTURE_S}

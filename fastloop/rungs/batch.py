@@ -79,10 +79,11 @@ class Batch:
     """Split a loader batch inside the step, or merge an accumulation window and then split it.
 
     *Split* (micro_batch smaller than the loader's batch): batch_idx, global_step, schedules, validation, checkpoints
-    and batch callbacks see what they saw before. *Merge* (the Trainer accumulates smaller batches): the batches of a
-    window, collated as ever, are put together, so whatever counted batches counts optimizer steps; the plan names it.
-    Batches stay as they are where they cannot be put together, and all do where a compared window's gradient becomes
-    another. What training_step logs is put together as its reduce_fx says: means by samples or tokens, sums, extremes.
+    and batch callbacks see what they saw before. *Merge* (the Trainer accumulates smaller batches): the batches of an
+    accumulation window are collated as before and then concatenated, so whatever counted batches now counts optimizer
+    steps; the plan names what changes. Batches that cannot be concatenated run one by one, and all batches do if
+    merging changes the gradient of a window that is compared. Values logged in training_step are combined as their
+    reduce_fx says: means over samples or tokens, sums, extremes.
     """
 
     enabled: bool = False
@@ -98,8 +99,8 @@ class Batch:
     """groups = in merged batches, BatchNorm keeps separate statistics for each of your batches. merge = it treats them
     as one, which is less work but changes the training."""
     loss_is_mean: bool = False
-    """Your assurance that the loss is a mean over samples if the code, or the first window's gradient, suggests that it
-    is not."""
+    """Your assurance that the loss is a mean over samples, although the code or the first window's gradient suggests
+    otherwise."""
 
     def __post_init__(self) -> None:
         why = "a micro-batch needs at least one sample"
@@ -110,7 +111,7 @@ class Batch:
             raise ConfigError(key=key, got=f"{key}={self.target_memory}", why="it must be a fraction", do="write 0.9")
         if self.lr_scaling != "none" and self.global_batch == "keep":
             got, do = f"batch.lr_scaling={self.lr_scaling}", "write batch.global_batch as well"
-            raise ConfigError(key="batch.lr_scaling", got=got, why="the global batch stays", do=do)
+            raise ConfigError(key="batch.lr_scaling", got=got, why="the global batch is unchanged", do=do)
 
     def plan(self, facts: Facts) -> Change:
         """Decide between split, merge and nothing to do."""
@@ -142,7 +143,8 @@ class Batch:
             raise NotApplicable(f"the loss is not a mean over samples: {losses}; {word}")
 
     def verify(self, seen: Measurement) -> Verdict:
-        """The rung took effect if steps ran in micro-batches unlike the loader's, or had `global_batch` samples."""
+        """The rung took effect if micro-batches differed from the loader's batches, or steps had `global_batch`
+        samples."""
         verdict = judge_regrouping(seen.evidence.get("batch", {}))
         if seen.global_batch != self.global_batch:
             return verdict

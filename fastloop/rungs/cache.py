@@ -4,7 +4,7 @@ Faster because  later epochs copy a decoded image from memory instead of decodin
                 already (a TensorDataset) are picked a batch at a time, on the device if they fit there.
 Costs           space for the decoded samples in shared memory, on disk or on a server; the first epoch only fills it.
 Don't use when  each sample is read only once, the decoded samples fit nowhere, or loading is not the bottleneck.
-Evidence        the hit rate: samples served from the store, of all requested; batches made on the device, or at once
+Evidence        the hit rate: share of requested samples that were in the store; batches made on the device, or at once
 Source          https://docs.pytorch.org/docs/stable/data.html#dataset-types
 """
 
@@ -30,10 +30,10 @@ from fastloop.records.readings import is_worth_handing_over, read_loader
 SHARE_OF_SHM, SHARE_OF_MEMORY, SHARE_OF_DISK = 0.8, 0.5, 0.8
 """Shares of the free space. Files in shared memory use memory, which the training needs too."""
 LEAST_SHARE = 0.5
-"""Smallest share of the samples to store if no size is set: the same memory can hold more of the files, which are
+"""Smallest share of the samples that is stored if no size is set: the same memory can hold more of the files, which are
 smaller."""
 LITTLE_BYTES = 2 * 10**8
-"""Pictures that take no more than this may go to a GPU unasked: 50,000 of 32 x 32 pixels."""
+"""`auto` may put pictures on a GPU if they take no more than this: 50,000 of 32 x 32 pixels."""
 LITTLE_ROW_SHARE = 0.02
 """Share of the GPU's free memory that rows may take unless the user sets ``store: device`` or ``size_gb``."""
 ENGINES = ("dali", "nodes")
@@ -41,7 +41,7 @@ ENGINES = ("dali", "nodes")
 
 
 def _list_variants(state: ClimbState) -> Iterator[Variant]:
-    """Try to keep decoded samples if they repeat in a trial, and to have all pictures on the device from the start."""
+    """Try keeping decoded samples if a trial repeats them, and keeping all pictures on the device from the start."""
     if state.epochs_end:
         yield Variant(changes="engine")
     if state.on_cuda and state.image_files:
@@ -60,7 +60,7 @@ def _picks_rows(seen: Measurement) -> bool:
 
 
 def _pick_for_validation(seen: Measurement) -> tuple[Settings, str] | None:
-    """Only beside a train loader that has rows, too: else the rung does not apply to the training."""
+    """Pick validation rows only if the train loader has rows too: otherwise the rung does not apply to the training."""
     refused = seen.evidence.get("refused") or {}
     if not _picks_rows(seen) or "cache" in refused or read_loader(seen).get("validation_rows") is None:
         return None
@@ -84,12 +84,13 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Samples kept before the random part of their work. Train loaders only; rows of validation loaders, too."""
+    """Samples stored as they are before the random transforms. For train loaders; in validation loaders, only rows are
+    picked at once."""
 
     enabled: bool = False
     store: Literal["auto", "device", "shm", "disk", "redis"] = "auto"
     """shm = shared memory, for this run only; disk and redis persist for later runs. device = all pictures on the
-    device, which makes the batches, if they equal those of a loader without workers bit for bit. auto = the
+    device, which also makes the batches, if these are bit-identical to those of a loader without workers. auto = the
     device if that is a GPU and the pictures are few and need no resizing, else shm if the samples fit, else disk if
     `path` is set, else as many as fit into shm."""
     size_gb: float | Literal["auto"] = "auto"
@@ -106,7 +107,7 @@ class Cache:
         if self.store == "redis" and not self.url:
             raise ConfigError(key="cache.store", got="cache.store: redis", why="the server is not known", do=server)
         if self.url and "@" in self.url:
-            why, do = "it would be written into run directories", f"{server}; its password into FASTLOOP_REDIS_PASSWORD"
+            why, do = "it would be written into run directories", f"{server}, and set FASTLOOP_REDIS_PASSWORD"
             raise ConfigError(key="cache.url", got="cache.url with a name or password", why=why, do=do)
 
     def plan(self, facts: Facts) -> Change:
@@ -142,12 +143,12 @@ class Cache:
         return Change(wants={"dataset.cache": want}, notes=(note,), facts=left if store == "shm" else {})
 
     def goes_first(self, facts: Facts) -> bool:
-        """Before another engine, for few small pictures: the device makes such batches in less time than anything else
-        decodes them."""
+        """Whether to plan this rung before other engines: for few small pictures, because the device makes such batches
+        faster than anything else decodes them."""
         return facts.loader is not None and not facts.evaluates and self._suits_device(facts, facts.loader)
 
     def _plan_validation(self, facts: Facts, most_bytes: int | None) -> Change:
-        """Rows are picked at once for validation, too. Whatever else it loads is left alone."""
+        """Pick rows at once for validation too; other validation loaders do not change."""
         assert facts.loader is not None
         if not isinstance(facts.loader.rows, RowFacts) or explain_no_rows(facts, facts.loader) is not None:
             return Change()
@@ -160,12 +161,12 @@ class Cache:
         )
 
     def without_engine(self) -> Cache | None:
-        """Return what `auto` chooses if the device cannot keep the pictures; None if they were to be kept there."""
+        """Return what `auto` chooses if the device cannot keep the pictures; None if the store is not `auto`."""
         return dataclasses.replace(self, store="shm") if self.store == "auto" else None
 
     def _suits_device(self, facts: Facts, loader: LoaderFacts) -> bool:
-        """Whether `auto` keeps the pictures on the device: they take little of it, and its batches cost it little work
-        and equal the loader's as it is, workers included."""
+        """Whether `auto` keeps the pictures on the device: they take little memory, batches are little work there, and
+        they equal those of the loader as configured, including its workers."""
         if (self.store, self.size_gb, self.path, facts.device) != ("auto", "auto", None, "cuda") or facts.strict:
             return False  # strict: pin and prefetch, which have nothing to do then, would be errors
         if explain_no_engine(facts, loader) is not None or (loader.num_workers and loader.draws_random):
@@ -220,12 +221,12 @@ class Cache:
         if (batches := found.get("row_batches")) is not None:
             why = f"{batches:,} batches were picked at once out of {found['rows']:,} rows"
             if more := found.get("validation_row_batches"):
-                why += f", and {more:,} of validation"
+                why += f", and {more:,} for validation"
             why += f", {_format_gb(found['kept_bytes'])} on the device" if found["kept_bytes"] else ""
             return Verdict(took=batches > 0, why=why)
         if (batches := found.get("device_batches")) is not None:
-            told = f"{found['pictures']:,} pictures, {_format_gb(found['kept_bytes'])}, on the device"
-            return Verdict(took=batches > 0, why=f"{batches:,} batches were made there out of {told}")
+            told = f"{found['pictures']:,} pictures there ({_format_gb(found['kept_bytes'])})"
+            return Verdict(took=batches > 0, why=f"{batches:,} batches were made on the device from {told}")
         hits, misses = found.get("hits", 0), found.get("misses", 0)
         if not hits + misses:
             return Verdict(took=False, why="no sample was requested")

@@ -2,8 +2,8 @@
 
 Faster because  elementwise work is fused into few kernels and Python no longer launches each operator.
 Costs           seconds to minutes at the first step, and once more if sizes vary; calls that fit neither graph, such as
-                an epoch's short last batch, run eagerly. On a CPU, compiled dropout draws from the stream that also
-                shuffles: later epochs come in another order.
+                an epoch's short last batch, run eagerly. On a CPU, compiled dropout draws from the random stream that
+                also shuffles, so later epochs come in another order.
 Don't use when  the run is too short to pay back the compile time, or something other than sizes changes at every step.
 Evidence        graphs Dynamo captured since the rung was applied; recompiles by cause, graph breaks by cause and line
 Source          https://docs.pytorch.org/docs/stable/generated/torch.compile.html
@@ -72,7 +72,7 @@ ON_CPU = "compiled dropout draws from the random stream that shuffles, so later 
 
 @dataclass(frozen=True, kw_only=True)
 class Compile:
-    """torch.compile of the user's own inner modules; checkpoint keys and the module's class stay."""
+    """torch.compile of the user's own inner modules; checkpoint keys and the module's class do not change."""
 
     enabled: bool = False
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
@@ -93,13 +93,13 @@ class Compile:
         return change if facts.device != "cpu" else replace(change, notes=(*change.notes, ON_CPU))
 
     def _choose(self, facts: Facts) -> Change:
-        """What to compile: the whole model, or each repeated block once."""
+        """Choose what to compile: the whole model, or each repeated block once."""
         if facts.compiled_by_user:
             raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is already compiled by you")
         if facts.compiler is None:
             raise NotApplicable("Inductor needs a C++ compiler, and none was found: install gcc or g++")
         if not facts.compile_targets:
-            raise NotApplicable("no inner module to compile: the LightningModule holds no submodule with parameters")
+            raise NotApplicable("no inner module to compile: the LightningModule has no submodule with parameters")
         several = facts.micro_batches or facts.accumulate > 1 or facts.accumulation_scheduled
         if several and self.mode in CUDA_GRAPHS and facts.device == "cuda":
             raise NotApplicable(

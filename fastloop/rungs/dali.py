@@ -2,7 +2,7 @@
 
 Faster because  it decodes in C++ threads, and only the part of each image that is used; no pixel passes through Python.
 Costs           random crops that differ from torchvision's (same distribution); pixels that differ by 0.2 of 255
-                levels; device memory for three batches, and where the GPU decodes some of its time.
+                levels; device memory for three batches and, if the GPU decodes, some of its time.
 Don't use when  data_wait is already under 2 % of the step, or the transforms go beyond torchvision's common ones.
 Evidence        images that DALI decoded for the training
 Source          https://docs.nvidia.com/deeplearning/dali/user-guide/docs/
@@ -27,16 +27,16 @@ from fastloop.records.plan import Change, Verdict
 from fastloop.records.readings import read_loader
 
 ENOUGH_CPUS = 8
-"""CPUs per GPU from which on the CPU decodes first. With 16, an H200 trained 6,266 images/s with CPU decoding and 5,961
-with GPU decoding, which competes with the training."""
+"""With at least this many CPUs per GPU, the CPU decodes first. With 16, an H200 trained 6,266 images/s if the CPU
+decoded and 5,961 if the GPU did, which competes with the training."""
 LEAST_STEPS = 2_000
-"""Optimizer steps of a run from which on trying the other decoder is worth its cost: about two seconds, and some slower
-batches."""
+"""In runs of at least this many optimizer steps, trying the other decoder is worth its cost: about two seconds, and
+some slower batches."""
 MIXED_THREADS = 4
 """Enough threads to keep the GPU's decoder busy: 22,026 images/s, compared with 24,278 with more."""
 LEFT_FREE = 4
-"""One CPU in so many is left to the thread that launches kernels. On an H100 with 16 CPUs, 12 threads trained 5,368
-images/s and 16 trained 5,265: as fast in the median step, with fewer slow ones."""
+"""One in this many CPUs is left to the thread that launches kernels. On an H100 with 16 CPUs, 12 threads trained 5,368
+images/s and 16 trained 5,265: with 12, the median step was as fast, and fewer steps were slow."""
 
 
 def _list_variants(state: ClimbState) -> Iterator[Variant]:
@@ -60,13 +60,14 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Dali:
-    """An ImageFolder's train loader through DALI: the same samples in the same batches. Evaluation stays as it is, but
-    for validation where that is asked for.
+    """An ImageFolder's train loader through DALI: the same samples in the same batches. Evaluation does not change,
+    except for validation loaders if `validation` is true.
 
-    ImageFolder, DatasetFolder with torchvision's image loader, Subset and ConcatDataset of them, or a dataset that says
-    ``image_path_and_label(index)``; with torchvision's RandomResizedCrop, Resize, CenterCrop, RandomCrop,
-    RandomHorizontalFlip, ColorJitter, ToTensor (ToImage, ToDtype) and Normalize. Before the first step
-    real samples are made by both, with the same crops and flips; where they differ by more than rounding it is off.
+    Supports ImageFolder, DatasetFolder with torchvision's image loader, Subset and ConcatDataset of them, and datasets
+    with a method ``image_path_and_label(index)``; with torchvision's RandomResizedCrop, Resize, CenterCrop, RandomCrop,
+    RandomHorizontalFlip, ColorJitter, ToTensor (ToImage, ToDtype) and Normalize. Before the first step, DALI and the
+    dataset make the same real samples, with the same crops and flips; if they differ by more than rounding, this rung
+    is off.
     """
 
     enabled: bool = False

@@ -36,7 +36,7 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """The fused form of the user's own optimizer object, flipped in place so that schedulers keep their hold."""
+    """The fused form of the user's own optimizer object, switched in place so that schedulers still refer to it."""
 
     enabled: bool = False
 
@@ -108,7 +108,7 @@ def _fuse(site: Site) -> Applied:
 
 
 def _flip(optimizer: Any, steps: list[int]) -> Undo:
-    """Make one optimizer fused and count its steps; returns the undo.
+    """Make one optimizer fused and count its steps; return the undo.
 
     `_step_supports_amp_scaling` stays unset, so that a loss scaler unscales gradients before the step as for the
     unfused optimizer: hooks and callbacks that read or clip gradients then see the same numbers."""

@@ -39,8 +39,8 @@ def _shorten_loop(does: str, _seen: Measurement) -> tuple[Settings, str]:
 
 
 def _replay_steps(seen: Measurement) -> tuple[Settings, str] | None:
-    """Against launches, where steps can be replayed as far as a measurement shows: the shorter loop alone saves little
-    of them."""
+    """Propose replays against launch overhead, unless the measurement rules them out: the shorter loop alone saves
+    little of it."""
     if waits_in_own_code(seen) or seen.world_size > 1 or seen.precision == "16-mixed":
         return None
     return {"enabled": True, "step_graph": "auto"}, REPLAYS
@@ -64,17 +64,18 @@ CARD = Card(
 )
 
 AUTO_STEPS = 100
-"""Batches between two passes: one over what a hundred steps left behind takes about a millisecond."""
+"""Batches between two garbage collections: one over the objects of a hundred steps takes about a millisecond."""
 FULL_S, FULL_SHARE = 60.0, 0.005
-"""Between two passes over everything: seconds at least, and so long that they take at most this share of the time. With
-PyTorch Geometric imported one takes 0.3 s, which passes every 100 steps once added to each (an H200, 12 ms steps)."""
+"""Full collections, over all objects, are at least these seconds apart, and rare enough to take at most this share of
+the time. With PyTorch Geometric imported one takes 0.3 s: too long for every 100 steps of 12 ms (an H200)."""
 MOST_YOUNG = 100_000
-"""New objects after which Python still collects by itself: between steps, in a long validation. Workers keep theirs."""
+"""Number of new objects after which Python still collects by itself, such as in a long validation. Worker processes
+keep their own threshold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What the training loop itself costs."""
+    """Less overhead in the training loop itself."""
 
     enabled: bool = False
     gc_every_steps: int | Literal["auto"] | None = "auto"
@@ -135,7 +136,7 @@ class Host:
         return site.graph_steps(self.step_graph is True)
 
     def _pace_garbage(self, site: Site) -> Applied:
-        """Collect what is young every few batches, and everything once in a while."""
+        """Collect young objects every few batches, and all objects once in a while."""
         if not gc.isenabled() or not gc.get_threshold()[0]:  # Python has two ways to turn it off
             why = "your script turned the garbage collector off; your choice stands"
             return Applied(undo=lambda: None, probe=lambda: {"gc_refused": why})

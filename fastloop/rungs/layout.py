@@ -93,8 +93,8 @@ def _list_kernels(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _convert_to_channels_last(site: Site) -> Applied:
-    """Convert the inputs, and the kernels in place (shapes, names and values stay); at the end, count the kernels that
-    are still channels-last."""
+    """Convert the inputs, and the kernels in place (shapes, names and values do not change); at the end, count the
+    kernels that are still channels-last."""
     import torch
 
     from fastloop.feeds.batch_tree import InputsChannelsLast

@@ -5,7 +5,7 @@ Faster because  16-bit logits are read and written once each, without float32 co
 Costs           seconds to compile both kernels once; rounding.
 Don't use when  there are few classes, or the loss has class weights or label smoothing (such calls run unchanged).
 Evidence        large-vocabulary calls that used the kernels, and the first one's deviation; losses padded in graphs
-Source          https://arxiv.org/abs/2410.10989 (Liger Kernel, the same by kernels of its own)
+Source          https://arxiv.org/abs/2410.10989 (Liger Kernel does the same with hand-written kernels)
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """torch.nn.functional.cross_entropy, for calls with 8,192 classes and more; parameters and shapes stay."""
+    """torch.nn.functional.cross_entropy, for calls with 8,192 classes or more; parameters and shapes do not change."""
 
     enabled: bool = False
     pad_vocabulary: Literal["auto"] | bool = "auto"
-    """Pad to a multiple of 64, without a change to parameters and checkpoints. auto = in compiled graphs that contain
-    the output layer and its loss; true = for losses outside such graphs, also pad the rows of the logits' gradient in
-    memory."""
+    """Pad the classes to a multiple of 64, without changing parameters or checkpoints. auto = in compiled graphs that
+    contain the output layer and its loss; true = for losses outside such graphs, also pad the rows of the logits'
+    gradient in memory."""
     chunks: int = 1
     """Number of pieces to split the tokens into. A later version will support more than one."""
 
@@ -58,7 +58,7 @@ class Loss:
             raise NotApplicable("no layer has 8,192 outputs or more")
         if facts.device == "cuda" and facts.compiler is None:
             raise NotApplicable("Inductor needs a C++ compiler, and none was found: install gcc or g++")
-        by_ladder = "loss" in facts.by_ladder  # then the seconds that the kernels take to compile need not pay back
+        by_ladder = "loss" in facts.by_ladder  # then compiling the kernels, which takes seconds, might not pay back
         action = Action(keys=("model.loss",), when="model", do=self._pad_only if by_ladder else self._replace)
         return Change(parity="approximate", evaluation=True, actions=(action,))
 

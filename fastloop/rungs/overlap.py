@@ -47,7 +47,7 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How DistributedDataParallel exchanges gradients. No fixed setting is right: measure yours."""
+    """How DistributedDataParallel exchanges gradients. No setting is right for every model: measure yours."""
 
     enabled: bool = False
     gradient_as_bucket_view: bool = True

@@ -51,13 +51,13 @@ class Prefetch:
     the dataset holds image files and no other code reads its batches before the step."""
 
     def __post_init__(self) -> None:
-        why, do = "fewer than one batch ahead is no prefetching", "write 1 or more, or prefetch.enabled: false"
+        why, do = "prefetching needs a depth of at least 1", "write 1 or more, or prefetch.enabled: false"
         require_positive("prefetch.depth", self.depth, why=why, do=do)
 
     def plan(self, facts: Facts) -> Change:
         """Request a device feed around the train loader."""
         if facts.device != "cuda":
-            raise NotApplicable(f"needs CUDA; this run is on {facts.device}, where there is no copy to hide")
+            raise NotApplicable(f"needs CUDA; this run is on {facts.device}, where there is no copy to overlap")
         if facts.steps_with_iterator:
             raise NotApplicable("training_step(dataloader_iter) fetches and moves its own batches")
         if facts.loader is None:
@@ -87,7 +87,7 @@ class Prefetch:
         return Change(wants=wants, notes=tuple(notes), parity=parity)
 
     def _leave_to_device(self, facts: Facts, loader: LoaderFacts, notes: list[str]) -> tuple[str, ...]:
-        """List the steps to move to the device; if pictures stay floats, none, with a note if that is worth one."""
+        """List the steps to move to the device; none if pictures stay floats, with a note if they are image files."""
         if (why := explain_no_bytes(facts, loader)) is None:
             steps = loader.images.steps if isinstance(loader.images, ImageFacts) else ()
             return tuple(type(step).__name__ for step in steps if isinstance(step, (ToFloat, Normalize)))

@@ -46,7 +46,7 @@ from fastloop.records.readings import (
 MOST = 8
 """Upper limit for `auto`: more workers seldom pay off and slow the launching thread down."""
 MOST_GROWN = 16
-"""The same for numbers that grow because the training waits."""
+"""The same if workers are added because the training waits."""
 SHORT_EPOCH, LONG_EPOCH = 100, 1000
 """Batches per epoch. Starting a worker takes 0.02 to 0.3 s: epochs shorter than SHORT_EPOCH do not earn that back; in
 epochs longer than LONG_EPOCH it no longer matters."""
@@ -56,7 +56,7 @@ KEEP = "keep the workers between epochs: rungs.workers.persistent: true"
 
 def _list_variants(state: ClimbState) -> Iterator[Variant]:
     """First try workers, with a count tuned on the loader alone; later persistent ones, and a new count. The user's own
-    can be kept between epochs, and become more."""
+    workers can be kept between epochs, and more can be added."""
     own = state.stack.get("workers")
     if own is None:
         yield Variant(changes="loader", tune=True)
@@ -90,7 +90,7 @@ def _may_keep(seen: Measurement) -> bool:
 
 
 def _replace_theirs(seen: Measurement) -> tuple[dict[str, Any], str] | None:
-    """More workers than the user's, as many as the step needs or the CPUs allow."""
+    """Propose more workers than the user has, as many as the step needs or the CPUs allow."""
     loader, step_ms, wait_ms = read_loader(seen), read_step_ms(seen), seen.parts_ms.get("data_wait")
     own, most = loader.get("num_workers"), count_possible_workers(seen)
     if not (own and most and step_ms and wait_ms and loader.get("can_have_more")):
@@ -131,8 +131,8 @@ CARD = Card(
 class Workers:
     """Worker processes for map-style loaders that have none, or too few. Evaluation loaders stay as they are.
 
-    Where a shipped ladder switched them on, the first batches are timed: without workers from there on, if taking a
-    batch from one takes longer than making it.
+    If a shipped ladder switched them on, the first batches are timed; if taking a batch from a worker takes longer than
+    making it, the run continues without workers.
     """
 
     enabled: bool = False
@@ -140,11 +140,11 @@ class Workers:
     """Worker processes per rank; auto = yours, or if you have none: CPUs of this process (affinity and cgroup) divided
     by the local ranks, minus one, at most 8."""
     grow: bool = False
-    """With ``count: auto``: once the training has waited for batches, replace the workers, yours too, by more of them,
-    if that saves more time than it costs. Random augmentations then draw other numbers from that batch on."""
+    """With ``count: auto``: if the training waits for batches, replace the workers, including yours, with more of them,
+    if that saves more time than it costs. Random augmentations draw other numbers from that batch on."""
     across_epochs: bool = False
     """Let workers that stay between epochs prefetch the next epoch's first batches while this one ends, and during
-    validation. They are used only if the sampler then draws the same indices."""
+    validation. These batches are used only if the sampler then draws the same indices."""
     prefetch_factor: int = 2
     """Batches that each worker keeps ready."""
     persistent: bool | Literal["auto"] = "auto"
@@ -175,7 +175,7 @@ class Workers:
         if replaces:
             notes.append(f"they replace {_name_yours(loader.num_workers)}")
         wants: dict[str, Any] = {"loader.num_workers": count}
-        if not replaces or ahead != 2:  # the default; yours may be another
+        if not replaces or ahead != 2:  # 2 is the default; your loader may have another
             wants["loader.prefetch_factor"] = ahead
         if facts.cpu_count > 2 * facts.local_ranks:
             wants["launch.free_cpus"] = facts.local_ranks
@@ -205,7 +205,7 @@ class Workers:
         return Change(wants=wants, parity=parity, notes=tuple(notes))
 
     def _plan_theirs(self, loader: LoaderFacts, facts: Facts) -> Change:
-        """Keep the user's own workers between epochs, or let them become more."""
+        """Keep the user's own workers between epochs, or let their number grow."""
         own, wants, notes = loader.num_workers, dict[str, Any](), list[str]()
         # Not if only this rung was named: new workers would see changed globals, helpers and environment variables.
         by_ladder = self.persistent == "auto" and "workers" in facts.by_ladder and can_keep_theirs(facts)
@@ -217,7 +217,7 @@ class Workers:
             obstacle = find_obstacle_to_more(loader, facts)
             if obstacle is None:
                 wants["loader.most_workers"] = most = _count_most(facts)
-                notes.append(f"up to {most} replace {_name_yours(own)} if the training waits for batches")
+                notes.append(f"up to {most} workers replace {_name_yours(own)} if the training waits for batches")
                 notes += _list_differences(loader, "a run with yours")
             why = f"{why}: {obstacle}"
         if "loader.persistent_workers" in wants or (
@@ -230,7 +230,7 @@ class Workers:
         return Change(wants=wants, parity=parity, notes=tuple(notes))
 
     def _plan_next_epoch(self, loader: LoaderFacts, facts: Facts, wants: dict[str, Any], notes: list[str]) -> None:
-        """Request the next epoch's first batches before it begins, from workers that stay."""
+        """Let workers that stay between epochs make the next epoch's first batches before it begins."""
         if not self.across_epochs or count_epoch_batches(loader, facts) is None:
             return
         if (obstacle := find_obstacle_to_next_epoch(loader, facts)) is None:
@@ -242,7 +242,8 @@ class Workers:
         return self.grow and self.count == "auto" and _count_most(facts) > count
 
     def _count(self, loader: LoaderFacts, facts: Facts) -> tuple[int, int]:
-        """Return workers, and batches ahead of each: as configured, or fewer if shared memory is too small for them."""
+        """Return the number of workers, and of batches that each keeps ready: as configured, or fewer if shared memory
+        is too small for them."""
         count, room = choose_count(facts) if self.count == "auto" else self.count, facts.shm_free_bytes
         if room is None or loader.sample_bytes is None or loader.batch_size is None:
             return count, self.prefetch_factor
@@ -296,7 +297,7 @@ class Workers:
             kept = bool(found["kept"])
             return Verdict(took=kept, why=f"your workers were {'' if kept else 'not '}kept between epochs")
         if found.get("theirs"):
-            return Verdict(took=False, why="your workers kept up, or more of them would not have paid")
+            return Verdict(took=False, why="your workers kept up, or more of them would not have paid off")
         count, fewer = found.get("live_workers"), found.get("fewer")
         if count is None:
             return Verdict(took=None, why="the loader's iterator could not be inspected")
@@ -305,7 +306,7 @@ class Workers:
 
 
 def _count_most(facts: Facts) -> int:
-    """Workers per rank that leave a CPU for each rank's own thread, within reason."""
+    """Return the most workers per rank that leave a CPU for each rank's own thread, at most `MOST_GROWN`."""
     return min(MOST_GROWN, facts.cpu_count // max(1, facts.local_ranks) - 1)
 
 
@@ -321,7 +322,7 @@ def _name_yours(count: int) -> str:
 
 
 def _list_differences(loader: LoaderFacts, run: str) -> list[str]:
-    """Why samples may differ from another run's."""
+    """List why samples may differ from those of `run`."""
     found = []
     if loader.draws_random:
         found.append(f"random augmentations differ from {run} ({', '.join(loader.draws_random[:3])})")

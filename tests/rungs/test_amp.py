@@ -412,8 +412,8 @@ def test_cudnn_plans_no_attention_where_sizes_vary(vary: bool) -> None:
 @pytest.mark.parametrize(
     ("mode", "note"),
     [
-        ("bf16-true", "weights are bfloat16, too: updates below 1/256 of a weight are lost; bf16-mixed keeps them"),
-        ("16-true", "weights are float16, too: updates below 1/2048 of a weight are lost; 16-mixed keeps them"),
+        ("bf16-true", "weights are also bfloat16: updates below 1/256 of a weight are lost; bf16-mixed keeps them"),
+        ("16-true", "weights are also float16: updates below 1/2048 of a weight are lost; 16-mixed keeps them"),
     ],
 )
 def test_true_modes_change_the_training_and_are_applied_untried(mode: Any, note: str) -> None:

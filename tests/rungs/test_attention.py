@@ -100,7 +100,7 @@ def test_takes() -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Ready, "net.layers.0 calls scaled_dot_product_attention already, and torch's own backend order stands"),
+        (Ready, "net.layers.0 already calls scaled_dot_product_attention, and torch's own backend order stands"),
         (torch.nn.Tanh, "no inner module has a softmax between two matrix products"),
         (spellings.ReturnsWeights, "no attention was replaced: its weights are used elsewhere, too"),
     ],

@@ -162,7 +162,7 @@ class Breaking(models.Regression):
         (
             {},
             {"compile_targets": ()},
-            "no inner module to compile: the LightningModule holds no submodule with parameters",
+            "no inner module to compile: the LightningModule has no submodule with parameters",
         ),
         *[
             (

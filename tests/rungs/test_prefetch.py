@@ -26,7 +26,7 @@ from fastloop.rungs.prefetch import Prefetch
 from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, numbered, run
 
 PREFETCH: dict[str, Any] = {"prefetch": {"depth": 2}}
-CPU = "needs CUDA; this run is on cpu, where there is no copy to hide"
+CPU = "needs CUDA; this run is on cpu, where there is no copy to overlap"
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_plan() -> None:
     ("given", "reason"),
     [
         (facts({}, device="cpu"), CPU),
-        (facts({}, device="mps"), "needs CUDA; this run is on mps, where there is no copy to hide"),
+        (facts({}, device="mps"), "needs CUDA; this run is on mps, where there is no copy to overlap"),
         (facts({"changes_within": ("a is changed by B.c",)}), "prefetching would load too early: a is changed by B.c"),
         (facts({}, steps_with_iterator=True), "training_step(dataloader_iter) fetches and moves its own batches"),
     ],
@@ -85,7 +85,7 @@ def test_plan_refuses(given: Facts, reason: str) -> None:
 def test_an_impossible_depth_is_a_config_error(depth: int) -> None:
     with pytest.raises(ConfigError, match=r"prefetch\.depth") as error:
         FastLoop({"rungs": {"prefetch": {"enabled": True, "depth": depth}}})
-    assert "fewer than one batch ahead is no prefetching" in str(error.value)
+    assert "prefetching needs a depth of at least 1" in str(error.value)
 
 
 def test_takes(on_cpu: None) -> None:

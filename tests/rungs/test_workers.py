@@ -602,7 +602,7 @@ def test_your_number_gives_way_to_one_in_the_configuration() -> None:
     kept = facts({"num_workers": 3, "persistent_workers": True, "batches": 5000})
     assert Workers(enabled=True, count=5).plan(kept).wants["loader.persistent_workers"] is True
     one = Workers(enabled=True, grow=True).plan(facts({"num_workers": 1}))
-    assert one.notes == ("up to 7 replace your worker if the training waits for batches",)
+    assert one.notes == ("up to 7 workers replace your worker if the training waits for batches",)
     plain, ours = both(WORKERS, lambda: batches(64, shuffle=True, num_workers=1), max_epochs=2)
     assert distance(plain, ours) == 0.0 and ours.verdict("workers").why == "2 live worker processes fed the window"
 

@@ -221,7 +221,7 @@ def test_rungs_whose_reasons_begin_alike_share_a_line_and_the_reason_comes_first
     reasons = {
         "pin": "needs CUDA; this run is on cpu, where no copy starts in pinned memory",
         "overlap": "needs DDP with several devices; the strategy is SingleDeviceStrategy",
-        "prefetch": "needs CUDA; this run is on cpu, where there is no copy to hide",
+        "prefetch": "needs CUDA; this run is on cpu, where there is no copy to overlap",
     }
     verdicts = [Verdict(rung=rung, took=False, why=why) for rung, why in reasons.items()]
     assert [line for line in summary.write_lines(SEEN, Plan(), verdicts, [WAITS]) if line.startswith("INACTIVE")] == [
