@@ -42,7 +42,7 @@ def test_pictures_are_planned_as_bytes() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"images": "TensorDataset is no ImageFolder"}, "TensorDataset is no ImageFolder"),
+        ({"images": "TensorDataset is not an ImageFolder"}, "TensorDataset is not an ImageFolder"),
         ({"images": ImageFacts(steps=PHOTOS.steps, unknown="RandomErasing")}, "RandomErasing is not known"),
         ({"images": ImageFacts(steps=(ToTensor(),))}, "no transform converts them to floats"),
         (

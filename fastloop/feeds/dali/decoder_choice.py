@@ -1,7 +1,7 @@
-"""Chooses between CPU and GPU decoding by the training's own batches.
+"""Chooses between CPU and GPU decoding by timing the training's own batches.
 
 Which is faster depends on the model: the CPU may not keep up with it, and a GPU that decodes has less time for it. So
-if the training waits for pictures that the CPU decodes, the GPU decodes for a while, and what was faster stays.
+if the training waits for pictures, the other decoder is tried for a while, and the faster one is kept.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fastloop.feeds.images.reading import ImageSource
 SETTLING = 100
 """Batches that are not timed, at the start and after each change: compiles, rehearsals, queues that were full."""
 BLOCK, BLOCKS = 8, 5
-"""Batches that are timed together, since the host may run ahead of the device, and how often. The median block counts,
-whatever falls between two batches of another: validation, a checkpoint."""
+"""Batches that are timed together, since the host may run ahead of the device, and the number of such blocks. The
+median block counts, so a validation or a checkpoint within one block does not matter."""
 WAITS = 0.1
-"""Share of the time spent waiting for pictures from which on the other decoder is tried."""
+"""The other decoder is tried if at least this share of the time is spent waiting for pictures."""
 FASTER = 0.97
-"""The other decoder stays if a batch takes at most this share of its time before."""
+"""The other decoder is kept if a batch takes at most this share of the time that it took before."""
 ROOM, SPARE, LOOKED_AT = 0.1, 2.0, 16
-"""Share of the GPU's memory that must be free before its decoder is tried in mid-training, and how many times what the
-largest of so many pictures would take."""
+"""Before the GPU's decoder is tried in mid-training, this share of the GPU's memory must be free, and this many times
+what the pictures would take if all were as large as the largest of the `LOOKED_AT` that are inspected."""
 
 
 @dataclass
 class DecoderChoice:
-    """The course of one choice. Each rank chooses by itself: its batches stay the same."""
+    """One choice between two decoders. Each rank chooses by itself: its batches hold the same samples either way."""
 
     first: str
     """The decoder in use, and the one that may be tried."""
@@ -50,9 +50,9 @@ class DecoderChoice:
     _began: float = 0.0
     """When the current block began."""
     _waits: list[float] = field(default_factory=list)
-    """Of its batches, in seconds."""
+    """How long each batch of the current block was waited for, in seconds."""
     _blocks: list[tuple[float, float]] = field(default_factory=list)
-    """Of each block: its time, and how much of it was spent waiting, in seconds."""
+    """For each finished block: its time, and how much of it was spent waiting, in seconds."""
 
     def __post_init__(self) -> None:
         self.now = self.first
@@ -62,7 +62,7 @@ class DecoderChoice:
         return {"decode_ms": dict(self._ms), "decode_why": self.why}
 
     def note(self, waited_s: float) -> str | None:
-        """Note that one more batch was trained on, and how long it waited for its pictures; returns the decoder to
+        """Note that one more batch was trained on, and how long training waited for its pictures; return the decoder to
         change to, or None."""
         if self.is_over:
             return None
@@ -93,7 +93,7 @@ class DecoderChoice:
         return None if after <= FASTER * before else self._change(self.first)
 
     def refuse(self, why: str) -> None:
-        """The other decoder does not work here."""
+        """Keep the first decoder, because the other one does not work on this machine."""
         self.now = self.first
         self._settle(f"the {_name(self.other)} does not decode: {why}")
 
@@ -112,7 +112,7 @@ class DecoderChoice:
 
 
 def check_room(device: torch.device, source: ImageSource, pictures: int) -> None:
-    """Raise NotApplicable if so many whole pictures on this GPU could take the memory that training will need."""
+    """Raise NotApplicable if `pictures` whole pictures on this GPU could take memory that the training will need."""
     from PIL import Image
 
     pixels = [0]

@@ -79,7 +79,7 @@ class DaliLoader:
         batch_size: most samples in a batch of the user's batch sampler.
         keeps: whether DALI's threads stay alive between epochs.
         turn_off: the configuration key that turns DALI off, as the user writes it.
-        other: the machine with the other decoder, to which this one may change if that makes batches faster.
+        other: resources for the other decoder, which this loader may change to if that makes batches faster.
     """
 
     def __init__(
@@ -110,17 +110,17 @@ class DaliLoader:
         """For each sample: 0 if not yet checked, 1 if it has 8 bits, 2 if it has more."""
         self._pipeline: Any = None
         self._watch: HangWatch
-        """Of the current epoch."""
+        """Watches the waits of the current epoch."""
         self._indices: Iterator[Any] = iter(())
         self._ready: deque[_Asked] = deque()
-        """Batches to be passed to DALI next."""
+        """Batches to pass to DALI next."""
         self._under_way: deque[_Asked] = deque()
         """Batches that DALI is making, in order."""
         self._again: deque[_Asked] = deque()
-        """Batches that it was making when it failed on another one."""
+        """Batches that a dropped pipeline left unfinished."""
         self._broken: Exception | None = None
         self._failed: Exception | None = None
-        """Error of the user's sampler or labels; raised after the batches before it."""
+        """Error of the user's sampler or labels; raised once the batches before it were returned."""
         self._starts = 0
         self.wants_channels_last: Callable[[], bool] = lambda: False
         """Whether the model currently takes pictures in channels-last order."""
@@ -150,7 +150,7 @@ class DaliLoader:
         Args:
             seed: for the random steps; only used if DALI is started in this epoch.
         Raises:
-            FastLoopError: a file cannot be read; names it. Or DALI makes no batch for LIMIT_S; names its files.
+            FastLoopError: a file cannot be read, or DALI makes no batch for LIMIT_S; the error names the files.
         """
         self._indices, self._failed, failures = iter(self._loader.batch_sampler), None, 0
         self._watch = HangWatch(
@@ -215,7 +215,10 @@ class DaliLoader:
 
     def _describe_wait(self, waited_s: float) -> str:
         paths = self._under_way[0].paths if self._under_way else ()
-        return f"no batch for {waited_s:.0f} s: DALI is making that of {', '.join(paths[:3])}{' …' * (len(paths) > 3)}"
+        return (
+            f"no batch for {waited_s:.0f} s: DALI is making the batch of {', '.join(paths[:3])}"
+            f"{' …' * (len(paths) > 3)}"
+        )
 
     def _explain_hang(self, waited_s: float) -> FastLoopError:
         self._pipeline = None
@@ -227,7 +230,7 @@ class DaliLoader:
         )
 
     def _schedule(self, batches: int) -> None:
-        """Let DALI make the next batches. Draws them here, so that errors in user code do not pass through DALI."""
+        """Let DALI make the next batches. They are drawn here, so that errors in user code do not pass through DALI."""
         while len(self._ready) < batches and (asked := self._ask()) is not None:
             self._ready.append(asked)
         self._pipeline.schedule_run()  # an epoch's first call takes all batches to be made ahead
@@ -304,7 +307,7 @@ class DaliLoader:
     # -- the decoder ----------------------------------------------------------------------------------------------
 
     def _choose_decoder(self, waited_s: float) -> None:
-        """Note a batch that was trained on, and change the decoder if that may be, or was, faster."""
+        """Note a batch that was trained on. Change the decoder to try the other one, or back if that was not faster."""
         if self._choice is None or (decoder := self._choice.note(waited_s)) is None:
             return
         machine = self._machines[decoder]
@@ -354,7 +357,7 @@ class DaliLoader:
         return self._ask()
 
     def _begin_again(self) -> None:
-        """Drop the pipeline; the next one makes the batches that this one has not."""
+        """Drop the pipeline. Its unfinished batches go to the next one."""
         self._pipeline = self._broken = None
         self._again = deque([*self._under_way, *self._ready, *self._again])
         self._under_way.clear()

@@ -63,7 +63,7 @@ class DaliResources:
 
     @property
     def layout(self) -> str:
-        """Layout of the output pictures. Changing it is a copy of microseconds on a GPU, but slower on a CPU."""
+        """Layout of the output pictures. Changing it takes microseconds on a GPU, but longer on a CPU."""
         return "CHW" if self.device_id is None else "HWC"
 
 

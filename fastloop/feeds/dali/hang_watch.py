@@ -19,7 +19,7 @@ class HangWatch:
         warn: receives the seconds waited, once a wait takes long.
 
     Attributes:
-        hung_s: how long the wait took that was ended; None while none was. The pipeline then cannot be used any more.
+        hung_s: length of the wait that was ended; None if none was. The pipeline cannot be used after that.
     """
 
     def __init__(self, warn: Callable[[float], None]) -> None:
@@ -63,9 +63,9 @@ class HangWatch:
 
 
 def _shut_down(pipeline: Any) -> None:
-    """Shut a pipeline down. This wakes whoever waits for it, and then waits for DALI's threads, maybe forever. So that
-    nobody else does, the pipeline loses its native half: its destructor and DALI's own exit function shut it down, too.
-    """
+    """Shut a pipeline down. This wakes the thread that waits for it, and then waits for DALI's threads, maybe forever.
+    The pipeline object loses its native half first: otherwise its destructor and DALI's exit function would shut that
+    down too, and wait as well."""
     native: Any = getattr(pipeline, "_pipe", None)  # private: DALI 2.4 has it
     if hasattr(native, "Shutdown"):
         pipeline._pipe = None

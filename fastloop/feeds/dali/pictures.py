@@ -51,7 +51,7 @@ def find_obstacle(images: ImageFacts | str) -> str | None:
             return why
         normalized = normalized or isinstance(step, Normalize)
     if normalized and not any(isinstance(step, ToFloat) for step in images.steps):
-        return "Normalize of bytes"
+        return "Normalize is applied to bytes"
     if find_size(images.steps) is None:
         return "no transform brings the images to one size (a crop would, or Resize with height and width)"
     return None

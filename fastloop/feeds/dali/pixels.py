@@ -149,7 +149,7 @@ def _make_both(dataset: Any, index: int, path: str, steps: Sequence[ImageStep]) 
 
     with Image.open(path) as image:
         width, height = image.size
-    generator = torch.default_generator  # of the CPU; `torch.manual_seed` would set CUDA's, too, for good
+    generator = torch.default_generator  # the CPU's; `torch.manual_seed` would also set CUDA's, permanently
     for seed in range(_TRIES):
         generator.manual_seed(seed)
         drawn = draw(steps, (height, width))
@@ -161,8 +161,8 @@ def _make_both(dataset: Any, index: int, path: str, steps: Sequence[ImageStep]) 
 
 
 def draw(steps: Sequence[ImageStep], size: Size) -> Pins | None:
-    """Draw like torchvision's transforms, from torch's generator, for a picture of this size, step by step; None if
-    they draw another order of ColorJitter's parts than DALI's.
+    """Draw like torchvision's transforms, from torch's generator, for a picture of this size, step by step. Return None
+    if the drawn order of ColorJitter's parts is not DALI's.
 
     Source: torchvision/transforms/transforms.py; the v2 transforms draw the same numbers.
     """

@@ -49,8 +49,8 @@ class DaliEngine:
 
         found = try_pixels(loader, self.steps, self._describe_machine(self.decode, self.threads))
         say(
-            f"DALI's pictures beside the dataset's own, {found.samples} samples with the same crops and flips: values"
-            f" deviate by {found.mean:.2f} of 255 levels on average, {found.largest:.0f} at most"
+            f"DALI compared with the dataset on {found.samples} samples, same crops and flips: pixel values differ by"
+            f" {found.mean:.2f} of 255 levels on average, {found.largest:.0f} at most"
         )
         return {"checked_samples": found.samples, "mean_levels": found.mean, "largest_levels": found.largest}
 

@@ -54,7 +54,7 @@ class Drawing:
 
     step: RandomCrop | RandomHorizontalFlip
     by_side: bool
-    """True: a crop draws for each side with more than one position (v2). False: for both, unless neither has (v1)."""
+    """True: a crop draws for each side that has more than one position (v2). False: for both if either has (v1)."""
 
 
 @dataclass(frozen=True)

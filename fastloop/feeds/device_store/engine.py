@@ -124,7 +124,7 @@ def make_engine(
     source = read_source(dataset)
     recipe = read_recipe(source.transforms)
     bytes_of = replace_transform(dataset, make_bytes(recipe.once))
-    with untouched_generators():  # the dataset may draw numbers beside its transform's
+    with untouched_generators():  # the dataset may draw numbers besides its transform's
         pictures = fill(bytes_of, source, device, most_bytes=most_bytes, workers=workers, say=say)
     _check_sizes(pictures, recipe)
     kept = {

@@ -134,7 +134,7 @@ def fill(
     first = dataset[int(order[0])][0]
     if getattr(first, "dtype", None) is not torch.uint8:
         got = getattr(first, "dtype", type(first).__name__)
-        raise NotApplicable(f"the dataset does not apply its `transform`: one that gives bytes was set, and gave {got}")
+        raise NotApplicable(f"the dataset does not apply its `transform`: with one that returns bytes, it gave {got}")
     chunks, shapes, kept_bytes, moved_bytes, waiting = [], [], 0, 0, []
     began, spoke = time.monotonic(), False
     for pixels, more in _decode(dataset, order, workers if len(order) > FEW else 0):

@@ -137,7 +137,7 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
         return f"the run draws {draws:,} samples from {loader.images.count:,}: too few repeats to pay off"
     names = {type(step).__name__ for step in loader.images.steps}
     if strange := [name for name in loader.draws_random if name not in names]:
-        return f"{strange[0]} draws random numbers, too"
+        return f"{strange[0]} also draws random numbers"
     return explain_no_steps(loader.images)
 
 
@@ -148,11 +148,11 @@ def explain_own_batches(facts: Facts, loader: LoaderFacts) -> str | None:
     if facts.steps_with_iterator:
         return "training_step(dataloader_iter) fetches its own batches"
     if facts.transfer_hooks:
-        return f"{facts.transfer_hooks[0]} of yours must see batches before they are on the device"
+        return f"your {facts.transfer_hooks[0]} needs batches before they are on the device"
     if loader.engine is not None:
         return f"{loader.engine} loads already"
     if loader.custom_collate or loader.own_iterator or not loader.auto_collates or loader.stateful:
-        return "code of yours makes the batches or tracks their position"
+        return "your code builds the batches or tracks their position"
     if loader.may_change:
         return f"the dataset may change between epochs: {loader.may_change[0]}"
     return loader.sampler_hazards[0] if loader.sampler_hazards else None
@@ -171,7 +171,7 @@ def explain_no_steps(images: ImageFacts) -> str | None:
         if isinstance(step, RandomResizedCrop) and (are_tensors or step.interpolation != "bilinear"):
             return "RandomResizedCrop matches Pillow on the device only for bilinear interpolation"
         if not isinstance(step, (*allowed, *EACH_TIME)):
-            return f"{type(step).__name__} at that place cannot be done on the device bit for bit"
+            return f"{type(step).__name__} in that position cannot be done on the device bit for bit"
         if not isinstance(step, ONCE):
             allowed = ()
         crops += isinstance(step, (RandomCrop, RandomResizedCrop))

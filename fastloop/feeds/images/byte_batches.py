@@ -38,7 +38,7 @@ class AsBytes:
     device_takes: tuple[str, ...] = ()
     """Names of the steps that the device does instead of the dataset."""
     live: list[ToFloats] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
-    """The object that does them."""
+    """The object that does these steps."""
 
     def wrap(self, dataset: Any) -> ByteDataset:
         """Return a copy of the dataset that returns bytes; the user's objects stay unchanged.

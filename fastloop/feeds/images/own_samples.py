@@ -1,4 +1,4 @@
-"""Compares what is made from a dataset's files in its place with the samples that the dataset itself makes."""
+"""Compares samples that we make from a dataset's files with those that the dataset itself makes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ COMPARED = 4
 def check_named(
     dataset: Any, make: Callable[[Any], Callable[[int], Any]], collate: Callable[[Any], Any] = lambda sample: sample
 ) -> None:
-    """Compare a few samples of each dataset that names its files by a method: only its word says that its samples are
-    the transformed images with these labels. Restores the random generators.
+    """Compare a few samples of each dataset that names its files by a method: otherwise nothing shows that its samples
+    are the transformed images with these labels. Restores the random generators.
 
     Args:
-        make: takes such a dataset, and returns what makes a sample in its place, from an index.
+        make: takes such a dataset, and returns a function that makes the sample of an index in its place.
         collate: applied to the dataset's own samples first.
 
     Raises:
@@ -70,7 +70,7 @@ def _draw(make: Callable[[int], Any], index: int) -> tuple[Any, Any]:
 
 
 def explain(dataset: Any, part: str, index: int) -> str:
-    """Say that a dataset's own sample has another part than what stands in for it."""
+    """Say which part of a dataset's own sample differs from the one made in its place."""
     return f"{type(dataset).__name__}'s __getitem__ gives sample {index} another {part} than {METHOD} and transform do"
 
 
@@ -86,7 +86,7 @@ def find_difference(one: Any, other: Any) -> str | None:
 
 def is_same(one: Any, other: Any) -> bool:
     """Whether two values are equal, bit for bit, and of one type."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):  # torchvision's kinds are tensors, too
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):  # torchvision's classes are tensors too
         return one.dtype == other.dtype and torch.equal(one, other)
     if type(one) is not type(other):
         return False

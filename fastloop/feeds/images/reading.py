@@ -37,7 +37,7 @@ METHOD = "image_path_and_label"
 
 
 class NotImages(Exception):
-    """The dataset does not hold image files, or does something unknown to them; the message names it."""
+    """The dataset does not hold image files, or does something unknown with them; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ def _read_folder(dataset: Any) -> ImageSource:
     folder = sys.modules.get("torchvision.datasets.folder")
     kind = type(dataset)
     if folder is None or not isinstance(dataset, folder.DatasetFolder):
-        raise NotImages(f"{kind.__name__} is no ImageFolder and has no {METHOD}(index)")
+        raise NotImages(f"{kind.__name__} is not an ImageFolder and has no {METHOD}(index)")
     for name in ("__getitem__", "__len__"):
         if getattr(kind, name) is not getattr(folder.DatasetFolder, name):
-            raise NotImages(f"{kind.__name__} has a {name} of its own and no {METHOD}(index)")
+            raise NotImages(f"{kind.__name__} has its own {name} and no {METHOD}(index)")
     if dataset.loader not in (folder.default_loader, folder.pil_loader):
         raise NotImages(f"{kind.__name__} opens its files with {_name(dataset.loader)}")
     target_transform = dataset.target_transform

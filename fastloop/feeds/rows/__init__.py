@@ -1,1 +1,1 @@
-"""Batches picked at once from tensors and arrays that are in memory, in place of sample by sample."""
+"""Batches picked at once from tensors and arrays in memory, instead of sample by sample."""

@@ -20,17 +20,17 @@ COMPARED = 16
 
 
 class RowEngine:
-    """Returns the same batches as the loader, bit for bit; no random number decides about them but the sampler's.
+    """Returns the same batches as the loader, bit for bit; only the sampler draws random numbers for them.
 
     Args:
-        loader: its batch sampler chooses the samples; those of a window of batches are one batch.
+        loader: its batch sampler chooses the samples; a window of batches becomes one batch.
         device: where the batches are made. Rows on the CPU are copied there once, and again after they were changed in
-            place; on the CPU, batches are picked from the user's own objects.
+            place; if this is the CPU, batches are picked from the user's own objects.
     """
 
     begins_at_iter = True
     advice = (
-        "all rows of a batch are picked at once already; a larger batch (which changes the training) asks less often"
+        "all rows of a batch are picked at once already; a larger batch (which changes the training) needs fewer picks"
     )
 
     def __init__(self, loader: DataLoader[Any], rows: Rows, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class RowEngine:
         """Make the batch of these samples, in the form of the default collate function."""
         indices = list(indices)
         places = np.asarray(indices)
-        if places.ndim != 1 or places.dtype.kind not in "iu" or not len(places):  # torch takes other keys, too
+        if places.ndim != 1 or places.dtype.kind not in "iu" or not len(places):  # torch accepts other keys too
             dataset = find_user_dataset(self.loader.dataset)
             return default_collate([dataset[index] for index in indices])
         places = places.astype(np.int64)
@@ -76,7 +76,7 @@ class RowEngine:
 
 
 class _Values:
-    """One column, where batches are made."""
+    """One column, on the device where batches are made."""
 
     def __init__(self, column: Column, device: torch.device) -> None:
         self._values, self._changes, self._device = column.values, column.changes, device
@@ -89,7 +89,7 @@ class _Values:
         return 0 if self._kept is None else int(self._kept.nbytes)
 
     def pick(self, places: Any, sent: torch.Tensor) -> torch.Tensor:
-        """Its rows at these places, as the default collate function stacks them.
+        """Return the rows at these places, as the default collate function stacks them.
 
         Args:
             sent: the same places on the device.
@@ -101,7 +101,7 @@ class _Values:
         return self._copy().index_select(0, sent)
 
     def _copy(self) -> torch.Tensor:
-        """The column on the device, copied again if a tensor was changed in place."""
+        """Return the column on the device, copied again if it is a tensor that was changed in place."""
         version = self._values._version if isinstance(self._values, torch.Tensor) else 0
         if self._kept is None or version != self._version:
             self._kept, self._version = _apply(self._changes, _into_tensor(self._values)).to(self._device), version
@@ -115,7 +115,7 @@ def _apply(changes: Sequence[Any], values: torch.Tensor) -> torch.Tensor:
 
 
 def _pick_on_host(values: Any, places: Any) -> torch.Tensor:
-    """By NumPy: for a few hundred kilobytes torch starts its threads, which on a busy CPU took 7 ms in place of 0.1."""
+    """Pick with NumPy: for a few hundred kilobytes torch starts its threads, which took 7 ms on a busy CPU, not 0.1."""
     if isinstance(values, list):
         return _into_tensor([values[place] for place in places])
     if isinstance(values, torch.Tensor):
@@ -126,7 +126,7 @@ def _pick_on_host(values: Any, places: Any) -> torch.Tensor:
 
 
 def _into_tensor(values: Any) -> torch.Tensor:
-    """Of Python's floats, torch's default collate function makes 64 bits."""
+    """Convert values to a tensor. Python's floats become float64, as in torch's default collate function."""
     if isinstance(values, list):
         return torch.tensor(values, dtype=torch.float64 if isinstance(values[0], float) else None)
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
@@ -157,14 +157,14 @@ def make_engine(loader: DataLoader[Any], device: torch.device, *, most_bytes: in
 
 
 def check_room(rows: Rows, device: torch.device, most_bytes: int) -> None:
-    """Raise NotApplicable if more rows than that would have to be copied to the device."""
+    """Raise NotApplicable if more than `most_bytes` of rows would have to be copied to the device."""
     need = 0 if device.type == "cpu" else rows.count_bytes()
     if need > most_bytes:
         raise NotApplicable(f"the rows take {need / 1e9:.3g} GB, and they may take {most_bytes / 1e9:.3g} GB there")
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two batches are of one form, and equal bit for bit; where they are does not count."""
+    """Whether two batches have the same form and are equal bit for bit, on whatever device they are."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -176,5 +176,5 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _read_bits(values: torch.Tensor) -> torch.Tensor:
-    """As bytes, so that NaN equals NaN."""
+    """Return the values as bytes, so that NaN equals NaN."""
     return values.cpu().contiguous().view(torch.uint8)

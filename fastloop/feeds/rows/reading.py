@@ -1,12 +1,12 @@
 """Reads which datasets only pick rows of tensors, arrays or lists that they hold in memory.
 
-A TensorDataset does, and so does a class of the user's whose ``__getitem__`` is written like this:
+A TensorDataset does, and so does a user's class whose ``__getitem__`` is written like this:
 
     def __getitem__(self, index):
         x = torch.tensor(self.x[index], dtype=torch.float32)
         return {"x": x, "y": self.y[index]}
 
-Its source is read, not called. Whatever else it does, the dataset is left alone.
+The source is read, the method is not called. If it does anything else, the dataset is left alone.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class NotRows(Exception):
 
 @dataclass(frozen=True)
 class Column:
-    """Values in memory, of which a sample has one row, and what is done with that row."""
+    """Values in memory, one row per sample, and the changes that are made to a row."""
 
     values: Any
     """A tensor, an array or a list of numbers; the user's own object."""
     changes: tuple[Change, ...] = ()
-    """From the row as a tensor; for one row or many alike."""
+    """Applied to the row as a tensor; each works for one row and for many alike."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Rows:
         return list_columns(self.form)
 
     def count_bytes(self) -> int:
-        """Bytes of all columns; one that is used twice counts once."""
+        """Return the bytes of all columns; a column that is used twice counts once."""
         return sum({id(column.values): _measure_bytes(column.values) for column in self.columns}.values())
 
 
 def list_columns(form: Any) -> list[Column]:
-    """The columns of such a form, in order."""
+    """List the columns of such a form, in order."""
     if isinstance(form, Column):
         return [form]
     parts = form.values() if isinstance(form, Mapping) else form
@@ -71,13 +71,13 @@ def list_columns(form: Any) -> list[Column]:
 
 
 def read_facts(dataset: Any) -> RowFacts | str:
-    """Facts for a plan, or why the dataset's samples are not rows in memory. A Subset's indices are not read."""
+    """Return facts for a plan, or why the samples are not rows in memory. Does not read a Subset's indices."""
     try:
         whole = find_whole(dataset)
         rows, count = _read_whole(whole), len(dataset)
     except NotRows as why:
         return str(why)
-    except Exception as error:  # from the user's class, which a loader may never ask that
+    except Exception as error:  # raised by the user's class, which a loader may never call like this
         let_through(error)
         return f"{type(dataset).__name__} cannot be read: {describe(error)}"
     devices = {column.values.device.type for column in rows.columns if isinstance(column.values, torch.Tensor)}
@@ -86,17 +86,17 @@ def read_facts(dataset: Any) -> RowFacts | str:
 
 
 def find_whole(dataset: Any) -> Any:
-    """The dataset that a Subset is of."""
+    """Return the dataset behind a Subset, or the dataset itself."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset
 
 
 def read_rows(dataset: Any) -> Rows:
-    """A dataset's columns, without copying them.
+    """Return a dataset's columns, without copying them.
 
     Raises:
-        NotRows: its samples may be something else.
+        NotRows: its samples may not be rows.
     """
     if type(dataset) is Subset:
         return _take_subset(read_rows(dataset.dataset), dataset.indices)
@@ -120,7 +120,7 @@ def _read_whole(dataset: Any) -> Rows:
 def _take_subset(rows: Rows, indices: Sequence[int]) -> Rows:
     places = np.asarray(indices)
     if places.ndim != 1 or (places.size and places.dtype.kind not in "iu"):
-        raise NotRows("a Subset's indices are no whole numbers")
+        raise NotRows("a Subset's indices are not integers")
     places = places.astype(np.int64)
     if places.size and not (-rows.count <= places.min() and places.max() < rows.count):
         raise NotRows("a Subset's indices reach beyond its dataset")
@@ -129,10 +129,10 @@ def _take_subset(rows: Rows, indices: Sequence[int]) -> Rows:
 
 
 def _check(values: Any, name: str) -> Any:
-    """The values themselves, if rows can be picked from them."""
+    """Return the values themselves; raise NotRows if rows cannot be picked from them."""
     if type(values) is torch.Tensor:
         if values.layout is not torch.strided or values.requires_grad or values.is_quantized or not values.dim():
-            raise NotRows(f"{name} is no plain tensor")
+            raise NotRows(f"{name} is not a plain tensor")
         return values
     if type(values) is np.ndarray:
         if values.dtype.kind not in "biuf" or not values.ndim or not values.dtype.isnative:
@@ -156,7 +156,7 @@ def _read_class(dataset: Any) -> Any:
     kind = type(dataset)
     function = getattr(kind, "__getitem__", None)
     if not inspect.isfunction(function) or hasattr(dataset, "__getitems__"):
-        raise NotRows(f"{kind.__name__} is no TensorDataset, and its __getitem__ is not plain Python")
+        raise NotRows(f"{kind.__name__} is not a TensorDataset, and its __getitem__ is not plain Python")
     looks_up = {"__getattribute__", "__getattr__"}
     if any(looks_up & set(vars(each)) for each in kind.__mro__ if each is not object):
         raise NotRows(f"{kind.__name__} looks its attributes up in its own way")
@@ -181,7 +181,7 @@ class _Reader:
         self._known: dict[str, Any] = {}
 
     def read(self, body: Sequence[ast.stmt]) -> Any:
-        """The form that it returns."""
+        """Return the form of the samples that the method returns."""
         for statement in body:
             match statement:
                 case ast.Expr(value=ast.Constant()):
@@ -239,13 +239,13 @@ class _Reader:
         if maker == "from_numpy" and not is_array:
             raise self._refuse(node)
         if dtype is None and (isinstance(column.values, list) or (is_array and column.values.ndim == 1)):
-            raise self._refuse(node)  # of a single number, torch chooses the type
+            raise self._refuse(node)  # torch would choose the dtype of a single number
         return Column(column.values, (*column.changes, _To(dtype)))
 
     def _cast(self, node: ast.Call, inner: ast.expr, cast: str) -> Column:
         column = self._follow(inner)
         if not isinstance(column, Column) or not (column.changes or isinstance(column.values, torch.Tensor)):
-            raise self._refuse(node)  # an array's methods are others
+            raise self._refuse(node)  # an array has other methods
         return Column(column.values, (*column.changes, _Cast(cast)))
 
     def _refuse(self, node: ast.AST) -> NotRows:

@@ -15,7 +15,7 @@ from fastloop.records.plan import Change
 
 @dataclass(frozen=True, kw_only=True)
 class PickedRows(CheckedEngine):
-    """The want for rows that are in memory already."""
+    """The want for rows that are already in memory."""
 
     share: float = SHARE
     """Share of the device's free memory, if `most_bytes` is None."""
@@ -36,7 +36,7 @@ def plan_rows(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None, 
     Args:
         most_bytes: most memory for a copy on the device; None for a `share` of what is free there.
     Raises:
-        NotApplicable: batches picked so might differ from the loader's.
+        NotApplicable: batches picked this way might differ from the loader's.
     """
     if (why := explain_no_rows(facts, loader)) is not None:
         raise NotApplicable(f"rows cannot be picked at once: {why}")

@@ -79,8 +79,8 @@ class Breaks(Arrays):
 def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
     said = read_prefix(numbered())
     assert said == (
-        "TensorDataset is no ImageFolder and has no image_path_and_label(index), and none of its methods is marked by"
-        " fastloop.cached_prefix"
+        "TensorDataset is not an ImageFolder and has no image_path_and_label(index), and none of its methods is marked"
+        " by fastloop.cached_prefix"
     )
     assert "has no samples that can be indexed" in str(read_prefix(Stream()))
     data = Arrays(tmp_path)

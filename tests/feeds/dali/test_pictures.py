@@ -33,7 +33,7 @@ NORM = Normalize(mean=(0.5,), std=(0.5,))
         ((Resize(size=9), RandomCrop(size=(8, 8), padding=(1, 1, 1, 1)), ColorJitter(contrast=(0.5, 1.5)), *END), None),
         ((CROP,), "the transforms do not end with a tensor (ToTensor, or ToImage and ToDtype)"),
         ((*END, NORM, CROP), "RandomResizedCrop comes after Normalize; DALI works on bytes until then"),
-        ((CROP, ToTensor(), NORM), "Normalize of bytes"),
+        ((CROP, ToTensor(), NORM), "Normalize is applied to bytes"),
         (
             (Resize(size=9), *END),
             "no transform brings the images to one size (a crop would, or Resize with height and width)",

@@ -81,11 +81,11 @@ def test_plan() -> None:
             "on cpu, where Pillow resizes faster",
         ),
         ({"steps_with_iterator": True}, {}, "fetches its own batches"),
-        ({"transfer_hooks": ("on_before_batch_transfer",)}, {}, "on_before_batch_transfer of yours"),
+        ({"transfer_hooks": ("on_before_batch_transfer",)}, {}, "your on_before_batch_transfer needs"),
         ({"reload_every_n_epochs": 1}, {}, "would be decoded again"),
-        ({}, {"images": "TensorDataset is no ImageFolder"}, "TensorDataset is no ImageFolder"),
+        ({}, {"images": "TensorDataset is not an ImageFolder"}, "TensorDataset is not an ImageFolder"),
         ({}, {"engine": "DALI"}, "DALI loads already"),
-        ({}, {"custom_collate": True}, "code of yours makes the batches"),
+        ({}, {"custom_collate": True}, "your code builds the batches"),
         (
             {"max_epochs": 1},
             {"batches": 10, "batch_size": 8},
@@ -94,7 +94,7 @@ def test_plan() -> None:
         ({}, {"stateful": True}, "tracks their position"),
         ({}, {"may_change": ("Own.set_epoch",)}, "may change between epochs: Own.set_epoch"),
         ({}, {"sampler_hazards": ("it looks at losses",)}, "it looks at losses"),
-        ({}, {"draws_random": ("RandomCrop", "Own.noise")}, "Own.noise draws random numbers, too"),
+        ({}, {"draws_random": ("RandomCrop", "Own.noise")}, "Own.noise also draws random numbers"),
     ],
 )
 def test_plan_refuses(facts: dict[str, Any], loader: dict[str, Any], why: str) -> None:
@@ -106,12 +106,12 @@ def test_plan_refuses(facts: dict[str, Any], loader: dict[str, Any], why: str) -
 @pytest.mark.parametrize(
     ("steps", "why"),
     [
-        ((FLIP, RandomResizedCrop(size=(8, 8)), *FLOATS), "RandomResizedCrop at that place"),
+        ((FLIP, RandomResizedCrop(size=(8, 8)), *FLOATS), "RandomResizedCrop in that position"),
         ((FLOATS[0], RandomResizedCrop(size=(8, 8)), FLOATS[1]), "matches Pillow"),
         ((RandomResizedCrop(size=(8, 8), interpolation="bicubic"), *FLOATS), "only for bilinear interpolation"),
         ((RandomResizedCrop(size=(8, 8)), CROP, *FLOATS), "it crops twice"),
-        ((ColorJitter(), *FLOATS), "ColorJitter at that place"),
-        ((FLIP, Resize(size=8), *FLOATS), "Resize at that place"),
+        ((ColorJitter(), *FLOATS), "ColorJitter in that position"),
+        ((FLIP, Resize(size=8), *FLOATS), "Resize in that position"),
         ((CROP, FLIP, CROP, *FLOATS), "it crops twice"),
         ((CROP, ToTensor()), "no transform converts them to floats"),
         ((*FLOATS, CROP), "RandomCrop comes after the conversion to floats"),

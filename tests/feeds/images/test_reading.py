@@ -153,7 +153,7 @@ def test_a_dataset_may_say_it_itself() -> None:
 
 
 def test_others_are_refused_with_the_reason(folder: Path) -> None:
-    assert "TensorDataset is no ImageFolder" in str(read_facts(TensorDataset(torch.zeros(2))))
-    assert "__getitem__ of its own" in str(read_facts(Counted(folder)))
+    assert "TensorDataset is not an ImageFolder" in str(read_facts(TensorDataset(torch.zeros(2))))
+    assert "its own __getitem__" in str(read_facts(Counted(folder)))
     opened = datasets.ImageFolder(folder, loader=lambda path: path)
     assert "opens its files with" in str(read_facts(opened))

@@ -206,10 +206,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a TensorDataset of yours": (lambda: MoreTensors(Held().x), "does more than pick rows"),
     "a gradient": (
         lambda: TensorDataset(torch.ones(3, 2, requires_grad=True)),
-        "one of its tensors is no plain tensor",
+        "one of its tensors is not a plain tensor",
     ),
-    "a sparse tensor": (lambda: TensorDataset(torch.eye(3).to_sparse()), "one of its tensors is no plain tensor"),
-    "a list": (lambda: [1, 2, 3], "list is no TensorDataset"),
+    "a sparse tensor": (lambda: TensorDataset(torch.eye(3).to_sparse()), "one of its tensors is not a plain tensor"),
+    "a list": (lambda: [1, 2, 3], "list is not a TensorDataset"),
 }
 
 

@@ -69,8 +69,8 @@ REFUSED: dict[str, tuple[Facts, str]] = {
     ),
     "changed by training": (facts({"changes_within": ("Net writes x",)}), "training changes the data: Net writes x"),
     "changed between epochs": (facts({"may_change": ("set_epoch",)}), "may change between epochs: set_epoch"),
-    "own collate function": (facts({"custom_collate": True}), "code of yours makes the batches"),
-    "own transfer": (facts(transfer_hooks=("on_before_batch_transfer",)), "must see batches before they are on the"),
+    "own collate function": (facts({"custom_collate": True}), "your code builds the batches"),
+    "own transfer": (facts(transfer_hooks=("on_before_batch_transfer",)), "needs batches before they are on the"),
     "a sampler that looks": (facts({"sampler_hazards": ("it reads losses",)}), "it reads losses"),
     "an engine": (facts({"engine": "DALI"}), "DALI loads already"),
     "loaders made anew": (facts(reload_every_n_epochs=1), "each copy of the rows would stay"),
@@ -89,7 +89,7 @@ def test_refused(name: str) -> None:
 
 def test_the_reason_is_that_of_rows() -> None:
     """And not that they are no pictures."""
-    with pytest.raises(NotApplicable, match="rows cannot be picked at once: code of yours makes the batches"):
+    with pytest.raises(NotApplicable, match="rows cannot be picked at once: your code builds the batches"):
         plan(facts({"custom_collate": True}))
 
 
