@@ -90,8 +90,8 @@ class StandInDataset(Disguised):
 class Bounded(Disguised):
     """Stands in for a loader's (batch) sampler, and is not read past an epoch's last batch.
 
-    Some samplers count their epochs, or draw from a generator of their own, after the last index or with each one. If
-    they are read too far, the next epoch has another order. Lightning's loop counts batches and stops in time; worker
+    Some samplers count their epochs, or draw from their own generator, after the last index or with each one. If they
+    are read too far, the next epoch has another order. Lightning's loop counts batches and stops in time; worker
     processes and feeds, which read ahead, do not.
     Source: torch/utils/data/sampler.py, RandomSampler, ``num_samples % n``.
 
@@ -113,8 +113,8 @@ class Bounded(Disguised):
 
 
 class ReadAhead(StandIn):
-    """Stands in for a batch sampler, and is read as by a loader with workers: ahead, from the moment an epoch begins.
-    So a sampler draws its random numbers when it would have drawn them, and as many.
+    """Stands in for a batch sampler, and reads it as a loader with workers does: ahead, from the start of an epoch. So
+    the sampler draws as many random numbers, and at the same times, as with workers.
 
     Source: torch/utils/data/dataloader.py, ``_MultiProcessingDataLoaderIter._reset`` and ``_process_data``.
     """
@@ -141,7 +141,7 @@ def read_like_workers(engine: Any, loader: DataLoader[Any]) -> None:
 
 
 def name_sampler(loader: DataLoader[Any]) -> str:
-    """Name of the attribute that yields the indices of its batches."""
+    """Return the name of the loader's attribute that yields the indices of its batches."""
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
@@ -151,8 +151,9 @@ def makes_iterators(kind: type[DataLoader[Any]]) -> bool:
 
 
 def bound_batches(loader: Any, count: Callable[[], int | None]) -> Bounded | None:
-    """Return a stand-in for its sampler if it needs one, else None. With the user's workers, a plain run reads past the
-    end too. A loader with custom iterators gets none, since these may read its state, or several batches at once."""
+    """Return a stand-in for the loader's sampler if it needs one, else None. With the user's workers it needs none: a
+    plain run reads past the end too. A loader with custom iterators gets none, since these may read its state, or
+    several batches at once."""
     if not isinstance(loader, DataLoader) or loader.num_workers or makes_iterators(type(loader)):
         return None
     return Bounded(getattr(loader, name_sampler(loader)), count)
@@ -164,8 +165,8 @@ Epochs = Callable[[DataLoader[Any], Callable[[], Iterator[Any]]], Iterator[Any]]
 class Engine(Protocol):
     """Loads batches in place of a loader.
 
-    One with a true ``begins_at_iter`` follows the loader bit for bit: it asks ``loader.batch_sampler`` for its iterator
-    when ``load`` is called.
+    An engine with a true ``begins_at_iter`` follows the loader bit for bit: ``load`` calls ``iter`` on
+    ``loader.batch_sampler`` at once.
     """
 
     def load(self, seed: int) -> Iterator[Any]:
@@ -188,9 +189,9 @@ class LazyLoader(Disguised):
 
     It starts late for two reasons. Lightning 2.5.3 to 2.6.6 calls ``iter`` before it sets the sampler's epoch on
     resume, so that worker processes replay the order of epoch 0 (Lightning #21938). And a loader without workers also
-    draws its shuffle at the first ``next``: random draws in between keep their place in the stream. A loader with an
-    ``__iter__`` of its own starts at once, since only its class knows what happens there; so does one with the user's
-    own workers, since it draws its shuffle at ``iter``.
+    draws its shuffle at the first ``next``: random draws in between keep their place in the stream. A loader with its
+    own ``__iter__`` starts at once, since only its class knows what happens there; so does one with the user's own
+    workers, since it draws its shuffle at ``iter``.
 
     Args:
         inner: the loader to stand in for.
@@ -248,7 +249,7 @@ class LazyLoader(Disguised):
         return _Batches(self._batches(at))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles hold the loader itself, without its workers: they have no part in this run."""
+        """Copy or pickle the loader itself, without its workers: a copy has no part in this run."""
         return copy.copy, (clone(self.inner, {}) if isinstance(self.inner, DataLoader) else self.inner,)
 
     def take_back(self) -> None:
@@ -262,7 +263,7 @@ class LazyLoader(Disguised):
         yield from self._start(at)
 
     def _draw_seed(self) -> torch.Tensor | None:
-        """Draw the seed for workers when DataLoader draws it, at ``iter``; returns the generator's state before it."""
+        """Draw the seed for workers when DataLoader draws it, at ``iter``; return the generator's state before that."""
         if not isinstance(self.inner, DataLoader):
             return None
         if self.keeps_iterator and (self.inner._iterator is not None or self._has_begun):
@@ -285,8 +286,8 @@ class LazyLoader(Disguised):
         return self._begin(at.drawn)
 
     def _begin(self, drawn: torch.Tensor | None) -> Iterator[Any]:
-        """Start the loader's iterator. Started again in an epoch, it gets another seed: its workers would draw the same
-        numbers once more."""
+        """Start the loader's iterator. If it is started again in an epoch, it gets another seed: otherwise its workers
+        would draw the same numbers again."""
         self._seeded_at = self._seeded_at if drawn is None else drawn
         is_new = isinstance(self.inner, DataLoader) and self.inner._iterator is None
         with _generator_at(self.inner, self._seeded_at if is_new else None, self._restarts):
@@ -303,7 +304,7 @@ class LazyLoader(Disguised):
 
 
 class _Batches(PassesOn):
-    """An epoch's batches. Copies and pickles hold None, as Lightning's hold of a DataLoader's iterator."""
+    """An epoch's batches. Copied or pickled, this becomes None, like a DataLoader's iterator in Lightning."""
 
     def __init__(self, inner: Iterator[Any]) -> None:
         self.inner = inner
@@ -338,8 +339,8 @@ def _find_generator(loader: DataLoader[Any]) -> torch.Generator:
 
 @contextlib.contextmanager
 def _generator_at(loader: Any, state: torch.Tensor | None, skipped: int) -> Iterator[None]:
-    """Let a loader draw its seed from a generator in `state`, so that it gets the number drawn before; or a later one,
-    with some `skipped`."""
+    """Let a loader draw its seed from a generator in `state`, so that it gets the number that was drawn before, or the
+    one that comes `skipped` draws later."""
     if state is None:
         yield
         return

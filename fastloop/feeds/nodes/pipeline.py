@@ -232,7 +232,7 @@ class _Epoch(Iterator[Any]):
                 raise FastLoopError(
                     got=where,
                     why=f"a training that gets no batch for {tried_workers.LIMIT_S:.0f} s would wait forever",
-                    do="look at that line; where it works without threads (locks that one thread holds and another"
+                    do="look at that line; if it works without threads (locks that one thread holds and another"
                     f" waits for), write {self._engine.turn_off}",
                 )
             if not said:
@@ -242,7 +242,7 @@ class _Epoch(Iterator[Any]):
     def _name_samples(self, error: BaseException, task: _Task) -> BaseException:
         """Return the exception with its thread's traceback, and a note that names the sample."""
         which = f"samples {task.indices}, while collating" if task.place == "collating" else task.place
-        line = f"raised by {which}, in one of the threads that load ({self._engine.turn_off} does without them)"
+        line = f"raised by {which}, in one of the loading threads ({self._engine.turn_off} turns them off)"
         if hasattr(error, "add_note"):
             error.add_note(line)
         else:  # Python 3.10

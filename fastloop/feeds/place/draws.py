@@ -48,9 +48,9 @@ def explain_lost_place(loader: Any, ranks: int) -> str | None:
     if isinstance(loader.dataset, IterableDataset):
         return f"{type(loader.dataset).__name__} is an IterableDataset, whose order cannot be drawn again"
     sampler = getattr(loader, name_sampler(loader))
-    with contextlib.suppress(TypeError, NotImplementedError):  # one of them has no length
+    with contextlib.suppress(TypeError, NotImplementedError):  # the loader or its sampler has no length
         if len(loader) != len(sampler):
-            return f"{type(loader).__name__} has other batches than its sampler"
+            return f"{type(loader).__name__} has a different number of batches than its sampler"
     parts = dict(_list_parts(loader))
     for path, item in parts.items():
         for state in sample_code.list_changed_state(item):

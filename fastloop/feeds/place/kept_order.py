@@ -91,7 +91,7 @@ class KeptOrder(Disguised):
 
 
 def _digest(batch: Any, before: int) -> int:
-    """Extend the digest `before` by a batch of indices, or by one index. All that are not integers hash alike."""
+    """Extend the digest `before` by a batch of indices, or by one index. All indices but integers hash alike."""
     try:
         content = array("q", batch if hasattr(batch, "__iter__") else [batch]).tobytes()
     except (TypeError, OverflowError, ValueError):

@@ -1,4 +1,4 @@
-"""Workers that stay between epochs, and start anew where what they hold copies of has changed meanwhile."""
+"""Workers that stay between epochs, but are restarted if the objects that they have copies of have changed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class FreshWorkers:
     """The epochs of a loader whose workers a rung keeps.
 
     Args:
-        tell: receives a line the first time that they start anew.
-        epochs: makes the batches of an epoch where the loader does not do so by itself.
+        tell: receives a line the first time that the workers are restarted.
+        epochs: makes the batches of an epoch; None if the loader itself does.
     """
 
     def __init__(self, *, tell: Callable[[str], None], epochs: Epochs | None = None) -> None:
@@ -26,13 +26,13 @@ class FreshWorkers:
         self._has_told = False
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The batches of one epoch, which begins with this call; `begin` makes the loader's iterator."""
+        """Return the batches of one epoch, which begins with this call; `begin` makes the loader's iterator."""
         mark = mark_state(loader.dataset, loader.collate_fn)
         if (kept := loader._iterator) is not None and mark != self._mark:
             end_workers(kept)
             loader.__dict__["_iterator"] = None
             if not self._has_told:
                 self._has_told = True
-                self._tell("the dataset changes between epochs, so its workers start anew then")
+                self._tell("the dataset changes between epochs, so its workers are restarted then")
         self._mark = mark
         return begin() if self._epochs is None else self._epochs(loader, begin)

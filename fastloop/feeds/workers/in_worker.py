@@ -1,4 +1,4 @@
-"""What workers on trial do in their processes: they pickle each batch themselves, and send what they raise."""
+"""Code that workers on trial run in their processes: they pickle each batch themselves, and send what they raise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Unsent:
 
 
 class Parcel:
-    """A batch that is pickled already: unpickling it gives the batch."""
+    """A batch that is already pickled: unpickling this object returns the batch."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -69,7 +69,7 @@ def _begin_batch(indices: Any) -> Any:
 
 
 def read_streams() -> tuple[Any, ...]:
-    """The states of this process's global random generators: torch's, Python's, NumPy's."""
+    """Return the states of this process's global random generators: torch's, Python's, NumPy's."""
     numpy = sys.modules.get("numpy.random")
     state = () if numpy is None else numpy.get_state()
     drawn = (state[1].tobytes(), *state[2:]) if isinstance(state, tuple) and state else ()
@@ -127,7 +127,7 @@ def _describe(error: Exception) -> str:
 
 
 class SendsExits:
-    """A ``worker_init_fn`` that calls another first. From then on its worker sends ``SystemExit`` as an exception."""
+    """A ``worker_init_fn`` that calls another one, then makes its worker send ``SystemExit`` like other exceptions."""
 
     def __init__(self, own: Callable[[int], None] | None) -> None:
         self.own = own

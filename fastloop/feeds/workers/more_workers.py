@@ -1,8 +1,8 @@
-"""More worker processes for a loader whose workers do not keep up, the user's own included.
+"""More worker processes for a loader whose workers, possibly the user's own, do not keep up.
 
-The waits for batches are timed. Where more workers would save more time than their start costs, they take over in the
-middle of an epoch, or at the next one, with the indices that come next: the old ones still deliver what they have
-begun, in the same order. If batches come no faster then, the old number returns.
+The waits for batches are timed. If more workers would save more time than starting them costs, they take over, in the
+middle of an epoch or at the start of the next one, from the next indices on: the old workers still deliver the batches
+that they have begun, in the same order. If batches then come no faster, the old number of workers is restored.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class MoreWorkers:
     """The epochs of a loader that may get more workers.
 
     Args:
-        most: workers that it may have.
-        count_left: returns the batches that the training has still to take.
-        tell: receives a line when their number has changed.
-        epochs: makes the batches of an epoch where the loader does not do so by itself.
+        most: limit on the number of workers.
+        count_left: returns how many batches the training still has to take.
+        tell: receives a line when the number of workers has changed.
+        epochs: makes the batches of an epoch; None if the loader itself does.
         room_bytes: free shared memory for this process's batches; None if unknown.
-        is_training: whether the training itself asks for an epoch now, and not a callback.
+        is_training: whether the training itself requests an epoch now, not a callback.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class MoreWorkers:
         self._mark = 0
         self._pace: Pace | None = None
         self._before: Pace | None = None
-        """The pace of the workers that were there at first, once there are more."""
+        """The pace of the first workers, once there are more."""
         self._next: int | None = None
         """The number of workers for the next epoch, if it changes."""
         self.change: str | None = None
-        """What became of the number, in words; None while it is the first one."""
+        """How the number of workers changed, in words; None if it has not."""
         self.is_faster: bool | None = None
         """Whether batches come faster with more; None if unknown."""
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The batches of one epoch, which begins with this call; `begin` makes the loader's iterator."""
-        if self._loading and loader._iterator is None and not self._is_training():  # a callback reads it, too
+        """Return the batches of one epoch, which begins with this call; `begin` makes the loader's iterator."""
+        if self._loading and loader._iterator is None and not self._is_training():  # a callback also reads the loader
             return begin() if self._epochs is None else self._epochs(loader, begin)
         self._pending.begin_epoch()
         if self._before is None:
@@ -105,7 +105,7 @@ class MoreWorkers:
                 self._pending.pending.popleft()
                 now = time.perf_counter()
                 if then is None and (found := self._note(loader, batch, now - asked, now - last)) is not None:
-                    if self._epochs is not None:  # the old ones end with what they have begun
+                    if self._epochs is not None:  # the old workers end, and others repeat what they have begun
                         source = self._start_anew(loader, begin, source, found)
                     else:
                         then = self._start_beside(loader, begin, found)
@@ -115,8 +115,8 @@ class MoreWorkers:
             self._loading = 0 if self._loading == number else self._loading
 
     def _start_beside(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], workers: int) -> Any:
-        """Let another number of workers make the batches that these have not begun. If they cannot start, none, and
-        these go on."""
+        """Start `workers` workers for the batches that the current ones have not begun; return their iterator. If they
+        cannot start, return None; the current ones then continue."""
         old, kept, pace, others = loader.num_workers, loader._iterator, self._pace, set(active_children())
         self._pending.hand_over()
         loader.__dict__["_iterator"] = None
@@ -135,7 +135,7 @@ class MoreWorkers:
     def _start_anew(
         self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any, workers: int
     ) -> Any:
-        """Let another number of workers make the batches that these have not delivered."""
+        """End the current workers, and let `workers` new ones make the batches that were not delivered."""
         end_workers(source)
         if hasattr(source, "close"):  # a generator, whose iterator ends with it
             source.close()
@@ -144,8 +144,8 @@ class MoreWorkers:
         return self._begin(loader, begin)
 
     def _find_old_number(self, error: Exception) -> int | None:
-        """The number to return to if more workers may have caused this error: too little memory, a function for workers
-        that knows only some of them. What the dataset raises is raised again."""
+        """Return the old number of workers if having more may have caused this error, such as too little memory, or a
+        ``worker_init_fn`` for fewer workers; else None. If the dataset raised it, it will do so again."""
         before, now = self._before, self._pace
         if self._epochs is not None or before is None or now is None or error is self._pending.failed:
             return None
@@ -170,7 +170,7 @@ class MoreWorkers:
             loader.__dict__[name] = own
 
     def _note(self, loader: DataLoader[Any], batch: Any, waited_s: float, took_s: float) -> int | None:
-        """Note a batch's times; returns the number of workers to go on with, None for those there are."""
+        """Note a batch's times; return the number of workers to continue with, None for the current one."""
         pace = self._pace
         if pace is None or not loader.num_workers or self._next is not None:
             return None
@@ -185,7 +185,7 @@ class MoreWorkers:
                 self.most = pace.workers
                 return None
             self._before = pace
-            # Workers that start now would load from what has changed since the others started.
+            # Workers that start now would see what has changed since the others started.
             is_now = is_now and self._mark == mark_state(loader.dataset, loader.collate_fn)
             self._next = None if is_now else workers
             self.change = f"{workers} workers instead of {pace.workers}; the run ended before they could be timed"
@@ -193,7 +193,7 @@ class MoreWorkers:
         return self._compare(self._before, pace)
 
     def _fit(self, loader: DataLoader[Any], batch: Any, workers: int) -> int:
-        """As many of these workers as shared memory has room for, beside those there are."""
+        """Return how many of these workers fit into shared memory together with the current ones."""
         size = sum(tensor.nbytes for tensor in walk_storage(batch))
         if self._room_bytes is None or not size:
             return workers
@@ -202,7 +202,7 @@ class MoreWorkers:
         return fitting[0] - loader.num_workers if fitting is not None and enough else 0
 
     def _compare(self, before: Pace, pace: Pace) -> int | None:
-        """Say what more workers have brought, and return to the old number if that is nothing."""
+        """Report whether more workers make batches come faster; return the old number of workers if not, else None."""
         if self.is_faster is not None or (now_s := pace.batch_s) is None or (was_s := before.batch_s) is None:
             return None
         figures = f"a batch every {1e3 * now_s:.3g} ms, every {1e3 * was_s:.3g} ms before"
@@ -211,7 +211,7 @@ class MoreWorkers:
             self.change = f"{pace.workers} workers instead of {before.workers}: {figures}"
             self._tell(self.change)
             return None
-        self.change = f"{_name(before.workers)} again: with {pace.workers} there was {figures}"
+        self.change = f"{_name(before.workers)} again: with {pace.workers} it was {figures}"
         self._tell(self.change)
         return before.workers
 

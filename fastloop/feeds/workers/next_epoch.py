@@ -1,8 +1,8 @@
 """The first batches of the next epoch, made while the last ones of this epoch are trained on.
 
-At the end of an epoch workers have nothing left to do, and the first batch of the next one comes no sooner than a
-worker can make it. Here a copy of the sampler predicts the next order, on copies of its random streams. When the epoch
-begins, the sampler draws as ever: batches made ahead count only if it drew the same indices.
+At the end of an epoch, workers have nothing left to do, and the next epoch has to wait until one of them has made its
+first batch. Here a copy of the sampler predicts the next order, on copies of its random streams. When the epoch begins,
+the sampler draws as usual: batches made ahead are used only if it drew the same indices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fastloop.feeds.workers.pending_indices import PendingIndices
 
 _KNOWN = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _DRAWN_FROM = ("data_source", "dataset", "indices", "weights")
-"""Attributes of theirs with as many members as the order that they draw."""
+"""Their attributes that have as many members as the order that they draw."""
 _STAND_INS = (Bounded, KeptOrder, PendingIndices)
 _MOST_SAMPLES = 2**22
 """A longer order takes torch more than half a second to draw."""
@@ -42,8 +42,8 @@ class NextEpoch:
 
     Args:
         count_next: returns how many batches the training will take from the next epoch; None if unknown.
-        count_draws: returns how many numbers others draw from torch's global stream before it begins, such as
-            validation loaders for their workers; None if unknown.
+        count_draws: returns how many numbers other code draws from torch's global stream before that epoch begins, such
+            as validation loaders for their workers; None if unknown.
         draws_seed: whether the loader draws a seed for its workers in each epoch.
 
     Attributes:
@@ -57,13 +57,13 @@ class NextEpoch:
     ) -> None:
         self._count_next, self._count_draws, self._draws_seed = count_next, count_draws, draws_seed
         self._generator: torch.Generator | None = None
-        """The loader's, which has another one while its iterator is made."""
+        """The loader's own generator: it has another one while its iterator is made."""
         self.used, self.is_wrong = 0, False
         self.may_predict: bool | None = None
         self._stream: _Stream | None = None
 
     def begin(self, loader: DataLoader[Any], make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The batches of one epoch, or of the rest of one; `make` makes the loader's iterator."""
+        """Return the batches of one epoch, or of the rest of one; `make` makes the loader's iterator."""
         own, last = getattr(loader, name_sampler(loader)), self._stream
         self.may_predict = find_sampler(own) is not None
         if last is not None and not last.serves(loader):
@@ -83,10 +83,10 @@ class NextEpoch:
     def _begin_anew(
         self, loader: DataLoader[Any], make: Callable[[], Iterator[Any]], own: Any, source: Any, last: _Stream | None
     ) -> Iterator[Any]:
-        """Let the loader's iterator read these indices. One that stays knows no other sampler than its last one."""
+        """Let the loader's iterator read these indices. One that stays only knows its last sampler: that is reused."""
         before, name = self._stream, name_sampler(loader)
         if last is None:
-            known = weakref.ref(loader)  # its workers end when nobody holds it
+            known = weakref.ref(loader)  # weak: the loader's workers end when nothing refers to it
             last = _Stream(source, lambda stream: self._predict(known(), own, stream))
         else:
             last.begin_epoch(source)
@@ -102,7 +102,7 @@ class NextEpoch:
         return _Epoch(iterator, last)
 
     def _predict(self, loader: DataLoader[Any] | None, own: Any, stream: _Stream) -> Iterator[Any]:
-        """The indices of the next epoch's first batches, where they are known."""
+        """Yield the indices of the next epoch's first batches, if they can be predicted."""
         most, draws = self._count_next(), self._count_draws()
         if loader is None or stream is not self._stream or find_sampler(own) is None:
             return iter(())
@@ -114,7 +114,7 @@ class NextEpoch:
 
 
 class _Stream:
-    """Stands in for a sampler: the indices of an epoch's batches, and then those predicted for the next one."""
+    """Stands in for a sampler: yields the indices of an epoch's batches, and then those predicted for the next one."""
 
     def __init__(self, source: Iterator[Any], predict: Callable[[_Stream], Iterator[Any]]) -> None:
         self._predict = predict
@@ -122,23 +122,23 @@ class _Stream:
         self.begin_epoch(source)
 
     def begin_epoch(self, source: Iterator[Any], asked: int = 0) -> None:
-        """Read an epoch's indices from `source`, of which `asked` batches were asked for already."""
+        """Read an epoch's indices from `source`; `asked` batches of the epoch were already requested."""
         self._source, self._asked, self.given = source, asked, 0
         self._total: int | None = None
         self._began_at = torch.default_generator.get_state() if asked else None
         self.ahead, self._next = list[Any](), iter(list[Any]())
 
     def is_quiet(self) -> bool:
-        """Whether nobody has drawn from torch's global stream since the epoch's first indices were drawn."""
+        """Whether no code has drawn from torch's global stream since the epoch's first indices were drawn."""
         return self._began_at is not None and torch.equal(self._began_at, torch.default_generator.get_state())
 
     @property
     def is_over(self) -> bool:
-        """Whether all batches of the epoch were given."""
+        """Whether all batches of the epoch were returned."""
         return self.given == self._total
 
     def serves(self, loader: DataLoader[Any]) -> bool:
-        """Whether the loader's workers read this."""
+        """Whether the loader's workers read from this stream."""
         return loader._iterator is not None and loader._iterator is self.find_iterator()
 
     def __iter__(self) -> Iterator[Any]:  # torch calls it twice before it reads
@@ -184,12 +184,12 @@ class _Epoch(Disguised):
         received = self.inner._rcvd_idx
         try:
             return next(self.inner)
-        finally:  # a batch that raises was one, too; a timeout was none
+        finally:  # a batch that raises counts too; a timeout does not
             self.stream.given += self.inner._rcvd_idx != received
 
 
 def find_sampler(sampler: Any) -> Any:
-    """The sampler behind our stand-ins whose next order can be predicted; None if it is not one of torch's."""
+    """Return the sampler behind our stand-ins; None if its order cannot be predicted: not torch's own, or too long."""
     while isinstance(sampler, _STAND_INS):
         sampler = sampler.inner
     base: Any = sampler.sampler if type(sampler) is BatchSampler else sampler
@@ -200,13 +200,13 @@ def find_sampler(sampler: Any) -> Any:
 def predict(
     own: Any, count: int, *, draws: int = 0, seeds_from: Iterable[torch.Generator | None] = ()
 ) -> Iterator[Any]:
-    """The indices of the next epoch's first batches, as its workers get them; none if they are not whole numbers. All
-    random streams stay as they are.
+    """Yield the indices of the next epoch's first batches, as its workers get them; nothing if they are not integers.
+    Leaves all random streams unchanged.
 
     Args:
         own: the loader's batch sampler, or its sampler.
-        draws: numbers that others draw from torch's global stream before.
-        seeds_from: generators from which the loader draws a seed before, None for the global stream.
+        draws: how many numbers other code draws from torch's global stream first.
+        seeds_from: generators from which the loader then draws a seed; None for the global stream.
     """
     twin, clones = copy.copy(find_sampler(own)), dict[int, torch.Generator]()
     base = twin
@@ -229,7 +229,7 @@ def predict(
 
 
 def _find_send(sampler: Any) -> Callable[[Any], Any] | None:
-    """What makes a worker's order from indices."""
+    """Return the function that makes what a worker gets from a batch's indices; None if it gets the indices."""
     while isinstance(sampler, _STAND_INS):
         if (send := vars(sampler).get("send")) is not None:
             return send  # type: ignore[no-any-return]
@@ -238,7 +238,7 @@ def _find_send(sampler: Any) -> Callable[[Any], Any] | None:
 
 
 def _copy(generator: torch.Generator, clones: dict[int, torch.Generator]) -> torch.Generator:
-    """A generator in the same state; the same one for a generator that the loader and its sampler share."""
+    """Return a copy of a generator, in the same state. If loader and sampler share a generator, they share the copy."""
     if id(generator) not in clones:
         clones[id(generator)] = torch.Generator(generator.device)
         clones[id(generator)].set_state(generator.get_state())

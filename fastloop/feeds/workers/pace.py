@@ -10,15 +10,15 @@ from typing import NamedTuple
 START_S = 0.05
 """Time to fork a worker from a training process."""
 LEAST_BATCHES, LEAST_S = 8, 0.5
-"""A pace is that of so many batches, of two for each worker if that is more, and of this time."""
+"""A pace is measured over at least this many batches, or two per worker if that is more, and this much time."""
 WORTH_WAITING = 0.2
-"""Share of the time that the training waits for batches, from which on it is worth a try."""
+"""More workers are worth a try if the training waits for batches for at least this share of its time."""
 HEADROOM = 1.5
-"""More workers than would keep up if all batches took the same time."""
+"""Factor on the number of workers that would keep up if all batches took the same time."""
 
 
 class Left(NamedTuple):
-    """Batches that the training has still to take; None if unknown."""
+    """Batches that the training still has to take; None if unknown."""
 
     in_epoch: int | None = None
     in_run: int | None = None
@@ -39,17 +39,17 @@ class Pace:
     def __post_init__(self) -> None:
         self._spans = deque[tuple[float, float]]()
         self._took_s = self._waited_s = 0.0
-        """The sums of what they hold."""
+        """The sums over `_spans`."""
         self._unsteady = max(self.ready, self.workers)
-        """Batches still to come that the workers began at their start."""
+        """Batches still to come that do not count, because the workers began them at their start."""
 
     def begin_epoch(self, batches: int | None) -> None:
-        """Leave out the batches for which workers had no time while others were trained on, if there are more."""
+        """Leave out each worker's first batch if more follow: it could not make that while others were trained on."""
         if batches is None or batches >= 2 * self.workers:
             self._unsteady = max(self._unsteady, self.workers)
 
     def note(self, waited_s: float, took_s: float) -> None:
-        """Note a batch: the wait for it, and the time since the one before."""
+        """Note a batch: the wait for it, and the time since the previous one."""
         if self._unsteady:
             self._unsteady -= 1
             return
@@ -65,7 +65,7 @@ class Pace:
 
     @property
     def _is_known(self) -> bool:
-        """Whether there are enough of them, or whole rounds of the workers that were waited for long."""
+        """Whether enough batches were noted, or fewer, in whole rounds of the workers, that were waited for long."""
         count = len(self._spans)
         if count >= self._least:
             return self._took_s >= LEAST_S
@@ -83,12 +83,12 @@ class Pace:
         return (self._took_s - self._waited_s) / len(self._spans)
 
     def find_more(self, most: int, left: Left, *, loses: bool, stay: bool = False) -> tuple[int, bool] | None:
-        """The number of workers that would keep up, at most `most`, and whether they should start now rather than with
-        the next epoch. None if there are not enough batches yet, or if they would not pay.
+        """Return the number of workers that would keep up, at most `most`, and whether they should start now rather
+        than with the next epoch. None if too few batches were noted, or if more workers would not pay off.
 
         Args:
-            loses: whether what the old ones have begun is made again then.
-            stay: whether workers stay between epochs: then those that start now work for the next one, too.
+            loses: whether batches that the old workers have begun must be made again.
+            stay: whether workers stay between epochs: those that start now then also work for the next ones.
         """
         batch_s = self.batch_s
         if batch_s is None or batch_s - self.step_s < WORTH_WAITING * batch_s:
@@ -98,7 +98,7 @@ class Pace:
         if workers <= self.workers:
             return None
         saved_s = batch_s - max(self.step_s, batch_s * self.workers / workers)
-        # Made again, the first batch comes after the time that a worker needs for one: here `workers * batch_s`.
+        # If batches are made again, the first one takes the time that a worker needs for one: `self.workers * batch_s`.
         needed = 2 * (START_S * workers + self.workers * batch_s * loses) / saved_s
         in_epoch, in_run = (math.inf if count is None else count for count in left)
         if (in_run if stay else in_epoch) > needed:

@@ -34,7 +34,7 @@ class PackedList(Sequence[tuple[str, int]]):
         self._text, self._ends, self._labels = bytearray(), array("q"), array("q")
         for sample in samples:
             if [type(sample), *map(type, sample)] != [tuple, str, int]:
-                raise TypeError(f"{sample!r} is no (path, label)")
+                raise TypeError(f"{sample!r} is not a (path, label) pair")
             self._text += sample[0].encode("utf-8", "surrogatepass")
             self._ends.append(len(self._text))
             self._labels.append(sample[1])
@@ -108,6 +108,6 @@ def _pack(dataset: Any) -> Any:
 
 
 def _is_folder(dataset: Any) -> bool:
-    """Whether it is torchvision's own class, which only reads the list; a user's subclass may do anything with it."""
+    """Whether its class is torchvision's own, which only reads the list; a user's subclass may do anything with it."""
     folder = sys.modules.get("torchvision.datasets.folder")
     return folder is not None and type(dataset) in (folder.DatasetFolder, folder.ImageFolder)

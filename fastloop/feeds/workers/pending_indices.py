@@ -15,7 +15,7 @@ class PendingIndices(StandIn):
     """Stands in for the loader's (batch) sampler: keeps the indices of batches that were not yet returned.
 
     Args:
-        send: what goes to a worker in place of a batch's indices.
+        send: makes what is sent to a worker in place of a batch's indices; None to send the indices.
     """
 
     def __init__(self, inner: Any = None, send: Callable[[Any], Any] | None = None) -> None:
@@ -26,23 +26,23 @@ class PendingIndices(StandIn):
         self.goes_on = False
         """Whether the next ``iter`` only continues the sampler: others still make the pending batches."""
         self._reader = 0
-        """Which ``iter`` may go on: the last one."""
+        """Number of the last ``iter``, the only one that may continue."""
         self.failed: Exception | None = None
-        """What the sampler raised."""
+        """Exception that the sampler raised."""
         self._source: Iterator[Any] = iter(())
 
     def hand_over(self) -> None:
-        """Let the next ``iter`` go on from here, while who reads now gets no more indices."""
+        """Let the next ``iter`` continue from here; the current reader gets no more indices."""
         self._reader += 1
         self.goes_on = True
 
     def take_back(self) -> None:
-        """Undo `hand_over` before anybody has read: who read before goes on."""
+        """Undo `hand_over` before anything was read: the previous reader continues."""
         self._reader -= 1
         self.goes_on = False
 
     def begin_epoch(self) -> None:
-        """Forget what the last epoch left: whoever knows an epoch's length stops at its last batch."""
+        """Forget what the last epoch left: a reader that knows an epoch's length stops at its last batch."""
         self.resumes = self.goes_on = False
         self.pending = deque()
 
@@ -62,5 +62,5 @@ class PendingIndices(StandIn):
             except Exception as error:
                 self.failed = error
                 raise
-            self.pending.append(copy.copy(indices))  # some fill one list again and again, and torch sends it later
+            self.pending.append(copy.copy(indices))  # some samplers reuse one list, and torch sends it later
             yield indices if self.send is None else self.send(self.pending[-1])

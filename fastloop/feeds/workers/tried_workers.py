@@ -57,7 +57,7 @@ class TriedWorkers:
         warn: shows the user one line.
         turn_off: the configuration key that turns workers off, as the user writes it.
         free_cpus: CPUs of this machine that the workers leave to the training; 0 for none.
-        is_training: whether the training itself asks for an epoch now, and not a callback.
+        is_training: whether the training itself requests an epoch now, not a callback.
         leave_out: called like `step_down` if workers cost more time than they save; None to keep them even then.
 
     Attributes:
@@ -81,7 +81,7 @@ class TriedWorkers:
         self._took_ms: list[float] = []
         self.drew = multiprocessing.RawValue("b", 0)
         self.loss_ms: tuple[float, float] | None = None
-        """What taking a ready batch from a worker takes, and what making it does; None unless taking it is slower."""
+        """Time to take a ready batch from a worker, and to make one; None unless taking it is slower."""
         self._room_bytes, self._step_down, self._warn, self._turn_off = room_bytes, step_down, warn, turn_off
         self._drawn = PendingIndices()
         self._epoch = self._loading = 0
@@ -90,12 +90,12 @@ class TriedWorkers:
         self._batch_bytes: int | None = None
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The batches of one epoch, which begins with this call; `begin` makes the loader's iterator.
+        """Return the batches of one epoch, which begins with this call; `begin` makes the loader's iterator.
 
         Raises:
             FastLoopError: no batch came for LIMIT_S; says where the worker is.
         """
-        if self._loading and loader._iterator is None and not self._is_training():  # a callback reads it, too
+        if self._loading and loader._iterator is None and not self._is_training():  # a callback also reads the loader
             return begin()
         self._drawn.begin_epoch()
         return self._load(loader, begin, self._begin(loader, begin) if loader.num_workers else begin())
@@ -136,7 +136,7 @@ class TriedWorkers:
         yield from source
 
     def _go_on_here(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], failed: str) -> Iterator[Any]:
-        """Make the batch that raised in a worker, and those after it, in this process. If it raises here, too, that
+        """Make the batch that raised in a worker, and those after it, in this process. If it raises here too, that
         exception ends the training, as it would without workers."""
         indices = self._drawn.pending[0]
         self._set_workers(loader, 0, 0)
@@ -202,7 +202,7 @@ class TriedWorkers:
                 raise FastLoopError(
                     got=f"no batch for {waited_s:.0f} s: {self._find_place(source)}",
                     why=f"a training that gets no batch for {LIMIT_S:.0f} s would wait forever",
-                    do="look at that line; where it works without workers (locks and threads do not survive a fork),"
+                    do="look at that line; if it works without workers (locks and threads do not survive a fork),"
                     f" write {self._turn_off}",
                 )
             if waited_s >= SAY_S and not said:

@@ -70,7 +70,7 @@ def describe(dump: str) -> str | None:
 
 
 def find_thread(ident: int) -> str | None:
-    """Return the same for a thread of this process; None if it has ended."""
+    """Return the ``__getitem__`` and innermost line of a thread of this process; None if it has ended."""
     frame = sys._current_frames().get(ident)
     frames = reversed(traceback.extract_stack(frame)) if frame is not None else ()
     return _name_place([(f"{each.filename}:{each.lineno}", each.name) for each in frames])

@@ -146,7 +146,7 @@ def test_an_exception_arrives_itself_with_its_frames_and_its_sample(error: BaseE
     assert raised.value is error and len(seen) <= 4
     told = "".join([*traceback.format_exception(error), *warned])  # Python 3.10 has no notes
     assert "raise self.error" in told and "in __getitem__" in told
-    assert "raised by sample 17, in one of the threads that load (rungs.loads.enabled: false does without them)" in told
+    assert "raised by sample 17, in one of the loading threads (rungs.loads.enabled: false turns them off)" in told
 
 
 def test_the_batches_before_an_exception_come_first() -> None:

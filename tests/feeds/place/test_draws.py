@@ -45,7 +45,7 @@ def test_one_rank(kind: str) -> None:
         ([1, 2], 1, "list does not reveal its order"),
         (DataLoader(Stream()), 1, "Stream is an IterableDataset, whose order cannot be drawn again"),
         (Stateful(Stream()), 1, None),
-        (Twice(DATA), 1, "Twice has other batches than its sampler"),
+        (Twice(DATA), 1, "Twice has a different number of batches than its sampler"),
         (make("keeps", 0), 1, "sampler.sampler.drawn changes during iteration, and is not a plain value"),
         (make("in order", 0), 2, None),
         (make("shuffled", 0), 2, "each rank draws its own order, and only rank 0's is saved"),

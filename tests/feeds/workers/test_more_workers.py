@@ -126,7 +126,7 @@ def test_the_old_number_returns_if_batches_come_no_faster(given: type[Given]) ->
     order, counts, _ = read(loader)
     assert order == read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2))[0]
     assert counts == [2, 4] and loader.num_workers == 2 and workers.is_faster is False
-    assert said == ["2 workers again: with 4 there was a batch every 1e+03 ms, every 1e+03 ms before"]
+    assert said == ["2 workers again: with 4 it was a batch every 1e+03 ms, every 1e+03 ms before"]
 
 
 def refuse_third(worker_id: int) -> None:
