@@ -8,7 +8,8 @@ from fastloop.evidence.worker_limits import count_used_batches
 from fastloop.records.facts import Facts, LoaderFacts
 
 LEAST_STEPS = 200
-"""Optimizer steps that a run must have for a shipped ladder to search a micro-batch; a search costs about ten."""
+"""A shipped ladder searches for a micro-batch only in runs of at least this many optimizer steps; a search costs about
+ten."""
 
 
 def count_batches_between_validations(batches: int, interval: int | float) -> int:
@@ -21,7 +22,7 @@ def explain_no_regrouping(facts: Facts) -> str | None:
     if not facts.automatic_optimization:
         return "manual optimization: the module runs its own backward passes"
     if not facts.plain_gradients:
-        return f"{facts.strategy} keeps gradients of its own; only one device and DDP are supported"
+        return f"{facts.strategy} keeps its own gradients; only one device and DDP are supported"
     if facts.static_graph:
         return "static_graph with several backward passes per step fails inside DDP; turn it off"
     if facts.accumulation_scheduled:
@@ -80,19 +81,19 @@ def _explain_moved_validation(facts: Facts, batches: int) -> str | None:
         return None
     if facts.val_every_n_epochs is None:
         return (
-            f"{setting} counts across epochs (check_val_every_n_epoch=None), and an epoch's {batches} batches are no"
+            f"{setting} counts across epochs (check_val_every_n_epoch=None), and an epoch has {batches} batches, not a"
             f" multiple of accumulate_grad_batches={window}: validation would move"
         )
     if -(-batches // window) % (every // window) == 0:
         return (
             f"{setting}: the short last window of an epoch ({batches % window} of {window} batches) would count as a"
-            " whole one and be validated"
+            " full one, with a validation after it"
         )
     return None
 
 
 def list_changed_counts(facts: Facts, loader: LoaderFacts) -> list[str]:
-    """List what counted batches before and counts optimizer steps in a merged run, and what does not change."""
+    """List what counts optimizer steps instead of batches in a merged run, and what does not change."""
     window, interval, limit = facts.accumulate, facts.val_check_interval, facts.limit_train_batches
     notes = [f"batch_idx and on_train_batch_* now count optimizer steps: one call for every {window} batches"]
     if isinstance(interval, int):

@@ -66,8 +66,8 @@ _PARTS: Mapping[torch.layout, Sequence[str]] = {
 
 
 def walk_storage(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors that hold the numbers of those that `walk_tensors` finds: a sparse one consists of several, and has
-    neither bytes nor streams itself."""
+    """Yield the tensors that hold the numbers of those that `walk_tensors` finds: a sparse tensor consists of several,
+    and has neither bytes nor streams itself."""
     for tensor in walk_tensors(batch):
         parts = _PARTS.get(tensor.layout)
         yield from [tensor] if parts is None else (getattr(tensor, part)() for part in parts)
@@ -77,8 +77,8 @@ _LEAVES = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.dtyp
 
 
 def may_hide_tensors(batch: Any, inside: frozenset[int] = frozenset()) -> bool:
-    """Whether the batch holds objects that `walk_tensors` does not look into, which may hold tensors: those that only
-    the user's transfer hook can move, or with memory of their own, such as some graph libraries' batches.
+    """Whether the batch may hold tensors that `walk_tensors` does not find: in objects that only the user's transfer
+    hook can move, or that manage their own memory, such as some graph libraries' batches.
 
     Args:
         inside: ids of the objects that enclose this one.
@@ -121,7 +121,7 @@ def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def is_container(batch: Any) -> bool:
-    """Whether `rebuild` can take it apart."""
+    """Whether `rebuild` can take this object apart."""
     return isinstance(batch, (list, tuple, Mapping)) or (  # mappings take longer to recognize
         dataclasses.is_dataclass(batch) and not isinstance(batch, type)
     )

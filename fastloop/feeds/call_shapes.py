@@ -20,7 +20,8 @@ STORM = 0.5
 RECENT, ENOUGH = 50, 10
 """These shares are over the last RECENT calls; a verdict needs at least ENOUGH of them."""
 DEPTH, MEMBERS = 5, 500
-"""Limits on the search through arguments: what lies beyond, such as behind a reference to the trainer, is no batch."""
+"""Limits on the search through arguments: what lies beyond, such as behind a reference to the trainer, is not part of a
+batch."""
 
 _CLOSED = (type(None), str, int, float, torch.nn.Module, torch.dtype, torch.device)
 _PLACES = tuple(f"args[{place}]" for place in range(64))
@@ -156,7 +157,7 @@ class GraphLimit:
         return any(fits(sizes) for fits in self._fitting)
 
     def deserves(self) -> bool:
-        """Whether new sizes get a graph: the first sizes do, later ones once they are no exception."""
+        """Whether new sizes get a graph: the first sizes do, later ones once they are no longer exceptions."""
         if self.exhausted:
             return False
         new = sum(self._recent)

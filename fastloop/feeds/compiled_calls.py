@@ -1,4 +1,4 @@
-"""Routes a module's calls through a compiled function, and back to eager if that does not work or does not pay."""
+"""Routes a module's calls through a compiled function, and back to eager if that does not work or does not pay off."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return self.module._call_impl(*args, **kwargs)
-        if dynamo_graphs.is_forced_eager():  # by a check of ours, or by the user: it says nothing about the graphs
+        if dynamo_graphs.is_forced_eager():  # by our own check, or by the user: it says nothing about the graphs
             self.forced += 1
             return self.module._call_impl(*args, **kwargs)
         tensors = call_shapes.find_tensors(args, kwargs)
@@ -268,8 +268,8 @@ def _hash_masks(module: torch.nn.Module, barred: frozenset[str]) -> tuple[int, .
 
 
 def put_in(calls: Sequence[CompiledCall]) -> Undo:
-    """Route these modules' calls through their compiled functions. Undo restores the latest callable put in before them
-    that is still active, in whatever order they are undone, and also if one was paused."""
+    """Route these modules' calls through their compiled functions. Undo restores the latest earlier callable that is
+    still active, whatever the order in which callables are undone, and even if one was paused."""
     for call in calls:
         call.below = vars(call.module).get("_compiled_call_impl")
         call.module._compiled_call_impl, call.is_in = call, True
@@ -326,8 +326,8 @@ def _add_values(graph: torch.fx.Graph) -> None:
 
 
 def _list_options(mode: str) -> dict[str, Any]:
-    """List Inductor's options. It benchmarks kernels in a subprocess: a kernel that breaks the CUDA context, as a
-    matrix product of more than 2^31 numbers did here, then breaks only the subprocess's and is not chosen."""
+    """List Inductor's options. It benchmarks kernels in a subprocess: a kernel that breaks the CUDA context, as one did
+    for a matrix product of more than 2^31 numbers, then breaks only the subprocess's and is not chosen."""
     from torch._inductor import list_mode_options
 
     return {**list_mode_options(mode), "autotune_in_subproc": torch.cuda.is_available()}

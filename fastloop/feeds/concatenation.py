@@ -57,7 +57,7 @@ def _list_members(member: Any, first: Any) -> list[Any]:
     if isinstance(first, Mapping):
         if member.keys() != first.keys():
             odd = sorted(map(str, member.keys() ^ first.keys()))
-            raise CannotRegroup(f"batches with other keys: {', '.join(odd)}")
+            raise CannotRegroup(f"batches with different keys: {', '.join(odd)}")
         return [member[key] for key in first]
     if isinstance(first, (list, tuple)) and len(member) != len(first):
         raise CannotRegroup(f"a {type(first).__name__} of {len(first)} members in one batch, {len(member)} in another")
@@ -72,7 +72,7 @@ def _join_tensors(members: Sequence[torch.Tensor], rows: Sequence[int]) -> torch
         raise CannotRegroup(f"tensors of layout {first.layout} cannot be concatenated")
     if all(member.dim() == 0 for member in members):
         if any(not torch.equal(member, first) for member in members):
-            raise CannotRegroup("a number of its own for each batch")
+            raise CannotRegroup("a number that differs between batches")
         return first
     for member, count in zip(members, rows, strict=True):
         if member.dim() == 0 or member.shape[0] != count:
@@ -102,5 +102,5 @@ def _share_member(members: Sequence[Any]) -> Any:
     except Exception:  # a user's comparison may raise anything
         same = False
     if not same:
-        raise CannotRegroup(f"a {type(first).__name__} of its own for each batch")
+        raise CannotRegroup(f"a {type(first).__name__} that differs between batches")
     return first

@@ -64,8 +64,8 @@ class DeviceFeed(LazyLoader):
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.hides_tensors = False
-        """Whether batches hold tensors that no walk finds. Nobody can tell the allocator which stream uses those, so
-        each copy begins when all steps issued so far are done, and takes memory that none of them reads."""
+        """Whether batches may hold tensors that `walk_storage` does not find. Nothing tells the allocator which stream
+        uses those, so each copy waits until all steps issued so far are done with the memory that it takes."""
         self.seen = {"batches": 0, "ahead_batches": 0, "copied_bytes": 0, "tensors": 0, "pinned_tensors": 0}
 
     def _batches(self, at: Any) -> Iterator[Any]:
@@ -134,8 +134,8 @@ class DeviceFeed(LazyLoader):
                 loose += not pinned
         if not loose:
             return batch
-        # By this thread alone. Worker processes keep the CPUs busy, and then waiting for torch's other threads takes
-        # longer than the copy: with two busy cores 16 ms, and 0.2 ms without them, for 1.5 MB.
+        # Copy with this thread only. Worker processes keep the CPUs busy, so waiting for torch's other threads would
+        # take longer than the copy: for 1.5 MB with two busy cores 16 ms, but 0.2 ms without those threads.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

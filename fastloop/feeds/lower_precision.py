@@ -17,7 +17,7 @@ from fastloop.errors import NotApplicable, let_through
 from fastloop.records.plan import Site, Undo
 
 _MOST_ENTRIES = 64
-"""Of a dictionary that holds outputs."""
+"""Larger dictionaries are not searched for outputs."""
 
 
 def keep_in_float32(root: torch.nn.Module, name: str, device_type: str, note: Callable[[str], object]) -> Undo:
@@ -72,8 +72,8 @@ def keep_cudnn_out(site: Site) -> Undo | None:
 
 
 def read_product_dtype(device: torch.device, module: torch.nn.Module | None = None) -> str:
-    """Return the dtype of a 1x1 matrix product of default numbers, which shows what autocast does at this point; of
-    float64 if the module's first parameter has it, which autocast leaves alone."""
+    """Return the dtype of a 1x1 matrix product, which shows what autocast does at this point. The factors have torch's
+    default dtype, or float64, which autocast leaves alone, if the module's first parameter has that."""
     first = None if module is None else next(module.parameters(), None)
     is_double = first is not None and first.dtype == torch.float64
     one = torch.ones(1, 1, device=device, dtype=torch.float64 if is_double else None)
@@ -81,9 +81,8 @@ def read_product_dtype(device: torch.device, module: torch.nn.Module | None = No
 
 
 class WideOutputs:
-    """Makes float32 of the 16-bit tensors that a step hands out, as they would be without autocast: what it returns,
-    and what it appends to lists of the module. NumPy knows no bfloat16, and scripts that collect outputs for the end of
-    an epoch ended there.
+    """Converts the 16-bit tensors that a step returns, or appends to lists of the module, to float32, which they would
+    be without autocast. NumPy has no bfloat16, so scripts that collect outputs for the end of an epoch would fail.
 
     Args:
         module: the LightningModule. If it has 16-bit parameters or buffers itself, nothing is changed.
@@ -94,7 +93,7 @@ class WideOutputs:
         self._is_wide = not any(_is_short(each) for each in (*module.parameters(), *module.buffers()))
 
     def note(self) -> list[tuple[Any, int]]:
-        """The module's lists, also those in small dictionaries, and their lengths before a step."""
+        """Return the module's lists, also those in small dictionaries, with their lengths before a step."""
         if not self._is_wide:
             return []
         found = []
@@ -108,8 +107,8 @@ class WideOutputs:
         return found
 
     def widen(self, result: Any, before: list[tuple[Any, int]]) -> Any:
-        """What a step returned, but for a loss, which still has its backward. `before`: from `note`, of which what came
-        since is widened in place."""
+        """Convert a step's 16-bit outputs to float32, except the loss, which still needs its backward. Items appended
+        to the module's lists since `note`, which returned `before`, are converted in place."""
         if not self._is_wide:
             return result
         for kept, length in before:
@@ -121,8 +120,8 @@ class WideOutputs:
 
 
 def _widen(value: Any, but: str | None = None) -> Any:
-    """The same object where nothing in it is a 16-bit tensor. Looks into plain containers, and into dictionaries, which
-    it changes in place unless they refuse."""
+    """Convert 16-bit tensors to float32; return the same object if it has none. Looks into plain lists and tuples, and
+    into dictionaries, which are changed in place unless they refuse, except for the key `but`."""
     if isinstance(value, torch.Tensor):
         return value if value.is_leaf and value.requires_grad else _lengthen(value)
     if type(value) in (list, tuple):

@@ -41,7 +41,7 @@ def regroup(own: Sequence[Any], others: Sequence[Leaves]) -> list[Any]:
         raise CannotRegroup(f"{sum(theirs)} samples do not fill whole batches of {'/'.join(map(str, sizes[:4]))}")
     sizes = sizes[: ends.index(sum(theirs)) + 1]
     if len({len(leaves) for leaves in others} | {len(list(iterate_tensors(batch))) for batch in own}) > 1:
-        raise CannotRegroup("the batches do not all have as many tensors")
+        raise CannotRegroup("the batches do not all have the same number of tensors")
     if theirs != sizes:
         others = [piece.batch for piece in cut_at(concatenate(others), sizes, full=1)]
     return [_fill(batch, leaves) for batch, leaves in zip(own, others, strict=False)]

@@ -22,7 +22,7 @@ class Piece(NamedTuple):
     """Number of whole merged batches in it, all of one size."""
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return its share of the step's loss, in the loss's dtype."""
+        """Return the piece's share of the step's loss, in the loss's dtype."""
         return loss * (self.weight.to(loss.dtype) if isinstance(self.weight, torch.Tensor) else self.weight)
 
 
@@ -34,8 +34,8 @@ def cut(
     Args:
         batch: containers of tensors with samples on dim 0; lists of one string or number per sample are cut too.
         micro: samples per piece.
-        window: sizes of the loader batches that were merged into this one, and how many a full window has. Each of
-            them weighs ``1/full``, as in Lightning's accumulation, so pieces never mix sizes.
+        window: sizes of the loader batches that were merged into this one, and how many of them a full window has. Each
+            weighs ``1/full``, as in Lightning's accumulation, so pieces never mix sizes.
         whole_batches: do not cut the merged batches, even if one is larger than `micro`.
 
     Raises:

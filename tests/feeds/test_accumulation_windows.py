@@ -46,21 +46,21 @@ MOVED = "is not a multiple of accumulate_grad_batches=4: validation would move; 
             RAGGED,
             {"val_check_interval": 4},
             "val_check_interval=4: the short last window of an epoch (2 of 4 batches)"
-            " would count as a whole one and be validated",
+            " would count as a full one, with a validation after it",
         ),
         (DENSE, {"val_check_interval": 4, "val_every_n_epochs": None}, None),
         (RAGGED, {"val_check_interval": 10, "val_every_n_epochs": None}, None),
         (
             RAGGED,
             {"val_check_interval": 8, "val_every_n_epochs": None},
-            "val_check_interval=8 counts across epochs (check_val_every_n_epoch=None), and an epoch's 10 batches are no"
-            " multiple of accumulate_grad_batches=4: validation would move",
+            "val_check_interval=8 counts across epochs (check_val_every_n_epoch=None), and an epoch has 10 batches, not"
+            " a multiple of accumulate_grad_batches=4: validation would move",
         ),
         (
             DENSE,
             {"limit_train_batches": 10, "val_check_interval": 4},
-            "val_check_interval=4: the short last window of an epoch (2 of 4 batches) would count as a whole one and be"
-            " validated",
+            "val_check_interval=4: the short last window of an epoch (2 of 4 batches) would count as a full one, with a"
+            " validation after it",
         ),
         (
             3,

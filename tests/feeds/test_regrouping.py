@@ -52,10 +52,10 @@ def test_they_are_copies() -> None:
     ("own", "theirs", "says"),
     [
         (batches(6, 6), batches(4, 4), "8 samples do not fill whole batches of 6/6"),
-        (batches(8), [*batches(4), [torch.ones(4)]], "as many tensors"),
+        (batches(8), [*batches(4), [torch.ones(4)]], "the same number of tensors"),
         ([[torch.ones(8, 2)]], [[torch.ones(4, 2)], [torch.ones(4, 3)]], "such as padded lengths"),
         ([[torch.ones(8), torch.ones(3)]], [[torch.ones(4), torch.ones(3)]] * 2, "shape (3,) in a batch of 4"),
-        ([[torch.ones(8), torch.tensor(1)]], [[torch.ones(4), torch.tensor(n)] for n in (1, 2)], "a number of its own"),
+        ([[torch.ones(8), torch.tensor(1)]], [[torch.ones(4), torch.tensor(n)] for n in (1, 2)], "number that differs"),
         ([["text"]], [["text"]], "no tensor"),
     ],
     ids=["sizes", "kinds", "padding", "weights", "scalars", "no tensors"],

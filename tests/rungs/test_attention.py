@@ -102,7 +102,7 @@ def test_takes() -> None:
     [
         (Ready, "net.layers.0 already calls scaled_dot_product_attention, and torch's own backend order stands"),
         (torch.nn.Tanh, "no inner module has a softmax between two matrix products"),
-        (spellings.ReturnsWeights, "no attention was replaced: its weights are used elsewhere, too"),
+        (spellings.ReturnsWeights, "no attention was replaced: its weights are also used elsewhere"),
     ],
 )
 def test_says_why_it_does_not_take(kind: Any, why: str) -> None:

@@ -106,7 +106,7 @@ def test_the_full_ladder_merges_where_nobody_counts_batches(hooks: tuple[str, ..
         (
             {},
             facts(plain_gradients=False, strategy="FSDPStrategy"),
-            "FSDPStrategy keeps gradients of its own; only one device and DDP are supported",
+            "FSDPStrategy keeps its own gradients; only one device and DDP are supported",
         ),
         (
             {},

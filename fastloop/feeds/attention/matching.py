@@ -23,7 +23,7 @@ NEVER = -1e4
 
 
 class NoMatch(Exception):
-    """This is no attention that a single call can replace; the message says why."""
+    """This is not an attention that a single call can replace; the message says why."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ def find_attention(softmax: Node, constants: Constants) -> Found:
     found.dropout, found.between = dropout, [*reversed(after), softmax, *before]
     _check_types(product, found)
     if is_changed_between(found.between, result):
-        raise NoMatch("something it takes is changed in place before its result is there")
+        raise NoMatch("one of its inputs is changed in place before its result is computed")
     _read_steps(steps, found, constants)
     _find_causal(found, product, constants)
     return found
@@ -96,7 +96,7 @@ def _follow_weights(softmax: Node) -> tuple[Node, Node, Any, list[Node]]:
     while True:
         users = list(weights.users)
         if len(users) != 1:
-            raise NoMatch("its weights are used elsewhere, too")
+            raise NoMatch("its weights are also used elsewhere")
         user, name = users[0], name_of(users[0])
         passed.append(user)
         if name in PRODUCTS:
@@ -123,7 +123,7 @@ def _trace_back(node: Any) -> tuple[list[tuple[str, Any]], list[Node]]:
     if not isinstance(node, Node) or not isinstance(node.meta.get("example_value"), torch.Tensor):
         raise NoMatch("its softmax input is not a product of queries and keys")
     if len(node.users) != 1:
-        raise NoMatch("its scores are used elsewhere, too")
+        raise NoMatch("its scores are also used elsewhere")
     name = name_of(node) or ""
     if name in PRODUCTS:
         by = (_read_argument(node, 0, "input"), _read_argument(node, 3, "beta", 1)) if name == "baddbmm" else None
@@ -364,7 +364,7 @@ def _permute(node: Node, letters: str, wanted: list[str]) -> Node:
 
 
 def _check_types(product: Node, found: Found) -> None:
-    """A single call computes in one dtype; autocast, if on, ensures that, as it does for the products."""
+    """Refuse different dtypes: a single call computes in one. Autocast, if on, ensures that, as for the products."""
     scores, out = _read_example(product).dtype, _read_example(found.result).dtype
     given = {_read_example(each).dtype for each in (found.query, found.key, found.value)}
     if given != {out} and scores != out:

@@ -16,7 +16,8 @@ from fastloop.feeds.compiled_calls import COMPILES, MAY_TAKE, TAKEN
 
 ATTEND = torch.nn.functional.scaled_dot_product_attention
 LARGEST_SCORE = 8.0
-"""A number beside which its type cannot tell this from 0 makes all weights of a row equal where it is added to all."""
+"""If a number is added to all scores of a row, and is so large that rounding swallows scores of this size, all weights
+of the row become equal."""
 UNSQUEEZES: dict[int, list[int]] = {4: [], 3: [1], 2: [0, 0]}
 """Where to insert dimensions of size 1, by number of dimensions; of three, the first joins samples and heads."""
 
@@ -107,8 +108,8 @@ def _scale(graph: Graph, found: Found) -> Node:
 
 
 def _make_mask(graph: Graph, found: Found, query: Node) -> tuple[Node, Node | None]:
-    """Join all masks into one: boolean if none is added to the scores, else in the result's dtype; return it after the
-    query, changed where such numbers bar whole rows."""
+    """Join all masks into one: boolean if none is added to the scores, else in the result's dtype. Return the query,
+    changed where added masks bar whole rows, and the joined mask."""
     inverse = {"barred": torch.logical_not, "taken": torch.neg}
 
     def join(plain: str, turned: str, by: Any) -> Node | None:
@@ -119,7 +120,7 @@ def _make_mask(graph: Graph, found: Found, query: Node) -> tuple[Node, Node | No
     allowed, added = join("allowed", "barred", torch.logical_and), join("added", "taken", torch.add)
     if added is None:
         return query, allowed
-    given = (mask.meta["example_value"].dtype for _, mask in found.masks)  # booleans widen nothing
+    given = (mask.meta["example_value"].dtype for _, mask in found.masks)  # booleans do not widen the dtype
     dtype = functools.reduce(torch.promote_types, given, found.between[-1].meta["example_value"].dtype)
     query, added = _shift_barred_rows(graph, query, added, dtype)
     added = graph.call_method("to", (added, found.result.meta["example_value"].dtype))
@@ -129,12 +130,12 @@ def _make_mask(graph: Graph, found: Found, query: Node) -> tuple[Node, Node | No
 
 
 def _shift_barred_rows(graph: Graph, query: Node, mask: Node, dtype: torch.dtype) -> tuple[Node, Node]:
-    """Subtract its highest number from each row that an added mask bars entirely, which changes no weight. The call's
-    backward needs this: beside such a number it loses the sum of the weights. Scores that it swallows become 0,
-    and get no gradients.
+    """In each row that an added mask bars entirely, subtract the row's highest number from the mask, which changes no
+    weight. The call's backward needs this: next to such large numbers, it loses the sum of the weights. Scores that
+    such a number swallows are set to 0, and get no gradients.
 
     Args:
-        dtype: in which the mask was added.
+        dtype: the dtype in which the mask was added.
     """
     top = graph.call_method("amax", (graph.call_method("detach", (mask,)), -1, True))
     some = graph.call_function(torch.gt, (top, -LARGEST_SCORE / torch.finfo(dtype).eps))

@@ -1,1 +1,1 @@
-"""Caches samples after the part of their work that is the same each time: what is stored, where, for which dataset."""
+"""Caches samples after the steps that are the same each time: what is stored, where, and for which dataset."""

@@ -60,7 +60,7 @@ class _Reader:
     def read(self, function: Any) -> tuple[bytes, tuple[str, ...]]:
         self._read_function(function, 0)
         values = {name: getattr(self.owner, name) for name in self.attributes}
-        # What is still None is left out if the method sets it itself, such as a file that it opens late.
+        # Leave out an attribute that is still None if the method sets it itself, such as a file that it opens late.
         read = tuple(name for name, value in values.items() if value is not None or name not in self._written)
         for name in read:
             self.words.append(f"self.{name}")
@@ -223,7 +223,7 @@ def _describe_array(value: Any) -> str | None:
 
 
 def _list_settings(transform: Any) -> dict[str, Any]:
-    """Return the settings of a torchvision transform: its attributes without those of every torch module."""
+    """Return the settings of a torchvision transform: its attributes, except those that every torch module has."""
     torch: Any = sys.modules["torch"]
     own = vars(torch.nn.Module())
     return {name: value for name, value in vars(transform).items() if name not in own}

@@ -36,11 +36,11 @@ _PATIENCE_S = 0.25
 
 
 class StoreFull(Exception):
-    """The store accepts no more records; raised once among all processes."""
+    """The store accepts no more records; raised only once, in one of the processes."""
 
 
 class MappedStore:
-    """Records by key in the files of one directory. Fork, spawn and threads may use one object at once.
+    """Records by key in the files of one directory. Forked and spawned processes and threads may share one object.
 
     Args:
         place: the directory, marked as in use.
@@ -220,7 +220,7 @@ class _Files:
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:
-        """Hold the lock; yields False if it did not become free in time."""
+        """Hold the lock; yield False if it did not become free in time."""
         end = time.monotonic() + _PATIENCE_S
         if not self._mutex.acquire(timeout=_PATIENCE_S):
             yield False

@@ -1,4 +1,4 @@
-"""Directories of sample caches: private, shared by all processes of a node, and removed with their last user if wanted.
+"""Directories of sample caches: private, shared by all processes of a node, and removed by the last user if wanted.
 
 Every cache is one directory below a root. Each process that uses it holds a shared lock on the file `alive` in it. The
 kernel releases such locks however their holder dies, so a directory that can be locked exclusively has no user left.
@@ -27,7 +27,7 @@ from fastloop.evidence import machine
 INFO, ALIVE, DATA = "info.json", "alive", "samples.bin"
 _DRAFT = ".draft-"
 _YOUNG_S = 60.0
-"""Younger drafts may still be under construction, without their lock."""
+"""Younger drafts may still be under construction, and not locked yet."""
 
 
 def find_shm_root() -> Path:
@@ -53,9 +53,9 @@ def make_private(root: Path) -> None:
             root.mkdir(mode=0o700)
         found = root.lstat()
     except OSError as error:
-        raise NotApplicable(f"{root} cannot be made: {error.strerror or error}") from None
+        raise NotApplicable(f"{root} cannot be created: {error.strerror or error}") from None
     if not stat.S_ISDIR(found.st_mode):
-        raise NotApplicable(f"{root} is no directory: whoever made it could read and replace what is kept there")
+        raise NotApplicable(f"{root} is not a directory: whoever made it could read and replace what is kept there")
     if found.st_uid != os.geteuid():
         raise NotApplicable(f"{root} belongs to user {found.st_uid}, who could replace what is kept there")
     if found.st_mode & 0o022:
@@ -214,7 +214,7 @@ def clear(found: Found) -> bool:
 
 
 def sweep(root: Path, *, drafts_only: bool = False) -> None:
-    """Remove what crashed processes left: caches without a user, or with `drafts_only` just unfinished ones."""
+    """Remove what crashed processes left behind: caches without a user, or with `drafts_only` only unfinished ones."""
     for found in list_caches(root):
         is_draft = found.path.name.startswith(_DRAFT)
         if not (is_draft and found.age_s < _YOUNG_S) and (is_draft or not drafts_only):

@@ -33,7 +33,7 @@ def describe_versions() -> str:
 
 
 class CannotKeep(Exception):
-    """A sample could not be restored unchanged; the message names the part."""
+    """A sample could not be restored unchanged from a record; the message names the part."""
 
 
 def pack(key: bytes, sample: Any) -> bytes:
@@ -95,7 +95,7 @@ def _describe(value: Any, buffers: list[bytes]) -> Any:
     if kind is dict:
         if all(type(key) in (str, int) for key in value):
             return {"d": [[key, _describe(each, buffers)] for key, each in value.items()]}
-        raise CannotKeep("a dictionary whose keys are neither texts nor whole numbers")
+        raise CannotKeep("a dictionary whose keys are neither strings nor integers")
     for describe in (_describe_array, _describe_tensor, _describe_picture):
         if (found := describe(value, buffers)) is not None:
             return found

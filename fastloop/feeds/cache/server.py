@@ -99,7 +99,7 @@ class ServerStore:
                 held = self._read(client, key)
                 if held is None or not is_ours(held):
                     return False
-                client.set(name, record)  # replaces a damaged record of ours
+                client.set(name, record)  # replaces a damaged record that we wrote
             return True
         return False
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fastloop.feeds.cache.sample_cache import Store
 
 _SHARE_OF_FREE = 0.9
-"""Share of the free space when a store is opened; the rest is for others."""
+"""Share of the free space that a store may take when it is opened; the rest is for others."""
 _SHARE_OF_SERVER = 0.8
 _MARGIN = 0.97
 """Share of a store's size to plan with, so that samples slightly larger than the measured ones still fit."""

@@ -65,7 +65,8 @@ class CudaRecorder:
         return tensors, graph.replay
 
     def note_memory(self) -> Callable[[], str | None]:
-        """Call before recording. Call what it returns afterwards: why the device is too full, or None.
+        """Call this before recording, and the returned function afterwards: it returns why the device is too full, or
+        None.
 
         A recording keeps a step's activations for itself. Steps that run eagerly between replays, and validation, need
         as much again.

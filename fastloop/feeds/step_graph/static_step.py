@@ -51,7 +51,8 @@ class StaticStep:
         self._loss: torch.Tensor | None = None
         self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._slots: list[torch.Tensor] = []
-        """The memory that a replayed backward writes to, which nobody else can give another tensor's."""
+        """The memory that a replayed backward writes to. Other code has no access to these tensors, so it cannot give
+        them another tensor's memory."""
         self._forward: Callable[[], None] = lambda: None
         self._backward: Callable[[], None] = lambda: None
 

@@ -16,17 +16,18 @@ from fastloop.feeds.step_graph.recording import CudaRecorder
 from fastloop.feeds.step_graph.static_step import Gradients, gradients_aside
 
 KINDS = ("Adam", "AdamW", "SGD")
-"""Of torch.optim. The others have no fused form on CUDA."""
+"""Classes of torch.optim. The others have no fused form on CUDA."""
 RATE, CAPTURABLE = "lr", "capturable"
 _PLAIN = (type(None), bool, int, float, str)
 
 
 class StaticUpdate:
-    """The update of one optimizer. A replay reads learning rates anew, as 32-bit numbers. All else is fixed: the
+    """The update of one optimizer. A replay reads the current learning rates, as 32-bit numbers. All else is fixed: the
     settings, and the addresses of parameters, gradients and state.
 
     Args:
-        gradients: the parameters, and the tensors that hold their gradients at each replay. Others have none.
+        gradients: the parameters, and the tensors that hold their gradients at each replay. Other parameters have no
+            gradients.
 
     Raises:
         NotApplicable: this optimizer cannot be recorded, or not yet.
@@ -57,13 +58,13 @@ class StaticUpdate:
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """The optimizer's tensors that it writes to."""
+        """The optimizer's tensors that an update writes to."""
         states = (self._optimizer.state.get(parameter, {}) for parameter, _ in self._gradients)
         return [each for state in states for each in state.values() if isinstance(each, torch.Tensor)]
 
     @contextlib.contextmanager
     def handed_over(self) -> Iterator[None]:
-        """The parameters have the gradients that replays read, and others none."""
+        """Inside the context, the parameters have the gradients that replays read, and other parameters have none."""
         with gradients_aside([*(parameter for parameter, _ in self._gradients), *self._others]):
             for each in self._others:
                 each.grad = None
@@ -72,11 +73,11 @@ class StaticUpdate:
             yield
 
     def run_eagerly(self) -> None:
-        """Update once by torch, without hooks, while gradients are handed over."""
+        """Update once with torch's own code, without hooks. Call this while gradients are handed over."""
         type(self._optimizer).step.__wrapped__(self._optimizer)
 
     def record(self, recorder: CudaRecorder) -> None:
-        """Record an update, while gradients are handed over. The recorder may or may not run it."""
+        """Record an update. Call this while gradients are handed over. The recorder may or may not run the update."""
 
         def work() -> Sequence[torch.Tensor]:
             self.run_eagerly()
@@ -86,7 +87,7 @@ class StaticUpdate:
             _, self._replay = recorder.record(work)
 
     def replay(self) -> None:
-        """Update once by the recording, at the present learning rates."""
+        """Update once by replaying the recording, with the current learning rates."""
         for place, group in enumerate(self._groups):
             if (rate := group[RATE]) != self._rates[place]:
                 self._rates[place] = rate
@@ -110,7 +111,7 @@ class StaticUpdate:
     def _refuse(self) -> str | None:
         optimizer, kind = self._optimizer, type(self._optimizer)
         if kind not in [getattr(torch.optim, name) for name in KINDS] or not hasattr(kind.step, "__wrapped__"):
-            return f"{kind.__name__} is none of {', '.join(KINDS)}"
+            return f"{kind.__name__} is not one of {', '.join(KINDS)}"
         if not all(group.get("fused") is True and not group.get("differentiable") for group in optimizer.param_groups):
             return f"{kind.__name__} is not fused"
         if any(type(group[RATE]) is not float for group in optimizer.param_groups):
@@ -128,7 +129,7 @@ class StaticUpdate:
         return None
 
     def _locate(self) -> list[int]:
-        """Runs at every step."""
+        """Return the addresses of parameters, gradients and state. Runs at every step."""
         found: list[int] = []
         state = self._optimizer.state
         for parameter, _ in self._gradients:
@@ -139,7 +140,7 @@ class StaticUpdate:
 
     @contextlib.contextmanager
     def _made_recordable(self) -> Iterator[None]:
-        """Learning rates are read from the device, for the time of this only."""
+        """Inside the context, the optimizer reads learning rates from the device."""
         before = [{name: group[name] for name in (RATE, CAPTURABLE) if name in group} for group in self._groups]
         for group, rate in zip(self._groups, self._sent, strict=True):
             group.update({RATE: rate, **({CAPTURABLE: True} if CAPTURABLE in group else {})})
@@ -151,7 +152,7 @@ class StaticUpdate:
 
 
 def _read_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings but for its learning rate, which schedules change; of tensors and lists their identities."""
+    """Return a group's settings without its learning rate, which schedules change; tensors and lists as their ids."""
     plain = {name: value if _is_plain(value) else id(value) for name, value in group.items() if name != RATE}
     return {**plain, "count": len(group["params"])}
 

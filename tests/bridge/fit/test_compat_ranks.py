@@ -55,7 +55,7 @@ def test_fsdp_trains_as_without_us_and_says_which_rungs_it_refuses(tmp_path: Pat
         assert watched["strategy"] == "FastLoop_FSDPStrategy" and seen["swapped"]["strategy"] == "PlainFSDP"
         assert (watched["steps"], watched["world_size"]) == (8, 2) and watched["findings"] >= 1
         assert rungs["skipped"] == {
-            "batch": "FSDPStrategy keeps gradients of its own; only one device and DDP are supported",
+            "batch": "FSDPStrategy keeps its own gradients; only one device and DDP are supported",
             "amp": "FSDPStrategy has its own precision handling; write Trainer(precision=…) instead",
             "layout": "FSDPStrategy stores weights in its own layout",
             "overlap": "needs DDP with several devices; the strategy is FSDPStrategy",

@@ -99,7 +99,7 @@ class Deep(Twin):
         ({"train": lambda: shuffled(batch_size=12)}, "32 samples do not fill whole batches of 12/12/12/12"),
         (
             {"train": lambda: DataLoader([(torch.ones(8), torch.ones(1), torch.ones(2))] * 96, batch_size=8)},
-            "as many tensors",
+            "the same number of tensors",
         ),
         ({"kind": Deep}, "the base's second.weight has a different shape"),
     ],

@@ -263,13 +263,13 @@ class Gate(nn.Module):
 
 
 LEFT: dict[type[nn.Module], str] = {
-    ReturnsWeights: "its weights are used elsewhere, too",
+    ReturnsWeights: "its weights are also used elsewhere",
     OtherDimension: "its softmax is not over the last dimension",
     SmallFill: "it does not fill masked scores with a large negative number",
     ScaledFill: "it does not fill masked scores with a large negative number once they are scaled",
     Rounded: "its scores go through div",
     CastToInt: "its scores go through to",
-    ChangesItsMask: "something it takes is changed in place before its result is there",
+    ChangesItsMask: "one of its inputs is changed in place before its result is computed",
     Gate: "its scores go through linear",
 }
 """What one call does not compute, and the reason given."""

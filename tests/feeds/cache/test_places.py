@@ -51,7 +51,7 @@ def test_a_root_that_others_may_write_to_is_refused(mode: int, tmp_path: Path) -
 def test_a_root_of_somebody_else_or_a_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(NotApplicable, match="is no directory"):
+    with pytest.raises(NotApplicable, match="is not a directory"):
         make_private(tmp_path / "link")
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
@@ -61,7 +61,7 @@ def test_a_root_of_somebody_else_or_a_link_is_refused(tmp_path: Path, monkeypatc
 
 def test_what_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotApplicable, match="cannot be made"):
+    with pytest.raises(NotApplicable, match="cannot be created"):
         make_private(tmp_path / "file" / "root")
 
 

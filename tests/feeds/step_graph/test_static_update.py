@@ -135,8 +135,8 @@ class Own(torch.optim.AdamW):
 @pytest.mark.parametrize(
     ("make", "more", "steps", "why"),
     [
-        (Own, {}, 2, "Own is none of Adam, AdamW, SGD"),
-        (torch.optim.Adagrad, {"fused": None}, 2, "Adagrad is none of"),
+        (Own, {}, 2, "Own is not one of Adam, AdamW, SGD"),
+        (torch.optim.Adagrad, {"fused": None}, 2, "Adagrad is not one of"),
         (torch.optim.AdamW, {"fused": None}, 2, "AdamW is not fused"),
         (torch.optim.AdamW, {}, 0, "a parameter has not been updated yet"),
         (KINDS["momentum"], {}, 0, "a parameter has not been updated yet"),
