@@ -54,7 +54,6 @@ ADVICE: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ),
     ("segmentation", "data_wait"): (("num_workers=workers)", "num_workers=15)"),),
     ("speech", "data_wait"): (("num_workers=2)", "num_workers=15)"),),
-    ("vit", "validation"): (("2, num_workers=workers,", "2, num_workers=workers, persistent_workers=True,"),),
 }
 """By script and finding: what it advises in words, as replacements in the script's text, everywhere."""
 NEAR, GAIN = 0.8, 1.1

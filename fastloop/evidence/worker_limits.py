@@ -89,6 +89,15 @@ def can_keep_theirs(facts: Facts) -> bool:
     return not (loader.worker_hazards or loader.remembers) and may_survive(loader)
 
 
+def can_keep_for_validation(facts: Facts) -> bool:
+    """Whether the user's workers of a validation loader can stay between validations, with the same results."""
+    loader, room = facts.loader, facts.shm_free_bytes
+    if loader is None or not can_keep_theirs(facts) or loader.draws_random or loader.asks_process:
+        return False
+    is_whole = facts.limit_val_batches in (None, 1.0)  # else batches that nobody takes stay in shared memory
+    return is_whole and (room is None or room >= _LITTLE_SHM_BYTES)
+
+
 def may_survive(loader: LoaderFacts) -> bool:
     """Whether the user's own workers, which restart every epoch, can survive an epoch."""
     own = loader.num_workers and not loader.persistent_workers and loader.engine is None

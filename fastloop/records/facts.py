@@ -169,6 +169,7 @@ class Facts:
     val_every_n_epochs: int | None = 1
     """``check_val_every_n_epoch``; None: ``val_check_interval`` counts batches across epochs."""
     limit_train_batches: int | float | None = 1.0
+    limit_val_batches: int | float | None = 1.0
     max_epochs: int | None = None
     max_steps: int | None = None
     """``max_epochs`` and ``max_steps`` are None if the Trainer has no such limit."""
@@ -179,6 +180,8 @@ class Facts:
     """Hooks before or during the transfer that would return something else if they were called earlier."""
     evaluates: bool = False
     """Whether ``loader`` is a validation loader."""
+    kept_validation_workers: int = 0
+    """The user's workers of validation loaders that stay between validations."""
     steps_with_iterator: bool = False
     """``training_step(self, dataloader_iter)``: the module fetches its own batches."""
     # the model

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
 from fastloop.evidence.worker_limits import (
+    can_keep_for_validation,
     can_keep_theirs,
     count_epoch_batches,
     describe_sampler_draws,
@@ -50,6 +51,7 @@ MOST_GROWN = 16
 SHORT_EPOCH, LONG_EPOCH = 100, 1000
 """Batches per epoch. Starting a worker takes 0.02 to 0.3 s: epochs shorter than SHORT_EPOCH do not earn that back; in
 epochs longer than LONG_EPOCH it no longer matters."""
+FOR_VALIDATION = "evaluation.persistent_workers"
 RELOADS = "the Trainer reloads its loaders, and the old workers would stay"
 KEEP = "keep the workers between epochs: rungs.workers.persistent: true"
 
@@ -104,16 +106,26 @@ def _replace_theirs(seen: Measurement) -> tuple[dict[str, Any], str] | None:
     }, f"{count} workers instead of {own}: {loader['usable_cpus']} CPUs are usable"
 
 
+def _keep_for_validation(seen: Measurement) -> tuple[dict[str, Any], str] | None:
+    """Keep the user's workers for validation, if the train loader has some, too: it would get workers otherwise."""
+    loader = read_loader(seen)
+    if not (loader.get("can_keep_for_validation") and loader.get("num_workers")):
+        return None
+    more = {"across_epochs": True} if loader.get("can_keep_workers") else {}
+    why = f"{_name_yours(loader['validation_workers'])} for validation can stay"
+    return {"enabled": True, "persistent": True, **more}, why
+
+
 CARD = Card(
     family="feed",
     does=lambda seen: f"the loader has 0 workers, {read_loader(seen).get('usable_cpus')} CPUs are usable",
-    answers={"data_wait": 1, "picking": 2, "epoch_gap": 1, FEW_WORKERS: 1},
+    answers={"data_wait": 1, "picking": 2, "epoch_gap": 1, FEW_WORKERS: 1, "validation": 1},
     applies=lambda seen: (
         read_loader(seen).get("num_workers") == 0
         and bool(read_loader(seen).get("map_style"))
         and is_worth_handing_over(seen)
     ),
-    remedies={"epoch_gap": _keep_theirs, FEW_WORKERS: _replace_theirs},
+    remedies={"epoch_gap": _keep_theirs, FEW_WORKERS: _replace_theirs, "validation": _keep_for_validation},
     advice={"epoch_gap": lambda seen, on: KEEP if on and _may_keep(seen) else None},
     variants=_list_variants,
     tunes=Tunable(
@@ -129,7 +141,8 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Worker processes for map-style loaders that have none, or too few. Evaluation loaders stay as they are.
+    """Worker processes for map-style train loaders that have none, or too few. Of validation loaders, workers of yours
+    can be kept.
 
     If a shipped ladder switched them on, the first batches are timed; if taking a batch from a worker takes longer than
     making it, the run continues without workers.
@@ -150,7 +163,7 @@ class Workers:
     persistent: bool | Literal["auto"] = "auto"
     """Keep the workers between epochs; true also keeps yours. Such workers miss changes of the dataset after epoch 0.
     auto = keep ours, and under a ladder yours, if epochs have fewer than 1,000 batches and no code is known to change
-    the dataset."""
+    the dataset. Where yours are kept, those of validation loaders are, too, unless their results could change."""
     start_method: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
     """How workers start; auto = the loader's setting, or the platform's default."""
 
@@ -163,8 +176,27 @@ class Workers:
     def plan(self, facts: Facts) -> Change:
         """Request worker processes if the train loader has none and its dataset works with them."""
         if facts.loader is None:
-            return Change(waits_for="the train loader", may_want=("loader.num_workers",))
-        loader = facts.loader
+            return Change(waits_for="the train loader", may_want=("loader.num_workers", FOR_VALIDATION))
+        if facts.evaluates:
+            return self._plan_validation(facts.loader, facts)
+        kept = facts.kept_validation_workers
+        note = f"{_name_yours(kept)} for validation {_BE[kept > 1]} kept between validations"
+        try:
+            change = self._plan_training(facts.loader, facts)
+        except NotApplicable as reason:
+            if not kept:
+                raise
+            return Change(wants={FOR_VALIDATION: True}, notes=(f"{note}; training's loader stays: {reason}",))
+        return replace(change, notes=(*change.notes, note)) if kept else change
+
+    def _plan_validation(self, loader: LoaderFacts, facts: Facts) -> Change:
+        """Keep the user's workers between validations, if these are short and none of their results can change."""
+        is_asked = self.persistent is True or (self.persistent == "auto" and "workers" in facts.by_ladder)
+        is_short = loader.batches is not None and loader.batches < LONG_EPOCH
+        keeps = is_asked and is_short and can_keep_for_validation(facts)
+        return Change(wants={FOR_VALIDATION: True} if keeps else {})
+
+    def _plan_training(self, loader: LoaderFacts, facts: Facts) -> Change:
         if loader.num_workers and self.count in ("auto", loader.num_workers):
             return self._plan_theirs(loader, facts)
         replaces = loader.num_workers > 0
@@ -280,6 +312,15 @@ class Workers:
     def verify(self, seen: Measurement) -> Verdict:
         """The rung took effect if live worker processes fed the loader in the timed window."""
         found = seen.evidence.get("workers", {})
+        if not (times := found.get("validations_kept")):
+            return self._verify_training(found)
+        count = found["validation_workers"]
+        why = f"{_name_yours(count)} for validation stayed for {times} more validation{'s' * (times != 1)}"
+        if not found.get("only_validation"):
+            why = f"{self._verify_training(found).why}; {why}"
+        return Verdict(took=True, why=why)
+
+    def _verify_training(self, found: Mapping[str, Any]) -> Verdict:
         if (ahead := found.get("epochs_ahead")) is None:
             return self._verify_workers(found)
         why = f"{ahead} epoch{'s' * (ahead != 1)} started with prefetched batches"

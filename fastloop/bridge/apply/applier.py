@@ -25,7 +25,7 @@ from fastloop.bridge.apply.rehearse.time_limit import leaves_on_sigterm
 from fastloop.bridge.apply.rehearse.tries import Tries
 from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.apply.validation_loaders import ENGINE, ValidationLoaders
+from fastloop.bridge.apply.validation_loaders import ValidationEngines, ValidationLoaders, ValidationWorkers
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
@@ -80,7 +80,7 @@ class Applier:
         self.loaders: TrainLoaders | None = None
         self.micro: MicroBatches | None = None
         self.graphs: GraphedSteps | None = None
-        self.validation: ValidationLoaders | None = None
+        self.validation: list[ValidationLoaders] = []
         self._fallback: PrecisionFallback | None = None
         self._site: LiveSite | None = None
         self._changes = Changes(warn)
@@ -110,10 +110,16 @@ class Applier:
         self._live.begin(
             planned, (step.rung for step in planned.planned if rehearses and step.change.rehearse is not None)
         )
-        if (rung := self._live.may_want.owner(ENGINE)) is not None:
-            hands = {"say": self.say, "warn": self.warn}
-            self.validation = ValidationLoaders(self._site, rung, getattr(self.ladder, rung), **hands)
-            self._changes.add(rung, Applied(undo=self.validation.give_back, probe=self.validation.evidence))
+        for kind in (ValidationEngines, ValidationWorkers):
+            if (rung := self._live.may_want.owner(kind.KEY)) is not None:
+                hands: dict[str, Any] = {
+                    "list_wants": partial(self._live.list_wants, rung),
+                    "say": self.say,
+                    "warn": self.warn,
+                }
+                made = kind(self._site, rung, getattr(self.ladder, rung), **hands)
+                self._changes.add(rung, Applied(undo=made.give_back, probe=made.evidence))
+                self.validation.append(made)
         self._live.check_strict()
         self._run("model")
 
@@ -142,9 +148,9 @@ class Applier:
             return loader
         stage = site.trainer.state.stage
         validates = stage in _VALIDATES or (stage == "train" and is_evaluation_asking())
-        if validates and self.validation is not None:
-            return self.validation.change(loader)
-        if validates or not self._live.loader_rungs or stage != "train":
+        if validates:
+            return self._change_validation_loader(loader)
+        if not self._live.loader_rungs or stage != "train":
             return loader
         before = self._live.plan, self.loaders, self.micro, len(self._changes)
         try:
@@ -171,8 +177,9 @@ class Applier:
         """Optimizers exist and hold their restored state; the first step is next."""
         self._live.check_optimizers(self._site, self._changes.undo)
         self._run("train_start")
-        if self.validation is not None and self.plan.step(self.validation.name) not in self.plan.planned:
-            self.validation.give_back()  # the rung does not apply to this training
+        for made in self.validation:
+            if self.plan.step(made.name) not in self.plan.planned:
+                made.give_back()  # the rung does not apply to this training
         if self.loaders is not None:
             self.loaders.train_start()
         if self._live.held and self.terms is not None and self._site is not None:
@@ -285,7 +292,8 @@ class Applier:
         self.end_rehearsal()
         self._changes.undo_down_to(0)
         self.place.let_go()
-        self.loaders = self.micro = self.validation = self._fallback = self._site = None
+        self.loaders = self.micro = self._fallback = self._site = None
+        self.validation = []
 
     def end_rehearsal(self) -> None:
         """Training is over: skip the rungs that were never tried."""
@@ -295,11 +303,22 @@ class Applier:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _change_validation_loader(self, loader: Any) -> Any:
+        for made in self.validation:
+            loader = made.find_original(loader)
+        for made in self.validation:
+            step = self.plan.step(made.name)
+            is_on = step is not None and step.status != "skipped"
+            if is_on and (changed := made.change(loader)) is not loader:
+                return changed
+        return loader
+
     def _change_loader(self, loaders: TrainLoaders, loader: Any, site: LiveSite) -> Any:
         others = [site.module, *site.trainer.callbacks]
         start_method, original = self.ladder.start_method, loaders.find_original(loader)
         loader_facts = read_facts.read_loader_facts(original, start_method, others, ranks=site.facts.world_size)
-        facts = replace(site.facts, loader=loader_facts)
+        kept = sum(made.count for made in self.validation if isinstance(made, ValidationWorkers))
+        facts = replace(site.facts, loader=loader_facts, kept_validation_workers=kept)
 
         def plan_anew(refused: Plan, why: str) -> Plan:
             owner, is_used = refused.owner("loader.engine"), loaders.has_engine()
@@ -330,6 +349,9 @@ class Applier:
                 if "step.micro_batch" in step.change.wants:
                     self.micro = None
                 self._live.give_up(step, reason, is_refusal=is_refusal, has_acted=has_acted)
+                for made in self.validation:
+                    if made.name == step.rung:
+                        made.give_back()
 
     def _run(self, moment: Moment) -> None:
         """Run the planned actions of a moment. A rung that fails is skipped with the reason, and training goes on."""

@@ -147,6 +147,10 @@ class LivePlan:
         """Whether the step is still planned: an earlier action of the rung may have found that it cannot apply."""
         return any(other is step for other in self.plan.planned)
 
+    def list_wants(self, rung: str) -> tuple[str, ...]:
+        """The settings that a rung wants; none unless it is planned."""
+        return tuple(key for step in self.plan.planned if step.rung == rung for key in step.change.wants)
+
     def find_owner(self, key: str) -> str | None:
         """The enabled rung that sets a setting, or wanted to."""
         sets = (step.rung for step in self.plan.planned if key in step.change.wants)

@@ -68,6 +68,7 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
         val_check_interval=_keep_number(trainer.val_check_interval),
         val_every_n_epochs=trainer.check_val_every_n_epoch,
         limit_train_batches=_keep_number(trainer.limit_train_batches),
+        limit_val_batches=_keep_number(trainer.limit_val_batches),
         max_epochs=_read_limit(trainer.max_epochs),
         max_steps=_read_limit(trainer.max_steps),
         resuming=trainer.ckpt_path is not None,

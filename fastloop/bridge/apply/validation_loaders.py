@@ -1,62 +1,109 @@
-"""Replaces validation loaders with a rung's engine, if requested. They arrive before the train loader is known."""
+"""Replaces validation loaders, if a rung requests that. They arrive before the train loader is known."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, ClassVar
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import describe
 from fastloop.feeds.lazy_loader import LazyLoader, clone, read_like_workers
-
-ENGINE = "evaluation.engine"
-"""The key of the engine that replaces them."""
+from fastloop.feeds.workers.tried_workers import end_workers
 
 
 class ValidationLoaders:
-    """Gives each validation loader an engine, and takes it away again.
+    """Replaces each validation loader as one rung requests, and hands the user's back.
 
     Args:
         name: the rung's name.
-        rung: plans the engine.
+        rung: plans the replacement.
+        list_wants: lists all settings that the rung wants in this training.
         say: receives a line about progress.
         warn: receives a line that the user must not miss.
     """
 
+    KEY: ClassVar[str]
+    """The setting that requests it."""
+
     def __init__(
-        self, site: LiveSite, name: str, rung: Any, *, say: Callable[[str], None], warn: Callable[[str], None]
+        self,
+        site: LiveSite,
+        name: str,
+        rung: Any,
+        *,
+        list_wants: Callable[[], Collection[str]],
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self._site, self.name, self._rung, self._say, self._warn = site, name, rung, say, warn
+        self._list_wants = list_wants
         self._made: list[tuple[LazyLoader, Any, Any]] = []
-        """Our loader, the user's, and the engine."""
+        """Our loader, the user's, and the engine if there is one."""
         self._why: str | None = None
 
+    def find_original(self, loader: Any) -> Any:
+        """The user's loader if `loader` is one of ours, else `loader` itself."""
+        return next((own for ours, own, _ in self._made if ours is loader), loader)
+
     def change(self, loader: Any) -> Any:
-        """Return a replacement whose batches the engine makes; the loader itself if the rung has no engine for it, or
-        (with a warning) if replacing it fails."""
-        loader = next((own for ours, own, _ in self._made if ours is loader), loader)
+        """Return a replacement; the loader itself if the rung requests none, or (with a warning) if that fails."""
         others = [self._site.module, *self._site.trainer.callbacks]
         try:
             read = read_facts.read_loader_facts(loader, others=others)
-            want = self._rung.plan(dataclasses.replace(self._site.facts, loader=read, evaluates=True)).wants.get(ENGINE)
+            facts = dataclasses.replace(self._site.facts, loader=read, evaluates=True)
+            want = self._rung.plan(facts).wants.get(self.KEY)
             if want is None:
                 return loader
-            want.check(loader, self._say)
-            twin = clone(loader, {})
-            engine = want.make(twin)
+            ours, engine = self._replace(loader, want)
         except Exception as error:
             self._why = describe(error)
             self._warn(f"{self.name} leaves a validation loader as it is: {self._why}")
             return loader
+        self._made.append((ours, loader, engine))
+        return ours
+
+    def _replace(self, loader: Any, want: Any) -> tuple[LazyLoader, Any]:
+        """Return the replacement, and its engine if it has one."""
+        raise NotImplementedError
+
+    def evidence(self) -> Mapping[str, Any]:
+        """What the replacements did."""
+        raise NotImplementedError
+
+    def give_back(self) -> None:
+        """Hand the user's loaders back to Lightning; ours load like them from their next start on."""
+        known = {id(ours): own for ours, own, _ in self._made}
+        for ours, own, engine in self._made:
+            ours.engine = None
+            if hasattr(engine, "close"):
+                engine.close()
+            ours.inner.__dict__["persistent_workers"] = own.persistent_workers
+            if (kept := ours.inner._iterator) is not None:
+                end_workers(kept)
+                ours.inner._iterator = None
+        self._made = []
+        for loop in (self._site.trainer.fit_loop.epoch_loop.val_loop, self._site.trainer.validate_loop):
+            combined = getattr(loop, "_combined_loader", None)  # no public way to put them back
+            if combined is not None:
+                combined.flattened = [known.get(id(each), each) for each in combined.flattened]
+
+
+class ValidationEngines(ValidationLoaders):
+    """Has a rung's engine make the batches."""
+
+    KEY = "evaluation.engine"
+
+    def _replace(self, loader: Any, want: Any) -> tuple[LazyLoader, Any]:
+        want.check(loader, self._say)
+        twin = clone(loader, {})
+        engine = want.make(twin)
         if hasattr(engine, "wants_channels_last"):
             engine.wants_channels_last = self._site.staging.wants_channels_last
         read_like_workers(engine, loader)
         how: dict[str, Any] = {"keeps_iterator": loader.persistent_workers, "at_once": lambda: loader.num_workers > 0}
-        ours = LazyLoader(twin, engine=engine, **how)
-        self._made.append((ours, loader, engine))
-        return self._made[-1][0]
+        return LazyLoader(twin, engine=engine, **how), engine
 
     def evidence(self) -> Mapping[str, Any]:
         """What the engines loaded for validation."""
@@ -65,15 +112,33 @@ class ValidationLoaders:
         counts = {f"validation_{key}": sum(each.get(key, 0) for each in found) for key in ("images", "row_batches")}
         return counts | {"validation_why_plain": next(filter(None, whys), None)}
 
-    def give_back(self) -> None:
-        """Hand the user's loaders back to Lightning; ours load without an engine from their next start on."""
-        known = {id(ours): own for ours, own, _ in self._made}
-        for ours, _, engine in self._made:
-            ours.engine = None
-            if hasattr(engine, "close"):
-                engine.close()
-        self._made = []
-        for loop in (self._site.trainer.fit_loop.epoch_loop.val_loop, self._site.trainer.validate_loop):
-            combined = getattr(loop, "_combined_loader", None)  # no public way to put them back
-            if combined is not None:
-                combined.flattened = [known.get(id(each), each) for each in combined.flattened]
+
+class ValidationWorkers(ValidationLoaders):
+    """Keeps the user's workers between validations. The loader still draws a seed for each, as it did before."""
+
+    KEY = "evaluation.persistent_workers"
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self._kept = 0
+
+    @property
+    def count(self) -> int:
+        """How many workers the changed loaders have together."""
+        return sum(own.num_workers for _, own, _ in self._made)
+
+    def _replace(self, loader: Any, want: bool) -> tuple[LazyLoader, Any]:
+        return LazyLoader(clone(loader, {}), at_once=lambda: True, epochs=self._begin), None
+
+    def _begin(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Start a validation. The sanity check's workers are not kept: it leaves batches behind in shared memory."""
+        self._kept += loader._iterator is not None
+        loader.__dict__["persistent_workers"] = not self._site.trainer.sanity_checking
+        return begin()
+
+    def evidence(self) -> Mapping[str, Any]:
+        """How many validations had the workers of the one before; empty if no loader was changed."""
+        if not self._made:
+            return {}
+        alone = set(self._list_wants()) == {self.KEY}
+        return {"validation_workers": self.count, "validations_kept": self._kept, "only_validation": alone}

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
-from fastloop.feeds.lazy_loader import Epochs
+from fastloop.feeds.lazy_loader import Epochs, LazyLoader
 from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.more_workers import MoreWorkers
 from fastloop.feeds.workers.next_epoch import NextEpoch
@@ -196,7 +196,8 @@ def _count_draws(loader: Any) -> int | None:
     for its order. None if unknown."""
     if not isinstance(loader, DataLoader):
         return None
-    is_begun = loader.persistent_workers and loader._iterator is not None
+    keeps = loader.keeps_iterator if type(loader) is LazyLoader else loader.persistent_workers  # one of ours draws on
+    is_begun = keeps and loader._iterator is not None
     seeds = int(loader.generator is None and not is_begun)
     sampler = loader.sampler
     if type(sampler) is RandomSampler:

@@ -10,7 +10,7 @@ from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.applier import Applier
 from fastloop.bridge.watch import loader_state
 from fastloop.errors import let_through
-from fastloop.evidence.worker_limits import can_keep_theirs, find_obstacle_to_more
+from fastloop.evidence.worker_limits import can_keep_for_validation, can_keep_theirs, find_obstacle_to_more
 from fastloop.ladder import Ladder, list_refused
 from fastloop.records.facts import Facts
 
@@ -36,6 +36,8 @@ def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[s
         loader["can_keep_workers"] = facts is not None and can_keep_theirs(facts)
         found = None if facts is None else facts.loader
         loader["can_have_more"] = found is not None and find_obstacle_to_more(found, facts or Facts()) is None
+    if seen.get("validation_workers") and not seen.get("validation_keeps_workers") and facts is not None:
+        loader["can_keep_for_validation"] = _can_keep_for_validation(trainer, facts, ladder)
     if decode_ms is not None:
         loader["decode_ms"] = decode_ms
     elif not may_have_feeds:
@@ -60,3 +62,15 @@ def _read_loader(trainer: Any, applier: Applier | None, ladder: Ladder) -> Facts
         # Each loader gives a part of every batch, and a different one may set the number of batches.
         facts, read = dataclasses.replace(facts, limit_train_batches=None), dataclasses.replace(read, batches=batches)
     return dataclasses.replace(facts, loader=read)
+
+
+def _can_keep_for_validation(trainer: Any, facts: Facts, ladder: Ladder) -> bool:
+    """Whether the workers of each validation loader can stay between validations."""
+    others = [trainer.lightning_module, *trainer.callbacks]
+    loaders = loader_state.find_validation_loaders(trainer)
+    try:
+        reads = [read_facts.read_loader_facts(loader, ladder.start_method, others) for loader in loaders]
+    except Exception as error:
+        let_through(error)
+        return False
+    return bool(reads) and all(can_keep_for_validation(dataclasses.replace(facts, loader=read)) for read in reads)

@@ -128,11 +128,16 @@ def gather_evidence(trainer: Any) -> dict[str, Any]:
     }
 
 
+def find_validation_loaders(trainer: Any) -> list[Any]:
+    """The loaders of validations inside fit; empty if there are none, or none yet."""
+    loop = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
+    return list(getattr(getattr(loop, "_combined_loader", None), "flattened", []))
+
+
 def _describe_validation(trainer: Any) -> dict[str, Any]:
     """Describe the validation loaders: the fewest workers, and whether all loaders keep theirs; the dataset's class if
     all have rows in memory; or only that one has an engine. Empty without validation loaders."""
-    loop = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
-    found = list(getattr(getattr(loop, "_combined_loader", None), "flattened", []))
+    found = find_validation_loaders(trainer)
     if any(_find_engine(loader) is not None for loader in found):
         return {"validation_has_engine": True}
     rows = [read_rows(getattr(loader, "dataset", None)) for loader in found]
