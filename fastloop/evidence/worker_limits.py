@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastloop.errors import NotApplicable
 from fastloop.records.facts import Facts, LoaderFacts
 
 _LITTLE_SHM_BYTES = 2**30
@@ -79,6 +80,16 @@ def describe_sampler_draws(loader: LoaderFacts) -> tuple[str, ...]:
         f"{named} draws random numbers between samples, and now does so before the training draws its own: either may"
         " differ",
     )
+
+
+def refuse_other_order(loader: LoaderFacts, facts: Facts, rung: str) -> None:
+    """Ladders keep the order of the samples.
+
+    Raises:
+        NotApplicable: a ladder switched on the rung, and its reading ahead may change the order.
+    """
+    if rung in facts.by_ladder and (found := describe_sampler_draws(loader)):
+        raise NotApplicable(f"{found[0]}; if that is fine, write rungs.{rung}.enabled: true")
 
 
 def can_keep_theirs(facts: Facts) -> bool:

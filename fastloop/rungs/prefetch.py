@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
-from fastloop.evidence.worker_limits import describe_sampler_draws
+from fastloop.evidence.worker_limits import describe_sampler_draws, refuse_other_order
 from fastloop.records.card import Card, Tunable, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.images import ImageFacts, Normalize, ToFloat
@@ -69,6 +69,7 @@ class Prefetch:
             raise NotApplicable(f"prefetching would read the sampler too early: {why}")
         if facts.loader.changes_within and not facts.loader.num_workers:
             raise NotApplicable(f"prefetching would load too early: {'; '.join(facts.loader.changes_within)}")
+        refuse_other_order(facts.loader, facts, "prefetch")
         notes = [*describe_sampler_draws(facts.loader)]
         if facts.loader.num_workers == 0 and facts.loader.draws_random:
             notes.append("samples are loaded early in this process: training_step gets different CPU random numbers")

@@ -28,6 +28,7 @@ from fastloop.evidence.worker_limits import (
     is_cut_short,
     list_costs,
     may_survive,
+    refuse_other_order,
 )
 from fastloop.records.card import Card, ClimbState, Tunable, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
@@ -213,6 +214,7 @@ class Workers:
             wants["launch.free_cpus"] = facts.local_ranks
             notes.append(f"{facts.local_ranks} of {facts.cpu_count} CPUs are left for the training's own threads")
         wants["loader.persistent_workers"] = self._keep(loader, facts, notes)
+        refuse_other_order(loader, facts, "workers")
         notes += (drawn := describe_sampler_draws(loader))
         if replaces and is_cut_short(loader, facts):
             drawn = (

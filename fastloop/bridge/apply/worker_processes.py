@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
-from fastloop.feeds.lazy_loader import Epochs, LazyLoader
+from fastloop.feeds.lazy_loader import Epochs
 from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.more_workers import MoreWorkers
 from fastloop.feeds.workers.next_epoch import NextEpoch
@@ -65,7 +65,7 @@ class WorkerProcesses:
         """Complete the settings of a loader; returns a function that yields an epoch's batches, None if the loader does
         so itself."""
         self._keeps_theirs = "persistent_workers" in settings and "num_workers" not in settings
-        epochs = self._try(plan, settings, facts) if settings.get("num_workers") else None
+        epochs = self._try(plan, settings, facts, loader.num_workers > 0) if settings.get("num_workers") else None
         most = plan.wants.get(MOST_WORKERS)
         if most is not None and self._fewer is None and getattr(loader, "in_order", True):
             how: dict[str, Any] = {"count_left": self._count_left, "is_training": self._is_training}
@@ -88,7 +88,7 @@ class WorkerProcesses:
 
         return batches
 
-    def _try(self, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs:
+    def _try(self, plan: Plan, settings: dict[str, Any], facts: Facts, replaces: bool) -> Epochs:
         """Complete the settings of a loader that gets workers, which have to prove that they work."""
         settings["in_order"] = True  # without workers there is no other order
         if self._fewer is not None:
@@ -97,6 +97,7 @@ class WorkerProcesses:
         self._tried = TriedWorkers(
             room_bytes=_find_room(facts),
             is_training=self._is_training,
+            replaces=replaces,
             step_down=self._step_down,
             warn=self._warn,
             turn_off=f"rungs.{owner}.enabled: false",
@@ -196,7 +197,7 @@ def _count_draws(loader: Any) -> int | None:
     for its order. None if unknown."""
     if not isinstance(loader, DataLoader):
         return None
-    keeps = loader.keeps_iterator if type(loader) is LazyLoader else loader.persistent_workers  # one of ours draws on
+    keeps = getattr(loader, "keeps_iterator", loader.persistent_workers)  # a LazyLoader may draw though workers stay
     is_begun = keeps and loader._iterator is not None
     seeds = int(loader.generator is None and not is_begun)
     sampler = loader.sampler

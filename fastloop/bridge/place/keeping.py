@@ -121,7 +121,8 @@ class PlaceKeeper:
             if hasattr(loop.epoch_loop, "update_restart_stage"):
                 loop.epoch_loop.update_restart_stage()
         if over:
-            _leave_epoch(loop)
+            if _leave_epoch(loop):
+                self.say("begins the next epoch; Lightning alone would run the end of the finished one once more")
             return None
         self.say(
             f"continues after batch {batches} of epoch {self._trainer.current_epoch}, in the same order (ignore"
@@ -140,14 +141,16 @@ def _find_resumed_at(loop: Any) -> int:
     return int(loop.batch_progress.current.completed) + getattr(loop, "restarted_on_train_batch_end", False)
 
 
-def _leave_epoch(loop: Any) -> None:
-    """Make a resumed run begin the next epoch if it would not do so by itself. With ``max_steps``, Lightning otherwise
-    continues in the finished epoch, trains one batch of a new iterator, and skips the rest (observed with 2.6.6)."""
+def _leave_epoch(loop: Any) -> bool:
+    """Make a resumed run begin the next epoch if it would not do so by itself; returns whether that was needed. With
+    ``max_steps``, Lightning otherwise continues in the finished epoch, trains one batch of a new iterator, and skips
+    the rest (observed with 2.6.6)."""
     current = loop.epoch_progress.current
     if current.processed < current.ready or getattr(loop.epoch_loop, "restarted_on_train_batch_end", False):
-        return
+        return False
     if current.completed < current.processed:
         loop.epoch_progress.increment_completed()
     loop.epoch_loop.batch_progress.reset_on_run()
     if hasattr(loop, "reset_restart_stage"):
         loop.reset_restart_stage()
+    return True

@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import io
+import logging
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -104,12 +105,19 @@ def walk(root: Any, name: str = "dataset") -> Iterator[tuple[str, Any]]:
     queue, seen = deque([(name, root, 0)]), set[int]()
     while queue and len(seen) < _MOST_OBJECTS:
         path, item, depth = queue.popleft()
-        if isinstance(item, _PLAIN) or id(item) in seen:
+        if isinstance(item, (*_PLAIN, logging.Filterer)) or id(item) in seen:
             continue
         seen.add(id(item))
         yield path, item
         if depth < _DEEPEST and not isinstance(item, torch.Tensor) and _find_foreign(item) is None:
             queue.extend((f"{path}{step}", member, depth + 1) for step, member in list_members(item))
+
+
+def is_opaque(item: Any) -> bool:
+    """Whether what the object holds is of no concern for samples: a logger, or something that no worker can copy."""
+    return isinstance(item, logging.Filterer) or (
+        not isinstance(item, torch.Tensor) and _find_foreign(item) is not None
+    )
 
 
 def list_members(item: Any) -> Iterator[tuple[str, Any]]:

@@ -1,44 +1,149 @@
-"""A mark of what a dataset holds, to find out whether anything has changed it since workers got their copies."""
+"""A mark of what a dataset holds and its code reads, to find out whether anything has changed it since."""
 
 from __future__ import annotations
 
+import inspect
 import mmap
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import partial
+from itertools import islice
+from operator import is_
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fastloop.evidence.samples import sample_code
-from fastloop.evidence.samples.dataset import list_members, walk
+from fastloop.evidence.samples.dataset import is_opaque, list_members
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
-_MOST_BYTES = 2**16
+_MOST_PARTS, _MOST_OBJECTS, _MOST_MEMBERS = 200, 2000, 200
+"""Limits that keep a look at all parts below about 0.1 ms."""
+_MOST_ALIKE = 20
+"""Of a collection's members, only the first are looked into."""
+_MOST_BYTES = 2**12
 """Of a larger array, only numbers at even distances are read."""
+_INSIDE = ("inner", "dataset")
+"""Attributes by which our own objects hold the user's."""
 
 
-def mark_state(*roots: Any) -> int:
-    """A number that differs once attributes, items, tensors or arrays below these objects have changed, or plain values
-    that their code reads from globals. Changes in large arrays or in deeply nested objects can be missed."""
-    return hash(tuple(part for root in roots for part in _list_parts(root)))
+class _Part(NamedTuple):
+    """Something that can change: an object, the variables of a module that a function reads, a closure."""
+
+    path: str
+    read: Callable[[], list[Any]]
+    """Returns what it holds now."""
+    held: list[Any]
+    """What it held when it was marked. Kept, so that no new object gets the identity of an old one."""
 
 
-def _list_parts(root: Any) -> Iterator[tuple[Any, ...]]:
-    for path, item in walk(root):
-        if isinstance(item, torch.Tensor):
-            yield path, id(item), None if item.is_inference() else item._version
-        elif isinstance(item, np.ndarray):
-            yield path, id(item), item.shape, _sum(item)
-        else:
-            yield path, id(item)
-            yield from ((path, step, value) for step, value in list_members(item) if isinstance(value, _PLAIN))
+class StateMark:
+    """What these objects hold, and what the user's code for samples reads from globals, classes, closures and context
+    variables. Changes in large arrays, or further away than some 200 objects, can be missed.
+
+    Args:
+        roots: objects by the names that a message gives them.
+    """
+
+    def __init__(self, **roots: Any) -> None:
+        self._parts = list(islice(_walk(roots), _MOST_PARTS))
+
+    def find_change(self) -> str | None:
+        """Return the place of something that has changed: ``dataset.level``. None if nothing has."""
+        for path, read, held in self._parts:
+            now = read()
+            if len(now) != len(held) or not (all(map(is_, now, held)) or all(map(_is_same, now, held))):
+                return path
+        return None
+
+
+def _is_same(now: Any, then: Any) -> bool:
+    return now is then or (type(now) is type(then) and isinstance(now, _PLAIN) and now == then)
+
+
+def _walk(roots: dict[str, Any]) -> Iterator[_Part]:
+    """Parts below the roots, breadth first."""
+    queue, seen, known = deque(roots.items()), dict[int, Any](), dict[int, Any]()
+    while queue and len(seen) < _MOST_OBJECTS:
+        path, item = queue.popleft()
+        if isinstance(item, (*_PLAIN, ModuleType)) or id(item) in seen or is_opaque(item):
+            continue
+        seen[id(item)] = item
+        if (read := _find_reader(item)) is not None:
+            yield _Part(path, read, read())
+        queue.extend((f"{path}{step}", member) for step, member in _list_members(item))
         for function in sample_code.list_sample_functions(item):
-            for name, value in sample_code.list_globals(function):
-                if isinstance(value, _PLAIN):
-                    yield name, value
-                elif isinstance(value, (list, dict)):
-                    yield from ((name, step, inner) for step, inner in list_members(value) if isinstance(inner, _PLAIN))
+            for space, names in _list_spaces(function) if id(function) not in known else ():
+                yield from (_Part(name, _read_name(space, name), [space[name]]) for name in names)
+                queue.extend((name, space[name]) for name in names if not _is_library(space[name]))
+            known[id(function)] = function
+            queue.extend(sample_code.list_closure(function))
+
+
+def _list_spaces(function: Any) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """The namespaces that a function reads by name, each with the names: its own module, and others of the user's."""
+    yield function.__globals__, [name for name, _ in sample_code.list_globals(function)]
+    named = set(sample_code.list_names(function.__code__))
+    for _, value in sample_code.list_globals(function):
+        if inspect.ismodule(value) and not sample_code.is_installed(value):
+            yield vars(value), [name for name in vars(value) if name in named]
+
+
+def _is_library(value: Any) -> bool:
+    """Whether nothing below it is the user's: a module, or an installed class or function."""
+    if inspect.ismodule(value):
+        return True
+    return (isinstance(value, type) or inspect.isroutine(value)) and sample_code.is_installed(value)
+
+
+def _list_members(item: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(item, ContextVar):
+        yield ".get()", item.get(None)
+    elif isinstance(item, type):
+        found = () if sample_code.is_installed(item) else islice(vars(item).items(), _MOST_MEMBERS)
+        yield from ((f".{name}", value) for name, value in found if not inspect.isroutine(value))
+    elif type(item).__module__.startswith("fastloop.") and sample_code.is_installed(type(item)):
+        yield from ((f".{name}", vars(item)[name]) for name in _INSIDE if name in getattr(item, "__dict__", {}))
+    elif isinstance(item, torch.nn.Module):
+        yield from ((step, member) for step, member in list_members(item) if "_hooks" not in step)
+    elif isinstance(item, (list, tuple, set, frozenset, dict, deque)):
+        yield from islice(list_members(item), _MOST_ALIKE)
+    elif not isinstance(item, torch.Tensor):
+        yield from list_members(item)
+
+
+def _find_reader(item: Any) -> Callable[[], list[Any]] | None:
+    """What reads the object's contents; None if these cannot change, or only behind its back."""
+    if isinstance(item, torch.Tensor):
+        fixed = item.is_inference() or item.is_shared()  # type: ignore[no-untyped-call]  # workers see it
+        return None if fixed else lambda: [item._version]
+    if isinstance(item, np.ndarray):
+        return None if item.dtype.hasobject or _is_file(item) else lambda: [_sum(item)]
+    if isinstance(item, ContextVar):
+        return lambda: [item.get(None)]
+    if isinstance(item, dict):
+        return lambda: [len(item), *islice(item.values(), _MOST_MEMBERS)]
+    if isinstance(item, (list, set, deque)):
+        return lambda: [len(item), *islice(item, _MOST_MEMBERS)]
+    if isinstance(item, FunctionType):
+        return lambda: [value for _, value in sample_code.list_closure(item)]
+    if isinstance(item, type):
+        return None if sample_code.is_installed(item) else lambda: [*vars(item).values()]
+    if type(item).__module__.startswith("fastloop.") and sample_code.is_installed(type(item)):
+        return None
+    if inspect.isroutine(item) or isinstance(item, (tuple, frozenset, partial)):
+        return None
+    if (held := getattr(item, "__dict__", None)) is None:
+        return (lambda: [value for _, value in list_members(item)]) if hasattr(type(item), "__slots__") else None
+    return lambda: [*islice(held.values(), _MOST_MEMBERS)]
+
+
+def _read_name(space: dict[str, Any], name: str) -> Callable[[], list[Any]]:
+    return lambda: [space.get(name)]
 
 
 def _is_file(array: Any) -> bool:
@@ -48,8 +153,6 @@ def _is_file(array: Any) -> bool:
     return isinstance(array, (np.memmap, mmap.mmap))
 
 
-def _sum(array: np.ndarray[Any, Any]) -> int | None:
-    if array.dtype.hasobject or _is_file(array):
-        return None
+def _sum(array: np.ndarray[Any, Any]) -> int:
     every = 1 + array.nbytes // _MOST_BYTES
     return zlib.crc32(np.ascontiguousarray(array.reshape(-1)[::every] if every > 1 else array).tobytes())

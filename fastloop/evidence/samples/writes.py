@@ -155,8 +155,8 @@ def name_state(node: ast.AST, me: str | None, outer: set[str]) -> str | None:
 def list_aliases(
     tree: ast.AST, me: str | None, outer: set[str], parameters: Collection[str] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Local names for such state, each with the state, and `parameters`, each with its own name; not names that are
-    later rebound to something made from it."""
+    """Local names for such state, each with the state, and for `parameters` or their items, each with the parameter's
+    name; not names that are later rebound to something made from it."""
     assigned = [(node, name) for node in ast.walk(tree) if isinstance(node, ast.Assign) for name in node.targets]
     local = [(name.id, node.value) for node, name in assigned if isinstance(name, ast.Name)]
     made = {
@@ -165,6 +165,11 @@ def list_aliases(
         if find_root(value) != name and any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(value))
     }
     yield from ((name, name) for name in parameters if name not in made)
+    for node, target in assigned:
+        root = find_root(node.value) if isinstance(node.value, (ast.Name, ast.Subscript)) else ""
+        taken = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+        if root in parameters and root not in made and (len(taken) > 1 or isinstance(node.value, ast.Subscript)):
+            yield from ((each.id, root) for each in taken if isinstance(each, ast.Name) and each.id not in made)
     for name, value in local:
         state = name_state(value, me, outer) if isinstance(value, (ast.Attribute, ast.Name)) else None
         if state is not None and name not in made:

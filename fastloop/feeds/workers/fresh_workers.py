@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from fastloop.evidence.samples.state_mark import mark_state
+from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.feeds.lazy_loader import Epochs
 from fastloop.feeds.workers.tried_workers import end_workers
 
@@ -22,17 +22,17 @@ class FreshWorkers:
 
     def __init__(self, *, tell: Callable[[str], None], epochs: Epochs | None = None) -> None:
         self._tell, self._epochs = tell, epochs
-        self._mark: int | None = None
+        self._mark: StateMark | None = None
         self._has_told = False
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the batches of one epoch, which begins with this call; `begin` makes the loader's iterator."""
-        mark = mark_state(loader.dataset, loader.collate_fn)
-        if (kept := loader._iterator) is not None and mark != self._mark:
+        changed = None if self._mark is None else self._mark.find_change()
+        if (kept := loader._iterator) is not None and changed is not None:
             end_workers(kept)
             loader.__dict__["_iterator"] = None
             if not self._has_told:
                 self._has_told = True
-                self._tell("the dataset changes between epochs, so its workers are restarted then")
-        self._mark = mark
+                self._tell(f"{changed} changes between epochs, so the dataset's workers are restarted then")
+        self._mark = StateMark(dataset=loader.dataset, collate_fn=loader.collate_fn)
         return begin() if self._epochs is None else self._epochs(loader, begin)

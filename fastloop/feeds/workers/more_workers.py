@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from fastloop.errors import let_through, quote
-from fastloop.evidence.samples.state_mark import mark_state
+from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
 from fastloop.feeds.lazy_loader import Epochs, name_sampler
@@ -53,7 +53,7 @@ class MoreWorkers:
         self._pending = PendingIndices()
         self._epoch = self._loading = 0
         """The number of the last epoch, and that of the one that is loading; 0 for none."""
-        self._mark = 0
+        self._mark: StateMark | None = None
         self._pace: Pace | None = None
         self._before: Pace | None = None
         """The pace of the first workers, once there are more."""
@@ -70,7 +70,7 @@ class MoreWorkers:
             return begin() if self._epochs is None else self._epochs(loader, begin)
         self._pending.begin_epoch()
         if self._before is None:
-            self._mark = mark_state(loader.dataset, loader.collate_fn)
+            self._mark = StateMark(dataset=loader.dataset, collate_fn=loader.collate_fn)
         if self._next is not None:
             if self._before is not None and loader.num_workers == self._before.workers:
                 _set_number(loader, self._next)
@@ -186,7 +186,7 @@ class MoreWorkers:
                 return None
             self._before = pace
             # Workers that start now would see what has changed since the others started.
-            is_now = is_now and self._mark == mark_state(loader.dataset, loader.collate_fn)
+            is_now = is_now and self._mark is not None and self._mark.find_change() is None
             self._next = None if is_now else workers
             self.change = f"{workers} workers instead of {pace.workers}; the run ended before they could be timed"
             return workers if is_now else None

@@ -3,8 +3,8 @@
 torch pickles a batch in a worker's background thread that only prints errors; the training then waits forever. Here
 each worker pickles its batch itself and sends the bytes, or the reason why it cannot. In that case fewer workers, or
 this process as in a run without workers, make the remaining batches, from the same indices in the same order. The same
-happens if a dataset raises in a worker and not in this process, or if the first batches show that making one takes less
-time than getting it from a worker.
+happens if a dataset raises in a worker and not in this process, if the first batches show that making one takes less
+time than getting it from a worker, or if something changes what the workers have copies of.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from fastloop.errors import FastLoopError, quote
 from fastloop.evidence import loader_queue
+from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
 from fastloop.feeds.lazy_loader import name_sampler
@@ -58,6 +59,7 @@ class TriedWorkers:
         turn_off: the configuration key that turns workers off, as the user writes it.
         free_cpus: CPUs of this machine that the workers leave to the training; 0 for none.
         is_training: whether the training itself requests an epoch now, not a callback.
+        replaces: whether they replace the user's own workers, whose copies are as old.
         leave_out: called like `step_down` if workers cost more time than they save; None to keep them even then.
 
     Attributes:
@@ -73,10 +75,13 @@ class TriedWorkers:
         turn_off: str,
         free_cpus: int = 0,
         is_training: Callable[[], bool] = lambda: False,
+        replaces: bool = False,
         leave_out: Callable[[int, int, str], None] | None = None,
     ) -> None:
         self._free_cpus, self._leave_out, self._is_weighed = free_cpus, leave_out, False
-        self._is_training = is_training
+        self._is_training, self._replaces = is_training, replaces
+        self._mark: StateMark | None = None
+        """What the workers' copies hold."""
         self._made_ms: Any = ()
         self._took_ms: list[float] = []
         self.drew = multiprocessing.RawValue("b", 0)
@@ -98,6 +103,8 @@ class TriedWorkers:
         if self._loading and loader._iterator is None and not self._is_training():  # a callback also reads the loader
             return begin()
         self._drawn.begin_epoch()
+        is_marked = loader.num_workers and not self._replaces
+        self._mark = StateMark(dataset=loader.dataset, collate_fn=loader.collate_fn) if is_marked else None
         return self._load(loader, begin, self._begin(loader, begin) if loader.num_workers else begin())
 
     def _load(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
@@ -113,11 +120,12 @@ class TriedWorkers:
             failed = None
             try:
                 for batch in self._wait_for(source):
-                    fewer = self._find_fewer(loader, batch) or self._find_loss()
+                    stale = self._find_stale()
+                    fewer = stale or self._find_fewer(loader, batch) or self._find_loss()
                     if fewer is not None:
                         end_workers(source)
                         self._lighten(loader, fewer)
-                    if not isinstance(batch, Unsent):
+                    if stale is None and not isinstance(batch, Unsent):
                         self._drawn.pending.popleft()
                         yield batch
                     if fewer is not None:
@@ -236,6 +244,13 @@ class TriedWorkers:
             return None
         room, size = (self._room_bytes or 0) / 2**20, self._batch_bytes / 2**20
         return _Fewer(*fitting, f"/dev/shm has room for {room:.0f} MiB, and a batch takes {size:.1f} MiB there")
+
+    def _find_stale(self) -> _Fewer | None:
+        """Return settings without workers if something has changed what they hold copies of."""
+        changed = None if self._mark is None else self._mark.find_change()
+        if changed is None:
+            return None
+        return _Fewer(0, 0, f"{changed} changed while batches were being loaded, and workers hold older copies")
 
     def _find_loss(self) -> _Fewer | None:
         """Return settings without workers if taking a ready batch from a worker is slower than making it; only once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +90,7 @@ def fit(rungs: Any, val: Any = None, train_workers: int = 1, callbacks: tuple[An
 def count_shared(module: Net, first: int) -> int:
     """Of how many validations from `first` on the workers also made the one before."""
     makers = module.makers[first:]
-    return sum(before == after for before, after in zip(makers, makers[1:], strict=False))
+    return sum(before == after for before, after in itertools.pairwise(makers))
 
 
 @pytest.fixture

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import types
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from fastloop.evidence.samples.state_mark import mark_state
+from fastloop.evidence.samples.state_mark import StateMark
 
 LEVEL, OPTIONS = 1.0, {"level": 1.0}
 
@@ -50,24 +54,24 @@ CHANGES: list[Callable[[Any], Any]] = [
 def test_what_changes_is_seen(change: Callable[[Any], Any], wrap: Callable[[Any], Any]) -> None:
     data = Holds()
     root, kept = wrap(data), data.tensor  # its place in memory is not taken again
-    before = mark_state(root, None)
-    assert mark_state(root, None) == before
+    mark = StateMark(dataset=root, collate_fn=None)
+    assert mark.find_change() is None
     change(data)
-    assert mark_state(root, None) != before and kept is not None
+    assert mark.find_change() is not None and kept is not None
 
 
 def test_what_a_run_does_anyway_changes_nothing() -> None:
     data = Holds()
-    before = mark_state(data)
+    mark = StateMark(data=data)
     data[3]
-    assert mark_state(data) == before
+    assert mark.find_change() is None
     rows = TensorDataset(torch.zeros(4, 2))
-    before = mark_state(rows)
+    mark = StateMark(data=rows)
     rows[0]
-    assert mark_state(rows) == before
+    assert mark.find_change() is None
     with torch.inference_mode():
         made = [torch.zeros(2)]
-    assert mark_state(made) == mark_state(made)
+    assert StateMark(made=made).find_change() is None
 
 
 @pytest.mark.parametrize("view", [lambda array: array, np.asarray, lambda array: np.asarray(array)[1:]])
@@ -75,10 +79,83 @@ def test_files_are_not_read(view: Callable[[Any], Any], tmp_path: Path) -> None:
     file = np.memmap(tmp_path / "rows", dtype="float32", mode="w+", shape=(4,))
     data = Holds()
     data.small = view(file)
-    before = mark_state(data)
+    mark = StateMark(data=data)
     file[2] = 1.0
-    assert mark_state(data) == before
+    assert mark.find_change() is None
     data.small = np.array(data.small)
-    before = mark_state(data)
+    mark = StateMark(data=data)
     data.small[-1] = 2.0
-    assert mark_state(data) != before, "the control: a copy in memory"
+    assert mark.find_change() is not None, "the control: a copy in memory"
+
+
+LOGGER = logging.getLogger(__name__)
+HELPERS = types.ModuleType("helpers")
+exec(
+    "LEVEL = 1.0\ndef get_level():\n    return LEVEL\ndef set_level(value):\n    global LEVEL\n    LEVEL = value",
+    vars(HELPERS),
+)
+CURRENT: ContextVar[float] = ContextVar("CURRENT", default=0.0)
+
+
+class Registry:
+    made: Any = None
+
+    def __init__(self) -> None:
+        self.level = 0.0
+
+    @classmethod
+    def get(cls) -> Registry:
+        cls.made = cls.made or cls()
+        return cls.made
+
+
+@functools.lru_cache(maxsize=None)
+def read_settings() -> Any:
+    return types.SimpleNamespace(level=0.0)
+
+
+def make_pair() -> tuple[Callable[[float], float], Callable[[], None]]:
+    level = 1.0
+
+    def scale(value: float) -> float:
+        return value * level
+
+    def grow() -> None:
+        nonlocal level
+        level += 1
+
+    return scale, grow
+
+
+class Reads:
+    """Reads by way of calls, closures and modules, and logs."""
+
+    def __init__(self) -> None:
+        self.transform, self.grow = make_pair()
+
+    def __getitem__(self, index: int) -> Any:
+        LOGGER.debug("sample %d", index)
+        return (
+            self.transform(index) * HELPERS.get_level() * CURRENT.get() + Registry.get().level + read_settings().level
+        )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: HELPERS.set_level(HELPERS.LEVEL + 1),
+        lambda data: CURRENT.set(CURRENT.get() + 1),
+        lambda data: setattr(Registry.get(), "level", Registry.get().level + 1),
+        lambda data: setattr(read_settings(), "level", read_settings().level + 1),
+        lambda data: data.grow(),
+    ],
+    ids=["module", "context", "class", "cached", "closure"],
+)
+def test_what_code_reads_elsewhere_is_seen(change: Callable[[Any], Any]) -> None:
+    data = Reads()
+    data[0]
+    mark = StateMark(dataset=data)
+    data[1]
+    assert not LOGGER.isEnabledFor(logging.DEBUG) and mark.find_change() is None  # a logger remembers that
+    change(data)
+    assert mark.find_change() is not None

@@ -41,7 +41,7 @@ def read(data: Levels, loader: Any) -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize("looks", [True, False])
 def test_they_start_anew_where_the_dataset_has_changed(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not looks:  # the control
-        monkeypatch.setattr(fresh_workers, "mark_state", lambda *_: 0)
+        monkeypatch.setattr(fresh_workers.StateMark, "find_change", lambda _: None)
     data, said = Levels(), list[str]()
     loader = DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
     fresh = FreshWorkers(tell=said.append)

@@ -568,3 +568,40 @@ def test_what_is_set_up_in_workers_only_may_fail_there() -> None:
     loader, steps = tried(worker_init_fn=fail)
     assert read(loader) == expected()
     assert "Broken: no such device (in DataLoader worker process" in steps.down[0][2]
+
+
+class Grows(Numbers):
+    level = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((1000,), index + 100 * self.level)
+
+
+def read_growing(loader: Any, dataset: Grows) -> list[list[list[int]]]:
+    """The samples of three epochs; the training changes the dataset in the middle of the second."""
+    torch.manual_seed(3)
+    seen: list[list[list[int]]] = []
+    for epoch in range(3):
+        seen.append([])
+        for number, batch in enumerate(loader):
+            seen[-1].append(_content(batch))
+            if (epoch, number) == (1, 4):
+                dataset.level = 1
+    return seen
+
+
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_change_in_mid_epoch_is_seen_from_the_next_batch_on(
+    persistent: bool, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_data, data = Grows(), Grows()
+    plain = read_growing(DataLoader(plain_data, 4, shuffle=True), plain_data)
+    assert plain[1][4][0] < 100 <= plain[1][5][0]
+    if not looks:  # the control
+        monkeypatch.setattr(tried_workers.StateMark, "find_change", lambda _: None)
+    loader, steps = tried(dataset=data, persistent_workers=persistent)
+    assert (read_growing(loader, data) == plain) is looks
+    assert [why for _, _, why in steps.down] == [
+        "dataset changed while batches were being loaded, and workers hold older copies"
+    ] * looks
