@@ -167,7 +167,7 @@ def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
         return Verdict(took=False, why=why)
     searched = evidence.get("searched")
     if not evidence["changed_steps"]:
-        none = "none was larger than micro_batch" if searched is None else f"your own micro-batch stays: {searched}"
+        none = "none was larger than micro_batch" if searched is None else f"keeping your micro-batch size: {searched}"
         return Verdict(took=False, why=f"batches run whole: {problem or none}")
     pieces = evidence["micro_batches"]
     sizes = "/".join(map(str, pieces[:4])) + (f"/… ({len(pieces)} of them)" if len(pieces) > 4 else "")

@@ -213,7 +213,7 @@ def _explain_slower(with_ms: float | None, without_ms: float | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearsalOutcome:
+class RungOutcome:
     """The result of rehearsing one rung."""
 
     rung: str
@@ -242,15 +242,13 @@ def take_slowest_times(mine: Rehearsed, every: Sequence[Rehearsed]) -> Rehearsed
     return replace(mine, eager_ms=eager_ms, changed_ms=changed_ms)
 
 
-def find_last_ms(outcomes: Sequence[RehearsalOutcome], base_ms: float) -> float:
+def find_last_ms(outcomes: Sequence[RungOutcome], base_ms: float) -> float:
     """Return the time of the modules with all rungs kept so far."""
     kept = [each.rehearsed.changed_ms for each in outcomes if each.fault is None and each.rehearsed and each.on_modules]
     return next((each for each in reversed(kept) if each is not None), base_ms)
 
 
-def drop_slow(
-    outcomes: Sequence[RehearsalOutcome], base_ms: float, by_ladder: Collection[str]
-) -> list[RehearsalOutcome]:
+def drop_slow(outcomes: Sequence[RungOutcome], base_ms: float, by_ladder: Collection[str]) -> list[RungOutcome]:
     """Return the outcomes, with a fault for each rung of a shipped ladder that makes the rehearsed calls slower.
 
     Nothing is dropped from a stack that ends with a compile: rungs may pay only together, and each change would

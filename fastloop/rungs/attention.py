@@ -20,6 +20,7 @@ from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
 from fastloop.records.readings import attends_by_hand, on_gpu
+from fastloop.records.wording import say_count
 
 KERNELS = {
     "FLASH_ATTENTION": "flash",
@@ -121,11 +122,11 @@ class Attention:
         why = []
         if count := evidence["replaced"]:
             causal = f", {evidence['causal']} of them causal without a mask" if evidence["causal"] else ""
-            why.append(f"{count} attentions in captured graphs became one fused call each{causal}")
+            why.append(f"{say_count(count, 'attention')} in captured graphs became one fused call each{causal}")
         if count and (calls := evidence["calls"]):
-            why.append(f"{calls} calls of {evidence['modules']} modules ran this way")
+            why.append(f"{say_count(calls, 'call')} of {say_count(evidence['modules'], 'module')} ran this way")
         if switched := evidence["switched"]:
-            why.append(f"{switched} Hugging Face models run with sdpa")
+            why.append(f"{say_count(switched, 'Hugging Face model')} switched to sdpa")
         if fused := evidence["by_inductor"]:
             why.append(f"Inductor fused {fused} with its own patterns")
         if took := bool(count or switched or fused):

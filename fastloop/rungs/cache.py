@@ -26,6 +26,7 @@ from fastloop.records.images import ImageFacts, RandomResizedCrop
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict
 from fastloop.records.readings import is_worth_handing_over, read_loader
+from fastloop.records.wording import say_count
 
 SHARE_OF_SHM, SHARE_OF_MEMORY, SHARE_OF_DISK = 0.8, 0.5, 0.8
 """Shares of the free space. Files in shared memory use memory, which the training needs too."""
@@ -219,14 +220,14 @@ class Cache:
         """The rung took effect if samples came from the store."""
         found = seen.evidence.get("cache", {})
         if (batches := found.get("row_batches")) is not None:
-            why = f"{batches:,} batches were picked at once out of {found['rows']:,} rows"
+            why = f"{say_count(batches, 'batch')} picked at once out of {found['rows']:,} rows"
             if more := found.get("validation_row_batches"):
                 why += f", and {more:,} for validation"
             why += f", {_format_gb(found['kept_bytes'])} on the device" if found["kept_bytes"] else ""
             return Verdict(took=batches > 0, why=why)
         if (batches := found.get("device_batches")) is not None:
             told = f"{found['pictures']:,} pictures there ({_format_gb(found['kept_bytes'])})"
-            return Verdict(took=batches > 0, why=f"{batches:,} batches were made on the device from {told}")
+            return Verdict(took=batches > 0, why=f"{say_count(batches, 'batch')} made on the device from {told}")
         hits, misses = found.get("hits", 0), found.get("misses", 0)
         if not hits + misses:
             return Verdict(took=False, why="no sample was requested")

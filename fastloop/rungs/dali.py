@@ -25,6 +25,7 @@ from fastloop.records.images import RANDOM, ImageFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict
 from fastloop.records.readings import read_loader
+from fastloop.records.wording import say_count
 
 ENOUGH_CPUS = 8
 """With at least this many CPUs per GPU, the CPU decodes first. With 16, an H200 trained 6,266 images/s if the CPU
@@ -177,7 +178,7 @@ class Dali:
         if (mean := found.get("mean_levels")) is not None:
             why += f"; {found['checked_samples']} compared samples differ by {mean:.2f} of 255 levels"
         if plain:
-            why += f"; {plain} batches were loaded without it: {found.get('why_plain')}"
+            why += f"; {say_count(plain, 'batch')} loaded without it: {found.get('why_plain')}"
         if self.validation:
             why += f"; for validation it decoded {found.get('validation_images', 0)}"
             plain = found.get("validation_why_plain")

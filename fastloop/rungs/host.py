@@ -26,6 +26,7 @@ from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
 from fastloop.records.readings import on_gpu, waits_in_own_code
+from fastloop.records.wording import say_count
 
 
 def _list_variants(state: ClimbState) -> Iterator[Variant]:
@@ -110,10 +111,10 @@ class Host:
             return Verdict(took=None, why="no step ran")
         replays, told = evidence.get("replayed_steps", 0), []
         if replays:
-            told.append(f"{replays} steps were replayed, {evidence['eager_steps']} ran eagerly")
+            told.append(f"{say_count(replays, 'step')} replayed, {evidence['eager_steps']:,} ran eagerly")
             told.append(f"a replay deviates by {evidence['deviation']:.2g}")
             if updates := evidence.get("replayed_updates"):
-                told.append(f"{updates} updates of the optimizer were replayed")
+                told.append(f"{say_count(updates, 'update')} of the optimizer replayed")
             elif why := evidence.get("update_refused"):
                 told.append(f"no update of the optimizer was replayed: {why}")
         elif "replayed_steps" in evidence:
@@ -121,15 +122,15 @@ class Host:
         if replays and (why := evidence.get("graph_refused")):
             told.append(f"none from then on: {why}")
         words = {
-            "flat_batches": "{} batches took the short path through Lightning's loop",
-            "direct_hooks": "hooks were called directly",
-            "moves_left_out": "{} device moves of logged values skipped",
-            "gc_passes": "{} garbage collections at chosen steps",
+            "flat_batches": ("batch", "took the short path through Lightning's loop"),
+            "moves_left_out": ("device move", "of logged values skipped"),
+            "gc_passes": ("garbage collection", "at chosen steps"),
         }
-        told += [text.format(count) for name, text in words.items() if (count := evidence.get(name))]
+        told += ["hooks were called directly"] if evidence.get("direct_hooks") else []
+        told += [f"{say_count(n, noun)} {rest}" for name, (noun, rest) in words.items() if (n := evidence.get(name))]
         told += [evidence[why] for why in ("loop_refused", "gc_refused") if why in evidence]
         is_mostly = 2 * replays >= evidence.get("eager_steps", 0) and replays > 0  # a few replays make no run faster
-        took = is_mostly or (self.step_graph is not True and any(map(evidence.get, words)))
+        took = is_mostly or (self.step_graph is not True and any(map(evidence.get, (*words, "direct_hooks"))))
         return Verdict(took=took, why="; ".join(told) or "there was no overhead it could remove")
 
     def _graph_the_steps(self, site: Site) -> Applied:

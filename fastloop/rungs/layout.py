@@ -20,6 +20,7 @@ from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
 from fastloop.records.readings import convolves, does_already, on_gpu
+from fastloop.records.wording import say_count
 
 CARD = Card(
     family="compute",
@@ -75,11 +76,12 @@ class Layout:
             return Verdict(
                 took=batches > 0,
                 why="the weights are the same in both layouts (1x1 or depthwise kernels);"
-                f" {batches} batches were channels-last",
+                f" {say_count(batches, 'batch')} channels-last",
             )
         return Verdict(
             took=right > 0,
-            why=f"{right} of {total} convolutions hold channels-last weights; {batches} batches were channels-last",
+            why=f"{right} of {total} convolutions hold channels-last weights;"
+            f" {say_count(batches, 'batch')} channels-last",
         )
 
 

@@ -44,6 +44,7 @@ from fastloop.records.readings import (
     read_step_ms,
     restarts_workers,
 )
+from fastloop.records.wording import say_count
 
 MOST = 8
 """Upper limit for `auto`: more workers seldom pay off and slow the launching thread down."""
@@ -317,7 +318,7 @@ class Workers:
         if not (times := found.get("validations_kept")):
             return self._verify_training(found)
         count = found["validation_workers"]
-        why = f"{_name_yours(count)} for validation stayed for {times} more validation{'s' * (times != 1)}"
+        why = f"{_name_yours(count)} for validation stayed for {say_count(times, 'more validation')}"
         if not found.get("only_validation"):
             why = f"{self._verify_training(found).why}; {why}"
         return Verdict(took=True, why=why)
@@ -325,13 +326,13 @@ class Workers:
     def _verify_training(self, found: Mapping[str, Any]) -> Verdict:
         if (ahead := found.get("epochs_ahead")) is None:
             return self._verify_workers(found)
-        why = f"{ahead} epoch{'s' * (ahead != 1)} started with prefetched batches"
+        why = f"{say_count(ahead, 'epoch')} started with prefetched batches"
         if found.get("order_differed"):
             why += ", until the sampler drew a different order than predicted"
         if found.get("only_ahead"):
             return Verdict(took=ahead > 0, why=why)
         verdict = self._verify_workers(found)
-        return replace(verdict, took=True if ahead else verdict.took, why=f"{verdict.why}; {why}")
+        return replace(verdict, took=True, why=f"{verdict.why}; {why}") if ahead else verdict
 
     def _verify_workers(self, found: Mapping[str, Any]) -> Verdict:
         if (more := found.get("more")) is not None:

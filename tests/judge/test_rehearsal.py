@@ -9,7 +9,7 @@ import pytest
 from fastloop.judge.rehearsal import (
     Deviation,
     Draws,
-    RehearsalOutcome,
+    RungOutcome,
     count_pay_back_steps,
     drop_slow,
     explain_far_slower,
@@ -170,9 +170,9 @@ def test_memory_that_a_step_leaves(more: int, free: int, fits: bool) -> None:
     assert (explain_no_room(more * 2**30, free * 2**30) is None) is fits
 
 
-def outcome(rung: str, changed_ms: float, *, costly: bool = False, fault: str | None = None) -> RehearsalOutcome:
+def outcome(rung: str, changed_ms: float, *, costly: bool = False, fault: str | None = None) -> RungOutcome:
     times = Rehearsed(eager_ms=10, changed_ms=changed_ms)
-    return RehearsalOutcome(rung=rung, on_modules=True, is_costly=costly, rehearsed=times, fault=fault)
+    return RungOutcome(rung=rung, on_modules=True, is_costly=costly, rehearsed=times, fault=fault)
 
 
 @pytest.mark.parametrize(
@@ -186,11 +186,11 @@ def outcome(rung: str, changed_ms: float, *, costly: bool = False, fault: str | 
         ([outcome("a", 8), outcome("b", 9, costly=True)], ["b"]),
         ([outcome("a", 30, fault="it broke"), outcome("b", 9)], []),
         ([outcome("users", 30), outcome("b", 9)], []),
-        ([RehearsalOutcome(rung="a", rehearsed=Rehearsed(eager_ms=1, changed_ms=2))], ["a"]),  # an optimizer, by itself
-        ([RehearsalOutcome(rung="a")], []),
+        ([RungOutcome(rung="a", rehearsed=Rehearsed(eager_ms=1, changed_ms=2))], ["a"]),  # an optimizer, by itself
+        ([RungOutcome(rung="a")], []),
     ],
 )
-def test_what_a_ladder_switched_on_must_not_be_slower(outcomes: list[RehearsalOutcome], dropped: list[str]) -> None:
+def test_what_a_ladder_switched_on_must_not_be_slower(outcomes: list[RungOutcome], dropped: list[str]) -> None:
     judged = drop_slow(outcomes, 10, {"a", "b", "c"})
     off = [after.rung for before, after in zip(outcomes, judged, strict=True) if after.fault and not before.fault]
     assert off == dropped

@@ -186,7 +186,7 @@ def test_verdicts() -> None:
     told = {**seen, "plain_batches": 2, "why_plain": "a.gif: no", "mean_levels": 0.17, "checked_samples": 16}
     assert verify(Measurement(evidence={"dali": told})).why == (
         "DALI decoded 64 images (cpu, 2 threads); 16 compared samples differ by 0.17 of 255 levels;"
-        " 2 batches were loaded without it: a.gif: no"
+        " 2 batches loaded without it: a.gif: no"
     )
     assert verify(Measurement(evidence={"dali": {**seen, "images": 0}})).took is False
     chosen = {**seen, "decode_why": "a batch takes 4 ms"}

@@ -750,7 +750,8 @@ def test_validation_draws_before_the_next_epoch(settings: dict[str, Any], ahead:
     val = partial(batches, 16, num_workers=1, shuffle=shuffle)
     ours = run(rungs, batches(64, shuffle=True, num_workers=2), max_epochs=4, val=val(), **settings)
     said = ours.verdict("workers").why.split("; ")
-    assert said[:2] == ["your workers were kept between epochs", f"{ahead} epochs started with prefetched batches"]
+    assert said[0] == "your workers were kept between epochs"
+    assert (f"{ahead} epochs started with prefetched batches" in said) is bool(ahead), said
 
 
 class Waits(L.Callback):

@@ -31,7 +31,7 @@ from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import BatchWindow
 from fastloop.feeds.place.kept_order import EpochPlace
-from fastloop.judge.rehearsal import RehearsalOutcome
+from fastloop.judge.rehearsal import RungOutcome
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Action, Applied, Moment, Plan, Step, Undo
@@ -392,7 +392,7 @@ class Applier:
         self._changes.undo(step.rung)
         self._changes.evidence[step.rung] = dict(known)
 
-    def _settle(self, outcomes: Sequence[RehearsalOutcome]) -> None:
+    def _settle(self, outcomes: Sequence[RungOutcome]) -> None:
         """Update the plan with the outcomes of the rungs that were tried."""
         held, self._live.held = self._live.held, frozenset()
         for outcome in outcomes:
@@ -414,7 +414,7 @@ class Applier:
         self._unapply_step(step)
         if self.graphs is not None and self.graphs.replay_ms is not None:
             self.graphs.record_anew()
-        self._settle([RehearsalOutcome(rung=step.rung, fault=why, is_lasting=False)])
+        self._settle([RungOutcome(rung=step.rung, fault=why, is_lasting=False)])
         self.warn(f"{step.rung} is now off: {why}")
 
     def _undo_setting(self, key: str, undo: Undo) -> None:

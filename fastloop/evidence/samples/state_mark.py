@@ -104,7 +104,7 @@ def _list_members(item: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(item, ContextVar):
         yield ".get()", item.get(None)
     elif isinstance(item, type):
-        found = () if sample_code.is_installed(item) else islice(vars(item).items(), _MOST_MEMBERS)
+        found = () if sample_code.is_installed(item) else _list_class_values(item)
         yield from ((f".{name}", value) for name, value in found if not inspect.isroutine(value))
     elif type(item).__module__.startswith("fastloop.") and sample_code.is_installed(type(item)):
         yield from ((f".{name}", vars(item)[name]) for name in _INSIDE if name in getattr(item, "__dict__", {}))
@@ -114,6 +114,11 @@ def _list_members(item: Any) -> Iterator[tuple[str, Any]]:
         yield from islice(list_members(item), _MOST_ALIKE)
     elif not isinstance(item, torch.Tensor):
         yield from list_members(item)
+
+
+def _list_class_values(kind: type) -> Iterator[tuple[str, Any]]:
+    """A class's own attributes; not those that Python adds, such as a cache for pickling its objects."""
+    return ((name, value) for name, value in islice(vars(kind).items(), _MOST_MEMBERS) if not name.startswith("__"))
 
 
 def _find_reader(item: Any) -> Callable[[], list[Any]] | None:
@@ -132,7 +137,7 @@ def _find_reader(item: Any) -> Callable[[], list[Any]] | None:
     if isinstance(item, FunctionType):
         return lambda: [value for _, value in sample_code.list_closure(item)]
     if isinstance(item, type):
-        return None if sample_code.is_installed(item) else lambda: [*vars(item).values()]
+        return None if sample_code.is_installed(item) else lambda: [value for _, value in _list_class_values(item)]
     if type(item).__module__.startswith("fastloop.") and sample_code.is_installed(type(item)):
         return None
     if inspect.isroutine(item) or isinstance(item, (tuple, frozenset, partial)):

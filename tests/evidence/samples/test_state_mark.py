@@ -109,7 +109,7 @@ class Registry:
         return cls.made
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def read_settings() -> Any:
     return types.SimpleNamespace(level=0.0)
 

@@ -193,7 +193,7 @@ class PieceChoice:
             self._found = search.find(strategy, sizes, trial)
         self.micro = self._found.size
         if self.micro == trial.own:
-            self.refused, self._undecided = f"your own micro-batch stays: {self._found.why}", False
+            self.refused, self._undecided = f"keeping your micro-batch size: {self._found.why}", False
             self._apart_why = self.refused
 
     def _heed_refused_compile(self, search: SizeSearch, window: Merged | None) -> None:
@@ -207,7 +207,7 @@ class PieceChoice:
         self._found = replace(found, size=self.micro, uncompiled=None, why=why)
         search.remember(self.micro)
         if window is not None and self.micro == window.sizes[0]:
-            self.refused = self._apart_why = f"your own micro-batch stays: {why}"
+            self.refused = self._apart_why = f"keeping your micro-batch size: {why}"
 
     def _fit_longer(
         self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]
@@ -285,7 +285,7 @@ class PieceChoice:
     def _tell_unequal(self) -> None:
         if self._unequal:
             names = ", ".join(self._unequal)
-            self._warn(f"{self.rung}: logged values that are not means over samples will differ from here on: {names}")
+            self._warn(f"{self.rung}: logged values that are not means over samples will differ from now on: {names}")
 
     # -- a window of them, merged -----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from fastloop.bridge.apply.rehearse.played import Played
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.judge import rehearsal as judge
-from fastloop.judge.rehearsal import RehearsalOutcome
+from fastloop.judge.rehearsal import RungOutcome
 from fastloop.records.plan import Step
 
 LEAST_LIMIT_S, LIMIT_S = 10.0, 60.0
@@ -148,7 +148,7 @@ class RehearsalBudget:
         allowed_s = judge.limit_rehearsal_s(self.terms.steps_left, (self.base_ms or ms) * self.terms.batches_per_step)
         return self._spent_s + ms / 1e3 <= share * (allowed_s - self.kept_s)
 
-    def refuse_all(self, steps: Sequence[Step]) -> list[RehearsalOutcome]:
+    def refuse_all(self, steps: Sequence[Step]) -> list[RungOutcome]:
         """Outcomes that refuse all rungs if this run is too short to play anything; else empty."""
         if (too_short := self.terms.explain_too_short(LEAST_PLAYS)) is None:
             return []
@@ -156,8 +156,7 @@ class RehearsalBudget:
         if None in faults:
             return []
         return [
-            RehearsalOutcome(rung=step.rung, fault=why, is_lasting=False)
-            for step, why in zip(steps, faults, strict=True)
+            RungOutcome(rung=step.rung, fault=why, is_lasting=False) for step, why in zip(steps, faults, strict=True)
         ]
 
     def _explain_too_short(self, step: Step, why: str) -> str | None:

@@ -14,7 +14,7 @@ from fastloop.bridge.apply.rehearse.played import Played, measure_deviation, syn
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import let_through
 from fastloop.feeds.batch_tree import iterate_tensors
-from fastloop.judge.rehearsal import RehearsalOutcome
+from fastloop.judge.rehearsal import RungOutcome
 from fastloop.records.plan import Rehearsed, Step
 
 MOST_BYTES = 256 * 2**20
@@ -28,7 +28,7 @@ STATE_COPIES = 2
 
 def try_optimizers(
     step: Step, site: LiveSite, *, apply: Callable[[Step], None], unapply: Callable[[Step], None]
-) -> RehearsalOutcome:
+) -> RungOutcome:
     """Apply a rung that changes optimizers, and compare steps of their twins without it and with it."""
     apply(step)  # raises for an optimizer it does not know
     unapply(step)
@@ -40,7 +40,7 @@ def try_optimizers(
     if not deviation.finite or deviation.largest > OPTIMIZER_LIMIT:
         fault = f"a step of the optimizer deviates by {deviation.largest:.2g}"
     rehearsed = Rehearsed(deviation=deviation.largest, eager_ms=usual.ms, changed_ms=changed.ms)
-    return RehearsalOutcome(rung=step.rung, fault=fault, rehearsed=rehearsed)
+    return RungOutcome(rung=step.rung, fault=fault, rehearsed=rehearsed)
 
 
 def step_twins(optimizers: Sequence[Any], device: torch.device) -> Played:

@@ -37,7 +37,7 @@ from fastloop.errors import NotApplicable, describe, is_out_of_memory
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.judge import rehearsal as judge
-from fastloop.judge.rehearsal import Deviation, RehearsalOutcome
+from fastloop.judge.rehearsal import Deviation, RungOutcome
 from fastloop.records.plan import Rehearsed, Step
 
 UNCOUNTED_BATCHES = 8
@@ -103,9 +103,9 @@ class Rehearsal:
 
     # -- the rehearsal itself -------------------------------------------------------------------------------------
 
-    def run(self, estimate_recording_s: Callable[[float], float] | None = None) -> list[RehearsalOutcome]:
+    def run(self, estimate_recording_s: Callable[[float], float] | None = None) -> list[RungOutcome]:
         """Try all rungs; those that stay are applied when this returns. See `Recordings.estimate_trial_s`."""
-        outcomes: list[RehearsalOutcome] = []
+        outcomes: list[RungOutcome] = []
         self.stop_recording()
         self.site.step_bytes = memory.read_peak(self.site.device)
         made = self.site.trainer.global_step - self._began_at
@@ -201,11 +201,11 @@ class Rehearsal:
         every = [each for each in gather(self.site.trainer, fewest) if each is not None]
         self.terms = self._budget.terms = replace(self.terms, steps_left=min(every, default=None))
 
-    def _try_step(self, step: Step, problem: str | None, before: list[RehearsalOutcome]) -> RehearsalOutcome:
+    def _try_step(self, step: Step, problem: str | None, before: list[RungOutcome]) -> RungOutcome:
         """Try one rung on top of those kept before it. All ranks return the same result."""
         if problem is not None and step.change.rehearse == "modules":
             if step.rung in self.terms.by_ladder:
-                return RehearsalOutcome(rung=step.rung, fault=f"it could not be rehearsed: {problem}", is_lasting=False)
+                return RungOutcome(rung=step.rung, fault=f"it could not be rehearsed: {problem}", is_lasting=False)
             return self._apply_untried(step)
         self._budget.changed_ms = judge.find_last_ms(before, self._budget.base_ms)
         fault = self._refuse(step)
@@ -213,7 +213,7 @@ class Rehearsal:
             step = find_cheapest(step)
             fault = self._refuse(step)
         if fault is not None:
-            return RehearsalOutcome(rung=step.rung, fault=fault, is_lasting=False)
+            return RungOutcome(rung=step.rung, fault=fault, is_lasting=False)
         outcome = self._agree(step, self._try_here(step, before))
         if outcome.fault is not None and outcome.is_lasting and step.change.rehearse == "modules":
             outcome = self._try_without_others(step, outcome, before)
@@ -230,7 +230,7 @@ class Rehearsal:
         every = gather(self.site.trainer, self._budget.refuse(step, self._captured))
         return next((each for each in every if each is not None), None)
 
-    def _try_here(self, step: Step, before: Sequence[RehearsalOutcome]) -> RehearsalOutcome:
+    def _try_here(self, step: Step, before: Sequence[RungOutcome]) -> RungOutcome:
         """Apply a rung and play what it changes; undo it if that fails. No collectives."""
         limit_s, do = self._budget.limit_s(step), f"write rungs.{step.rung}.enabled: false"
         try:
@@ -260,9 +260,9 @@ class Rehearsal:
             return outcome
         self.hands.unapply(step)
         check_device(self.site.device, step.rung)
-        return RehearsalOutcome(rung=step.rung, fault=fault, is_lasting=is_lasting)
+        return RungOutcome(rung=step.rung, fault=fault, is_lasting=is_lasting)
 
-    def _try_modules(self, step: Step, before: Sequence[RehearsalOutcome]) -> RehearsalOutcome:
+    def _try_modules(self, step: Step, before: Sequence[RungOutcome]) -> RungOutcome:
         dropout = self._keeps_dropout(step)
         usual = self._unchanged[dropout]
         # Drawn before the rung is applied: switched off for it later, the rung would compile again.
@@ -280,7 +280,7 @@ class Rehearsal:
         captured = dynamo_graphs.count_captured() if is_costly(step) else 0
         second = self._player.play(dropout=dropout)
         if is_costly(step) and dynamo_graphs.count_captured() > captured:
-            return RehearsalOutcome(rung=step.rung, fault="it compiled again for calls of the same shapes")
+            return RungOutcome(rung=step.rung, fault="it compiled again for calls of the same shapes")
         first_s = max(0.0, first.ms - second.ms) / 1e3
         if is_costly(step) or second.ms + more_ms <= judge.SLOWER * self._budget.base_ms:  # else it will hardly stay
             self._note_first_call(step, began, first_s)
@@ -288,7 +288,7 @@ class Rehearsal:
         no_room = memory.explain_no_room(self.site, usual, second) if step.rung in self.terms.by_ladder else None
         changed_ms = more_ms + self._read_ms(second.ms, dropout=dropout, share=CHANGED_SHARE)
         saved_ms = (judge.find_last_ms(before, self._budget.base_ms) - changed_ms) * self.terms.batches_per_step
-        return RehearsalOutcome(
+        return RungOutcome(
             rung=step.rung,
             fault=fault or no_room,
             is_lasting=fault is not None,
@@ -302,7 +302,7 @@ class Rehearsal:
             pays_back_after_steps=judge.count_pay_back_steps(first_s, saved_ms) if is_costly(step) else None,
         )
 
-    def _give_up(self, step: Step, fault: str, seen: Deviation, ms: float) -> RehearsalOutcome:
+    def _give_up(self, step: Step, fault: str, seen: Deviation, ms: float) -> RungOutcome:
         """Return the outcome of a slow rung that was played only once. Replays may still show it to be fast, if its
         results are right."""
         told = Rehearsed(
@@ -310,11 +310,9 @@ class Rehearsal:
         )
         is_right = judge.is_close(seen, find_precision(self.site.trainer, self.site.module))
         how: Any = {"is_lasting": False, "on_modules": True, "is_slower": is_right}
-        return RehearsalOutcome(rung=step.rung, fault=fault, rehearsed=told, **how)
+        return RungOutcome(rung=step.rung, fault=fault, rehearsed=told, **how)
 
-    def _try_without_others(
-        self, step: Step, failed: RehearsalOutcome, before: list[RehearsalOutcome]
-    ) -> RehearsalOutcome:
+    def _try_without_others(self, step: Step, failed: RungOutcome, before: list[RungOutcome]) -> RungOutcome:
         """Retry a failed rung without each kept rung in turn: two may fail only together, and then the faster one
         stays."""
         others = {each.rung: each for each in self.steps if each.change.rehearse == "modules"}
@@ -341,7 +339,7 @@ class Rehearsal:
                 return replace(failed, fault=why, is_lasting=False)
         return failed
 
-    def _drop_slow(self, outcomes: list[RehearsalOutcome]) -> list[RehearsalOutcome]:
+    def _drop_slow(self, outcomes: list[RungOutcome]) -> list[RungOutcome]:
         """Remove rungs that a shipped ladder switched on if they make the first step's calls slower."""
         judged = judge.drop_slow(outcomes, self._budget.base_ms, self.terms.by_ladder)
         steps = {each.rung: each for each in self.steps}
@@ -391,15 +389,15 @@ class Rehearsal:
 
     # -- the run around it ----------------------------------------------------------------------------------------
 
-    def _apply_untried(self, step: Step) -> RehearsalOutcome:
+    def _apply_untried(self, step: Step) -> RungOutcome:
         try:
             self.hands.apply(step)
         except Exception as error:
             self.hands.unapply(step)
-            return RehearsalOutcome(rung=step.rung, fault=explain(error), is_lasting=False)
-        return RehearsalOutcome(rung=step.rung)
+            return RungOutcome(rung=step.rung, fault=explain(error), is_lasting=False)
+        return RungOutcome(rung=step.rung)
 
-    def _agree(self, step: Step, mine: RehearsalOutcome) -> RehearsalOutcome:
+    def _agree(self, step: Step, mine: RungOutcome) -> RungOutcome:
         """The outcome for all ranks: a rung that fails on one is removed on all; times are those of the slowest."""
         every = gather(self.site.trainer, mine)
         failed = next((rank for rank, each in enumerate(every) if each.fault is not None), None)

@@ -16,7 +16,7 @@ from fastloop.bridge.apply.rehearse.rehearsal import Hands
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import describe
 from fastloop.judge import rehearsal as judge
-from fastloop.judge.rehearsal import RehearsalOutcome
+from fastloop.judge.rehearsal import RungOutcome
 from fastloop.records.plan import Rehearsed, Step
 
 Batches = Generator[None, None, None]
@@ -55,12 +55,12 @@ class ReplayLook:
     def __init__(
         self,
         site: LiveSite,
-        slower: Sequence[tuple[Step, RehearsalOutcome]],
+        slower: Sequence[tuple[Step, RungOutcome]],
         recordings: Recordings,
         terms: Terms,
         hands: Hands,
     ) -> None:
-        self.outcomes: list[RehearsalOutcome] = []
+        self.outcomes: list[RungOutcome] = []
         self._site, self._slower, self._recordings, self._terms, self._hands = site, slower, recordings, terms, hands
         self._global_step, self._is_between_steps = site.trainer.global_step, True
         self._batches = self._look()
@@ -94,7 +94,7 @@ class ReplayLook:
                 self._hands.unapply(step)
                 yield from self._record()
 
-    def _may_pay(self, outcome: RehearsalOutcome, replay_ms: float) -> bool:
+    def _may_pay(self, outcome: RungOutcome, replay_ms: float) -> bool:
         """Whether the rung's one-time cost, which is spent again, may pay back."""
         terms = self._terms
         if not terms.weighs_costs or not outcome.first_call_s:
@@ -102,7 +102,7 @@ class ReplayLook:
         step_ms = replay_ms * terms.batches_per_step
         return judge.explain_no_pay_back(outcome.first_call_s, step_ms, terms.steps_left) is None
 
-    def _keep(self, outcome: RehearsalOutcome, with_ms: float, without_ms: float) -> RehearsalOutcome:
+    def _keep(self, outcome: RungOutcome, with_ms: float, without_ms: float) -> RungOutcome:
         saved_ms = (without_ms - with_ms) * self._terms.batches_per_step
         pays_back = judge.count_pay_back_steps(outcome.first_call_s, saved_ms) if outcome.is_costly else None
         seen = Rehearsed(eager_ms=without_ms, changed_ms=with_ms)

@@ -22,7 +22,7 @@ from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.feeds.call_shapes import Sizes, read_sizes
 from fastloop.judge import second_look as judge
-from fastloop.judge.rehearsal import RehearsalOutcome
+from fastloop.judge.rehearsal import RungOutcome
 from fastloop.judge.second_look import Timed, TimedComparison
 from fastloop.records.plan import Rehearsed, Step
 
@@ -59,13 +59,13 @@ class SecondLook:
         self,
         site: LiveSite,
         steps: Sequence[Step],
-        outcomes: Sequence[RehearsalOutcome],
+        outcomes: Sequence[RungOutcome],
         terms: Terms,
         hands: Hands,
         first: Sizes,
     ) -> None:
         self.site, self.steps, self.terms, self.hands = site, list(steps), terms, hands
-        self.dropped: list[RehearsalOutcome] = []
+        self.dropped: list[RungOutcome] = []
         self.seen: dict[str, Any] = {}
         self._outcomes = {each.rung: each for each in outcomes}
         self._promised = outcomes[-1].rehearsed or Rehearsed()
@@ -84,7 +84,7 @@ class SecondLook:
 
     @classmethod
     def after(
-        cls, rehearsal: Rehearsal, outcomes: Sequence[RehearsalOutcome], hands: Hands, first: Sizes
+        cls, rehearsal: Rehearsal, outcomes: Sequence[RungOutcome], hands: Hands, first: Sizes
     ) -> SecondLook | None:
         """Return the second look after a rehearsal. None if no rung on modules was kept, one cannot be switched
         repeatedly without its one-time cost, costs are not weighed, or the run is too short. The same on all ranks."""

@@ -15,7 +15,7 @@ from fastloop.bridge.apply.rehearse.time_limit import leaves_on_sigterm
 from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
-from fastloop.judge.rehearsal import RehearsalOutcome
+from fastloop.judge.rehearsal import RungOutcome
 from fastloop.records.measurement import FIRST_CALLS
 from fastloop.records.plan import Step
 
@@ -40,13 +40,13 @@ class Tries:
         rehearsal: Rehearsal,
         *,
         pause: Callable[[Step], None],
-        settle: Callable[[Sequence[RehearsalOutcome]], None],
+        settle: Callable[[Sequence[RungOutcome]], None],
         one_time: OneTime,
         warn: Callable[[str], None],
         recordings: Recordings | None = None,
     ) -> None:
         self._recordings, self._terms = recordings, rehearsal.terms
-        self._slower: list[tuple[Step, RehearsalOutcome]] = []
+        self._slower: list[tuple[Step, RungOutcome]] = []
         """Rungs that eager steps were slower with."""
         self._replays: ReplayLook | None = None
         self._site, self._hands, self._pause, self._settle = rehearsal.site, rehearsal.hands, pause, settle
@@ -145,7 +145,7 @@ class Tries:
             self._warn(f"{outcome.rung} is now off: {outcome.fault}")
         self._note_slower(look.steps, outcomes)
 
-    def _note_slower(self, steps: Sequence[Step], outcomes: Sequence[RehearsalOutcome]) -> None:
+    def _note_slower(self, steps: Sequence[Step], outcomes: Sequence[RungOutcome]) -> None:
         """Note the rungs that eager steps were slower with; once all are known, look at them in replays."""
         slower = {each.rung: each for each in outcomes if each.is_slower}
         for step in steps:
@@ -165,10 +165,10 @@ class Tries:
         self._replays = None
         self._settle(outcomes)
 
-    def _drop(self, steps: Sequence[Step], why: str, *, is_lasting: bool) -> list[RehearsalOutcome]:
+    def _drop(self, steps: Sequence[Step], why: str, *, is_lasting: bool) -> list[RungOutcome]:
         for step in steps:
             self._hands.unapply(step)
-        return [RehearsalOutcome(rung=step.rung, fault=why, is_lasting=is_lasting) for step in steps]
+        return [RungOutcome(rung=step.rung, fault=why, is_lasting=is_lasting) for step in steps]
 
     def end(self) -> None:
         """Training is over."""

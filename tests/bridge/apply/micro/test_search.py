@@ -218,9 +218,13 @@ def test_the_users_own_batches_stay_where_they_are_the_fastest(timed: dict[int, 
     timed[8] = 1.0
     plain, ours = both(AUTO, EVEN, **ACCUMULATE)
     assert ours.verdict("batch").took is False and distance(plain, ours) == 0
-    assert ours.verdict("batch").why.startswith("windows run batch by batch: your own micro-batch stays: samples/s by")
+    assert ours.verdict("batch").why.startswith(
+        "windows run batch by batch: keeping your micro-batch size: samples/s by"
+    )
     plain, ours = both(AUTO, EVEN, max_epochs=1)
-    assert ours.verdict("batch").why.startswith("batches run whole: your own micro-batch stays: samples/s by size 2:")
+    assert ours.verdict("batch").why.startswith(
+        "batches run whole: keeping your micro-batch size: samples/s by size 2:"
+    )
     assert distance(plain, ours) == 0 and ours.record.hooks == plain.record.hooks
 
 
@@ -235,7 +239,7 @@ def test_a_search_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch, time
             return super().loss(batch)
 
     done = run(AUTO, EVEN(), Slow, **ACCUMULATE)
-    assert "your own micro-batch stays: nothing could be tried: TimeLimit" in done.verdict("batch").why
+    assert "keeping your micro-batch size: nothing could be tried: TimeLimit" in done.verdict("batch").why
 
 
 def test_ctrl_c_leaves_nothing_behind(timed: dict[int, float]) -> None:

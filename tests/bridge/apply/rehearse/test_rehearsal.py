@@ -902,7 +902,7 @@ def test_ranks_that_time_an_optimizer_differently_keep_the_same_one(monkeypatch:
     """It seems slower on the second rank only."""
     times = ((3.0, 2.0), (1.0, 2.0))
     every = [
-        rehearsal.Outcome(
+        rehearsal.RungOutcome(
             rung="fused", rehearsed=rehearsal.Rehearsed(deviation=0.0, eager_ms=eager, changed_ms=changed)
         )
         for eager, changed in times

@@ -348,7 +348,7 @@ def test_recording_a_step_and_rehearsals_share_a_twentieth_of_the_run(
 
 
 def test_a_compile_comes_back_only_if_it_can_pay_back_again() -> None:
-    outcome = judge.Outcome(rung="compile", fault="slower", is_slower=True, is_costly=True, first_call_s=20.0)
+    outcome = judge.RungOutcome(rung="compile", fault="slower", is_slower=True, is_costly=True, first_call_s=20.0)
     for steps, may in ((1_000, False), (100_000, True)):
         look = ReplayLook.__new__(ReplayLook)
         look._terms = Terms(steps_left=steps)

@@ -69,7 +69,7 @@ def test_updates_are_replayed_where_their_gradients_are(accumulate: int, updates
     _, others, expected = run(None, plain, accumulate_grad_batches=accumulate)
     found = evidence(watcher, "host")
     assert (found["replayed_steps"], found["replayed_updates"]) == (20, updates)
-    assert f"{updates} updates of the optimizer were replayed" in verdict(watcher, "host").why
+    assert f"{updates} updates of the optimizer replayed" in verdict(watcher, "host").why
     assert_close(ours, plain)
     assert [seen[0] for seen in hooks.seen] == [seen[0] for seen in expected.seen]
     assert trainer.global_step == others.global_step
