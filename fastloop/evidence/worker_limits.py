@@ -88,14 +88,19 @@ def refuse_other_order(loader: LoaderFacts, facts: Facts, rung: str) -> None:
     Raises:
         NotApplicable: a ladder switched on the rung, and its reading ahead may change the order.
     """
-    if rung in facts.by_ladder and (found := describe_sampler_draws(loader)):
-        raise NotApplicable(f"{found[0]}; if that is fine, write rungs.{rung}.enabled: true")
+    if rung in facts.by_ladder and loader.sampler_draws:
+        raise NotApplicable(
+            f"reading ahead of {', '.join(loader.sampler_draws)}, which draws random numbers between samples, could"
+            f" change the order; if that is fine, write rungs.{rung}.enabled: true"
+        )
 
 
 def can_keep_theirs(facts: Facts) -> bool:
     """Whether the user's own workers, which restart every epoch, can survive one, and nothing speaks against it."""
     loader = facts.loader
     if loader is None or facts.reload_every_n_epochs or loader.may_change:
+        return False
+    if loader.not_ahead and loader.thread_hazards:  # a sample may have read a file once, which training writes anew
         return False
     return not (loader.worker_hazards or loader.remembers) and may_survive(loader)
 
@@ -104,6 +109,8 @@ def can_keep_for_validation(facts: Facts) -> bool:
     """Whether the user's workers of a validation loader can stay between validations, with the same results."""
     loader, room = facts.loader, facts.shm_free_bytes
     if loader is None or not can_keep_theirs(facts) or loader.draws_random or loader.asks_process:
+        return False
+    if loader.thread_hazards:  # a worker that stays has what earlier samples left there: a file that is new by now
         return False
     is_whole = facts.limit_val_batches in (None, 1.0)  # else batches that nobody takes stay in shared memory
     return is_whole and (room is None or room >= _LITTLE_SHM_BYTES)

@@ -315,10 +315,10 @@ class Workers:
     def verify(self, seen: Measurement) -> Verdict:
         """The rung took effect if live worker processes fed the loader in the timed window."""
         found = seen.evidence.get("workers", {})
-        if not (times := found.get("validations_kept")):
+        if not found.get("validation_kept"):
             return self._verify_training(found)
         count = found["validation_workers"]
-        why = f"{_name_yours(count)} for validation stayed for {say_count(times, 'more validation')}"
+        why = f"{_name_yours(count)} for validation {_WERE[count > 1]} kept between validations"
         if not found.get("only_validation"):
             why = f"{self._verify_training(found).why}; {why}"
         return Verdict(took=True, why=why)
@@ -354,7 +354,7 @@ def _count_most(facts: Facts) -> int:
     return min(MOST_GROWN, facts.cpu_count // max(1, facts.local_ranks) - 1)
 
 
-_BE = ("is", "are")
+_BE, _WERE = ("is", "are"), ("was", "were")
 
 
 def _name_workers(count: int) -> str:

@@ -733,7 +733,7 @@ def test_the_next_epoch_ahead_in_a_fit(own: int, validates: bool) -> None:
     assert distance(plain, ours) == 0.0
     said = ours.verdict("workers").why.split("; ")
     assert said[1] == "3 epochs started with prefetched batches", said
-    assert said[2:] == ["your worker for validation stayed for 3 more validations"] * validates
+    assert said[2:] == ["your worker for validation was kept between validations"] * validates
 
 
 @pytest.mark.parametrize(

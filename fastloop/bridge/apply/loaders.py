@@ -78,7 +78,7 @@ class TrainLoaders:
             weaken=weaken,
             warn=warn,
             say=say,
-            is_training=_is_loop_asking,
+            is_training=is_loop_asking,
             by_ladder=by_ladder,
         )
         self._leaves = 0
@@ -235,7 +235,7 @@ class TrainLoaders:
         anew: in a resumed run, or as the shorter of several loaders. None if that is unlimited, user code requests
         them, or windows are counted."""
         most = self.trainer.num_training_batches
-        if math.isinf(most) or facts.steps_with_iterator or self._merge is not None or not _is_loop_asking():
+        if math.isinf(most) or facts.steps_with_iterator or self._merge is not None or not is_loop_asking():
             return None
         goes_on = self.place.saved is not None
         return int(most) - (0 if goes_on else self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
@@ -321,7 +321,7 @@ def _reads_ahead(plan: Plan, settings: Mapping[str, Any]) -> bool:
     return bool(settings.get("num_workers")) or not plan.wants.keys().isdisjoint(("feed.depth", "loader.engine"))
 
 
-def _is_loop_asking() -> bool:
+def is_loop_asking() -> bool:
     """Whether this call comes from Lightning's fetcher, and not from a callback that reads the loader itself."""
     return _find_caller(_FETCHERS) is not None
 

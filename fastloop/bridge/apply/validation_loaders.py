@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply.loaders import is_loop_asking
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import describe
 from fastloop.feeds.lazy_loader import LazyLoader, clone, read_like_workers
+from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.tried_workers import end_workers
 
 
@@ -120,7 +123,7 @@ class ValidationWorkers(ValidationLoaders):
 
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
-        self._kept = 0
+        self._fresh: list[FreshWorkers] = []
 
     @property
     def count(self) -> int:
@@ -128,17 +131,26 @@ class ValidationWorkers(ValidationLoaders):
         return sum(own.num_workers for _, own, _ in self._made)
 
     def _replace(self, loader: Any, want: bool) -> tuple[LazyLoader, Any]:
-        return LazyLoader(clone(loader, {}), at_once=lambda: True, epochs=self._begin), None
+        self._fresh.append(fresh := FreshWorkers(tell=self._say))
+        return LazyLoader(clone(loader, {}), at_once=lambda: True, epochs=partial(self._begin, fresh)), None
 
-    def _begin(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Start a validation. The sanity check's workers are not kept: it leaves batches behind in shared memory."""
-        self._kept += loader._iterator is not None
-        loader.__dict__["persistent_workers"] = not self._site.trainer.sanity_checking
-        return begin()
+    def _begin(self, fresh: FreshWorkers, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Start a validation. No workers are kept from the sanity check, which leaves batches behind in shared memory,
+        and by code other than Lightning's loop, which may read the loader while a validation does."""
+        if is_loop_asking() and not self._site.trainer.sanity_checking:
+            loader.__dict__["persistent_workers"] = True
+            return fresh.batches(loader, begin)
+        kept, loader.__dict__["_iterator"] = loader._iterator, None
+        loader.__dict__["persistent_workers"] = False
+        try:
+            return begin()
+        finally:
+            loader.__dict__.update(_iterator=kept, persistent_workers=kept is not None)
 
     def evidence(self) -> Mapping[str, Any]:
-        """How many validations had the workers of the one before; empty if no loader was changed."""
+        """Whether validations had the workers of the one before; empty if no loader was changed."""
         if not self._made:
             return {}
         alone = set(self._list_wants()) == {self.KEY}
-        return {"validation_workers": self.count, "validations_kept": self._kept, "only_validation": alone}
+        kept = any(fresh.kept for fresh in self._fresh)
+        return {"validation_workers": self.count, "validation_kept": kept, "only_validation": alone}

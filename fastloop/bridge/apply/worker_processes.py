@@ -57,6 +57,7 @@ class WorkerProcesses:
         """Settings after the number of workers had to be reduced, and why; None if it was not."""
         self._tried: TriedWorkers | None = None
         self._more: MoreWorkers | None = None
+        self._fresh: FreshWorkers | None = None
         self._next: NextEpoch | None = None
         self._most_alive: int | None = None
         self._keeps_theirs, self._kept = False, False
@@ -72,7 +73,8 @@ class WorkerProcesses:
             self._more = MoreWorkers(most, tell=self._say, epochs=epochs, room_bytes=_find_room(facts), **how)
             epochs = self._more.batches
         if settings.get("persistent_workers") and not loader.persistent_workers:
-            epochs = FreshWorkers(tell=self._say, epochs=epochs).batches
+            self._fresh = FreshWorkers(tell=self._say, epochs=epochs)
+            epochs = self._fresh.batches
         begins_early = NEXT_EPOCH in plan.wants and settings.get("in_order", getattr(loader, "in_order", True))
         return self._begin_early(loader, epochs) if begins_early else epochs
 
@@ -175,6 +177,8 @@ class WorkerProcesses:
             return {}
         kept = [getattr(each, "_persistent_workers", None) for each in loader_state.find_iterators(self.trainer)]
         self._kept = next((each for each in kept if each is not None), self._kept)  # iterators end with the epoch
+        if self._fresh is not None and self._fresh.restarts:
+            self._kept = self._fresh.kept > 0
         return {"kept": self._kept}
 
     def see_more(self) -> Mapping[str, Any]:

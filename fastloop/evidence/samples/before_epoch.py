@@ -74,7 +74,7 @@ def _is_of_library(kind: type) -> bool:
 def _is_shared(item: Any) -> bool:
     """Whether an object is in shared memory, so that another process may change it."""
     if isinstance(item, torch.Tensor):
-        return item.device.type == "cpu" and item.is_shared()  # type: ignore[no-untyped-call]
+        return datasets.is_in_shared_memory(item)
     if isinstance(item, np.ndarray):
         block = _find_block(item)
         return isinstance(block, (mmap.mmap, ctypes.Array)) or (isinstance(block, memoryview) and not block.readonly)

@@ -166,7 +166,7 @@ def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     inside = len(held)
     for path, owner, function in list_running(held):
         for state in sample_code.list_changes(function, type(owner)):
-            if not _is_in_shared_memory(_read_state(function, state, owner)):
+            if not is_in_shared_memory(_read_state(function, state, owner)):
                 found[f"{path}{state} {_CHANGES}"] = None
         for state in sample_code.list_descriptors(function, type(owner)):
             if isinstance(_read_state(function, state, owner), int):  # not one that is still to be opened
@@ -227,9 +227,10 @@ def _read_state(function: Any, state: str, item: Any) -> Any:
     return outer.get(state.removeprefix(" (the outer ").removesuffix(")"))
 
 
-def _is_in_shared_memory(value: Any) -> bool:
-    """Whether workers would change the same memory as this process."""
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.is_shared()  # type: ignore[no-untyped-call]
+def is_in_shared_memory(value: Any) -> bool:
+    """Whether it is a tensor in memory that all processes share. A sparse one has no storage to ask."""
+    is_dense = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout is torch.strided
+    return is_dense and value.is_shared()
 
 
 def _find_hazard(item: Any) -> str | None:

@@ -51,11 +51,12 @@ def list_changed_state(item: Any) -> Iterator[str]:
 def list_sample_functions(item: Any) -> tuple[Any, ...]:
     """The user's functions that run when `item` is called or returns a sample, including those they call by
     ``self.name()`` or by their own names."""
-    return tuple(_follow([item], type(item))) if inspect.isfunction(item) else _list_of_kind(type(item))  # type: ignore[arg-type]
+    return tuple(_follow([item], type(item))) if inspect.isfunction(item) else list_sample_functions_of(type(item))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=512)
-def _list_of_kind(kind: type) -> tuple[Any, ...]:
+def list_sample_functions_of(kind: type) -> tuple[Any, ...]:
+    """The same for an object of a class that is no function."""
     return tuple(_follow([_find_method(kind, name) for name in _ENTRIES], kind))
 
 
@@ -122,7 +123,7 @@ def list_global_names(code: CodeType) -> tuple[str, ...]:
 
 def list_writers(kind: type) -> Iterator[tuple[str, str]]:
     """Methods of a user's class that change its objects and do not run for a sample: ``("set_level", "level")``."""
-    running = {function.__name__ for function in _list_of_kind(kind)}
+    running = {function.__name__ for function in list_sample_functions_of(kind)}
     for base in kind.__mro__:
         for name, member in {} if is_installed(base) else dict(vars(base)).items():
             function = _find_function(member)

@@ -8,7 +8,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from operator import is_
 from types import FunctionType, ModuleType
@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fastloop.errors import let_through
 from fastloop.evidence.samples import sample_code
-from fastloop.evidence.samples.dataset import is_opaque, list_members
+from fastloop.evidence.samples.dataset import is_in_shared_memory, is_opaque, list_members
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _MOST_PARTS, _MOST_OBJECTS, _MOST_MEMBERS = 200, 2000, 200
 """Limits that keep a look at all parts below about 0.1 ms."""
 _MOST_ALIKE = 20
 """Of a collection's members, only the first are looked into."""
-_MOST_BYTES = 2**12
+_MOST_NUMBERS = 1000
 """Of a larger array, only numbers at even distances are read."""
 _INSIDE = ("inner", "dataset")
 """Attributes by which our own objects hold the user's."""
@@ -51,11 +52,18 @@ class StateMark:
 
     def __init__(self, **roots: Any) -> None:
         self._parts = list(islice(_walk(roots), _MOST_PARTS))
+        """Only what can be read: objects of the user's may raise anything."""
 
     def find_change(self) -> str | None:
         """Return the place of something that has changed: ``dataset.level``. None if nothing has."""
-        for path, read, held in self._parts:
-            now = read()
+        for part in tuple(self._parts):
+            path, read, held = part
+            try:
+                now = read()
+            except Exception as error:
+                let_through(error)
+                self._parts.remove(part)
+                continue
             if len(now) != len(held) or not (all(map(is_, now, held)) or all(map(_is_same, now, held))):
                 return path
         return None
@@ -70,12 +78,20 @@ def _walk(roots: dict[str, Any]) -> Iterator[_Part]:
     queue, seen, known = deque(roots.items()), dict[int, Any](), dict[int, Any]()
     while queue and len(seen) < _MOST_OBJECTS:
         path, item = queue.popleft()
-        if isinstance(item, (*_PLAIN, ModuleType)) or id(item) in seen or is_opaque(item):
+        if id(item) in seen:
             continue
         seen[id(item)] = item
-        if (read := _find_reader(item)) is not None:
-            yield _Part(path, read, read())
-        queue.extend((f"{path}{step}", member) for step, member in _list_members(item))
+        try:
+            if isinstance(item, (*_PLAIN, ModuleType)) or is_opaque(item):
+                continue
+            part = None if (read := _find_reader(item)) is None else _Part(path, read, read())
+            members = [(f"{path}{step}", member) for step, member in _list_members(item)]
+        except Exception as error:
+            let_through(error)
+            continue
+        if part is not None:
+            yield part
+        queue.extend(members)
         for function in sample_code.list_sample_functions(item):
             for space, names in _list_spaces(function) if id(function) not in known else ():
                 yield from (_Part(name, _read_name(space, name), [space[name]]) for name in names)
@@ -113,7 +129,8 @@ def _list_members(item: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(item, (list, tuple, set, frozenset, dict, deque)):
         yield from islice(list_members(item), _MOST_ALIKE)
     elif not isinstance(item, torch.Tensor):
-        yield from list_members(item)
+        own = {f".{name}" for name in _list_set_by_samples(type(item))}  # type: ignore[arg-type]
+        yield from ((step, member) for step, member in list_members(item) if step not in own)
 
 
 def _list_class_values(kind: type) -> Iterator[tuple[str, Any]]:
@@ -124,16 +141,17 @@ def _list_class_values(kind: type) -> Iterator[tuple[str, Any]]:
 def _find_reader(item: Any) -> Callable[[], list[Any]] | None:
     """What reads the object's contents; None if these cannot change, or only behind its back."""
     if isinstance(item, torch.Tensor):
-        fixed = item.is_inference() or item.is_shared()  # type: ignore[no-untyped-call]  # workers see it
-        return None if fixed else lambda: [item._version]
+        is_fixed = item.is_inference() or is_in_shared_memory(item)  # where workers see changes
+        return None if is_fixed else lambda: [item._version]
     if isinstance(item, np.ndarray):
         return None if item.dtype.hasobject or _is_file(item) else lambda: [_sum(item)]
     if isinstance(item, ContextVar):
         return lambda: [item.get(None)]
-    if isinstance(item, dict):
-        return lambda: [len(item), *islice(item.values(), _MOST_MEMBERS)]
-    if isinstance(item, (list, set, deque)):
-        return lambda: [len(item), *islice(item, _MOST_MEMBERS)]
+    if isinstance(item, dict):  # a subclass's own methods may load what it holds
+        return lambda: [dict.__len__(item), *islice(dict.values(item), _MOST_MEMBERS)]
+    base: Any = next((kind for kind in (list, set, deque) if isinstance(item, kind)), None)
+    if base is not None:
+        return lambda: [base.__len__(item), *islice(base.__iter__(item), _MOST_MEMBERS)]
     if isinstance(item, FunctionType):
         return lambda: [value for _, value in sample_code.list_closure(item)]
     if isinstance(item, type):
@@ -144,7 +162,20 @@ def _find_reader(item: Any) -> Callable[[], list[Any]] | None:
         return None
     if (held := getattr(item, "__dict__", None)) is None:
         return (lambda: [value for _, value in list_members(item)]) if hasattr(type(item), "__slots__") else None
-    return lambda: [*islice(held.values(), _MOST_MEMBERS)]
+    own = _list_set_by_samples(type(item))  # type: ignore[arg-type]
+    return lambda: [value for name, value in islice(held.items(), _MOST_MEMBERS) if name not in own]
+
+
+@lru_cache(maxsize=512)
+def _list_set_by_samples(kind: type) -> frozenset[str]:
+    """Attributes that code for samples sets by itself, such as a file that it opens at the first one."""
+    functions = sample_code.list_sample_functions_of(kind)
+    found = {name for each in functions for name in sample_code.list_arguments(each.__code__, "STORE_ATTR")}
+    return frozenset(found | {name for base in kind.__mro__ for name, x in vars(base).items() if _is_cached(x)})
+
+
+def _is_cached(member: Any) -> bool:
+    return isinstance(member, cached_property)
 
 
 def _read_name(space: dict[str, Any], name: str) -> Callable[[], list[Any]]:
@@ -159,5 +190,5 @@ def _is_file(array: Any) -> bool:
 
 
 def _sum(array: np.ndarray[Any, Any]) -> int:
-    every = 1 + array.nbytes // _MOST_BYTES
-    return zlib.crc32(np.ascontiguousarray(array.reshape(-1)[::every] if every > 1 else array).tobytes())
+    every = 1 + array.size // _MOST_NUMBERS
+    return zlib.crc32(np.ascontiguousarray(np.asarray(array).flat[::every]).tobytes())

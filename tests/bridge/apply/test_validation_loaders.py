@@ -113,7 +113,7 @@ def test_the_numbers_are_those_of_a_plain_run(rungs: Any, train_workers: int, no
         assert count_shared(plain, 1) == 0  # the control: new workers each time
         assert count_shared(kept, 1) == 2 and kept.makers[0] != kept.makers[1]  # not those of the sanity check
         verdict = next(each for each in watcher.verdicts if each.rung == "workers")
-        assert verdict.took is True and "your 2 workers for validation stayed for 2 more validations" in verdict.why
+        assert verdict.took is True and "your 2 workers for validation were kept between validations" in verdict.why
 
 
 def refuse_nothing() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -129,6 +129,19 @@ def refuse_changing() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return load(dataset), (MovesOn(dataset),), {}
 
 
+class Lazy(Numbers):
+    """Reads a file at its first sample."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not hasattr(self, "labels"):
+            self.labels = list(range(self.count))
+        return torch.tensor([self.labels[index], float(os.getpid())])
+
+
+def refuse_lazy() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    return load(Lazy()), (), {}
+
+
 def refuse_cut_short() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return load(), (), {"limit_val_batches": 2}
 
@@ -139,7 +152,14 @@ def refuse_reloads() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("make", "kept"),
-    [(refuse_nothing, 2), (refuse_random, 0), (refuse_changing, 0), (refuse_cut_short, 0), (refuse_reloads, 0)],
+    [
+        (refuse_nothing, 2),
+        (refuse_random, 0),
+        (refuse_changing, 0),
+        (refuse_lazy, 0),
+        (refuse_cut_short, 0),
+        (refuse_reloads, 0),
+    ],
 )
 def test_they_stay_only_where_nothing_can_change(make: Callable[[], Any], kept: int, no_orphans: None) -> None:
     val, callbacks, how = make()
@@ -148,6 +168,50 @@ def test_they_stay_only_where_nothing_can_change(make: Callable[[], Any], kept: 
     module, _ = fit("safe", val, callbacks=callbacks, **how)
     assert module.validated == plain.validated and module.trained == plain.trained
     assert count_shared(module, 1) == kept
+
+
+class Unseen(L.Callback):
+    """Changes the dataset in a way that reading code does not show."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        globals()[self.name].offset = trainer.current_epoch + 5.0
+
+
+OUTSIDE = Numbers()
+
+
+def test_a_change_that_reading_code_does_not_show_restarts_them(no_orphans: None) -> None:
+    OUTSIDE.offset = 0.0
+    plain, _ = fit(None, load(OUTSIDE), callbacks=(Unseen("OUTSIDE"),))
+    OUTSIDE.offset = 0.0
+    module, _ = fit("safe", load(OUTSIDE), callbacks=(Unseen("OUTSIDE"),))
+    assert module.validated == plain.validated and count_shared(module, 1) < 2
+
+
+class Reads(L.Callback):
+    """Reads the validation loader by itself, before and within validations."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def _find(self, trainer: Any) -> Any:
+        return getattr(trainer.fit_loop.epoch_loop, "val_" + "loop")._combined_loader.flattened[0]
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append(sum(1 for _ in self._find(trainer)))
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(next(iter(self._find(trainer)))[0, 0].item())
+
+
+def test_code_of_the_users_may_read_them_meanwhile(no_orphans: None) -> None:
+    plain_reads, reads = Reads(), Reads()
+    plain, _ = fit(None, callbacks=(plain_reads,))
+    module, _ = fit("safe", callbacks=(reads,))
+    assert module.validated == plain.validated and reads.seen == plain_reads.seen
 
 
 @pytest.mark.parametrize("settings", [{}, {"persistent": False}], ids=["auto", "off"])
@@ -168,7 +232,7 @@ def test_they_stay_where_training_keeps_its_own_workers() -> None:
     step = next(step for step in watcher.plan.steps if step.rung == "workers")
     assert step.status == "planned" and "training's loader stays" in step.change.notes[0]
     verdict = next(each for each in watcher.verdicts if each.rung == "workers")
-    assert verdict.took is True and verdict.why.startswith("your 2 workers for validation stayed")
+    assert verdict.took is True and verdict.why.startswith("your 2 workers for validation were kept")
     assert count_shared(module, 1) == 2
     assert trainer.val_dataloaders is val and not val.persistent_workers and val._iterator is None
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import tracemalloc
 import types
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -158,4 +160,69 @@ def test_what_code_reads_elsewhere_is_seen(change: Callable[[Any], Any]) -> None
     data[1]
     assert not LOGGER.isEnabledFor(logging.DEBUG) and mark.find_change() is None  # a logger remembers that
     change(data)
+    assert mark.find_change() is not None
+
+
+class Lazily:
+    """Keeps what a first sample makes."""
+
+    def __init__(self) -> None:
+        self.file: Any = None
+
+    @functools.cached_property
+    def table(self) -> dict[int, int]:
+        return {}
+
+    def __getitem__(self, index: int) -> Any:
+        self.file = self.file or [index]
+        self.table[index] = index
+        return self.file
+
+
+class Raises(dict):  # type: ignore[type-arg]
+    def values(self) -> Any:
+        raise RuntimeError("loads a file")
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("gone")
+
+
+def test_what_samples_keep_for_themselves_is_no_change() -> None:
+    data = Lazily()
+    mark = StateMark(dataset=data)
+    data[0]
+    data[1]
+    assert mark.find_change() is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Raises(a=1),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.nn.LazyLinear(3),
+        lambda: weakref.proxy(Holds()),
+    ],
+)
+def test_objects_that_cannot_be_read_are_left_out(make: Callable[[], Any]) -> None:
+    data = Holds()
+    data.opts = make()
+    mark = StateMark(dataset=data)
+    assert mark.find_change() is None
+    data.level = 2.0
+    assert mark.find_change() is not None
+
+
+def test_a_large_array_is_not_copied() -> None:
+    data = Holds()
+    data.large = np.zeros((400, 500, 600), dtype="uint8").transpose(2, 0, 1)
+    tracemalloc.start()
+    mark = StateMark(data=data)
+    assert mark.find_change() is None
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10e6
+    data.large[:] = 1
     assert mark.find_change() is not None
