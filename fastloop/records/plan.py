@@ -250,3 +250,8 @@ class Finding:
     """Headline in capitals, filled by ``diagnose``."""
     alarm: str = ""
     """Text that the first line of a summary adds to the headline: figures that must not be overlooked."""
+
+
+def say_count(count: int, noun: str) -> str:
+    """A number with its noun, as evidence says it: ``1 batch``, ``1,024 batches``."""
+    return f"{count:,} {noun if count == 1 else f'{noun}es' if noun.endswith(('s', 'tch')) else f'{noun}s'}"

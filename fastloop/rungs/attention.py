@@ -18,9 +18,8 @@ from fastloop.errors import NotApplicable
 from fastloop.records.card import DEVICE, Card
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Action, Applied, Change, Site, Verdict
+from fastloop.records.plan import Action, Applied, Change, Site, Verdict, say_count
 from fastloop.records.readings import attends_by_hand, on_gpu
-from fastloop.records.wording import say_count
 
 KERNELS = {
     "FLASH_ATTENTION": "flash",

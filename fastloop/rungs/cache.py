@@ -24,9 +24,8 @@ from fastloop.records.card import Card, ClimbState, Settings, Variant
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts, RowFacts
 from fastloop.records.images import ImageFacts, RandomResizedCrop
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Change, Verdict
+from fastloop.records.plan import Change, Verdict, say_count
 from fastloop.records.readings import is_worth_handing_over, read_loader
-from fastloop.records.wording import say_count
 
 SHARE_OF_SHM, SHARE_OF_MEMORY, SHARE_OF_DISK = 0.8, 0.5, 0.8
 """Shares of the free space. Files in shared memory use memory, which the training needs too."""

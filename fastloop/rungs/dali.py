@@ -23,9 +23,8 @@ from fastloop.records.card import Card, ClimbState, Variant
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.images import RANDOM, ImageFacts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Change, Verdict
+from fastloop.records.plan import Change, Verdict, say_count
 from fastloop.records.readings import read_loader
-from fastloop.records.wording import say_count
 
 ENOUGH_CPUS = 8
 """With at least this many CPUs per GPU, the CPU decodes first. With 16, an H200 trained 6,266 images/s if the CPU

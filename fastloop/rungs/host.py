@@ -24,9 +24,8 @@ from fastloop.evidence.gpu.forks import set_thresholds_of_children
 from fastloop.records.card import Card, ClimbState, Settings, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Action, Applied, Change, Site, Verdict
+from fastloop.records.plan import Action, Applied, Change, Site, Verdict, say_count
 from fastloop.records.readings import on_gpu, waits_in_own_code
-from fastloop.records.wording import say_count
 
 
 def _list_variants(state: ClimbState) -> Iterator[Variant]:

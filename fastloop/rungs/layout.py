@@ -18,9 +18,8 @@ from fastloop.errors import NotApplicable
 from fastloop.records.card import DEVICE, Card
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Action, Applied, Change, Site, Verdict
+from fastloop.records.plan import Action, Applied, Change, Site, Verdict, say_count
 from fastloop.records.readings import convolves, does_already, on_gpu
-from fastloop.records.wording import say_count
 
 CARD = Card(
     family="compute",

@@ -33,7 +33,7 @@ from fastloop.evidence.worker_limits import (
 from fastloop.records.card import Card, ClimbState, Tunable, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Change, Parity, Verdict
+from fastloop.records.plan import Change, Parity, Verdict, say_count
 from fastloop.records.readings import (
     FEW_WORKERS,
     MORE_WORTH,
@@ -44,7 +44,6 @@ from fastloop.records.readings import (
     read_step_ms,
     restarts_workers,
 )
-from fastloop.records.wording import say_count
 
 MOST = 8
 """Upper limit for `auto`: more workers seldom pay off and slow the launching thread down."""

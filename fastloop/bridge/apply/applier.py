@@ -25,7 +25,7 @@ from fastloop.bridge.apply.rehearse.time_limit import leaves_on_sigterm
 from fastloop.bridge.apply.rehearse.tries import Tries
 from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.apply.validation_loaders import ValidationEngines, ValidationLoaders, ValidationWorkers
+from fastloop.bridge.apply.validation_loaders import Validation
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
@@ -80,7 +80,7 @@ class Applier:
         self.loaders: TrainLoaders | None = None
         self.micro: MicroBatches | None = None
         self.graphs: GraphedSteps | None = None
-        self.validation: list[ValidationLoaders] = []
+        self.validation: Validation | None = None
         self._fallback: PrecisionFallback | None = None
         self._site: LiveSite | None = None
         self._changes = Changes(warn)
@@ -110,16 +110,7 @@ class Applier:
         self._live.begin(
             planned, (step.rung for step in planned.planned if rehearses and step.change.rehearse is not None)
         )
-        for kind in (ValidationEngines, ValidationWorkers):
-            if (rung := self._live.may_want.owner(kind.KEY)) is not None:
-                hands: dict[str, Any] = {
-                    "list_wants": partial(self._live.list_wants, rung),
-                    "say": self.say,
-                    "warn": self.warn,
-                }
-                made = kind(self._site, rung, getattr(self.ladder, rung), **hands)
-                self._changes.add(rung, Applied(undo=made.give_back, probe=made.evidence))
-                self.validation.append(made)
+        self.validation = Validation(self._site, self._live, self._changes, say=self.say, warn=self.warn)
         self._live.check_strict()
         self._run("model")
 
@@ -149,7 +140,7 @@ class Applier:
         stage = site.trainer.state.stage
         validates = stage in _VALIDATES or (stage == "train" and is_evaluation_asking())
         if validates:
-            return self._change_validation_loader(loader)
+            return loader if self.validation is None else self.validation.change(loader)
         if not self._live.loader_rungs or stage != "train":
             return loader
         before = self._live.plan, self.loaders, self.micro, len(self._changes)
@@ -177,9 +168,8 @@ class Applier:
         """Optimizers exist and hold their restored state; the first step is next."""
         self._live.check_optimizers(self._site, self._changes.undo)
         self._run("train_start")
-        for made in self.validation:
-            if self.plan.step(made.name) not in self.plan.planned:
-                made.give_back()  # the rung does not apply to this training
+        if self.validation is not None:
+            self.validation.give_back_unplanned()
         if self.loaders is not None:
             self.loaders.train_start()
         if self._live.held and self.terms is not None and self._site is not None:
@@ -292,8 +282,7 @@ class Applier:
         self.end_rehearsal()
         self._changes.undo_down_to(0)
         self.place.let_go()
-        self.loaders = self.micro = self._fallback = self._site = None
-        self.validation = []
+        self.loaders = self.micro = self.validation = self._fallback = self._site = None
 
     def end_rehearsal(self) -> None:
         """Training is over: skip the rungs that were never tried."""
@@ -303,21 +292,11 @@ class Applier:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _change_validation_loader(self, loader: Any) -> Any:
-        for made in self.validation:
-            loader = made.find_original(loader)
-        for made in self.validation:
-            step = self.plan.step(made.name)
-            is_on = step is not None and step.status != "skipped"
-            if is_on and (changed := made.change(loader)) is not loader:
-                return changed
-        return loader
-
     def _change_loader(self, loaders: TrainLoaders, loader: Any, site: LiveSite) -> Any:
         others = [site.module, *site.trainer.callbacks]
         start_method, original = self.ladder.start_method, loaders.find_original(loader)
         loader_facts = read_facts.read_loader_facts(original, start_method, others, ranks=site.facts.world_size)
-        kept = sum(made.count for made in self.validation if isinstance(made, ValidationWorkers))
+        kept = 0 if self.validation is None else self.validation.count_kept_workers()
         facts = replace(site.facts, loader=loader_facts, kept_validation_workers=kept)
 
         def plan_anew(refused: Plan, why: str) -> Plan:
@@ -349,9 +328,8 @@ class Applier:
                 if "step.micro_batch" in step.change.wants:
                     self.micro = None
                 self._live.give_up(step, reason, is_refusal=is_refusal, has_acted=has_acted)
-                for made in self.validation:
-                    if made.name == step.rung:
-                        made.give_back()
+                if self.validation is not None:
+                    self.validation.give_back(step.rung)
 
     def _run(self, moment: Moment) -> None:
         """Run the planned actions of a moment. A rung that fails is skipped with the reason, and training goes on."""

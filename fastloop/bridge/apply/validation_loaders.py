@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.loaders import is_loop_asking
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import describe
 from fastloop.feeds.lazy_loader import LazyLoader, clone, read_like_workers
 from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.tried_workers import end_workers
+from fastloop.records.plan import Applied
 
 
 class ValidationLoaders:
@@ -154,3 +156,44 @@ class ValidationWorkers(ValidationLoaders):
         alone = set(self._list_wants()) == {self.KEY}
         kept = any(fresh.kept for fresh in self._fresh)
         return {"validation_workers": self.count, "validation_kept": kept, "only_validation": alone}
+
+
+class Validation:
+    """All that the rungs of a ladder replace for validation."""
+
+    def __init__(
+        self, site: LiveSite, live: LivePlan, changes: Any, *, say: Callable[[str], None], warn: Callable[[str], None]
+    ) -> None:
+        self._live, self._made = live, list[ValidationLoaders]()
+        for kind in (ValidationEngines, ValidationWorkers):
+            if (name := live.may_want.owner(kind.KEY)) is not None:
+                hands: dict[str, Any] = {"list_wants": partial(live.list_wants, name), "say": say, "warn": warn}
+                self._made.append(made := kind(site, name, getattr(live.ladder, name), **hands))
+                changes.add(name, Applied(undo=made.give_back, probe=made.evidence))
+
+    def change(self, loader: Any) -> Any:
+        """Return the loader that Lightning should use: a replacement that a rung requests, or the user's."""
+        for made in self._made:
+            loader = made.find_original(loader)
+        for made in self._made:
+            step = self._live.plan.step(made.name)
+            is_on = step is not None and step.status != "skipped"
+            if is_on and (changed := made.change(loader)) is not loader:
+                return changed
+        return loader
+
+    def give_back_unplanned(self) -> None:
+        """Training begins: hand back the loaders of rungs that do not apply to it."""
+        for made in self._made:
+            if self._live.plan.step(made.name) not in self._live.plan.planned:
+                made.give_back()
+
+    def give_back(self, rung: str) -> None:
+        """Hand back the loaders of a rung that was given up."""
+        for made in self._made:
+            if made.name == rung:
+                made.give_back()
+
+    def count_kept_workers(self) -> int:
+        """How many of the user's workers stay between validations."""
+        return sum(made.count for made in self._made if isinstance(made, ValidationWorkers))
