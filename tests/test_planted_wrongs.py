@@ -191,7 +191,10 @@ def test_one_layer_detached(tmp_path: Path) -> None:
 
 def test_one_layer_detached_under_a_precision_with_a_wide_limit(tmp_path: Path) -> None:
     base, _ = twins.gradient(tmp_path / "base")
-    for kind, says in ((DetachesALayer, "got no gradient"), (DetachesHalfOfALayer, "it nearly vanishes in")):
+    for kind, says in (
+        (DetachesALayer, "got no gradient"),
+        (DetachesHalfOfALayer, "it nearly vanishes or more than doubles in"),
+    ):
         arm, module = twins.gradient(tmp_path / kind.__name__, tmp_path / "base", kind)
         wide = {**base, "precision": "bf16", "rounding": {"bf16": 0.3}}
         gate = parity.judge_gradient(decode(wide, GradientAnswer), decode(arm, GradientAnswer))

@@ -170,7 +170,9 @@ def _close(chance: float, noise: float, astray: Sequence[str], precision: str, s
     limits = usual if limit == TAU[precision] else f"{limit:.2g} that rounding to {precision} can cause here"
     said = f"the gradient deviates by {deviation:.2g}, {'within' if deviation <= limit else 'above'} the {limits}"
     if deviation <= limit and astray:
-        return _make_gate("gradient", False, f"{said}, but it nearly vanishes in {_join_names(astray)}", **seen)
+        return _make_gate(
+            "gradient", False, f"{said}, but it nearly vanishes or more than doubles in {_join_names(astray)}", **seen
+        )
     if deviation <= limit and kept is not None and not KEPT[0] <= kept <= KEPT[1]:
         return _make_gate("gradient", False, f"{said}, but it is {kept:.2g} times as large", **seen)
     if deviation <= limit:

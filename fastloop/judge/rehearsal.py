@@ -172,7 +172,8 @@ def explain_no_time(spent_s: float, needed_s: float, allowed_s: float, kept_s: f
         return None
     spent = f", and {spent_s:.2g} s are spent" if spent_s else ""
     spent += f", {kept_s:.2g} s kept for recording a step" if kept_s else ""
-    return f"this run is too short to try it: trying may take 5 % of what is left, {allowed_s:.2g} s{spent}"
+    share = f"{100 * REHEARSAL_SHARE:g} % of what is left, {allowed_s:.2g} s"
+    return f"this run is too short to try it: that takes about {needed_s:.2g} s, and trying may take {share}{spent}"
 
 
 def count_pay_back_steps(cost_s: float, saved_ms: float) -> float | None:

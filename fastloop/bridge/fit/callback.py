@@ -23,7 +23,7 @@ from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session, describe_death
 from fastloop.config.loading import Config, load_callback_config
 from fastloop.config.schema import check_switches
-from fastloop.errors import FastLoopError
+from fastloop.errors import FastLoopError, is_out_of_memory
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu.forks import protect_children
 from fastloop.feeds.place.kept_order import EpochPlace
@@ -226,7 +226,7 @@ class FastLoop(Callback):
         if (line := explain_exception(exception, pl_module, [step.rung for step in self.plan.planned])) is not None:
             rank_zero_warn(f"fastloop: {line}")
             self._hint = line
-        if type(exception).__name__ == "OutOfMemoryError" and self._applier is not None and self._applier.held:
+        if is_out_of_memory(exception) and self._applier is not None and self._applier.held:
             rank_zero_warn(
                 f"fastloop: out of memory in step 1, which runs without {', '.join(self._applier.held)};"
                 " to switch them on before it, write rehearsal: off"

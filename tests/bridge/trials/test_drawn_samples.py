@@ -246,7 +246,7 @@ def test_a_loader_of_ones_own_stays_what_it_is() -> None:
 def test_what_cannot_be_listened_to_says_so_and_works() -> None:
     batches = [torch.ones(2), torch.ones(2)]
     loader, drawn = listen(batches, batches)
-    assert list(loader) == batches and "a list does not let" in str(drawn.why)
+    assert list(loader) == batches and "batches of a list cannot be recorded" in str(drawn.why)
 
     class ByIndex:
         def __getitem__(self, index: int) -> Any:
