@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol, TypeVar
 
-from fastloop.errors import FastLoopError, let_through
+from fastloop.errors import FastLoopError, is_out_of_memory, let_through
 from fastloop.ladder import collect_cards
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -69,9 +69,18 @@ def deaf_to_workers() -> Iterator[None]:
 # -- one-line explanations of exceptions with unclear messages ---------------------------------------------------------
 
 
-def explain_exception(exception: BaseException, module: Any, rungs: Collection[str]) -> str | None:
-    """Return one line that explains an exception in a run with these rungs; None if we cannot add to its message."""
+def explain_exception(
+    exception: BaseException, module: Any, rungs: Collection[str], held: Collection[str] = ()
+) -> str | None:
+    """Return one line that explains an exception in a run with these rungs; None if we cannot add to its message.
+
+    Args:
+        held: rungs that wait for the first step to end.
+    """
     text = str(exception)
+    if held and is_out_of_memory(exception):
+        without = f"out of memory in step 1, which runs without {', '.join(held)}"
+        return f"{without}; to switch them on before it, write rehearsal: off"
     if "did not receive grad for rank" in text:
         return _name_unused_parameters(text, module)
     explained = {part: line for rung in rungs for part, line in collect_cards()[rung].explains.items()}

@@ -122,3 +122,11 @@ def test_what_failed_in_a_compiled_backward_names_its_rung() -> None:
     with pytest.raises(AssertionError) as plain:
         raise AssertionError("expected size 64==64, stride 1==4096 at dim=1")
     assert explain_exception(plain.value, made, ["compile"]) is None, "the words alone say nothing of who failed"
+
+
+@pytest.mark.parametrize("said", ["CUDA out of memory. Tried to allocate 2 GiB", "CUBLAS_STATUS_ALLOC_FAILED"])
+def test_a_first_step_without_memory_is_told_what_waits_for_its_end(said: str) -> None:
+    line = explain_exception(RuntimeError(said), None, [], ["amp"])
+    assert line is not None and "without amp" in line and line.endswith("write rehearsal: off")
+    assert explain_exception(RuntimeError(said), None, []) is None
+    assert explain_exception(RuntimeError("shape mismatch"), None, [], ["amp"]) is None

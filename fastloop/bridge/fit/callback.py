@@ -23,7 +23,7 @@ from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session, describe_death
 from fastloop.config.loading import Config, load_callback_config
 from fastloop.config.schema import check_switches
-from fastloop.errors import FastLoopError, is_out_of_memory
+from fastloop.errors import FastLoopError
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu.forks import protect_children
 from fastloop.feeds.place.kept_order import EpochPlace
@@ -46,8 +46,7 @@ class FastLoop(Callback):
     Args:
         config: None to watch only; a shipped ladder's name (``"safe"``), a YAML file, or a mapping such as
             ``{"rungs": {"amp": {"enabled": True}}}``.
-        out: directory for the run's files; default ``<trainer.log_dir>/fastloop/<utc>``. With neither `out` nor a
-            logger, nothing is written.
+        out: directory for the run's files; default ``<trainer.log_dir>/fastloop/<utc>``, none without a logger.
         strict: a rung that cannot apply is an error before step 1; defaults to the config's value.
         quiet: print nothing.
 
@@ -223,14 +222,10 @@ class FastLoop(Callback):
 
     @fail_open
     def _on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if (line := explain_exception(exception, pl_module, [step.rung for step in self.plan.planned])) is not None:
+        rungs, held = [step.rung for step in self.plan.planned], self._applier.held if self._applier else ()
+        if (line := explain_exception(exception, pl_module, rungs, held)) is not None:
             rank_zero_warn(f"fastloop: {line}")
             self._hint = line
-        if is_out_of_memory(exception) and self._applier is not None and self._applier.held:
-            rank_zero_warn(
-                f"fastloop: out of memory in step 1, which runs without {', '.join(self._applier.held)};"
-                " to switch them on before it, write rehearsal: off"
-            )
         if not self._training:
             return
         if self.measurement is None:
@@ -321,10 +316,8 @@ class FastLoop(Callback):
             one_time=self._one_time,
             untouched=untouched,
         )
-        self._restore += [
-            self._session.stop,
-            self._session.attach(trainer, self._note_batch_asked, self._note_batch_got),
-        ]
+        attached = self._session.attach(trainer, self._note_batch_asked, self._note_batch_got)
+        self._restore += [self._session.stop, attached]
 
     def _find_directory(self, trainer: Any) -> Path | None:
         """Return the run's directory, the same at each call; None on other ranks than 0, or if nothing is written."""
@@ -377,16 +370,12 @@ class FastLoop(Callback):
         self._training = False
         if self.measurement is None or not trainer.is_global_zero:
             return
-        self.report_extras, where = (
-            run_directory.choose_report_extras(self, trainer.lightning_module),
-            self._find_directory(trainer),
-        )
+        self.report_extras = run_directory.choose_report_extras(self, trainer.lightning_module)
+        where = self._find_directory(trainer)
         self.run_dir = where if where is not None and run_directory.write(where, self) else None
         if not self.quiet and (self._session is not None or self.config.ladder.enabled()):
-            report = run_directory.describe_report(trainer, self)
-            for line in summary.write_lines(
-                self.measurement, self.plan, self.verdicts, self.findings, report, **self.report_extras
-            ):
+            report, found = run_directory.describe_report(trainer, self), (self.verdicts, self.findings)
+            for line in summary.write_lines(self.measurement, self.plan, *found, report, **self.report_extras):
                 rank_zero_info(line)
 
     def _undo(self) -> None:

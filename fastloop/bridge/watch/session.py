@@ -392,10 +392,9 @@ def _count_epoch_steps(trainer: Any, batches: int, epochs: range) -> int:
     """Return the optimizer steps of whole epochs; a GradientAccumulationScheduler may change accumulation per epoch."""
     schedules = (each for each in trainer.callbacks if hasattr(each, "get_accumulate_grad_batches"))
     if (schedule := next(schedules, None)) is not None:
-        until = max(0, max(schedule.scheduling, default=0) - epochs.start)  # accumulation stays the same from there on
-        steps: list[int] = [
-            math.ceil(batches / schedule.get_accumulate_grad_batches(epoch)) for epoch in epochs[: until + 1]
-        ]
+        until = max(0, max(schedule.scheduling, default=0) - epochs.start)  # then accumulation stays the same
+        first, count = epochs[: until + 1], schedule.get_accumulate_grad_batches
+        steps: list[int] = [math.ceil(batches / count(epoch)) for epoch in first]
         return sum(steps) + (len(epochs) - len(steps)) * (steps[-1] if steps else 0)
     an_epoch: int = math.ceil(batches / trainer.accumulate_grad_batches)
     return an_epoch * len(epochs)

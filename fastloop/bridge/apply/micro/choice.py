@@ -121,11 +121,8 @@ class PieceChoice:
         return None if self._found is None else self.refused is not None
 
     def choose(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> Chosen:
-        """Cut the batch into micro-batches of the chosen size, or into the user's batches of its window.
-
-        Args:
-            rest: the arguments of training_step after the batch.
-        """
+        """Cut the batch into micro-batches of the chosen size, or into the user's batches of its window. `rest` are the
+        arguments of training_step after the batch."""
         window = self.windows.read(trainer.fit_loop.total_batch_idx, batch)
         if self._search is not None and self._found is None and window is not None and len(window.sizes) < window.full:
             self.micro = window.sizes[0]  # a run resumed inside a window searches in the next one
@@ -136,8 +133,7 @@ class PieceChoice:
             return Chosen(self._split(strategy, trainer, batch, rest))
         if len(window.sizes) == 1:
             return Chosen(self._cut(batch, trainer, window), apart=self.refused is not None)
-        own, reason = self._list_own(batch, window)
-        reason = self._explain_apart(strategy, trainer, batch, window, rest, own, reason)
+        own, reason = self._decide_window(strategy, trainer, batch, window, rest)
         if reason is None or not own:
             return Chosen(self._cut(batch, trainer, window))
         self._warn_apart(self.refused or reason)
@@ -300,25 +296,16 @@ class PieceChoice:
         except CannotRegroup as error:
             return [], str(error)
 
-    def _explain_apart(
-        self,
-        strategy: Any,
-        trainer: Any,
-        batch: Any,
-        window: Merged,
-        rest: Sequence[Any],
-        own: Sequence[Piece],
-        reason: str | None,
-    ) -> str | None:
-        """Return why this window runs batch by batch; None if it is merged. Compares gradients if that is due.
-
-        Args:
-            reason: why the window cannot be merged, if that is known. All ranks must call this: they ask each other.
-        """
+    def _decide_window(
+        self, strategy: Any, trainer: Any, batch: Any, window: Merged, rest: Sequence[Any]
+    ) -> tuple[list[Piece], str | None]:
+        """Return the user's batches of a window, see `_list_own`, and why they run one by one; None if they are merged.
+        Compares gradients if that is due. All ranks must call this: they ask each other."""
+        own, reason = self._list_own(batch, window)
         no_room = self._explain_no_room(strategy, batch, window, rest, tries=reason is None)
         reason = reason or no_room
         if no_room is not None or not self._is_due():
-            return reason
+            return own, reason
         is_first, self._undecided, found = self._undecided, False, reason
         if reason is None:
             merged = cut(batch, self.micro, window, whole_batches=self.groups is not None)
@@ -326,7 +313,7 @@ class PieceChoice:
         self.refused = self._agree(strategy, found if is_first else self._find_late(trainer, reason, found))
         if is_first and self.refused is None:
             self._tell_unequal()
-        return self.refused or (None if is_first else reason)
+        return own, self.refused or (None if is_first else reason)
 
     def _warn_apart(self, why: str) -> None:
         """Warn of the first window that runs batch by batch, and again once all do."""

@@ -80,7 +80,7 @@ class Terms:
         return judge.explain_no_time(spent_s, needed_s, allowed_s, kept_s)
 
 
-class RehearsalBudget:
+class TrialBudget:
     """The time that one rehearsal has, and which rungs are too expensive to try in it.
 
     Args:

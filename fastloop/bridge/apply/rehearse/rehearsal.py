@@ -16,14 +16,7 @@ from typing import Any
 
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse import memory
-from fastloop.bridge.apply.rehearse.budget import (
-    COSTLY_LIMIT_S,
-    LIMIT_S,
-    RehearsalBudget,
-    Terms,
-    find_cheapest,
-    is_costly,
-)
+from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Terms, TrialBudget, find_cheapest, is_costly
 from fastloop.bridge.apply.rehearse.compared import draw, measure_rounding
 from fastloop.bridge.apply.rehearse.optimizer_twins import try_optimizers
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
@@ -118,9 +111,7 @@ class Rehearsal:
         self._player = Player(self.site.module, calls, self.site.device, groups=self.site.groups, **how)
         modules = self._player.modules
         known = Remembered(modules, self.site.device)
-        self._budget = RehearsalBudget(
-            self.terms, self.site.module, modules, known, self.hands.settings, self._first_ms
-        )
+        self._budget = TrialBudget(self.terms, self.site.module, modules, known, self.hands.settings, self._first_ms)
         try:
             refused = self._budget.refuse_all(self.steps)
             if all(gather(self.site.trainer, bool(refused))):
@@ -313,8 +304,7 @@ class Rehearsal:
         return RungOutcome(rung=step.rung, fault=fault, rehearsed=told, **how)
 
     def _try_without_others(self, step: Step, failed: RungOutcome, before: list[RungOutcome]) -> RungOutcome:
-        """Retry a failed rung without each kept rung in turn: two may fail only together, and then the faster one
-        stays."""
+        """Retry a failed rung without each kept one in turn: two may fail only together; then the faster one stays."""
         others = {each.rung: each for each in self.steps if each.change.rehearse == "modules"}
         for place in reversed(range(len(before))):
             kept = before[place]
@@ -381,8 +371,7 @@ class Rehearsal:
         return judge.find_fault(seen, rounding, precision, judge.Draws(usual=drawn, changed=changed))
 
     def _note_first_call(self, step: Step, began: float, seconds: float) -> None:
-        """Note the time by which a rung's first call exceeded its second: without a rehearsal, training would spend
-        it."""
+        """Note by how much a rung's first call exceeded its second: training would spend that without a rehearsal."""
         self._budget.add_one_time(step, seconds)
         if not is_costly(step):  # compiles are noted where they happen
             self.first_calls.append((step.rung, began, seconds))

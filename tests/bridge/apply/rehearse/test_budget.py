@@ -117,11 +117,11 @@ def test_steps_of_a_module_that_steps_by_itself(
     assert (terms.steps_left, terms.batches_per_step) == expected
 
 
-def make_budget(steps_left: int) -> tuple[budget.RehearsalBudget, Step]:
+def make_budget(steps_left: int) -> tuple[budget.TrialBudget, Step]:
     module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(10)))
     terms = budget.Terms(steps_left=steps_left)
     memory = Remembered([module], torch.device("cpu"))
-    made = budget.RehearsalBudget(terms, module, [module], memory, lambda _rung: None, 0.0)
+    made = budget.TrialBudget(terms, module, [module], memory, lambda _rung: None, 0.0)
     made.base_ms = 100.0
     change: Any = Change(actions=(), parity="approximate", rehearse="modules", pay_back="required")
     return made, Step(rung="compile", status="planned", change=change)
