@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from fastloop.feeds.workers.tried_workers import end_workers
 from fastloop.records.plan import Applied
 
 
-class ValidationLoaders:
+class ValidationLoaders(ABC):
     """Replaces each validation loader as one rung requests, and hands the user's back.
 
     Args:
@@ -69,13 +70,13 @@ class ValidationLoaders:
         self._made.append((ours, loader, engine))
         return ours
 
+    @abstractmethod
     def _replace(self, loader: Any, want: Any) -> tuple[LazyLoader, Any]:
         """Return the replacement, and its engine if it has one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def evidence(self) -> Mapping[str, Any]:
-        """What the replacements did."""
-        raise NotImplementedError
+        """Return what the replacements did."""
 
     def give_back(self) -> None:
         """Hand the user's loaders back to Lightning; ours load like them from their next start on."""

@@ -56,7 +56,6 @@ def list_sample_functions(item: Any) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=512)
 def list_sample_functions_of(kind: type) -> tuple[Any, ...]:
-    """The same for an object of a class that is no function."""
     return tuple(_follow([_find_method(kind, name) for name in _ENTRIES], kind))
 
 
