@@ -142,8 +142,8 @@ CARD = Card(
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Worker processes for map-style train loaders that have none, or too few. Of validation loaders, workers of yours
-    can be kept.
+    """Worker processes for map-style train loaders that have none, or too few. Validation loaders get none, but your
+    own can stay between validations.
 
     If a shipped ladder switched them on, the first batches are timed; if taking a batch from a worker takes longer than
     making it, the run continues without workers.
@@ -164,7 +164,7 @@ class Workers:
     persistent: bool | Literal["auto"] = "auto"
     """Keep the workers between epochs; true also keeps yours. Such workers miss changes of the dataset after epoch 0.
     auto = keep ours, and under a ladder yours, if epochs have fewer than 1,000 batches and no code is known to change
-    the dataset. Where yours are kept, those of validation loaders are, too, unless their results could change."""
+    the dataset. Your validation loaders' workers are then kept as well, unless that could change results."""
     start_method: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
     """How workers start; auto = the loader's setting, or the platform's default."""
 
@@ -187,7 +187,7 @@ class Workers:
         except NotApplicable as reason:
             if not kept:
                 raise
-            return Change(wants={FOR_VALIDATION: True}, notes=(f"{note}; training's loader stays: {reason}",))
+            return Change(wants={FOR_VALIDATION: True}, notes=(f"{note}; the train loader is unchanged: {reason}",))
         return replace(change, notes=(*change.notes, note)) if kept else change
 
     def _plan_validation(self, loader: LoaderFacts, facts: Facts) -> Change:
