@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import make_parser, say
-from benchmarks.first_contact import (
+from benchmarks.first_contact import pick_times
+from benchmarks.foreign_runs import (
     GRACE_S,
     LEAST_S,
     SCRIPTS,
@@ -29,7 +30,6 @@ from benchmarks.first_contact import (
     find_script,
     import_ahead,
     make_timer,
-    pick_times,
     rewrite,
     run_one,
 )

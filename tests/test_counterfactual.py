@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.counterfactual import REMEDY, Script
-from benchmarks.first_contact import ROOT
+from benchmarks.cases import ROOT
 
 
 @pytest.mark.slow
