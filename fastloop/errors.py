@@ -56,15 +56,18 @@ def _rebuild(kind: type[FastLoopError], got: str, why: str, do: str, key: str | 
 # -- errors that are raised while our code runs, but not by it ---------------------------------------------------------
 
 _NO_MEMORY = re.compile(
-    r"\bout of memory\b|OutOfMemory|(CUBLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|failed to CUDA malloc"
+    r"\bout of memory\b|OutOfMemory|\bCU[A-Z]+_\w*ALLOC\w*_FAILED|StatusAllocFailed|failed to CUDA malloc"
     r"|can't allocate memory",
     re.IGNORECASE,
 )
+_FROM_WORKER = re.compile(r"^Caught \w+ in DataLoader worker")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device ran out of memory, in any of torch's wordings; Python's MemoryError concerns the host."""
-    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+    """Whether the device ran out of memory in this process, in any of torch's wordings; Python's MemoryError concerns
+    the host."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(text)) and not _FROM_WORKER.match(text)
 
 
 def let_through(error: BaseException) -> None:

@@ -26,6 +26,30 @@ def draw_folder(root: Path, count: int = 12, size: tuple[int, int] | None = None
     return root
 
 
+def draw_bad_folder(root: Path, bad: str) -> Any:
+    """An ImageFolder of six JPEGs, the fourth of which is `bad`: CMYK, 16 bit, truncated or empty."""
+    from PIL import Image
+    from torchvision import datasets, transforms
+
+    folder = root / "a"
+    folder.mkdir(parents=True)
+    for number in range(6):
+        Image.new("RGB", (24, 16), (number * 40, 10, 20)).save(folder / f"{number}.jpg")
+    place = folder / "3.jpg"
+    if bad == "CMYK":
+        Image.new("CMYK", (24, 16), (9, 99, 30, 4)).save(place)
+    elif bad == "16 bit":
+        place.unlink()
+        Image.new("I;16", (24, 16), 40000).save(folder / "3.png")
+    elif bad == "truncated":
+        Image.effect_noise((64, 64), 90).convert("RGB").save(place)
+        place.write_bytes(place.read_bytes()[:-400])
+    else:
+        place.write_bytes(b"")
+    steps = transforms.Compose([transforms.Resize((8, 8)), transforms.ToTensor()])
+    return datasets.ImageFolder(root, steps)
+
+
 class Classifier(L.LightningModule):
     """Two classes, one convolution; keeps the batches that it was trained on."""
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.counterfactual import REMEDY, Script
 from benchmarks.cases import ROOT
+from benchmarks.counterfactual import REMEDY, Script
 
 
 @pytest.mark.slow

@@ -74,10 +74,11 @@ def cut_at(batch: Any, sizes: Sequence[int], full: int) -> list[Piece]:
 
 
 def _choose_sizes(count: int, micro: int) -> list[int]:
-    """Choose piece sizes; avoid pieces of one sample if possible, since BatchNorm and squeeze() stumble over them."""
+    """Choose piece sizes; avoid pieces of one sample, since BatchNorm and squeeze() stumble over them: one of three
+    samples takes the place of two and one."""
     sizes = [micro] * (count // micro) + [count % micro] * (count % micro > 0)
-    if len(sizes) > 1 and sizes[-1] == 1 and micro > 2:
-        sizes[-2:] = [micro - 1, 2]
+    if len(sizes) > 1 and sizes[-1] == 1 and micro > 1:
+        sizes[-2:] = [micro - 1, 2] if micro > 2 else [3]
     return sizes
 
 

@@ -539,6 +539,14 @@ def test_batchnorm_is_warned_by_layer_and_differs() -> None:
     assert distance(plain, ours) > 1e-3
 
 
+def test_pairs_leave_no_sample_alone_with_batchnorm() -> None:
+    """B10: a last batch of three is one piece; of one sample, BatchNorm would raise."""
+    plain, ours = both({"batch": {"micro_batch": 2}}, partial(batches, 11), Normed, max_epochs=1)
+    assert ours.verdict("batch").took and ours.trainer.global_step == plain.trainer.global_step == 2
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        Normed().train().net(torch.zeros(1, 8))  # the control: what a piece of one sample does
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     ("case", "like"),

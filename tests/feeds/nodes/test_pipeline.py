@@ -18,6 +18,7 @@ from fastloop.errors import FastLoopError
 from fastloop.feeds.lazy_loader import LazyLoader
 from fastloop.feeds.nodes.pipeline import ThreadEngine
 from fastloop.feeds.workers import tried_workers
+from tests.pictures import draw_bad_folder
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -310,34 +311,10 @@ def test_a_loader_that_pins_does_so_in_the_threads_for_the_loops_device(monkeypa
 # -- pictures that are none --------------------------------------------------------------------------------------------
 
 
-def make_pictures(folder: Path, bad: str) -> Any:
-    image = pytest.importorskip("PIL.Image")
-    datasets = pytest.importorskip("torchvision.datasets")
-    transforms = pytest.importorskip("torchvision.transforms")
-    (folder / "a").mkdir()
-    for number in range(6):
-        image.new("RGB", (24, 16), (number * 40, 10, 20)).save(folder / "a" / f"{number}.jpg")
-    place = folder / "a" / "3.jpg"
-    if bad == "CMYK":
-        image.new("CMYK", (24, 16), (9, 99, 30, 4)).save(place)
-    elif bad == "16 bit":
-        place.unlink()
-        image.new("I;16", (24, 16), 40000).save(folder / "a" / "3.png")
-    elif bad == "truncated":
-        image.effect_noise((64, 64), 90).convert("RGB").save(place)
-        place.write_bytes(place.read_bytes()[:-400])
-    else:
-        place.write_bytes(b"")
-    steps = transforms.Compose([transforms.Resize((8, 8)), transforms.ToTensor()])
-    return (
-        datasets.ImageFolder(folder, steps, allow_empty=True) if bad == "none" else datasets.ImageFolder(folder, steps)
-    )
-
-
 @pytest.mark.parametrize(("bad", "raises"), [("CMYK", False), ("16 bit", False), ("truncated", True), ("empty", True)])
 def test_odd_and_broken_pictures_are_as_with_the_plain_loader(tmp_path: Path, bad: str, raises: bool) -> None:
     """D17."""
-    dataset = make_pictures(tmp_path, bad)
+    dataset = draw_bad_folder(tmp_path, bad)
 
     def load(loader: Any) -> Any:
         try:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from fastloop.feeds.workers import tried_workers
 from fastloop.feeds.workers.in_worker import Order
 from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.tried_workers import TriedWorkers
+from tests.pictures import draw_bad_folder
 
 pytestmark = pytest.mark.timeout(200)
 FULL = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
@@ -126,6 +128,28 @@ def test_what_cannot_be_sent_is_made_here_in_the_same_order(collate: Any, why: s
     assert read(loader) == expected()
     ((workers, _, reason),) = steps.down
     assert workers == 0 and reason.startswith(why) and loader.num_workers == 0
+
+
+@pytest.mark.parametrize(("bad", "raises"), [("CMYK", False), ("16 bit", False), ("truncated", True), ("empty", True)])
+def test_odd_and_broken_pictures_are_as_with_the_plain_loader(tmp_path: Path, bad: str, raises: bool) -> None:
+    """D17: the same batches, or the same error with its worker's frames; workers are not given up for it."""
+    pytest.importorskip("torchvision")
+    dataset = draw_bad_folder(tmp_path, bad)
+
+    def load(loader: Any) -> tuple[Any, BaseException | None]:
+        try:
+            return [images.tolist() for images, _ in loader], None
+        except Exception as error:
+            return None, error
+
+    plain, fault = load(DataLoader(dataset, 2))
+    loader, steps = tried(dataset=dataset, batch_size=2, shuffle=False)
+    ours, same_fault = load(loader)
+    assert ours == plain and steps.down == [] and (fault is not None) is raises
+    if fault is not None:
+        said, *notes = str(same_fault), *getattr(same_fault, "__notes__", [])
+        assert type(same_fault) is type(fault) and said.split("0x")[0] == str(fault).split("0x")[0]  # an address
+        assert "samples [2, 3]; a worker raised" in notes[0] and "DataLoader worker process" in notes[0]
 
 
 def test_without_the_trial_torch_waits_for_ever() -> None:

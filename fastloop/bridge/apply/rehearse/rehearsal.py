@@ -237,9 +237,9 @@ class Rehearsal:
         except NotApplicable as error:
             fault, is_lasting = describe(error), False
         except Exception as error:
-            # A time limit may be specific to this run, another process may hold the memory, and an optimizer's twin may
-            # fail for unrelated reasons.
-            fault, is_lasting = explain(error), step.change.rehearse == "modules"
+            # Limits and memory may be this run's own, and an optimizer's twin may fail for unrelated reasons.
+            host_lacks_memory = find_cause(error, lambda each: isinstance(each, MemoryError)) is not None
+            fault, is_lasting = explain(error), step.change.rehearse == "modules" and not host_lacks_memory
             if find_cause(error, is_out_of_memory) is not None:
                 fault, is_lasting = "there was not enough memory to try it", False
             elif find_cause(error, is_time_limit) is not None:

@@ -172,6 +172,40 @@ def test_a_size_that_does_not_fit_is_not_taken(
     assert all(str(size) not in done.seen("batch")["rates"] for size in (16, 32) if size > most)
 
 
+class Fits(torch.autograd.Function):
+    """The identity; its backward fits at most so many samples."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, most: int) -> torch.Tensor:
+        context.most = most
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        if len(gradient) > context.most:
+            REFUSED.add(len(gradient))
+            raise torch.OutOfMemoryError(SAYS)
+        return gradient, None
+
+
+class HungryBackward(Net):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(Fits.apply(self.net(batch[0]), 8), batch[1])  # type: ignore[no-untyped-call]
+
+
+HungryBackward.__name__ = HungryBackward.__qualname__ = "Net"
+
+
+def test_a_size_whose_backward_does_not_fit_is_not_taken(timed: dict[int, float]) -> None:
+    """B3: and nothing of the attempt stays, in gradients or weights."""
+    REFUSED.take()
+    done = run(AUTO, EVEN(), HungryBackward, max_epochs=1, accumulate_grad_batches=4)
+    by_hand = run({"batch": {"micro_batch": 8}}, EVEN(), HungryBackward, max_epochs=1, accumulate_grad_batches=4)
+    assert done.seen("batch")["micro_batch"] == 8 and set(REFUSED.take()) == {16}
+    assert "limited by memory: there was not enough for 16" in done.verdict("batch").why
+    assert distance(done, by_hand) == 0
+
+
 def test_one_sample_that_does_not_fit() -> None:
     with (
         pytest.raises(RuntimeError, match="Tried to allocate") as raised,

@@ -700,6 +700,24 @@ def test_what_lacked_memory_is_tried_again(pay_back: Any, monkeypatch: pytest.Mo
         assert read(loop) == (False, "there was not enough memory to try it") and len(tried) == count
 
 
+def test_a_host_that_lacked_memory_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may have held it; and it is not the device's."""
+    tried: list[int] = []
+
+    def broken(original: Callable[..., Any]) -> Callable[..., Any]:
+        tried.append(1)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            raise MemoryError("Unable to allocate 8 GiB for an array")
+
+        return forward
+
+    plant(monkeypatch, broken)
+    for count in (1, 2):
+        took, why = read(fit(config("amp"))[0])
+        assert took is False and "MemoryError: Unable to allocate 8 GiB" in why and len(tried) == count
+
+
 PEAK = [0]
 """Bytes, as a global: what the model keeps is put back after each play."""
 
