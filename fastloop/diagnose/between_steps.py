@@ -9,7 +9,7 @@ from fastloop.diagnose.finding import weigh
 from fastloop.diagnose.remedies import Rungs
 from fastloop.records import measurement
 from fastloop.records.measurement import GAPS
-from fastloop.records.plan import Finding
+from fastloop.records.plan import Finding, say_count
 from fastloop.records.readings import read_loader, restarts_workers, to_number
 
 MOSTLY = 0.5
@@ -47,8 +47,8 @@ def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
         if found.get("can_keep_workers") is not False:
             advice = f"keep your loader's {found['num_workers']} workers between epochs: persistent_workers=True"
         if (took_s := to_number(found.get("worker_restart_s"))) is not None:
-            times = found.get("worker_restarts")
-            beside = f"; workers were restarted {times} times, {took_s:.2g} s each until their first batch"
+            often = say_count(found.get("worker_restarts") or 1, "time")
+            beside = f"; workers were restarted {often}, {took_s:.2g} s each until their first batch"
     return _spread(step, rungs, "epoch_gap", f"between epochs the {step.device} was idle for", advice, beside)
 
 

@@ -13,7 +13,7 @@ from fastloop.diagnose.attribution import WORTH_NAMING_PCT, StepParts
 from fastloop.diagnose.finding import compute_gain_bound_pct
 from fastloop.diagnose.remedies import Rungs
 from fastloop.records.measurement import AUTOTUNE, COMPILE, VALIDATION_COMPILE, Measurement
-from fastloop.records.plan import Finding, Verdict
+from fastloop.records.plan import Finding, Verdict, say_count
 from fastloop.records.readings import count_micro_batches, read_step_ms, to_number
 
 STORM = "compile_storm"
@@ -37,7 +37,7 @@ def find_storm(seen: Measurement, rungs: Rungs, step: StepParts | None) -> Findi
     reasons = [str(reason) for reason in found.get("reasons") or ()]
     least = "at least " if found.get("at_least") else ""
     seconds = f"{took_s:.{int(fit_s < 10)}f} s of this run's {fit_s:.{int(fit_s < 10)}f} s"
-    facts = f"torch.compile ran {least}{found.get('count')} times and took {seconds}"
+    facts = f"torch.compile ran {least}{say_count(int(found.get('count') or 1), 'time')} and took {seconds}"
     of_window = "" if share is None else f", {ms:.1f} ms of each step in the window"
     remedy = rungs.choose(
         seen,

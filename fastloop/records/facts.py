@@ -87,6 +87,9 @@ class LoaderFacts:
     """What training changes of the samples' code and data while batches are loaded, as found by reading code."""
     remembers: tuple[str, ...] = ()
     """Containers that its samples fill, such as a cache; empty in a new worker."""
+    repeats: str | None = None
+    """Why an epoch has every sample several times: its workers each read an iterable dataset whole; None if nothing
+    shows it."""
     own_iterator: bool = False
     """Its class returns custom iterators, so batches pass through code of that class."""
     spawn_hazard: str | None = None

@@ -21,6 +21,7 @@ from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples.before_epoch import find_what_epochs_renew
 from fastloop.evidence.samples.between_epochs import list_changers, list_changes_within, list_remembered
 from fastloop.evidence.samples.spawned import find_spawn_hazard
+from fastloop.evidence.samples.worker_shares import explain_repeats
 from fastloop.feeds.cache.places import find_disk_root
 from fastloop.feeds.cache.prefixes import read_prefix
 from fastloop.feeds.dali import pictures
@@ -208,6 +209,7 @@ def read_loader_facts(
         ),
         changes_within=list_changes_within(loader.dataset, others, collate=loader.collate_fn, loader=loader),
         remembers=list_remembered(loader.dataset, loader.collate_fn),
+        repeats=explain_repeats(loader),
         own_iterator=makes_iterators(type(loader)),
         sample_bytes=datasets.sample_bytes(loader.dataset) if loader.collate_fn is default else None,
         spawn_hazard=spawn_hazard,

@@ -32,6 +32,8 @@ def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[s
     loader = dict(seen)
     if rows is not None:
         loader["rows"] = rows
+    if facts is not None and facts.loader is not None and facts.loader.repeats is not None:
+        loader["repeats"] = facts.loader.repeats
     if facts is None or (facts.loader is not None and facts.loader.num_workers):
         loader["can_keep_workers"] = facts is not None and can_keep_theirs(facts)
         found = None if facts is None else facts.loader

@@ -16,7 +16,9 @@ LONG_STEPS = ("the mean step is", "were so long that")
 def list_caveats(seen: Measurement, findings: Sequence[Finding] = ()) -> list[str]:
     """Return the reasons to doubt the figures, as one text, without those that findings mention; empty if none."""
     is_named = any(words in finding.why for finding in findings for words in LONG_STEPS)
+    repeats = (seen.evidence.get("loader") or {}).get("repeats")
     caveats = [
+        *([] if repeats is None else [repeats]),
         *seen.state,
         *_list_missing_trace(seen),
         *([] if is_named else _list_unevenness(seen)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from fastloop import FastLoop
 from fastloop.bridge.fit import own_loader
@@ -64,6 +65,22 @@ def test_workers_that_start_anew_are_kept_where_that_is_safe(kind: type[Short]) 
     patch = {"rungs": {"workers": {"enabled": True, "persistent": True, "across_epochs": True}}}
     assert finding.patch == (patch if kind is Short else None)
     assert finding.patch is None or fit(finding.patch).verdicts[0].took is True
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.tensor([float(number)]) for number in range(8))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stream_that_each_worker_yields_whole_is_noted(workers: int) -> None:
+    """D4: the epoch is as long as it is without us; it is said what is in it."""
+    watch = FastLoop(quiet=True)
+    trainer = models.trainer(callbacks=[watch], max_epochs=2)
+    trainer.fit(Short(), DataLoader(Stream(), 4, num_workers=workers))
+    assert trainer.global_step == 2 * workers * 2 and watch.measurement is not None
+    said = watch.measurement.evidence["loader"].get("repeats")
+    assert (said is None) if workers == 1 else "Stream.__iter__" in said and "every sample 2 times" in said
 
 
 def test_a_run_whose_facts_cannot_be_read_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

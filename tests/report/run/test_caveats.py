@@ -78,3 +78,8 @@ def test_a_drift_is_said_with_what_it_came_with_and_after_the_state() -> None:
         "hot; the step at 70 took 12 % longer than in the window: clocks"
     ]
     assert caveats.list_caveats(seen(drift=drift[:1])) == []
+
+
+def test_samples_that_come_several_times_are_the_first_doubt() -> None:
+    doubtful = seen(evidence={"loader": {"repeats": "every sample comes 2 times"}}, state=("the clock was low",))
+    assert caveats.list_caveats(doubtful) == ["every sample comes 2 times; the clock was low"]
