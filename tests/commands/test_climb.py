@@ -204,6 +204,16 @@ def test_a_budget_that_is_gone_leaves_a_climb_to_go_on_with(pretend: Callable[..
     assert yaml.safe_load((tmp_path / "a" / "ladder.yaml").read_text()) == {"rungs": found["stack"]["rungs"]}
 
 
+def test_a_budget_too_short_for_the_first_run_says_so(pretend: Callable[..., Any], tmp_path: Path) -> None:
+    """Nothing was measured, so nothing is recommended."""
+    pretend(runs=0)
+    answer = asked(out="a")
+    found = content(answer)
+    assert answer.exit_code == 4 and found["partial"] is True and found["confirmed"] is None
+    assert "--resume a" in found["stopped"] and "USE" not in answer.text and "FASTER" not in answer.text
+    assert yaml.safe_load((tmp_path / "a" / "ladder.yaml").read_text()) == {"rungs": {}}
+
+
 def test_resumed_calls_end_where_one_long_call_ends(pretend: Callable[..., Any], tmp_path: Path) -> None:
     pretend()
     whole = content(asked(out="whole"))

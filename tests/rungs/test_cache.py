@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -375,6 +376,54 @@ def test_a_killed_run_leaves_what_the_next_can_use_or_sweep(store: str, tmp_path
     ours = run({"cache": {"store": store}}, loader(tmp_path / "pictures"), Pictures, max_epochs=2)
     assert ours.seen("cache")["misses"] == (12 if store == "shm" else 0)
     killed.stdout.close()
+
+
+TWO_RANKS = """
+import json, os, signal, sys
+from pathlib import Path
+from fastloop.feeds.cache import places
+from tests.rungs.test_cache import Pictures, loader
+from tests.runs import run
+
+class Dies(Pictures):
+    def on_train_batch_end(self, *_):
+        if "dies" in sys.argv and self.global_rank == 1:
+            print("killed", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1])
+    places.find_shm_root = lambda: root / "shm"
+    two = {"strategy": "ddp", "devices": 2, "max_epochs": 3}
+    done = run({"cache": {"store": sys.argv[2]}}, loader(root / "pictures"), Dies, **two)
+    print("cache", json.dumps(dict(done.seen("cache")), default=str), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.parametrize("store", ["shm", "disk"])
+def test_one_of_two_ranks_that_fill_a_store_is_killed(store: str, tmp_path: Path) -> None:
+    """K6: the training ends, and the next one reads no half of an entry."""
+    program = tmp_path / "train.py"
+    program.write_text(TWO_RANKS)
+    loader(tmp_path / "pictures")
+
+    def fit(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(program), str(tmp_path), store, *more]
+        home = {"XDG_CACHE_HOME": str(tmp_path / "home"), "PYTHONPATH": os.getcwd()}
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=200, env=os.environ | home, start_new_session=True
+        )
+
+    dead = fit("dies")
+    assert dead.returncode != 0 and "killed" in dead.stdout, dead.stderr[-2000:]
+    assert not list_workers(tmp_path)
+    ours = fit()
+    assert ours.returncode == 0, ours.stderr[-2000:]
+    found = next(json.loads(line[6:]) for line in ours.stdout.splitlines() if line.startswith("cache "))
+    assert found["hits"] + found["misses"] == 18, "what one rank draws"
+    assert found["damaged"] == 0 and found["hits"] >= 12 and found["kept_samples"] in (6, 12), found
 
 
 def test_no_store_is_kept_by_an_epoch_that_ends_early(tmp_path: Path) -> None:

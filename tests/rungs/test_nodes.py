@@ -466,3 +466,41 @@ def test_256_open_files(kept: bool) -> None:
     assert lines[1].startswith(f"workers trained 400 {not kept}"), done.stderr[-2000:]
     if kept:
         assert "Too many open files" in lines[1] or "received 0 items of ancdata" in lines[1]
+
+
+FEW_FILES_OF_PICTURES = """
+    import resource, sys
+    from pathlib import Path
+    from torch.utils.data import DataLoader
+    from torchvision import datasets, transforms
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    from tests.pictures import Classifier, draw_folder
+    from tests.runs import run
+
+    class Keeps(Classifier):
+        kept = []
+        def training_step(self, batch, batch_idx):
+            self.kept.append(batch)
+            return super().training_step(batch, batch_idx)
+
+    steps = transforms.Compose([transforms.Resize((16, 16)), transforms.ToTensor()])
+    folder = datasets.ImageFolder(draw_folder(Path(sys.argv[1]), 60), steps)
+    for rungs in ({"cache": {"store": "shm"}}, {"dali": {"threads": 2}}):
+        done = run(rungs, DataLoader(folder, 2), Keeps, max_epochs=12)
+        (name,) = rungs
+        print(name, "trained", done.trainer.global_step, done.verdict(name).took, done.verdict(name).why)
+"""
+
+
+@pytest.mark.slow
+def test_256_open_files_with_pictures(tmp_path: Path) -> None:
+    """D7: neither the cache nor DALI holds a file open for each picture or batch."""
+    pytest.importorskip("torchvision")
+    pytest.importorskip("nvidia.dali")
+    program = [sys.executable, "-c", textwrap.dedent(FEW_FILES_OF_PICTURES), str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=180, cwd=Path(__file__).parents[2])
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("cache", "dali"))]
+    assert [line.rpartition(" True")[0] for line in lines] == ["cache trained 360", "dali trained 360"], (
+        done.stdout[-2000:] + done.stderr[-2000:]
+    )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -291,6 +295,33 @@ def test_ctrl_c_leaves_nothing_behind(timed: dict[int, float]) -> None:
     assert module.training and all(each.grad is None for each in module.parameters())
     module.most = 32
     assert run(AUTO, EVEN(), lambda: module, **ACCUMULATE).seen("batch")["rates"]
+
+
+KILLED = """
+import os, signal
+from tests.runs import Net, batches, run
+
+class Dies(Net):
+    def loss(self, batch):
+        if len(batch[0]) == 16:
+            print("killed", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(batch)
+
+run({"batch": {}}, batches(96, shuffle=True), Dies, max_epochs=2, accumulate_grad_batches=4)
+"""
+
+
+def test_a_search_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
+    """Neither notes that the next run would believe, nor anything half written."""
+    homes = {name: str(tmp_path / name) for name in ("XDG_CACHE_HOME", "TMPDIR")}
+    for place in homes.values():
+        Path(place).mkdir()
+    environ = os.environ | homes | {"PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", KILLED], env=environ, capture_output=True, text=True, timeout=200)
+    assert done.returncode == -signal.SIGKILL and "killed" in done.stdout, done.stderr[-2000:]
+    left = [path for place in homes.values() for path in Path(place).rglob("*") if path.is_file()]
+    assert left == []
 
 
 def test_a_lost_device_ends_it_at_once(timed: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
