@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
 
 from fastloop.bridge import namespaces
 from fastloop.evidence.model.picture_views import list_names, list_views
+from fastloop.evidence.samples.source import read_source
 from fastloop.feeds import call_shapes
 from fastloop.feeds.attention import candidates as attention
 from fastloop.feeds.batch_norm import groups
@@ -159,11 +162,17 @@ def _read_user_methods(module: torch.nn.Module | type) -> Iterator[tuple[str, st
             continue
         for name, member in vars(base).items():
             function = inspect.unwrap(member) if callable(member) else None
-            if inspect.isfunction(function):
-                try:
-                    yield name, ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function))))
-                except (OSError, TypeError, SyntaxError):  # typed at a prompt, or compiled: no source
-                    continue
+            if inspect.isfunction(function) and (text := _read_plainly(function.__code__)) is not None:
+                yield name, text
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_plainly(code: CodeType) -> str | None:
+    """A function's source without comments; None for one that was typed at a prompt."""
+    try:
+        return ast.unparse(ast.parse(textwrap.dedent(read_source(code))))
+    except (OSError, TypeError, SyntaxError):
+        return None
 
 
 def list_methods(module: torch.nn.Module, pattern: str) -> list[str]:

@@ -9,7 +9,6 @@ import functools
 import inspect
 import sys
 import sysconfig
-import textwrap
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from types import CodeType
 from typing import Any
 
 from fastloop.evidence.samples import carried, writes
+from fastloop.evidence.samples.source import parse_code
 
 _ENTRIES = ("__getitem__", "__getitems__", "__call__", "__iter__", "__next__", "forward")
 _BEFORE = ("__init__", "__new__", "__setstate__", "__setattr__", "__len__", "setup", "prepare_data", "load_state_dict")
@@ -164,20 +164,10 @@ def _unwrap(member: Any) -> Any:
 def parse(function: Any) -> tuple[ast.AST, str | None] | None:
     """A function's syntax tree, and its name for its own object (``self``) if it has one; None if there is no source to
     read."""
-    if (tree := _parse_code(getattr(inspect.unwrap(function), "__code__", None))) is None:
+    if (tree := parse_code(getattr(inspect.unwrap(function), "__code__", None))) is None:
         return None
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return tree, names[0] if names and "." in function.__qualname__ else None
-
-
-@functools.lru_cache(maxsize=512)
-def _parse_code(code: Any) -> ast.AST | None:
-    try:
-        tree = writes.spell_out(ast.parse(textwrap.dedent(inspect.getsource(code))))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda) and code.co_name == "<lambda>"]
-    return lambdas[0] if len(lambdas) == 1 else tree  # not the statement around it
 
 
 def list_changes(function: Any, kind: type = object) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from fastloop.evidence.samples import sample_code, writes
 from fastloop.evidence.samples.dataset import draws_random
+from fastloop.evidence.samples.source import read_source
 
 _MOST_DEPTH, _LONG = 12, 100
 _ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "expandvars"})
@@ -114,7 +115,7 @@ class _Reader:
         """Read the owner's attributes that the method uses, and the methods that it calls."""
         try:
             # Ask for the code object's source: for a decorated function, getsource would return the inner function's.
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
+            tree = ast.parse(textwrap.dedent(read_source(function.__code__)))
         except (OSError, TypeError, SyntaxError):
             raise NoFingerprint(f"there is no source of {name} to read") from None
         me = function.__code__.co_varnames[0]
