@@ -277,6 +277,8 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
             say(describe_partial(recorder.place))
         raise
     if recorder.partial or not complete:
+        if left := [name for name in climb.put_off if name not in climb.ladders]:
+            recorder.stopped += f"; not run, as they compile and have no time for a proof: {', '.join(left)}"
         recorder.stopped += f"; continue with --resume {recorder.place}"
     content = recorder.write()
     text = "\n".join(climb_report.write_lines(content))

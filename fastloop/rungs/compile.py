@@ -58,7 +58,7 @@ CARD = Card(
     advice={"launch_bound": _advise_cuda_graphs},
     applies=lambda seen: on_gpu(seen) and not compiles(seen),
     variants=_list_variants,
-    first_start_s=60.0,
+    first_start_s=80.0,
     plan_shows_refusal=True,
     explains={
         "torch/_functorch/_aot_autograd/": "compiled code of rungs.compile failed where it cannot fall back to eager"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import cast
 
@@ -71,15 +72,23 @@ class Climb(Measured):
     def _go_on(self) -> str | None:
         """Try what is most promising now; returns why nothing is left, or None."""
         self.runner.reserve(*(self._list_proofs_s() if self.stack else ()))
-        self.measure_missing()
+        ladders_first = self.hurries and not self.rows  # a ladder that is faster needs no ceiling to be chosen
+        if not ladders_first:
+            self.measure_missing()
         self._measure_ladders()
-        added = [row for row in self.rows if not row.takes_away]  # rungs removed at the end are not tried again
-        chosen = choose(dataclasses.replace(self.known, rows=added, stack=read_stack(added)))
+        chosen = self._choose()
+        if ladders_first and not (isinstance(chosen, Candidate) and chosen.whole):
+            self.measure_missing()
+            chosen = self._choose()
         if isinstance(chosen, str):
             self._take_away()
             return chosen
         self._try(chosen)
         return None
+
+    def _choose(self) -> Candidate | str:
+        added = [row for row in self.rows if not row.takes_away]  # rungs removed at the end are not tried again
+        return choose(dataclasses.replace(self.known, rows=added, stack=read_stack(added)))
 
     @property
     def context(self) -> Context:
@@ -123,9 +132,9 @@ class Climb(Measured):
         """Run the start once with each shipped ladder, to try the fastest first; this run is part of its screen. If one
         does not fit into the budget, the others still run. Once one was faster, time is kept for its screen and
         proof."""
-        spent, keeps = None, False
+        spent, keeps, fastest = None, False, 0.0
         ladders = {} if self.stack else list_bundles(self.known) | list_ladders(self.start)
-        for name, stack in ladders.items():
+        for name, stack in self._put_off(ladders).items():
             candidate, (seed, side) = make_ladder(name, stack), TURNS[1]
             if self.ladders.get(name, 0.0) is None or any(row.name == candidate.key for row in self.rows):
                 continue
@@ -145,12 +154,29 @@ class Climb(Measured):
                 spent = spent if keeps else spent or error
                 continue
             self.ladders[name] = result.samples_per_s if result.ok else None
-            keeps = self._keep_time_for(stack, result) or keeps
+            if (rate := self.ladders[name] or 0.0) > fastest:
+                fastest, keeps = rate, self._keep_time_for(stack, result)
             self.save()
         if keeps:
             self.runner.reserve()
         if spent is not None:
             raise spent
+
+    def _put_off(self, ladders: Mapping[str, Stack]) -> Mapping[str, Stack]:
+        """Put last the ladders that compile for so long that the budget has no time for their proof, if it has for that
+        of others."""
+        too_long = [name for name, stack in ladders.items() if self._estimate_to_proof_s(stack) > self.runner.left_s()]
+        if len(too_long) == len(ladders):
+            return ladders
+        self.put_off = too_long
+        return dict(sorted(ladders.items(), key=lambda each: each[0] in too_long))
+
+    def _estimate_to_proof_s(self, stack: Stack) -> float:
+        """Return the seconds of a ladder's first run, screen and proof, if its steps took as long as they do now."""
+        now, first_start_s = self.known.costs, estimate_first_start_s(stack)
+        costs = Costs(now_ms=now.now_ms, workers=now.workers, start_s=self.start_s, compile_s=first_start_s)
+        run_s = self.context.choose_ladder_length(stack).seconds(now.now_ms, self.start_s)
+        return 2 * run_s + first_start_s + self._estimate_confirmation_s((stack, costs), short=True)
 
     def _keep_time_for(self, stack: Stack, result: Result) -> bool:
         """Keep time for the screen and the proof of a ladder that was faster in its first run. Returns whether that

@@ -25,6 +25,8 @@ COPIES_SHOW = 0.01
 """Share of the step without loading: if copies take less, a trial without them is not worthwhile."""
 PILOT_ENOUGH = 0.75
 """Share of a window's seconds: a pilot that lasted this long also serves as the measurement."""
+RUNS = 12
+"""About as many runs are between the start of a climb and its first proof."""
 MEASURES: Mapping[Variation, str] = {
     "replayed": "the step without loading",
     "resident": "the step without loading and copies",
@@ -76,6 +78,10 @@ class Measured:
         self.start_s, self._known_start_s = 0.0, start_s or math.inf
         self.ends_at = ends_at
         """Optimizer steps after which a script ends by itself; None if it trained all requested steps."""
+        self.hurries = False
+        """Whether the budget is too short for long runs and for ceilings before the first ladder."""
+        self.put_off: list[str] = []
+        """Shipped ladders that the budget had no time to run and prove."""
         self._without: set[str] = set()
         """Folders of trials that failed and are not repeated."""
 
@@ -158,9 +164,11 @@ class Measured:
         if pilot.queued == 0 and PILOT.window * step_ms / 1e3 >= PILOT_ENOUGH * WINDOW_S:
             return pilot
         batches = (pilot.global_batch or 1) / pilot.world_size / (pilot.micro_batch or 1)
-        took = choose_length(
-            step_ms, step_ms, queued=pilot.queued, batches_per_step=max(1.0, batches), warmup=self.warmup
-        ).up_to(self.ends_at)
+        how: dict[str, Any] = {"queued": pilot.queued, "batches_per_step": max(1.0, batches), "warmup": self.warmup}
+        took = choose_length(step_ms, step_ms, **how).up_to(self.ends_at)
+        self.hurries = RUNS * took.seconds(step_ms, self.start_s) > self.runner.left_s()
+        if self.hurries:
+            took = choose_length(step_ms, step_ms, screen=True, fill_read=True, **how).up_to(self.ends_at)
         naive = self._run_naive(
             "00-naive/as-it-is", took, "measuring the baseline", took.seconds(step_ms, self.start_s)
         )
