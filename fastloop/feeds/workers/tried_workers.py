@@ -3,19 +3,22 @@
 torch pickles a batch in a worker's background thread that only prints errors; the training then waits forever. Here
 each worker pickles its batch itself and sends the bytes, or the reason why it cannot. In that case fewer workers, or
 this process as in a run without workers, make the remaining batches, from the same indices in the same order. The same
-happens if a dataset raises in a worker and not in this process, if the first batches show that making one takes less
-time than getting it from a worker, or if something changes what the workers have copies of.
+happens if a dataset raises in a worker and not in this process, or waits there for a lock that its fork has copied; if
+the first batches show that making one takes less time than getting it from a worker; or if something changes what the
+workers have copies of.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import psutil
 from torch.utils.data import DataLoader
 
 from fastloop.errors import FastLoopError, quote
@@ -37,6 +40,15 @@ SAY_S = 60.0
 """After this long without a batch, a warning says where its worker is."""
 LIMIT_S = 300.0
 """After this long without a batch, the training ends with an error that says so."""
+
+
+STUCK_S = 30.0
+"""A worker that has used no CPU for this long, and has made no batch yet, is stuck: its fork has lost a thread or holds
+a lock for ever."""
+
+
+class Stuck(Exception):
+    """A worker will not deliver its first batch."""
 
 
 class _Fewer(NamedTuple):
@@ -92,6 +104,8 @@ class TriedWorkers:
         self._epoch = self._loading = 0
         """The number of the last epoch, and that of the one that is loading; 0 for none."""
         self._whereabouts = Whereabouts()
+        self._idle: tuple[int | None, float, float] = (None, 0.0, 0.0)
+        """Of the awaited worker: its pid, its CPU time, and since when that is the same."""
         self._batch_bytes: int | None = None
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -134,8 +148,11 @@ class TriedWorkers:
                     return
                 source = self._begin(loader, begin)
             except Exception as error:
+                if isinstance(error, Stuck):
+                    kill_workers(source)
                 end_workers(source)  # now: the exception holds all frames, and with them the workers
-                if not (_was_sent(error) and self._drawn.pending) or error is self._drawn.failed:
+                is_theirs = isinstance(error, Stuck) or _was_sent(error)
+                if not (is_theirs and self._drawn.pending) or error is self._drawn.failed:
                     raise
                 failed = quote(error, briefly=True)
             if failed is not None:
@@ -187,9 +204,10 @@ class TriedWorkers:
 
     def _wait_for(self, source: Any) -> Iterator[Any]:
         """Yield the iterator's batches; if one takes long, report where its worker is."""
-        begun, said = time.monotonic(), False
+        begun, said, delivered = time.monotonic(), False, set[int | None]()
         while True:
             is_there, asked = loader_queue.is_next_ready(source), time.perf_counter()
+            awaited = getattr(loader_queue.find_awaited_worker(source), "pid", None)
             try:
                 batch = next(source)
             except StopIteration:
@@ -202,10 +220,16 @@ class TriedWorkers:
             else:
                 if is_there:
                     self._took_ms.append(1e3 * (time.perf_counter() - asked))
+                delivered.add(awaited)
                 yield batch
                 begun, said = time.monotonic(), False
                 continue
             waited_s = time.monotonic() - begun
+            if awaited is not None and awaited not in delivered and self._count_idle_s(awaited) >= STUCK_S:
+                raise Stuck(
+                    f"a worker used no CPU for {STUCK_S:.0f} s before its first batch (locks and threads do not survive"
+                    f" a fork): {self._find_place(source)}"
+                )
             if waited_s >= LIMIT_S:
                 raise FastLoopError(
                     got=f"no batch for {waited_s:.0f} s: {self._find_place(source)}",
@@ -216,6 +240,15 @@ class TriedWorkers:
             if waited_s >= SAY_S and not said:
                 said = True
                 self._warn(f"no batch for {waited_s:.0f} s: {self._find_place(source)}")
+
+    def _count_idle_s(self, pid: int) -> float:
+        """For how long this worker has used no CPU, as far as looks at it show."""
+        now, used_s = time.monotonic(), 0.0
+        with contextlib.suppress(psutil.Error):
+            used_s = sum(psutil.Process(pid).cpu_times()[:2])
+        if self._idle[:2] != (pid, used_s):
+            self._idle = (pid, used_s, now)
+        return now - self._idle[2]
 
     def _find_place(self, source: Any) -> str:
         worker = loader_queue.find_awaited_worker(source)
@@ -297,6 +330,19 @@ def _was_sent(error: Exception) -> bool:
     while place is not None and place.tb_next is not None:
         place = place.tb_next
     return place is not None and place.tb_frame.f_code.co_name == "reraise"
+
+
+def kill_workers(source: Any) -> None:
+    """Kill an iterator's workers, which may not end by themselves. torch would raise at the death of each."""
+    handler = None
+    with contextlib.suppress(ValueError):  # in another thread than the main one, where none is called
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in getattr(source, "_workers", ()):
+        worker.kill()
+        worker.join(LOOK_S)
+    if handler is not None:
+        end_workers(source)  # torch then no longer looks for them
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def end_workers(source: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -390,6 +392,51 @@ def test_a_hung_worker_ends_the_epoch_with_its_line(start: str | None, monkeypat
     for said in (raised.value.got, *steps.warned):
         assert f"is in __getitem__ at {outer}, which is at {inner} in wait" in said
     assert len(steps.warned) == 1 and "rungs.loads.enabled: false" in raised.value.do
+
+
+class Locked(Numbers):
+    """The fault: a lock that another thread holds while workers are forked, and that no thread of theirs releases."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with self.lock:
+            return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_worker_that_waits_for_a_lock_of_before_its_fork_gives_the_batch_back(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """polars and other libraries with threads of their own do this, too."""
+    monkeypatch.setattr(tried_workers, "LOOK_S", 0.2)
+    monkeypatch.setattr(tried_workers, "STUCK_S", 2.0)
+    dataset = Locked()
+    loader, steps = tried(dataset=dataset, num_workers=workers, shuffle=False)
+    dataset.lock.acquire()
+    threading.Timer(1.0, dataset.lock.release).start()
+    before, began = signal.getsignal(signal.SIGCHLD), time.monotonic()
+    assert read(loader)[0] == expected(shuffle=False)[0]
+    assert time.monotonic() - began < 60 and signal.getsignal(signal.SIGCHLD) is before
+    ((left, _, why),) = steps.down
+    assert left == 0 and "used no CPU for 2 s before its first batch" in why and "in __getitem__ at" in why
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_works_for_long_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: it uses its CPU."""
+
+    def busy(samples: Any) -> Any:
+        until = time.process_time() + 1.5
+        while time.process_time() < until:
+            pass
+        return torch.stack(samples)
+
+    monkeypatch.setattr(tried_workers, "LOOK_S", 0.1)
+    monkeypatch.setattr(tried_workers, "STUCK_S", 0.7)
+    loader, steps = tried(busy, dataset=Subset(Numbers(), range(4)), shuffle=False, num_workers=1)
+    assert read(loader, 1)[0] == [[[0, 1, 2, 3]]] and steps.down == []
 
 
 def test_a_slow_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
