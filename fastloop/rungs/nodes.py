@@ -82,8 +82,8 @@ class Nodes:
         left = {"loader": dataclasses.replace(facts.loader, engine=engine)}
         draws, early = facts.loader.draws_random, describe_sampler_draws(facts.loader)
         seen = (
-            f"random augmentations differ from a run without threads ({', '.join(draws[:3])}); each batch has its own"
-            " generator"
+            f"random augmentations may differ from a run without threads ({', '.join(draws[:3])}); each batch has its"
+            " own generator"
         )
         return Change(
             wants={"loader.engine": Threads(threads=threads, own_draws=bool(draws))},

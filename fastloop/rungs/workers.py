@@ -368,7 +368,7 @@ def _list_differences(loader: LoaderFacts, run: str) -> list[str]:
     """List why samples may differ from those of `run`."""
     found = []
     if loader.draws_random:
-        found.append(f"random augmentations differ from {run} ({', '.join(loader.draws_random[:3])})")
+        found.append(f"random augmentations may differ from {run} ({', '.join(loader.draws_random[:3])})")
     if loader.asks_process:
         found.append(f"{loader.asks_process[0]} asks which process it is in, so samples may differ from {run}")
     return found

@@ -10,7 +10,7 @@ import io
 import logging
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -50,6 +50,9 @@ _FOREIGN: Mapping[str, tuple[str, ...]] = {
         "_queue.SimpleQueue",
         "multiprocessing.process.BaseProcess",
         "asyncio.events.AbstractEventLoop",
+        "polars.dataframe.frame.DataFrame",
+        "polars.lazyframe.frame.LazyFrame",
+        "polars.series.series.Series",
     ),
     DRAWS_ITSELF: (
         "random.Random",
@@ -283,27 +286,47 @@ def _find_epoch_state(item: Any) -> str | None:
 
 def draws_random(*roots: Any) -> tuple[str, ...]:
     """Names of transforms and functions reachable from the dataset whose code draws random numbers."""
-    found: dict[str, None] = {}
-    for root in roots:
-        for _, item in walk(root):
-            if (name := find_draw(item)) is not None:
-                found[name] = None
-    return tuple(found)
+    items = [item for root in roots for _, item in walk(root)]
+    return list_draws(items, items)
 
 
-def find_draw(item: Any) -> str | None:
-    """The name of a transform or function that draws random numbers; None if it draws none."""
-    kind = type(item)
+def list_draws(items: Sequence[Any], held: Sequence[Any]) -> tuple[str, ...]:
+    """Names of the transforms and functions among `items` that draw random numbers, in samples made of all `held`."""
+    running = (function for _, _, function in list_running([("", item) for item in held]))
+    called = frozenset(name for function in running for name in sample_code.list_names(function.__code__))
+    return tuple(dict.fromkeys(name for item in items if (name := _find_draw(item, called)) is not None))
+
+
+def _find_draw(item: Any, called: frozenset[str]) -> str | None:
+    """The name of a transform or function that draws random numbers; None if it draws none. Of an installed package's
+    class only what samples run counts: a table has a method ``sample``, and a dataset one that shuffles it."""
+    kind: type = type(item)
     if inspect.isfunction(item):
         return item.__qualname__.split(".")[-1] if draws_random_numbers(item) else None
     if _RANDOM_TRANSFORMS.match(kind.__name__):
         return kind.__name__
     for base in kind.__mro__:
+        runs = _list_reachable(kind, called) if sample_code.is_installed(base) else None
         for name, member in [] if _is_of_library(base) else vars(base).items():
             function = inspect.unwrap(member) if callable(member) else None
-            if name not in _BEFORE_SAMPLES and inspect.isfunction(function) and draws_random_numbers(function):
+            if name in _BEFORE_SAMPLES or (runs is not None and name not in runs):
+                continue
+            if inspect.isfunction(function) and draws_random_numbers(function):
                 return f"{kind.__name__}.{name}"
     return None
+
+
+@functools.lru_cache(maxsize=512)
+def _list_reachable(kind: type, called: frozenset[str]) -> frozenset[str]:
+    """Methods of a class that run for a sample: its entries, those that are `called`, and those that these name."""
+    queue, found = deque((*sample_code.ENTRIES, *called)), set[str]()
+    while queue:
+        name = queue.popleft()
+        method = None if name in found else inspect.getattr_static(kind, name, None)
+        if callable(method) and inspect.isfunction(function := inspect.unwrap(method)):
+            found.add(name)
+            queue.extend(sample_code.list_names(function.__code__))
+    return frozenset(found)
 
 
 def draws_random_numbers(function: Any, depth: int = 3) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from fastloop.evidence.samples import carried, writes
 from fastloop.evidence.samples.source import parse_code
 
-_ENTRIES = ("__getitem__", "__getitems__", "__call__", "__iter__", "__next__", "forward")
+ENTRIES = ("__getitem__", "__getitems__", "__call__", "__iter__", "__next__", "forward")
 _BEFORE = ("__init__", "__new__", "__setstate__", "__setattr__", "__len__", "setup", "prepare_data", "load_state_dict")
 """Methods that change an object before its samples are requested."""
 _Pick = Callable[[ast.AST, str | None], Iterator[ast.AST]]
@@ -56,7 +56,7 @@ def list_sample_functions(item: Any) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=512)
 def list_sample_functions_of(kind: type) -> tuple[Any, ...]:
-    return tuple(_follow([_find_method(kind, name) for name in _ENTRIES], kind))
+    return tuple(_follow([_find_method(kind, name) for name in ENTRIES], kind))
 
 
 def list_called(function: Any, kind: type) -> tuple[Any, ...]:
@@ -215,7 +215,7 @@ def follow(items: Sequence[Any]) -> Iterator[tuple[int, Any]]:
     """The user's functions that may run for a sample, each with the index of its object in `items`: those from
     `list_sample_functions`, and whatever they may call by name on any of the objects or in the user's modules. Items
     that are added meanwhile are also followed."""
-    seen, names = set[tuple[int, int]](), set(_ENTRIES)
+    seen, names = set[tuple[int, int]](), set(ENTRIES)
     grows = True
     while grows:
         grows = False

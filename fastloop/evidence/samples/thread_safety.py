@@ -64,8 +64,8 @@ def find_thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
 
 def list_shared_draws(*roots: Any) -> tuple[str, ...]:
     """The results of `draws_random` that cannot get one generator per thread."""
-    items = [item for root in roots for _, item in datasets.walk(root) if not _draws_by_torch(type(item))]
-    return tuple(dict.fromkeys(name for item in items if (name := datasets.find_draw(item)) is not None))
+    held = [item for root in roots for _, item in datasets.walk(root)]
+    return datasets.list_draws([item for item in held if not _draws_by_torch(type(item))], held)
 
 
 def _draws_by_torch(kind: type) -> bool:

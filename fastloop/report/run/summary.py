@@ -117,17 +117,21 @@ def write_lines(
     return [*map(_flatten, head), *(f"{kind:<8} {line}" if kind else line for kind, texts in kinds for line in texts)]
 
 
+DIFFERS = "differ"
+"""In the notes of rungs that load samples: these are not the samples of a run without them."""
+
+
 def list_loop_changes(plan: Plan, verdicts: Sequence[Verdict]) -> list[str]:
-    """List the notes of effective rungs that set Trainer keys or group batches into steps differently, and of rungs
-    that are off now but changed the first steps."""
+    """List the notes of effective rungs that set Trainer keys or group batches into steps differently, those on samples
+    that differ, and those of rungs that are off now but changed the first steps."""
     took = {verdict.rung for verdict in verdicts if verdict.took}
-    changed = [
-        f"{step.rung}: {'; '.join(step.change.notes)}"
-        for step in plan.planned
-        if step.rung in took
-        and step.change.notes
-        and any(key.startswith(("step.", "trainer.")) for key in step.change.wants)
-    ]
+    changed = []
+    for step in plan.planned:
+        notes, keys = step.change.notes, step.change.wants
+        if not any(key.startswith(("step.", "trainer.")) for key in keys):
+            loads = step.change.parity != "exact" and any(key.startswith("loader.") for key in keys)
+            notes = tuple(note for note in notes if loads and DIFFERS in note)
+        changed += [f"{step.rung}: {'; '.join(notes)}"] if step.rung in took and notes else []
     acted = [
         step for step in plan.steps if step.has_acted and step.status != "planned" and step.change.parity != "exact"
     ]

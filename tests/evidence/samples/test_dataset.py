@@ -10,6 +10,7 @@ import queue
 import random
 import socket
 import sqlite3
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -243,6 +244,45 @@ def test_random_draws_are_found_behind_super_and_helper_functions() -> None:
     assert draws_random(Child()) == ("Child.__getitem__",)
     assert draws_random(Deep()) == ("Deep.__getitem__",)
     assert draws_random(ShuffledOnce()) == ()  # drawn before any sample, in the main process either way
+
+
+TABLES = """
+import random
+
+class Table:
+    def __getitem__(self, index):
+        return self.get(index)
+
+    def get(self, index):
+        return index
+
+    def sample(self):
+        return random.choice([1, 2])
+
+class Augments:
+    def __call__(self, image):
+        return image * self.choose()
+
+    def choose(self):
+        return random.random()
+"""
+
+
+def test_of_an_installed_class_only_what_samples_run_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table has a method ``sample``; a transform draws in a method that its call names."""
+    (tmp_path / "tables_of_a_package.py").write_text(TABLES)
+    (tmp_path / "tables-1.dist-info").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import tables_of_a_package as package  # type: ignore[import-not-found]
+
+    class Samples(Items):
+        def __getitem__(self, index: int) -> Any:
+            return self.table.sample()
+
+    assert draws_random(Items(table=package.Table())) == ()
+    assert draws_random(Items(transform=package.Augments())) == ("Augments.choose",)
+    assert draws_random(Samples(table=package.Table())) == ("Samples.__getitem__", "Table.sample")
+    monkeypatch.delitem(sys.modules, "tables_of_a_package")
 
 
 # -- what copies in workers would mix up or change -------------------------------------------------------------------

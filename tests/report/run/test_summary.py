@@ -84,6 +84,17 @@ def test_a_rung_that_is_off_but_has_trained_differently_is_told(parity: Any, act
     assert any(each.startswith(f"TOOK     [{'approximate' if said else 'exact'}]") for each in lines)
 
 
+@pytest.mark.parametrize("parity", ["approximate", "exact"])
+def test_samples_that_differ_are_told(parity: Any) -> None:
+    notes = ("each worker is a process", "random augmentations may differ from a run without workers (Flip)")
+    step = Step(
+        rung="workers", status="planned", change=Change(wants={"loader.num_workers": 4}, parity=parity, notes=notes)
+    )
+    took = [Verdict(rung="workers", took=True, why="4 live workers")]
+    lines = summary.write_lines(SEEN, Plan(steps=(step,)), took, [])
+    assert (f"CHANGES  workers: {notes[1]}" in lines) is (parity == "approximate")
+
+
 def test_what_a_rung_changes_besides_is_said_once_it_took() -> None:
     said = Change(wants={"step.micro_batch": 32}, notes=("hooks count\nsteps", "validation stays"))
     quiet = Change(wants={"loader.num_workers": 4}, notes=("workers compete for CPUs",))
