@@ -137,6 +137,12 @@ MISTYPED = [
     ("config diff safe", "fastloop config diff", "B is missing", "see fastloop config diff --help"),
     ("report", "fastloop report", "RUN_DIR is missing", "see fastloop report --help"),
     ("run cifar10 --forse", "fastloop run", "fastloop run has no option --forse", "write --force"),
+    (
+        "exec python train.py --lr 0.1",
+        "fastloop exec",
+        "--lr comes after a command and before --, so fastloop reads it as its own",
+        "write fastloop exec -- python train.py --lr 0.1",
+    ),
     ("diagnose cifar10 --sync", "fastloop diagnose", "fastloop diagnose has no option --sync", "write --syncs"),
     (
         "run cifar10 --recipe.size=tiny",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -218,6 +219,13 @@ def describe_exit(error: BaseException) -> tuple[str, int]:
     return f"{trace}fastloop: this is a bug in fastloop: {type(error).__name__}: {error}", 1
 
 
+def _find_command(argv: Sequence[str], option: str) -> str | None:
+    """The command of ``fastloop exec COMMAND OPTION …``, whose ``--`` was forgotten; None for another line."""
+    words = argv[2:] if argv[1:2] == ["exec"] and "--" not in argv else []
+    begins = next((place for place, word in enumerate(words) if not word.startswith("-")), len(words))
+    return shlex.join(words[begins:]) if option in (word.partition("=")[0] for word in words[begins:]) else None
+
+
 def to_config_error(error: click.ClickException) -> ConfigError:
     """Convert click's usage error to our own: got, why, do."""
     context = getattr(error, "ctx", None)
@@ -227,7 +235,10 @@ def to_config_error(error: click.ClickException) -> ConfigError:
         name = error.option_name
         near = find_nearest(name.lstrip("-"), [option.lstrip("-") for option in error.possibilities or ()])
         why = f"{command} has no option {name}"
-        if name == "--script":
+        if (line := _find_command(sys.argv, name)) is not None:
+            why = f"{name} comes after a command and before --, so fastloop reads it as its own"
+            do = f"write fastloop exec -- {line}"
+        elif name == "--script":
             do = "write fastloop exec -- python train.py to diagnose a script; only ab and climb take --script"
         elif "." in name:
             do = f"write {name.lstrip('-')}=…, without dashes"

@@ -27,7 +27,7 @@ def explain_no_step(seen: Measurement) -> Finding:
     ran = "1 step" if steps == 1 else f"{steps} steps"
     if steps > seen.warmup_steps + 2 and seen.state:
         return _make_none("NOT MEASURED", f"nothing was measured in {ran}: {'; '.join(seen.state)}")
-    warmup = f"{ran} ran and the first {seen.warmup_steps} are warm-up; train longer or lower watch.warmup_steps"
+    warmup = f"{ran} ran and the first {seen.warmup_steps + 1} are not timed; train longer or lower watch.warmup_steps"
     return _make_none("TOO SHORT TO JUDGE", f"too short to judge: {warmup if steps else 'no step was trained'}")
 
 

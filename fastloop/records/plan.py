@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -250,6 +251,14 @@ class Finding:
     """Headline in capitals, filled by ``diagnose``."""
     alarm: str = ""
     """Text that the first line of a summary adds to the headline: figures that must not be overlooked."""
+
+
+def say_duration(seconds: float) -> str:
+    """A time in the unit that suits it: ``45 s``, ``12 min``, ``6 h 44 min``."""
+    if seconds <= 120:
+        return f"{seconds:.0f} s"
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes} min" if minutes <= 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def say_count(count: int, noun: str) -> str:

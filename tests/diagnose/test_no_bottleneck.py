@@ -17,7 +17,7 @@ from tests.diagnose.scenes import findings, gpt2_tuned, on_cpu, resnet50_naive, 
 )
 def test_too_short(step: float | None, parts: dict[str, Any]) -> None:
     seen = Measurement(step_ms={"mean": step}, parts_ms=parts, total_steps=12, warmup_steps=20)
-    why = "too short to judge: 12 steps ran and the first 20 are warm-up; train longer or lower watch.warmup_steps"
+    why = "too short to judge: 12 steps ran and the first 21 are not timed; train longer or lower watch.warmup_steps"
     assert findings(seen) == (Finding(bottleneck="none", share_pct=None, why=why, title="TOO SHORT TO JUDGE"),)
 
 
@@ -30,7 +30,7 @@ def test_without_a_watch_nothing_is_known() -> None:
     ("steps", "says"),
     [
         (0, "too short to judge: no step was trained"),
-        (1, "too short to judge: 1 step ran and the first 20 are warm-up"),
+        (1, "too short to judge: 1 step ran and the first 21 are not timed"),
     ],
 )
 def test_hardly_any_step(steps: int, says: str) -> None:

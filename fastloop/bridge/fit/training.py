@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 import warnings
 from argparse import Namespace
@@ -32,6 +33,7 @@ from fastloop.config.loading import Config, require_checkpoint
 from fastloop.config.schema import find_origin, make_fault
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.records import store
+from fastloop.records.plan import say_duration
 from fastloop.records.secrets import Scrubber, make_scrubber
 
 _HINTS = (
@@ -62,24 +64,41 @@ class ProgressLines(Callback):
     def __init__(self, read_once_s: Callable[[], float] = float) -> None:
         self._read_once_s = read_once_s
         self._began_s = self._latest_s = 0.0
+        self._start: threading.Timer | None = None
+        """Says that the first batch takes long."""
         self._lines: deque[tuple[float, int]] = deque(maxlen=6)
         """Time without one-time costs, and optimizer steps, at the last lines; starts after the first batch."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            begins = f"step {trainer.global_step} of {trainer.max_steps} (the first steps may compile)"
+            self._start = threading.Timer(self.FIRST_S, _write_line, [begins])
+            self._start.daemon = True
+            self._start.start()
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        if self._start is not None:
+            self._start.cancel()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         now, done = time.monotonic(), trainer.global_step
         if not self._lines:
+            self.teardown()
             self._began_s = self._latest_s = now
             self._lines.append((now - self._read_once_s(), done))
         least_s = self.FIRST_S if len(self._lines) == 1 else self.EVERY_S
         pause_s = min(self.AT_MOST_S, max(least_s, (now - self._began_s) / 10))
-        if now - self._latest_s < pause_s or done <= self._lines[-1][1] or not trainer.is_global_zero:
+        if now - self._latest_s < pause_s or not trainer.is_global_zero:
+            return
+        if done <= self._lines[-1][1]:  # one step of several batches takes this long
+            self._latest_s = now
+            _write_line(f"step {done} of {trainer.max_steps}, batch {batch_idx + 1} of the epoch")
             return
         self._latest_s, (first_s, first) = now, self._lines[0]
         self._lines.append((now - self._read_once_s(), done))
         took_s = max(0.0, self._lines[-1][0] - first_s)  # a cost may become known late
         left_s = took_s / (done - first) * (trainer.max_steps - done)
-        sys.stderr.write(f"step {done} of {trainer.max_steps}, about {left_s:.0f} s left\n")
-        sys.stderr.flush()
+        _write_line(f"step {done} of {trainer.max_steps}, about {say_duration(left_s)} left")
 
 
 class RunLogger(CSVLogger):

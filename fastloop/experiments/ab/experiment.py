@@ -22,7 +22,7 @@ from fastloop.judge.verdict import compare, explain_same_arm, is_final
 from fastloop.records import readings
 from fastloop.records.experiment import Comparison, Gate, Outcome, Sample
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Parity
+from fastloop.records.plan import Parity, say_duration
 from fastloop.records.run_files import PlanFile
 from fastloop.records.trial import Trial
 
@@ -219,11 +219,7 @@ class Experiment:
             return ""
         each = sum(self._spent) / len(self._spent)
         runs = (most - number) * sum(not side.out for side in self.sides)
-        return (
-            f", about {math.ceil(each * runs / 60)} min left"
-            if each * runs > 90
-            else f", about {each * runs:.0f} s left"
-        )
+        return f", about {say_duration(each * runs)} left"
 
     def _run_trial(self, side: Side, folder: Path, ask: Ask, *, note: str = "") -> Trial:
         """Run a training, or load it if already finished. It fails if it began at a different step from the others."""

@@ -65,7 +65,7 @@ def summarize(experiment: Experiment, name: str, *, partial: bool) -> Experiment
         band_pct=experiment.settings.band_pct,
         order=tuple(arm for arm, _ in experiment.order),
         config_diff={side.name: tuple(diff(base, side.arm.config())) for side in sides[1:]},
-        arms=tuple(map(summarize_arm, sides)),
+        arms=tuple(summarize_arm(side, experiment.pilots.get(side.name)) for side in sides),
         comparisons=tuple(experiment.comparisons()),
         hardware=read_hardware([trial for side in sides for trial in side.trials()]),
         flags=tuple(list_flags(sides)),
@@ -75,10 +75,12 @@ def summarize(experiment: Experiment, name: str, *, partial: bool) -> Experiment
     )
 
 
-def summarize_arm(side: Side) -> ArmResult:
-    """Summarize an arm: its runs, the rungs that took effect, and the resources it needs."""
+def summarize_arm(side: Side, pilot: Trial | None = None) -> ArmResult:
+    """Summarize an arm: its runs, the rungs that took effect, and the resources it needs. `pilot` is its run before
+    those that count, whose compile may have been the first."""
     sample, trials = side.sample(), side.trials()
     kept = [trial.measurement for trial in trials if trial.measurement and trial.samples_per_s is not None]
+    first = [pilot.measurement] if pilot is not None and pilot.measurement is not None else []
 
     def middle(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -97,7 +99,7 @@ def summarize_arm(side: Side) -> ArmResult:
         step_ms=middle(seen.step_ms.get("mean") for seen in kept),
         peak_gib=middle(seen.peak_gib for seen in kept),
         global_batch=middle(seen.global_batch for seen in kept),
-        compile_s=max((seen.one_time_s.get("compile") or 0.0 for seen in kept), default=None),
+        compile_s=max((seen.one_time_s.get("compile") or 0.0 for seen in (*first, *kept)), default=None),
         planned_steps=side.arm.config().run.max_steps if side.arm.plans_alone else None,  # unknown for a script
         failed=None if side.failed is None else side.failed.cause,
     )

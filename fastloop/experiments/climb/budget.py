@@ -60,8 +60,10 @@ class ClimbBudget:
 
     def describe_left(self) -> str:
         """Describe the time left, for a progress line."""
-        left = max(0.0, self.left_s())
-        return f"{left / 60:.0f} min of the budget left" if left >= 90 else f"{left:.0f} s of the budget left"
+        left = self.left_s()
+        if left < 0:
+            return f"{-left:.0f} s over the budget"
+        return f"{left / 60:.1f} min of the budget left" if left >= 90 else f"{left:.0f} s of the budget left"
 
 
 # -- how long the trainings of a climb are. An unoptimized step can take a second, a start ten: steps are not free -----

@@ -139,7 +139,7 @@ def _describe_pay_back(base: ArmResult, arm: ArmResult) -> str:
     if took_s < WORTH_SAYING_S or not base.step_ms or not arm.step_ms or arm.step_ms >= base.step_ms:
         return ""
     after = math.ceil(1e3 * took_s / (base.step_ms - arm.step_ms))
-    says = f"compiling took {took_s:.0f} s in the first run, which pays back after about {after:,} steps"
+    says = f"compiling took up to {took_s:.0f} s in a run, which pays back after about {after:,} steps"
     if arm.planned_steps is None:
         return says
     return f"{says}; {'your' if arm.planned_steps >= after else 'but your'} run has {arm.planned_steps:,}"
@@ -156,7 +156,10 @@ def _describe_rates(result: ExperimentResult, best: Pair | None) -> list[str]:
     sure = "no interval"
     if one.ci95 is not None:
         sure = f"{verdict_words.format_level(one)} interval of the ratio {verdict_words.format_interval(one)}"
-    visible = "" if one.mde_pct is None else f"; smallest visible difference {format_number(one.mde_pct)} %"
+    is_open = verdict_words.choose_word(one) not in ("FASTER", "SLOWER")
+    visible = (
+        "" if one.mde_pct is None or not is_open else f"; smallest visible difference {format_number(one.mde_pct)} %"
+    )
     return [f"{', '.join(rates)} ({_count(shown)}; {sure}){visible}{_explain_medians(one, shown)}"]
 
 
@@ -212,7 +215,7 @@ def _make_sections(result: ExperimentResult, pairs: Sequence[Pair]) -> tuple[Sec
     made = [Section(title=table.title, table=table) for table in tables]
     for failure, line in zip(result.failures, list_failures(result), strict=True):
         made.append(Section(title=f"Failed: {failure.arm}", text=(line,), code=failure.tail))
-    warm = format_number(result.warmup_steps, ",.0f")
+    warm = format_number(None if result.warmup_steps is None else result.warmup_steps + 1, ",.0f")
     asked, ended = format_number(result.steps, ",.0f"), result.ended_at
     steps = f"{asked} steps a run" if ended is None else f"{ended:,} steps a run ({asked} requested)"
     how = f"{steps}, {warm} of them before the window. {AGAIN}"

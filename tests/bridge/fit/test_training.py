@@ -214,7 +214,7 @@ def test_the_rate_is_that_of_the_last_lines(
 ) -> None:
     slow_then_fast = [(100.0, 0), (110.0, 1), (115.0, 51), (120.0, 76)]
     assert progress(slow_then_fast, monkeypatch, capsys) == [
-        "step 1 of 100, about 990 s left",
+        "step 1 of 100, about 17 min left",
         "step 51 of 100, about 14 s left",
         "step 76 of 100, about 6 s left",
     ]
@@ -234,7 +234,8 @@ def test_a_resumed_run_counts_its_own_steps(
 
 
 def test_without_a_step_there_is_no_rate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert progress([(1.0, 0), (11.0, 0), (21.0, 1)], monkeypatch, capsys) == ["step 1 of 100, about 1980 s left"]
+    said = progress([(1.0, 0), (11.0, 0), (21.0, 1)], monkeypatch, capsys)
+    assert said == ["step 0 of 100, batch 1 of the epoch", "step 1 of 100, about 33 min left"]
 
 
 # -- quiet ------------------------------------------------------------------------------------------------------------

@@ -111,7 +111,8 @@ def test_a_stack_is_trained_in_its_folder_and_found_again(world: World, clock: C
     assert label == "amp: predicting" and job.overrides == ("rungs.amp.enabled=true",) and ask.steps == 9
     assert limits.total_s == 300 and read_finished(tmp_path / "01-amp/predict-1") is not None
     assert (
-        said[0] == "amp: predicting; 17 min of the budget left" and "step 1 of 2; 17 min of the budget left" in said[1]
+        said[0] == "amp: predicting; 16.7 min of the budget left"
+        and "step 1 of 2; 16.7 min of the budget left" in said[1]
     )
     clock.now = 2000
     again, _ = made(tmp_path, clock, budget_s=1)
