@@ -26,7 +26,7 @@ from fastloop.experiments.ab.resume import BASE, refuse_others
 from fastloop.experiments.ab.script_arms import ScriptArm, make_command, runs_under_this_python
 from fastloop.experiments.ab.sides import list_sides
 from fastloop.experiments.trials.failures import make_failure, writing
-from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial
+from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, refuse_alone
 from fastloop.experiments.trials.script_injection import name_of
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget
@@ -105,6 +105,8 @@ def ab(asked: AbRequest, *, out: str | None, force: bool, resume: str | None, pr
         Failed: the base failed.
         KeyboardInterrupt, SystemExit: stopped; the results so far are in the directory, flagged as partial.
     """
+    if resume is not None and not (asked.vs or asked.aa or asked.vs_commit):
+        refuse_alone("ab", resume)
     if asked.vs_commit is not None:
         if asked.script is None or asked.base is not None or asked.vs:
             raise ConfigError(

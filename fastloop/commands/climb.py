@@ -34,7 +34,7 @@ from fastloop.experiments.climb.interface import Runner
 from fastloop.experiments.climb.loop import Climb
 from fastloop.experiments.climb.runner import ProcessRunner
 from fastloop.experiments.trials.failures import Failed, make_failure, writing
-from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial
+from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, refuse_alone
 from fastloop.experiments.trials.script_injection import name_of
 from fastloop.experiments.trials.trial import TRIAL, Job, allow_quick_starts, forget
 from fastloop.records import store
@@ -76,6 +76,8 @@ def climb(
         Failed: the unchanged training failed.
         KeyboardInterrupt, SystemExit: stopped; the results so far are in the directory, flagged as partial.
     """
+    if conf is None and script is None and resume is not None:
+        refuse_alone("climb", resume)
     start = _make_start(conf, script, args, more, (*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     config = start.config()
     _check(budget_s, allow)

@@ -71,6 +71,11 @@ def name_base(where: Path) -> str:
     return _name_script(*argv) if argv and argv[0].endswith(".py") else _name_script("train.py")
 
 
+def name_arguments(conf: str, more: Sequence[str], overrides: Sequence[str]) -> str:
+    """Return the command line's words for a configuration and what changes it."""
+    return shlex.join([conf, *overrides, *(word for each in more for word in ("--config", each))])
+
+
 def name_command(command: Sequence[str], config: str | None = None) -> str:
     """Return the command line's words for a script's command and the ladder that it ran with."""
     plain = len(command) > 1 and command[1].endswith(".py") and runs_under_this_python(command)

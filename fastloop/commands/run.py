@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer, attach
+from fastloop.commands.rerun import name_arguments, to_prove
 from fastloop.config.loading import load
 from fastloop.errors import FastLoopError
 from fastloop.experiments.trials.failures import Failed, explained, is_first_rank
@@ -65,7 +66,8 @@ def run(
         findings=loop.findings,
     )
     report = store.report_in(path)
-    lines = summary.write_lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report, **loop.report_extras)
+    extras = {**loop.report_extras, "proof": to_prove(loop.findings, name_arguments(conf, more, overrides))}
+    lines = summary.write_lines(loop.measurement, loop.plan, loop.verdicts, loop.findings, report, **extras)
     if loop.unwritten is not None:
         do = f"free some space, or choose --out on another disk; {path} is incomplete"
         full = FastLoopError(got=f"run directory {path}", why=f"it cannot be written: {loop.unwritten}", do=do)

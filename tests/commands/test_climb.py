@@ -278,7 +278,7 @@ def test_stopped_it_leaves_what_it_has(pretend: Callable[..., Any], tmp_path: Pa
     assert json.loads(dump(get_attached(raised.value) or {})) == found, "for --json"
     assert found["partial"] is True and found["stopped"] == "it was stopped" and found["naive"]["step_ms"]
     assert "PARTIAL" in (tmp_path / "a" / "report.md").read_text()
-    assert said[-1] == "fastloop: partial results are in a; continue with --resume a"
+    assert said[-1] == "fastloop: partial results are in a; to continue, repeat the command with --resume a"
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------
@@ -342,9 +342,20 @@ def test_a_script_is_climbed_with_its_own_line_to_add(pretend: Callable[..., Any
         ({"conf": Path("plain.yaml")}, "there is nothing to train"),
         ({"conf": Path("train.py")}, "it is a script, not a configuration"),
         ({"conf": None}, "there is nothing to climb with"),
+        ({"conf": None, "resume": "a"}, "not the command that began it"),
         ({"script": "train.py"}, "it names two starting points"),
     ],
-    ids=["no time", "unknown leave", "no climb", "two places", "no recipe", "a script", "nothing", "two starts"],
+    ids=[
+        "no time",
+        "unknown leave",
+        "no climb",
+        "two places",
+        "no recipe",
+        "a script",
+        "nothing",
+        "resume alone",
+        "two starts",
+    ],
 )
 def test_what_it_cannot_do(changes: Any, why: str, pretend: Callable[..., Any], tmp_path: Path) -> None:
     runners = pretend()

@@ -93,9 +93,18 @@ def claim_or_resume(name: str, out: str | None, *, force: bool, resume: str | No
     return ClaimedDirectory(Path(resume), lock=_lock(Path(resume)))
 
 
+def refuse_alone(command: str, resume: str) -> None:
+    """Raise ConfigError for a ``--resume`` without the rest of the command that began it."""
+    raise ConfigError(
+        got=f"fastloop {command} --resume {resume}",
+        why="the directory has its results, not the command that began it",
+        do=f"repeat that command, with --resume {resume}",
+    )
+
+
 def describe_partial(path: Path) -> str:
     """Return the message after a resumable command was stopped."""
-    return f"fastloop: partial results are in {path}; continue with --resume {path}"
+    return f"fastloop: partial results are in {path}; to continue, repeat the command with --resume {path}"
 
 
 def name_unclaimed(name: str, out: str | None) -> Path:

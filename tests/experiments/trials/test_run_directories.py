@@ -149,7 +149,9 @@ def test_ranks_that_write_nothing_make_nothing(here: Path) -> None:
 
 
 def test_what_was_stopped_says_how_to_go_on() -> None:
-    assert run_directories.describe_partial(Path("a")).endswith("partial results are in a; continue with --resume a")
+    assert run_directories.describe_partial(Path("a")).endswith(
+        "partial results are in a; to continue, repeat the command with --resume a"
+    )
 
 
 def test_a_forked_child_does_not_keep_a_directory_locked(tmp_path: Path) -> None:
