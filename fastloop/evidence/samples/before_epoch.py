@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,15 +18,8 @@ from torch.utils.data import Dataset
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.between_batches import list_running
+from fastloop.evidence.samples.shared_files import READS, WRITES
 
-_READS = re.compile(
-    r"(\w+_)?(open\w*|imread|load\w*|read\w*|memmap|fromfile|genfromtxt|connect|File|listdir|glob|exists)"
-)
-_WRITES = re.compile(
-    r"open|open_memmap|memmap|shutil|(\w+_)?write\w*|save\w*|dump\w*|imwrite|tofile"
-    r"|to_(csv|parquet|json|feather|pickle|hdf|zarr|file|disk)"
-    r"|execute\w*|commit|unlink|rename|copyfile|copytree|copy2|symlink\w*|system|Popen|check_call|check_output"
-)
 _OF_TORCH = ("torch.utils.data.",)
 
 
@@ -49,7 +41,7 @@ def find_what_epochs_renew(
         names = set(sample_code.list_names(function.__code__))
         if "get_worker_info" in names:
             return f"{function.__qualname__} reads its worker's id, and a prefetched batch may go to another worker"
-        reads = reads or next((function.__qualname__ for name in names if _READS.fullmatch(name)), None)
+        reads = reads or next((function.__qualname__ for name in names if READS.fullmatch(name)), None)
     for path, item in held:
         if isinstance(_find_block(item), np.memmap):
             reads = reads or path
@@ -61,7 +53,7 @@ def find_what_epochs_renew(
         for name, function in list_running(other):
             for called in dict.fromkeys((function, *sample_code.list_called(function, type(other)))):
                 names = set(sample_code.list_names(called.__code__))
-                if any(map(_WRITES.fullmatch, names)) or {"os", "replace"} <= names:
+                if any(map(WRITES.fullmatch, names)) or {"os", "replace"} <= names:
                     return f"{reads} reads files, and {type(other).__name__}.{name} may write some between epochs"
     return None
 
