@@ -66,6 +66,8 @@ class MoreWorkers:
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the batches of one epoch, which begins with this call; `begin` makes the loader's iterator."""
+        if not loader.num_workers:  # a trial's replayed batches do not ask the sampler
+            return begin() if self._epochs is None else self._epochs(loader, begin)
         if self._loading and loader._iterator is None and not self._is_training():  # a callback also reads the loader
             return begin() if self._epochs is None else self._epochs(loader, begin)
         self._pending.begin_epoch()

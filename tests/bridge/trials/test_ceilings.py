@@ -17,6 +17,7 @@ from fastloop import FastLoop
 from fastloop.bridge.trials import ceilings
 from fastloop.bridge.trials.ceilings import FEWEST, MOST, NoExchange, Replay, replay
 from fastloop.errors import FastLoopError
+from fastloop.evidence import machine
 from fastloop.feeds.batch_tree import count_rows
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.lazy_loader import LazyLoader
@@ -253,6 +254,17 @@ def test_the_feed_copies_replayed_batches_and_no_resident_ones(
     fed = loop.measurement.evidence["prefetch"]["batches"]
     assert (fed == 0) is on_device and (fed >= 30) is not on_device
     assert module.after == 30 and data.read == 64 and (module.before == FEWEST) is on_device
+
+
+def test_replayed_batches_need_no_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where a feed reads the loader whose workers may grow, each trial of `full` once ended in step 0."""
+    feed_on_cpu(monkeypatch)
+    monkeypatch.setattr(machine, "count_usable_cpus", lambda: 8)
+    rungs = {"prefetch": {}, "workers": {"grow": True}}
+    module, loop = fit(loaded(num_workers=1)[1], rungs=rungs, max_steps=30, max_epochs=-1)
+    assert loop is not None and module.after == 30
+    step = loop.plan.step("workers")
+    assert step is not None and "loader.most_workers" in step.change.wants, "they could have grown"
 
 
 def test_no_queue_has_to_pass_before_the_window() -> None:
