@@ -232,6 +232,6 @@ def _unusable(data: str, why: str) -> ConfigError:
     return ConfigError(
         got=f"recipe.data={data}",
         why=why,
-        do="give a folder, a tar or a text, as the recipe's YAML says, or null for generated data",
+        do="give a folder, tar or text file (the recipe's YAML says which), or null for generated data",
         key="recipe.data",
     )

@@ -212,7 +212,7 @@ MISTYPED = [
     (
         "plan cifar10 run.max_steps",
         "'run.max_steps' (command line)",
-        "it is a key without = and a value",
+        "it has no = and no value",
         "write run.max_steps=VALUE",
     ),
     ("plan cifar10 trainer.max_steps=3", "trainer.max_steps: 3 (command line)", "run owns it", "write run.max_steps"),

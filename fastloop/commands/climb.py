@@ -263,7 +263,7 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
             recorder.stopped = climb.climb()
             complete = True
         except Spent as spent:
-            recorder.stopped, complete = f"the rest of the budget is too short for {spent.what}", False
+            recorder.stopped, complete = f"not enough budget left for {spent.what}", False
         try:
             recorder.confirmed = climb.confirm() if climb.costs is not None else None
             recorder.partial = not complete and recorder.confirmed is None

@@ -111,7 +111,7 @@ def classify_patch(text: str) -> tuple[Literal["more", "override"], str]:
             do="write a rung, a ladder, a file with the patch, or key=value",
         )
     if (do := _suggest_value(text)) is not None:
-        raise ConfigError(got=repr(text), why="it is a key without = and a value", do=do)
+        raise ConfigError(got=repr(text), why="it has no = and no value", do=do)
     locate(text, Path(), got=repr(text))
     return "more", text
 
@@ -222,7 +222,7 @@ def _override(part: str, argument: str) -> Layer:
     key, equals, text = part.partition("=")
     path = tuple(key.strip().split("."))
     if not equals and (do := _suggest_value(part)) is not None:
-        raise _make_override_error(argument, "it is a key without = and a value", do)
+        raise _make_override_error(argument, "it has no = and no value", do)
     if not equals or not _KEY.fullmatch(key.strip()):
         do = "write key=value, and quote a value that holds commas"
         if not equals and (is_path(part) or any(part in find_shipped(kind) for kind in KINDS[1:])):

@@ -97,7 +97,7 @@ def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
         return None
     if well_used:
         facts = _join_words("the GPU is the limit and well used", _describe_rate(seen), _describe_tensor_cores(seen))
-        return cost.explain(facts, Remedy(None, "nothing to gain"), title="NOTHING TO GAIN: GPU WELL USED")
+        return cost.explain(facts, Remedy(None, "no rung is worth trying"), title="NOTHING TO GAIN: GPU WELL USED")
     works = "is the limit" if step.is_limit else "is at work"
     facts = _join_words(f"the GPU {works} for {cost.time}", _describe_rate(seen), _describe_counters(seen))
     if culprit is None:

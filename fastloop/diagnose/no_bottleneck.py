@@ -17,6 +17,16 @@ from fastloop.records.readings import is_beyond, is_crowded, read_activity, read
 
 TOGETHER_PCT = 15.0
 """Costs that are each too small to be named are named together if they reach this share of the step."""
+WORDS = {
+    "data_wait": "waiting for data",
+    "h2d": "copying to the device",
+    "comm_exposed": "exposed exchange",
+    "callbacks_logging": "callbacks and logging",
+    "checkpoint": "checkpoints",
+    "epoch_gap": "the time between epochs",
+    "host_other": "other work of the host",
+}
+"""What a sentence calls a part; the others are called by their names."""
 
 
 def explain_no_step(seen: Measurement) -> Finding:
@@ -27,8 +37,8 @@ def explain_no_step(seen: Measurement) -> Finding:
     ran = "1 step" if steps == 1 else f"{steps} steps"
     if steps > seen.warmup_steps + 2 and seen.state:
         return _make_none("NOT MEASURED", f"nothing was measured in {ran}: {'; '.join(seen.state)}")
-    warmup = f"{ran} ran and the first {seen.warmup_steps + 1} are not timed; train longer or lower watch.warmup_steps"
-    return _make_none("TOO SHORT TO JUDGE", f"too short to judge: {warmup if steps else 'no step was trained'}")
+    warmup = f"{ran} ran, but the first {seen.warmup_steps + 1} are not timed; train longer or lower watch.warmup_steps"
+    return _make_none("TOO SHORT TO JUDGE", warmup if steps else "no step was trained")
 
 
 def explain_death(seen: Measurement) -> Finding | None:
@@ -57,9 +67,9 @@ def explain_none(step: Attribution, hidden: Sequence[Finding]) -> Finding:
     parts = _list_parts(step, {*COMPUTE, "unexplained", *(() if acquitted is None else ("data_wait",))})
     small = _list_costs(step, parts)
     most = _describe_largest(parts)
-    title, head = "NOTHING TO GAIN", "nothing to gain"
+    title, head = "NOTHING TO GAIN", "no rung is worth trying"
     if (together := sum(share for share, _, _ in small)) >= TOGETHER_PCT:
-        title, head = "NO SINGLE BOTTLENECK", f"no single bottleneck: {together:.1f} % of the step is not training"
+        title, head = "NO SINGLE BOTTLENECK", f"{together:.1f} % of the step is not training"
         most = f"{', '.join(f'{name} {share:.1f} %' for share, name, _ in small)}, none large enough on its own"
     elif missing and step.device_ms is not None:
         title, head = "BUSY, USE UNKNOWN", f"the GPU works for {step.format_ms(step.device_ms)}"
@@ -75,11 +85,10 @@ def _make_none(title: str, why: str) -> Finding:
 
 
 def _list_parts(step: Attribution, but: set[str]) -> list[tuple[float, str, float]]:
-    """List share of the step, name and milliseconds of the parts that are not the training work, largest first."""
-    ranks = (
-        {"host_other": "host_other (it includes ranks waiting for each other)"} if step.measured.world_size > 1 else {}
-    )
-    parts = [(step.to_pct(ms), ranks.get(part, part), ms) for part, ms in step.parts_ms.items() if part not in but]
+    """List share of the step, words and milliseconds of the parts that are not the training work, largest first."""
+    ranks = " (it includes ranks waiting for each other)" if step.measured.world_size > 1 else ""
+    words = {**WORDS, "host_other": f"{WORDS['host_other']}{ranks}"}
+    parts = [(step.to_pct(ms), words.get(part, part), ms) for part, ms in step.parts_ms.items() if part not in but]
     return sorted(parts, key=lambda each: -each[0])
 
 
@@ -98,8 +107,8 @@ def _describe_largest(parts: list[tuple[float, str, float]]) -> str | None:
         return None
     share, part, ms = parts[0]
     ordinary = share >= WORTH_NAMING_PCT and ms < ORDINARY_MS
-    small = f", less than the {ORDINARY_MS} ms that any loop costs" if ordinary else ""
-    return f"the largest cost besides training itself is {part}, {share:.1f} % of the step{small}"
+    only, small = ("", f", less than the {ORDINARY_MS} ms that any loop costs") if ordinary else ("only ", "")
+    return f"the largest avoidable cost, {part}, is {only}{share:.1f} % of the step{small}"
 
 
 def list_unknowns(step: Attribution) -> list[str]:

@@ -1,6 +1,6 @@
 """Remedies for a finding: rungs that are off, apply to the measured run, and do what the code does not do already.
 
-A rung that is on is never proposed. If it is on without an effect, the finding says why.
+A rung that is on is never proposed. If it is enabled but inactive, the finding says why.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Rungs:
         """Name the enabled rungs among these that had no effect, and those whose effect is unknown. Give the reason
         only for a single rung; verdicts.json has the others."""
         texts = []
-        for took, state in ((False, "on but had no effect"), (None, "on, but whether it had an effect is unknown")):
+        for took, state in ((False, "enabled but inactive"), (None, "on, but whether it had an effect is unknown")):
             found = [known for rung in rungs if (known := self.verdicts.get(rung)) is not None and known.took is took]
             if len(found) == 1:
                 texts.append(f"{found[0].rung} is {state} ({found[0].why})")

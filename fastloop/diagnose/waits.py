@@ -105,10 +105,15 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
     if most is not None and most >= MORE_WORTH * count:
         how = f"set num_workers={most} in your loader" if number is None else f"write {number}: {most}"
         return f"num_workers={count}, with {cpus} usable CPUs: {how}"
-    return (
-        f"num_workers={count} on {cpus} CPUs is not enough; make samples and batches cheaper, or use more workers if"
-        " they wait for a disk or a network"
-    )
+    slow = "1 worker is too slow" if count == 1 else f"{count} workers are too slow"
+    if most is None:
+        left = ""
+    elif most > count:
+        left = f" and only {most - count} CPU{'s are' if most - count > 1 else ' is'} left for more"
+    else:
+        left = f" and no CPU is left for another ({cpus} {'is' if cpus == 1 else 'are'} usable)"
+    advice = "make samples cheaper; if loading waits for a disk or network, more workers can still help"
+    return f"{slow}{left}; {advice}"
 
 
 def find_h2d(step: Attribution, rungs: Rungs) -> Finding | None:

@@ -43,7 +43,9 @@ def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0
     if against := _list_obstacles(bases, arms, judged, explain_same_arm(base, arm), by_queues, parity):
         verdict, why = "inconclusive", _write_sentence([*against, "" if explain_same_arm(base, arm) else figures])
     else:
-        why = _write_sentence([figures + _explain_verdict(verdict, band_pct, mde), *_list_notes(base, arm, parity)])
+        why = _write_sentence(
+            [figures + _explain_verdict(verdict, band_pct, mde, fewest), *_list_notes(base, arm, parity)]
+        )
     return Comparison(
         arm=arm.name,
         verdict=verdict,
@@ -205,13 +207,14 @@ def _describe_figures(
     return f"{ratio:.{digits}f}x, {level} {low} to {high}, {count}"
 
 
-def _explain_verdict(verdict: Judged, band_pct: float, mde: float | None) -> str:
+def _explain_verdict(verdict: Judged, band_pct: float, mde: float | None, runs: int) -> str:
     if verdict == "no_difference":
         return f", entirely within {band_pct:g} % of 1"
     if verdict == "inconclusive" and mde is not None:
+        least = f"{mde:.0f}" if mde >= WIDE else f"{mde:.1f}"
         return (
-            f": too few or too noisy to show a difference below {mde:.1f} %; repeat with more --runs, or on a quieter"
-            " machine"
+            f": {runs} runs this noisy can only show differences above {least} %; repeat with more --runs, or on a"
+            " quieter machine"
         )
     return ""
 

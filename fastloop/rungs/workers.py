@@ -117,9 +117,15 @@ def _keep_for_validation(seen: Measurement) -> tuple[dict[str, Any], str] | None
     return {"enabled": True, "persistent": True, **more}, why
 
 
+def _describe(seen: Measurement) -> str:
+    cpus = read_loader(seen).get("usable_cpus") or 0
+    more = f", although {cpus} CPUs are usable" if cpus > 1 else ""
+    return f"batches are loaded in the training process (0 workers){more}"
+
+
 CARD = Card(
     family="feed",
-    does=lambda seen: f"the loader has 0 workers, {read_loader(seen).get('usable_cpus')} CPUs are usable",
+    does=_describe,
     answers={"data_wait": 1, "picking": 2, "epoch_gap": 1, FEW_WORKERS: 1, "validation": 1},
     applies=lambda seen: (
         read_loader(seen).get("num_workers") == 0

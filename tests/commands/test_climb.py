@@ -246,7 +246,7 @@ def test_a_confirmation_that_does_not_fit_is_said_to_be_left(pretend: Callable[.
     cut = pretend(lab_class=Soon, runs=12)
     found = content(asked(out="b"))
     assert cut[0].confirmed == [] and found["stack"]["rungs"]
-    assert found["stopped"].startswith("the rest of the budget is too short for ")
+    assert found["stopped"].startswith("not enough budget left for ")
     assert "; still to do: the confirmation, about 12 min; continue with --resume b" in found["stopped"]
     Path("train.py").write_text("")
     told = asked(conf=None, script="train.py", args="--lr 0.1", out="c").text.splitlines()[-1]

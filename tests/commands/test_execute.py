@@ -158,7 +158,7 @@ def test_a_script_that_ran_with_another_python_is_told_so(tmp_path: Path) -> Non
     ("does", "code", "line", "steps"),
     [
         ("never", 0, "fastloop: nothing was measured: train made a Trainer, but never called fit", None),
-        ("twice", 0, "NOTE     fit was called 2 times: the first one that trained was measured", 128),
+        ("twice", 0, "NOTE     fit ran twice; only the first one was measured", 128),
         ("exits", 3, "PARTIAL: the fit did not end normally", 25),
         ("tries_first", 0, "steps 22-128", 128),
         (

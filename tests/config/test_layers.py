@@ -173,7 +173,7 @@ LEFT_OPEN = ("a bracket or brace is left open", "close it, or quote the whole va
 @pytest.mark.parametrize(
     ("argument", "got", "why", "do"),
     [
-        ("run.seed", "run.seed", "it is a key without = and a value", "write run.seed=VALUE"),
+        ("run.seed", "run.seed", "it has no = and no value", "write run.seed=VALUE"),
         ("a=x,y", "a=x,y", *KEY_VALUE),
         ("a=1,", "a=1,", *KEY_VALUE),
         ("=1", "=1", *KEY_VALUE),
@@ -260,10 +260,10 @@ def test_a_patch_among_the_overrides_is_told_where_it_belongs(text: str) -> None
     [("recipe.size", "write recipe.size=VALUE"), ("rungs.amp", "write rungs.amp.enabled=true")],
 )
 def test_a_key_without_its_value_is_told_how_to_get_one(text: str, do: str) -> None:
-    with pytest.raises(ConfigError, match="it is a key without = and a value") as caught:
+    with pytest.raises(ConfigError, match="it has no = and no value") as caught:
         override_layers([f"run.seed=1,{text}"])
     assert caught.value.do == do
-    with pytest.raises(ConfigError, match="it is a key without = and a value") as caught:
+    with pytest.raises(ConfigError, match="it has no = and no value") as caught:
         classify_patch(text)
     assert caught.value.do == do
 

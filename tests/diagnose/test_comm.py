@@ -107,7 +107,7 @@ def test_a_slow_link_may_cost_little_of_a_starved_step() -> None:
 def test_a_rung_that_is_on_is_not_proposed() -> None:
     idle, took = (Verdict(rung="overlap", took=took, why="it is FSDP") for took in (False, True))
     (finding,) = findings(two(ceilings=SLOW_LINK), ("overlap",), (idle,))
-    assert finding.patch is None and "overlap is on but had no effect (it is FSDP)" in finding.why
+    assert finding.patch is None and "overlap is enabled but inactive (it is FSDP)" in finding.why
     (finding,) = findings(two(ceilings=SLOW_LINK), ("overlap",), (took,))
     assert "overlap is on" not in finding.why and "comm_hook: bf16" in finding.why
 

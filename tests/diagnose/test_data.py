@@ -12,6 +12,9 @@ from fastloop.records.plan import Finding, Verdict
 from tests.diagnose.scenes import findings, resnet50_naive, scene
 
 MAP = {"kind": "DataLoader", "num_workers": 0, "map_style": True, "usable_cpus": 8}
+WORKERS = {"rungs": {"workers": {"enabled": True}}}
+ALONE = "batches are loaded in the training process (0 workers)"
+CHEAPER = "make samples cheaper; if loading waits for a disk or network, more workers can still help"
 
 
 def only(
@@ -38,14 +41,16 @@ def only(
 @pytest.mark.parametrize(
     ("loader", "enabled", "patch", "advice"),
     [
-        (MAP, (), {"rungs": {"workers": {"enabled": True}}}, "the loader has 0 workers, 8 CPUs are usable"),
-        (MAP, ("amp",), {"rungs": {"workers": {"enabled": True}}}, "the loader has 0 workers, 8 CPUs are usable"),
+        (MAP, (), WORKERS, f"{ALONE}, although 8 CPUs are usable"),
+        (MAP, ("amp",), WORKERS, f"{ALONE}, although 8 CPUs are usable"),
+        ({**MAP, "usable_cpus": 1}, (), WORKERS, ALONE),
+        ({**MAP, "usable_cpus": None}, (), WORKERS, ALONE),
         (
             MAP,
             ("workers",),
             None,
-            "no rung helps with this: workers is on but had no effect (epochs of 4 batches are too short); make samples"
-            " and batches cheaper",
+            "no rung helps with this: workers is enabled but inactive (epochs of 4 batches are too short); make"
+            " samples and batches cheaper",
         ),
         (
             {**MAP, "map_style": False},
@@ -63,15 +68,13 @@ def only(
             {**MAP, "num_workers": 6},
             (),
             None,
-            "no rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper,"
-            " or use more workers if they wait for a disk or a network",
+            f"no rung helps with this: 6 workers are too slow and only 1 CPU is left for more; {CHEAPER}",
         ),
         (
             {**MAP, "num_workers": 6},
             ("workers",),
             None,
-            "no further rung helps with this: num_workers=6 on 8 CPUs is not enough; make samples and batches cheaper,"
-            " or use more workers if they wait for a disk or a network",
+            f"no further rung helps with this: 6 workers are too slow and only 1 CPU is left for more; {CHEAPER}",
         ),
         (
             {**MAP, "num_workers": 2},
@@ -89,8 +92,19 @@ def only(
             {**MAP, "num_workers": 8, "usable_cpus": None},
             (),
             None,
-            "no rung helps with this: num_workers=8 on None CPUs is not enough; make samples and batches cheaper,"
-            " or use more workers if they wait for a disk or a network",
+            f"no rung helps with this: 8 workers are too slow; {CHEAPER}",
+        ),
+        (
+            {**MAP, "num_workers": 1, "usable_cpus": 2},
+            (),
+            None,
+            f"no rung helps with this: 1 worker is too slow and no CPU is left for another (2 are usable); {CHEAPER}",
+        ),
+        (
+            {**MAP, "num_workers": 1, "usable_cpus": 1},
+            (),
+            None,
+            f"no rung helps with this: 1 worker is too slow and no CPU is left for another (1 is usable); {CHEAPER}",
         ),
         (
             {"num_workers": None, "has_engine": True},
@@ -114,7 +128,9 @@ def test_data_wait_and_what_to_do(loader: Any, enabled: tuple[str, ...], patch: 
 def test_cpus_are_shared_by_the_ranks_of_a_host() -> None:
     four = {**MAP, "num_workers": 2}
     assert "num_workers=7" in only(four).why
-    assert "is not enough" in only(four, world_size=4).why, "8 CPUs for 4 ranks leave each one worker"
+    assert "no CPU is left for another (8 are usable)" in only(four, world_size=4).why, (
+        "8 CPUs for 4 ranks leave each one worker"
+    )
     alone = tuple({"rank": rank, "host": f"node-{rank}", "parts_ms": {}} for rank in range(4))
     assert "num_workers=7" in only(four, world_size=4, ranks=alone).why, "each rank has a host of its own"
 
@@ -144,7 +160,7 @@ def test_a_gpu_is_called_one() -> None:
 def test_below_the_threshold_nothing_is_named(wait: float) -> None:
     finding = only(MAP, wait=wait)
     assert finding.bottleneck == "none" and finding.share_pct is None and finding.patch is None
-    assert f"data_wait, {wait:.1f} % of the step" in finding.why
+    assert f"the largest avoidable cost, waiting for data, is only {wait:.1f} % of the step" in finding.why
     assert only(MAP, wait=WORTH_NAMING_PCT).bottleneck == "data_wait"
 
 
@@ -190,7 +206,7 @@ def test_a_batch_made_faster_than_it_is_handed_over_needs_no_workers(seen: dict[
     assert (
         "no rung helps with this: a batch takes 0." in finding.why and "taking it from a worker" in finding.why
     ) is not advised
-    assert "num_workers=6 on 8 CPUs" in only({**MAP, "num_workers": 6}, **seen).why, "nothing is said of those there"
+    assert "6 workers are too slow" in only({**MAP, "num_workers": 6}, **seen).why, "nothing is said of those there"
 
 
 DECODES = {**MAP, "decode_ms": 4.1}
@@ -208,7 +224,7 @@ INSTEAD = "decoding takes 4.1 ms an image on one core"
         ({**DECODES, "usable_cpus": 1}, 100.0, {}, "dali", f"({INSTEAD}: dali or cache);"),
         ({**DECODES, "num_workers": 7}, 100.0, {}, "dali", f"({INSTEAD}: dali or cache);"),
         ({**DECODES, "num_workers": 7}, 100.0, {"dali": "no"}, "cache", f"({INSTEAD}: cache);"),
-        (MAP, 66.0, {}, "workers", "the next batch was not ready; the loader has 0 workers"),
+        (MAP, 66.0, {}, "workers", f"the next batch was not ready; {ALONE}"),
     ],
 )
 def test_image_files_name_the_feed_that_helps(
@@ -350,7 +366,7 @@ def test_on_the_cpu_only_a_hook_of_the_users_moves_anything(ms: float, evidence:
     (finding,) = findings(scene(100.0, h2d=ms, device="cpu", evidence=evidence))
     assert (finding.bottleneck == "h2d") is named and finding.patch is None
     assert ("your transfer_batch_to_device" in finding.why) is named
-    assert named or "h2d" in finding.why, "it is told all the same"
+    assert named or "copying to the device" in finding.why, "it is told all the same"
     assert findings(scene(100.0, h2d=5.1, trail=30.0))[0].bottleneck == "h2d", "a GPU has copies"
 
 

@@ -92,7 +92,9 @@ def test_a_gap_and_slow_arithmetic_are_both_named() -> None:
 def test_a_tuned_script_gets_no_advice(seen: Any) -> None:
     (finding,) = findings(seen)
     assert finding.bottleneck == "compute_bound" and finding.patch is None and finding.ceiling_gain_pct is None
-    assert finding.why.startswith("the GPU is the limit and well used") and finding.why.endswith("nothing to gain")
+    assert finding.why.startswith("the GPU is the limit and well used") and finding.why.endswith(
+        "; no rung is worth trying"
+    )
 
 
 @pytest.mark.parametrize(

@@ -123,11 +123,11 @@ def test_a_rung_that_did_not_take_is_said_to_be_on() -> None:
     enabled = ("compile", "fused", "host")
     verdicts = (Verdict(rung="compile", took=False, why="0 graphs"), Verdict(rung="fused", took=None, why="no step"))
     (finding,) = findings(cifar10_launches(), enabled, verdicts)
-    assert "compile is on but had no effect (0 graphs)" in finding.why
+    assert "compile is enabled but inactive (0 graphs)" in finding.why
     assert "fused is on, but whether it had an effect is unknown (no step)" in finding.why
     verdicts = tuple(Verdict(rung=rung, took=False, why="a long reason") for rung in enabled)
     (finding,) = findings(cifar10_launches(), enabled, verdicts)
-    assert "host, fused and compile are on but had no effect; " in finding.why and "a long" not in finding.why
+    assert "host, fused and compile are enabled but inactive; " in finding.why and "a long" not in finding.why
     verdicts = tuple(Verdict(rung=rung, took=True, why="x") for rung in enabled)
     (finding,) = findings(cifar10_launches(), enabled, verdicts)
     assert "is on but" not in finding.why and "is on, but" not in finding.why

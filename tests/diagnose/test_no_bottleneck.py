@@ -17,7 +17,7 @@ from tests.diagnose.scenes import findings, gpt2_tuned, on_cpu, resnet50_naive, 
 )
 def test_too_short(step: float | None, parts: dict[str, Any]) -> None:
     seen = Measurement(step_ms={"mean": step}, parts_ms=parts, total_steps=12, warmup_steps=20)
-    why = "too short to judge: 12 steps ran and the first 21 are not timed; train longer or lower watch.warmup_steps"
+    why = "12 steps ran, but the first 21 are not timed; train longer or lower watch.warmup_steps"
     assert findings(seen) == (Finding(bottleneck="none", share_pct=None, why=why, title="TOO SHORT TO JUDGE"),)
 
 
@@ -29,8 +29,8 @@ def test_without_a_watch_nothing_is_known() -> None:
 @pytest.mark.parametrize(
     ("steps", "says"),
     [
-        (0, "too short to judge: no step was trained"),
-        (1, "too short to judge: 1 step ran and the first 21 are not timed"),
+        (0, "no step was trained"),
+        (1, "1 step ran, but the first 21 are not timed"),
     ],
 )
 def test_hardly_any_step(steps: int, says: str) -> None:
@@ -48,7 +48,7 @@ def test_what_was_not_measured_is_said() -> None:
     (finding,) = findings(Measurement(step_ms={"mean": 100.0}, parts_ms={"data_wait": 1.0}))
     assert finding.why.startswith("no bottleneck in what was measured") and "not split further" in finding.why
     (finding,) = findings(on_cpu(unexplained=1.9))
-    assert "unexplained" not in finding.why and finding.why.startswith("nothing to gain")
+    assert "unexplained" not in finding.why and finding.why.startswith("no rung is worth trying: ")
     (finding,) = findings(on_cpu(unexplained=10.0))
     assert "25.0 % of the step is unexplained" in finding.why
 
@@ -63,7 +63,8 @@ def test_what_waited_for_a_cpu_is_not_nothing_to_gain() -> None:
 def test_a_share_that_is_small_in_milliseconds_is_called_so() -> None:
     (finding,) = findings(scene(2.0, device="cpu", data_wait=0.2))
     assert finding.bottleneck == "none"
-    assert "10.0 % of the step, less than the 0.25 ms that any loop costs" in finding.why
+    said = "is 10.0 % of the step, less than the 0.25 ms that any loop costs"
+    assert finding.why == f"no rung is worth trying: the largest avoidable cost, waiting for data, {said}"
     for other in (on_cpu(), scene(4.9, device="cpu", host_other=0.7)):
         assert "any loop costs" not in findings(other)[0].why
 
@@ -75,8 +76,8 @@ def test_small_costs_that_come_to_much_are_not_nothing_to_gain() -> None:
     (finding,) = findings(scene(**SMALL))
     assert finding.bottleneck == "none" and finding.title == "NO SINGLE BOTTLENECK" and finding.patch is None
     assert finding.why.startswith(
-        "no single bottleneck: 20.8 % of the step is not training: host_other 8.1 %,"
-        " callbacks_logging 7.9 %, data_wait 4.8 %, none large enough on its own"
+        "20.8 % of the step is not training: other work of the host 8.1 %, callbacks and logging 7.9 %,"
+        " waiting for data 4.8 %, none large enough on its own"
     )
     (finding,) = findings(scene(**{**SMALL, "data_wait": 0.0, "host_other": 7.0}))
     assert finding.title == "NOTHING TO GAIN", "14.9 %"
@@ -99,7 +100,7 @@ def test_where_ranks_wait_for_one_another_is_said_to_be_that() -> None:
     (finding,) = findings(scene(**{**SMALL, "host_other": 20.0}, world_size=2))
     assert (
         finding.title == "NO SINGLE BOTTLENECK"
-        and "host_other (it includes ranks waiting for each other) 20.0 %" in finding.why
+        and "other work of the host (it includes ranks waiting for each other) 20.0 %" in finding.why
     )
     assert findings(scene(**{**SMALL, "host_other": 20.0}))[0].bottleneck == "host_other", "one rank waits for nobody"
 

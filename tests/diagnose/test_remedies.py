@@ -101,7 +101,7 @@ def test_the_first_that_is_free_or_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("took", "says"),
     [
-        (False, "no rung helps with this: pin is on but had no effect (the batches are pinned already); do this"),
+        (False, "no rung helps with this: pin is enabled but inactive (the batches are pinned already); do this"),
         (None, "no rung helps with this: pin is on, but whether it had an effect is unknown (the batches are"),
         (True, "no further rung helps with this: do this"),
     ],

@@ -67,14 +67,14 @@ def test_one_sentence_with_ratio_interval_and_runs() -> None:
     assert re.fullmatch(r"1\.3\dx, 95 % interval 1\.\d\d to 1\.\d\d, 5 runs of each", judged(1.32).why)
     assert judged(1.0, 10).why.endswith("10 runs of each, entirely within 3 % of 1")
     noisy = judged(1.01, 3)
-    assert f"too noisy to show a difference below {noisy.mde_pct:.1f} %" in noisy.why
+    assert f": 3 runs this noisy can only show differences above {noisy.mde_pct:.1f} %; repeat with" in noisy.why
 
 
 def test_where_nothing_is_decided_only_the_interval_is_said() -> None:
     found = judged(5.4, 3, spread=60)
     assert found.verdict == "inconclusive" and found.ratio is not None and found.ci95 is not None
     low, high = found.ci95
-    said = f"anything from {low:.2f}x to {high:.3g}x is possible (95 % interval, 3 runs of each): too few or too noisy"
+    said = f"anything from {low:.2f}x to {high:.3g}x is possible (95 % interval, 3 runs of each): 3 runs this noisy"
     assert found.why.startswith(said) and high > 10 and f"{found.ratio:.2f}" not in found.why
     assert "x so far" not in judged(1.5, 2).why and "1.5" not in judged(1.5, 2).why
     assert f"{judged(1.32).ratio:.2f}x" in judged(1.32).why, "the control: a claim has its ratio"

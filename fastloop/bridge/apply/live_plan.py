@@ -181,7 +181,7 @@ def refuse_skipped(plan: Plan) -> None:
         if step.status == "skipped":
             raise ConfigError(
                 key=f"rungs.{step.rung}",
-                got=f"rungs.{step.rung} under strict: true",
-                why=step.reason or "it cannot apply",
+                got=f"rungs.{step.rung}",
+                why=f"it cannot apply{f': {step.reason}' if step.reason else ''}; strict: true makes that an error",
                 do=f"write rungs.{step.rung}.enabled: false, or strict: false",
             )

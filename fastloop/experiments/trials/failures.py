@@ -67,7 +67,7 @@ def suggest_next(trial: Trial) -> str | None:
         return "train longer, or open the window sooner with watch.warmup_steps=3"
     if "a climb needs" in cause:
         return "train longer"
-    if "made a Trainer" in cause or "making a Trainer" in cause:
+    if "made a Trainer" in cause or "creating a Trainer" in cause:
         return "run the command once in a shell and check that it trains; pass a script's arguments with --args"
     return None
 

@@ -195,9 +195,10 @@ def name_of(command: Sequence[str]) -> str:
 def list_notes(events: Sequence[ScriptEvent]) -> list[str]:
     """Return remarks to show with a measurement."""
     trained = [event for event in events if event.event == "fit_began" and event.why != FAST_DEV_RUN]
-    said = f"fit was called {len(trained)} times: the first one that trained was measured"
+    times, others = ("twice", "the other") if len(trained) == 2 else (f"{len(trained)} times", "the others")
+    said = f"fit ran {times}; only the first one was measured"
     if all(event.only_rungs for event in trained if not event.measured):
-        said += ", and the others were given the same rungs"
+        said += f", and {others} ran with the same rungs"
     notes = [
         f"fastloop was disabled for one fit by an error: {event.why}" for event in events if event.event == "gave_up"
     ]
@@ -218,8 +219,8 @@ def explain_unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> s
     if "constructed" not in last and code:
         return f"{name} ended{after} before it made a Trainer"
     if "constructed" not in last:
-        hidden = "python -I or -E, or a wrapper that sets PYTHONPATH, hides one"
-        return f"{name} is not a Lightning script: it ended without making a Trainer ({hidden})"
+        hidden = "`python -I`, `-E` or a wrapper that resets PYTHONPATH hides it from fastloop"
+        return f"{name} ended without creating a Trainer. If it does create one, {hidden}"
     if "yielded" in last and "fit" not in last:
         return f"{name} already has a FastLoop, which writes its own report"
     if "fit" not in last:

@@ -42,6 +42,7 @@ from fastloop.records.tuning import LoaderTime, Point, TuningFile
 
 FIRST = "as-it-is"
 """The training without the rung, with which every search begins."""
+FIRST_OF_ALL = "first your own setting, without the rung; then candidates"
 LEAST_STEPS = 30
 """Fewest steps of a window; its queues may need more (`bridge/watch/measurement.py`: ten times what they hold)."""
 
@@ -158,7 +159,7 @@ class _Search:
 
     def _train_first(self, variation: Variation) -> KnownTimes | None:
         """Train without the rung; returns None if this gave no step time."""
-        first = self._train(FIRST, "enabled=false", variation=variation, left="then the values that may be better")
+        first = self._train(FIRST, "enabled=false", variation=variation, left=FIRST_OF_ALL)
         found = first.measurement or Measurement()
         micro = found.micro_batch or 1
         self._base = self._number.without(SearchSpace(micro_batch=micro))
@@ -235,7 +236,7 @@ class _Search:
             return known
         self.begins(label)
         if self.progress is not None:
-            self.progress(f"{label}; {left}")
+            self.progress(left if label == FIRST else f"{label}; {left}")
         arm = self.arm.change(self.arm.name, *(f"rungs.{self.what}.{setting}" for setting in settings))
         steps = self.ask.steps or choose_steps(self.config, queued)
         ask = replace(self.ask, steps=steps, variation=variation, **loader)

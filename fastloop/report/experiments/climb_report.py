@@ -232,8 +232,8 @@ def _make_ceiling_table(climb: ClimbFile) -> Table:
     rows = [(name, format_number(first.get(name)), format_number(last.get(name))) for name in {**first, **last}]
     notes = "".join(f"; {name} {how}" for name, how in climb_rows.list_notes(climb).items())
     note = (
-        f"Each is from a trial with a cost removed{notes}. If its rungs change the arithmetic, the top may exceed the"
-        " ceilings of the start."
+        f"Each is from a trial with a cost removed{notes}. Rungs that speed up the computation itself can take the"
+        " top beyond the naive ceilings, which were measured without them."
     )
     return Table(
         "Ceilings",

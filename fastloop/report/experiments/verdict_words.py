@@ -89,8 +89,8 @@ def describe_shared_error_rate(comparisons: Sequence[Comparison]) -> str:
     if len(comparisons) < 2 or sum(one.alpha for one in comparisons) > ALPHA * (1 + 1e-9):
         return ""
     return (
-        f"{len(comparisons)} arms are judged together: each interval at {format_level(comparisons[0])},"
-        f" so that all of them hold at once at {100 * (1 - ALPHA):g} %"
+        f"with {len(comparisons)} arms, each interval is at {format_level(comparisons[0])},"
+        f" so that all hold together with {100 * (1 - ALPHA):g} % confidence"
     )
 
 

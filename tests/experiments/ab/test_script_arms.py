@@ -201,7 +201,7 @@ def test_what_is_no_lightning_script(tmp_path: Path) -> None:
     tries = ScriptArm(name="arm", command=make_command("plain.py"))
     found = tries.run("arm", tmp_path / "a", Ask())
     assert (found.ok, found.code, found.last_step) == (False, 0, None)
-    assert found.cause is not None and found.cause.startswith("plain is not a Lightning script")
+    assert found.cause is not None and found.cause.startswith("plain ended without creating a Trainer")
     assert (tmp_path / "a" / "stdout.txt").read_text() == "hello\n"
     gone = ScriptArm(name="arm", command=("no-such-program",)).run("arm", tmp_path / "b", Ask())
     assert gone.code == 127 and gone.cause is not None and "No such file" in gone.cause
@@ -230,7 +230,7 @@ KILLED = Ended(code=-9, cause="killed by SIGKILL at step 9", seconds=1.0, last_s
             "the fit of x ended after 20 steps, before the window, which opens after 20",
         ),
         (None, KILLED, "killed by SIGKILL at step 9"),
-        (None, WELL, "x is not a Lightning script"),
+        (None, WELL, "x ended without creating a Trainer"),
     ],
     ids=["well", "killed-after-the-fit", "killed", "exited", "short", "killed-before", "none"],
 )

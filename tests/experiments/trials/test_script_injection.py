@@ -244,7 +244,7 @@ MADE, FIT, BEGAN = event("constructed"), event("fit", measured=True), event("fit
 @pytest.mark.parametrize(
     ("events", "code", "said"),
     [
-        ([], 0, "train is not a Lightning script: it ended without making a Trainer"),
+        ([], 0, "train ended without creating a Trainer. If it does create one, `python -I`, `-E` or a wrapper"),
         ([], 2, "train ended with exit code 2 before it made a Trainer"),
         ([event("fabric")], 0, "train uses Lightning's Fabric without a Trainer"),
         (
@@ -283,12 +283,12 @@ def test_what_to_know_beside_a_measurement() -> None:
         event("fit_began", measured=False, step=0),
         event("fit_ended", measured=False, step=3),
     ]
-    assert (
-        list_notes(twice) == ["fit was called 2 times: the first one that trained was measured"] and step_of(twice) == 9
-    )
+    assert list_notes(twice) == ["fit ran twice; only the first one was measured"] and step_of(twice) == 9
     folds = [*once, event("fit_began", only_rungs=True, step=0)]
-    assert list_notes(folds)[0].endswith(" was measured, and the others were given the same rungs")
-    assert "others" not in list_notes([*folds, event("fit_began", only_rungs=False, step=0)])[0]
+    assert list_notes(folds)[0].endswith("; only the first one was measured, and the other ran with the same rungs")
+    more = event("fit_began", only_rungs=True, step=0)
+    assert list_notes([*folds, more])[0].startswith("fit ran 3 times; only the first one was measured, and the others ")
+    assert "other" not in list_notes([*folds, event("fit_began", only_rungs=False, step=0)])[0]
     assert step_of([MADE, FIT, BEGAN]) is None
     assert list_notes([*once, event("unwritten", why="no room")]) == ["the report could not be written: no room"]
 

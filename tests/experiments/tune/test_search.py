@@ -127,7 +127,7 @@ def test_few_counts_are_trained_with_one_by_one(tuned: Callable[..., Tuned]) -> 
     assert (found.key, found.best, found.as_it_is) == ("rungs.workers.count", 2, 0) and found.failed is None
     assert found.patch == {"rungs": {"workers": {"enabled": True, "count": 2}}}
     assert world.said == [
-        "as-it-is; then the values that may be better",
+        "first your own setting, without the rung; then candidates",
         "workers-1; at most 1 more after it",
         "workers-2; the last",
     ]

@@ -150,10 +150,10 @@ def test_arms_that_are_judged_together_say_so() -> None:
             "report.md"
         ]
 
-    said = "3 arms are judged together: each interval at 98.33 %, so that all of them hold at once at 95 %"
+    said = "with 3 arms, each interval is at 98.33 %, so that all hold together with 95 % confidence"
     lines, report = told(0.05 / 3)
     assert f"ARMS     {said}" in lines and f"{said}." in report.replace("\\", "")
-    assert "each interval at 99.58 %" in told(0.05 / 12)[0], "with looks"
+    assert "each interval is at 99.58 %" in told(0.05 / 12)[0], "with looks"
     assert "together" not in told(0.05)[0], "an older file: each for itself"
     assert "together" not in told(0.05, arms=1)[0]
 

@@ -73,9 +73,7 @@ def test_the_level(alpha: float | None, said: str) -> None:
 
 def test_arms_are_judged_together_where_the_file_says_so() -> None:
     shared, own = comparison({"alpha": 0.0125}), comparison({"alpha": None})
-    assert verdict_words.describe_shared_error_rate([shared] * 4).startswith(
-        "4 arms are judged together: each interval at 98.75 %"
-    )
+    assert verdict_words.describe_shared_error_rate([shared] * 4).startswith("with 4 arms, each interval is at 98.75 %")
     assert (
         verdict_words.describe_shared_error_rate([own] * 2)
         == ""
