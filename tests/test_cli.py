@@ -183,12 +183,29 @@ MISTYPED = [
     (
         "run cifar11",
         "'cifar11'",
+        "no recipe, ladder, climb or rung has this name",
+        "write cifar10",
+    ),
+    (
+        "plan nope",
+        "'nope'",
         "no recipe, ladder, climb or rung has this name; there are recipes: cifar10, gpt2, "
         "resnet50; ladders: bf16, full, safe; climbs: cifar10_h200, gpt2_h200, resnet50_h200; rungs: amp, attention, "
         "batch, cache, compile, dali, fused, host, layout, loss, nodes, overlap, pin, prefetch, workers",
-        "write cifar10",
+        "write one of these names, or a path that ends in .yaml",
     ),
-    ("plan nope", "'nope'", "no recipe, ladder", "write one of these names, or a path that ends in .yaml"),
+    (
+        "tune resnet50 workerz",
+        "fastloop tune … workerz",
+        "there is no such rung",
+        "write workers",
+    ),
+    (
+        "tune resnet50 amp",
+        "fastloop tune … amp",
+        "it has no setting to tune",
+        "write one of workers, prefetch, batch, overlap",
+    ),
     ("plan cifar10 --config saef", "'saef'", "no recipe, ladder", "write safe"),
     ("run nowhere/net.yaml", "'nowhere/net.yaml'", "there is no such file", "check the path; it starts at {cwd}"),
     (

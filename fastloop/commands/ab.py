@@ -91,7 +91,7 @@ def _parse_number(option: str, text: str, least: int) -> int | None:
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < least:
-        few = option == "--runs" and text.isdecimal() and int(text) > 0
+        few = option == "--runs" and text.removeprefix("-").isdecimal()
         why = f"a verdict needs at least {least} runs of each arm" if few else "it is neither auto nor a valid number"
         raise ConfigError(got=f"{option} {text}", why=why, do=f"write auto, or {least} or more")
     return int(text)

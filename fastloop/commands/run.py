@@ -97,11 +97,12 @@ def plan(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> Answer:
         dry = plan_dry(config)
     facts, batches, flight = dry.facts, dry.batches_in_flight, dry.bytes_in_flight
     size = facts.loader.batch_size if facts.loader else None
+    ranks = "1 rank" if facts.world_size == 1 else f"{facts.world_size} ranks"
     head = [
         f"{config.name}: {facts.world_size}x {facts.device_name or facts.device}, {facts.strategy}, {facts.precision},"
         f" {facts.cpu_count} CPUs usable",
         f"samples per optimizer step: {format_number(dry.samples_per_step, ',d')}"
-        f" (batch {format_number(size, 'd')} x accumulate {facts.accumulate} x {facts.world_size} ranks)",
+        f" (batch {format_number(size, 'd')} x accumulate {facts.accumulate} x {ranks})",
         f"batches in flight: {format_number(batches, 'd')} per rank,"
         f" {format_number(None if flight is None else flight / 2**20)} MiB",
         f"parity class of the plan: {dry.plan.parity}",

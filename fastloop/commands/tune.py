@@ -19,6 +19,7 @@ from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget
 from fastloop.experiments.tune.choice import list_tunables
 from fastloop.experiments.tune.search import Tuned, search
+from fastloop.ladder import collect_cards
 from fastloop.records import store
 from fastloop.records.tuning import TuningFile
 from fastloop.records.yaml_text import dump_yaml
@@ -109,10 +110,10 @@ def _check_what(conf: str, what: str) -> None:
         do = f"write fastloop tune {what} {conf}"
         raise ConfigError(got=f"fastloop tune {conf} {what}", why="the configuration comes first", do=do)
     if what not in known:
-        near = find_nearest(what.removeprefix("rungs.").partition(".")[0], known)
+        near, is_rung = find_nearest(what.removeprefix("rungs.").partition(".")[0], known), what in collect_cards()
         raise ConfigError(
             got=f"fastloop tune … {what}",
-            why="it has no setting to tune",
+            why="it has no setting to tune" if is_rung else "there is no such rung",
             do=f"write {near}" if near else f"write one of {', '.join(known)}",
         )
 

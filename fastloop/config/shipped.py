@@ -50,7 +50,7 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "", suggested: Seq
         suggested: the kinds whose names may be suggested.
 
     Raises:
-        ConfigError: no such file, or no such name; with the known names and the nearest one.
+        ConfigError: no such file, or no such name; with the nearest one, or else all known names.
     """
     if text.endswith(".py"):
         do = f"write fastloop exec -- python {text} to see what holds it up, or fastloop climb --script {text}"
@@ -67,15 +67,16 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "", suggested: Seq
     if is_file(path / OF_RUN):
         do = f"write {os.path.join(text, OF_RUN)} to train it again"  # noqa: PTH118 (as it was written)
         raise ConfigError(got=got, why=f"it is the directory of a run{chain}", do=do)
+    if os.path.isdir(path):  # noqa: PTH112 (Path's raises)
+        raise ConfigError(got=got, why=f"{text} is a directory{chain}", do=_suggest_inside(text, path))
     if is_path(text):
-        missing = "it is a directory" if os.path.isdir(path) else "there is no such file"  # noqa: PTH112 (Path's raises)
-        raise ConfigError(got=got, why=f"{missing}{chain}", do=f"check the path; it starts at {folder}")
+        raise ConfigError(got=got, why=f"there is no such file{chain}", do=f"check the path; it starts at {folder}")
+    why = f"{_explain_missing(text)}{chain}"
+    if (do := _suggest_instead(text, folder, [name for kind in suggested for name in names[kind]])) is not None:
+        raise ConfigError(got=got, why=why, do=do)
     known = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in KINDS if names[kind])
-    raise ConfigError(
-        got=got,
-        why=f"{_explain_missing(text)}{chain}; there are {known}",
-        do=_suggest_instead(text, folder, [name for kind in suggested for name in names[kind]]),
-    )
+    do = "write one of these names, or a path that ends in .yaml"
+    raise ConfigError(got=got, why=f"{why}; there are {known}", do=do)
 
 
 def _explain_missing(text: str) -> str:
@@ -85,7 +86,14 @@ def _explain_missing(text: str) -> str:
     return later if text in Ladder.coming else "no recipe, ladder, climb or rung has this name"
 
 
-def _suggest_instead(text: str, folder: Path, names: list[str]) -> str:
+def _suggest_inside(text: str, path: Path) -> str:
+    inside = next((each.name for each in sorted(path.glob("*.yaml")) if is_file(each)), None)
+    if inside is None:
+        return "write a path that ends in .yaml, or a name that `fastloop recipes` or `fastloop rungs` lists"
+    return f"write a file in it: {os.path.join(text, inside)}"  # noqa: PTH118 (as it was written)
+
+
+def _suggest_instead(text: str, folder: Path, names: list[str]) -> str | None:
     if is_file(folder / f"{text}.yaml"):
         return f"write {text}.yaml; a file needs its extension"
     if "=" in text:
@@ -93,4 +101,4 @@ def _suggest_instead(text: str, folder: Path, names: list[str]) -> str:
     if "," in text and set(parts := [part.strip() for part in text.split(",")]) <= set(names):
         return f"put base: [{', '.join(parts)}] into a YAML file, and pass that file"
     near = find_nearest(text, names)
-    return f"write {near}" if near else "write one of these names, or a path that ends in .yaml"
+    return f"write {near}" if near else None

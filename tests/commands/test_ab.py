@@ -152,10 +152,11 @@ def test_resume_takes_the_directory_of_this_very_experiment(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("option", "text", "why"),
     [
-        ("runs", "0", "neither auto nor a valid number"),
+        ("runs", "0", "a verdict needs at least 3 runs"),
+        ("runs", "-1", "a verdict needs at least 3 runs"),
         ("runs", "many", "neither auto nor a valid number"),
-        ("runs", "1", "a verdict needs at least 3"),
-        ("runs", "2", "a verdict needs at least 3"),
+        ("runs", "1", "a verdict needs at least 3 runs"),
+        ("runs", "2", "a verdict needs at least 3 runs"),
         ("steps", "-3", "neither auto nor a valid number"),
     ],
 )

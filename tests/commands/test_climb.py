@@ -196,7 +196,7 @@ def test_a_budget_that_is_gone_leaves_a_climb_to_go_on_with(pretend: Callable[..
     answer = asked(out="a")
     found = content(answer)
     assert answer.exit_code == 4 and found["partial"] is True and found["confirmed"] is None
-    assert "budget is too short" in found["stopped"] and "--resume a" in found["stopped"]
+    assert found["stopped"].startswith("not enough budget left for ") and "--resume a" in found["stopped"]
     assert "PARTIAL" in answer.text.splitlines()[0] and (tmp_path / "a" / "report.html").is_file()
     assert found["stack"]["rungs"] == {} and "USE" not in answer.text, "there is nothing to add"
     fastest = max(found["ladders_samples_per_s"], key=lambda name: found["ladders_samples_per_s"][name])
@@ -220,7 +220,7 @@ def test_resumed_calls_end_where_one_long_call_ends(pretend: Callable[..., Any],
     runners = pretend(runs=5)
     answer = asked(out="a")
     for _ in range(30):
-        if "budget is too short" not in content(answer)["stopped"]:
+        if "not enough budget" not in content(answer)["stopped"]:
             break
         answer = asked(resume="a")
     found = content(answer)

@@ -554,6 +554,7 @@ def test_the_numbers_of_a_plan(
     found = said.json["samples_per_step"], said.json["batches_in_flight"], said.json["bytes_in_flight"]
     assert found == (samples, batches, size)
     assert f"samples per optimizer step: {samples} (batch 4 x " in said.err
+    assert re.search(r"(x 1 rank|x [2-9] ranks)\)$", said.err, flags=re.M)
     assert f"batches in flight: {batches} per rank" in said.err
     assert [path.name for path in fastloop.folder.iterdir()] == []
 

@@ -213,7 +213,7 @@ def test_as_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert classify_patch("./lr=3/my.yaml") == ("more", "./lr=3/my.yaml")
     assert classify_patch("run.seed=1,run.x=2") == ("override", "run.seed=1,run.x=2")
     assert classify_patch("data.dir=./x.yaml") == ("override", "data.dir=./x.yaml")
-    with pytest.raises(ConfigError, match=r"got 'anp'\n.*rungs: amp\n  do  write amp"):
+    with pytest.raises(ConfigError, match=r"got 'anp'\n  why no recipe, .* has this name\n  do  write amp"):
         classify_patch("anp")
     with pytest.raises(ConfigError, match=r"got 'net'\n  why it is a recipe, but --vs takes a patch, rung or ladder"):
         classify_patch("net")

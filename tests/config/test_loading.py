@@ -239,8 +239,7 @@ REFUSALS = [
     (
         "base: resnet5",
         "base: resnet5 (my.yaml:1)",
-        "no recipe, ladder, climb or rung has this name (base by base: my.yaml -> resnet5); "
-        "there are recipes: resnet50; ladders: safe; rungs: amp",
+        "no recipe, ladder, climb or rung has this name (base by base: my.yaml -> resnet5)",
         "write resnet50",
     ),
 ]
@@ -289,7 +288,8 @@ def test_precision_is_free_while_amp_is_off(read: Read) -> None:
 @pytest.mark.parametrize(
     ("conf", "why", "do"),
     [
-        ("resnet5", "there are recipes: resnet50; ladders: safe; rungs: amp", "write resnet50"),
+        ("resnet5", "no recipe, ladder, climb or rung has this name", "write resnet50"),
+        ("wurst", "there are recipes: resnet50; ladders: safe; rungs: amp", "write one of these names"),
         ("gone.yaml", "there is no such file", "check the path"),
         ("a/b", "there is no such file", "check the path"),
         ("~nobody-here/b.yaml", "there is no such file", "check the path"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fastloop.errors import ConfigError
-from fastloop.records.store import format_utc, make_safe_name, read
+from fastloop.records.store import format_utc, is_file, make_safe_name, read
 
 ROOT = Path("fastloop-runs")
 
@@ -45,9 +45,11 @@ def claim(name: str, out: str | None, *, force: bool = False) -> ClaimedDirector
     """Create the directory of a run, `out` or by default ``fastloop-runs/<name>/<utc>``, and lock it.
 
     Raises:
-        ConfigError: it exists and is not empty (without `force`), another command is using it, or it cannot be written.
+        ConfigError: it is a file, is not empty (without `force`), is in use by another command, or cannot be written.
     """
     path, place = name_unclaimed(name, out), ClaimedDirectory(Path())
+    if out is not None and is_file(path):
+        raise ConfigError(got=f"--out {out}", why="it is a file, not a directory", do="choose another directory")
     try:
         place = _make(path) if out is not None else _make_fresh(path)
         place = replace(place, lock=_lock(place.path))

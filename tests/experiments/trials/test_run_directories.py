@@ -98,13 +98,21 @@ def test_the_tilde_is_ones_home(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert run_directories.claim("x", "~/run").path == here / "home" / "run"
 
 
-@pytest.mark.parametrize("out", ["file", "file/below", "x" * 300, "a/" + "x" * 300])
+@pytest.mark.parametrize("out", ["file/below", "x" * 300, "a/" + "x" * 300])
 def test_a_place_that_cannot_be(out: str, here: Path) -> None:
     (here / "file").write_text("")
     with pytest.raises(ConfigError, match="it cannot be written") as caught:
         run_directories.claim("x", out)
     assert caught.value.got == f"run directory {out}" and caught.value.exit_code == 2
     assert below(here) in (["file"], ["a", "file"])
+
+
+def test_a_file_is_no_place(here: Path) -> None:
+    (here / "file").write_text("kept")
+    for force in (False, True):
+        with pytest.raises(ConfigError, match="got --out file\n  why it is a file, not a directory"):
+            run_directories.claim("x", "file", force=force)
+    assert (here / "file").read_text() == "kept"
 
 
 def test_a_read_only_place(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
