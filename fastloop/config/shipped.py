@@ -72,8 +72,8 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "", suggested: Seq
     if is_path(text):
         raise ConfigError(got=got, why=f"there is no such file{chain}", do=f"check the path; it starts at {folder}")
     why = f"{_explain_missing(text)}{chain}"
-    if (do := _suggest_instead(text, folder, [name for kind in suggested for name in names[kind]])) is not None:
-        raise ConfigError(got=got, why=why, do=do)
+    if (near := _suggest_instead(text, folder, [name for kind in suggested for name in names[kind]])) is not None:
+        raise ConfigError(got=got, why=why, do=near)
     known = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in KINDS if names[kind])
     do = "write one of these names, or a path that ends in .yaml"
     raise ConfigError(got=got, why=f"{why}; there are {known}", do=do)

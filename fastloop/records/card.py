@@ -167,7 +167,8 @@ class Card:
     first_start_s: float = 0.0
     """Extra seconds that its first training takes compared with a later start; used until one has been timed."""
     plan_shows_refusal: bool = False
-    """Its plan depends only on what a measurement without it shows, so a refusal holds on top of any other rung."""
+    """True if a refusal depends only on what a measurement shows, not on other rungs, so that a climb need not try it
+    again later."""
 
     # what parity gates, configurations and error messages need
     regroups: bool = False

@@ -3,8 +3,8 @@
 Faster because  larger micro-batches fill the device and launch fewer kernels; smaller ones make a batch fit.
 Costs           activation memory of the larger micro-batch; an extra copy of the gradients while a batch is split.
                 `auto`: about ten steps' time, once per model and machine.
-Don't use when  the loss compares samples with each other (contrastive, in-batch negatives) or is a sum: the first
-                step's gradient shows this, and batches are then left as they are.
+Don't use when  the loss compares samples with each other (contrastive, in-batch negatives) or is a sum: fastloop
+                sees this in the first step's gradient, and then leaves batches as they are.
 Evidence        micro-batches and samples per optimizer step; BatchNorm layers that kept merged batches separate
 Source          https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html (no_sync); accumulation arithmetic
                 checked in tests/rungs/test_batch.py
