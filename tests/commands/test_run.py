@@ -573,9 +573,8 @@ def test_a_plan_under_strict(fastloop: CommandLine) -> None:
     said = fastloop("plan", NET, "rungs.pin.enabled=true", "strict=true")
     assert said.code == 2
     assert said.err.splitlines()[0] == "fastloop: got rungs.pin"
-    assert re.fullmatch(
-        r"  why it cannot apply: needs CUDA.*; strict: true makes that an error", said.err.splitlines()[1]
-    )
+    why = "  why strict: true makes it an error that this rung cannot apply: needs CUDA"
+    assert said.err.splitlines()[1].startswith(why)
     assert said.err.splitlines()[2] == "  do  write rungs.pin.enabled: false, or strict: false"
 
 

@@ -182,6 +182,6 @@ def refuse_skipped(plan: Plan) -> None:
             raise ConfigError(
                 key=f"rungs.{step.rung}",
                 got=f"rungs.{step.rung}",
-                why=f"it cannot apply{f': {step.reason}' if step.reason else ''}; strict: true makes that an error",
+                why=f"strict: true makes it an error that this rung cannot apply: {step.reason or 'why is unknown'}",
                 do=f"write rungs.{step.rung}.enabled: false, or strict: false",
             )

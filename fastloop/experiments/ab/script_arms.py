@@ -80,7 +80,7 @@ def make_command(script: str, args: str = "") -> tuple[str, ...]:
         given = [sys.executable, *given]
     elif given and given[0].endswith(".py") and is_file(Path(given[0])) and shutil.which(given[0]) is None:
         do = f"write --script {shlex.quote(given[0])} --args {shlex.quote(shlex.join([*given[1:], *more]))}"
-        raise ConfigError(got=f"--script {script}", why="a script's arguments belong into --args", do=do)
+        raise ConfigError(got=f"--script {script}", why="a script's arguments belong in --args", do=do)
     check([*given, *more])
     return (*given, *more)
 

@@ -301,10 +301,10 @@ def test_the_command_behind_a_script(tmp_path: Path) -> None:
     assert make_command(f"env -i python '{spaced}'") == ("env", "-i", "python", str(spaced))
     with pytest.raises(ConfigError, match=r"--script no\.py\n  why there is no such file"):
         make_command("no.py")
-    with pytest.raises(ConfigError, match="belong into --args") as caught:
+    with pytest.raises(ConfigError, match="belong in --args") as caught:
         make_command(f"'{spaced}' --lr 0.1", "--name 'a b'")
     assert caught.value.do == f"write --script '{spaced}' --args '--lr 0.1 --name '\"'\"'a b'\"'\"''"
-    with pytest.raises(ConfigError, match="belong into --args") as caught:
+    with pytest.raises(ConfigError, match="belong in --args") as caught:
         make_command(f"{TRAIN} --lr 0.1")
     assert caught.value.do == f"write --script {TRAIN} --args '--lr 0.1'"
     (tmp_path / "src").mkdir()
