@@ -220,10 +220,13 @@ def describe_exit(error: BaseException) -> tuple[str, int]:
 
 
 def _find_command(argv: Sequence[str], option: str) -> str | None:
-    """The command of ``fastloop exec COMMAND OPTION …``, whose ``--`` was forgotten; None for another line."""
+    """The words after ``fastloop exec``, with the ``--`` that was forgotten before the command; None elsewhere."""
     words = argv[2:] if argv[1:2] == ["exec"] and "--" not in argv else []
-    begins = next((place for place, word in enumerate(words) if not word.startswith("-")), len(words))
-    return shlex.join(words[begins:]) if option in (word.partition("=")[0] for word in words[begins:]) else None
+    names = [Path(word).name for word in words]
+    begins = next((place for place, name in enumerate(names) if re.match(r"python|.+\.(py|sh)$", name)), None)
+    if begins is None or option not in (word.partition("=")[0] for word in words[begins:]):
+        return None
+    return shlex.join([*words[:begins], "--", *words[begins:]])
 
 
 def to_config_error(error: click.ClickException) -> ConfigError:
@@ -237,7 +240,7 @@ def to_config_error(error: click.ClickException) -> ConfigError:
         why = f"{command} has no option {name}"
         if (line := _find_command(sys.argv, name)) is not None:
             why = f"{name} comes after a command and before --, so fastloop reads it as its own"
-            do = f"write fastloop exec -- {line}"
+            do = f"write fastloop exec {line}"
         elif name == "--script":
             do = "write fastloop exec -- python train.py to diagnose a script; only ab and climb take --script"
         elif "." in name:

@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 def cut(
     batch: Any, micro: int, window: tuple[Sequence[int], int] | None = None, *, whole_batches: bool = False
 ) -> list[Piece]:
-    """Cut a batch into pieces of at most `micro` samples.
+    """Cut a batch into pieces of at most `micro` samples, or three where pairs would leave one over.
 
     Args:
         batch: containers of tensors with samples on dim 0; lists of one string or number per sample are cut too.
@@ -47,7 +47,7 @@ def cut(
     pieces, start = [], 0
     for each, count, per_sample in _list_runs(total, window):
         most = max(each, micro // each * each) if whole_batches else micro
-        for size in _choose_sizes(each * count, most):
+        for size in _choose_sizes(each * count, most, whole_batches=whole_batches):
             piece = batch if size == total else _slice(batch, slice(start, start + size), total)
             pieces.append(Piece(piece, size, size * per_sample, size // each if whole_batches else 1))
             start += size
@@ -73,11 +73,11 @@ def cut_at(batch: Any, sizes: Sequence[int], full: int) -> list[Piece]:
     ]
 
 
-def _choose_sizes(count: int, micro: int) -> list[int]:
+def _choose_sizes(count: int, micro: int, *, whole_batches: bool) -> list[int]:
     """Choose piece sizes; avoid pieces of one sample, since BatchNorm and squeeze() stumble over them: one of three
     samples takes the place of two and one."""
     sizes = [micro] * (count // micro) + [count % micro] * (count % micro > 0)
-    if len(sizes) > 1 and sizes[-1] == 1 and micro > 1:
+    if len(sizes) > 1 and sizes[-1] == 1 and micro > 1 + whole_batches:
         sizes[-2:] = [micro - 1, 2] if micro > 2 else [3]
     return sizes
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -257,7 +256,7 @@ def say_duration(seconds: float) -> str:
     """A time in the unit that suits it: ``45 s``, ``12 min``, ``6 h 44 min``."""
     if seconds <= 120:
         return f"{seconds:.0f} s"
-    minutes = math.ceil(seconds / 60)
+    minutes = round(seconds / 60)
     return f"{minutes} min" if minutes <= 120 else f"{minutes // 60} h {minutes % 60} min"
 
 

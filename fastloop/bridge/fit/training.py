@@ -80,6 +80,8 @@ class ProgressLines(Callback):
         if self._start is not None:
             self._start.cancel()
 
+    on_exception = teardown
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         now, done = time.monotonic(), trainer.global_step
         if not self._lines:

@@ -292,41 +292,65 @@ def draws_random(*roots: Any) -> tuple[str, ...]:
 
 def list_draws(items: Sequence[Any], held: Sequence[Any]) -> tuple[str, ...]:
     """Names of the transforms and functions among `items` that draw random numbers, in samples made of all `held`."""
-    running = (function for _, _, function in list_running([("", item) for item in held]))
-    called = frozenset(name for function in running for name in sample_code.list_names(function.__code__))
+    called: set[str] | None = None
+    if any(_is_packaged(base) for item in held for base in type(item).__mro__):
+        called = _list_called_names(held)
     return tuple(dict.fromkeys(name for item in items if (name := _find_draw(item, called)) is not None))
 
 
-def _find_draw(item: Any, called: frozenset[str]) -> str | None:
+def _is_packaged(kind: type) -> bool:
+    """Whether a class belongs to an installed package other than ``_LIBRARIES``."""
+    return not _is_of_library(kind) and sample_code.is_installed(kind)
+
+
+def _find_draw(item: Any, called: set[str] | None) -> str | None:
     """The name of a transform or function that draws random numbers; None if it draws none. Of an installed package's
-    class only what samples run counts: a table has a method ``sample``, and a dataset one that shuffles it."""
+    class only what samples may call counts: a table has a method ``sample``, and a dataset one that shuffles it."""
     kind: type = type(item)
     if inspect.isfunction(item):
         return item.__qualname__.split(".")[-1] if draws_random_numbers(item) else None
     if _RANDOM_TRANSFORMS.match(kind.__name__):
         return kind.__name__
     for base in kind.__mro__:
-        runs = _list_reachable(kind, called) if sample_code.is_installed(base) else None
-        for name, member in [] if _is_of_library(base) else vars(base).items():
-            function = inspect.unwrap(member) if callable(member) else None
-            if name in _BEFORE_SAMPLES or (runs is not None and name not in runs):
+        if _is_of_library(base):
+            continue
+        counts = called if called is not None and _is_packaged(base) and "getattr" not in called else None
+        for name, member in vars(base).items():
+            function = _get_function(member)
+            if name in _BEFORE_SAMPLES or (counts is not None and name not in counts):
                 continue
-            if inspect.isfunction(function) and draws_random_numbers(function):
+            if function is not None and draws_random_numbers(function):
                 return f"{kind.__name__}.{name}"
     return None
 
 
-@functools.lru_cache(maxsize=512)
-def _list_reachable(kind: type, called: frozenset[str]) -> frozenset[str]:
-    """Methods of a class that run for a sample: its entries, those that are `called`, and those that these name."""
-    queue, found = deque((*sample_code.ENTRIES, *called)), set[str]()
-    while queue:
-        name = queue.popleft()
-        method = None if name in found else inspect.getattr_static(kind, name, None)
-        if callable(method) and inspect.isfunction(function := inspect.unwrap(method)):
-            found.add(name)
-            queue.extend(sample_code.list_names(function.__code__))
-    return frozenset(found)
+def _get_function(member: Any) -> Any:
+    """The function behind a member of a class, a property's too; None if there is none."""
+    member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+    function = inspect.unwrap(member) if callable(member) else None
+    return function if inspect.isfunction(function) else None
+
+
+def _list_called_names(held: Sequence[Any]) -> set[str]:
+    """Names of the methods that samples may call on any of these objects: entries, and all that functions with such
+    names name in turn, those of installed packages too."""
+    names = set(sample_code.ENTRIES)
+    for _, _, function in list_running([("", item) for item in held]):
+        names.update(sample_code.list_names(function.__code__))
+    for item in held:  # methods that are kept as attributes
+        names.update(name for each in _read_attributes(item).values() if (name := getattr(each, "__name__", None)))
+    bases = dict.fromkeys(base for item in held for base in type(item).__mro__ if _is_packaged(base))
+    members = [
+        (name, function) for base in bases for name, each in vars(base).items() if (function := _get_function(each))
+    ]
+    left = members
+    while left:
+        reached, left = [each for each in left if each[0] in names], [each for each in left if each[0] not in names]
+        if not reached:
+            break
+        for _, function in reached:
+            names.update(sample_code.list_names(function.__code__))
+    return names
 
 
 def draws_random_numbers(function: Any, depth: int = 3) -> bool:

@@ -1,13 +1,13 @@
-"""Finds files that samples read and that the training writes meanwhile, by the names that code has for them.
+"""Finds files that samples read and that the training writes meanwhile, by the names that calls in their code give.
 
 A worker reads ahead of the training, so it would see such a file as it was some batches ago.
 """
 
 from __future__ import annotations
 
+import ast
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -22,8 +22,9 @@ WRITES = re.compile(
     r"|to_(csv|parquet|json|feather|pickle|hdf|zarr|file|disk)"
     r"|execute\w*|commit|unlink|rename|copyfile|copytree|copy2|symlink\w*|system|Popen|check_call|check_output"
 )
-_PATH = re.compile(r"[\w./\\ -]*(/[\w. -]+|[\w-]{2,}\.\w{1,8})")
-"""Text that looks like a path or a file's name; not a mere suffix."""
+_NAME = re.compile(r"(?=.*[A-Za-z])[\w-]+(\.\w*[A-Za-z]\w*)?")
+"""A file's name; a version such as v1.0 is none."""
+_LONGEST, _DEEPEST = 4096, 4
 
 
 def list_shared_files(held: Iterable[tuple[str, Any]], running: Iterable[tuple[Any, str, Any]]) -> Iterator[str]:
@@ -36,29 +37,83 @@ def list_shared_files(held: Iterable[tuple[str, Any]], running: Iterable[tuple[A
     """
     read: dict[str, str] = {}
     for _, owner, function in datasets.list_running(list(held)):
-        if _has_name(function, READS):
-            read |= dict.fromkeys(_list_files(function, owner), function.__qualname__)
-    hooks = defaultdict[tuple[str, int], list[tuple[Any, Any]]](list)
+        read |= dict.fromkeys(_list_files(function, owner, READS), function.__qualname__)
     for owner, name, function in running if read else ():
-        hooks[f"{type(owner).__name__}.{name}", id(owner)].append((owner, function))
-    for (name, _), functions in hooks.items():
-        if any(_has_name(function, WRITES) for _, function in functions):
-            files = (file for owner, function in functions for file in _list_files(function, owner))
-            yield from (f"{file}, which {read[file]} reads, may be written by {name}" for file in files if file in read)
+        for file in _list_files(function, owner, WRITES):
+            if file in read:
+                yield f"{file}, which {read[file]} reads, may be written by {type(owner).__name__}.{name}"
 
 
-def _has_name(function: Any, pattern: re.Pattern[str]) -> bool:
-    return any(map(pattern.fullmatch, sample_code.list_names(function.__code__)))
+def _list_files(function: Any, owner: Any, pattern: re.Pattern[str]) -> Iterator[str]:
+    """Names of the files in the arguments of a function's calls that read or write."""
+    names = set(sample_code.list_names(function.__code__))
+    if not any(map(pattern.fullmatch, names)) or (parsed := sample_code.parse(function)) is None:
+        return
+    tree, me = parsed
+    known = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}
+    if me is not None:
+        known |= {f"{me}.{name}": value for name, value in getattr(owner, "__dict__", {}).items() if name in names}
+    assigned = _list_assigned(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _is_called(node, pattern):
+            for part in (node.func, *node.args, *(each.value for each in node.keywords)):
+                yield from _list_paths(part, known, assigned)
 
 
-def _list_files(function: Any, owner: Any) -> Iterator[str]:
-    """Names of the files in a function's constants, globals and closure, and in its owner's attributes. What has no
-    suffix there is a folder, which may hold files of both sides."""
-    names, attributes = set(sample_code.list_names(function.__code__)), getattr(owner, "__dict__", {})
-    constants = [const for code in sample_code.walk_code(function.__code__) for const in code.co_consts]
-    outer = [value for _, value in (*sample_code.list_globals(function), *sample_code.list_closure(function))]
-    for value in (*constants, *outer, *(value for name, value in attributes.items() if name in names)):
-        if isinstance(value, (str, PurePath)) and _PATH.fullmatch(str(value)):
-            path = PurePath(value)
-            if path.suffix or any(value is const for const in constants):
-                yield path.name
+def _is_called(call: ast.Call, pattern: re.Pattern[str]) -> bool:
+    """Whether a call is one that the pattern names; ``open`` counts as writing only with a mode that may write."""
+    func = call.func
+    name = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+    if pattern is WRITES and name == "open":
+        given = (*call.args, *(each.value for each in call.keywords))
+        modes = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        return any(re.fullmatch(r"[rwaxbt+]{1,4}", mode) and re.search(r"[wax+]", mode) for mode in modes)
+    return bool(pattern.fullmatch(name)) or (pattern is WRITES and ast.unparse(func) == "os.replace")
+
+
+def _list_assigned(tree: ast.AST) -> dict[str, list[ast.expr]]:
+    """What a function assigns to its local names, with ``with … as`` too."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            pairs: list[tuple[ast.expr | None, ast.expr]] = [(target, node.value) for target in node.targets]
+        elif isinstance(node, ast.With):
+            pairs = [(item.optional_vars, item.context_expr) for item in node.items]
+        else:
+            continue
+        for target, value in pairs:
+            if isinstance(target, ast.Name):
+                found.setdefault(target.id, []).append(value)
+    return found
+
+
+def _list_paths(
+    node: ast.AST, known: Mapping[str, Any], assigned: Mapping[str, list[ast.expr]], depth: int = 0
+) -> Iterator[str]:
+    """Names of files in an expression. Of an f-string only its end counts; what a variable holds counts with a suffix:
+    without one it is a folder, which may hold files of both sides."""
+    if isinstance(node, ast.Constant):
+        yield from _name_file(node.value, needs_suffix=False)
+    elif isinstance(node, ast.JoinedStr):
+        last = node.values[-1] if node.values else None
+        if isinstance(last, ast.Constant) and (len(node.values) == 1 or "/" in str(last.value)):
+            yield from _name_file(last.value, needs_suffix=False)
+    elif isinstance(node, (ast.Name, ast.Attribute)):
+        text = ast.unparse(node)
+        if text in known:
+            yield from _name_file(known[text], needs_suffix=True)
+        elif text in assigned and depth < _DEEPEST:
+            for value in assigned[text]:
+                yield from _list_paths(value, known, assigned, depth + 1)
+        elif isinstance(node, ast.Attribute):
+            yield from _list_paths(node.value, known, assigned, depth)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _list_paths(child, known, assigned, depth)
+
+
+def _name_file(value: Any, *, needs_suffix: bool) -> Iterator[str]:
+    if isinstance(value, PurePath) or (isinstance(value, str) and len(value) <= _LONGEST):
+        path, text = PurePath(value), str(value)
+        if (path.suffix or (not needs_suffix and "/" in text)) and _NAME.fullmatch(path.name):
+            yield path.name

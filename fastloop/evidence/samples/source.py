@@ -7,6 +7,7 @@ import functools
 import inspect
 import linecache
 import textwrap
+import tokenize
 from typing import Any
 
 from fastloop.evidence.samples import writes
@@ -22,7 +23,12 @@ def read_source(code: Any) -> str:
     linecache.checkcache(code.co_filename)
     if not (lines := linecache.getlines(code.co_filename)):
         return inspect.getsource(code)  # of a module in an archive
-    return "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
+    if code.co_firstlineno > len(lines):
+        raise OSError("the file is shorter than the code that was imported from it")
+    try:
+        return "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
+    except (tokenize.TokenError, IndentationError) as error:
+        raise OSError(f"the file has changed since it was imported: {error}") from error
 
 
 @functools.lru_cache(maxsize=512)

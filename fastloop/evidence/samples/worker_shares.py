@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 from fastloop.evidence.samples import dataset as datasets
@@ -12,7 +13,22 @@ from fastloop.evidence.samples import sample_code
 
 _TELLS_WORKERS = {"get_worker_info", "current_process", "parent_process", "getpid", "environ", "getenv"}
 """Names of what a stream may ask for its share."""
-_HARMLESS = ("torch", "numpy", "builtins", "collections", "functools", "pathlib", "re", "json", "csv", "PIL")
+_HARMLESS = (
+    "torch",
+    "numpy",
+    "builtins",
+    "collections",
+    "functools",
+    "pathlib",
+    "re",
+    "json",
+    "csv",
+    "PIL",
+    "itertools",
+    "math",
+    "os",
+    "io",
+)
 """Packages whose objects share nothing out among workers."""
 
 
@@ -27,21 +43,29 @@ def explain_repeats(loader: Any) -> str | None:
     functions = [function for _, _, function in datasets.list_running(held)]
     if not _TELLS_WORKERS.isdisjoint(name for each in functions for name in sample_code.list_names(each.__code__)):
         return None
-    if any(_may_share_out(item) for _, item in held):
+    imported = {name for each in functions for name in sample_code.list_arguments(each.__code__, "IMPORT_NAME")}
+    outer = [
+        value for each in functions for _, value in (*sample_code.list_globals(each), *sample_code.list_closure(each))
+    ]
+    if imported or any(map(_may_share_out, [*outer, *(item for _, item in held)])):
         return None
     kind, workers = type(dataset).__name__, loader.num_workers
     return (
         f"{kind}.__iter__ does not ask torch.utils.data.get_worker_info for its worker's share, so each of the"
-        f" {workers} workers yields all of it: an epoch trains every sample {workers} times"
+        f" {workers} workers may yield all of it, and an epoch train every sample {workers} times"
     )
 
 
 def _may_share_out(item: Any) -> bool:
     """Whether an object belongs to a package that may know about workers, or hands each item to one process only."""
-    kind = item if isinstance(item, type) else type(item)
-    names = _list_packages(kind)
-    return any(name not in _HARMLESS and sample_code.is_installed(kind) for name in names)
+    if isinstance(item, torch.Tensor):
+        return datasets.is_in_shared_memory(item)
+    if inspect.ismodule(item):
+        return item.__name__.partition(".")[0] not in _HARMLESS and sample_code.is_installed(item)
+    thing = item if isinstance(item, type) or inspect.isroutine(item) else type(item)
+    packages = {thing.__module__ or "builtins"} if inspect.isroutine(thing) else _list_packages(thing)
+    return any(name.partition(".")[0] not in _HARMLESS for name in packages) and sample_code.is_installed(thing)
 
 
-def _list_packages(kind: type) -> Iterator[str]:
-    return (base.__module__.partition(".")[0] for base in kind.__mro__ if not issubclass(IterableDataset, base))
+def _list_packages(kind: type) -> set[str]:
+    return {base.__module__ for base in kind.__mro__ if not issubclass(IterableDataset, base)}

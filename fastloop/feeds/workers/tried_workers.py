@@ -43,12 +43,12 @@ LIMIT_S = 300.0
 
 
 STUCK_S = 30.0
-"""A worker that has used no CPU for this long, and has made no batch yet, is stuck: its fork has lost a thread or holds
-a lock for ever."""
+"""If all workers have made no batch yet and have neither used a CPU nor read or written for this long, they are stuck:
+their fork has lost a thread, or holds a lock for ever."""
 
 
 class Stuck(Exception):
-    """A worker will not deliver its first batch."""
+    """No worker will deliver a batch."""
 
 
 class _Fewer(NamedTuple):
@@ -104,8 +104,8 @@ class TriedWorkers:
         self._epoch = self._loading = 0
         """The number of the last epoch, and that of the one that is loading; 0 for none."""
         self._whereabouts = Whereabouts()
-        self._idle: tuple[int | None, float, float] = (None, 0.0, 0.0)
-        """Of the awaited worker: its pid, its CPU time, and since when that is the same."""
+        self._idle: tuple[Any, float] = (None, 0.0)
+        """What the workers have used and read, and since when that is the same."""
         self._batch_bytes: int | None = None
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -204,10 +204,9 @@ class TriedWorkers:
 
     def _wait_for(self, source: Any) -> Iterator[Any]:
         """Yield the iterator's batches; if one takes long, report where its worker is."""
-        begun, said, delivered = time.monotonic(), False, set[int | None]()
+        begun, said, came = time.monotonic(), False, self._epoch > 1
         while True:
             is_there, asked = loader_queue.is_next_ready(source), time.perf_counter()
-            awaited = getattr(loader_queue.find_awaited_worker(source), "pid", None)
             try:
                 batch = next(source)
             except StopIteration:
@@ -220,14 +219,13 @@ class TriedWorkers:
             else:
                 if is_there:
                     self._took_ms.append(1e3 * (time.perf_counter() - asked))
-                delivered.add(awaited)
                 yield batch
-                begun, said = time.monotonic(), False
+                begun, said, came = time.monotonic(), False, True
                 continue
             waited_s = time.monotonic() - begun
-            if awaited is not None and awaited not in delivered and self._count_idle_s(awaited) >= STUCK_S:
+            if not came and self._count_idle_s(source) >= STUCK_S:
                 raise Stuck(
-                    f"a worker used no CPU for {STUCK_S:.0f} s before its first batch (locks and threads do not survive"
+                    f"for {STUCK_S:.0f} s before the first batch no worker used a CPU (locks and threads do not survive"
                     f" a fork): {self._find_place(source)}"
                 )
             if waited_s >= LIMIT_S:
@@ -241,14 +239,19 @@ class TriedWorkers:
                 said = True
                 self._warn(f"no batch for {waited_s:.0f} s: {self._find_place(source)}")
 
-    def _count_idle_s(self, pid: int) -> float:
-        """For how long this worker has used no CPU, as far as looks at it show."""
-        now, used_s = time.monotonic(), 0.0
-        with contextlib.suppress(psutil.Error):
-            used_s = sum(psutil.Process(pid).cpu_times()[:2])
-        if self._idle[:2] != (pid, used_s):
-            self._idle = (pid, used_s, now)
-        return now - self._idle[2]
+    def _count_idle_s(self, source: Any) -> float:
+        """For how long no worker, with all it has started, has used a CPU, read or written, as far as looks show."""
+        now, used = time.monotonic(), list[Any]()
+        try:
+            for worker in source._workers:
+                process = psutil.Process(worker.pid)
+                for each in (process, *process.children(recursive=True)):
+                    used.append((each.pid, each.cpu_times(), each.io_counters()[:2]))
+        except (psutil.Error, AttributeError, OSError):  # ended, another torch version, or a system without counters
+            used = [now]
+        if self._idle[0] != used:
+            self._idle = used, now
+        return now - self._idle[1]
 
     def _find_place(self, source: Any) -> str:
         worker = loader_queue.find_awaited_worker(source)
@@ -333,16 +336,18 @@ def _was_sent(error: Exception) -> bool:
 
 
 def kill_workers(source: Any) -> None:
-    """Kill an iterator's workers, which may not end by themselves. torch would raise at the death of each."""
-    handler = None
-    with contextlib.suppress(ValueError):  # in another thread than the main one, where none is called
+    """Kill an iterator's workers, which would not end by themselves. torch would raise at the death of each."""
+    try:
         handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for worker in getattr(source, "_workers", ()):
-        worker.kill()
-        worker.join(LOOK_S)
-    if handler is not None:
+    except ValueError:  # not the main thread: `end_workers` terminates them, one after the other
+        return
+    try:
+        for worker in getattr(source, "_workers", ()):
+            worker.kill()
+            worker.join(LOOK_S)
         end_workers(source)  # torch then no longer looks for them
-        signal.signal(signal.SIGCHLD, handler)
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
 
 
 def end_workers(source: Any) -> None:

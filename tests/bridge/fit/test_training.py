@@ -214,7 +214,7 @@ def test_the_rate_is_that_of_the_last_lines(
 ) -> None:
     slow_then_fast = [(100.0, 0), (110.0, 1), (115.0, 51), (120.0, 76)]
     assert progress(slow_then_fast, monkeypatch, capsys) == [
-        "step 1 of 100, about 17 min left",
+        "step 1 of 100, about 16 min left",
         "step 51 of 100, about 14 s left",
         "step 76 of 100, about 6 s left",
     ]

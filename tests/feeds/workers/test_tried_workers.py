@@ -420,7 +420,7 @@ def test_a_worker_that_waits_for_a_lock_of_before_its_fork_gives_the_batch_back(
     assert read(loader)[0] == expected(shuffle=False)[0]
     assert time.monotonic() - began < 60 and signal.getsignal(signal.SIGCHLD) is before
     ((left, _, why),) = steps.down
-    assert left == 0 and "used no CPU for 2 s before its first batch" in why and "in __getitem__ at" in why
+    assert left == 0 and "for 2 s before the first batch no worker used a CPU" in why and "in __getitem__ at" in why
     assert not multiprocessing.active_children()
 
 
