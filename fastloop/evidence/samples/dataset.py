@@ -292,10 +292,10 @@ def draws_random(*roots: Any) -> tuple[str, ...]:
 
 def list_draws(items: Sequence[Any], held: Sequence[Any]) -> tuple[str, ...]:
     """Names of the transforms and functions among `items` that draw random numbers, in samples made of all `held`."""
-    called: set[str] | None = None
-    if any(_is_packaged(base) for item in held for base in type(item).__mro__):
-        called = _list_called_names(held)
-    return tuple(dict.fromkeys(name for item in items if (name := _find_draw(item, called)) is not None))
+    found = [item for item in items if _find_draw(item, None) is not None]
+    is_packaged = any(_is_packaged(base) for item in found for base in type(item).__mro__)
+    called = _list_called_names(held) if is_packaged else None  # takes long in large datasets
+    return tuple(dict.fromkeys(name for item in found if (name := _find_draw(item, called)) is not None))
 
 
 def _is_packaged(kind: type) -> bool:
@@ -305,7 +305,7 @@ def _is_packaged(kind: type) -> bool:
 
 def _find_draw(item: Any, called: set[str] | None) -> str | None:
     """The name of a transform or function that draws random numbers; None if it draws none. Of an installed package's
-    class only what samples may call counts: a table has a method ``sample``, and a dataset one that shuffles it."""
+    class only what is `called` counts: a table has a method ``sample``, and a dataset one that shuffles it."""
     kind: type = type(item)
     if inspect.isfunction(item):
         return item.__qualname__.split(".")[-1] if draws_random_numbers(item) else None

@@ -16,6 +16,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import SemLock
 from typing import Any, NamedTuple
 
 import psutil
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from fastloop.errors import FastLoopError, quote
 from fastloop.evidence import loader_queue
+from fastloop.evidence.samples.dataset import walk
 from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
@@ -106,6 +108,8 @@ class TriedWorkers:
         self._whereabouts = Whereabouts()
         self._idle: tuple[Any, float] = (None, 0.0)
         """What the workers have used and read, and since when that is the same."""
+        self._may_be_stuck = False
+        """False too where the dataset has a lock of all processes: one that is killed would hold it for ever."""
         self._batch_bytes: int | None = None
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -117,6 +121,8 @@ class TriedWorkers:
         if self._loading and loader._iterator is None and not self._is_training():  # a callback also reads the loader
             return begin()
         self._drawn.begin_epoch()
+        if self._epoch == 0:
+            self._may_be_stuck = not any(isinstance(item, SemLock) for _, item in walk(loader.dataset))
         is_marked = loader.num_workers and not self._replaces
         self._mark = StateMark(dataset=loader.dataset, collate_fn=loader.collate_fn) if is_marked else None
         return self._load(loader, begin, self._begin(loader, begin) if loader.num_workers else begin())
@@ -204,7 +210,7 @@ class TriedWorkers:
 
     def _wait_for(self, source: Any) -> Iterator[Any]:
         """Yield the iterator's batches; if one takes long, report where its worker is."""
-        begun, said, came = time.monotonic(), False, self._epoch > 1
+        begun, said, came = time.monotonic(), False, self._epoch > 1 or not self._may_be_stuck
         while True:
             is_there, asked = loader_queue.is_next_ready(source), time.perf_counter()
             try:
