@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from fastloop.commands.config import check_without_torch
-from fastloop.commands.console import Answer, attach
+from fastloop.commands.console import Answer, attach, telling_if_slow
 from fastloop.commands.rerun import name_arguments, to_prove
 from fastloop.config.loading import load
 from fastloop.errors import FastLoopError
@@ -22,8 +21,6 @@ from fastloop.records.plan import Plan
 from fastloop.records.run_files import PlanFile, RunRecord, load_run
 from fastloop.report.numbers import format_number
 from fastloop.report.run import summary
-
-SILENT_S = 2.0
 
 
 def run(
@@ -43,7 +40,7 @@ def run(
     with place as path:
         try:
             with explained(config, path):
-                with _announced():
+                with telling_if_slow("starting: importing torch and Lightning", partial(print, file=sys.stderr)):
                     from fastloop.bridge.fit.training import train  # here: a wrong key needs no torch to be reported
 
                 loop = train(config, path, trust_checkpoint=trust_checkpoint)
@@ -73,18 +70,6 @@ def run(
         full = FastLoopError(got=f"run directory {path}", why=f"it cannot be written: {loop.unwritten}", do=do)
         lines.append(f"fastloop: {full}")
     return Answer(text="\n".join(lines), json=store.to_json(record), exit_code=0 if loop.unwritten is None else 1)
-
-
-@contextlib.contextmanager
-def _announced() -> Iterator[None]:
-    """Say that this is the start, if it takes more than two seconds."""
-    timer = threading.Timer(SILENT_S, print, ["starting: importing torch and Lightning"], {"file": sys.stderr})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def plan(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> Answer:

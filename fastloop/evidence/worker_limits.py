@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fastloop.errors import NotApplicable
 from fastloop.records.facts import Facts, LoaderFacts
 
@@ -152,6 +154,16 @@ def find_obstacle_to_next_epoch(loader: LoaderFacts, facts: Facts) -> str | None
     return loader.not_ahead or next(iter(found), None)
 
 
+def sum_up_hazards(hazards: Iterable[str]) -> str:
+    """Join hazards; of several objects of one kind (``dataset.tf[0].rng (Generator) is …``) only the first is told."""
+    alike: dict[str, list[str]] = {}
+    for hazard in hazards:
+        alike.setdefault(hazard.partition(" (")[2] or hazard, []).append(hazard)
+    return "; ".join(
+        first if not more else f"{first} (and {len(more)} more like it)" for first, *more in alike.values()
+    )
+
+
 def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str, *, replaces: bool = False) -> str | None:
     """Why this loader cannot have workers; None if it can.
 
@@ -183,7 +195,7 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str, *, repla
             " set TMPDIR to a shorter directory"
         )
     if loader.worker_hazards:
-        return f"the dataset cannot be copied to workers: {'; '.join(loader.worker_hazards)}"
+        return f"the dataset cannot be copied to workers: {sum_up_hazards(loader.worker_hazards)}"
     if loader.sampler_hazards:
         return f"workers read the sampler ahead of training: {'; '.join(loader.sampler_hazards)}"
     if loader.changes_within:

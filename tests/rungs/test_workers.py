@@ -191,6 +191,11 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
             "workers would load from an outdated copy: a is changed by B.c",
         ),
         ({}, {"worker_hazards": ("a is x", "b is y")}, "the dataset cannot be copied to workers: a is x; b is y"),
+        (
+            {},
+            {"worker_hazards": ("a (Pool) is x", "b (Pool) is x", "c (File) is y", "d (Pool) is x")},
+            "the dataset cannot be copied to workers: a (Pool) is x (and 2 more like it); c (File) is y",
+        ),
         ({}, {"sampler_hazards": ("a is x",)}, "workers read the sampler ahead of training: a is x"),
         (
             {},
