@@ -338,7 +338,7 @@ def _list_called_names(held: Sequence[Any]) -> set[str]:
     for _, _, function in list_running([("", item) for item in held]):
         names.update(sample_code.list_names(function.__code__))
     for item in held:  # methods that are kept as attributes
-        names.update(name for each in _read_attributes(item).values() if (name := getattr(each, "__name__", None)))
+        names.update(each.__name__ for each in _read_attributes(item).values() if inspect.isroutine(each))
     bases = dict.fromkeys(base for item in held for base in type(item).__mro__ if _is_packaged(base))
     members = [
         (name, function) for base in bases for name, each in vars(base).items() if (function := _get_function(each))
