@@ -9,7 +9,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples import sample_code
@@ -53,22 +53,60 @@ def _list_files(function: Any, owner: Any, pattern: re.Pattern[str]) -> Iterator
     known = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}
     if me is not None:
         known |= {f"{me}.{name}": value for name, value in getattr(owner, "__dict__", {}).items() if name in names}
-    assigned = _list_assigned(tree)
+    code = _Code(known, _list_assigned(tree), pattern is WRITES)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _is_called(node, pattern):
+        if isinstance(node, ast.Call) and code.is_called(node, pattern):
             for part in (node.func, *node.args, *(each.value for each in node.keywords)):
-                yield from _list_paths(part, known, assigned)
+                yield from code.list_paths(part)
 
 
-def _is_called(call: ast.Call, pattern: re.Pattern[str]) -> bool:
-    """Whether a call is one that the pattern names; ``open`` counts as writing only with a mode that may write."""
+class _Code(NamedTuple):
+    known: Mapping[str, Any]
+    """Values of globals, closure and attributes, by the text that names them."""
+    assigned: Mapping[str, list[ast.expr]]
+    """What the function assigns to its local names."""
+    writes: bool
+
+    def is_called(self, call: ast.Call, pattern: re.Pattern[str]) -> bool:
+        """Whether a call is one that the pattern names."""
+        name = _name_call(call)
+        if self.writes and name == "open":
+            return _may_write(call)
+        return bool(pattern.fullmatch(name)) or (self.writes and ast.unparse(call.func) == "os.replace")
+
+    def list_paths(self, node: ast.AST, depth: int = 0) -> Iterator[str]:
+        """Names of files in an expression. Of an f-string only its end counts; what a variable holds counts with a
+        suffix: without one it is a folder, which may hold files of both sides."""
+        if isinstance(node, ast.Constant):
+            yield from _name_file(node.value, needs_suffix=False)
+        elif isinstance(node, ast.JoinedStr):
+            last = node.values[-1] if node.values else None
+            if isinstance(last, ast.Constant) and (len(node.values) == 1 or "/" in str(last.value)):
+                yield from _name_file(last.value, needs_suffix=False)
+        elif isinstance(node, (ast.Name, ast.Attribute)):
+            text = ast.unparse(node)
+            if text in self.known:
+                yield from _name_file(self.known[text], needs_suffix=True)
+            elif text in self.assigned and depth < _DEEPEST:
+                for value in self.assigned[text]:
+                    yield from self.list_paths(value, depth + 1)
+            elif isinstance(node, ast.Attribute):
+                yield from self.list_paths(node.value, depth)
+        elif not (self.writes and isinstance(node, ast.Call) and _name_call(node) == "open" and not _may_write(node)):
+            for child in ast.iter_child_nodes(node):
+                yield from self.list_paths(child, depth)
+
+
+def _name_call(call: ast.Call) -> str:
     func = call.func
-    name = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
-    if pattern is WRITES and name == "open":
-        given = (*call.args, *(each.value for each in call.keywords))
-        modes = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-        return any(re.fullmatch(r"[rwaxbt+]{1,4}", mode) and re.search(r"[wax+]", mode) for mode in modes)
-    return bool(pattern.fullmatch(name)) or (pattern is WRITES and ast.unparse(func) == "os.replace")
+    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+
+
+def _may_write(call: ast.Call) -> bool:
+    """Whether a call of ``open`` has a mode that may write."""
+    given = (*call.args, *(each.value for each in call.keywords))
+    modes = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    return any(re.fullmatch(r"[rwaxbt+]{1,4}", mode) and re.search(r"[wax+]", mode) for mode in modes)
 
 
 def _list_assigned(tree: ast.AST) -> dict[str, list[ast.expr]]:
@@ -85,31 +123,6 @@ def _list_assigned(tree: ast.AST) -> dict[str, list[ast.expr]]:
             if isinstance(target, ast.Name):
                 found.setdefault(target.id, []).append(value)
     return found
-
-
-def _list_paths(
-    node: ast.AST, known: Mapping[str, Any], assigned: Mapping[str, list[ast.expr]], depth: int = 0
-) -> Iterator[str]:
-    """Names of files in an expression. Of an f-string only its end counts; what a variable holds counts with a suffix:
-    without one it is a folder, which may hold files of both sides."""
-    if isinstance(node, ast.Constant):
-        yield from _name_file(node.value, needs_suffix=False)
-    elif isinstance(node, ast.JoinedStr):
-        last = node.values[-1] if node.values else None
-        if isinstance(last, ast.Constant) and (len(node.values) == 1 or "/" in str(last.value)):
-            yield from _name_file(last.value, needs_suffix=False)
-    elif isinstance(node, (ast.Name, ast.Attribute)):
-        text = ast.unparse(node)
-        if text in known:
-            yield from _name_file(known[text], needs_suffix=True)
-        elif text in assigned and depth < _DEEPEST:
-            for value in assigned[text]:
-                yield from _list_paths(value, known, assigned, depth + 1)
-        elif isinstance(node, ast.Attribute):
-            yield from _list_paths(node.value, known, assigned, depth)
-    else:
-        for child in ast.iter_child_nodes(node):
-            yield from _list_paths(child, known, assigned, depth)
 
 
 def _name_file(value: Any, *, needs_suffix: bool) -> Iterator[str]:

@@ -265,6 +265,17 @@ class Augments:
 
     def choose(self):
         return random.random()
+
+class Base:
+    def __getitem__(self, index):
+        return self._augment(index) + self.noise
+
+    def _augment(self, index):
+        return index + random.random()
+
+    @property
+    def noise(self):
+        return random.random()
 """
 
 
@@ -279,6 +290,11 @@ def test_of_an_installed_class_only_what_samples_run_counts(tmp_path: Path, monk
         def __getitem__(self, index: int) -> Any:
             return self.table.sample()
 
+    class Extends(package.Base):  # type: ignore[misc]
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index)
+
+    assert draws_random(Extends()) == ("Extends._augment",)
     assert draws_random(Items(table=package.Table())) == ()
     assert draws_random(Items(transform=package.Augments())) == ("Augments.choose",)
     assert draws_random(Samples(table=package.Table())) == ("Samples.__getitem__", "Table.sample")

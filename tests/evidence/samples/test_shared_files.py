@@ -89,6 +89,26 @@ class Logs(L.Callback):
             file.write("x")
 
 
+class OnlyReads(L.Callback):
+    """The same file as the samples, and writes another."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with open(FOLDER + "/cfg.json") as file:
+            torch.save(json.load(file), "last.ckpt")
+
+
+class Named(Rows):
+    def __getitem__(self, index: int) -> Any:
+        return np.load(self.place)["train.loss"], "v1.0", f"{self.place}/img_{index}.png"
+
+
+class Prints(L.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.log("train.loss", 1.0)
+        with open(f"{trainer.default_root_dir}/img_{trainer.global_step}.png", "wb") as file:
+            file.write(b"v1.0")
+
+
 class WritesAtTheEnd(L.Callback):
     def on_train_epoch_end(self, *_: Any) -> None:
         write_settings(2.0)
@@ -116,6 +136,9 @@ def test_a_file_that_is_written_while_samples_read_it_is_named(dataset: Any, oth
     [
         (Settings(), Shows()),
         (Settings(), Logs()),
+        (Settings(), OnlyReads()),
+        (Named("d.npz"), Prints()),
+        (Table("ACGT" * 30_000), Updates("/d/other.db")),
         (Pictures("data"), Shows()),
         (Pictures("data"), Writes()),
         (Table("/d/t.db"), Updates("/d/other.db")),

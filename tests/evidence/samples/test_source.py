@@ -56,3 +56,17 @@ def test_what_has_no_source_says_so() -> None:
     with pytest.raises(TypeError):
         read_source(None)
     assert parse_code(made["typed"].__code__) is None and parse_code(None) is None
+
+
+def test_a_file_that_became_shorter_since_has_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of it is not the code that runs."""
+    path = tmp_path / "became_shorter.py"
+    path.write_text("import os\n\n\ndef add(x):\n    return x + 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import became_shorter  # type: ignore[import-not-found]
+
+    assert "x + 1" in read_source(became_shorter.add.__code__)
+    path.write_text("import os\n")
+    with pytest.raises(OSError, match="shorter"):
+        read_source(became_shorter.add.__code__)
+    monkeypatch.delitem(sys.modules, "became_shorter")

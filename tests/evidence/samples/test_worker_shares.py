@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
@@ -58,6 +59,30 @@ class Drawn(IterableDataset[Any]):
             yield torch.randn(3)
 
 
+class Counts(IterableDataset[Any]):
+    """All workers take from one counter."""
+
+    def __init__(self) -> None:
+        self.next = torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.next < 12:
+            self.next += 1
+            yield self.next.clone()
+
+
+class FromElsewhere(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(psutil.process_iter())
+
+
+class Imports(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        import psutil as streams
+
+        return iter(streams.process_iter())
+
+
 class Queued(IterableDataset[Any]):
     def __init__(self) -> None:
         self.queue = multiprocessing.get_context("fork").Queue()
@@ -77,7 +102,7 @@ def test_a_stream_without_shares_is_named_and_really_comes_as_often(workers: int
         assert sum(len(batch) for batch in loader) == workers * 12
 
 
-@pytest.mark.parametrize("make", [Shares, AsksElsewhere, Rank, Drawn, Queued])
+@pytest.mark.parametrize("make", [Shares, AsksElsewhere, Rank, Drawn, Queued, Counts, FromElsewhere, Imports])
 def test_what_may_take_its_share_is_not_accused(make: Any) -> None:
     assert explain_repeats(DataLoader(make(), 4, num_workers=2)) is None
 
