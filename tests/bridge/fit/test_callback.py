@@ -180,7 +180,7 @@ def test_a_run_too_short_to_judge(said: list[str], tmp_path: Path) -> None:
     loop = FastLoop(out=tmp_path)
     fit(loop, max_epochs=-1, max_steps=3)
     assert loop.measurement is not None and (loop.measurement.steps, loop.measurement.total_steps) == (0, 3)
-    assert "TOO SHORT" in said[0] and loop.findings[0].bottleneck == "none" and "warm-up" in loop.findings[0].why
+    assert "TOO SHORT" in said[0] and loop.findings[0].bottleneck == "none" and "not timed" in loop.findings[0].why
     assert json.loads((tmp_path / "measurement.json").read_text())["samples_per_s"] is None
 
 
