@@ -560,7 +560,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     strict = loop(COMPILE, strict=True)
     with pytest.raises(ConfigError) as error:
         models.trainer(callbacks=[strict]).fit(seeded(Own), models.loader())
-    assert error.value.why == reason and error.value.key == "rungs.compile"
+    assert error.value.why.endswith(reason) and error.value.key == "rungs.compile"
 
 
 def test_a_failing_backend_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:  # C4
