@@ -16,7 +16,6 @@ from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.yaml_text import dump_on_one_line
 from fastloop.report.numbers import count_steps, format_flop_rate, format_number, format_s, format_short
 from fastloop.report.run import caveats
-from fastloop.report.run.caveats import list_caveats
 from fastloop.report.run.ranks import read_ranks
 
 FREE = {
@@ -107,7 +106,7 @@ def write_lines(
         ("INACTIVE", list_inactive(verdicts)),
         ("UNKNOWN", [f"{verdict.rung}: {_flatten(verdict.why)}" for verdict in verdicts if verdict.took is None]),
         ("SYNC", [_flatten(line) for line in caveats.describe_syncs(seen)]),
-        ("NOTE", [_flatten(note) for note in list_caveats(seen, findings)]),
+        ("NOTE", [_flatten(note) for note in caveats.list_caveats(seen, findings)]),
         ("FIX", list_fixes(findings, titles)),
         *_list_next(then, later),
         ("PROVE", [proof] if proof else []),
@@ -117,8 +116,7 @@ def write_lines(
     return [*map(_flatten, head), *(f"{kind:<8} {line}" if kind else line for kind, texts in kinds for line in texts)]
 
 
-DIFFERS = "differ"
-"""In the notes of rungs that load samples: these are not the samples of a run without them."""
+DIFFERS = "differ"  # in the notes of rungs that load samples: not the samples of a run without them
 
 
 def list_loop_changes(plan: Plan, verdicts: Sequence[Verdict]) -> list[str]:
@@ -129,16 +127,14 @@ def list_loop_changes(plan: Plan, verdicts: Sequence[Verdict]) -> list[str]:
     for step in plan.planned:
         notes, keys = step.change.notes, step.change.wants
         if not any(key.startswith(("step.", "trainer.")) for key in keys):
-            loads = step.change.parity != "exact" and any(key.startswith("loader.") for key in keys)
-            notes = tuple(note for note in notes if loads and DIFFERS in note)
+            may_differ = step.change.parity != "exact" and any(key.startswith("loader.") for key in keys)
+            notes = tuple(note for note in notes if may_differ and DIFFERS in note)
         changed += [f"{step.rung}: {'; '.join(notes)}"] if step.rung in took and notes else []
-    acted = [
-        step for step in plan.steps if step.has_acted and step.status != "planned" and step.change.parity != "exact"
-    ]
-    return changed + [
-        f"{step.rung} was on for the first steps: {'; '.join(step.change.notes) or 'they may differ by rounding'}"
-        for step in acted
-    ]
+    for step in plan.steps:
+        if step.has_acted and step.status != "planned" and step.change.parity != "exact":
+            said = "; ".join(step.change.notes) or "they may differ by rounding"
+            changed.append(f"{step.rung} was on for the first steps: {said}")
+    return changed
 
 
 def list_inactive(verdicts: Sequence[Verdict]) -> list[str]:
@@ -147,11 +143,11 @@ def list_inactive(verdicts: Sequence[Verdict]) -> list[str]:
     for verdict in verdicts:
         if verdict.took is False:
             shared.setdefault(verdict.why.partition("; ")[0], []).append(verdict)
-    lines = []
-    for start, group in shared.items():
-        why = group[0].why if len({verdict.why for verdict in group}) == 1 else start
-        lines.append(f"{_flatten(why)} ({', '.join(verdict.rung for verdict in group)})")
-    return lines
+    whys = {start: {verdict.why for verdict in group} for start, group in shared.items()}
+    return [
+        f"{_flatten(group[0].why if len(whys[start]) == 1 else start)} ({', '.join(verdict.rung for verdict in group)})"
+        for start, group in shared.items()
+    ]
 
 
 def list_fixes(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
