@@ -280,7 +280,9 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
         raise
     if recorder.partial or not complete:
         if left := [name for name in climb.put_off if name not in climb.ladders]:
-            recorder.stopped += f"; not run, as they compile and have no time for a proof: {', '.join(left)}"
+            recorder.stopped += (
+                f"; not run, because they compile and there was no time to prove them: {', '.join(left)}"
+            )
         recorder.stopped += f"; continue with --resume {recorder.place}"
     content = recorder.write()
     text = "\n".join(climb_report.write_lines(content))

@@ -52,7 +52,7 @@ def explain_repeats(loader: Any) -> str | None:
     kind, workers = type(dataset).__name__, loader.num_workers
     return (
         f"{kind}.__iter__ does not ask torch.utils.data.get_worker_info for its worker's share, so each of the"
-        f" {workers} workers may yield all of it, and an epoch train every sample {workers} times"
+        f" {workers} workers may yield all of it: an epoch would then train every sample {workers} times"
     )
 
 

@@ -160,7 +160,7 @@ class TriedWorkers:
                 is_theirs = isinstance(error, Stuck) or _was_sent(error)
                 if not (is_theirs and self._drawn.pending) or error is self._drawn.failed:
                     raise
-                failed = quote(error, briefly=True)
+                failed = str(error) if isinstance(error, Stuck) else quote(error, briefly=True)
             if failed is not None:
                 yield from self._go_on_here(loader, begin, failed)
                 return

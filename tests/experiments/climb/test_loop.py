@@ -13,7 +13,7 @@ import pytest
 
 from fastloop.commands.climb import list_shipped
 from fastloop.experiments.ab.arms import Ask
-from fastloop.experiments.climb import candidates, loop
+from fastloop.experiments.climb import candidates, loop, measuring
 from fastloop.experiments.climb.attempt import LEFT_TO_PROOF, BaseFailed, _Screen
 from fastloop.experiments.climb.budget import GRACE_S, Length, Spent
 from fastloop.experiments.climb.candidates import make_patch
@@ -202,6 +202,11 @@ def test_a_hurried_climb_measures_no_ceilings_before_its_proof() -> None:
     hurried, made = climb(295)
     assert made.hurries and made.confirm() is not None
     assert not [at for at in hurried.ran if "replayed" in at or "resident" in at], "no time for them"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "RUNS", 0)  # the control does not hurry
+        slow, made = climb(295)
+    assert not made.hurries and "00-naive/replayed" in slow.ran
+    assert slow.seconds["00-naive/as-it-is"] > hurried.seconds["00-naive/as-it-is"]
     calm, made = climb(3600)
     assert not made.hurries and {"00-naive/replayed", "00-naive/resident"} <= set(calm.ran)
     assert calm.seconds["00-naive/as-it-is"] > 1.3 * hurried.seconds["00-naive/as-it-is"]

@@ -424,6 +424,31 @@ def test_a_worker_that_waits_for_a_lock_of_before_its_fork_gives_the_batch_back(
     assert not multiprocessing.active_children()
 
 
+PREPARED = multiprocessing.get_context("fork").Value("i", 0)
+
+
+class PreparesOnce(Numbers):
+    """One worker prepares for all, and the others wait for its lock. One that was killed would hold it for ever."""
+
+    def __init__(self) -> None:
+        self.lock = multiprocessing.get_context("fork").Lock()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with self.lock:
+            if not PREPARED.value:
+                time.sleep(3.0)
+                PREPARED.value = 1
+        return super().__getitem__(index)
+
+
+def test_workers_that_wait_for_a_lock_of_all_processes_are_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tried_workers, "LOOK_S", 0.2)
+    monkeypatch.setattr(tried_workers, "STUCK_S", 1.0)
+    PREPARED.value = 0
+    loader, steps = tried(dataset=PreparesOnce(), num_workers=2, shuffle=False)
+    assert read(loader, 1)[0] == expected(shuffle=False)[0][:1] and steps.down == [] and PREPARED.value == 1
+
+
 def test_a_worker_that_works_for_long_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: it uses its CPU."""
 
