@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from fastloop.diagnose.attribution import WORTH_NAMING_PCT, Attribution
@@ -27,6 +28,8 @@ from fastloop.records.readings import (
 DECODING, MOSTLY_DECODING, PICKING = "decoding", "mostly_decoding", "picking"
 """Causes for rungs that decode less: the first if worker processes alone would not keep up, the second if in addition
 decoding is most of the work for an image. The third is for rungs that pick the rows of a batch at once."""
+SEVERAL_THREADS = 3
+"""Busy threads of a worker that are not just its own and the one that sends its batches."""
 MOSTLY = 2 / 3
 """Decoding is most of the work if it takes at least this share of the time for making a batch."""
 SAYS = {"trials": "measured by trials with and without it", "trace": "traced", "marks": "timed"}
@@ -102,6 +105,13 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
         )
     if count == 0:
         return "make samples and batches cheaper" if refused is None else f"{refused}; make samples and batches cheaper"
+    threads = found.get("worker_threads") or 0
+    if threads >= SEVERAL_THREADS and count * threads > (cpus or math.inf):
+        return (
+            f"{'the worker computes' if count == 1 else f'each of {count} workers computes'} on {threads} threads,"
+            f" {count * threads} on {cpus} CPUs: limit them in worker_init_fn, with threadpoolctl.threadpool_limits(1)"
+            " for NumPy, cv2.setNumThreads(0) for OpenCV"
+        )
     if most is not None and most >= MORE_WORTH * count:
         how = f"set num_workers={most} in your loader" if number is None else f"write {number}: {most}"
         return f"num_workers={count}, with {cpus} usable CPUs: {how}"

@@ -8,6 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
+_BUSY_SHARE = 0.25
+"""A thread counts as busy if it used at least this share of the busiest thread's CPU time."""
 _DEATH_S = 2.0
 """How long after a broken connection the death of the process at the other end may go unreported."""
 
@@ -26,6 +30,15 @@ def count_worker_cpus(iterator: Any) -> int | None:
     pids = [worker.pid for worker in getattr(iterator, "_workers", None) or () if worker.is_alive()]
     found = (_read(lambda pid=pid: len(os.sched_getaffinity(pid))) for pid in pids)  # type: ignore[misc]
     return min((cpus for cpus in found if cpus is not None), default=None)
+
+
+def count_busy_threads(worker: Any) -> int | None:
+    """Threads that a worker process computes on; None if it has ended, or if its threads cannot be read."""
+    try:
+        used_s = [each.user_time + each.system_time for each in psutil.Process(worker.pid).threads()]
+    except (psutil.Error, NotImplementedError, OSError):
+        return None
+    return sum(each > _BUSY_SHARE * max(used_s) for each in used_s)
 
 
 def count_owed(iterator: Any) -> int | None:

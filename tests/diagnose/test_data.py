@@ -89,6 +89,19 @@ def only(
             "no further rung helps with this: num_workers=2, with 8 usable CPUs: write rungs.workers.count: 7",
         ),
         (
+            {**MAP, "num_workers": 6, "worker_threads": 8},
+            (),
+            None,
+            "no rung helps with this: each of 6 workers computes on 8 threads, 48 on 8 CPUs: limit them in"
+            " worker_init_fn, with threadpoolctl.threadpool_limits(1) for NumPy, cv2.setNumThreads(0) for OpenCV",
+        ),
+        (
+            {**MAP, "num_workers": 6, "worker_threads": 2},  # the second one sends the batches
+            (),
+            None,
+            f"no rung helps with this: 6 workers are too slow and only 1 CPU is left for more; {CHEAPER}",
+        ),
+        (
             {**MAP, "num_workers": 8, "usable_cpus": None},
             (),
             None,

@@ -54,6 +54,20 @@ def find_workers(trainer: Any) -> list[Any] | None:
     return [worker for each in iterators for worker in getattr(each, "_workers", ())] if iterators else None
 
 
+class QueueReader:
+    """Reads the queue of the loaders' workers where a window of steps opens and closes."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.worker_threads = 0
+        """The most threads that any worker was seen to compute on; 0 if unknown."""
+
+    def count_owed(self) -> int | None:
+        counts = [loader_queue.count_busy_threads(worker) or 0 for worker in find_workers(self._trainer) or ()]
+        self.worker_threads = max([self.worker_threads, *counts])
+        return count_batches_owed(self._trainer)
+
+
 def read_batch_sizes(trainer: Any) -> tuple[int, ...]:
     """Return how many samples the train loader draws for a batch, and for an epoch's last batch if known; empty with
     several loaders, or without torch's own batch sampler."""

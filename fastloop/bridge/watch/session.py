@@ -72,7 +72,7 @@ class Session:
         self._began, self._cpu_wait_s = step_clock.now(), machine.read_cpu_wait_s()
         self.one_time = one_time or OneTime()
         self.compilations = Compilations(self.one_time, lambda: self.watch.clock.total_steps)
-        self.workers = WorkerStarts()
+        self.workers, self.queue = WorkerStarts(), loader_state.QueueReader(trainer)
         self._epoch_begins = True
         self._note_epoch: Callable[[], None] = lambda: self._begin_epoch(trainer)
         self._drawn: tuple[int, ...] = ()
@@ -92,7 +92,7 @@ class Session:
         self.watch = Watch(
             self.device,
             settings,
-            owed=lambda: loader_state.count_batches_owed(trainer),
+            owed=self.queue.count_owed,
             probes=probes,
             board=Board(self.uuid) if on_cuda else None,
             extras=[extra for extra in (self.hunt, self.trace) if extra is not None],
@@ -285,10 +285,10 @@ class Session:
                 "reasons": list(compiled.reasons),
                 "at_least": compiled.at_least,
             }
+        of_workers: dict[str, Any] = {"worker_threads": threads} if (threads := self.queue.worker_threads) else {}
         if later_s:
-            started = {"worker_restarts": len(later_s), "worker_restart_s": sum(later_s) / len(later_s)}
-            found[LOADER] = {**evidence.get(LOADER, {}), **started}
-        return found
+            of_workers |= {"worker_restarts": len(later_s), "worker_restart_s": sum(later_s) / len(later_s)}
+        return {**found, LOADER: {**evidence.get(LOADER, {}), **of_workers}} if of_workers else found
 
     def _describe_crowd(self) -> str | None:
         """Return a text if this thread waited long for a CPU, rounded to 10 % so that similar runs report the same."""

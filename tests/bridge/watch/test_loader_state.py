@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import hashlib
 import time
 from typing import Any
 
 import lightning as L
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fastloop.bridge.watch import loader_state
 from tests.models import trainer
-from tests.runs import Net, batches, feed_on_cpu, run
+from tests.runs import Net, batches, feed_on_cpu, numbered, run
 
 
 class Look(L.Callback):
@@ -81,6 +83,30 @@ def test_validation_loaders(keeps: bool) -> None:
     assert "validation_workers" not in fit(Own()), "a loader that shows no workers"
     assert fit(batches(16))["validation_rows"] == "TensorDataset"
     assert "validation_rows" not in fit([batches(16), DataLoader(list(batches(16).dataset), 8)])
+
+
+class Hashes(Dataset[Any]):
+    """Each sample is made by several threads, which release the GIL."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        if not hasattr(self, "pool"):
+            self.pool = concurrent.futures.ThreadPoolExecutor(self.threads)
+        list(self.pool.map(hashlib.sha256, [bytes(2_000_000)] * self.threads))
+        return numbered()[index % 20]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_threads_inside_workers_are_seen(threads: int) -> None:
+    seen = run({}, DataLoader(Hashes(threads), 4, num_workers=2, persistent_workers=True)).seen("loader")[
+        "worker_threads"
+    ]
+    assert seen >= 4 if threads == 4 else seen < 3
 
 
 def test_loaders_that_show_nothing() -> None:
