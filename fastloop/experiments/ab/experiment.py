@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -126,7 +127,9 @@ class Experiment:
         self._spent: list[float] = []
         self._first: Trial | None = None
         """The first trial that reports the step at which it began."""
-        self._begun = time.monotonic()
+        self._begun, self._pilot_steps = time.monotonic(), settings.steps
+        self._is_warm = False
+        """Whether a training has read the data in this process, so that it is in the page cache."""
 
     @property
     def seconds(self) -> float:
@@ -178,7 +181,7 @@ class Experiment:
         be. For arms that change the batch, such a run shows how many of their steps see the same number of samples."""
         auto = self.settings.steps is None
         first = self.settings.first_steps or self.settings.steps
-        pilot_steps = self.settings.warmup + PILOT_STEPS if auto else first
+        self._pilot_steps = pilot_steps = self.settings.warmup + PILOT_STEPS if auto else first
         wanted = [side for side in self.sides if side is self.base or auto or side.changed_keys]
         for side in wanted:
             trial = self._run_trial(side, side.folder / "warm-up", Ask(steps=pilot_steps, warmup=self.settings.warmup))
@@ -198,11 +201,21 @@ class Experiment:
             if side.changed_keys:
                 side.promise = classify_promise(side.changed_keys, same_batch=same or own == base_batch)
 
+    def _warm_up_again(self) -> None:
+        """Run the base once more without counting it: since the experiment was interrupted, its files may have left the
+        page cache, and the arm that reads them first would look slower."""
+        folder = self.base.folder / "warm-up-again"
+        shutil.rmtree(folder, ignore_errors=True)
+        self._run_trial(self.base, folder, Ask(steps=self._pilot_steps, warmup=self.settings.warmup))
+
     def _run_one(self, side: Side, number: int, place: int, most: int) -> None:
+        folder = side.folder / f"run-{number}"
+        if not self._is_warm and read_finished(folder) is None:
+            self._warm_up_again()
         count = f" ({number + 1} of {'up to ' if self.settings.runs == 'auto' else ''}{most})"
         trial = self._run_trial(
             side,
-            side.folder / f"run-{number}",
+            folder,
             Ask(seed=number, steps=side.steps, warmup=self.settings.warmup, ledger=True),
             note=count + self._describe_left(number, most),
         )
@@ -227,6 +240,7 @@ class Experiment:
         if trial is None:
             label = label_of(side.name, folder)
             self.say(f"{label}{note}")
+            self._is_warm = self._is_warm or ask.variation == "as_it_is"
             trial = side.arm.run(label, folder, ask, limits=self.settings.limits, progress=self.say)
         if not trial.ok or trial.began is None:
             return trial
