@@ -43,12 +43,18 @@ def find_checkpoint(step: Attribution, rungs: Rungs) -> Finding | None:
 def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
     """Find idle time at the end of an epoch, when loaders restart and hooks run."""
     advice, found, beside = "make epochs longer, or do less in end-of-epoch hooks", read_loader(step.measured), ""
-    if restarts_workers(step.measured):
-        if found.get("can_keep_workers") is not False:
-            advice = f"keep your loader's {found['num_workers']} workers between epochs: persistent_workers=True"
-        if (took_s := to_number(found.get("worker_restart_s"))) is not None:
-            often = say_count(found.get("worker_restarts") or 1, "time")
-            beside = f"; workers were restarted {often}, {took_s:.2g} s each until their first batch"
+    reloads = bool(every := found.get("reload_every_n_epochs")) and bool(found.get("num_workers"))
+    if reloads:
+        advice = (
+            f"the Trainer makes the loader and its workers anew every {'epoch' if every == 1 else f'{every} epochs'}:"
+            " leave out reload_dataloaders_every_n_epochs if the data stays the same"
+        )
+    elif restarts_workers(step.measured) and found.get("can_keep_workers") is not False:
+        advice = f"keep your loader's {found['num_workers']} workers between epochs: persistent_workers=True"
+    took_s = to_number(found.get("worker_restart_s"))
+    if took_s is not None and (reloads or restarts_workers(step.measured)):
+        often = say_count(found.get("worker_restarts") or 1, "time")
+        beside = f"; workers were restarted {often}, {took_s:.2g} s each until their first batch"
     return _spread(step, rungs, "epoch_gap", f"between epochs the {step.device} was idle for", advice, beside)
 
 

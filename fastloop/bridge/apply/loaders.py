@@ -67,7 +67,8 @@ class TrainLoaders:
         self._one_time = one_time
         self._merge: Merge | None = None
         self._originals: dict[int, tuple[Any, Any]] = {}
-        self._before_reload: dict[int, tuple[Any, Any]] = {}
+        self._before_reload: dict[int, Any] = {}
+        """The user's loaders before the last reload, by ours; each only as long as something else holds ours."""
         self._made: list[tuple[str, Any]] = []
         """Objects that change a dataset or replace a loader, each with its setting's key."""
         self._checked: Mapping[str, Any] = {}
@@ -98,8 +99,8 @@ class TrainLoaders:
 
     def find_original(self, loader: Any) -> Any:
         """The user's loader if `loader` is one of ours (a CombinedLoader keeps those), else `loader` itself."""
-        known = self._originals.get(id(loader)) or self._before_reload.get(id(loader))
-        return loader if known is None else known[1]
+        known = self._originals.get(id(loader))
+        return self._before_reload.get(id(loader), loader) if known is None else known[1]
 
     def change(self, loader: Any, plan: Plan, facts: Facts) -> Any:
         """Return the loader with the planned changes; the user's object stays as it is."""
@@ -246,7 +247,10 @@ class TrainLoaders:
         fetcher = getattr(self.trainer.fit_loop, "_data_fetcher", None)
         if fetcher is not None and fetcher is not self._find_fetcher():
             self._find_fetcher, self._leaves = weakref.ref(fetcher), 0
-            self._before_reload, self._originals = self._originals, {}
+            self._before_reload = {key: original for key, (_, original) in self._originals.items()}
+            for key, (changed, _) in self._originals.items():
+                weakref.finalize(changed, self._before_reload.pop, key, None).atexit = False
+            self._originals = {}
             self.staging.retire_feeds()
         self._leaves += 1
 

@@ -134,6 +134,7 @@ def gather_evidence(trainer: Any) -> dict[str, Any]:
         "engine_advice": next(filter(None, (getattr(_find_engine(each), "advice", None) for each in found)), None),
         "num_workers": min(workers) if workers else None,
         "persistent_workers": all(bool(getattr(loader, "persistent_workers", False)) for loader in own),
+        "reload_every_n_epochs": trainer.reload_dataloaders_every_n_epochs,
         "map_style": not any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in found),
         "usable_cpus": machine.count_usable_cpus(),
         "queued_batches": count_queued_batches(trainer),

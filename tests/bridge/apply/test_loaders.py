@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import multiprocessing
 import pickle
 import weakref
 from collections.abc import Iterator
@@ -101,6 +102,24 @@ def test_reloaded_loaders_are_changed_again_and_let_go(monkeypatch: pytest.Monke
     assert same(plain, ours) and ours.seen("prefetch")["batches"] == 15 and ours.seen("workers")["live_workers"] == 2
     run({**WORKERS, "prefetch": {}}, None, Reloads, callbacks=(Counts(),), **settings)
     assert alive[0] == 1 and max(alive) <= 2  # the last generation and this one, not one for each epoch
+
+
+def test_a_users_own_workers_do_not_pile_up_over_reloads(monkeypatch: pytest.MonkeyPatch) -> None:  # D7, D20
+    feed_on_cpu(monkeypatch)
+    workers: list[int] = []
+
+    class Keeps(Net):
+        def train_dataloader(self) -> Any:
+            return batches(20, shuffle=True, num_workers=2, persistent_workers=True, pin_memory=True)
+
+        def on_train_epoch_end(self) -> None:
+            workers.append(len(multiprocessing.active_children()))
+
+    rungs = {"workers": {"persistent": "auto"}, "prefetch": {}, "pin": {}}
+    plain, ours = both(rungs, lambda: None, Keeps, max_epochs=5, reload_dataloaders_every_n_epochs=1)
+    assert same(plain, ours) and workers == [2] * 10 and not multiprocessing.active_children()
+    loader = ours.seen("loader")
+    assert loader["reload_every_n_epochs"] == 1 and loader["worker_restarts"] == 4, "each reload starts new ones"
 
 
 def test_transfer_hooks_survive_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
