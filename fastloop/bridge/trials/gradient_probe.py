@@ -33,7 +33,7 @@ from fastloop.bridge.trials.heartbeat import drop_other_hooks
 from fastloop.bridge.trials.no_checkpoints import Measured, train_until_measured
 from fastloop.config.loading import Config
 from fastloop.evidence.model.dropout import switch_off_dropout
-from fastloop.evidence.model.gradient_distance import is_finite, measure_deviation
+from fastloop.evidence.model.gradient_distance import Gradient, is_finite, measure_deviation
 from fastloop.feeds.batch_tree import CannotRegroup, iterate_tensors
 from fastloop.feeds.regrouping import Leaves, copy_tensors, regroup
 from fastloop.feeds.splitting import get_loss
@@ -100,6 +100,7 @@ class GradientProbe(Callback):
         self._round = Round()
         self._step = self._steps = 0
         self._clips: str | None = None
+        self._device = self._keeps_on = torch.device("cpu")
         self._ended = False
         drop_other_hooks(self, "on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 
@@ -156,7 +157,7 @@ class GradientProbe(Callback):
         self._raised = gradient_state.raise_biases(pl_module) if self.reference is None else {}
         if self.why is None and (raised := self._known.get("raised")):
             self._raised, self._starts = raised["biases"], (*TWICE, *RAISED[:1])
-        self._clips = _clips(trainer, pl_module)
+        self._clips, self._device = _clips(trainer, pl_module), trainer.strategy.root_device
         if pl_module.automatic_optimization:
             clip = functools.partial(self._clip, trainer, pl_module, pl_module.configure_gradient_clipping)
             self._undo.enter_context(attribute(pl_module, "configure_gradient_clipping", clip))
@@ -173,7 +174,7 @@ class GradientProbe(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if not pl_module.automatic_optimization:
-            self._round.gradient |= gradient_state.copy_gradient(trainer, pl_module, optimizer)
+            self._round.gradient |= gradient_state.copy_gradient(trainer, pl_module, optimizer, self._keeps_on)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (loss := get_loss(outputs)) is not None:
@@ -185,6 +186,7 @@ class GradientProbe(Callback):
         self._steps += 1
         if self._counts(trainer, done):
             self._rounds.append(done)
+            self._keeps_on = gradient_state.choose_device(self._device, done.gradient)
             if self._starts is STARTS and len(self._rounds) == len(STARTS) and self._raised and self._is_scattered():
                 self._starts = (*STARTS, *RAISED)
         self._restore_start(pl_module)
@@ -215,7 +217,7 @@ class GradientProbe(Callback):
         """Deviations of these rounds' gradients from the reference round's; None for rounds that were not made."""
         made = {each.start.name: each for each in self._rounds}
         known = vars(made[reference]) if reference in made else {}
-        return [_compare(known, made[name])["deviation"] if name in made else None for name in starts]
+        return [self._compare(known, made[name])["deviation"] if name in made else None for name in starts]
 
     def _refresh(self) -> None:
         """Restore the replayed batches: on the CPU a step works on the same tensors, and may have changed them."""
@@ -228,10 +230,10 @@ class GradientProbe(Callback):
 
     def _clip(self, trainer: Any, module: Any, original: Any, optimizer: Any, *args: Any, **named: Any) -> None:
         """Copy the gradient before and after clipping; this runs after every hook that may change a gradient."""
-        self._round.gradient = gradient_state.copy_gradient(trainer, module, optimizer)
+        self._round.gradient = gradient_state.copy_gradient(trainer, module, optimizer, self._keeps_on)
         original(optimizer, *args, **named)
         if self._clips:
-            self._round.clipped = gradient_state.copy_gradient(trainer, module, optimizer)
+            self._round.clipped = gradient_state.copy_gradient(trainer, module, optimizer, self._keeps_on)
 
     def _counts(self, trainer: Any, done: Round) -> bool:
         """Whether this step counts as a round: it used the first batches, as many as the first round, and did not
@@ -277,9 +279,26 @@ class GradientProbe(Callback):
                 raised = self._measure_distances((each.name for each in RAISED[1:]), RAISED[0].name)
                 self.answer["steady_rounding"] = dict(zip(ROUNDING, raised, strict=True))
         elif self.answer["why"] is None and trainer.is_global_zero:
-            self.answer |= _compare(self._known, first)
+            self.answer |= self._compare(self._known, first)
             if steady is not None:
-                self.answer["steady"] = _compare(self._known["raised"], steady)
+                self.answer["steady"] = self._compare(self._known["raised"], steady)
+
+    def _compare(self, known: Mapping[str, Any], done: Round) -> dict[str, Any]:
+        """Compare a gradient with the base's: before clipping, or as the optimizer gets it, whichever deviates more.
+        With raised biases the last layer has nearly all of the norm, so the deviation with equal weight per layer
+        counts too."""
+        pairs = [(known["gradient"], done.gradient)]
+        if known["clipped"] or done.clipped:  # with an optimizer like AdamW, the loss does not show how clipping scales
+            pairs.append((known["clipped"] or known["gradient"], done.clipped or done.gradient))
+        found = max((self._measure_deviation(*pair) for pair in pairs), key=lambda each: each["deviation"])
+        alike = found["layers"] if done.start.raised else None
+        return {**found, "deviation": max(found["deviation"], alike or 0.0)}
+
+    def _measure_deviation(self, base: Gradient, arm: Gradient) -> dict[str, Any]:
+        if self._device.type == "cuda":
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return measure_deviation(base, arm, self._device)
+        return measure_deviation(base, arm)
 
     def _save(self, trainer: Any, first: Round, steady: Round | None) -> None:
         """Save the data with which arms are compared."""
@@ -291,17 +310,6 @@ class GradientProbe(Callback):
             if steady is not None:
                 content["raised"] = {"biases": self._raised, "gradient": steady.gradient, "clipped": steady.clipped}
         gradient_state.save(self.out, trainer.global_rank, content)
-
-
-def _compare(known: Mapping[str, Any], done: Round) -> dict[str, Any]:
-    """Compare a gradient with the base's: before clipping, or as the optimizer gets it, whichever deviates more. With
-    raised biases the last layer has nearly all of the norm, so the deviation with equal weight per layer counts too."""
-    pairs = [(known["gradient"], done.gradient)]
-    if known["clipped"] or done.clipped:  # with an optimizer like AdamW, the loss does not show how clipping scales
-        pairs.append((known["clipped"] or known["gradient"], done.clipped or done.gradient))
-    found = max((measure_deviation(*pair) for pair in pairs), key=lambda each: each["deviation"])
-    alike = found["layers"] if done.start.raised else None
-    return {**found, "deviation": max(found["deviation"], alike or 0.0)}
 
 
 def _clips(trainer: Any, module: Any) -> str | None:

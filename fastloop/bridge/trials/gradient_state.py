@@ -34,11 +34,11 @@ class Start:
         parameters = {strip_name(name) for name, _ in module.named_parameters()}
         with torch.no_grad():
             for name, tensor in iterate_named(module):
-                own = weights.get(name)
-                if own is not None and self.error and name in parameters and own.is_floating_point():
-                    own = own * (1 + self.error * torch.randn_like(own))
-                if own is not None:
-                    tensor.copy_(own)
+                if (own := weights.get(name)) is None:
+                    continue
+                tensor.copy_(own)
+                if self.error and name in parameters and own.is_floating_point():
+                    tensor.mul_(1 + self.error * torch.randn_like(tensor))
         determinism.seed_everything(self.seed)
 
 
@@ -129,14 +129,26 @@ def copy_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in iterate_named(module)}
 
 
-def copy_gradient(trainer: Any, module: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Copy the gradients that an optimizer is about to use, without a loss scaler's factor, to the host."""
+def choose_device(module_device: torch.device, gradient: Mapping[str, torch.Tensor]) -> torch.device:
+    """Return where to keep the gradients of the other rounds: on the module's device if it has room for all of them,
+    which saves the copies of large models; otherwise on the host."""
+    if module_device.type != "cuda":
+        return torch.device("cpu")
+    free_bytes, _ = torch.cuda.mem_get_info(module_device)
+    size = sum(each.nbytes for each in gradient.values())
+    return module_device if free_bytes > 3 * len(STARTS + RAISED) * size else torch.device("cpu")
+
+
+def copy_gradient(
+    trainer: Any, module: torch.nn.Module, optimizer: Any, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Copy the gradients that an optimizer is about to use, without a loss scaler's factor, to a device."""
     owned = {id(each) for group in optimizer.param_groups for each in group["params"]}
     scaler = getattr(trainer.strategy.precision_plugin, "scaler", None)
     # A fused optimizer divides by the scale itself, in its step.
     scale = scaler.get_scale() if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False) else 1
     return {
-        strip_name(name): each.grad.detach().to("cpu", copy=True) / scale
+        strip_name(name): each.grad.detach().to(device, copy=True) / scale
         for name, each in module.named_parameters()
         if each.grad is not None and id(each) in owned
     }

@@ -1,4 +1,4 @@
-"""The distance between two gradients, tensor by tensor and as a whole. In float64, on the host."""
+"""The distance between two gradients, tensor by tensor and as a whole, in float64."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ NOTABLE, OFF = 1e-2, 0.5
 """A tensor with this share of the norm must keep at least this part of itself, whatever rounding does to the rest."""
 
 
-def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
+def measure_deviation(base: Gradient, arm: Gradient, device: torch.device | None = None) -> dict[str, Any]:
     """Measure how far a gradient is from the base's.
+
+    Args:
+        device: a CUDA device that computes it, tensor by tensor, in a tenth of the time; None: the host.
 
     Returns:
         ``deviation``   ``||arm - base|| / ||base||``; a missing tensor counts as zeros
@@ -33,7 +36,7 @@ def measure_deviation(base: Gradient, arm: Gradient) -> dict[str, Any]:
         ``astray``      tensors with a notable share of the norm that keep less than half, or more than twice as much
         ``finite``      whether all elements of the arm's gradient are finite
     """
-    rows = {name: _measure_row(base.get(name), arm.get(name)) for name in {**base, **arm}}
+    rows = {name: _measure_row(base.get(name), arm.get(name), device) for name in {**base, **arm}}
     norm = math.sqrt(math.fsum(row["base"] ** 2 for row in rows.values()))
     apart = math.sqrt(math.fsum(row["apart"] ** 2 for row in rows.values()))
     typical = norm / math.sqrt(sum(tensor.numel() for tensor in base.values()) or 1)
@@ -74,10 +77,11 @@ def view_as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _measure_row(base: torch.Tensor | None, arm: torch.Tensor | None) -> dict[str, float]:
+def _measure_row(base: torch.Tensor | None, arm: torch.Tensor | None, device: torch.device | None) -> dict[str, float]:
     """Norms of one tensor in both gradients and of their difference, and the inner product."""
     left, right = (
-        None if tensor is None else view_as_real(tensor.detach()).to(torch.float64) for tensor in (base, arm)
+        None if tensor is None else view_as_real(tensor.detach()).to(device or "cpu").to(torch.float64)
+        for tensor in (base, arm)
     )
     norms = [0.0 if side is None else float(side.norm()) for side in (left, right)]
     if left is None or right is None or left.shape != right.shape:

@@ -8,6 +8,7 @@ that they have begun, in the same order. If batches then come no faster, the old
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import active_children
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from fastloop.errors import let_through, quote
+from fastloop.evidence import loader_queue
 from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
@@ -51,6 +53,8 @@ class MoreWorkers:
         self.most, self._count_left, self._tell, self._epochs = most, count_left, tell, epochs
         self._room_bytes, self._is_training = room_bytes, is_training
         self._pending = PendingIndices()
+        self._iterator: Callable[[], Any] = lambda: None
+        """Returns the iterator that receives the workers' batches."""
         self._epoch = self._loading = 0
         """The number of the last epoch, and that of the one that is loading; 0 for none."""
         self._mark: StateMark | None = None
@@ -166,8 +170,14 @@ class MoreWorkers:
             ready = loader.num_workers * int(loader.prefetch_factor or 1)
             self._pace = Pace(loader.num_workers, ready if beside else 0)
         loader.__dict__[name] = self._pending
+
+        def begin_noted() -> Iterator[Any]:
+            iterator = begin()
+            self._iterator = weakref.ref(iterator)  # weak: its workers end when nothing refers to it
+            return iterator
+
         try:
-            return begin() if self._epochs is None else self._epochs(loader, begin)
+            return begin_noted() if self._epochs is None else self._epochs(loader, begin_noted)
         finally:
             loader.__dict__[name] = own
 
@@ -176,7 +186,8 @@ class MoreWorkers:
         pace = self._pace
         if pace is None or not loader.num_workers or self._next is not None:
             return None
-        pace.note(waited_s, took_s)
+        if self.is_faster is None:
+            pace.note(waited_s, took_s, loader_queue.count_ready(self._iterator()))
         if self._before is None:
             loses, stay = self._epochs is not None, bool(loader.persistent_workers)
             found = pace.find_more(self.most, self._count_left(), loses=loses, stay=stay)

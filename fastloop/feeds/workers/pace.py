@@ -24,9 +24,18 @@ class Left(NamedTuple):
     in_run: int | None = None
 
 
+class _Span(NamedTuple):
+    """The time from one batch to the next, the wait in it, and how many batches the workers finished in it."""
+
+    took_s: float
+    waited_s: float
+    made: int
+
+
 @dataclass
 class Pace:
-    """How fast batches came lately: the last two of each worker, so that bursts of all workers do not count twice.
+    """How fast workers lately made batches: the last two of each worker, so that bursts of all workers do not count
+    twice. A batch that was ready before is no sign of their pace, and one that stays ready is.
 
     Args:
         workers: their number.
@@ -37,27 +46,38 @@ class Pace:
     ready: int = 0
 
     def __post_init__(self) -> None:
-        self._spans = deque[tuple[float, float]]()
+        self._spans = deque[_Span]()
         self._took_s = self._waited_s = 0.0
+        self._made = 0
         """The sums over `_spans`."""
         self._unsteady = max(self.ready, self.workers)
         """Batches still to come that do not count, because the workers began them at their start."""
+        self._ready: int | None = None
 
     def begin_epoch(self, batches: int | None) -> None:
         """Leave out each worker's first batch if more follow: it could not make that while others were trained on."""
         if batches is None or batches >= 2 * self.workers:
             self._unsteady = max(self._unsteady, self.workers)
 
-    def note(self, waited_s: float, took_s: float) -> None:
-        """Note a batch: the wait for it, and the time since the previous one."""
+    def note(self, waited_s: float, took_s: float, ready: int | None = None) -> None:
+        """Note a batch: the wait for it, the time since the previous one, and how many are ready after it."""
+        before, self._ready = self._ready, ready
         if self._unsteady:
             self._unsteady -= 1
             return
-        self._spans.append((waited_s, took_s))
-        self._waited_s, self._took_s = self._waited_s + waited_s, self._took_s + took_s
-        while len(self._spans) > self._least and self._took_s - self._spans[0][1] >= LEAST_S:
-            waited_s, took_s = self._spans.popleft()
-            self._waited_s, self._took_s = self._waited_s - waited_s, self._took_s - took_s
+        self._add(_Span(took_s, waited_s, 1 if before is None or ready is None else 1 + ready - before), 1)
+        while len(self._spans) > self._least and self._took_s - self._spans[0].took_s >= LEAST_S:
+            self._add(self._spans[0], -1)
+
+    def _add(self, span: _Span, sign: int) -> None:
+        """Add a span at the end, or remove the first one."""
+        if sign > 0:
+            self._spans.append(span)
+        else:
+            self._spans.popleft()
+        self._took_s += sign * span.took_s
+        self._waited_s += sign * span.waited_s
+        self._made += sign * span.made
 
     @property
     def _least(self) -> int:
@@ -67,6 +87,8 @@ class Pace:
     def _is_known(self) -> bool:
         """Whether enough batches were noted, or fewer, in whole rounds of the workers, that were waited for long."""
         count = len(self._spans)
+        if self._made < 1:
+            return False
         if count >= self._least:
             return self._took_s >= LEAST_S
         is_round = count >= LEAST_BATCHES / 2 and count % self.workers == 0
@@ -74,12 +96,12 @@ class Pace:
 
     @property
     def batch_s(self) -> float | None:
-        """Seconds for each batch; None if unknown."""
-        return self._took_s / len(self._spans) if self._is_known else None
+        """Seconds for each batch that was made; None if unknown."""
+        return self._took_s / self._made if self._is_known else None
 
     @property
     def step_s(self) -> float:
-        """Seconds of `batch_s` that are not spent on waiting."""
+        """Seconds for each batch that was taken, without the wait for it."""
         return (self._took_s - self._waited_s) / len(self._spans)
 
     def find_more(self, most: int, left: Left, *, loses: bool, stay: bool = False) -> tuple[int, bool] | None:
@@ -91,7 +113,7 @@ class Pace:
             stay: whether workers stay between epochs: those that start now then also work for the next ones.
         """
         batch_s = self.batch_s
-        if batch_s is None or batch_s - self.step_s < WORTH_WAITING * batch_s:
+        if batch_s is None or self._waited_s < WORTH_WAITING * self._took_s:
             return None
         wanted = math.ceil(HEADROOM * self.workers * batch_s / max(self.step_s, 1e-3))
         workers = min(most, wanted)

@@ -42,7 +42,7 @@ class Given(Pace):
     def begin_epoch(self, batches: int | None) -> None:
         pass
 
-    def note(self, waited_s: float, took_s: float) -> None:
+    def note(self, waited_s: float, took_s: float, ready: int | None = None) -> None:
         self.seen = getattr(self, "seen", 0) + 1
 
     def find_more(self, most: int, left: Left, *, loses: bool, stay: bool) -> tuple[int, bool] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -97,3 +98,48 @@ def test_workers_that_stay_start_for_the_next_epoch_too() -> None:
 def test_a_limit_below_zero_batches_is_none() -> None:
     assert pace(2, 100, 100).find_more(4, Left(0, 0), loses=False) is None
     assert pace(2, 100, 100).find_more(4, Left(0, math.ceil(1e6)), loses=False) == (4, False)
+
+
+@dataclass
+class Queue:
+    """Workers that take their time for each batch and hold two, and a training that takes batches in order."""
+
+    workers: int
+    each_s: float
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.done = [self.each_s] * self.workers + [2 * self.each_s] * self.workers
+        """When each batch is finished; a worker begins another one as soon as one is taken."""
+        self.taken = 0
+
+    def take(self, step_s: float) -> tuple[float, float, int]:
+        """The wait for the next batch, the time since the last, and how many are ready then; `step_s` for training."""
+        asked = self.now + step_s
+        came = max(asked, self.done[self.taken])
+        self.done.append(max(self.done[-self.workers], came) + self.each_s)
+        waited_s, took_s, self.now = came - asked, came - self.now, came
+        self.taken += 1
+        return waited_s, took_s, sum(done <= came for done in self.done[self.taken :])
+
+
+@pytest.mark.parametrize(("stalls", "knows"), [(True, True), (True, False), (False, True)])
+def test_batches_that_a_pause_of_the_training_left_ready_are_no_sign_of_a_pace(stalls: bool, knows: bool) -> None:
+    """Eight workers take 1.2 s for a batch, so one comes every 150 ms. A training that rehearsed for three seconds found
+    sixteen ready, took 84 ms for the pace of its workers, and gave up fifteen, who made one every 106 ms."""
+    queue, seen = Queue(8, 1.2), Pace(8)
+    seen.begin_epoch(None)
+    for number in range(24):
+        waited_s, took_s, ready = queue.take(3.0 if stalls and number == 0 else 0.03)
+        seen.note(waited_s, took_s, ready if knows else None)
+    assert seen.batch_s is not None and (seen.batch_s == pytest.approx(0.15, rel=0.2)) is (knows or not stalls)
+    assert knows or not stalls or seen.batch_s < 0.1, "the control"
+
+
+def test_a_queue_that_runs_dry_is_no_wait() -> None:
+    seen = Pace(2)
+    for ready in range(30, 0, -1):
+        seen.note(0.0, 0.1, ready)
+    assert seen.batch_s is None, "nothing was made"
+    seen.note(0.0, 0.1, 3)
+    assert seen.find_more(8, Left(), loses=False) is None
