@@ -22,6 +22,7 @@ from fastloop.config.layers import read_patch_layer
 from fastloop.config.shipped import find_shipped
 from fastloop.errors import ConfigError
 from fastloop.evidence import machine
+from fastloop.experiments.ab import parity_gates
 from fastloop.experiments.ab.arms import ConfigArm, Progress
 from fastloop.experiments.ab.results import read_hardware
 from fastloop.experiments.ab.resume import fingerprint, fingerprint_source, refuse_others
@@ -284,6 +285,8 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
                 f"; not run, because they compile and there was no time to prove them: {', '.join(left)}"
             )
         recorder.stopped += f"; continue with --resume {recorder.place}"
+    else:
+        parity_gates.sweep(recorder.place)
     content = recorder.write()
     text = "\n".join(climb_report.write_lines(content))
     return Answer(text=text, json=store.to_json(content), exit_code=_choose_exit_code(content))

@@ -281,7 +281,7 @@ class SimulatedRunner:
     def estimate_confirmation_s(self, at: str, needs: Needs) -> float:
         if at in self.done:
             return 0.0
-        whole = 4 * needs.base_s + 3 * needs.arm_s + needs.start_s + 2 * needs.gradients_s
+        whole = 3 * needs.base_s + 3 * needs.arm_s + needs.start_s + 2 * needs.gradients_s
         return max(0.0, whole - self.confirm_done_s)
 
     def reserve(self, *seconds: float) -> None:

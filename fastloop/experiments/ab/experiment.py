@@ -47,6 +47,10 @@ class Settings:
     """Optimizer steps of each run; None for as many as the window needs."""
     first_steps: int | None = None
     """Optimizer steps of the base's first run, which is not counted; None for as many as in the others."""
+    is_warm: bool = False
+    """Whether earlier trainings have left the data in the page cache: then there is no such run."""
+    base_gradient: Path | None = None
+    """The folder of the base's gradient if earlier comparisons use it too; None for one inside the experiment's."""
     warmup: int = 20
     band_pct: float = 3.0
     """Differences within plus or minus this count as "no difference"."""
@@ -128,7 +132,7 @@ class Experiment:
         self._first: Trial | None = None
         """The first trial that reports the step at which it began."""
         self._begun, self._pilot_steps = time.monotonic(), settings.steps
-        self._is_warm = False
+        self._is_warm = settings.is_warm
         """Whether a training has read the data in this process, so that it is in the page cache."""
 
     @property
@@ -182,7 +186,9 @@ class Experiment:
         auto = self.settings.steps is None
         first = self.settings.first_steps or self.settings.steps
         self._pilot_steps = pilot_steps = self.settings.warmup + PILOT_STEPS if auto else first
-        wanted = [side for side in self.sides if side is self.base or auto or side.changed_keys]
+        changes = any(side.changed_keys for side in self.sides)
+        needs_base = changes or not self._is_warm
+        wanted = [side for side in self.sides if auto or side.changed_keys or (side is self.base and needs_base)]
         for side in wanted:
             trial = self._run_trial(side, side.folder / "warm-up", Ask(steps=pilot_steps, warmup=self.settings.warmup))
             self.pilots[side.name] = trial
@@ -193,7 +199,7 @@ class Experiment:
         steps = self.settings.steps
         if steps is None:
             steps = self.settings.warmup + max(count_enough_steps(trial) for trial in self.pilots.values() if trial.ok)
-        base_batch = _read_global_batch(self.pilots[self.base.name])
+        base_batch = _read_global_batch(self.pilots.get(self.base.name))
         for side in self.sides:
             own = _read_global_batch(self.pilots.get(side.name))
             same = base_batch is None or own is None
@@ -280,7 +286,7 @@ class Experiment:
         side.gradient = parity_gates.judge_gradients(
             self.base.arm,
             side.arm,
-            self.place / PARITY,
+            self.settings.base_gradient or self.place / PARITY,
             side.folder / "gradients",
             self.parity_class(side),
             limits=self.settings.limits,

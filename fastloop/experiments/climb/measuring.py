@@ -79,7 +79,7 @@ class Measured:
         self.ends_at = ends_at
         """Optimizer steps after which a script ends by itself; None if it trained all requested steps."""
         self.hurries = False
-        """Whether the budget is too short for long runs and for ceilings before the first ladder."""
+        """Whether the budget is too short for a longer measurement, and for ceilings before the first ladder."""
         self.put_off: list[str] = []
         """Shipped ladders that the budget had no time to run and prove."""
         self._without: set[str] = set()
@@ -157,7 +157,7 @@ class Measured:
         }
 
     def _measure_naive(self) -> Result:
-        """Measure the start for as long as needed, which a short pilot shows."""
+        """Measure the start for as long as needed, which a short pilot shows, and for which there is time."""
         pilot = self._run_naive("00-naive/pilot", PILOT, "measuring the baseline", 0.0)
         step_ms = pilot.step_ms or 0.0
         self.start_s = min(pilot.start_s, self._known_start_s)
@@ -168,7 +168,7 @@ class Measured:
         took = choose_length(step_ms, step_ms, **how).up_to(self.ends_at)
         self.hurries = RUNS * took.seconds(step_ms, self.start_s) > self.runner.left_s()
         if self.hurries:
-            took = choose_length(step_ms, step_ms, screen=True, fill_read=True, **how).up_to(self.ends_at)
+            return pilot
         naive = self._run_naive(
             "00-naive/as-it-is", took, "measuring the baseline", took.seconds(step_ms, self.start_s)
         )

@@ -55,6 +55,8 @@ class ProcessRunner:
         self.start, self.place, self.budget, self._limit_s, self._say = start, place, budget, limit_s, progress
         self._ladders = ladders or {}
         self._device: str | None = None
+        self._is_warm = False
+        """Whether a training of this call has left the data in the page cache."""
 
     def run(
         self,
@@ -78,6 +80,7 @@ class ProcessRunner:
         except ConfigError as error:  # caused by these rungs: the climb checked the configuration without them
             return Result(skipped=dict.fromkeys(stack, f"{error.got}: {error.why}"))
         limits = dataclasses.replace(self._begin(what, need_s), slowest_step_s=slowest_ms / 1e3)
+        self._is_warm = self._is_warm or ask.variation == "as_it_is"
         trial = arm.run(what, self.place / at, ask, limits=limits, progress=self._report_progress)
         if not trial.ok and limits.total_s < self._limit_s and trial.seconds >= limits.total_s:
             forget(trial.run_dir)  # the budget ended it: not a result of the training
@@ -115,12 +118,16 @@ class ProcessRunner:
         return parity_gates.judge_gradients(
             self._make_arm(_name_stack(base), base),
             self._make_arm(_name_stack(arm), arm),
-            self.place / "gradients" / _name_stack(base),
+            self._find_gradient(base),
             self.place / at / "gradient",
             promise,
             limits=limits,
             progress=self._report_progress,
         )
+
+    def _find_gradient(self, stack: Stack) -> Path:
+        """Return the folder of a stack's gradient, which serves all comparisons with it."""
+        return self.place / "gradients" / _name_stack(stack)
 
     def tune(
         self, at: str, stack: Stack, key: str, length: Length, given: KnownTimes, *, what: str, need_s: float
@@ -153,6 +160,8 @@ class ProcessRunner:
             warmup=length.warmup,
             limits=limits,
             seed=self.start.config().run.seed,
+            is_warm=self._is_warm,
+            base_gradient=self._find_gradient({}),
         )
         experiment = Experiment(sides, self.place / at, settings, self._report_progress)
         name = self.start.name
@@ -176,16 +185,16 @@ class ProcessRunner:
 
     def estimate_confirmation_s(self, at: str, needs: Needs) -> float:
         """Return the seconds that this confirmation still needs; `experiments/ab/experiment.py` defines its folders."""
-        runs = [f"run-{number}" for number in range(CONFIRM_RUNS)]
+        place, runs = self.place / at, [f"run-{number}" for number in range(CONFIRM_RUNS)]
         parts = {
-            "base/warm-up": needs.first_s,
-            **({"1-top/plan": needs.start_s} if self.start.plans_alone else {}),
-            "parity": needs.gradients_s,
-            "1-top/gradients": needs.gradients_s,
-            **{f"base/{run}": needs.base_s for run in runs},
-            **{f"1-top/{run}": needs.arm_s for run in runs},
+            **({} if self._is_warm else {place / "base/warm-up": needs.first_s}),
+            **({place / "1-top/plan": needs.start_s} if self.start.plans_alone else {}),
+            self._find_gradient({}): needs.gradients_s,
+            place / "1-top/gradients": needs.gradients_s,
+            **{place / "base" / run: needs.base_s for run in runs},
+            **{place / "1-top" / run: needs.arm_s for run in runs},
         }
-        return sum(need_s for part, need_s in parts.items() if read_finished(self.place / at / part) is None)
+        return sum(need_s for folder, need_s in parts.items() if read_finished(folder) is None)
 
     def reserve(self, *seconds: float) -> None:
         """Keep time for the last step: the largest of these that still fits, or none."""

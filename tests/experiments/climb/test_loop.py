@@ -165,13 +165,13 @@ def test_a_small_budget_ends_with_the_proof(monkeypatch: pytest.MonkeyPatch) -> 
     """320 s once kept a ladder, compared its gradients, and had no time for the proof, which compares them again. 540 s
     of a ViT's were spent on the other ladders, when the first had been three times as fast. 295 s of a BERT's were
     spent on a compile, and had no time left to prove what it brought."""
-    assert list_proven() == (list(range(300, 460, 10)), [440])
+    assert list_proven() == (list(range(280, 460, 10)), [410])
     monkeypatch.setattr(Climb, "_put_off", lambda _, ladders: ladders)
-    assert list_proven() == (list(range(390, 460, 10)), [390, 400, 410]), "the control compiles first"
+    assert list_proven() == (list(range(360, 460, 10)), [360, 370]), "the control compiles first"
     monkeypatch.setattr(Climb, "_keep_time_for", lambda *_: False)
-    assert list_proven() == ([430, 440, 450], [430, 440]), "the control keeps no time for a fast ladder"
+    assert list_proven() == (list(range(390, 460, 10)), [390, 400, 410]), "the control keeps no time for a fast ladder"
     monkeypatch.setattr(Climb, "context", Measured.context)
-    assert list_proven() == ([450], []), "the control compares them before"
+    assert list_proven() == (list(range(420, 460, 10)), []), "the control compares them before"
 
 
 def test_a_ladder_without_time_for_its_proof_is_put_off_until_there_is_time() -> None:
@@ -206,10 +206,10 @@ def test_a_hurried_climb_measures_no_ceilings_before_its_proof() -> None:
         patch.setattr(measuring, "RUNS", 0)  # the control does not hurry
         slow, made = climb(295)
     assert not made.hurries and "00-naive/replayed" in slow.ran
-    assert slow.seconds["00-naive/as-it-is"] > hurried.seconds["00-naive/as-it-is"]
+    assert "00-naive/as-it-is" in slow.ran and "00-naive/as-it-is" not in hurried.ran, "the pilot is enough"
     calm, made = climb(3600)
     assert not made.hurries and {"00-naive/replayed", "00-naive/resident"} <= set(calm.ran)
-    assert calm.seconds["00-naive/as-it-is"] > 1.3 * hurried.seconds["00-naive/as-it-is"]
+    assert "00-naive/as-it-is" in calm.ran
 
 
 def test_a_hurried_climb_without_a_ladder_measures_its_ceilings() -> None:
@@ -220,7 +220,7 @@ def test_a_hurried_climb_without_a_ladder_measures_its_ceilings() -> None:
     assert made.hurries and "00-naive/replayed" in runner.ran
 
 
-@pytest.mark.parametrize(("budget_s", "at"), [(340, "confirm-1-short"), (600, "confirm-")])
+@pytest.mark.parametrize(("budget_s", "at"), [(290, "confirm-1-short"), (600, "confirm-")])
 def test_a_proof_is_short_where_a_long_one_does_not_fit(budget_s: float, at: str) -> None:
     climb = make_climb(SimulatedRunner(COMPUTED).with_budget(budget_s), ladders=list_shipped())
     with contextlib.suppress(Spent):
@@ -779,23 +779,21 @@ def test_a_confirmation_that_does_not_fit_is_not_begun_and_the_budget_is_for_run
     assert runner.confirmed == [] and not any("confirm" in at for at in runner.ran)
 
 
-def test_the_next_call_confirms_once_there_is_nothing_else_to_do() -> None:
+def test_a_later_call_confirms_what_an_earlier_one_had_no_time_for() -> None:
     done: dict[str, Result] = {}
     rows: list[Any] = []
-    for _ in range(6):
-        runner = SimulatedRunner(SLOW, done=done).with_budget(530)
+    found, calls = None, 0
+    while found is None and calls < 6:
+        calls += 1
+        runner = SimulatedRunner(SLOW, done=done).with_budget(340)
         climb = make_climb(runner, rows=rows)
-        try:
+        with contextlib.suppress(Spent):
             climb.climb()
+        with contextlib.suppress(Spent):
             found = climb.confirm()
-            break
-        except Spent:
-            rows = climb.rows
-            with pytest.raises(Spent):
-                climb.confirm()
-    else:
-        pytest.fail("it never comes to a confirmation")
-    assert found is not None and runner.confirmed == [climb.stack] and runner.budget.left_s() >= -GRACE_S
+        rows = climb.rows
+    assert found is not None and calls > 1, "there was no time for it in the first call"
+    assert runner.confirmed == [climb.stack] and runner.budget.left_s() >= -GRACE_S
 
 
 def test_what_has_finished_of_a_confirmation_is_not_waited_for_again() -> None:

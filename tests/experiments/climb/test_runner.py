@@ -379,9 +379,24 @@ def test_what_is_left_of_a_confirmation(world: World, clock: Clock, gate: dict[s
     assert sorted({ask.steps for _, _, ask, _ in world.asked if ask.steps}) == [13, 34], "the first run is a short one"
     assert bench.estimate_confirmation_s("confirm-1", needs) == 2 * 1000, "the gradients are made up here"
     assert bench.estimate_confirmation_s("confirm-2", needs) > 2 * 1000
-    for place in ("parity", "1-top/gradients"):
-        world.run(bench._make_arm("naive", {}), place, tmp_path / "confirm-1" / place, Ask())
+    for place in ("gradients/naive", "confirm-1/1-top/gradients"):
+        world.run(bench._make_arm("naive", {}), place, tmp_path / place, Ask())
     assert bench.estimate_confirmation_s("confirm-1", needs) == 0
+    assert gate["folders"][0][2] == tmp_path / "gradients" / "naive", "as in the climb's own checks"
+
+
+def test_a_climb_that_trained_before_its_confirmation_needs_no_run_that_fills_the_page_cache(
+    world: World, clock: Clock, gate: dict[str, Any], tmp_path: Path
+) -> None:
+    needs = Needs(start_s=1, first_s=5, base_s=10, arm_s=100, gradients_s=1000)
+    bench, _ = made(tmp_path, clock)
+    bench.run("00-naive/pilot", {}, Ask(steps=9), what="the pilot", need_s=1)
+    assert bench.estimate_confirmation_s("confirm-1", needs) == 3 * 10 + 3 * 100 + 1 + 2 * 1000
+    confirmed(bench)
+    assert not (tmp_path / "confirm-1" / "base" / "warm-up").exists()
+    again, _ = made(tmp_path / "again", clock)
+    confirmed(again)
+    assert (tmp_path / "again" / "confirm-1" / "base" / "warm-up").exists(), "the control: a call that goes on"
 
 
 def test_a_confirmation_that_cannot_end_does_not_begin(

@@ -125,8 +125,8 @@ class Queue:
 
 @pytest.mark.parametrize(("stalls", "knows"), [(True, True), (True, False), (False, True)])
 def test_batches_that_a_pause_of_the_training_left_ready_are_no_sign_of_a_pace(stalls: bool, knows: bool) -> None:
-    """Eight workers take 1.2 s for a batch, so one comes every 150 ms. A training that rehearsed for three seconds found
-    sixteen ready, took 84 ms for the pace of its workers, and gave up fifteen, who made one every 106 ms."""
+    """Eight workers take 1.2 s for a batch, so one comes every 150 ms. A training that rehearsed for three seconds
+    found sixteen ready, took 84 ms for the pace of its workers, and gave up fifteen, who made one every 106 ms."""
     queue, seen = Queue(8, 1.2), Pace(8)
     seen.begin_epoch(None)
     for number in range(24):
