@@ -7,6 +7,7 @@ one run that does not count comes first, so that all arms find the same caches.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from fastloop.experiments.trials.failures import make_failure, writing
 from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, refuse_alone
 from fastloop.experiments.trials.script_injection import name_of
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget
+from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget, refuse
 from fastloop.judge import statistics
 from fastloop.judge.verdict import LEAST_RUNS
 from fastloop.records import store
@@ -107,6 +108,7 @@ def ab(asked: AbRequest, *, out: str | None, force: bool, resume: str | None, pr
     """
     if resume is not None and not (asked.vs or asked.aa or asked.vs_commit):
         refuse_alone("ab", resume)
+    refuse(os.environ, script=asked.script is not None)
     if asked.vs_commit is not None:
         if asked.script is None or asked.base is not None or asked.vs:
             raise ConfigError(

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import math
+import os
 import shlex
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -37,7 +38,7 @@ from fastloop.experiments.climb.runner import ProcessRunner
 from fastloop.experiments.trials.failures import Failed, make_failure, writing
 from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, refuse_alone
 from fastloop.experiments.trials.script_injection import name_of
-from fastloop.experiments.trials.trial import TRIAL, Job, allow_quick_starts, forget
+from fastloop.experiments.trials.trial import TRIAL, Job, allow_quick_starts, forget, refuse
 from fastloop.records import store
 from fastloop.records.card import Stack
 from fastloop.records.climb import ClimbFile, Confirmation, Speed
@@ -79,6 +80,7 @@ def climb(
     """
     if conf is None and script is None and resume is not None:
         refuse_alone("climb", resume)
+    refuse(os.environ, script=script is not None)
     start = _make_start(conf, script, args, more, (*overrides, "watch.enabled=true", "watch.trace_steps=0"))
     config = start.config()
     _check(budget_s, allow)

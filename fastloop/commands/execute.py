@@ -172,6 +172,8 @@ def _answer(
         why = "FASTLOOP_DISABLE is set" if off else explain_unmeasured(name, events, code)
         if code and not any(event.event == "constructed" for event in events):
             why += _name_other_python(command)
+        if config and any(event.event == "yielded" for event in events):
+            why += "; the rungs of this command were not used"
         return Answer(text=f"fastloop: nothing was measured: {why}", json={**content, "run_dir": None}, exit_code=code)
     seen, plan = record.measurement, (record.plan or PlanFile()).to_plan()
     found, verdicts = record.findings or (), record.verdicts or ()

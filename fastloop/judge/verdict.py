@@ -33,8 +33,8 @@ def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0
     bases, arms = _Runs.of(base), _Runs.of(arm)
     fewest = min(len(bases.rates), len(arms.rates))
     found = estimate_effect(bases.rates, bases.places, arms.rates, arms.places) if fewest else None
-    ratio = found.ratio if found else _compute_plain_ratio(bases, arms)
     judged = found if fewest >= LEAST_RUNS else None
+    ratio = judged.ratio if judged else None
     ci95 = compute_interval(judged, alpha) if judged else None
     mde = compute_mde_pct(judged.sd, len(bases.rates), len(arms.rates), judged.dof, alpha) if judged else None
     by_queues = _explain_queues(ci95, base, arm)
@@ -119,14 +119,6 @@ class _Runs:
             if math.isfinite(rate) and rate > 0
         ]
         return cls([rate for rate, _ in runs], [place for _, place in runs])
-
-
-def _compute_plain_ratio(base: _Runs, arm: _Runs) -> float | None:
-    """Ratio of geometric means: all that one run of each can give."""
-    if not base.rates or not arm.rates:
-        return None
-    means = [math.fsum(map(math.log, runs.rates)) / len(runs.rates) for runs in (base, arm)]
-    return math.exp(means[1] - means[0])
 
 
 def _choose_verdict(ci95: tuple[float, float] | None, band_pct: float) -> Judged:

@@ -135,7 +135,7 @@ def test_a_certain_difference_is_named_however_small() -> None:
 def test_under_three_runs_there_is_no_verdict(runs: int) -> None:
     found = judged(1.5, runs)
     assert found.verdict == "inconclusive" and found.ci95 is None and found.mde_pct is None
-    assert found.ratio == pytest.approx(1.5, rel=0.03)
+    assert found.ratio is None, "no ratio without an interval"
     assert f"insufficient: {runs} run" in found.why and "a verdict needs 3" in found.why
     assert judged(1.5, 3).verdict == "faster", "the control: a third run each is enough for 50 %"
 

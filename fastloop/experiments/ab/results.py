@@ -149,8 +149,9 @@ def list_flags(sides: Sequence[Side]) -> list[str]:
     shares: dict[str, list[int]] = {}
     for side in sides:
         for number in sorted(side.runs):
-            seen = side.runs[number].measurement or Measurement(window_too_short=False)
-            for each in filter(None, (*seen.state, describe_short_window(seen))):
+            trial = side.runs[number]
+            seen = trial.measurement or Measurement(window_too_short=False)
+            for each in filter(None, (*seen.state, describe_short_window(seen), _describe_end(trial))):
                 alike = _SHARE.sub("about {} %", each)  # one sentence for all runs, although the share differs
                 shares.setdefault(alike, []).extend(map(int, _SHARE.findall(each)))
                 said.setdefault(alike, {}).setdefault(side.name, []).append(number)
@@ -162,6 +163,12 @@ def list_flags(sides: Sequence[Side]) -> list[str]:
         share = " to ".join(map(str, dict.fromkeys((known[0], known[-1])))) if known else ""
         found.append(f"{where}: {alike.replace('{}', share)}")
     return found
+
+
+def _describe_end(trial: Trial) -> str | None:
+    """Describe how a script failed after its fit, which was measured; None if it did not. Code that looks for a
+    checkpoint fails in these runs because they write none."""
+    return None if trial.code == 0 or trial.unsaved else f"the script ended with exit code {trial.code} after its fit"
 
 
 def _list_checkpoint_notes(trials: Sequence[Trial]) -> list[str]:

@@ -156,11 +156,7 @@ class ScriptArm:
             ConfigError: nothing was started.
             KeyboardInterrupt, SystemExit: it was stopped; the script has then ended.
         """
-        refuse(
-            os.environ,
-            why="each run of a script starts its own ranks",
-            do="run this command once, and write torchrun into --script",
-        )
+        refuse(os.environ, script=True)
         if ask.variation not in VARIATIONS:
             raise ConfigError(
                 got=f"{ask.variation} of a script",

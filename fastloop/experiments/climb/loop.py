@@ -88,7 +88,14 @@ class Climb(Measured):
 
     def _choose(self) -> Candidate | str:
         added = [row for row in self.rows if not row.takes_away]  # rungs removed at the end are not tried again
-        return choose(dataclasses.replace(self.known, rows=added, stack=read_stack(added)))
+        known = dataclasses.replace(self.known, rows=added, stack=read_stack(added))
+        return choose(dataclasses.replace(known, ladder_rates=self._leave_out_unprovable(known.ladder_rates)))
+
+    def _leave_out_unprovable(self, rates: Mapping[str, float]) -> Mapping[str, float]:
+        """Leave out the ladders for whose proof there is no time, if that of another fast one fits."""
+        fits = {name: rate for name, rate in rates.items() if self._needs_s.get(name, 0.0) <= self.runner.left_s()}
+        least = APART * ((self.naive and self.naive.samples_per_s) or math.inf)
+        return fits if max(fits.values(), default=0.0) >= least else rates
 
     @property
     def context(self) -> Context:
@@ -131,7 +138,7 @@ class Climb(Measured):
     def _measure_ladders(self) -> None:
         """Run the start once with each shipped ladder, to try the fastest first; this run is part of its screen. If one
         does not fit into the budget, the others still run. Once one was faster, time is kept for its screen and
-        proof."""
+        proof, if there is enough."""
         spent, keeps, fastest = None, False, 0.0
         ladders = {} if self.stack else list_bundles(self.known) | list_ladders(self.start)
         for name, stack in self._put_off(ladders).items():
@@ -154,8 +161,8 @@ class Climb(Measured):
                 spent = spent if keeps else spent or error
                 continue
             self.ladders[name] = result.samples_per_s if result.ok else None
-            if (rate := self.ladders[name] or 0.0) > fastest:
-                fastest, keeps = rate, self._keep_time_for(stack, result)
+            if (rate := self.ladders[name] or 0.0) > fastest and self._keep_time_for(name, stack, result):
+                fastest, keeps = rate, True
             self.save()
         if keeps:
             self.runner.reserve()
@@ -165,7 +172,18 @@ class Climb(Measured):
     def _put_off(self, ladders: Mapping[str, Stack]) -> Mapping[str, Stack]:
         """Put last the ladders that compile for so long that the budget has no time for their proof, if it has for that
         of others."""
-        too_long = [name for name, stack in ladders.items() if self._estimate_to_proof_s(stack) > self.runner.left_s()]
+        now_ms, left_s = self.known.costs.now_ms, self.runner.left_s()
+        runs_s = {
+            name: self.context.choose_ladder_length(ladders[name]).seconds(now_ms, self.start_s) for name in ladders
+        }
+        compiles_s = {name: estimate_first_start_s(stack) for name, stack in ladders.items()}
+        too_long = [
+            name
+            for name, stack in ladders.items()
+            if self._estimate_to_proof_s(stack)
+            + sum(runs_s[other] for other in ladders if compiles_s[other] < compiles_s[name])
+            > left_s
+        ]
         if len(too_long) == len(ladders):
             return ladders
         self.put_off = too_long
@@ -178,9 +196,9 @@ class Climb(Measured):
         run_s = self.context.choose_ladder_length(stack).seconds(now.now_ms, self.start_s)
         return 2 * run_s + first_start_s + self._estimate_confirmation_s((stack, costs), short=True)
 
-    def _keep_time_for(self, stack: Stack, result: Result) -> bool:
-        """Keep time for the screen and the proof of a ladder that was faster in its first run. Returns whether that
-        much is left."""
+    def _keep_time_for(self, name: str, stack: Stack, result: Result) -> bool:
+        """Keep time for the screen and the proof of a ladder that was faster in its first run, if that much is left.
+        Returns whether it is."""
         now_ms = self.known.costs.now_ms
         if not result.ok or not result.step_ms or result.step_ms * APART > now_ms:
             return False
@@ -190,9 +208,11 @@ class Climb(Measured):
         screen_s = took.seconds(now_ms, self.start_s)
         if result.step_ms * CLEAR > now_ms:  # it will be screened by a second pair
             screen_s += took.seconds(now_ms, self.start_s) + took.seconds(result.step_ms, start_s)
-        need_s = screen_s + self._estimate_confirmation_s((stack, costs), short=True)
+        self._needs_s[name] = need_s = screen_s + self._estimate_confirmation_s((stack, costs), short=True)
+        if need_s > self.runner.left_s():
+            return False
         self.runner.reserve(need_s)
-        return need_s <= self.runner.left_s()
+        return True
 
     def confirm(self) -> Confirmation | None:
         """Compare the top with the start in a fresh A/B; returns None if nothing was kept.

@@ -82,6 +82,8 @@ class Measured:
         """Whether the budget is too short for a longer measurement, and for ceilings before the first ladder."""
         self.put_off: list[str] = []
         """Shipped ladders that the budget had no time to run and prove."""
+        self._needs_s: dict[str, float] = {}
+        """Seconds that the screen and the proof of a shipped ladder take, known once it was faster in its first run."""
         self._without: set[str] = set()
         """Folders of trials that failed and are not repeated."""
 
@@ -168,7 +170,9 @@ class Measured:
         took = choose_length(step_ms, step_ms, **how).up_to(self.ends_at)
         self.hurries = RUNS * took.seconds(step_ms, self.start_s) > self.runner.left_s()
         if self.hurries:
-            return pilot
+            if pilot.queued == 0:  # else most of its batches were ready before it began
+                return pilot
+            took = choose_length(step_ms, step_ms, screen=True, fill_read=True, **how).up_to(self.ends_at)
         naive = self._run_naive(
             "00-naive/as-it-is", took, "measuring the baseline", took.seconds(step_ms, self.start_s)
         )

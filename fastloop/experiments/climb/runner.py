@@ -96,7 +96,7 @@ class ProcessRunner:
             promise, () if promise == "changes-training" else (parity_gates.judge_ledgers(trials, promise),)
         )
         if outcome.passed is False:
-            _note_passport(outcome, base, arm, pairs)
+            self._note_passport(outcome, base, arm, pairs)
         return outcome
 
     def check_parity(
@@ -110,7 +110,7 @@ class ProcessRunner:
         outcome = parity.sum_up_gates(
             promise, (*outcome.gates, self._compare_gradients(at, base, arm, promise, what, need_s))
         )
-        _note_passport(outcome, base, arm, pairs)
+        self._note_passport(outcome, base, arm, pairs)
         return outcome
 
     def _compare_gradients(self, at: str, base: Stack, arm: Stack, promise: Parity, what: str, need_s: float) -> Gate:
@@ -124,6 +124,14 @@ class ProcessRunner:
             limits=limits,
             progress=self._report_progress,
         )
+
+    def _note_passport(self, outcome: Outcome, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]]) -> None:
+        """Write the outcome into a rung's passport if the two stacks differ in exactly that rung."""
+        if len(new := set(arm) - set(base)) == 1:
+            trials = [ran.trial for _, ran in pairs if ran.trial]
+            sample = Sample(name="arm", samples_per_s=tuple(trial.samples_per_s or 0.0 for trial in trials))
+            hardware = results.read_hardware(trials)
+            passports.keep(new.pop(), outcome, hardware, sample, name=self.start.name, run_dir=self.place)
 
     def _find_gradient(self, stack: Stack) -> Path:
         """Return the folder of a stack's gradient, which serves all comparisons with it."""
@@ -237,14 +245,6 @@ class ProcessRunner:
                     why=f"this climb began on {self._device}",
                     do="resume it there, or start a new one here",
                 )
-
-
-def _note_passport(outcome: Outcome, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]]) -> None:
-    """Write the outcome into a rung's passport if the two stacks differ in exactly that rung."""
-    if len(new := set(arm) - set(base)) == 1:
-        trials = [ran.trial for _, ran in pairs if ran.trial]
-        runs = tuple(trial.samples_per_s or 0.0 for trial in trials)
-        passports.keep(new.pop(), outcome, results.read_hardware(trials), Sample(name="arm", samples_per_s=runs))
 
 
 def _name_stack(stack: Stack) -> str:

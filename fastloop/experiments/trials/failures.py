@@ -11,7 +11,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastloop.config.loading import Config
+from fastloop.config.loading import DEFAULT, Config
+from fastloop.config.schema import find_origin
 from fastloop.errors import FastLoopError
 from fastloop.records.secrets import make_scrubber
 from fastloop.records.trial import Trial
@@ -98,12 +99,15 @@ def explained(config: Config, where: Path) -> Iterator[None]:
     try:
         yield
     except FastLoopError as error:
-        raise type(error)(got=hide(error.got), why=hide(error.why), do=hide(error.do), key=error.key) from None
+        got, origin = error.got, find_origin(error.key, config.origins) if error.key else DEFAULT
+        place = "" if origin == DEFAULT or str(origin) in got else f" ({origin})"
+        raise type(error)(got=hide(got) + place, why=hide(error.why), do=hide(error.do), key=error.key) from None
     except KeyboardInterrupt:
         raise Failed(f"fastloop: interrupted{partial()}" if is_first_rank() else "", exit_code=130) from None
     except SystemExit as error:
-        if not isinstance(error.code, int) or error.code not in TERMINATED:  # raised by the user's code
-            raise
+        if not isinstance(error.code, int) or error.code not in TERMINATED:
+            told = f"fastloop: the run failed: its own code called sys.exit({error.code!r}){partial()}"
+            raise Failed(hide(told) if is_first_rank() else "") from None
         raise Failed(f"fastloop: terminated{partial()}" if is_first_rank() else "", exit_code=error.code) from None
     except Exception as error:
         told = "".join(traceback.format_exception(error)).rstrip("\n")

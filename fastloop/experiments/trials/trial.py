@@ -120,11 +120,7 @@ def run_trial(
         ConfigError: the configuration cannot be used, or FASTLOOP_DISABLE or a launcher's variables are set.
         KeyboardInterrupt, SystemExit: it was stopped; the training has then ended, with a partial report.
     """
-    refuse(
-        os.environ,
-        why="each trial starts its own ranks",
-        do="run this command once, without torchrun or srun; run.devices sets the ranks",
-    )
+    refuse(os.environ, script=False)
     hide = make_scrubber(job.config().values)
     run_dir.mkdir(parents=True, exist_ok=True)
     clear(run_dir)
@@ -244,16 +240,19 @@ def _quote_error(cause: str, tail: str) -> str:
     return f"{said[0]}: {said[1].removeprefix('  why ')}"
 
 
-def refuse(environ: Mapping[str, str], *, why: str, do: str) -> None:
-    """Raise ConfigError if nothing would be measured, or if this process is one rank of several.
-
-    Args:
-        why: why ranks must not run this command; ``do``: what to write instead.
+def refuse(environ: Mapping[str, str], *, script: bool) -> None:
+    """Raise ConfigError if nothing would be measured, or if this process is one rank of several, which must not start
+    trials of a `script` or of a recipe.
     """
     if environ.get("FASTLOOP_DISABLE", "") not in ("", "0"):
         raise ConfigError(got="FASTLOOP_DISABLE", why="nothing would be measured", do="unset it for this command")
     if environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise ConfigError(got=f"WORLD_SIZE={environ['WORLD_SIZE']}", why=why, do=do)
+        how = "and write torchrun into --script" if script else "without torchrun or srun; run.devices sets the ranks"
+        raise ConfigError(
+            got=f"WORLD_SIZE={environ['WORLD_SIZE']}",
+            why="each trial starts its own ranks",
+            do=f"run this command once, {how}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fastloop.config.loading import load
+from fastloop.errors import ConfigError
 from fastloop.experiments.trials.failures import Failed, explained, make_failure, ran_out_of_memory
 from fastloop.records.trial import Trial
 
@@ -18,13 +20,33 @@ def test_a_failure_carries_its_text_and_code() -> None:
 
 
 @pytest.mark.parametrize("code", [143, 129])
-def test_a_termination_from_outside_is_a_failure_and_an_exit_of_the_users_is_not(code: int, tmp_path: Path) -> None:
+def test_a_termination_from_outside_is_a_failure(code: int, tmp_path: Path) -> None:
     config = load("cifar10")
     with pytest.raises(Failed, match="fastloop: terminated") as raised, explained(config, tmp_path):
         raise SystemExit(code)
     assert raised.value.exit_code == code
-    with pytest.raises(SystemExit), explained(config, tmp_path):
-        raise SystemExit(5)
+
+
+@pytest.mark.parametrize("code", [0, 3, 4, None, "bye"])
+def test_an_exit_of_the_users_own_code_is_a_failed_run(code: Any, tmp_path: Path) -> None:
+    """A training_step that exits with 0, 3 or 4 was taken for a success, another training or an open question."""
+    said = r"the run failed: its own code called sys\.exit"
+    with pytest.raises(Failed, match=said) as raised, explained(load("cifar10"), tmp_path):
+        raise SystemExit(code)
+    assert raised.value.exit_code == 1 and repr(code) in str(raised.value)
+
+
+def test_an_error_about_a_key_says_where_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("base: cifar10\nstrict: true\nrungs:\n  pin: {enabled: true}\n")
+    config = load(str(tmp_path / "my.yaml"))
+
+    def fail(key: str | None) -> str:
+        with pytest.raises(ConfigError) as raised, explained(config, tmp_path):
+            raise ConfigError(got="rungs.pin", why="it cannot apply", do="turn it off", key=key)
+        return raised.value.got
+
+    assert fail("rungs.pin.enabled") == f"rungs.pin ({tmp_path / 'my.yaml'}:4)"
+    assert fail("rungs.compile.pay_back") == "rungs.pin" and fail(None) == "rungs.pin", "a default was written nowhere"
 
 
 def trial(cause: str | None, tail: str = "", code: int = 1) -> Trial:
