@@ -50,4 +50,14 @@ def read_evidence(trainer: Any) -> dict[str, Any]:
             hook for hook in read_facts.TRANSFER_HOOKS if read_facts.find_hook_owner(trainer, hook) is not None
         ],
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "skipped_steps": count_skipped_steps(trainer),
     }
+
+
+def count_skipped_steps(trainer: Any) -> int | None:
+    """Count the optimizer steps that the loss scaler left out because gradients overflowed; None if there is no scaler,
+    or if the optimizer does not count its steps. Lightning's counts and its schedulers include them."""
+    if getattr(trainer.precision_plugin, "scaler", None) is None or len(trainer.optimizers) != 1:
+        return None
+    steps = [state["step"] for state in getattr(trainer.optimizers[0], "state", {}).values() if "step" in state]
+    return max(0, trainer.global_step - int(max(map(float, steps)))) if steps else None

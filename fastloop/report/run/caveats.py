@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastloop.records.measurement import CEILINGS, DISTURBED, Measurement, measure_unevenness
-from fastloop.records.plan import Finding
+from fastloop.records.plan import Finding, say_count
 
 DRIFTED_PCT = 10.0
 LONG_STEPS = ("the mean step is", "were so long that")
@@ -20,12 +20,21 @@ def list_caveats(seen: Measurement, findings: Sequence[Finding] = ()) -> list[st
     caveats = [
         *([] if repeats is None else [repeats]),
         *seen.state,
+        *_list_skipped_steps(seen),
         *_list_missing_trace(seen),
         *([] if is_named else _list_unevenness(seen)),
         *_list_disturbances(seen),
         *_list_drift(seen),
     ]
     return ["; ".join(caveats)] if caveats else []
+
+
+def _list_skipped_steps(seen: Measurement) -> list[str]:
+    """Report the optimizer steps that a loss scaler left out."""
+    if not (skipped := (seen.evidence.get("model") or {}).get("skipped_steps")):
+        return []
+    steps = say_count(skipped, "optimizer step")
+    return [f"the loss scaler skipped {steps} whose gradients overflowed float16; schedulers moved on all the same"]
 
 
 def _list_missing_trace(seen: Measurement) -> list[str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from fastloop.bridge.apply.read_training import read_evidence
 from tests.models import Regression
+from tests.runs import Net, Run, batches, run
 
 
 def net() -> torch.nn.Module:
@@ -20,7 +23,9 @@ def net() -> torch.nn.Module:
 
 def seen(module: torch.nn.Module | None, **groups: Any) -> dict[str, Any]:
     optimizer = SimpleNamespace(param_groups=[groups])
-    return read_evidence(SimpleNamespace(lightning_module=module, datamodule=None, optimizers=[optimizer]))
+    return read_evidence(
+        SimpleNamespace(lightning_module=module, datamodule=None, optimizers=[optimizer], precision_plugin=None)
+    )
 
 
 def test_a_plain_model() -> None:
@@ -34,6 +39,7 @@ def test_a_plain_model() -> None:
         "calls_backward": False,
         "classes": 0,
         "parameters": 3 * 8 * 9 + 8 + 64 + 8 + 16 + 2,
+        "skipped_steps": None,
     }
     assert seen(None) == {}
 
@@ -75,3 +81,19 @@ def test_gradients_that_the_users_code_computes() -> None:
             self.manual_backward(super().training_step(batch, batch_idx))
 
     assert seen(Steps())["calls_backward"] and not seen(Hands())["calls_backward"]
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**40])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_steps_that_a_loss_scaler_skips_are_counted(optimizer: Any, scale: float) -> None:  # A8
+    scalers: list[Any] = []
+
+    def fit(rungs: Any) -> Run:
+        scalers.append(torch.amp.GradScaler("cpu", init_scale=scale))
+        plugins = [MixedPrecision("16-mixed", "cpu", scalers[-1])]
+        return run(rungs, batches(400), lambda: Net(optimizer), plugins=plugins)
+
+    seen = fit({}).seen("model")["skipped_steps"]
+    overflows = round(math.log2(scale / scalers[-1].get_scale()))
+    assert seen == (None if optimizer is torch.optim.SGD else overflows), "SGD counts no steps"
+    assert (overflows > 3) is (scale > 2**30), "the control: a small scale overflows nothing"

@@ -83,3 +83,11 @@ def test_a_drift_is_said_with_what_it_came_with_and_after_the_state() -> None:
 def test_samples_that_come_several_times_are_the_first_doubt() -> None:
     doubtful = seen(evidence={"loader": {"repeats": "every sample comes 2 times"}}, state=("the clock was low",))
     assert caveats.list_caveats(doubtful) == ["every sample comes 2 times; the clock was low"]
+
+
+@pytest.mark.parametrize(
+    ("skipped", "said"), [(None, []), (0, []), (1, ["1 optimizer step "]), (3, ["3 optimizer steps "])]
+)
+def test_steps_that_a_loss_scaler_skipped_are_counted(skipped: int | None, said: list[str]) -> None:  # A8
+    found = caveats.list_caveats(seen(evidence={"model": {"skipped_steps": skipped}}))
+    assert [words in line for words, line in zip(said, found, strict=True)] == [True] * len(said)
