@@ -102,6 +102,8 @@ def can_keep_theirs(facts: Facts) -> bool:
     loader = facts.loader
     if loader is None or facts.reload_every_n_epochs or loader.may_change:
         return False
+    if loader.init_draws:  # it would run once instead of in each epoch
+        return False
     if loader.not_ahead and loader.thread_hazards:  # a sample may have read a file once, which training writes anew
         return False
     return not (loader.worker_hazards or loader.remembers) and may_survive(loader)
@@ -189,6 +191,8 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str, *, repla
             f"{loader.kind} shuffles differently with workers, and its saved position is tied"
             " to their number; set num_workers yourself before the run starts"
         )
+    if facts.is_daemon:
+        return "this process is daemonic, as in a multiprocessing.Pool, and may not start workers"
     if facts.no_sockets_in is not None:
         return (
             f"workers send their batches through sockets, and socket paths below {facts.no_sockets_in} are too long;"

@@ -63,6 +63,8 @@ class LoaderFacts:
     """Whether it can save its position (``state_dict``), so that a run may resume mid-epoch."""
     draws_random: tuple[str, ...] = ()
     """Places in the dataset that draw random numbers, as found by reading its code."""
+    init_draws: tuple[str, ...] = ()
+    """Functions that a worker runs at its start and that draw random numbers, besides seeds."""
     asks_process: tuple[str, ...] = ()
     """Functions that run for a sample and ask which process they are in."""
     shared_draws: tuple[str, ...] = ()
@@ -127,6 +129,8 @@ class Facts:
     """Memory that this process may still allocate; None if unknown."""
     disk_free_bytes: int | None = None
     """Free space on the disk that holds the user's cache directory; None if unknown."""
+    is_daemon: bool = False
+    """Whether this is a daemonic process, as in a ``multiprocessing.Pool``: it may not start workers."""
     no_sockets_in: str | None = None
     """The directory for temporary files, if its path is too long for the sockets that workers send batches through."""
     device: str = "cpu"
@@ -231,6 +235,14 @@ class Facts:
     user_comm_hook: bool = False
     # the data, known once the Trainer requests the train loader
     loader: LoaderFacts | None = None
+
+    @property
+    def batch_room_bytes(self) -> int | None:
+        """Room for the batches of all workers on this machine: ``/dev/shm``, and no more than the free memory, of which
+        it is a part. None if unknown."""
+        if self.shm_free_bytes is None or self.memory_free_bytes is None:
+            return self.shm_free_bytes
+        return min(self.shm_free_bytes, self.memory_free_bytes)
 
     def after(self, changes: Mapping[str, Any]) -> Facts:
         """These facts as later rungs see them after an earlier rung's change."""

@@ -284,15 +284,17 @@ class Workers:
     def _count(self, loader: LoaderFacts, facts: Facts) -> tuple[int, int]:
         """Return the number of workers, and of batches that each keeps ready: as configured, or fewer if shared memory
         is too small for them."""
-        count, room = choose_count(facts) if self.count == "auto" else self.count, facts.shm_free_bytes
+        count, room = choose_count(facts) if self.count == "auto" else self.count, facts.batch_room_bytes
         if room is None or loader.sample_bytes is None or loader.batch_size is None:
             return count, self.prefetch_factor
         size = loader.sample_bytes * loader.batch_size
         fitting = fit_in_shm(count, self.prefetch_factor, size, room // facts.local_ranks)
         if fitting is None:
+            is_shm = room == facts.shm_free_bytes
             raise NotApplicable(
-                f"a batch takes {size / 2**20:.1f} MiB and /dev/shm has {room / 2**20:.0f} MiB free: too little for one"
-                " worker; give the container --shm-size=8g"
+                f"a batch takes {size / 2**20:.1f} MiB and {'/dev/shm' if is_shm else 'the memory'} has"
+                f" {room / 2**20:.0f} MiB free: too little for one worker"
+                f"{'; give the container --shm-size=8g' if is_shm else ''}"
             )
         return fitting
 
@@ -344,7 +346,9 @@ class Workers:
             return Verdict(took=found.get("faster") if found.get("theirs") else True, why=more)
         if "kept" in found:
             kept = bool(found["kept"])
-            return Verdict(took=kept, why=f"your workers were {'' if kept else 'not '}kept between epochs")
+            why = f"your workers were {'' if kept else 'not '}kept between epochs"
+            reason = None if kept else found.get("restarted_because")
+            return Verdict(took=kept, why=why if reason is None else f"{why}: {reason}")
         if found.get("theirs"):
             return Verdict(took=False, why="your workers kept up, or more of them would not have paid off")
         count, fewer = found.get("live_workers"), found.get("fewer")

@@ -510,7 +510,7 @@ def test_shared_memory_that_turns_out_too_small_is_said(monkeypatch: pytest.Monk
     plain, ours = both(rungs, partial(batches, 40, shuffle=True, collate_fn=widen), max_epochs=2)
     assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
     assert ours.verdict("workers").took is True
-    assert "2 workers, each with 1 batches ahead: /dev/shm has room for 2 MiB" in ours.verdict("workers").why
+    assert "2 workers, each with 1 batches ahead: memory has room for 2 MiB of batches" in ours.verdict("workers").why
 
 
 @pytest.mark.timeout(200)
@@ -654,7 +654,7 @@ def test_more_workers_in_a_fit(own: int, is_faster: bool | None, monkeypatch: py
     class Grows(more_workers.Pace):
         seen = 0
 
-        def note(self, waited_s: float, took_s: float) -> None:
+        def note(self, waited_s: float, took_s: float, ready: int | None = None) -> None:
             self.seen += 1
 
         def find_more(self, most: int, left: Any, *, loses: bool, stay: bool) -> tuple[int, bool] | None:
@@ -782,7 +782,7 @@ def test_nothing_is_made_for_an_epoch_that_does_not_come(tmp_path: Path) -> None
     rungs = {"workers": {"persistent": True, "across_epochs": True}}
     ours = run(rungs, loader, max_epochs=3, callbacks=[Waits()])
     assert ours.verdict("workers").why.endswith("; 2 epochs started with prefetched batches")
-    assert (tmp_path / "made").stat().st_size == 3 * 40
+    assert (tmp_path / "made").stat().st_size == 3 * 40 + 6, "three samples are read twice beforehand"
 
 
 @pytest.mark.parametrize(
@@ -1147,3 +1147,13 @@ def test_two_ranks_keep_their_samples_and_shuffle_anew_each_epoch() -> None:
     for epoch in range(3):
         parts = [set(chain.from_iterable(rank["workers"]["samples"][3 * epoch : 3 * epoch + 3])) for rank in ranks]
         assert not parts[0] & parts[1] and parts[0] | parts[1] == set(range(44))
+
+
+def test_batches_of_workers_take_no_more_than_the_free_memory() -> None:  # B9
+    """Shared memory is memory: a container may have 32 GB of one and 8 of the other."""
+    big = facts(HEAVY, shm_free_bytes=2**34, memory_free_bytes=171 * 2**20)
+    assert Workers(enabled=True, count=8).plan(big).wants["loader.prefetch_factor"] == 1
+    control = facts(HEAVY, shm_free_bytes=2**34)
+    assert Workers(enabled=True, count=8).plan(control).wants["loader.prefetch_factor"] == 2
+    with pytest.raises(NotApplicable, match=r"the memory has 16 MiB free: too little for one worker$"):
+        Workers(enabled=True).plan(facts(HEAVY, shm_free_bytes=2**34, memory_free_bytes=2**24))

@@ -309,6 +309,7 @@ class TrainLoaders:
 
     def _give_back(self) -> None:
         """Put the user's loaders back into their CombinedLoader, which Lightning filled with ours."""
+        self._workers.end()
         combined = getattr(self.trainer.fit_loop, "_combined_loader", None)
         if combined is not None and any(id(loader) in self._originals for loader in combined.flattened):
             combined.flattened = [self.find_original(loader) for loader in combined.flattened]

@@ -15,6 +15,7 @@ from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import describe
 from fastloop.feeds.lazy_loader import LazyLoader, clone, read_like_workers
 from fastloop.feeds.workers.fresh_workers import FreshWorkers
+from fastloop.feeds.workers.read_twice import ReadTwice
 from fastloop.feeds.workers.tried_workers import end_workers
 from fastloop.records.plan import Applied
 
@@ -127,6 +128,7 @@ class ValidationWorkers(ValidationLoaders):
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
         self._fresh: list[FreshWorkers] = []
+        self._twice: list[ReadTwice] = []
 
     @property
     def count(self) -> int:
@@ -134,7 +136,8 @@ class ValidationWorkers(ValidationLoaders):
         return sum(own.num_workers for _, own, _ in self._made)
 
     def _replace(self, loader: Any, want: bool) -> tuple[LazyLoader, Any]:
-        self._fresh.append(fresh := FreshWorkers(tell=self._say))
+        self._twice.append(twice := ReadTwice(loader, draws=False))
+        self._fresh.append(fresh := FreshWorkers(tell=self._say, twice=twice))
         return LazyLoader(clone(loader, {}), at_once=lambda: True, epochs=partial(self._begin, fresh)), None
 
     def _begin(self, fresh: FreshWorkers, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -149,6 +152,11 @@ class ValidationWorkers(ValidationLoaders):
             return begin()
         finally:
             loader.__dict__.update(_iterator=kept, persistent_workers=kept is not None)
+
+    def give_back(self) -> None:
+        for twice in self._twice:
+            twice.end()
+        super().give_back()
 
     def evidence(self) -> Mapping[str, Any]:
         """Whether validations had the workers of the one before; empty if no loader was changed."""

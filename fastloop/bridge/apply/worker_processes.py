@@ -16,6 +16,7 @@ from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.more_workers import MoreWorkers
 from fastloop.feeds.workers.next_epoch import NextEpoch
 from fastloop.feeds.workers.pace import Left
+from fastloop.feeds.workers.read_twice import ReadTwice
 from fastloop.feeds.workers.tried_workers import TriedWorkers
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Plan
@@ -59,6 +60,7 @@ class WorkerProcesses:
         self._more: MoreWorkers | None = None
         self._fresh: FreshWorkers | None = None
         self._next: NextEpoch | None = None
+        self._twice: list[ReadTwice] = []
         self._most_alive: int | None = None
         self._keeps_theirs, self._kept = False, False
 
@@ -66,22 +68,34 @@ class WorkerProcesses:
         """Complete the settings of a loader; returns a function that yields an epoch's batches, None if the loader does
         so itself."""
         self._keeps_theirs = "persistent_workers" in settings and "num_workers" not in settings
-        epochs = self._try(plan, settings, facts, loader.num_workers > 0) if settings.get("num_workers") else None
+        twice = self._read_twice(loader, facts) if self._keeps_theirs or settings.get("num_workers") else None
+        epochs = self._try(loader, plan, settings, facts, twice) if settings.get("num_workers") else None
         most = plan.wants.get(MOST_WORKERS)
         if most is not None and self._fewer is None and getattr(loader, "in_order", True):
             how: dict[str, Any] = {"count_left": self._count_left, "is_training": self._is_training}
             self._more = MoreWorkers(most, tell=self._say, epochs=epochs, room_bytes=_find_room(facts), **how)
             epochs = self._more.batches
         if settings.get("persistent_workers") and not loader.persistent_workers:
-            self._fresh = FreshWorkers(tell=self._say, epochs=epochs)
+            self._fresh = FreshWorkers(tell=self._say, epochs=epochs, twice=twice if loader.num_workers else None)
             epochs = self._fresh.batches
         begins_early = NEXT_EPOCH in plan.wants and settings.get("in_order", getattr(loader, "in_order", True))
         return self._begin_early(loader, epochs) if begins_early else epochs
 
+    def _read_twice(self, loader: Any, facts: Facts) -> ReadTwice:
+        """Have samples read twice in another process, while this one goes on."""
+        draws = facts.loader is not None and bool(facts.loader.draws_random)
+        self._twice.append(twice := ReadTwice(loader, draws=draws))
+        return twice
+
+    def end(self) -> None:
+        """End processes that still read samples."""
+        for twice in self._twice:
+            twice.end()
+
     def _begin_early(self, loader: Any, epochs: Epochs | None) -> Epochs:
         """Have an epoch's first batches made before it begins."""
         self._next = next_epoch = NextEpoch(
-            count_next=self._count_next, count_draws=self._count_draws, draws_seed=not loader.persistent_workers
+            count_next=self._count_next_early, count_draws=self._count_draws, draws_seed=not loader.persistent_workers
         )
 
         def batches(loader: Any, begin: Callable[[], Any]) -> Any:
@@ -90,12 +104,12 @@ class WorkerProcesses:
 
         return batches
 
-    def _try(self, plan: Plan, settings: dict[str, Any], facts: Facts, replaces: bool) -> Epochs:
+    def _try(self, loader: Any, plan: Plan, settings: dict[str, Any], facts: Facts, twice: ReadTwice | None) -> Epochs:
         """Complete the settings of a loader that gets workers, which have to prove that they work."""
         settings["in_order"] = True  # without workers there is no other order
         if self._fewer is not None:
             settings.update(self._fewer[0])
-        owner = plan.owner("loader.num_workers")
+        owner, replaces = plan.owner("loader.num_workers"), loader.num_workers > 0
         self._tried = TriedWorkers(
             room_bytes=_find_room(facts),
             is_training=self._is_training,
@@ -105,6 +119,7 @@ class WorkerProcesses:
             turn_off=f"rungs.{owner}.enabled: false",
             free_cpus=plan.wants.get("launch.free_cpus", 0),
             leave_out=self._leave_out if owner in self._by_ladder else None,
+            twice=None if replaces else twice,
         )
         return self._tried.batches
 
@@ -137,6 +152,10 @@ class WorkerProcesses:
         """Batches that the Trainer will take after this epoch; None if unknown."""
         left = self._count_left()
         return None if left.in_run is None or left.in_epoch is None else left.in_run - left.in_epoch
+
+    def _count_next_early(self) -> int | None:
+        """The same, of those that these workers may make: none if they are restarted for the next epoch."""
+        return self._count_next() if self._fresh is None or self._fresh.may_keep() else 0
 
     def _count_draws(self) -> int | None:
         """Numbers that validation draws for its loaders before the next epoch; None if unknown."""
@@ -179,7 +198,7 @@ class WorkerProcesses:
         self._kept = next((each for each in kept if each is not None), self._kept)  # iterators end with the epoch
         if self._fresh is not None and self._fresh.restarts:
             self._kept = self._fresh.kept > 0
-        return {"kept": self._kept}
+        return {"kept": self._kept, "restarted_because": None if self._fresh is None else self._fresh.reason}
 
     def see_more(self) -> Mapping[str, Any]:
         """How the number of workers changed; empty if no rung planned more."""
@@ -211,5 +230,5 @@ def _count_draws(loader: Any) -> int | None:
 
 
 def _find_room(facts: Facts) -> int | None:
-    """Free shared memory for the batches of one rank; None if unknown."""
-    return None if facts.shm_free_bytes is None else facts.shm_free_bytes // facts.local_ranks
+    """Room for the batches of one rank's workers; None if unknown."""
+    return None if facts.batch_room_bytes is None else facts.batch_room_bytes // facts.local_ranks

@@ -88,12 +88,14 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 _EPOCH_NAMES = ("epoch", "_epoch", "current_epoch")
 DRAWS = re.compile(
-    r"random|rand(n|int|range|perm|bytes)?|randn?_like|getrandbits|shuffle|choices?|r?sample|rvs|\w+variate"
+    r"random|rand(n|int|range|perm|bytes)?|randn?_like|getrandbits|shuffle|choices?|r?sample|rvs|\w+variate|permut(ed|ation)"
     r"|uniform|normal|gauss|bernoulli|multinomial|default_rng|RandomState|dropout"
     r"|(exponential|cauchy|geometric|random|uniform|bernoulli|(log_|trunc_)?normal)_"
     r"|initial_seed"
 )
 """Names of functions that draw random numbers, or give their seed."""
+_SEEDS = {"random", "initial_seed", "default_rng", "RandomState"}
+"""Names that also stand where generators are only seeded."""
 _ASKS_PROCESS = {"get_worker_info", "current_process", "parent_process"}
 _RANDOM_TRANSFORMS = re.compile(
     r"Random|ColorJitter|(\w*Dropout)|(Auto|Rand)Augment|TrivialAugment|AugMix|MixUp|CutMix|ElasticTransform|Gaussian(Blur|Noise)|JPEG"
@@ -129,7 +131,7 @@ def list_members(item: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{key!r}]", value) for key, value in islice(item.items(), _MOST_MEMBERS))
     elif isinstance(item, (list, tuple, set, frozenset)):
         yield from ((f"[{place}]", value) for place, value in enumerate(islice(item, _MOST_MEMBERS)))
-    elif inspect.ismethod(item):
+    elif inspect.ismethod(item) or (inspect.isbuiltin(item) and not inspect.ismodule(item.__self__)):
         yield ".__self__", item.__self__
     elif isinstance(item, functools.partial):
         yield from ((".func", item.func), (".args", item.args), (".keywords", item.keywords))
@@ -288,6 +290,16 @@ def draws_random(*roots: Any) -> tuple[str, ...]:
     """Names of transforms and functions reachable from the dataset whose code draws random numbers."""
     items = [item for root in roots for _, item in walk(root)]
     return list_draws(items, items)
+
+
+def list_init_draws(init: Any) -> tuple[str, ...]:
+    """The functions of a ``worker_init_fn`` that draw random numbers other than seeds."""
+    drawing = (
+        function
+        for _, _, function in list_running(list(walk(init, "worker_init_fn")))
+        if any(DRAWS.fullmatch(name) for name in {*sample_code.list_names(function.__code__)} - _SEEDS)
+    )
+    return tuple(dict.fromkeys(function.__qualname__ for function in drawing))
 
 
 def list_draws(items: Sequence[Any], held: Sequence[Any]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.feeds.lazy_loader import Epochs
+from fastloop.feeds.workers.read_twice import ReadTwice
 from fastloop.feeds.workers.tried_workers import end_workers
 
 
@@ -17,27 +18,43 @@ class FreshWorkers:
 
     Attributes:
         kept, restarts: epochs that had the workers of the one before, and those for which they were restarted.
+        reason: why they were restarted last; None if they were not.
 
     Args:
         tell: receives a line the first time that the workers are restarted.
         epochs: makes the batches of an epoch; None if the loader itself does.
+        twice: a check whether reading a sample changes it; None if that does not matter.
     """
 
-    def __init__(self, *, tell: Callable[[str], None], epochs: Epochs | None = None) -> None:
-        self._tell, self._epochs = tell, epochs
+    def __init__(
+        self, *, tell: Callable[[str], None], epochs: Epochs | None = None, twice: ReadTwice | None = None
+    ) -> None:
+        self._tell, self._epochs, self._twice = tell, epochs, twice
         self.kept = self.restarts = 0
+        self.reason: str | None = None
         self._mark: StateMark | None = None
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the batches of one epoch, which begins with this call; `begin` makes the loader's iterator."""
-        changed = None if self._mark is None else self._mark.find_change()
         kept = loader._iterator
+        changed = None if self._mark is None or kept is None else self._find_change()
         self.kept += kept is not None and changed is None
         if kept is not None and changed is not None:
             end_workers(kept)
-            self.restarts += 1
+            self.restarts, self.reason = self.restarts + 1, changed
             loader.__dict__["_iterator"] = None
             if self.restarts == 1:
-                self._tell(f"{changed} changes between epochs, so the dataset's workers are restarted then")
+                self._tell(f"{changed}, so the dataset's workers are restarted between epochs")
         self._mark = StateMark(dataset=loader.dataset, collate_fn=loader.collate_fn)
         return begin() if self._epochs is None else self._epochs(loader, begin)
+
+    def may_keep(self) -> bool:
+        """Whether reading a sample is known not to change it."""
+        return self._twice is None or self._twice.find_change()[0] is False
+
+    def _find_change(self) -> str | None:
+        """Return why the workers must not stay; None if they may."""
+        if self._twice is not None and not self.may_keep():
+            return self._twice.find_change()[1]
+        changed = None if self._mark is None else self._mark.find_change()
+        return None if changed is None else f"{changed} changes between epochs"

@@ -126,8 +126,18 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def _can_be_sent(kind: type) -> bool:
+    """Whether a class can be pickled; one that is made in a function cannot."""
+    try:
+        ForkingPickler.dumps(kind)
+    except Exception:
+        return False
+    return True
+
+
 class SendsExits:
-    """A ``worker_init_fn`` that calls another one, then makes its worker send ``SystemExit`` like other exceptions."""
+    """A ``worker_init_fn`` that calls another one, then makes its worker send what it raises, ``SystemExit`` and
+    exceptions of classes that cannot be pickled too."""
 
     def __init__(self, own: Callable[[int], None] | None) -> None:
         self.own = own
@@ -146,6 +156,10 @@ class SendsExits:
                     return fetch(indices)
                 except SystemExit as error:
                     raise RuntimeError(f"SystemExit: {error}") from error
+                except Exception as error:
+                    if not _can_be_sent(type(error)):
+                        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+                    raise
 
             fetcher.fetch = fetch_or_raise
             return fetcher

@@ -32,6 +32,7 @@ from fastloop.feeds.lazy_loader import name_sampler
 from fastloop.feeds.workers.in_worker import TIMED, Order, Send, SendsExits, Unsent
 from fastloop.feeds.workers.launch_room import LeavesRoom
 from fastloop.feeds.workers.pending_indices import PendingIndices
+from fastloop.feeds.workers.read_twice import SOON_S, ReadTwice
 from fastloop.feeds.workers.whereabouts import Whereabouts
 
 _SHOWN = 8
@@ -75,6 +76,7 @@ class TriedWorkers:
         is_training: whether the training itself requests an epoch now, not a callback.
         replaces: whether they replace the user's own workers, whose copies are as old.
         leave_out: called like `step_down` if workers cost more time than they save; None to keep them even then.
+        twice: a check whether reading a sample changes it; None if that does not matter.
 
     Attributes:
         drew: its ``value`` tells whether a worker has drawn from a global random generator.
@@ -91,7 +93,9 @@ class TriedWorkers:
         is_training: Callable[[], bool] = lambda: False,
         replaces: bool = False,
         leave_out: Callable[[int, int, str], None] | None = None,
+        twice: ReadTwice | None = None,
     ) -> None:
+        self._twice = twice
         self._free_cpus, self._leave_out, self._is_weighed = free_cpus, leave_out, False
         self._is_training, self._replaces = is_training, replaces
         self._mark: StateMark | None = None
@@ -120,6 +124,11 @@ class TriedWorkers:
         """
         if self._loading and loader._iterator is None and not self._is_training():  # a callback also reads the loader
             return begin()
+        if self._epoch == 0 and self._twice is not None:
+            changes, why = self._twice.find_change(SOON_S)
+            if changes:
+                self._set_workers(loader, 0, 0)
+                self._step_down(0, 0, f"each worker would have its own version of the samples: {why}")
         self._drawn.begin_epoch()
         if self._epoch == 0:
             self._may_be_stuck = not any(isinstance(item, SemLock) for _, item in walk(loader.dataset))
@@ -285,7 +294,7 @@ class TriedWorkers:
         if fitting == (workers, ahead):
             return None
         room, size = (self._room_bytes or 0) / 2**20, self._batch_bytes / 2**20
-        return _Fewer(*fitting, f"/dev/shm has room for {room:.0f} MiB, and a batch takes {size:.1f} MiB there")
+        return _Fewer(*fitting, f"memory has room for {room:.0f} MiB of batches, and one takes {size:.1f} MiB")
 
     def _find_stale(self) -> _Fewer | None:
         """Return settings without workers if something has changed what they hold copies of."""
