@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import multiprocessing
 import os
 import pickle
@@ -105,6 +106,7 @@ def _shares_memory(dataset: Any) -> bool:
 
 def _read(loader: DataLoader[Any], indices: Sequence[int], draws: bool, answer: Any) -> None:
     """In the forked process: read samples as a worker would, answer, and end without any cleanup."""
+    gc.disable()  # what is garbage here is the parent's, CUDA events among it
     with contextlib.suppress(BaseException):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
