@@ -166,7 +166,7 @@ class Workers:
     """Let workers that stay between epochs prefetch the next epoch's first batches while this one ends, and during
     validation. These batches are used only if the sampler then draws the same indices."""
     prefetch_factor: int = 2
-    """Batches that each worker keeps ready."""
+    """Batches that each worker keeps ready that this rung starts; your own keep their number."""
     persistent: bool | Literal["auto"] = "auto"
     """Keep the workers between epochs; true also keeps yours. Such workers miss changes of the dataset after epoch 0.
     auto = keep ours, and under a ladder yours, if epochs have fewer than 1,000 batches and no code is known to change
