@@ -27,6 +27,7 @@ from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget, run_trial
 from fastloop.records import store
 from fastloop.records.measurement import CEILINGS, DISTURBED
+from fastloop.records.plan import say_duration
 from fastloop.records.trial import Trial, Variation
 from fastloop.report.numbers import format_short
 
@@ -116,7 +117,13 @@ def headspace(
         baselines: list[Trial] = []
         ceilings: dict[str, Trial] = {}
 
+        count = 2 + len(list_variations(config))
+
         def trial(name: str, changed: Job) -> Trial:
+            done = [*baselines, *ceilings.values()]
+            each_s = sum(made.seconds for made in done) / max(1, len(done))
+            left = f", about {say_duration(each_s * (count - len(done)))} left" if done else ""
+            progress(f"{name} ({len(done) + 1} of {count}){left}")
             return run_trial(name, changed, path / name, limits=limits, progress=progress)
 
         def collect() -> CeilingsFile:

@@ -78,6 +78,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, Jo
     return instead
 
 
+def test_progress_counts_the_trainings_and_the_time_left(pretend: Callable[[Rates], Any]) -> None:
+    pretend({"baseline": 400, "replayed": 3200, "resident": 3300, "baseline-again": 410})
+    lines: list[str] = []
+    headspace(str(NET), more=(), overrides=(), out=None, force=False, limit_s=120, progress=lines.append)
+    first, second, *_, last = lines
+    assert first == "baseline (1 of 4)" and second == "replayed (2 of 4), about 3 s left"
+    assert last == "baseline-again (4 of 4), about 1 s left"
+
+
 # -- what is said -----------------------------------------------------------------------------------------------------
 
 
