@@ -277,6 +277,7 @@ def test_stopped_it_leaves_what_it_has(pretend: Callable[..., Any], tmp_path: Pa
     found = json.loads((tmp_path / "a" / "climb.json").read_text())
     assert json.loads(dump(get_attached(raised.value) or {})) == found, "for --json"
     assert found["partial"] is True and found["stopped"] == "it was stopped" and found["naive"]["step_ms"]
+    assert yaml.safe_load((tmp_path / "a" / "ladder.yaml").read_text()) == {"rungs": {}}, "a ladder, whatever ends it"
     assert "PARTIAL" in (tmp_path / "a" / "report.md").read_text()
     assert said[-1] == "fastloop: partial results are in a; to continue, repeat the command with --resume a"
 

@@ -18,7 +18,7 @@ def drawn(rank: dict[str, Any], case: str, epoch: int) -> list[list[int]]:
     return [numbers for when, numbers, _ in rank[case]["trained"] if when == epoch]
 
 
-@pytest.mark.parametrize(("case", "behind"), [("resumed", 2), ("alone", 2), ("rows", 2)])
+@pytest.mark.parametrize(("case", "behind"), [("resumed", 2), ("alone", 2), ("rows", 2), ("threads", 2)])
 def test_each_rank_goes_on(case: str, behind: int) -> None:
     """D15: with another seed, by which Lightning seeds its DistributedSampler. In ``alone`` rank 0 saved and the other
     knew nothing of it: nothing waited."""

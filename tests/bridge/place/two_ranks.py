@@ -13,6 +13,7 @@ from torch.utils.data import WeightedRandomSampler
 
 WORKERS = {"workers": {"count": 1, "persistent": True}}
 ROWS = {"cache": {"store": "device"}}
+THREADS = {"nodes": {"threads": 2}}
 FEED = {"prefetch": {"depth": 3}}
 MERGED = {**FEED, "batch": {"micro_batch": 64}}
 WINDOWS = {"accumulate_grad_batches": 2}
@@ -52,6 +53,7 @@ def main() -> None:
         "resumed": fit(FEED, 6, saved / "step=6.ckpt"),
         "alone": fit(WORKERS, 6, Path("alone.ckpt")),
         "rows": fit(ROWS, 6, saved / "step=6.ckpt"),
+        "threads": fit(THREADS, 6, saved / "step=6.ckpt"),
         "without us": fit(None, 6, saved / "step=6.ckpt"),
         "whole windows": fit(MERGED, 5, save=merged, **WINDOWS),
         "resumed windows": fit(WORKERS, 6, merged / "step=3.ckpt", **WINDOWS),

@@ -14,7 +14,7 @@ from fastloop.errors import NotApplicable
 from fastloop.feeds.device_store import engine as engine_file
 from fastloop.feeds.device_store import pictures as pictures_file
 from fastloop.feeds.device_store.engine import DeviceEngine, make_engine
-from tests.pictures import MEAN, STD, draw_folder
+from tests.pictures import MEAN, STD, draw_bad_folder, draw_folder
 
 pytest.importorskip("torchvision")
 from torchvision import datasets
@@ -238,3 +238,17 @@ def test_labels_that_are_no_tensor_are_refused(tmp_path: Path) -> None:
     dataset = datasets.ImageFolder(draw_folder(tmp_path), TRANSFORMS["cifar10"](), target_transform=str)
     with pytest.raises(NotApplicable, match="labels that collate to a list"):
         make(DataLoader(dataset, batch_size=5))
+
+
+@pytest.mark.parametrize(("bad", "raises"), [("CMYK", False), ("16 bit", False), ("truncated", True), ("empty", True)])
+def test_odd_and_broken_pictures_are_as_with_the_plain_loader(tmp_path: Path, bad: str, raises: bool) -> None:
+    """D17: the same batches, or the plain loader's error while the store is filled."""
+    loader = DataLoader(draw_bad_folder(tmp_path, bad), 2)
+    if not raises:
+        expect_same(loader, make(loader))
+        return
+    with pytest.raises(Exception, match="truncated|cannot identify") as plain:
+        list(loader)
+    with pytest.raises(type(plain.value)) as ours:
+        make(loader)
+    assert str(ours.value).split("0x")[0] == str(plain.value).split("0x")[0]
