@@ -247,7 +247,7 @@ def test_odd_and_broken_pictures_are_as_with_the_plain_loader(tmp_path: Path, ba
     if not raises:
         expect_same(loader, make(loader))
         return
-    with pytest.raises(Exception, match="truncated|cannot identify") as plain:
+    with pytest.raises(Exception, match=r"truncated|cannot identify") as plain:
         list(loader)
     with pytest.raises(type(plain.value)) as ours:
         make(loader)
