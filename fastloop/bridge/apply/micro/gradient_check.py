@@ -15,7 +15,7 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_training import find_precision
-from fastloop.bridge.apply.rehearse.played import read_streams, synchronize
+from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, read_streams
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.apply.state.untouched import untouched, unwritten
@@ -76,7 +76,7 @@ def explain_difference(
     try:
         seen = _sample(strategy, own, merged, take_loss, groups, means)
     except Exception as error:  # an unusual batch shape, out of memory, state that cannot be restored
-        return f"{UNKNOWN} accumulated and merged gradients: {_say(strategy, error)}"
+        return f"{UNKNOWN} accumulated and merged gradients: {_describe_or_raise(strategy, error)}"
     if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
         return mixed
     _note_unequal(strategy, seen, own, merged, note)
@@ -109,7 +109,7 @@ def weigh_pieces(
                 return None, None  # nothing smaller could be compared
             error.__traceback__ = None  # its frames hold the tensors that did not fit
             return weigh_pieces(strategy, first.batch, cut(first.batch, -(-first.samples // 2)), take_loss, note)
-        return f"{UNKNOWN} whole and split gradients: {_say(strategy, error)}", None
+        return f"{UNKNOWN} whole and split gradients: {_describe_or_raise(strategy, error)}", None
     judged = _judge(strategy, seen.own, [piece.weight for piece in pieces], seen.others[0])
     what = "the loss compares samples or is not a mean over them: the gradient of the pieces"
     why = _explain(seen, *judged, "whole and split", what)
@@ -242,13 +242,10 @@ def _judge(
     return None, None
 
 
-def _say(strategy: Any, error: Exception) -> str:
+def _describe_or_raise(strategy: Any, error: Exception) -> str:
     """Put an error of the user's step into words; raise it if it lost the device, because nothing after it can run."""
     let_through(error)
-    try:
-        synchronize(strategy.root_device)
-    except Exception:
-        raise error from None
+    raise_if_device_lost(strategy.root_device, error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

@@ -20,7 +20,7 @@ import torch
 
 from fastloop.bridge.apply.micro.gradient_check import TakeLoss, quiet
 from fastloop.bridge.apply.micro.room import GIB, Room
-from fastloop.bridge.apply.rehearse.played import synchronize
+from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, synchronize
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, leaves_on_sigterm, limited
@@ -209,7 +209,7 @@ class _Run:
             problem, self.limit = error, f"by the search's time limit of {LIMIT_S:.0f} s"
         except Exception as error:
             let_through(error)
-            self._check_device(error)
+            raise_if_device_lost(self.device, error)
             problem = error
         finally:
             self.room.give_back()
@@ -231,7 +231,7 @@ class _Run:
                         return size
         except Exception as error:
             let_through(error)
-            self._check_device(error)
+            raise_if_device_lost(self.device, error)
         finally:
             self.room.give_back()
         return None
@@ -305,7 +305,7 @@ class _Run:
     def _note_failure(self, size: int, error: Exception) -> None:
         let_through(error)
         end_checkpoints(error)
-        self._check_device(error)
+        raise_if_device_lost(self.device, error)
         if is_out_of_memory(error):
             self.limit = f"by memory: there was not enough for {size}"
         else:
@@ -357,10 +357,3 @@ class _Run:
             torch.autograd.grad(loss, self.parameters, allow_unused=True)
         synchronize(self.device)
         return 1e3 * (time.perf_counter() - began)
-
-    def _check_device(self, error: Exception) -> None:
-        """Raise the user's own error if the device is lost: nothing after it could run."""
-        try:
-            synchronize(self.device)
-        except Exception:
-            raise error from None

@@ -42,6 +42,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def raise_if_device_lost(device: torch.device, error: Exception) -> None:
+    """Raise `error`, which is the user's own, if the device is lost: nothing after it could run."""
+    try:
+        synchronize(device)
+    except Exception:
+        raise error from None
+
+
 def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
     """How far the second run deviates from the first.
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.bridge.apply.micro import choice, gradient_check
 from fastloop.bridge.apply.micro.choice import PieceChoice
+from fastloop.bridge.apply.rehearse import played
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder
 from fastloop.errors import FastLoopError
 from fastloop.feeds.batch_tree import CannotRegroup
@@ -387,7 +388,7 @@ def test_a_lost_device_ends_it_with_the_users_error(
         if is_lost and len(calls) >= 2:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(gradient_check, "synchronize", wait)
+    monkeypatch.setattr(played, "synchronize", wait)
     if is_lost:
         with pytest.raises(RuntimeError, match="device-side assert") as raised:
             run(rungs, EVEN(), Asserts, **settings)

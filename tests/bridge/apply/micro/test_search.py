@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.micro import search as micro_search
-from fastloop.bridge.apply.rehearse import optimizer_twins
+from fastloop.bridge.apply.rehearse import optimizer_twins, played
 from fastloop.evidence.clock.one_time import OneTime
 from tests import runs
 from tests.bridge.apply.micro.test_piece_logs import Memory
@@ -340,7 +340,7 @@ def test_a_lost_device_ends_it_at_once(timed: dict[int, float], monkeypatch: pyt
                 raise lost
             return super().loss(batch)
 
-    monkeypatch.setattr(micro_search, "synchronize", synchronize)
+    monkeypatch.setattr(played, "synchronize", synchronize)
     with pytest.raises(RuntimeError, match="device-side assert") as raised:
         run(AUTO, EVEN(), Asserts, **ACCUMULATE)
     assert raised.value is lost and tried == [16]
