@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -35,8 +35,6 @@ from fastloop.evidence import machine
 from fastloop.feeds.batch_tree import count_samples, map_tensors, walk_storage
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.lazy_loader import LazyLoader, StandIn
-
-Ceiling = Literal["replayed", "resident", "no_exchange"]
 
 FEWEST, MOST = 2, 8
 """Batches to replay. A single one would stay in the processor's caches."""
@@ -60,7 +58,7 @@ def train(
     """Run one training as configured, or with one cost removed. Checkpoint files outside of `out` are left alone.
 
     Args:
-        variation: a Ceiling, or ``as_it_is``.
+        variation: the cost to remove, or ``as_it_is``.
         beat: the file that gets the step, see `heartbeat.py`.
         ledger: record which samples each optimizer step used, see `sample_ledger.py`.
         further_steps: steps beyond the configured number; the files still contain the original configuration.

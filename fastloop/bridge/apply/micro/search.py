@@ -284,7 +284,7 @@ class _Run:
                 try:
                     # Ranks run different numbers of trials, so none may wait for another.
                     with nullcontext() if alone else RefuseCollectives():  # type: ignore[no-untyped-call]
-                        self._play(size, self.take(size))
+                        self._play(self.take(size))
                 except Exception as error:
                     if size == self.own and not is_out_of_memory(error):
                         raise
@@ -325,24 +325,24 @@ class _Run:
                     with untouched(self.module):
                         piece = self.take(size)
                         piece = piece._replace(batch=convert(piece.batch))
-                        self._play(size, piece)
-                        self.uncompiled[size] = rate = 1e3 * size / self._read_ms(size, piece)
+                        self._play(piece)
+                        self.uncompiled[size] = rate = 1e3 * size / self._read_ms(piece)
                         if self.given.compiles is not None and piece.groups > 1:
                             # Compiled code takes all groups at once, at the price of torch's own BatchNorm.
-                            rate = 1e3 * size / self._read_ms(size, piece._replace(groups=1))
+                            rate = 1e3 * size / self._read_ms(piece._replace(groups=1))
                         self.rates[size] = rate
                 except TimeLimit:
                     raise
                 except Exception as error:
                     self._note_failure(size, error)
 
-    def _read_ms(self, size: int, piece: Piece) -> float:
+    def _read_ms(self, piece: Piece) -> float:
         times: list[float] = []
         while len(times) < PLAYS and sum(times) < ENOUGH_MS:
-            times.append(self._play(size, piece))
+            times.append(self._play(piece))
         return min(times)
 
-    def _play(self, size: int, piece: Piece) -> float:
+    def _play(self, piece: Piece) -> float:
         """Run forward and backward of one piece; returns milliseconds."""
         batch = map_tensors(piece.batch, torch.clone)  # a step may write into it
         synchronize(self.device)

@@ -493,8 +493,8 @@ def test_a_first_step_that_only_rungs_make_fit_runs_batch_by_batch(fits: bool, m
     """A micro-batch that amp makes fit: amp starts after the first step, which would run out of memory without it."""
     tried = list[int]()
 
-    def play(_run: Any, size: int, _piece: Any) -> float:
-        tried.append(size)
+    def play(_run: Any, piece: Any) -> float:
+        tried.append(piece.samples)
         if not fits:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return 1.0

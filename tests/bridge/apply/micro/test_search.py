@@ -44,7 +44,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def timed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Milliseconds that each size seems to take; 16 samples are the fastest."""
     ms = {2: 4.0, 4: 6.0, 8: 8.0, 16: 10.0, 32: 24.0}
-    monkeypatch.setattr(micro_search._Run, "_read_ms", lambda _run, size, _piece: ms[size])
+    monkeypatch.setattr(micro_search._Run, "_read_ms", lambda _run, piece: ms[piece.samples])
     return ms
 
 
@@ -120,17 +120,17 @@ def test_auto_is_the_run_with_its_number_written_by_hand(
 def test_what_was_found_is_run_once_and_not_timed_again(
     timed: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played: list[int] = []
+    sizes: list[int] = []
     play = micro_search._Run._play
     monkeypatch.setattr(
-        micro_search._Run, "_play", lambda own, size, piece: (played.append(size), play(own, size, piece))[1]
+        micro_search._Run, "_play", lambda own, piece: (sizes.append(piece.samples), play(own, piece))[1]
     )
     first = run(AUTO, EVEN(), **ACCUMULATE)
-    assert set(played) == {4, 2, 8, 16, 32} and first.seen("batch")["micro_batch"] == 16
-    played.clear()
+    assert set(sizes) == {4, 2, 8, 16, 32} and first.seen("batch")["micro_batch"] == 16
+    sizes.clear()
     timed |= {32: 1.0}
     again = run(AUTO, EVEN(), **ACCUMULATE)
-    assert played == [16] and "the fastest in an earlier run on this machine, and works" in again.verdict("batch").why
+    assert sizes == [16] and "the fastest in an earlier run on this machine, and works" in again.verdict("batch").why
     assert distance(first, again) == 0
     # Another shape of batches is another question, and so is memory that somebody else holds now.
     assert run(AUTO, batches(192, 16), **ACCUMULATE | {"accumulate_grad_batches": 2}).seen("batch")["rates"]
@@ -413,9 +413,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     state: dict[str, Any] = {"room": 100, "played": [], "retries": {}}
     play = micro_search._Run._play
 
-    def watched(own: Any, size: int, piece: Any) -> float:
-        state["played"].append(size)
-        return play(own, size, piece)
+    def watched(own: Any, piece: Any) -> float:
+        state["played"].append(piece.samples)
+        return play(own, piece)
 
     fakes = {
         "mem_get_info": lambda _device: (105 * GIB, 120 * GIB),
@@ -585,7 +585,7 @@ def fit_compiled(monkeypatch: pytest.MonkeyPatch, backend: Any) -> Run:
     really = torch.compile
     ms = {8: 8.0, 16: 10.0, 32: 12.0}
     monkeypatch.setattr(
-        micro_search._Run, "_read_ms", lambda _run, size, piece: ms[size] * (4 if piece.groups > 1 else 1)
+        micro_search._Run, "_read_ms", lambda _run, piece: ms[piece.samples] * (4 if piece.groups > 1 else 1)
     )
     monkeypatch.setattr(torch, "compile", lambda made, **_how: really(made, backend=backend))
     done = run(AUTO | {"compile": {}}, EVEN(), Normed, **ACCUMULATE)
