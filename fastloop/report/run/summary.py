@@ -66,11 +66,6 @@ WORTH_A_WORD_S = 0.05
 BAR_CELLS = 22
 
 
-def list_titles(findings: Sequence[Finding]) -> list[str]:
-    """Return the headline of each finding, or the bottleneck's name if it has none, as in files of older versions."""
-    return [finding.title or finding.bottleneck.replace("_", " ").upper() for finding in findings]
-
-
 def write_lines(
     seen: Measurement,
     plan: Plan,
@@ -93,7 +88,7 @@ def write_lines(
         later: what to try once the device is the limit.
         proof: the command that tests the first fix.
     """
-    titles = list_titles(findings)
+    titles = [finding.title for finding in findings]
     head = [write_headline(seen, findings, titles, name), *_list_reasons(findings, titles)]
     took = [f"{verdict.rung} ({_flatten(verdict.why)})" for verdict in verdicts if verdict.took]
     figures = (_draw_bar(seen), _describe_rates(seen), describe_work(seen), describe_first_ceiling(seen, findings))
