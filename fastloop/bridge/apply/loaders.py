@@ -20,7 +20,14 @@ from fastloop.bridge.apply.worker_processes import MOST_WORKERS, NEXT_EPOCH, Wor
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import NotApplicable, describe
 from fastloop.evidence.clock.one_time import OneTime
-from fastloop.feeds.lazy_loader import LazyLoader, bound_batches, clone, name_sampler, read_like_workers
+from fastloop.feeds.lazy_loader import (
+    LazyLoader,
+    begin_unchanged,
+    bound_batches,
+    clone,
+    name_sampler,
+    read_like_workers,
+)
 from fastloop.feeds.place.kept_order import EpochPlace
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 from fastloop.feeds.workers.tried_workers import end_workers
@@ -130,7 +137,12 @@ class TrainLoaders:
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
             limit = {"count": asked} if bounded is None else {}  # else the bounded sampler ends the epoch
             changed = self.staging.feed(changed, depth, **limit, **start)
-        elif epochs is not None or engine is not None or base is not loader or "persistent_workers" in settings:
+        elif (
+            epochs is not begin_unchanged
+            or engine is not None
+            or base is not loader
+            or "persistent_workers" in settings
+        ):
             changed = LazyLoader(changed, **start)
         if changed is not loader:
             self._originals[id(changed)] = (changed, loader)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
-from fastloop.feeds.lazy_loader import Epochs
+from fastloop.feeds.lazy_loader import Epochs, begin_unchanged
 from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.more_workers import MoreWorkers
 from fastloop.feeds.workers.next_epoch import NextEpoch
@@ -62,11 +62,12 @@ class WorkerProcesses:
         self._most_alive: int | None = None
         self._keeps_theirs, self._kept = False, False
 
-    def arrange(self, loader: Any, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs | None:
-        """Complete the settings of a loader; returns a function that yields an epoch's batches, None if the loader does
-        so itself."""
+    def arrange(self, loader: Any, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs:
+        """Complete the settings of a loader; returns what makes an epoch's batches."""
         self._keeps_theirs = "persistent_workers" in settings and "num_workers" not in settings
-        epochs = self._try(plan, settings, facts, loader.num_workers > 0) if settings.get("num_workers") else None
+        epochs: Epochs = begin_unchanged
+        if settings.get("num_workers"):
+            epochs = self._try(plan, settings, facts, loader.num_workers > 0)
         most = plan.wants.get(MOST_WORKERS)
         if most is not None and self._fewer is None and getattr(loader, "in_order", True):
             how: dict[str, Any] = {"count_left": self._count_left, "is_training": self._is_training}
@@ -78,15 +79,14 @@ class WorkerProcesses:
         begins_early = NEXT_EPOCH in plan.wants and settings.get("in_order", getattr(loader, "in_order", True))
         return self._begin_early(loader, epochs) if begins_early else epochs
 
-    def _begin_early(self, loader: Any, epochs: Epochs | None) -> Epochs:
+    def _begin_early(self, loader: Any, epochs: Epochs) -> Epochs:
         """Have an epoch's first batches made before it begins."""
         self._next = next_epoch = NextEpoch(
             count_next=self._count_next, count_draws=self._count_draws, draws_seed=not loader.persistent_workers
         )
 
         def batches(loader: Any, begin: Callable[[], Any]) -> Any:
-            begin = partial(next_epoch.begin, loader, begin)
-            return begin() if epochs is None else epochs(loader, begin)
+            return epochs(loader, partial(next_epoch.begin, loader, begin))
 
         return batches
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from fastloop.evidence.samples.state_mark import StateMark
-from fastloop.feeds.lazy_loader import Epochs
+from fastloop.feeds.lazy_loader import Epochs, begin_unchanged
 from fastloop.feeds.workers.tried_workers import end_workers
 
 
@@ -20,10 +20,10 @@ class FreshWorkers:
 
     Args:
         tell: receives a line the first time that the workers are restarted.
-        epochs: makes the batches of an epoch; None if the loader itself does.
+        epochs: makes the batches of an epoch.
     """
 
-    def __init__(self, *, tell: Callable[[str], None], epochs: Epochs | None = None) -> None:
+    def __init__(self, *, tell: Callable[[str], None], epochs: Epochs = begin_unchanged) -> None:
         self._tell, self._epochs = tell, epochs
         self.kept = self.restarts = 0
         self._mark: StateMark | None = None
@@ -40,4 +40,4 @@ class FreshWorkers:
             if self.restarts == 1:
                 self._tell(f"{changed} changes between epochs, so the dataset's workers are restarted then")
         self._mark = StateMark(dataset=loader.dataset, collate_fn=loader.collate_fn)
-        return begin() if self._epochs is None else self._epochs(loader, begin)
+        return self._epochs(loader, begin)
