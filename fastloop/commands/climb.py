@@ -42,6 +42,7 @@ from fastloop.experiments.trials.trial import TRIAL, Job, allow_quick_starts, fo
 from fastloop.records import store
 from fastloop.records.card import Stack
 from fastloop.records.climb import ClimbFile, Confirmation, Speed
+from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import climb_report
 
 NAME, LADDER = "climb.json", "ladder.yaml"
@@ -254,7 +255,8 @@ class Recorder:
         content = self.content()
         store.save(self.place, {NAME: content})  # first: drawing the reports takes seconds
         store.write(
-            self.place, {LADDER: climb_report.write_ladder_yaml(content), **climb_report.write_reports(content)}
+            self.place,
+            {LADDER: climb_report.write_ladder_yaml(content), **draw_reports(climb_report.make_document(content))},
         )
         return content
 

@@ -14,7 +14,7 @@ from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_model import list_methods, overrides, read_module
-from fastloop.evidence import machine
+from fastloop.evidence import loader_queue, machine
 from fastloop.evidence.model.own_counters import list_counters
 from fastloop.evidence.samples import between_batches, thread_safety
 from fastloop.evidence.samples import dataset as datasets
@@ -159,7 +159,7 @@ def read_loader_facts(
             kind=type(loader).__name__,
             is_dataloader=False,
             map_style=False,
-            batches=count_batches(loader),
+            batches=loader_queue.count_batches(loader),
             stateful=hasattr(loader, "state_dict"),
             place_lost=lost,
         )
@@ -179,7 +179,7 @@ def read_loader_facts(
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         batch_size=_read_batch_size(loader),
-        batches=count_batches(loader),
+        batches=loader_queue.count_batches(loader),
         auto_collates=loader.batch_sampler is not None,
         custom_collate=loader.collate_fn is not default,
         start_method=str(method),
@@ -227,11 +227,3 @@ def _read_batch_size(loader: DataLoader[Any]) -> int | None:
     # A plain BatchSampler, from the user or from Lightning, has one batch size; a custom one need not.
     sampler = loader.batch_sampler
     return getattr(sampler, "batch_size", None) if isinstance(sampler, BatchSampler) else None
-
-
-def count_batches(loader: Any) -> int | None:
-    """Batches per epoch; None for a loader without a length."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None

@@ -31,7 +31,7 @@ from fastloop.bridge.trials.no_checkpoints import OnlyInside
 from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.config.loading import Config
 from fastloop.errors import FastLoopError
-from fastloop.evidence import machine
+from fastloop.evidence import loader_queue, machine
 from fastloop.feeds.batch_tree import count_samples, map_tensors, walk_storage
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.lazy_loader import LazyLoader, StandIn
@@ -133,7 +133,7 @@ class Replay(StandIn):
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()
-        length = read_facts.count_batches(self.inner)
+        length = loader_queue.count_batches(self.inner)
         for number in itertools.count() if length is None else range(length):
             self._each(number % len(self.batches))
             yield _copy_containers(self.batches[number % len(self.batches)])
@@ -260,7 +260,7 @@ def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
     for batch in iterator:
         kept.append(batch)
         if len(kept) >= FEWEST and (len(kept) >= most(kept[0]) or time.monotonic() > until):
-            ended = read_facts.count_batches(source) == len(kept)
+            ended = loader_queue.count_batches(source) == len(kept)
             break
     else:
         ended = True

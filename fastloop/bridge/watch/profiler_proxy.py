@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastloop.bridge.watch.phases import NEXT, NOTHING, Marks
+from fastloop.evidence.model.compiled_work import return_itself
 
 
 class WatchingProfiler:
@@ -191,11 +192,6 @@ class _Timed:
             marks.leave()
             if name is not None:
                 marks.lasted(name, time.perf_counter() - began)
-
-
-def return_itself(kept: Any) -> Any:
-    """Return the argument. Pickle and copy use this, so that a copy of a wrapper is the wrapped object."""
-    return kept
 
 
 def _is_compiled(module: Any) -> bool:

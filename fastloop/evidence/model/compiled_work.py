@@ -137,10 +137,11 @@ class _Noting:
         return self.call(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return (_return_itself, (self.call,))
+        return (return_itself, (self.call,))
 
 
-def _return_itself(kept: Any) -> Any:
+def return_itself(kept: Any) -> Any:
+    """Return the argument. Pickle and copy use this, so that a copy of a wrapper is the wrapped object."""
     return kept
 
 

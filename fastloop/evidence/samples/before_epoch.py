@@ -43,7 +43,7 @@ def find_what_epochs_renew(
             return f"{function.__qualname__} reads its worker's id, and a prefetched batch may go to another worker"
         reads = reads or next((function.__qualname__ for name in names if READS.fullmatch(name)), None)
     for path, item in held:
-        if isinstance(_find_block(item), np.memmap):
+        if isinstance(find_block(item), np.memmap):
             reads = reads or path
         if _is_shared(item):
             return f"{path} is in shared memory and may change before the next epoch"
@@ -68,7 +68,7 @@ def _is_shared(item: Any) -> bool:
     if isinstance(item, torch.Tensor):
         return datasets.is_in_shared_memory(item)
     if isinstance(item, np.ndarray):
-        block = _find_block(item)
+        block = find_block(item)
         return isinstance(block, (mmap.mmap, ctypes.Array)) or (isinstance(block, memoryview) and not block.readonly)
     kinds = type(item).__mro__
     return isinstance(item, (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)) or any(
@@ -76,7 +76,7 @@ def _is_shared(item: Any) -> bool:
     )
 
 
-def _find_block(array: Any) -> Any:
+def find_block(array: Any) -> Any:
     """Return the owner of an array's memory: a mapped file, another object, or None if the array owns it. Anything else
     is returned as it is."""
     while isinstance(array, np.ndarray) and not isinstance(array, np.memmap):

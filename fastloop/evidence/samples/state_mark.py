@@ -19,6 +19,7 @@ import torch
 
 from fastloop.errors import let_through
 from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples.before_epoch import find_block
 from fastloop.evidence.samples.dataset import is_in_shared_memory, is_opaque, list_members
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
@@ -184,9 +185,7 @@ def _read_name(space: dict[str, Any], name: str) -> Callable[[], list[Any]]:
 
 def _is_file(array: Any) -> bool:
     """Whether an array is memory-mapped: sampling it would read from the disk."""
-    while isinstance(array, np.ndarray) and not isinstance(array, np.memmap):
-        array = array.base
-    return isinstance(array, (np.memmap, mmap.mmap))
+    return isinstance(find_block(array), (np.memmap, mmap.mmap))
 
 
 def _sum(array: np.ndarray[Any, Any]) -> int:

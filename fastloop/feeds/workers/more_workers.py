@@ -83,7 +83,7 @@ class MoreWorkers:
             self._next = None
         source = self._begin(loader, begin)
         if self._pace is not None:
-            self._pace.begin_epoch(_count(loader))
+            self._pace.begin_epoch(loader_queue.count_batches(loader))
         return self._load(loader, begin, source)
 
     def _load(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
@@ -233,13 +233,6 @@ class MoreWorkers:
 
 def _name(workers: int) -> str:
     return "1 worker" if workers == 1 else f"{workers} workers"
-
-
-def _count(loader: DataLoader[Any]) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):  # a sampler without a length
-        return None
 
 
 def _set_number(loader: DataLoader[Any], workers: int) -> None:

@@ -11,7 +11,6 @@ from textwrap import indent, wrap
 from fastloop.records.climb import Attempt, ClimbFile, Confirmation, Speed, select_broken, select_unanswered
 from fastloop.records.yaml_text import dump_yaml
 from fastloop.report.drawing.document import Document, Section, Table
-from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import climb_picture, climb_rows, verdict_words
 from fastloop.report.experiments.verdict_words import describe_hardware, put_on_one_line
 from fastloop.report.numbers import format_number, format_short
@@ -58,11 +57,6 @@ def write_lines(climb: ClimbFile) -> list[str]:
     partial = f"   {PARTIAL}" if climb.partial else ""
     first = f"fastloop {describe_verdict(climb)}   {climb.name}".rstrip() + partial
     return verdict_words.lay_out(first, kinds)
-
-
-def write_reports(climb: ClimbFile) -> dict[str, str]:
-    """Return report.md and report.html."""
-    return draw_reports(make_document(climb))
 
 
 def describe_verdict(climb: ClimbFile) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from fastloop.report.drawing.bars import Chart, Row
 from fastloop.report.drawing.curves import Curve
+from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import ab_report
 from tests.report.made_experiments import AB, judged, result_of, versus
 from tests.report.run.test_html import Page
@@ -30,7 +31,7 @@ def test_any_content_is_drawn_or_left_out(run: str) -> None:
     content = AB[run]()
     pictures = ab_report.make_document(result_of(content)).pictures
     assert len(pictures) == (0 if run in ("base-failed", "nulls", "nothing") else 2)
-    page = Page(ab_report.write_reports(result_of(content))["report.html"])
+    page = Page(draw_reports(ab_report.make_document(result_of(content)))["report.html"])
     assert page.tags.count("svg") == bool(pictures) and "nan" not in page.said.lower().replace("finance", "")
 
 
