@@ -1,4 +1,5 @@
-"""The time budget of a command. Nothing is started that cannot finish within it."""
+"""The time budget of a command. Nothing is started that is not expected to finish within it; the last step may overrun
+it by GRACE_S."""
 
 from __future__ import annotations
 

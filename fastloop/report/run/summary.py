@@ -217,7 +217,7 @@ def describe_devices(seen: Measurement) -> str:
 def describe_window(seen: Measurement) -> str:
     if seen.total_steps is None:
         return "steps n/a: not watched"
-    first = seen.total_steps - seen.steps if seen.first_step is None else seen.first_step  # older files lack it
+    first = seen.total_steps - seen.steps if seen.first_step is None else seen.first_step  # no window was opened
     last = first + seen.steps
     return f"steps {first + 1}-{last}" if seen.steps else f"{count_steps(last)}, none of them measured"
 
