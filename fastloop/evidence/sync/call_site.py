@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import os
 import re
 import sys
 import sysconfig
@@ -20,7 +19,7 @@ from fastloop.evidence.samples.sample_code import holds_packages
 Owner = Literal["user", "torch", "lightning", "fastloop", "library", "package", "generated"]
 
 _OURS = str(Path(__file__).resolve().parents[2])
-_RECIPES = ("_shipped/recipes/", "_shipped\\recipes\\")
+_RECIPES = "_shipped/recipes/"
 _LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _TORCH = {"torch", "torchgen", "functorch", "triton"}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
@@ -169,7 +168,7 @@ def _is_loading(frame: FrameType | None) -> bool:
 @lru_cache(maxsize=4096)
 def _find_owner(filename: str, module: str) -> Owner:
     top = module.partition(".")[0]
-    if any(part in filename for part in _RECIPES):
+    if _RECIPES in filename:
         return "user"
     if module in _TRANSPARENT:
         return "library"
@@ -179,7 +178,7 @@ def _find_owner(filename: str, module: str) -> Owner:
         return "torch"
     if top in _LIGHTNING:
         return "lightning"
-    if re.search(r"[\\/](site|dist)-packages[\\/]", filename) or (module != "__main__" and _find_folder(filename)):
+    if re.search("/(site|dist)-packages/", filename) or (module != "__main__" and _find_folder(filename)):
         return "package"
     if filename.startswith("<") and not filename.startswith("<ipython") and module != "__main__":
         return "generated"
@@ -194,16 +193,16 @@ def _describe_place(frame: FrameType | None) -> str:
 
 def _find_folder(filename: str) -> str | None:
     """The folder of sys.path that contains installed packages, under any name (``pip install --target``)."""
-    inside = [path for path in sys.path if path and filename.startswith(path.rstrip("/\\") + os.sep)]
+    inside = [path for path in sys.path if path and filename.startswith(path.rstrip("/") + "/")]
     return next((path for path in inside if holds_packages(Path(path))), None)
 
 
 @lru_cache(maxsize=4096)
 def _shorten_path(filename: str) -> str:
     """A path short enough for a table, without machine-specific folders."""
-    inside = re.split(r"[\\/](?:site|dist)-packages[\\/]|[\\/]_shipped[\\/]", filename)
+    inside = re.split("/(?:site|dist)-packages/|/_shipped/", filename)
     if len(inside) > 1:
-        return inside[-1].replace("\\", "/")
+        return inside[-1]
     try:
         return Path(filename).relative_to(_find_folder(filename) or Path.cwd()).as_posix()
     except ValueError:

@@ -67,7 +67,7 @@ def limited(seconds: float, *, cause: str, do: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
     """Raise by a signal, which also interrupts waiting for a lock. Only the main thread receives signals."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    if threading.current_thread() is not threading.main_thread():
         with _interrupted(seconds):
             yield
         return
