@@ -15,7 +15,6 @@ import shlex
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer, attach
@@ -90,8 +89,7 @@ def climb(
     place = claim_or_resume(f"climb-{start.name}", out, force=force, resume=resume, holds=NAME)
     with place as path, writing(path, NAME):
         recorder = Recorder(path, start, allow, budget_s, _load_earlier(path, start, resume))
-        hands: dict[str, Any] = {"limit_s": limit_s, "progress": progress, "ladders": list_shipped()}
-        runner = ProcessRunner(start, path, recorder.budget, **hands)
+        runner = ProcessRunner(start, path, recorder.budget, limit_s=limit_s, progress=progress, ladders=list_shipped())
         with allow_quick_starts(scripts=script is not None):
             answer = _run(recorder, recorder.begin(runner), progress)
     use = _describe_use(path, conf, more, overrides)

@@ -71,8 +71,12 @@ class Applier:
     ) -> None:
         self.ladder, self.strict, self.warn, self.say, self.terms = ladder, strict, warn, say, terms
         self.one_time, self._by_ladder = one_time or OneTime(), by_ladder
-        earlier: Any = {"refused": {} if refused is None else refused, "cheaper": set() if cheaper is None else cheaper}
-        self._live = LivePlan(ladder, strict=strict, **earlier)
+        self._live = LivePlan(
+            ladder,
+            strict=strict,
+            refused={} if refused is None else refused,
+            cheaper=set() if cheaper is None else cheaper,
+        )
         self.tries: Tries | None = None
         self.scaler_state: Mapping[str, Any] | None = None
         """The mixed-precision loss scaler's state in the checkpoint that the run resumes."""
@@ -101,8 +105,9 @@ class Applier:
             return
         self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
         self._site.graph_steps = self._graph_steps
-        how: dict[str, Any] = {"is_on": self._changes.holds, "give_up": self._give_up_precision}
-        self._fallback = PrecisionFallback(trainer, self._live, **how)
+        self._fallback = PrecisionFallback(
+            trainer, self._live, is_on=self._changes.holds, give_up=self._give_up_precision
+        )
         rehearses = trainer.state.fn == "fit" and self.terms is not None
         if trainer.state.fn != "fit":
             # Other stages get only the rungs that change results, to compute the same as validation inside fit.
@@ -146,10 +151,17 @@ class Applier:
         before = self._live.plan, self.loaders, self.micro, len(self._changes)
         try:
             if self.loaders is None:
-                hands: dict[str, Any] = {"undo": self._undo_setting, "give_up": self._give_up}
-                hands |= {"weaken": self._live.weaken, "warn": self.warn, "say": self.say, "one_time": self.one_time}
-                hands["by_ladder"] = self.terms.by_ladder if self.terms else ()
-                self.loaders = TrainLoaders(site, place=self.place, **hands)
+                self.loaders = TrainLoaders(
+                    site,
+                    place=self.place,
+                    undo=self._undo_setting,
+                    give_up=self._give_up,
+                    weaken=self._live.weaken,
+                    warn=self.warn,
+                    say=self.say,
+                    one_time=self.one_time,
+                    by_ladder=self.terms.by_ladder if self.terms else (),
+                )
             return self._change_loader(self.loaders, loader, site)
         except FastLoopError:
             raise
@@ -347,8 +359,13 @@ class Applier:
 
     def _graph_steps(self, asked: bool) -> Applied:
         assert self._site is not None
-        how: dict[str, Any] = {"is_ready": lambda: self.tries is None or self.tries.is_over, "one_time": self.one_time}
-        self.graphs = graphs = GraphedSteps(self._site, asked=asked, terms=self.terms, **how)
+        self.graphs = graphs = GraphedSteps(
+            self._site,
+            asked=asked,
+            terms=self.terms,
+            is_ready=lambda: self.tries is None or self.tries.is_over,
+            one_time=self.one_time,
+        )
 
         def undo() -> None:
             graphs.undo()

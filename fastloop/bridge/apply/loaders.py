@@ -129,21 +129,32 @@ class TrainLoaders:
         copies = bool(settings) or (base is loader and "loader.engine" in plan.wants)
         changed = clone(base, settings) if copies else base
         engine = self._make_engine(changed, loader, plan)
-        start: dict[str, Any] = {"keeps_iterator": bool(getattr(loader, "persistent_workers", False))}
-        start |= {"epochs": epochs, "engine": engine}
-        if isinstance(loader, DataLoader) and loader.num_workers:
-            start["at_once"] = lambda: not self.trainer.fit_loop.restarting
+        keeps_iterator = bool(getattr(loader, "persistent_workers", False))
+        has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
+
+        def starts_at_once() -> bool:
+            return has_workers and not self.trainer.fit_loop.restarting
+
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
-            limit = {"count": asked} if bounded is None else {}  # else the bounded sampler ends the epoch
-            changed = self.staging.feed(changed, depth, **limit, **start)
+            changed = self.staging.feed(
+                changed,
+                depth,
+                count=asked if bounded is None else lambda: None,  # else the bounded sampler ends the epoch
+                keeps_iterator=keeps_iterator,
+                epochs=epochs,
+                engine=engine,
+                at_once=starts_at_once,
+            )
         elif (
             epochs is not begin_unchanged
             or engine is not None
             or base is not loader
             or "persistent_workers" in settings
         ):
-            changed = LazyLoader(changed, **start)
+            changed = LazyLoader(
+                changed, keeps_iterator=keeps_iterator, epochs=epochs, engine=engine, at_once=starts_at_once
+            )
         if changed is not loader:
             self._originals[id(changed)] = (changed, loader)
         return changed

@@ -108,8 +108,13 @@ class ValidationEngines(ValidationLoaders):
         if hasattr(engine, "wants_channels_last"):
             engine.wants_channels_last = self._site.staging.wants_channels_last
         read_like_workers(engine, loader)
-        how: dict[str, Any] = {"keeps_iterator": loader.persistent_workers, "at_once": lambda: loader.num_workers > 0}
-        return LazyLoader(twin, engine=engine, **how), engine
+        ours = LazyLoader(
+            twin,
+            engine=engine,
+            keeps_iterator=loader.persistent_workers,
+            at_once=lambda: bool(loader.num_workers > 0),
+        )
+        return ours, engine
 
     def evidence(self) -> Mapping[str, Any]:
         """What the engines loaded for validation."""
@@ -168,8 +173,8 @@ class Validation:
         self._live, self._made = live, list[ValidationLoaders]()
         for kind in (ValidationEngines, ValidationWorkers):
             if (name := live.may_want.owner(kind.KEY)) is not None:
-                hands: dict[str, Any] = {"list_wants": partial(live.list_wants, name), "say": say, "warn": warn}
-                self._made.append(made := kind(site, name, getattr(live.ladder, name), **hands))
+                rung, list_wants = getattr(live.ladder, name), partial(live.list_wants, name)
+                self._made.append(made := kind(site, name, rung, list_wants=list_wants, say=say, warn=warn))
                 changes.add(name, Applied(undo=made.give_back, probe=made.evidence))
 
     def change(self, loader: Any) -> Any:

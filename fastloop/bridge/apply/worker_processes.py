@@ -70,8 +70,14 @@ class WorkerProcesses:
             epochs = self._try(plan, settings, facts, loader.num_workers > 0)
         most = plan.wants.get(MOST_WORKERS)
         if most is not None and self._fewer is None and getattr(loader, "in_order", True):
-            how: dict[str, Any] = {"count_left": self._count_left, "is_training": self._is_training}
-            self._more = MoreWorkers(most, tell=self._say, epochs=epochs, room_bytes=_find_room(facts), **how)
+            self._more = MoreWorkers(
+                most,
+                count_left=self._count_left,
+                tell=self._say,
+                epochs=epochs,
+                room_bytes=_find_room(facts),
+                is_training=self._is_training,
+            )
             epochs = self._more.batches
         if settings.get("persistent_workers") and not loader.persistent_workers:
             self._fresh = FreshWorkers(tell=self._say, epochs=epochs)

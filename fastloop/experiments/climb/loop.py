@@ -254,8 +254,14 @@ class Climb(Measured):
         """Choose the length of the confirmation's runs; `short` windows show only large differences."""
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
         stack, costs = top or (self.stack, self.costs)
-        slow_ms, how = max(self.naive.step_ms, costs.now_ms), {"screen": short, "fill_read": short or costs.fill_read}
-        took = self.context.choose_length(costs.now_ms, slow_ms, stack, costs.workers, **how)
+        took = self.context.choose_length(
+            costs.now_ms,
+            max(self.naive.step_ms, costs.now_ms),
+            stack,
+            costs.workers,
+            screen=short,
+            fill_read=short or costs.fill_read,
+        )
         return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS)).up_to(self.ends_at)
 
     def _estimate_confirmation_s(self, top: Top | None = None, *, short: bool = False, cold: bool = False) -> float:

@@ -107,8 +107,14 @@ class Rehearsal:
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
         self.site.recorded = {name: [(call.args, call.kwargs) for call in calls if call.name == name] for name in names}
-        how: Any = {"context": partial(surrounded, self.site), "convert": partial(convert_batch, self.site)}
-        self._player = Player(self.site.module, calls, self.site.device, groups=self.site.groups, **how)
+        self._player = Player(
+            self.site.module,
+            calls,
+            self.site.device,
+            context=partial(surrounded, self.site),
+            convert=partial(convert_batch, self.site),
+            groups=self.site.groups,
+        )
         modules = self._player.modules
         known = Remembered(modules, self.site.device)
         self._budget = TrialBudget(self.terms, self.site.module, modules, known, self.hands.settings, self._first_ms)
@@ -230,8 +236,7 @@ class Rehearsal:
                 limited(limit_s, cause=f"the rehearsal of {step.rung}", do=do),
             ):
                 if step.change.rehearse == "optimizers":
-                    hands = {"apply": self.hands.apply, "unapply": self.hands.unapply}
-                    outcome = try_optimizers(step, self.site, **hands)
+                    outcome = try_optimizers(step, self.site, apply=self.hands.apply, unapply=self.hands.unapply)
                 else:
                     outcome = self._try_modules(step, before)
         except NotApplicable as error:
@@ -300,8 +305,9 @@ class Rehearsal:
             deviation=seen.largest, eager_ms=self._budget.base_ms, changed_ms=ms, of_batch=self._recorder.is_whole
         )
         is_right = judge.is_close(seen, find_precision(self.site.trainer, self.site.module))
-        how: Any = {"is_lasting": False, "on_modules": True, "is_slower": is_right}
-        return RungOutcome(rung=step.rung, fault=fault, rehearsed=told, **how)
+        return RungOutcome(
+            rung=step.rung, fault=fault, is_lasting=False, on_modules=True, is_slower=is_right, rehearsed=told
+        )
 
     def _try_without_others(self, step: Step, failed: RungOutcome, before: list[RungOutcome]) -> RungOutcome:
         """Retry a failed rung without each kept one in turn: two may fail only together; then the faster one stays."""
