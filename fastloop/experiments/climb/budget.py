@@ -55,7 +55,7 @@ class ClimbBudget:
         if need_s > left or (left <= 0 and not last):
             raise Spent(f"{what} (about {need_s:.0f} s)" if need_s else what)
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the grace has run out too, so that any running training must be stopped."""
         return self.left_s() < -GRACE_S
 

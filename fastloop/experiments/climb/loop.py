@@ -93,7 +93,11 @@ class Climb(Measured):
 
     def _leave_out_unprovable(self, rates: Mapping[str, float]) -> Mapping[str, float]:
         """Leave out the ladders for whose proof there is no time, if that of another fast one fits."""
-        fits = {name: rate for name, rate in rates.items() if self._needs_s.get(name, 0.0) <= self.runner.left_s()}
+        fits = {
+            name: rate
+            for name, rate in rates.items()
+            if self._needs_s.get(name, 0.0) <= self.runner.left_with_grace_s()
+        }
         least = APART * ((self.naive and self.naive.samples_per_s) or math.inf)
         return fits if max(fits.values(), default=0.0) >= least else rates
 
@@ -172,7 +176,7 @@ class Climb(Measured):
     def _put_off(self, ladders: Mapping[str, Stack]) -> Mapping[str, Stack]:
         """Put last the ladders that compile for so long that the budget has no time for their proof, if it has for that
         of others."""
-        now_ms, left_s = self.known.costs.now_ms, self.runner.left_s()
+        now_ms, left_s = self.known.costs.now_ms, self.runner.left_with_grace_s()
         runs_s = {
             name: self.context.choose_ladder_length(ladders[name]).seconds(now_ms, self.start_s) for name in ladders
         }
@@ -209,7 +213,7 @@ class Climb(Measured):
         if result.step_ms * CLEAR > now_ms:  # it will be screened by a second pair
             screen_s += took.seconds(now_ms, self.start_s) + took.seconds(result.step_ms, start_s)
         self._needs_s[name] = need_s = screen_s + self._estimate_confirmation_s((stack, costs), short=True)
-        if need_s > self.runner.left_s():
+        if need_s > self.runner.left_with_grace_s():
             return False
         self.runner.reserve(need_s)
         return True
@@ -222,7 +226,7 @@ class Climb(Measured):
         """
         if not self.stack:
             return None
-        short = self._estimate_confirmation_s() > self.runner.left_s()
+        short = self._estimate_confirmation_s() > self.runner.left_with_grace_s()
         took, need_s = self._choose_confirm_length(short=short), self._estimate_confirmation_s(short=short)
         try:
             return self.runner.confirm(self._name_confirmation(short), self.stack, took, need_s=need_s)

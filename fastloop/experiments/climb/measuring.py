@@ -176,7 +176,7 @@ class Measured:
             warmup=self.warmup,
         )
         took = choose().up_to(self.ends_at)
-        self.hurries = RUNS * took.seconds(step_ms, self.start_s) > self.runner.left_s()
+        self.hurries = RUNS * took.seconds(step_ms, self.start_s) > self.runner.left_with_grace_s()
         if self.hurries:
             if pilot.queued == 0:  # else most of its batches were ready before it began
                 return pilot
