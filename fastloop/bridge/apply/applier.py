@@ -65,18 +65,13 @@ class Applier:
         say: Callable[[str], None] = lambda _line: None,
         terms: Terms | None = None,
         by_ladder: frozenset[str] = frozenset(),
-        refused: dict[str, str] | None = None,
-        cheaper: set[str] | None = None,
-        one_time: OneTime | None = None,
+        refused: dict[str, str],
+        cheaper: set[str],
+        one_time: OneTime,
     ) -> None:
         self.ladder, self.strict, self.warn, self.say, self.terms = ladder, strict, warn, say, terms
-        self.one_time, self._by_ladder = one_time or OneTime(), by_ladder
-        self._live = LivePlan(
-            ladder,
-            strict=strict,
-            refused={} if refused is None else refused,
-            cheaper=set() if cheaper is None else cheaper,
-        )
+        self.one_time, self._by_ladder = one_time, by_ladder
+        self._live = LivePlan(ladder, strict=strict, refused=refused, cheaper=cheaper)
         self.tries: Tries | None = None
         self.scaler_state: Mapping[str, Any] | None = None
         """The mixed-precision loss scaler's state in the checkpoint that the run resumes."""

@@ -17,6 +17,7 @@ from fastloop.bridge.watch.phases import BODY, NEXT
 from fastloop.bridge.watch.profiler_proxy import SELF_LOG, WatchingProfiler
 from fastloop.bridge.watch.window import Watch
 from fastloop.config.loading import WatchSettings
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.sampling import find_pauses
 from fastloop.evidence.clock.step_account import COMPUTE
 from fastloop.evidence.clock.step_clock import EVERY, FIRST_IN_DETAIL, Window
@@ -231,7 +232,7 @@ def measure_cost_us(device: torch.device, steps: int = 60) -> float | None:
     """
     if sys.getprofile() is not None or sys.gettrace() is not None:
         return None
-    watch = Watch(device, WatchSettings(warmup_steps=0))
+    watch = Watch(device, WatchSettings(warmup_steps=0), one_time=OneTime())
     ours: Any = WatchingProfiler(PassThroughProfiler(), watch.ask, watch.got, watch.marks.profile)
     loss, batch = torch.zeros((), device=device), [torch.zeros(1), torch.zeros(1)]
 

@@ -220,7 +220,7 @@ class Later:
         read_board: Callable[[], Mapping[str, Any] | None],
         warn: Callable[[str], None],
         switch: Callable[[Clock], None],
-        one_time: OneTime | None = None,
+        one_time: OneTime,
         foresee_end: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.device, self.drift, self._one_time, self._foresee_end = device, Drift(), one_time, foresee_end

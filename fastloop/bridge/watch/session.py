@@ -64,13 +64,13 @@ class Session:
         settings: WatchSettings,
         *,
         warn: Callable[[str], None],
+        one_time: OneTime,
         hunt_syncs: bool = False,
         place: Callable[[], Any] = lambda: None,
-        one_time: OneTime | None = None,
         untouched: Callable[..., contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self._began, self._cpu_wait_s = step_clock.now(), machine.read_cpu_wait_s()
-        self.one_time = one_time or OneTime()
+        self.one_time = one_time
         self.compilations = Compilations(self.one_time, lambda: self.watch.clock.total_steps)
         self.workers, self.queue = WorkerStarts(), loader_state.QueueReader(trainer)
         self._epoch_begins = True

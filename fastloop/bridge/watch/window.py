@@ -66,11 +66,11 @@ class Watch:
         device: torch.device,
         settings: WatchSettings,
         *,
+        one_time: OneTime,
         owed: Callable[[], int | None] = lambda: None,
         board: Any = None,
         probes: Mapping[int, Probe] | None = None,
         extras: Sequence[Extra] = (),
-        one_time: OneTime | None = None,
         note_costs: Callable[[], None] = lambda: None,
     ) -> None:
         self.device, self.settings, self._owed, self.board = device, settings, owed, board

@@ -52,7 +52,8 @@ class Clock:
         device: torch.device,
         warmup_steps: int,
         queued_batches: int = 0,
-        one_time: OneTime | None = None,
+        *,
+        one_time: OneTime,
     ) -> None:
         self.device, self.warmup_steps, self.queued_batches = device, warmup_steps, queued_batches
         self.on_device = device.type == "cuda"
@@ -68,7 +69,7 @@ class Clock:
         """Host time in hooks without their own marks; the code that runs them adds to it."""
         self.collected_s = self._collected_before = 0.0
         """The same for garbage collector passes, in any phase; and the part before the loop requested its batch."""
-        self._account, self._one_time = Account(), Reader(one_time or OneTime())
+        self._account, self._one_time = Account(), Reader(one_time)
         self._batches_seen = self._step_batches = self._step_samples = 0
         self._asked = 0.0
         self._stack: list[str] = []

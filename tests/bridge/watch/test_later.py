@@ -10,6 +10,7 @@ from fastloop.bridge.watch import window as stages
 from fastloop.bridge.watch.probes import Later
 from fastloop.bridge.watch.window import Watch
 from fastloop.evidence.clock.drift import CHECK_STEPS, EVERY_S, RECHECK_S
+from fastloop.evidence.clock.one_time import OneTime
 from tests.bridge.watch.made_up import CPU, Time, run, settings
 
 pytestmark = pytest.mark.short
@@ -22,9 +23,9 @@ class Fit:
         monkeypatch.setattr(stages, "LONGEST_S", 2.0)
         self.time, self.warnings = time, []
         self.board: dict[str, Any] | None = {"sm_clock_mhz": 1980.0, "foreign_processes": frozenset()}
-        self.watch = Watch(CPU, settings())
+        self.watch = Watch(CPU, settings(), one_time=OneTime())
         self.watch.later = self.later = Later(
-            CPU, read_board=lambda: self.board, warn=self.warnings.append, switch=self.switch
+            CPU, read_board=lambda: self.board, warn=self.warnings.append, switch=self.switch, one_time=OneTime()
         )
         self.switches = 0
         run(self.watch, time, 60)
@@ -129,7 +130,7 @@ def test_validation_makes_no_step_slower(fit: Fit) -> None:
 
 
 def test_without_a_window_nothing_is_compared() -> None:
-    later = Later(CPU, read_board=lambda: None, warn=pytest.fail, switch=pytest.fail)
+    later = Later(CPU, read_board=lambda: None, warn=pytest.fail, switch=pytest.fail, one_time=OneTime())
     later.reference(None, 0)
     later.between_steps(10**6)
     later.end(10**6)

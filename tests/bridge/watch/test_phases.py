@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from fastloop.bridge.watch.phases import BODY, NEXT, NOTHING, PIECE, Marks, find_phase
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import Clock
 from tests.bridge.watch.made_up import CPU, Time
 from tests.models import Regression, loader, trainer
@@ -61,7 +62,7 @@ class Notes(Clock):
     """A clock that notes what it is told."""
 
     def __init__(self, warmup_steps: int = 0) -> None:
-        super().__init__(CPU, warmup_steps)
+        super().__init__(CPU, warmup_steps, one_time=OneTime())
         self.told: list[str] = []
 
     def enter(self, phase: str) -> None:
@@ -298,7 +299,7 @@ def test_what_a_checkpoint_hook_does_after_saving_is_saving(monkeypatch: pytest.
     time_s = [10.0]
     monkeypatch.setattr("fastloop.evidence.clock.step_clock.now", lambda: time_s[0])
     monkeypatch.setattr("time.perf_counter", lambda: time_s[0])
-    clock = Clock(CPU, warmup_steps=0)
+    clock = Clock(CPU, warmup_steps=0, one_time=OneTime())
     marks = Marks(clock)
 
     def passes(ms: float) -> None:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from fastloop.bridge.apply.state.untouched import untouched
 from fastloop.bridge.watch.phases import BODY, Marks
 from fastloop.bridge.watch.probes import MOST_LEAD_IN, CountWork, HuntSyncs, TraceProbe
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import Clock
 from tests.bridge.watch.made_up import CPU, forget_compiles
 
@@ -32,7 +33,7 @@ def nothing_is_compiled() -> None:
 @pytest.fixture
 def marks() -> Marks:
     """Of a clock that is still in its warm-up."""
-    return Marks(Clock(CPU, warmup_steps=100))
+    return Marks(Clock(CPU, warmup_steps=100, one_time=OneTime()))
 
 
 def train(marks: Marks, model: torch.nn.Module, rows: int = 4, elsewhere: int = 0) -> None:

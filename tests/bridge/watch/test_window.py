@@ -15,6 +15,7 @@ from fastloop.bridge.watch.measurement import ACTIONS
 from fastloop.bridge.watch.phases import BODY, find_phase
 from fastloop.bridge.watch.profiler_proxy import WatchingProfiler
 from fastloop.bridge.watch.window import Watch
+from fastloop.evidence.clock.one_time import OneTime
 from tests.bridge.watch.made_up import CPU, Time, run, settings
 from tests.models import Regression, loader, trainer
 
@@ -56,7 +57,7 @@ class Look:
 
 
 def watching(*extras: Look, probes: dict[int, Look] | None = None, warmup: int = 2, **more: Any) -> Watch:
-    made = Watch(CPU, settings(warmup), extras=extras, probes=probes, **more)
+    made = Watch(CPU, settings(warmup), extras=extras, probes=probes, **{"one_time": OneTime(), **more})
     for look in (*extras, *(probes or {}).values()):
         look.watch = made
     return made
@@ -233,7 +234,7 @@ def test_another_clock_is_told_of_the_batches_too(time: Time) -> None:
     watch = watching()
     run(watch, time, 5)
     watch.close()
-    other = type(watch.clock)(CPU, warmup_steps=0)
+    other = type(watch.clock)(CPU, warmup_steps=0, one_time=OneTime())
     watch.marks.clock = other
     run(watch, time, 6)
     window = other.close()
@@ -268,7 +269,7 @@ def test_giving_up_leaves_nothing_running(time: Time, stage: str) -> None:
 
 
 def test_memory_stays_bounded() -> None:
-    watch, loss, batch = Watch(CPU, settings(0)), torch.zeros(()), [torch.zeros(4)]
+    watch, loss, batch = Watch(CPU, settings(0), one_time=OneTime()), torch.zeros(()), [torch.zeros(4)]
     names = list(ACTIONS)
 
     def steps(count: int) -> None:

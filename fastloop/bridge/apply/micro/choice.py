@@ -60,10 +60,10 @@ class PieceChoice:
         micro: int | SizeSearch,
         *,
         rung: str,
+        one_time: OneTime,
         strict: bool = False,
         compares: bool = True,
         warn: Callable[[str], None] = lambda _line: None,
-        one_time: OneTime | None = None,
         list_held: Callable[[], Collection[str]] = tuple,
         is_planned: Callable[[str], bool] = lambda _rung: True,
         groups: BatchGroups | None = None,
@@ -74,7 +74,7 @@ class PieceChoice:
         self.rung, self._strict, self._warn = rung, strict, warn
         self._compares, self._undecided = compares, compares or groups is not None
         self._seen, self._next = 0, 1
-        self._one_time, self._list_held, self._is_planned = one_time or OneTime(), list_held, is_planned
+        self._one_time, self._list_held, self._is_planned = one_time, list_held, is_planned
         self.groups = groups
         self.windows = MergedWindows()
         self.whole: tuple[int, int] | None = None

@@ -50,8 +50,8 @@ class Call:
 class CallRecorder:
     """Records the calls of some modules in training, with copies of their arguments."""
 
-    def __init__(self, module: torch.nn.Module, names: Sequence[str], groups: BatchGroups | None = None) -> None:
-        self.groups = groups or BatchGroups()
+    def __init__(self, module: torch.nn.Module, names: Sequence[str], groups: BatchGroups) -> None:
+        self.groups = groups
         self.calls: list[Call] = []
         self.problem: str | None = None
         """Why the recorded calls cannot be played again."""
@@ -215,10 +215,10 @@ class Player:
         *,
         context: Callable[[], contextlib.AbstractContextManager[Any]],
         convert: Callable[[Any], Any],
-        groups: BatchGroups | None = None,
+        groups: BatchGroups,
     ) -> None:
         self.module, self.calls, self.device = module, calls, device
-        self._groups = groups or BatchGroups()
+        self._groups = groups
         self._context, self._convert = context, convert
         self._cotangents: dict[tuple[int, int], torch.Tensor] = {}
         self._random = torch.Generator(device=device)

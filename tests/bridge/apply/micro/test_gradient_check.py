@@ -20,6 +20,7 @@ from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.bridge.apply.rehearse import played
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder
 from fastloop.errors import FastLoopError
+from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import CannotRegroup
 from fastloop.feeds.splitting import Piece
 from tests.noted import Noted
@@ -334,7 +335,7 @@ def test_a_recorder_of_calls_sees_the_step_alone() -> None:
 
     class Recorded(Net):
         def on_train_start(self) -> None:
-            recorders.append(CallRecorder(self, ["net"]))
+            recorders.append(CallRecorder(self, ["net"], groups=BatchGroups()))
 
     assert run(MERGE, EVEN(), Recorded, max_steps=1, **ACCUMULATE).verdict("batch").took
     assert [call.args[0].shape for call in recorders[0].calls] == [(32, 8)]

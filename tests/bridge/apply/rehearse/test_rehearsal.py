@@ -21,6 +21,7 @@ from fastloop.bridge.apply.rehearse import budget, compared, memory, recorded_ca
 from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
 from fastloop.errors import ConfigError
 from fastloop.evidence.model import dynamo_graphs
+from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.loss.cross_entropy import reduce_rows
 from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.rungs.amp import Amp
@@ -787,7 +788,7 @@ def test_scripted_modules_take_no_hooks() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return torch.nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
 
-    problem = recorded_calls.CallRecorder(Scripted(), ["net"]).problem
+    problem = recorded_calls.CallRecorder(Scripted(), ["net"], groups=BatchGroups()).problem
     assert problem is not None and problem.startswith("calls of net cannot be recorded: ")
     loop, _, _ = fit(config("amp"), Scripted(), steps=8)
     assert read(loop)[0] is True
@@ -1099,7 +1100,7 @@ def test_what_a_frozen_module_takes_is_not_in_the_time_of_a_batch(frozen: bool) 
     """A teacher in evaluation mode is not recorded: the step takes longer than its calls, and no rung is to blame."""
     module = torch.nn.ModuleDict({"teacher": torch.nn.Linear(4, 4), "student": torch.nn.Linear(4, 4)})
     module["teacher"].train(not frozen)
-    recorder = recorded_calls.CallRecorder(module, ["teacher", "student"])
+    recorder = recorded_calls.CallRecorder(module, ["teacher", "student"], groups=BatchGroups())
     recorder.note_batch((torch.ones(2, 4),))
     module["teacher"](torch.ones(2, 4)), module["student"](torch.ones(2, 4))
     recorder.stop()
