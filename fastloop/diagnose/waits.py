@@ -54,7 +54,7 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
         cause = PICKING
         idle += f" ({rows} holds all rows in memory, and they are picked one at a time)"
     instead = _advise_loading(
-        step.measured, rungs.name_number("data_wait"), rungs.explain_refused(step.measured, cause)
+        step.measured, rungs.find_tuned_key("data_wait"), rungs.explain_refused(step.measured, cause)
     )
     remedy = rungs.choose(step.measured, cause, instead)
     if remedy.patch is None:

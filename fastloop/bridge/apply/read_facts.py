@@ -15,7 +15,7 @@ from torch.utils.data.sampler import BatchSampler
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_model import list_methods, overrides, read_module
 from fastloop.evidence import loader_queue, machine
-from fastloop.evidence.model.own_counters import list_counters
+from fastloop.evidence.model.own_counters import list_step_counters
 from fastloop.evidence.samples import between_batches, thread_safety
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples.before_epoch import find_what_epochs_renew
@@ -32,7 +32,7 @@ from fastloop.feeds.rows.reading import read_facts as read_rows
 from fastloop.feeds.workers.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
 
-BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward")
+COUNTED_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward")
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -88,12 +88,12 @@ def _find_batch_counters(trainer: Any, module: Any) -> Iterator[str]:
     for owner in (module, *trainer.callbacks):
         source = type(owner).__module__
         if not source.startswith("fastloop.") or ".recipe_modules." in source:
-            yield from (f"{type(owner).__name__}.{hook}" for hook in BATCH_HOOKS if overrides(owner, hook))
+            yield from (f"{type(owner).__name__}.{hook}" for hook in COUNTED_HOOKS if overrides(owner, hook))
     step = getattr(module, "training_step", None)
     for name in list(inspect.signature(step).parameters)[1:2] if callable(step) else ():
         if list_methods(module, rf"def training_step\(.*\b{name}\b(.|\n)*\b{name}\b"):
             yield f"{type(module).__name__}.training_step, which reads {name},"
-    for name in list_counters(module):
+    for name in list_step_counters(module):
         yield f"{type(module).__name__}.training_step, which counts its calls ({name}),"
 
 

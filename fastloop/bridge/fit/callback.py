@@ -14,7 +14,7 @@ from fastloop import diagnose
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply import read_training
 from fastloop.bridge.apply.applier import Applier
-from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
+from fastloop.bridge.apply.loop.known_loops import HOOKS_PER_BATCH
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.state.untouched import untouched
 from fastloop.bridge.fail_open import deaf_to_workers, explain_exception, fail_open, is_disabled
@@ -81,7 +81,7 @@ class FastLoop(Callback):
         """Rungs for which a rehearsal kept the cheaper variant."""
         self._forget()
         self._reset_fit()
-        for name in BATCH_HOOKS:
+        for name in HOOKS_PER_BATCH:
             self._switch_hook(name, False)
         if self.off:
             return

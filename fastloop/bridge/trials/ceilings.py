@@ -76,14 +76,14 @@ def train(
         if beat is not None:
             Beats.into(trainer, beat)
         OnlyInside.into(trainer, out, unsaved)
-        take_away(trainer, variation)
+        remove_cost(trainer, variation)
         if ledger:
             Ledger.into(trainer, out)
 
     return training.train(config, out, prepare=prepare)
 
 
-def take_away(trainer: Any, variation: str) -> None:
+def remove_cost(trainer: Any, variation: str) -> None:
     """Remove the cost of this ceiling from a Trainer's next fit; ``as_it_is`` changes nothing."""
     if variation in ("replayed", "resident", "no_exchange"):
         replay(trainer, on_device=variation == "resident")

@@ -30,7 +30,7 @@ from fastloop.experiments.climb.early_end import EndsSooner, HeedingRunner, find
 from fastloop.experiments.climb.interface import HOPELESS, Needs, Result, Runner
 from fastloop.experiments.climb.measuring import Measured
 from fastloop.experiments.climb.prediction import Context, Top
-from fastloop.experiments.climb.removal import take_away
+from fastloop.experiments.climb.removal import try_without
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, Confirmation, Costs, count_kept
 
@@ -87,7 +87,7 @@ class Climb(Measured):
         return None
 
     def _choose(self) -> Candidate | str:
-        added = [row for row in self.rows if not row.takes_away]  # rungs removed at the end are not tried again
+        added = [row for row in self.rows if not row.is_removal]  # rungs removed at the end are not tried again
         known = dataclasses.replace(self.known, rows=added, stack=read_stack(added))
         return choose(dataclasses.replace(known, ladder_rates=self._leave_out_unprovable(known.ladder_rates)))
 
@@ -112,11 +112,11 @@ class Climb(Measured):
 
     def _take_away(self) -> None:
         """Remove the rungs without which the top is not slower."""
-        top, place = read_stack([row for row in self.rows if not row.takes_away]), f"top-{count_kept(self.rows)}"
+        top, place = read_stack([row for row in self.rows if not row.is_removal]), f"top-{count_kept(self.rows)}"
         for rung in list_removable(self.rows):
             self.runner.reserve(*self._list_proofs_s(cold=True), self._estimate_confirmation_s(short=True))
             at = f"{len(self.rows) + 1:02d}-{WITHOUT}{rung}"
-            self._note(take_away(self.context, rung, at, lambda number: self._run_top(place, top, number)))
+            self._note(try_without(self.context, rung, at, lambda number: self._run_top(place, top, number)))
 
     def _run_top(self, place: str, top: Stack, number: int) -> Result:
         costs = self.known.costs
@@ -245,7 +245,7 @@ class Climb(Measured):
     def _is_checked(self) -> bool:
         """Whether the top's own gradients have been compared."""
         kept = [row for row in self.rows if row.kept]
-        return not kept or (not kept[-1].takes_away and any(gate.name == "gradient" for gate in kept[-1].parity.gates))
+        return not kept or (not kept[-1].is_removal and any(gate.name == "gradient" for gate in kept[-1].parity.gates))
 
     def _list_proofs_s(self, *, cold: bool = False) -> list[float]:
         return [self._estimate_confirmation_s(short=short, cold=cold) for short in (False, True)]

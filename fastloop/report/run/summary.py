@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fastloop.records.measurement import ONE_TIME, PARTS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.yaml_text import dump_on_one_line
-from fastloop.report.numbers import count_steps, format_flop_rate, format_number, format_s, format_short
+from fastloop.report.numbers import format_flop_rate, format_number, format_s, format_short, format_steps
 from fastloop.report.run import caveats
 from fastloop.report.run.ranks import read_ranks
 
@@ -219,7 +219,7 @@ def describe_window(seen: Measurement) -> str:
         return "steps n/a: not watched"
     first = seen.total_steps - seen.steps if seen.first_step is None else seen.first_step  # no window was opened
     last = first + seen.steps
-    return f"steps {first + 1}-{last}" if seen.steps else f"{count_steps(last)}, none of them measured"
+    return f"steps {first + 1}-{last}" if seen.steps else f"{format_steps(last)}, none of them measured"
 
 
 def list_flags(seen: Measurement) -> list[str]:
@@ -237,7 +237,7 @@ def describe_short_window(seen: Measurement) -> str | None:
     if not seen.window_too_short:
         return None
     return (
-        f"window too short: {count_steps(seen.steps)}"
+        f"window too short: {format_steps(seen.steps)}"
         if seen.steps < 10
         else "window too short for the loader's queues"
     )

@@ -115,7 +115,7 @@ def test_a_ladder_is_found_where_no_rung_of_it_pays_alone() -> None:
     assert {"amp", "layout", "compile"} <= set(climb.stack)
     best = min(TOGETHER.step_ms(stack, "as_it_is") for stack in (*stacks(), *list_shipped().values()))
     assert TOGETHER.step_ms(climb.stack, "as_it_is") <= 1.01 * best
-    assert {rung for row in climb.rows if row.takes_away and row.kept for rung in [row.rung]} >= {"workers", "fused"}
+    assert {rung for row in climb.rows if row.is_removal and row.kept for rung in [row.rung]} >= {"workers", "fused"}
     assert not {"workers", "fused", "cache"} & set(climb.stack), "what it came with, and does nothing, is gone"
 
 
@@ -317,7 +317,7 @@ def test_what_pays_together_is_found_once_something_else_is_no_limit_any_more() 
     runner = SimulatedRunner(machine)
     climb = make_climb(runner, ladders=list_shipped())
     climb.climb()
-    kept = [row.name for row in climb.rows if row.kept and not row.takes_away]
+    kept = [row.name for row in climb.rows if row.kept and not row.is_removal]
     assert kept[:2] == ["ladder-safe", "workers-count"] and kept[-1] == "ladder-full"
     assert {"workers", "amp", "layout", "compile"} == set(climb.stack)
     assert machine.step_ms(climb.stack, "as_it_is") < min(

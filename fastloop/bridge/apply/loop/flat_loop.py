@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
+from fastloop.bridge.apply.loop.known_loops import HOOKS_PER_BATCH
 
 
 class HookCalls:
@@ -39,7 +39,7 @@ class HookCalls:
             )
         )
         self._module, self._attributes = module, vars(module)
-        self._empty = {getattr(kind, name) for kind in (base, callback) for name in BATCH_HOOKS}
+        self._empty = {getattr(kind, name) for kind in (base, callback) for name in HOOKS_PER_BATCH}
         self._clip, self._clip_own = base.configure_gradient_clipping, base.clip_gradients
         self._clippers = precision.clip_gradients, mixed.clip_gradients
         self._passes = namespaces.load(space, "profilers.PassThroughProfiler")

@@ -26,7 +26,7 @@ from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, meas
 from fastloop.feeds.batch_norm.groups import BatchGroups, MeansOfGroups
 from fastloop.feeds.batch_tree import map_tensors
 from fastloop.feeds.splitting import Piece, average, cut
-from fastloop.feeds.token_counts import Counter, list_counters
+from fastloop.feeds.token_counts import Counter, list_token_counters
 
 TakeLoss = Callable[[Any, int], Any]
 """Returns training_step's loss for a batch and that batch's number in its window."""
@@ -118,7 +118,7 @@ def weigh_pieces(
             _note_unequal(strategy, seen, pieces, [whole], note)
         return why, None
     found: dict[float, Weighing] = {}
-    for counter in list_counters(batch, strategy.lightning_module):
+    for counter in list_token_counters(batch, strategy.lightning_module):
         weights = counter.weigh([piece.batch for piece in pieces]).tolist()
         if _judge(strategy, seen.own, weights, seen.others[0]) == (None, None):
             distance = measure_difference(seen.own, weights, seen.others[0])

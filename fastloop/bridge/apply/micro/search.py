@@ -319,7 +319,7 @@ class _Run:
         """Time the sizes that ran, with the rungs on that cost nothing to switch."""
         with quiet(self.strategy), self.given.quick() as convert:
             for size in sorted(self.ran, key=lambda each: (each < self.own, abs(each - self.own))):
-                if size > self.own and judge.is_hopeless(list(self.rates.values())):
+                if size > self.own and judge.are_last_two_slower(list(self.rates.values())):
                     continue
                 try:
                     with untouched(self.module):

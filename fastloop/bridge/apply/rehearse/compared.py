@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
+from fastloop.bridge.apply.rehearse.played import Played, compare_results
 from fastloop.bridge.apply.rehearse.recorded_calls import Player
 from fastloop.judge.parity import RESOLUTION
 from fastloop.judge.rehearsal import Deviation
@@ -16,7 +16,7 @@ FEWEST_DRAWS, MOST_DRAWS, ENOUGH_S = 4, 32, 0.3
 def measure_rounding(player: Player, usual: Played, precision: str, *, dropout: bool) -> Deviation:
     """The deviation that rounding causes in the modules as they are now."""
     with player.perturbed(RESOLUTION[precision]):
-        return measure_deviation(usual, player.play(dropout=dropout))
+        return compare_results(usual, player.play(dropout=dropout))
 
 
 def draw(player: Player, usual: Played, *, dropout: bool, count: int | None = None) -> list[Deviation]:
@@ -34,5 +34,5 @@ def draw(player: Player, usual: Played, *, dropout: bool, count: int | None = No
         return len(found) < FEWEST_DRAWS or (len(found) < MOST_DRAWS and time.perf_counter() - began < ENOUGH_S)
 
     while wants_more():
-        found.append(measure_deviation(usual, player.play(seed=1 + len(found), dropout=dropout)))
+        found.append(compare_results(usual, player.play(seed=1 + len(found), dropout=dropout)))
     return found

@@ -50,7 +50,7 @@ def raise_if_device_lost(device: torch.device, error: Exception) -> None:
         raise error from None
 
 
-def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
+def compare_results(unchanged: Played, changed: Played) -> Deviation:
     """How far the second run deviates from the first.
 
     Raises:

@@ -19,7 +19,7 @@ from fastloop.bridge.apply.rehearse import memory
 from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Terms, TrialBudget, find_cheapest, is_costly
 from fastloop.bridge.apply.rehearse.compared import draw, measure_rounding
 from fastloop.bridge.apply.rehearse.optimizer_twins import try_optimizers
-from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
+from fastloop.bridge.apply.rehearse.played import Played, compare_results
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Player
 from fastloop.bridge.apply.rehearse.remembered import Remembered
@@ -266,7 +266,7 @@ class Rehearsal:
         self.hands.apply(step)
         began = time.perf_counter()
         first = self._player.play(dropout=dropout)
-        deviation = measure_deviation(usual, first)
+        deviation = compare_results(usual, first)
         more_ms = 0.0 if dropout else self._dropout_ms
         if self._budget.shares_time(step):
             one_time_s, ms = step.change.first_call_s, first.ms + more_ms

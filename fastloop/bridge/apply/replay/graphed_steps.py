@@ -24,7 +24,7 @@ import torch
 from fastloop.bridge.apply.read_model import overrides
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.budget import Terms
-from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
+from fastloop.bridge.apply.rehearse.played import Played, compare_results
 from fastloop.bridge.apply.replay.graph_guard import Guard
 from fastloop.bridge.apply.replay.recorded_update import RecordedUpdates, is_from
 from fastloop.bridge.apply.replay.step_code import find_outside, list_outer_values, list_step_functions
@@ -358,7 +358,7 @@ class GraphedSteps:
         return Played(ms, [*made, *buffers], gradients)
 
     def _judge(self, first: Played, second: Played, replayed: Played, again: Played) -> str | None:
-        deviation, noise = measure_deviation(second, replayed), measure_deviation(second, first)
+        deviation, noise = compare_results(second, replayed), compare_results(second, first)
         eager_ms, replay_ms = min(first.ms, second.ms), min(replayed.ms, again.ms)
         self._seen = {"deviation": deviation.largest, "eager_ms": eager_ms, "replay_ms": replay_ms}
         if judge.ROUNDINGS * noise.largest > judge.NO_GATE:

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fastloop.bridge.apply.rehearse.optimizer_twins import OPTIMIZER_LIMIT
-from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
+from fastloop.bridge.apply.rehearse.played import Played, compare_results
 from fastloop.bridge.apply.staging import StandsFor
 from fastloop.errors import NotApplicable, describe
 from fastloop.feeds.step_graph.recording import CudaRecorder
@@ -165,6 +165,6 @@ def _compare(static: StaticUpdate, recorder: CudaRecorder) -> None:
         finally:
             put_back()
             recorder.wait()
-    deviation = measure_deviation(usual, replayed)
+    deviation = compare_results(usual, replayed)
     if counted != counted_again or not deviation.finite or deviation.largest > OPTIMIZER_LIMIT:
         raise NotApplicable(f"a replayed update deviates by {deviation.largest:.2g}")

@@ -355,7 +355,7 @@ def test_a_ladder_searches_in_long_runs_only(timed: dict[int, float], monkeypatc
         return loop
 
     monkeypatch.setattr(runs, "watching", by_ladder)
-    monkeypatch.setattr(read_facts, "BATCH_HOOKS", ())  # else the callback that records batches would be heard
+    monkeypatch.setattr(read_facts, "COUNTED_HOOKS", ())  # else the callback that records batches would be heard
     plain, ours = both(AUTO, EVEN, **ACCUMULATE)
     assert ours.verdict("batch").why == "this run is too short to search for a micro-batch: 6 steps"
     assert distance(plain, ours) == 0 and ours.record.hooks == plain.record.hooks

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop
 from fastloop.bridge.apply.rehearse import budget, compared, memory, recorded_calls, rehearsal
-from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
+from fastloop.bridge.apply.rehearse.played import Played, compare_results
 from fastloop.errors import ConfigError
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.feeds.batch_norm.groups import BatchGroups
@@ -797,7 +797,7 @@ def test_scripted_modules_take_no_hooks() -> None:
 
 def test_both_halves_of_complex_numbers_are_compared() -> None:
     plain, other = (Played(outputs=[torch.tensor([3 + 4j, 1j * imaginary])]) for imaginary in (0, 1))
-    assert measure_deviation(plain, other).outputs == pytest.approx(0.2)
+    assert compare_results(plain, other).outputs == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -814,7 +814,7 @@ def test_both_halves_of_complex_numbers_are_compared() -> None:
     ids=["usual", "small", "large", "infinite in both", "not finite", "nothing", "something from nothing"],
 )
 def test_deviation_of_any_numbers(before: list[float], after: list[float], expected: tuple[float, bool]) -> None:
-    found = measure_deviation(Played(outputs=[torch.tensor(before)]), Played(outputs=[torch.tensor(after)]))
+    found = compare_results(Played(outputs=[torch.tensor(before)]), Played(outputs=[torch.tensor(after)]))
     assert (found.outputs, found.finite) == (pytest.approx(expected[0], rel=1e-5), expected[1])
 
 
@@ -825,10 +825,10 @@ def test_the_direction_of_gradients_is_not_that_of_their_largest_tensor(scale: f
     plain = Played(gradients={name: scale * each for name, each in first.items()})
     scattered = Played(gradients={**plain.gradients, "conv1": -plain.gradients["conv1"]})
     turned = Played(gradients={name: -each for name, each in plain.gradients.items()})
-    assert measure_deviation(plain, scattered).gradients_cosine == pytest.approx(1 / 3)
-    assert measure_deviation(plain, turned).gradients_cosine == pytest.approx(-1)
+    assert compare_results(plain, scattered).gradients_cosine == pytest.approx(1 / 3)
+    assert compare_results(plain, turned).gradients_cosine == pytest.approx(-1)
     nothing = Played(gradients={**plain.gradients, "bias": torch.zeros(2)})
-    assert measure_deviation(plain, nothing).gradients_cosine == pytest.approx(2 / 3), "a lost tensor counts as turned"
+    assert compare_results(plain, nothing).gradients_cosine == pytest.approx(2 / 3), "a lost tensor counts as turned"
 
 
 def test_only_one_pair_is_converted_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -843,7 +843,7 @@ def test_only_one_pair_is_converted_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "_foreach_norm", norm)
     halves = [torch.full((8,), 1.0 + number, dtype=torch.bfloat16) for number in range(6)]
-    assert measure_deviation(Played(outputs=halves), Played(outputs=halves)).outputs == 0
+    assert compare_results(Played(outputs=halves), Played(outputs=halves)).outputs == 0
     assert len(made) == 18 and most[0] <= 6
 
 
