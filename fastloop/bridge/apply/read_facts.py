@@ -18,7 +18,7 @@ from fastloop.evidence import loader_queue, machine
 from fastloop.evidence.model.own_counters import list_step_counters
 from fastloop.evidence.samples import between_batches, thread_safety
 from fastloop.evidence.samples import dataset as datasets
-from fastloop.evidence.samples.before_epoch import find_what_epochs_renew
+from fastloop.evidence.samples.before_epoch import explain_not_ahead
 from fastloop.evidence.samples.between_epochs import list_changers, list_changes_within, list_remembered
 from fastloop.evidence.samples.spawned import find_spawn_hazard
 from fastloop.evidence.samples.worker_shares import explain_repeats
@@ -204,7 +204,7 @@ def read_loader_facts(
             worker_init=loader.worker_init_fn,
             sampler=sampler,
         ),
-        not_ahead=find_what_epochs_renew(
+        not_ahead=explain_not_ahead(
             loader.dataset, others, collate=loader.collate_fn, worker_init=loader.worker_init_fn
         ),
         changes_within=list_changes_within(loader.dataset, others, collate=loader.collate_fn, loader=loader),

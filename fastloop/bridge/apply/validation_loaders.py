@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.live_plan import LivePlan
-from fastloop.bridge.apply.loaders import is_loop_asking
+from fastloop.bridge.apply.loaders import is_called_by_fetcher
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import describe
 from fastloop.feeds.lazy_loader import LazyLoader, clone, read_like_workers
@@ -145,7 +145,7 @@ class ValidationWorkers(ValidationLoaders):
     def _begin(self, fresh: FreshWorkers, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Start a validation. No workers are kept from the sanity check, which leaves batches behind in shared memory,
         and by code other than Lightning's loop, which may read the loader while a validation does."""
-        if is_loop_asking() and not self._site.trainer.sanity_checking:
+        if is_called_by_fetcher() and not self._site.trainer.sanity_checking:
             loader.__dict__["persistent_workers"] = True
             return fresh.batches(loader, begin)
         kept, loader.__dict__["_iterator"] = loader._iterator, None

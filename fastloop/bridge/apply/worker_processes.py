@@ -177,7 +177,7 @@ class WorkerProcesses:
             "loss_ms": None if self._tried is None else self._tried.loss_ms,
         }
 
-    def see_kept(self) -> Mapping[str, Any]:
+    def collect_kept_evidence(self) -> Mapping[str, Any]:
         """Whether live iterators keep the user's own workers for the next epoch; empty if no rung planned that."""
         if not self._keeps_theirs:
             return {}
@@ -187,13 +187,13 @@ class WorkerProcesses:
             self._kept = self._fresh.kept > 0
         return {"kept": self._kept}
 
-    def see_more(self) -> Mapping[str, Any]:
+    def collect_growth_evidence(self) -> Mapping[str, Any]:
         """How the number of workers changed; empty if no rung planned more."""
         if self._more is None:
             return {}
         return {"more": self._more.change, "faster": self._more.is_faster, "theirs": self._tried is None}
 
-    def see_next_epoch(self) -> Mapping[str, Any]:
+    def collect_next_epoch_evidence(self) -> Mapping[str, Any]:
         """How many epochs began with batches made ahead, and whether an order was predicted wrong; empty if no order
         could be predicted."""
         if self._next is None or self._next.may_predict is not True:

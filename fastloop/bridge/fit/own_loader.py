@@ -15,7 +15,9 @@ from fastloop.ladder import Ladder, list_refused
 from fastloop.records.facts import Facts
 
 
-def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[str, Any]) -> dict[str, Any]:
+def gather_loader_evidence(
+    trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[str, Any]
+) -> dict[str, Any]:
     """Gather evidence on what the diagnosis may propose: feeds, and whether workers can be kept or added.
 
     Feeds are considered if the loader has no workers, or yields image files or rows in memory.

@@ -233,7 +233,9 @@ def measure_cost_us(device: torch.device, steps: int = 60) -> float | None:
     if sys.getprofile() is not None or sys.gettrace() is not None:
         return None
     watch = Watch(device, WatchSettings(warmup_steps=0), one_time=OneTime())
-    ours: Any = WatchingProfiler(PassThroughProfiler(), watch.ask, watch.got, watch.marks.profile)
+    ours: Any = WatchingProfiler(
+        PassThroughProfiler(), watch.note_batch_requested, watch.note_batch_received, watch.marks.profile
+    )
     loss, batch = torch.zeros((), device=device), [torch.zeros(1), torch.zeros(1)]
 
     def batch_end(until_detail: int) -> None:

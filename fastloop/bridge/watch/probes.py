@@ -31,11 +31,12 @@ class CountWork:
     compiled, their calls are recorded while the step runs and counted after it.
 
     Args:
-        untouched: context that restores a module's state after running it once more; None: modules are not run again.
+        preserve_state: context that restores a module's state after running it once more; None: modules are not run
+            again.
     """
 
-    def __init__(self, untouched: Callable[..., contextlib.AbstractContextManager[None]] | None = None) -> None:
-        self._untouched = untouched
+    def __init__(self, preserve_state: Callable[..., contextlib.AbstractContextManager[None]] | None = None) -> None:
+        self._preserve_state = preserve_state
         self._compiled: CompiledWork | None = None
         self.found: Mapping[str, Any] = {"per_sample": None, "why": "the warm-up was too short to count in"}
         self._module: Any = None
@@ -53,8 +54,8 @@ class CountWork:
         self._samples = 0
         if (why := may_count(self._module)) is None:
             self._marks.around_work = self._count = FlopCount()
-        elif self._untouched is not None and find_compiled(self._module):
-            self._compiled = CompiledWork(self._module, self._untouched)
+        elif self._preserve_state is not None and find_compiled(self._module):
+            self._compiled = CompiledWork(self._module, self._preserve_state)
             self._compiled.open()
         else:
             self.found, self._done = {"per_sample": None, "why": why}, True

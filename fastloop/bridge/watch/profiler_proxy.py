@@ -177,21 +177,21 @@ class _Timed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         marks, name = self.marks, self.name
-        if not marks.listens():
+        if not marks.is_marking():
             return self.call(*args, **kwargs)
         began = time.perf_counter()
         if name is not None and not marks.in_detail():
             try:
                 return self.call(*args, **kwargs)
             finally:
-                marks.hook_took(name, time.perf_counter() - began)
+                marks.add_hook_time(name, time.perf_counter() - began)
         marks.enter(self.phase)
         try:
             return self.call(*args, **kwargs)
         finally:
             marks.leave()
             if name is not None:
-                marks.lasted(name, time.perf_counter() - began)
+                marks.add_if_in_window(name, time.perf_counter() - began)
 
 
 def _is_compiled(module: Any) -> bool:

@@ -55,7 +55,7 @@ class Session:
         hunt_syncs: find every synchronization with its line and its cost, in a few steps after the timed ones.
         place: returns the run's directory; called only when there is something to write.
         one_time: collects the fit's one-time costs; other code writes to it too.
-        untouched: context for running a module once more to count its work, see `CountWork`.
+        preserve_state: context for running a module once more to count its work, see `CountWork`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Session:
         one_time: OneTime,
         hunt_syncs: bool = False,
         place: Callable[[], Any] = lambda: None,
-        untouched: Callable[..., contextlib.AbstractContextManager[None]] | None = None,
+        preserve_state: Callable[..., contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self._began, self._cpu_wait_s = step_clock.now(), machine.read_cpu_wait_s()
         self.one_time = one_time
@@ -82,7 +82,7 @@ class Session:
         self.device: torch.device = trainer.strategy.root_device
         on_cuda = self.device.type == "cuda"
         self.uuid = nvml.find_uuid(self.device) if on_cuda else None
-        self.work, self.syncs = CountWork(untouched), FindSyncs()
+        self.work, self.syncs = CountWork(preserve_state), FindSyncs()
         self.hunt = HuntSyncs(self.device) if hunt_syncs else None
         self.trace = TraceProbe(trainer, self.device, settings.trace_steps, place) if settings.trace_steps else None
         probes: dict[int, Probe] = {
@@ -140,7 +140,7 @@ class Session:
         self._logs = LogMarks(trainer, module, self.watch.marks)
         self.work.attach(module, self.watch.marks)
         self.memory.begin(list_owners(trainer))
-        self.watch.marks.unheard = find_unheard(trainer, module)
+        self.watch.marks.unheard = list_empty_hook_actions(trainer, module)
         if self.hunt is not None:
             self.hunt.attach(module)
         if self.trace is not None:
@@ -360,7 +360,7 @@ def summarize(seen: Measurement) -> dict[str, float | None]:
     }
 
 
-def find_unheard(trainer: Any, module: Any) -> set[str]:
+def list_empty_hook_actions(trainer: Any, module: Any) -> set[str]:
     """Return the actions of hooks that are not overridden; Lightning opens them anyway."""
     space = namespaces.find_namespace(trainer)
     owners = [(f"[LightningModule]{type(module).__name__}", module, namespaces.load(space, "core.LightningModule"))]

@@ -50,7 +50,7 @@ class Extra(Probe, Protocol):
 
 
 class Watch:
-    """Collects the marks of one fit on one rank. Issues no collective.
+    """Measures one fit on one rank in stages: probes in warm-up, the window, then extras. Issues no collective.
 
     Args:
         owed: returns the number of batches requested from the loader's workers and not finished; None if unreadable.
@@ -96,25 +96,25 @@ class Watch:
 
     # -- the loop's calls -----------------------------------------------------------------------------------------
 
-    def ask(self) -> None:
+    def note_batch_requested(self) -> None:
         """Note that the loop requests a batch."""
         self._fetched_inside = self.marks.in_work
         if self._boundary and not self.marks.in_work:
-            self._turn()
+            self._advance_stage()
         was_open = self.clock.open
-        self.marks.clock.ask()
+        self.marks.clock.note_batch_requested()
         self.marks.whole = was_open and self.clock.total_steps > self.clock.opened_at
         if self.clock.open and not was_open:
-            self._opens()
+            self._open_window()
         if self.marks.ranges is not None:
             self.marks.ranges.push("data_wait")
 
-    def got(self) -> None:
+    def note_batch_received(self) -> None:
         """Note that the loop has its batch."""
         if self.marks.ranges is not None:
             self.marks.ranges.pop()
         self._note_costs()
-        self.marks.clock.got()
+        self.marks.clock.note_batch_received()
         if self._boundary and not self.marks.in_work:
             self._begin_probe()
         self._boundary = False
@@ -135,7 +135,7 @@ class Watch:
                 self._extra.step_ends()
                 self._extra_steps += 1
             if self._fetched_inside:
-                self._turn()
+                self._advance_stage()
                 self._begin_probe()
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Watch:
 
     # -- stages ---------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
+    def _advance_stage(self) -> None:
         """Between two steps: move on to the next stage if it is time."""
         self._end_probe()
         if self.clock.open and self._is_over():
@@ -194,7 +194,7 @@ class Watch:
         if self._extra is not None:
             self._extra.begin()
 
-    def _opens(self) -> None:
+    def _open_window(self) -> None:
         self._opened_at = time.monotonic()
         self.owed = (self._owed(), None)
         self.garbage.start()

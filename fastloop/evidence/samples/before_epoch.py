@@ -23,7 +23,7 @@ from fastloop.evidence.samples.shared_files import READS, WRITES
 _OF_TORCH = ("torch.utils.data.",)
 
 
-def find_what_epochs_renew(
+def explain_not_ahead(
     dataset: Any, others: Iterable[Any], *, collate: Any = None, worker_init: Any = None
 ) -> str | None:
     """Return why samples made before their epoch may differ: what they read may change until then, and workers see that

@@ -268,7 +268,7 @@ class Tally:
         """
         lines: dict[str, _Line] = {}
         for (site, what, name), (count, seconds) in self._seen.items():
-            where, label, advice = _blame(site, what, name, logs or {})
+            where, label, advice = _attribute(site, what, name, logs or {})
             line = lines.setdefault(where, _Line())
             line.kinds[label] = line.kinds.get(label, 0) + count
             if seconds is not None:
@@ -291,7 +291,7 @@ def _make_row(where: str, line: _Line, steps: int) -> dict[str, Any]:
     }
 
 
-def _blame(site: CallSite, what: str, name: str | None, logs: Mapping[str, str]) -> tuple[str, str, str]:
+def _attribute(site: CallSite, what: str, name: str | None, logs: Mapping[str, str]) -> tuple[str, str, str]:
     """Line, label and advice of one kind of synchronization."""
     where, label = site.where, what
     if site.ours:

@@ -58,7 +58,7 @@ class Climb(Measured):
         self.runner = cast("Runner", HeedingRunner(self.runner, self._is_news))
         while True:
             try:
-                if (reason := self._go_on()) is not None:
+                if (reason := self._step()) is not None:
                     return reason
             except EndsSooner as end:  # what has finished is found again, the rest is made shorter
                 self.ends_at = end.steps
@@ -69,7 +69,7 @@ class Climb(Measured):
         longer."""
         return self.ends_at is None and end >= ((self.naive and self.naive.ended_at) or 0)
 
-    def _go_on(self) -> str | None:
+    def _step(self) -> str | None:
         """Try what is most promising now; returns why nothing is left, or None."""
         self.runner.reserve(*(self._list_proofs_s() if self.stack else ()))
         ladders_first = self.hurries and not self.rows  # a ladder that is faster needs no ceiling to be chosen
@@ -81,9 +81,9 @@ class Climb(Measured):
             self.measure_missing()
             chosen = self._choose()
         if isinstance(chosen, str):
-            self._take_away()
+            self._try_removals()
             return chosen
-        self._try(chosen)
+        self._attempt(chosen)
         return None
 
     def _choose(self) -> Candidate | str:
@@ -105,12 +105,12 @@ class Climb(Measured):
     def context(self) -> Context:
         return dataclasses.replace(super().context, estimate_proof_s=partial(self._estimate_confirmation_s, short=True))
 
-    def _try(self, candidate: Candidate) -> None:
+    def _attempt(self, candidate: Candidate) -> None:
         first = not self.stack and not any(row.name == candidate.key for row in self.rows)
         number = 0 if candidate.whole and first else len(self.rows) + 1  # it ran once before it was chosen
         self._note(make_attempt(self.context, candidate, f"{number:02d}-{candidate.key}"))
 
-    def _take_away(self) -> None:
+    def _try_removals(self) -> None:
         """Remove the rungs without which the top is not slower."""
         top, place = read_stack([row for row in self.rows if not row.is_removal]), f"top-{count_kept(self.rows)}"
         for rung in list_removable(self.rows):
@@ -145,7 +145,7 @@ class Climb(Measured):
         proof, if there is enough."""
         spent, keeps, fastest = None, False, 0.0
         ladders = {} if self.stack else list_bundles(self.known) | list_ladders(self.start)
-        for name, stack in self._put_off(ladders).items():
+        for name, stack in self._defer_slow_compiles(ladders).items():
             candidate, (seed, side) = make_ladder(name, stack), TURNS[1]
             if self.ladders.get(name, 0.0) is None or any(row.name == candidate.key for row in self.rows):
                 continue
@@ -165,7 +165,7 @@ class Climb(Measured):
                 spent = spent if keeps else spent or error
                 continue
             self.ladders[name] = result.samples_per_s if result.ok else None
-            if (rate := self.ladders[name] or 0.0) > fastest and self._keep_time_for(name, stack, result):
+            if (rate := self.ladders[name] or 0.0) > fastest and self._reserve_proof_time(name, stack, result):
                 fastest, keeps = rate, True
             self.save()
         if keeps:
@@ -173,7 +173,7 @@ class Climb(Measured):
         if spent is not None:
             raise spent
 
-    def _put_off(self, ladders: Mapping[str, Stack]) -> Mapping[str, Stack]:
+    def _defer_slow_compiles(self, ladders: Mapping[str, Stack]) -> Mapping[str, Stack]:
         """Put last the ladders that compile for so long that the budget has no time for their proof, if it has for that
         of others."""
         now_ms, left_s = self.known.costs.now_ms, self.runner.left_with_grace_s()
@@ -200,7 +200,7 @@ class Climb(Measured):
         run_s = self.context.choose_ladder_length(stack).seconds(now.now_ms, self.start_s)
         return 2 * run_s + first_start_s + self._estimate_confirmation_s((stack, costs), short=True)
 
-    def _keep_time_for(self, name: str, stack: Stack, result: Result) -> bool:
+    def _reserve_proof_time(self, name: str, stack: Stack, result: Result) -> bool:
         """Keep time for the screen and the proof of a ladder that was faster in its first run, if that much is left.
         Returns whether it is."""
         now_ms = self.known.costs.now_ms

@@ -64,9 +64,9 @@ def run(
     """`steps` optimizer steps of `batches` batches of 4 samples, each waited for and computed."""
 
     def fetch() -> None:
-        watch.ask()
+        watch.note_batch_requested()
         time.passes(wait_s)
-        watch.got()
+        watch.note_batch_received()
 
     for _ in range(steps):
         for number in range(batches):

@@ -100,7 +100,7 @@ def test_looks_are_short_and_far_between(fit: Fit) -> None:
     clock = fit.later.clock
     assert clock is not None and clock.open
     run(fit.watch, fit.time, CHECK_STEPS)
-    assert fit.later.clock is None and clock.closed and not fit.watch.marks.listens(), "no marks until the next one"
+    assert fit.later.clock is None and clock.closed and not fit.watch.marks.is_marking(), "no marks until the next one"
     assert fit.later.drift.entries[0]["step"] == fit.watch.clock.total_steps - 9
     run(fit.watch, fit.time, 200)
     assert fit.switches == 1

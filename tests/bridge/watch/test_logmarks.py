@@ -55,8 +55,8 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 @pytest.fixture
 def marks(time: Time) -> Marks:
     clock = Notes()
-    clock.ask()
-    clock.got()
+    clock.note_batch_requested()
+    clock.note_batch_received()
     clock.told.clear()
     made = Marks(clock)
     made.whole = True

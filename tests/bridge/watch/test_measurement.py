@@ -56,8 +56,8 @@ def test_the_exchange_is_taken_out_of_the_backward_that_waits_for_it(
 ) -> None:
     watch = Watch(CPU, settings(), one_time=OneTime())
     for _ in range(20):
-        watch.ask()
-        watch.got()
+        watch.note_batch_requested()
+        watch.note_batch_received()
         with watch.marks.profile("run_training_batch"), watch.marks.profile("[Strategy]DDPStrategy.backward"):
             time.s += 0.03
         watch.batch_end(torch.tensor(1.0), [torch.zeros(4, 2)], 4, True, 1)
@@ -241,13 +241,13 @@ def test_garbage_collection_is_the_loops_and_said_apart(time: Time) -> None:
     watch = Watch(CPU, settings(), one_time=OneTime())
     run(watch, time, 3)
     for step in range(20):
-        watch.ask()
+        watch.note_batch_requested()
         if step == 7:  # one pass, while the loop waits for a batch
             watch.garbage._note_pass("start", {"generation": 2})
             time.passes(0.2)
             watch.garbage._note_pass("stop", {"generation": 2})
         time.passes(0.01)
-        watch.got()
+        watch.note_batch_received()
         with watch.marks.profile("run_training_batch"):
             time.passes(0.03)
         watch.batch_end(torch.tensor(1.0), [torch.zeros(4, 2)], 4, True, 1)

@@ -23,7 +23,7 @@ from fastloop.bridge.watch.session import (
     Session,
     count_planned_steps,
     describe_death,
-    find_unheard,
+    list_empty_hook_actions,
     record_of_rank,
     summarize,
 )
@@ -54,7 +54,7 @@ def test_only_hooks_that_are_lightnings_own_are_unheard() -> None:
     vars(its_own)["on_before_zero_grad"] = print
     twins = [shared(), shared()]
     vars(twins[0])["on_train_batch_end"] = print
-    found = find_unheard(
+    found = list_empty_hook_actions(
         trainer(callbacks=[Hears(), its_own, *twins, ModelCheckpoint()], enable_checkpointing=True), module
     )
     saver = next(name for name in found if "ModelCheckpoint" in name).rpartition(".")[0]

@@ -274,8 +274,8 @@ def test_memory_stays_bounded() -> None:
 
     def steps(count: int) -> None:
         for _ in range(count):
-            watch.ask()
-            watch.got()
+            watch.note_batch_requested()
+            watch.note_batch_received()
             with watch.marks.profile(BODY):
                 for name in names[-4:]:
                     with watch.marks.profile(name):
@@ -338,4 +338,7 @@ def test_it_issues_no_collective(monkeypatch: pytest.MonkeyPatch, time: Time) ->
     run(watch, time, 20)
     watch.close()
     assert watch.window is not None
-    assert isinstance(WatchingProfiler(PassThroughProfiler(), watch.ask, watch.got), PassThroughProfiler)
+    assert isinstance(
+        WatchingProfiler(PassThroughProfiler(), watch.note_batch_requested, watch.note_batch_received),
+        PassThroughProfiler,
+    )

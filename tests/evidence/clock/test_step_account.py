@@ -32,9 +32,9 @@ def step(
 ) -> None:
     """One step: `work` is the device's in forward, backward and optimizer, each launched in `launch` ms."""
     for batch in range(batches):
-        clock.ask()
+        clock.note_batch_requested()
         machine.host += loader
-        clock.got()
+        clock.note_batch_received()
         for phase, device_ms in (("h2d", h2d), ("", 0.0)):
             if phase and device_ms:
                 clock.enter(phase)
@@ -195,9 +195,9 @@ def test_the_first_batch_of_an_epoch_belongs_to_the_gap(monkeypatch: pytest.Monk
             step(machine, clock, loader=1)
         clock.rest("epoch_gap")
         machine.host += 10
-        clock.ask()
+        clock.note_batch_requested()
         machine.host += 40  # workers start
-        clock.got()
+        clock.note_batch_received()
         machine.launch(3, 0)
         clock.issued()
         clock.batch_done(8, step_ends=True)
@@ -213,9 +213,9 @@ def test_a_step_that_fetches_for_itself(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(40):
         clock.body()
         clock.enter("forward")
-        clock.ask()
+        clock.note_batch_requested()
         machine.host += 12
-        clock.got()
+        clock.note_batch_received()
         machine.host += 5
         clock.leave()
         clock.issued()
@@ -290,9 +290,9 @@ def test_hooks_without_marks_are_told_from_the_loop_by_the_hosts_time(
     """Every fifth step a hook takes 40 ms; steps in detail come at random, so some of these are and some are not."""
     machine, clock = Machine(monkeypatch), Clock(where, warmup_steps=0, one_time=OneTime())
     for number in range(1001):
-        clock.ask()
+        clock.note_batch_requested()
         machine.host += 2
-        clock.got()
+        clock.note_batch_received()
         machine.launch(5, 0)
         clock.issued()
         hook_ms = 40 if number % 5 == 0 else 0

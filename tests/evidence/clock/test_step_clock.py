@@ -67,9 +67,9 @@ def drive(
 ) -> None:
     for _ in range(steps):
         for batch in range(batches):
-            clock.ask()
+            clock.note_batch_requested()
             machine.host += loader
-            clock.got()
+            clock.note_batch_received()
             machine.launch(launch, device)
             clock.issued()
             clock.batch_done(samples, step_ends=batch == batches - 1)
@@ -88,9 +88,9 @@ def test_a_batch_that_is_fetched_ahead_is_waited_for(monkeypatch: pytest.MonkeyP
     machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=2, one_time=OneTime())
     for number in range(60):
         for _ in range(2 if number % 10 == 9 else 1):
-            clock.ask()
+            clock.note_batch_requested()
             machine.host += 20
-            clock.got()
+            clock.note_batch_received()
         clock.body()
         machine.launch(2, 0)
         clock.issued()
@@ -199,7 +199,7 @@ def test_no_window_without_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None
     assert clock.close() is None
     drive(clock, machine, 5, loader=1, launch=1)
     assert not clock.open and clock.close() is None
-    clock.ask()
+    clock.note_batch_requested()
     assert clock.open and clock.close() is None  # open, but nothing to say
     assert clock.close() is None
 
@@ -209,16 +209,16 @@ def test_a_partial_last_step_counts_in_nothing(monkeypatch: pytest.MonkeyPatch, 
     def window(partial: bool) -> Window:
         machine, clock = Machine(monkeypatch), Clock(where, warmup_steps=2, one_time=OneTime())
         drive(clock, machine, 20, loader=30, launch=5, device=10, batches=2)
-        clock.ask()
+        clock.note_batch_requested()
         machine.host += 30
-        clock.got()
+        clock.note_batch_received()
         if partial:  # the rest of this step never comes, after a long wait for its second batch
             machine.launch(5, 10)
             clock.issued()
             clock.batch_done(8, step_ends=False)
-            clock.ask()
+            clock.note_batch_requested()
             machine.host += 5000
-            clock.got()
+            clock.note_batch_received()
         found = clock.close()
         assert found is not None
         return found
@@ -262,9 +262,9 @@ def test_the_kept_steps_are_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loader_that_ends_or_fails_leaves_the_clock_right(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, clock = Machine(monkeypatch), Clock(CUDA, warmup_steps=0, one_time=OneTime())
     drive(clock, machine, 10, loader=60, device=40)
-    clock.ask()
+    clock.note_batch_requested()
     machine.host += 3  # StopIteration: no batch came of it, and the next epoch's first call follows
-    clock.got()
+    clock.note_batch_received()
     drive(clock, machine, 10, loader=60, device=40)
     window = clock.close()
     assert window is not None
@@ -295,10 +295,10 @@ def collecting(
         machine.host += hooks
         clock.hooks_s += hooks / 1e3
         passes("hooks")
-        clock.ask()
+        clock.note_batch_requested()
         passes("wait")
         machine.host += 10
-        clock.got()
+        clock.note_batch_received()
         passes("between")
         clock.enter("forward")
         passes("forward")
@@ -393,9 +393,9 @@ def test_the_processor_is_asked_where_a_phase_of_the_work_begins_or_ends(monkeyp
 
     monkeypatch.setattr(module, "read_off_cpu_s", reading)
     for _ in range(7):  # all in detail
-        clock.ask()
+        clock.note_batch_requested()
         off_s += 0.5  # waiting for data
-        clock.got()
+        clock.note_batch_received()
         for phase in ("optimizer", "forward"):
             clock.enter(phase)
             machine.launch(5, 0)

@@ -18,7 +18,7 @@ from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, read_streams
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
 from fastloop.bridge.apply.site import attribute
-from fastloop.bridge.apply.state.untouched import untouched, unwritten
+from fastloop.bridge.apply.state.untouched import preserve_parameters, preserve_state
 from fastloop.errors import is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
@@ -213,14 +213,14 @@ def _sample(
             logged[-1][name] = float(value)
 
     logged: list[dict[str, float]] = []
-    with quiet(strategy, note), _without_chance(module), unwritten(module.parameters()):
-        with untouched(module), nullcontext() if means is None else means.looking():
+    with quiet(strategy, note), _without_chance(module), preserve_parameters(module.parameters()):
+        with preserve_state(module), nullcontext() if means is None else means.looking():
             before = read_streams(strategy.root_device)
             first = [sample(piece, number) for number, piece in enumerate(own)]
             drew = not all(map(torch.equal, before, read_streams(strategy.root_device)))
             known = list(logged)
         logged.clear()
-        with untouched(module), nullcontext() if means is None else means.looking():
+        with preserve_state(module), nullcontext() if means is None else means.looking():
             return _Sampled(first, [sample(piece, 0) for piece in others], drew, known + logged)
 
 

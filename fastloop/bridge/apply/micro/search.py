@@ -25,7 +25,7 @@ from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, leaves_on_sigterm, limited
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
-from fastloop.bridge.apply.state.untouched import untouched, unwritten
+from fastloop.bridge.apply.state.untouched import preserve_parameters, preserve_state
 from fastloop.errors import NotApplicable, is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.feeds.batch_norm.groups import BatchGroups
@@ -147,7 +147,7 @@ class SizeSearch:
 def fits_in_memory(strategy: Any, size: int, trial: SizeTrial) -> bool:
     """Whether a piece of this size fits now, with room for the optimizer's future state. Leaves no trace."""
     run, fits = _Run(SizeSearch(target=1.0), strategy, [size], trial), None
-    with contextlib.suppress(NotApplicable), unwritten(run.module.parameters()):
+    with contextlib.suppress(NotApplicable), preserve_parameters(run.module.parameters()):
         fits = run.find_fitting()
     return fits is not None or not run.limit.startswith("by memory")
 
@@ -196,7 +196,7 @@ class _Run:
                 leaves_on_sigterm(self.module.trainer),
                 self.room.ballast(),
             ):
-                with unwritten(self.module.parameters()):
+                with preserve_parameters(self.module.parameters()):
                     known = self._run_known()
                     if known is None:
                         self._run_each()
@@ -273,7 +273,7 @@ class _Run:
     def play_plain(self, sizes: Sequence[int]) -> None:
         """Run sizes as the first step will, until one does not fit; records the results in `ran` and `peaks`."""
         alone = self.strategy.lightning_module.trainer.world_size == 1
-        with quiet(self.strategy), untouched(self.module), contextlib.ExitStack() as after:
+        with quiet(self.strategy), preserve_state(self.module), contextlib.ExitStack() as after:
             after.callback(self.room.reset_peak)  # memory that only trials took is not a peak of the training
             for size in sizes:
                 predicted = judge.predict_bytes(self.peaks, size)
@@ -322,7 +322,7 @@ class _Run:
                 if size > self.own and judge.are_last_two_slower(list(self.rates.values())):
                     continue
                 try:
-                    with untouched(self.module):
+                    with preserve_state(self.module):
                         piece = self.take(size)
                         piece = piece._replace(batch=convert(piece.batch))
                         self._play(piece)

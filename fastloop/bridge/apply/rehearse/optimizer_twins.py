@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.rehearse.played import Played, compare_results, synchronize
+from fastloop.bridge.apply.rehearse.played import RunResults, compare_results, synchronize
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import let_through
 from fastloop.feeds.batch_tree import iterate_tensors
@@ -43,12 +43,12 @@ def try_optimizers(
     return RungOutcome(rung=step.rung, fault=fault, rehearsed=rehearsed)
 
 
-def step_twins(optimizers: Sequence[Any], device: torch.device) -> Played:
+def step_twins(optimizers: Sequence[Any], device: torch.device) -> RunResults:
     """Let a twin of each optimizer make two steps; the outputs are the changes of its parameters.
 
     The second step is timed, since the first creates the state if there is none yet.
     """
-    played = Played()
+    played = RunResults()
     for optimizer in optimizers:
         twin, parameters = make_twin(optimizer)
         step: Callable[[], Any] = torch.no_grad()(twin.step)

@@ -15,8 +15,8 @@ from fastloop.judge.rehearsal import Deviation
 
 
 @dataclass
-class Played:
-    """The results of playing calls once."""
+class RunResults:
+    """The results of running modules' calls, or optimizers, once."""
 
     ms: float = 0.0
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -50,7 +50,7 @@ def raise_if_device_lost(device: torch.device, error: Exception) -> None:
         raise error from None
 
 
-def compare_results(unchanged: Played, changed: Played) -> Deviation:
+def compare_results(unchanged: RunResults, changed: RunResults) -> Deviation:
     """How far the second run deviates from the first.
 
     Raises:

@@ -247,7 +247,7 @@ def test_comparing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     # The control: without the guard the traces show.
     states.clear()
     monkeypatch.setattr(gradient_check, "map_tensors", lambda batch, _clone: batch)
-    monkeypatch.setattr(gradient_check, "untouched", lambda *_modules: torch.enable_grad())
+    monkeypatch.setattr(gradient_check, "preserve_state", lambda *_modules: torch.enable_grad())
     run(MERGE, EVEN(), Keeps, max_epochs=1, **ACCUMULATE)
     assert {name for name in states[0] if not _same(states[0][name], states[1][name])} >= {"calls", "seen", "queue"}
     assert written == [False, True]

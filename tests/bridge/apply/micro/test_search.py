@@ -110,7 +110,7 @@ def test_auto_is_the_run_with_its_number_written_by_hand(
         " optimizer step, not by memory"
     )
     # The control: without the guards every trace shows.
-    monkeypatch.setattr(micro_search, "untouched", lambda *_modules: torch.enable_grad())
+    monkeypatch.setattr(micro_search, "preserve_state", lambda *_modules: torch.enable_grad())
     monkeypatch.setattr(micro_search, "map_tensors", lambda batch, _clone: batch)
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     traces = list_traces(by_hand, fit(AUTO))
