@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from lightning.pytorch.profilers import PassThroughProfiler
 
+from fastloop.bridge.watch.log_marks import SELF_LOG
 from fastloop.bridge.watch.phases import BODY, NEXT
-from fastloop.bridge.watch.profiler_proxy import SELF_LOG, WatchingProfiler
+from fastloop.bridge.watch.profiler_proxy import WatchingProfiler
 from fastloop.bridge.watch.window import Watch
 from fastloop.config.loading import WatchSettings
 from fastloop.evidence.clock.one_time import OneTime

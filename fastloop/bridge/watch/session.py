@@ -12,11 +12,13 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.watch import loader_state
+from fastloop.bridge.watch.drift_checks import DriftChecks
 from fastloop.bridge.watch.live_metrics import LiveMetrics
+from fastloop.bridge.watch.log_marks import LogMarks
 from fastloop.bridge.watch.measurement import COMPILATION, GARBAGE, build_measurement
 from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts, sum_one_time_s
-from fastloop.bridge.watch.probes import CountWork, FindSyncs, HuntSyncs, Later, TraceProbe
-from fastloop.bridge.watch.profiler_proxy import LogMarks, WatchingProfiler
+from fastloop.bridge.watch.probes import CountWork, FindSyncs, HuntSyncs, TraceProbe
+from fastloop.bridge.watch.profiler_proxy import WatchingProfiler
 from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks
 from fastloop.bridge.watch.window import Probe, Watch
 from fastloop.config.loading import WatchSettings
@@ -99,7 +101,7 @@ class Session:
             one_time=self.one_time,
             note_costs=self._note_costs,
         )
-        self.watch.later = Later(
+        self.watch.drift_checks = self._drift_checks = DriftChecks(
             self.device,
             warn=warn,
             switch=lambda clock: setattr(self.watch.marks, "clock", clock),
@@ -222,7 +224,7 @@ class Session:
             "flops": self.work.found,
             "syncs": self.hunt.found if self.hunt is not None else self.syncs.found,
             "kernels": self.trace.found if self.trace is not None else None,
-            "drift": self.watch.later.drift.entries,
+            "drift": self._drift_checks.drift.entries,
             "one_time_s": sum_one_time_s(self.one_time, self.compilations, self.workers),
         }
         evidence = {**evidence, **self._describe_costs(evidence)}

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fastloop.bridge.watch import measurement
+from fastloop.bridge.watch.log_marks import LOGGERS, SELF_LOG
 from fastloop.bridge.watch.measurement import build_measurement
-from fastloop.bridge.watch.profiler_proxy import LOGGERS, SELF_LOG
 from fastloop.bridge.watch.window import Watch
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import Window

@@ -202,7 +202,7 @@ def test_a_later_look_has_figures_of_its_own(eyes: Session, time: Time) -> None:
     run(eyes.watch, time, 20)
     eyes.read_figures()
     eyes.watch.close()
-    eyes.watch.later._switch(Clock(CPU, warmup_steps=0, one_time=OneTime()))
+    eyes.watch.drift_checks._switch(Clock(CPU, warmup_steps=0, one_time=OneTime()))
     for _ in range(2):
         run(eyes.watch, time, 30, compute_s=0.07)
         assert eyes.read_figures()["step_ms"] == pytest.approx(80.0)

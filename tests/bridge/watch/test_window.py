@@ -222,7 +222,7 @@ class Later:
 def test_later_looks_come_between_steps_once_the_window_is_over(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LONGEST_S", 0.5)
     watch = watching()
-    watch.later = later = Later()
+    watch.drift_checks = later = Later()
     run(watch, time, 20, batches=2)
     watch.close()
     window = watch.window

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fastloop.bridge.watch.log_marks import LOGGERS, SELF_LOG, LogMarks
 from fastloop.bridge.watch.phases import BODY, Marks
-from fastloop.bridge.watch.profiler_proxy import LOGGERS, SELF_LOG, LogMarks
 from tests.bridge.watch.made_up import Time
 from tests.bridge.watch.test_phases import BACKWARD, FORWARD, Notes
 from tests.models import Regression
