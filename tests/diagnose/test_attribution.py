@@ -73,7 +73,7 @@ def test_the_owners_add_up_to_the_compute_phases(seen: Measurement) -> None:
     assert sum(owned) == pytest.approx(attributed(seen).sum_ms("forward", "backward", "optimizer")) and min(owned) >= 0
 
 
-def test_sleep_comes_before_launches_and_after_synchronisations() -> None:
+def test_sleep_comes_before_launches_and_after_synchronizations() -> None:
     seen = scene(10.0, trail=0.0, gpu={"gr_active_pct": 40.0}, syncs=(LINE,), blocked_ms=5.0, host_ms={"backward": 3.0})
     split = inside(seen)
     assert split is not None and split.source == "counters"

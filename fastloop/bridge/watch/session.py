@@ -314,7 +314,7 @@ class Session:
         memory = {"memory_bytes": self.memory.read_now()}
         with contextlib.suppress(nvml.Unreadable), contextlib.closing(nvml.Gpu.open(self.uuid)) as gpu:
             clock = gpu.numbers().get("sm_clock_mhz")
-            return {**memory, "sm_clock_mhz": clock, "foreign_processes": gpu.neighbours().pids}
+            return {**memory, "sm_clock_mhz": clock, "foreign_processes": gpu.find_neighbors().pids}
         return memory
 
 

@@ -39,7 +39,7 @@ class PartStyle(NamedTuple):
     label: str
     short: str
     """Label below the terminal's bar, which shows its first letter: a capital if the device does not train."""
-    colour: str
+    color: str
     """The part's color in every picture; warm if the device is kept waiting."""
 
 

@@ -93,7 +93,7 @@ def test_in_a_step_that_is_not_in_detail_nothing_is_replaced(marks: Marks) -> No
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_the_backward_of_manual_optimisation_is_a_backward(automatic: bool, marks: Marks) -> None:
+def test_the_backward_of_manual_optimization_is_a_backward(automatic: bool, marks: Marks) -> None:
     module = Module()
     module.automatic_optimization = automatic
     LogMarks(Trainer(Connector()), module, marks)

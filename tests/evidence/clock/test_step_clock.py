@@ -162,7 +162,7 @@ def test_the_lead(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any], lead: 
     assert window.lead_s is not None and 1e3 * window.lead_s == pytest.approx(lead, rel=0.05, abs=1e-3)
 
 
-def test_synchronisations_only_around_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synchronizations_only_around_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, clock = Machine(monkeypatch), Clock(CUDA, warmup_steps=5, one_time=OneTime())
     drive(clock, machine, 5, device=40)
     assert machine.synchronisations == 0 and machine.events == 0

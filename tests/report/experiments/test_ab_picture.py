@@ -71,8 +71,8 @@ def test_intervals_share_a_scale_with_the_band() -> None:
 
 def test_symbols_are_those_of_the_runs() -> None:
     found = list(rows(AB["six"]()).values())
-    assert len({row.symbol for row in found}) == len({row.colour for row in found}) == len(found)
-    assert (found[0].symbol, found[0].colour) == ("\u25cf", "#8f9aa5")
+    assert len({row.symbol for row in found}) == len({row.color for row in found}) == len(found)
+    assert (found[0].symbol, found[0].color) == ("\u25cf", "#8f9aa5")
 
 
 def test_a_failed_parity_is_hatched_and_has_no_ratio() -> None:

@@ -85,7 +85,7 @@ def test_the_best_is_marked_and_failures_have_their_causes() -> None:
     best, failed = rows["256 (best)"], rows["512"]
     assert (best.value, best.weight, best.bars[0].end) == ("95 ms", "strong", 95.0)
     assert (failed.value, failed.note, failed.bars) == ("failed", "out of memory, rank 0", ())
-    assert len({row.bars[0].colour for row in chart.rows if row.bars}) == 2
+    assert len({row.bars[0].color for row in chart.rows if row.bars}) == 2
     assert not any(row.bars for row in tune_report.chart(opened(TUNES["all-failed"]()))[0].rows)
 
 

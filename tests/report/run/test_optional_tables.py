@@ -138,7 +138,7 @@ def test_a_hunt_that_found_nothing_is_a_result() -> None:
     assert tuple(optional_tables.tabulate_syncs(cut_short).rows) == (), "0 steps found nothing out"
 
 
-def test_synchronisations_and_drift() -> None:
+def test_synchronizations_and_drift() -> None:
     seen = samples.gpt2().seen
     assert tuple(optional_tables.tabulate_syncs(seen).rows) == (
         ("gpt2.py:88", "Tensor.item()", "8", "0.9", "log every 50 steps"),

@@ -430,7 +430,7 @@ def test_rates_of_arithmetic(rate: float | None, said: str) -> None:
     assert numbers.format_flop_rate(rate) == said
 
 
-def test_there_is_no_colour() -> None:
+def test_there_is_no_color() -> None:
     for run in samples.RUNS.values():
         seen, findings, verdicts, plan, name = run()
         assert "\x1b" not in "".join(summary.write_lines(seen, plan, verdicts, findings, "r", name))
