@@ -47,7 +47,7 @@ def explain_not_ahead(
             reads = reads or path
         if _is_shared(item):
             return f"{path} is in shared memory and may change before the next epoch"
-        if reads is None and isinstance(item, Dataset) and _is_of_library(type(item)):
+        if reads is None and isinstance(item, Dataset) and _may_read_files(type(item)):
             reads = type(item).__name__
     for other in others if reads is not None else ():
         for name, function in list_running(other):
@@ -58,7 +58,7 @@ def explain_not_ahead(
     return None
 
 
-def _is_of_library(kind: type) -> bool:
+def _may_read_files(kind: type) -> bool:
     """Whether a dataset's class is from an installed package other than torch, whose own datasets read no files."""
     return sample_code.is_installed(kind) and not f"{kind.__module__}.".startswith(_OF_TORCH)
 
