@@ -30,6 +30,7 @@ from benchmarks.cases import say
 from fastloop import FastLoop
 from fastloop.bridge.watch import measurement, session
 from fastloop.evidence.clock import step_clock
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu.efficiency import add_work
 from fastloop.evidence.model.flops import FlopCount
 
@@ -96,7 +97,9 @@ class Both:
     def begin(self) -> None:
         self.inner.begin()
         lead = self.inner.steps - TRACED
-        self.clock = self.marks.clock = step_clock.Clock(self.marks.clock.device, warmup_steps=max(0, lead - 1))
+        self.clock = self.marks.clock = step_clock.Clock(
+            self.marks.clock.device, warmup_steps=max(0, lead - 1), one_time=OneTime()
+        )
 
     def end(self) -> None:
         window = self.clock.close()

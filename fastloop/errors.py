@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -76,13 +77,19 @@ def let_through(error: BaseException) -> None:
     Python runs a handler wherever the main thread is, so it may be inside our hooks and feeds. torch's SIGCHLD handler
     raises only once after a loader worker was killed; the user's handlers may raise anything.
     """
+    for each in walk_causes(error):
+        if _comes_from_handler(each):
+            raise each
+
+
+def walk_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error itself and each one in its chain of causes, once: ``raise error from error`` is its own cause."""
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        if _comes_from_handler(found):
-            raise found
-        seen.add(id(found))
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def describe(error: Exception) -> str:

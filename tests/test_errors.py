@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._utils import ExceptionWrapper
 
-from fastloop.errors import ConfigError, FastLoopError, NotApplicable, describe, is_out_of_memory, quote
+from fastloop.errors import ConfigError, FastLoopError, NotApplicable, describe, is_out_of_memory, quote, walk_causes
 
 
 @pytest.mark.parametrize(("kind", "code"), [(FastLoopError, 1), (ConfigError, 2)])
@@ -140,3 +140,15 @@ def test_the_beginning_of_a_message_tells_what_it_announces(message: str, said: 
 )
 def test_an_error_in_a_worker_is_quoted_in_its_own_words(error: Exception, said: str) -> None:
     assert quote(bring(error)) == f"{said} (in DataLoader worker process 0)"
+
+
+def test_each_cause_is_walked_once() -> None:
+    def raise_itself(error: Exception) -> None:
+        raise error from error
+
+    with pytest.raises(ValueError) as raised:
+        raise_itself(ValueError("own cause"))
+    assert list(walk_causes(raised.value)) == [raised.value]
+    first, second = KeyError("first"), ValueError("second")
+    second.__cause__, first.__context__ = first, second
+    assert list(walk_causes(second)) == [second, first]

@@ -64,7 +64,7 @@ def test_what_counts_as_right(plant: str, found: list[str], right: bool) -> None
     assert planted.is_right(planted.CPU_PLANTS[plant], found) == right
 
 
-def test_a_synchronisation_in_every_step_is_named_by_its_line() -> None:
+def test_a_synchronization_in_every_step_is_named_by_its_line() -> None:
     plant = planted.Plant(expected=(), syncs=3, steps=40)
     loop = planted.train(plant, hunt=True)
     assert loop.measurement is not None

@@ -109,7 +109,7 @@ def ledgers(tmp_path: Path, kind: Any = Twin, train: Any = twins.shuffled, **arm
 def gradients(tmp_path: Path, kind: Any = Twin, base: Any = Twin, **arm: Any) -> tuple[Gate, Any]:
     first, _ = twins.gradient(tmp_path / "base", kind=base)
     own, module = twins.gradient(tmp_path / "arm", tmp_path / "base", kind, **arm)
-    return parity.judge_gradient(decode(first, GradientAnswer), decode(own, GradientAnswer)), module
+    return parity.judge_gradient(decode(first, GradientAnswer), decode(own, GradientAnswer), "approximate"), module
 
 
 # -- wrongs -----------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_gradients_that_one_side_clips(who: str, rungs: Any, tmp_path: Path) -> 
     clip = {"gradient_clip_val": 0.001}
     base, _ = twins.gradient(tmp_path / "base", **(clip if who == "base" else {}))
     arm, _ = twins.gradient(tmp_path / "arm", tmp_path / "base", rungs=rungs, **(clip if who == "arm" else {}))
-    gate = parity.judge_gradient(decode(base, GradientAnswer), decode(arm, GradientAnswer))
+    gate = parity.judge_gradient(decode(base, GradientAnswer), decode(arm, GradientAnswer), "approximate")
     assert gate.passed is False and f"the {who} clips gradients by norm to 0.001" in gate.why
     assert (gate.deviation or 0) > (0.99 if who == "arm" else 99) and "does not clip" in gate.why
 
@@ -164,8 +164,10 @@ def test_clipping_that_does_not_bite_is_named(who: str, tmp_path: Path) -> None:
 )
 def test_which_adamw_hides_from_the_loss(wrong: dict[str, Any]) -> None:
     base, arm = twins.losses(), twins.losses(**wrong)
-    assert parity.judge_loss(base, arm).passed is not False, "the reason for a gradient gate"
-    assert base != arm and parity.judge_loss(base, arm, "exact", bitwise=True).passed is False
+    assert parity.judge_loss(base, arm, "approximate", bitwise=False, redrawn=False).passed is not False, (
+        "the reason for a gradient gate"
+    )
+    assert base != arm and parity.judge_loss(base, arm, "exact", bitwise=True, redrawn=False).passed is False
 
 
 @pytest.mark.parametrize("train", [permuted, swapped_in_a_step])
@@ -197,7 +199,7 @@ def test_one_layer_detached_under_a_precision_with_a_wide_limit(tmp_path: Path) 
     ):
         arm, module = twins.gradient(tmp_path / kind.__name__, tmp_path / "base", kind)
         wide = {**base, "precision": "bf16", "rounding": {"bf16": 0.3}}
-        gate = parity.judge_gradient(decode(wide, GradientAnswer), decode(arm, GradientAnswer))
+        gate = parity.judge_gradient(decode(wide, GradientAnswer), decode(arm, GradientAnswer), "approximate")
         assert module.fired and gate.limit == 0.9 and gate.passed is False and says in gate.why
 
 
@@ -205,7 +207,7 @@ def test_a_bf16_loss_that_cancels(tmp_path: Path) -> None:
     base, _ = twins.gradient(tmp_path / "base")
     arm, module = twins.gradient(tmp_path / "arm", tmp_path / "base", CancelsInBf16)
     rounded = decode({**base, "precision": "bf16"}, GradientAnswer)
-    gate = parity.judge_gradient(rounded, decode(arm, GradientAnswer))
+    gate = parity.judge_gradient(rounded, decode(arm, GradientAnswer), "approximate")
     assert module.fired and gate.passed is False and (gate.deviation or 0) > 2 * (gate.limit or 0) > 0
 
 
@@ -217,7 +219,7 @@ def test_the_same_once_more_passes_every_gate(tmp_path: Path) -> None:
     base, _ = twins.gradient(tmp_path / "base")
     arm, _ = twins.gradient(tmp_path / "arm", tmp_path / "base")
     gradient = parity.judge_gradient(decode(base, GradientAnswer), decode(arm, GradientAnswer), "exact")
-    loss = parity.judge_loss(twins.losses(), twins.losses(), "exact", bitwise=True)
+    loss = parity.judge_loss(twins.losses(), twins.losses(), "exact", bitwise=True, redrawn=False)
     assert (ledger.passed, gradient.passed, loss.passed) == (True, True, True), (ledger, gradient, loss)
     assert gradient.deviation == 0 and base["self_deviation"] == 0
     assert parity.sum_up_gates("exact", [ledger, gradient, loss]).passed

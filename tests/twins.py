@@ -19,6 +19,9 @@ from fastloop.records.experiment import Gate
 from fastloop.records.store import read
 from tests import models, runs
 
+PLAIN: dict[str, Any] = {"regrouped": False, "reshuffled": False, "parity_class": "exact"}
+"""What the judge of ledgers is told of a rung that leaves batches and draws alone."""
+
 
 class Twin(L.LightningModule):
     """Regression with dropout, AdamW and a learning rate that falls; its losses are kept."""
@@ -95,7 +98,7 @@ def judge_ledgers(base: Mapping[str, Any], arm: Mapping[str, Any], **settings: A
     """The ledger gate between what two fits wrote down."""
     first, second = (store.decode(content, trial.Ledger) for content in (base, arm))
     assert first is not None and second is not None
-    return parity.judge_ledger([(first, second)], **settings)
+    return parity.judge_ledger([(first, second)], **{**PLAIN, **settings})
 
 
 def gradient(

@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from fastloop.errors import FastLoopError, is_out_of_memory, let_through
@@ -18,9 +18,9 @@ from fastloop.ladder import collect_cards
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
-def is_disabled() -> bool:
+def is_disabled(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether FASTLOOP_DISABLE switches everything off."""
-    return os.environ.get("FASTLOOP_DISABLE", "") not in ("", "0")
+    return environ.get("FASTLOOP_DISABLE", "") not in ("", "0")
 
 
 class Guarded(Protocol):

@@ -15,7 +15,6 @@ import shlex
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer, attach
@@ -42,6 +41,7 @@ from fastloop.experiments.trials.trial import TRIAL, Job, allow_quick_starts, fo
 from fastloop.records import store
 from fastloop.records.card import Stack
 from fastloop.records.climb import ClimbFile, Confirmation, Speed
+from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import climb_report
 
 NAME, LADDER = "climb.json", "ladder.yaml"
@@ -89,8 +89,7 @@ def climb(
     place = claim_or_resume(f"climb-{start.name}", out, force=force, resume=resume, holds=NAME)
     with place as path, writing(path, NAME):
         recorder = Recorder(path, start, allow, budget_s, _load_earlier(path, start, resume))
-        hands: dict[str, Any] = {"limit_s": limit_s, "progress": progress, "ladders": list_shipped()}
-        runner = ProcessRunner(start, path, recorder.budget, **hands)
+        runner = ProcessRunner(start, path, recorder.budget, limit_s=limit_s, progress=progress, ladders=list_shipped())
         with allow_quick_starts(scripts=script is not None):
             answer = _run(recorder, recorder.begin(runner), progress)
     use = _describe_use(path, conf, more, overrides)
@@ -254,7 +253,8 @@ class Recorder:
         content = self.content()
         store.save(self.place, {NAME: content})  # first: drawing the reports takes seconds
         store.write(
-            self.place, {LADDER: climb_report.write_ladder_yaml(content), **climb_report.write_reports(content)}
+            self.place,
+            {LADDER: climb_report.write_ladder_yaml(content), **draw_reports(climb_report.make_document(content))},
         )
         return content
 

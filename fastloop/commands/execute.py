@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from fastloop import diagnose
+from fastloop.bridge.fail_open import is_disabled
 from fastloop.commands.console import Answer
 from fastloop.commands.rerun import name_command, to_prove
 from fastloop.config.loading import load_callback_config
@@ -168,8 +169,7 @@ def _answer(
     record = load_run(where)
     content = {**store.to_json(record), "exit_code": code, "notes": list_notes(events)}
     if record.measurement is None:
-        off = os.environ.get("FASTLOOP_DISABLE", "") not in ("", "0")
-        why = "FASTLOOP_DISABLE is set" if off else explain_unmeasured(name, events, code)
+        why = "FASTLOOP_DISABLE is set" if is_disabled() else explain_unmeasured(name, events, code)
         if code and not any(event.event == "constructed" for event in events):
             why += _name_other_python(command)
         if config and any(event.event == "yielded" for event in events):

@@ -23,6 +23,7 @@ from fastloop.ladder import collect_cards
 from fastloop.records import store
 from fastloop.records.tuning import TuningFile
 from fastloop.records.yaml_text import dump_yaml
+from fastloop.report.drawing.html import draw_reports
 
 NAME, PATCH = "tune.json", "patch.yaml"
 
@@ -96,7 +97,7 @@ def _write(where: Path, content: TuningFile) -> None:
     from fastloop.report.experiments import tune_report
 
     store.save(where, {NAME: content})  # first: drawing the reports takes seconds
-    written = tune_report.write_reports(content)
+    written = draw_reports(tune_report.make_document(content))
     if content.patch is not None:
         head = (f"fastloop tune {content.name} {content.what}", *content.why.splitlines())
         comment = "\n".join(f"# {line}" for line in head)

@@ -58,8 +58,6 @@ class Exchange(NamedTuple):
 class Inside:
     """Milliseconds per step of forward, backward and optimizer, by owner. None: unknown."""
 
-    waits: float = 0.0
-    comm: float = 0.0
     sync: float | None = None
     blocked: float | None = None
     launch: float | None = None
@@ -220,10 +218,10 @@ def _divide(step: StepParts, exchange: Exchange | None, drained: bool | None) ->
     off = _find_blocked(step)
     if not step.on_gpu:
         blocked = None if off is None else min(room, off)
-        return Inside(waits=waits, comm=comm, blocked=blocked, busy=room - (blocked or 0.0))
+        return Inside(blocked=blocked, busy=room - (blocked or 0.0))
     idle = _divide_by_trace(step, room, off) or _divide_by_counters(step, room, off, drained)
     if idle is None:
-        return Inside(waits=waits, comm=comm, busy=room)
+        return Inside(busy=room)
     sync, blocked, launch, source = idle
     rest = max(0.0, room - sync - (blocked or 0.0) - launch)
     unseen = _find_unseen(step, rest)
@@ -232,7 +230,7 @@ def _divide(step: StepParts, exchange: Exchange | None, drained: bool | None) ->
         sync = _compute_explained_share(step, unseen)
         unseen -= sync
         source = read_activity(step.measured)[1] if sync else source
-    owners = Inside(waits=waits, comm=comm, sync=sync, blocked=blocked, launch=launch, source=source)
+    owners = Inside(sync=sync, blocked=blocked, launch=launch, source=source)
     return dataclasses.replace(owners, unseen=unseen, busy=busy)
 
 

@@ -12,7 +12,7 @@ TINY_STEP_MS = 5.0
 """Below this, a CPU step is short compared with the overhead of any training loop."""
 TINY_PCT = 15.0
 """Smallest share of a tiny CPU step for naming the loop's overhead: 0.3 ms of a 2 ms step."""
-TRANSFER_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
+HOOKS_AROUND_TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
 SCHEDULER = ("lr_scheduler_step",)
 ASIDE = 2 / 3
 """Work without gradients is named from this share of the forward: less may come from layers without weights or with a
@@ -156,7 +156,7 @@ def find_callbacks_logging(step: Attribution, rungs: Rungs) -> Finding | None:
     is_logging, is_short = _is_mostly(hooks, ("self.log",)), (spent or 0.0) <= MOST_LOOP_MS
     title, cause = "", "log_calls" if is_logging and is_short else None
     advice = "run them every N steps (log_every_n_steps, a callback's own interval)"
-    if _is_mostly(hooks, TRANSFER_HOOKS):
+    if _is_mostly(hooks, HOOKS_AROUND_TRANSFER):
         title = "HELD UP BY A TRANSFER HOOK"
         advice = (
             "most of it is your batch transfer hook: move that work into the dataset or collate function, where workers"

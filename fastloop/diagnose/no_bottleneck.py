@@ -10,7 +10,7 @@ from fastloop.diagnose.between_steps import describe_pauses, describe_uneven_ste
 from fastloop.diagnose.finding import ORDINARY_MS
 from fastloop.diagnose.gpu_use import ASK_A_TRACE
 from fastloop.diagnose.host import TINY_STEP_MS
-from fastloop.diagnose.waits import acquit_data
+from fastloop.diagnose.waits import rule_out_data_wait
 from fastloop.records.measurement import CEILINGS, Measurement
 from fastloop.records.plan import Finding
 from fastloop.records.readings import is_beyond, is_crowded, read_activity, read_trace, to_number
@@ -63,8 +63,8 @@ def explain_none(step: Attribution, hidden: Sequence[Finding]) -> Finding:
     missing = list_unknowns(step)
     if (pauses := describe_pauses(step, hidden)) is not None:
         return _make_none("SINGLE PAUSES", "; ".join([pauses, *missing]))
-    acquitted = acquit_data(step)
-    parts = _list_parts(step, {*COMPUTE, "unexplained", *(() if acquitted is None else ("data_wait",))})
+    ruled_out = rule_out_data_wait(step)
+    parts = _list_parts(step, {*COMPUTE, "unexplained", *(() if ruled_out is None else ("data_wait",))})
     small = _list_costs(step, parts)
     most = _describe_largest(parts)
     title, head = "NOTHING TO GAIN", "no rung is worth trying"
@@ -77,7 +77,7 @@ def explain_none(step: Attribution, hidden: Sequence[Finding]) -> Finding:
         title, head = "NO BOTTLENECK FOUND", "no bottleneck in what was measured"
     if not step.on_gpu and is_crowded(step.measured):
         title, head = "CPU OVERSUBSCRIBED", "the CPUs were oversubscribed (run it alone, or with fewer threads)"
-    return _make_none(title, f"{head}: {'; '.join(word for word in (most, acquitted, *missing) if word)}")
+    return _make_none(title, f"{head}: {'; '.join(word for word in (most, ruled_out, *missing) if word)}")
 
 
 def _make_none(title: str, why: str) -> Finding:
@@ -117,7 +117,7 @@ def list_unknowns(step: Attribution) -> list[str]:
     rest = step.to_pct(max(0.0, step.parts_ms.get("unexplained", 0.0) - step.pauses_ms))
     if rest >= WORTH_NAMING_PCT:
         unknowns.append(f"{rest:.1f} % of the step is unexplained")
-    if acquit_data(step) is not None and step.to_pct(step.parts_ms["data_wait"]) >= 100 * STARVED_SHARE:
+    if rule_out_data_wait(step) is not None and step.to_pct(step.parts_ms["data_wait"]) >= 100 * STARVED_SHARE:
         unknowns.append("what else makes the device wait is unknown")
     if step.inside is None:
         unknowns.append("the step was not split further")

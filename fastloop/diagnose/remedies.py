@@ -85,7 +85,7 @@ class Rungs:
                 return text
         return None
 
-    def name_number(self, cause: str) -> str | None:
+    def find_tuned_key(self, cause: str) -> str | None:
         """Return the full key of the number that an enabled rung against this cause has: ``rungs.workers.count``."""
         numbers = ((rung, self.cards[rung].tunes) for rung in self.list_against(cause) if rung in self.enabled)
         return next((f"rungs.{rung}.{number.field}" for rung, number in numbers if number is not None), None)

@@ -54,7 +54,7 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
         cause = PICKING
         idle += f" ({rows} holds all rows in memory, and they are picked one at a time)"
     instead = _advise_loading(
-        step.measured, rungs.name_number("data_wait"), rungs.explain_refused(step.measured, cause)
+        step.measured, rungs.find_tuned_key("data_wait"), rungs.explain_refused(step.measured, cause)
     )
     remedy = rungs.choose(step.measured, cause, instead)
     if remedy.patch is None:
@@ -155,7 +155,7 @@ def _moves_batches(step: Attribution) -> bool:
     return "transfer_batch_to_device" in ((step.measured.evidence.get("model") or {}).get("transfer_hooks") or ())
 
 
-def acquit_data(step: Attribution) -> str | None:
+def rule_out_data_wait(step: Attribution) -> str | None:
     """Describe a wait for data that costs nothing according to a trial; otherwise None."""
     wait, gain = step.to_pct(step.parts_ms.get("data_wait", 0.0)), step.free_data_pct
     if wait < WORTH_NAMING_PCT or gain is None or gain > NO_GAIN_PCT:

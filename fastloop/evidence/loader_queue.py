@@ -16,6 +16,14 @@ _DEATH_S = 2.0
 """How long after a broken connection the death of the process at the other end may go unreported."""
 
 
+def count_batches(loader: Any) -> int | None:
+    """Batches per epoch; None for a loader without a length."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a sampler without a length
+        return None
+
+
 def count_live_workers(iterator: Any) -> int | None:
     """Living worker processes of a DataLoader iterator; 0 for a single-process one, None if unknown."""
     workers = getattr(iterator, "_workers", None)

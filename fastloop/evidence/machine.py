@@ -12,8 +12,8 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -100,7 +100,7 @@ class GpuReading:
 
 def count_usable_cpus(root: Path = ROOT) -> int:
     """CPUs this process may keep busy: the smaller of its affinity and its cgroup's quota, and at least 1."""
-    on_linux = hasattr(os, "sched_getaffinity")  # macOS and Windows have neither affinity nor quota
+    on_linux = hasattr(os, "sched_getaffinity")  # macOS has neither affinity nor quota
     allowed = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     return max(1, int(min([allowed, *_read_cpu_quotas(root)])))
 
@@ -179,16 +179,12 @@ def find_socket_obstacle() -> str | None:
     Loader workers pass their batches through such sockets. If a worker cannot create one, it prints an error and the
     training waits forever. Source: ``unix(7)``, ``multiprocessing.connection.arbitrary_address``.
     """
-    if not hasattr(socket, "AF_UNIX"):
-        return None
     place = tempfile.gettempdir()
     return place if len(os.fsencode(place)) + LONGEST_NAME > SOCKET_PATH else None
 
 
 def open_file_limit() -> int | None:
     """Files this process may hold open; ``None`` if unlimited."""
-    import resource  # imported here, because trainings on any platform import this module
-
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if limit == resource.RLIM_INFINITY else limit
 

@@ -160,6 +160,12 @@ def bound_batches(loader: Any, count: Callable[[], int | None]) -> Bounded | Non
 
 
 Epochs = Callable[[DataLoader[Any], Callable[[], Iterator[Any]]], Iterator[Any]]
+"""Makes an epoch's batches from a loader and a function that starts its iterator."""
+
+
+def begin_unchanged(_loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """The `Epochs` of a loader that makes its batches itself."""
+    return begin()
 
 
 class Engine(Protocol):
@@ -196,8 +202,7 @@ class LazyLoader(Disguised):
     Args:
         inner: the loader to stand in for.
         keeps_iterator: whether the user's loader has persistent workers; it then draws a seed for its first epoch only.
-        epochs: makes an epoch's batches from a loader and a function that starts its iterator; None to use the
-            iterator itself.
+        epochs: makes an epoch's batches.
         engine: loads in place of the loader; None if the loader itself loads.
         at_once: whether an epoch starts at ``iter``.
     """
@@ -220,7 +225,7 @@ class LazyLoader(Disguised):
         inner: Any,
         *,
         keeps_iterator: bool = False,
-        epochs: Epochs | None = None,
+        epochs: Epochs = begin_unchanged,
         engine: Engine | None = None,
         at_once: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -281,9 +286,7 @@ class LazyLoader(Disguised):
         if at.begun is not None:
             return at.begun
         self._restarts = 0
-        if self.epochs is not None:
-            return self.epochs(self.inner, lambda: self._begin(at.drawn))
-        return self._begin(at.drawn)
+        return self.epochs(self.inner, lambda: self._begin(at.drawn))
 
     def _begin(self, drawn: torch.Tensor | None) -> Iterator[Any]:
         """Start the loader's iterator. If it is started again in an epoch, it gets another seed: otherwise its workers

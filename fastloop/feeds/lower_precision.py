@@ -90,7 +90,7 @@ class WideOutputs:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._is_wide = not any(_is_short(each) for each in (*module.parameters(), *module.buffers()))
+        self._is_wide = not any(is_16_bit_float(each) for each in (*module.parameters(), *module.buffers()))
 
     def note(self) -> list[tuple[Any, int]]:
         """Return the module's lists, also those in small dictionaries, with their lengths before a step."""
@@ -157,9 +157,10 @@ def _find(root: torch.nn.Module, name: str) -> tuple[Any, str]:
     return owner, last
 
 
-def _is_short(value: Any) -> bool:
+def is_16_bit_float(value: Any) -> bool:
+    """Whether a value is a tensor of 16-bit floating-point numbers."""
     return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
 
 
 def _lengthen(value: Any) -> Any:
-    return value.float() if _is_short(value) else value
+    return value.float() if is_16_bit_float(value) else value

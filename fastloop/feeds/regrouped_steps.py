@@ -38,13 +38,20 @@ def count_window(facts: Facts, loader: LoaderFacts, samples: int) -> int:
 
 
 def plan_step(
-    facts: Facts, loader: LoaderFacts, samples: int | Literal["keep"], scaling: str, **how: Any
+    facts: Facts,
+    loader: LoaderFacts,
+    samples: int | Literal["keep"],
+    scaling: str,
+    *,
+    micro: Size,
+    batch_norm: str,
 ) -> tuple[Change, float]:
     """Run `plan_regrouping` for `samples` samples per step over all ranks; also return the learning-rate factor."""
     window = facts.accumulate if samples == "keep" else count_window(facts, loader, samples)
     if samples == "keep" or window == facts.accumulate:
-        return plan_regrouping(facts, loader, **how), 1.0
-    change = plan_regrouping(dataclasses.replace(facts, accumulate=window), loader, **how, idle_is_fine=True)
+        return plan_regrouping(facts, loader, micro=micro, batch_norm=batch_norm), 1.0
+    regrouped = dataclasses.replace(facts, accumulate=window)
+    change = plan_regrouping(regrouped, loader, micro=micro, batch_norm=batch_norm, idle_is_fine=True)
     factor = RATES[scaling](window / facts.accumulate)
     rates = "as they are" if scaling == "none" else f"multiplied by {factor:g} ({scaling})"
     if facts.resuming:

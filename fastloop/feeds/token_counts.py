@@ -36,7 +36,7 @@ class Counter(NamedTuple):
         return f"entries of tensor {self.place + 1} of the batch that are not {self.ignored}{where}"
 
 
-def list_counters(batch: Any, module: torch.nn.Module) -> list[Counter]:
+def list_token_counters(batch: Any, module: torch.nn.Module) -> list[Counter]:
     """List what could be counted in a batch: entries other than 0 or an ``ignore_index``, as in masks, labels and
     lengths."""
     marks = {IGNORED, 0}

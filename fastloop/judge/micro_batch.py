@@ -50,7 +50,7 @@ def predict_bytes(peaks: Mapping[int, int], size: int) -> float | None:
     return peaks[large] + slope * (size - large)
 
 
-def is_hopeless(rates: Sequence[float]) -> bool:
+def are_last_two_slower(rates: Sequence[float]) -> bool:
     """Whether the last two of these rates are slower than the best by more than ``WORSE``."""
     return len(rates) > 2 and all(rate < max(rates) * (1 - WORSE) for rate in rates[-2:])
 

@@ -51,7 +51,7 @@ SEED_SHARE, LOSS_SHARE = 0.5, 0.005
 """The band of the loss gate: this share of the spread between seeds, or of the loss, whichever is larger."""
 
 
-def judge_gradient(base: GradientAnswer, arm: GradientAnswer, parity_class: Parity = "approximate") -> Gate:
+def judge_gradient(base: GradientAnswer, arm: GradientAnswer, parity_class: Parity) -> Gate:
     """Whether both arms compute the same gradient from the same weights and batch.
 
     Args:
@@ -204,10 +204,10 @@ def _join_names(names: Sequence[str]) -> str:
 def judge_loss(
     base: Sequence[Sequence[float | None]],
     arm: Sequence[Sequence[float | None]],
-    parity_class: Parity = "approximate",
+    parity_class: Parity,
     *,
-    bitwise: bool = False,
-    redrawn: bool = False,
+    bitwise: bool,
+    redrawn: bool,
 ) -> Gate:
     """Whether runs that share a seed have the same loss over the last fifth of their steps.
 

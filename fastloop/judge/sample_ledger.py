@@ -19,9 +19,9 @@ _NEARLY = 3 / 4
 def judge_ledger(
     pairs: Sequence[tuple[Ledger, Ledger]],
     *,
-    regrouped: bool = False,
-    reshuffled: bool = False,
-    parity_class: Parity = "exact",
+    regrouped: bool,
+    reshuffled: bool,
+    parity_class: Parity,
 ) -> Gate:
     """Whether both arms fed the same samples to the same optimizer steps.
 

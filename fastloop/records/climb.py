@@ -117,7 +117,7 @@ class Attempt:
         return self.key or self.rung
 
     @property
-    def takes_away(self) -> bool:
+    def is_removal(self) -> bool:
         """Whether it tested removing a rung from the stack."""
         rungs = self.patch.get("rungs", {})
         return bool(rungs) and not list_enabled(self.patch)
@@ -185,7 +185,7 @@ class ClimbFile:
 
 def count_kept(attempts: Iterable[Attempt]) -> int:
     """The height of a climb: attempts that added something to the stack."""
-    return sum(each.kept and not each.takes_away for each in attempts)
+    return sum(each.kept and not each.is_removal for each in attempts)
 
 
 def select_broken(attempts: Iterable[Attempt]) -> list[Attempt]:

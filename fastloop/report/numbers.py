@@ -24,7 +24,7 @@ def format_short(value: float | None, unit: str = "") -> str:
     return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}".rstrip()
 
 
-def count_steps(count: int) -> str:
+def format_steps(count: int) -> str:
     return f"{count} step{'' if count == 1 else 's'}"
 
 

@@ -67,8 +67,9 @@ class Attention:
                 f"{ready} already calls scaled_dot_product_attention, and torch's own backend order stands"
             )
         action = Action(keys=("model.attention",), when="model", do=self._attend)
-        how: Any = {"rehearse": "modules", "first_call_s": CAPTURE_S}
-        return Change(parity="approximate", evaluation=True, actions=(action,), **how)
+        return Change(
+            parity="approximate", evaluation=True, actions=(action,), rehearse="modules", first_call_s=CAPTURE_S
+        )
 
     def _attend(self, site: Site) -> Applied:
         from torch._dynamo.utils import counters
@@ -83,9 +84,19 @@ class Attention:
         by_hand = {name: module for name, module in by_hand.items() if id(module) not in inside}
         replace = ReplaceAttention(site.module)
         codes: dict[Any, Any] = {}
-        how: Any = {"mode": "eager", "dynamic": None, "passes": [replace]}
-        how |= {"changes": site.changed_sizes, "is_tried": lambda: bool(site.recorded)}
-        calls = [CompiledCall(module, name, codes, **how) for name, module in by_hand.items()]
+        calls = [
+            CompiledCall(
+                module,
+                name,
+                codes,
+                mode="eager",
+                dynamic=None,
+                passes=[replace],
+                changes=site.changed_sizes,
+                is_tried=lambda: bool(site.recorded),
+            )
+            for name, module in by_hand.items()
+        ]
         undo = contextlib.ExitStack()
         undo.enter_context(_order(self.backend))
         for model in switched:

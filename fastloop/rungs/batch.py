@@ -119,8 +119,14 @@ class Batch:
         if facts.loader is None:
             keys = ("step.micro_batch", "loader.window", "trainer.accumulate_grad_batches")
             return Change(waits_for="the train loader", may_want=keys, facts={"micro_batches": True})
-        how: dict[str, Any] = {"micro": self.micro_batch, "batch_norm": self.batch_norm}
-        change, factor = plan_step(facts, facts.loader, self.global_batch, self.lr_scaling, **how)
+        change, factor = plan_step(
+            facts,
+            facts.loader,
+            self.global_batch,
+            self.lr_scaling,
+            micro=self.micro_batch,
+            batch_norm=self.batch_norm,
+        )
         wants, actions = dict(change.wants), []
         wants |= {"step.target_memory": self.target_memory} if self.micro_batch == "auto" else {}
         wants |= {"step.loss_is_mean": True} if self.loss_is_mean else {}

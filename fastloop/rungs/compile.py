@@ -165,9 +165,19 @@ class _Compiling:
         from fastloop.feeds.compiled_calls import CompiledCall, put_in, sum_up
 
         before, codes = dynamo_graphs.count(), dict[Any, Any]()
-        how: Any = {"mode": self.rung.mode, "dynamic": None if self.rung.dynamic == "auto" else self.rung.dynamic}
-        how |= {"passes": site.graph_passes, "changes": site.changed_sizes, "is_tried": lambda: bool(site.recorded)}
-        calls = [CompiledCall(site.module.get_submodule(name), name, codes, **how) for name in self.targets]
+        calls = [
+            CompiledCall(
+                site.module.get_submodule(name),
+                name,
+                codes,
+                mode=self.rung.mode,
+                dynamic=None if self.rung.dynamic == "auto" else self.rung.dynamic,
+                passes=site.graph_passes,
+                changes=site.changed_sizes,
+                is_tried=lambda: bool(site.recorded),
+            )
+            for name in self.targets
+        ]
         for name, call in zip(self.targets, calls, strict=True):
             for args, kwargs in site.recorded.get(name, ()):
                 call.note_shapes(args, kwargs)

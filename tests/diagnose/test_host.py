@@ -173,7 +173,7 @@ def test_what_any_loop_pays_counts_as_the_loops_own() -> None:
 # -- synchronisations -------------------------------------------------------------------------------------------------
 
 
-def test_lines_that_synchronise_come_before_launches() -> None:
+def test_lines_that_synchronize_come_before_launches() -> None:
     (finding,) = findings(cifar10_launches(syncs=({**ITEM, "ms_per_step": 3.5},)))
     assert finding.bottleneck == "sync" and finding.share_pct == pytest.approx(46), "no more than was idle"
     assert "train.py:40 .item(), 1 a step, 3.50 ms a step" in finding.why and "log it detached" in finding.why
@@ -183,7 +183,7 @@ def test_lines_that_synchronise_come_before_launches() -> None:
 
 
 @pytest.mark.parametrize("change", [{"trail": 5.0, "gpu": {"gr_active_pct": 97.0}}, {"gpu": {"gr_active_pct": 97.0}}])
-def test_a_synchronisation_that_leaves_the_device_busy_is_none(change: dict[str, Any]) -> None:
+def test_a_synchronization_that_leaves_the_device_busy_is_none(change: dict[str, Any]) -> None:
     assert "sync" not in names(cifar10_launches(syncs=(ITEM,), **change))
 
 
@@ -197,7 +197,7 @@ def test_a_rare_line_is_not_held_against_the_step() -> None:
     assert names(cifar10_launches(syncs=({**ITEM, "ms_per_step": None, "per_step": 0.02},))) == ["launch_bound"]
 
 
-def test_a_trace_tells_synchronisations_from_launches() -> None:
+def test_a_trace_tells_synchronizations_from_launches() -> None:
     seen = with_trace(cifar10_launches(), 3.05, {"launch": 1.0, "sync": 2.05}, {"gemm": 2.0})
     first, second = findings(seen)
     assert (first.bottleneck, second.bottleneck) == ("sync", "launch_bound")

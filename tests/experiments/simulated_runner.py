@@ -287,7 +287,7 @@ class SimulatedRunner:
     def reserve(self, *seconds: float) -> None:
         self.budget.reserve(*seconds)
 
-    def left_s(self) -> float:
+    def left_with_grace_s(self) -> float:
         return self.budget.left_s() + GRACE_S
 
 

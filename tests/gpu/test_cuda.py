@@ -295,7 +295,7 @@ class NoSyncs(L.Callback):
 
 
 @pytest.mark.parametrize("rungs", [{}, {"prefetch": {}, "pin": {}, "fused": {}, "amp": {}, "layout": {}}])
-def test_nothing_synchronises_inside_the_window(rungs: dict[str, Any]) -> None:
+def test_nothing_synchronizes_inside_the_window(rungs: dict[str, Any]) -> None:
     loop = watching(rungs)
     fit(seeded(Classifier), DataLoader(Pictures(512), batch_size=32), loop, callbacks=[NoSyncs()], max_epochs=1)
     assert loop.measurement is not None and loop.measurement.steps > 0

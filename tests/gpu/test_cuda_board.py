@@ -140,11 +140,11 @@ def test_watching_takes_no_device_memory_and_no_context(gpu: Gpu) -> None:
     assert len(found.timeline) >= 2
 
 
-def test_this_process_is_not_its_own_neighbour(gpu: Gpu) -> None:
+def test_this_process_is_not_its_own_neighbor(gpu: Gpu) -> None:
     gpu.close()
     torch.zeros(1, device="cuda")
     with closing(Gpu.open(find_uuid(torch.device("cuda", 0)))) as again:
-        found = again.neighbours()
+        found = again.find_neighbors()
     print(found)
     assert found.processes in (0, None), "run this on a GPU of your own"
     free, total = torch.cuda.mem_get_info()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.evidence.model.gradient_distance import measure_deviation
+from fastloop.evidence.model.gradient_distance import measure_gradient_distance
 from fastloop.judge import parity
 from fastloop.records.store import decode
 from fastloop.records.trial import GradientAnswer
@@ -72,16 +72,19 @@ def test_rungs_that_round_otherwise_pass_and_a_quarter_does_not(rungs: Any, tmp_
 
     base, _ = twins.gradient(tmp_path / "base", kind=Convolves, **ON_GPU)
     arm, _ = twins.gradient(tmp_path / "arm", tmp_path / "base", Convolves, rungs=rungs, **ON_GPU)
-    gate = parity.judge_gradient(decode(base, GradientAnswer), decode(arm, GradientAnswer))
+    gate = parity.judge_gradient(decode(base, GradientAnswer), decode(arm, GradientAnswer), "approximate")
     assert gate.passed, gate
     wrong, _ = twins.gradient(tmp_path / "wrong", tmp_path / "base", Quarter, rungs=rungs, **ON_GPU)
-    assert parity.judge_gradient(decode(base, GradientAnswer), decode(wrong, GradientAnswer)).passed is False
+    assert (
+        parity.judge_gradient(decode(base, GradientAnswer), decode(wrong, GradientAnswer), "approximate").passed
+        is False
+    )
 
 
 def test_gradients_are_as_far_apart_on_the_device_as_on_the_host() -> None:
     generator = torch.Generator().manual_seed(0)
     base = {name: torch.randn(300, 200, generator=generator) for name in "ab"}
     arm = {name: (tensor + 1e-3 * torch.randn(300, 200, generator=generator)).cuda() for name, tensor in base.items()}
-    there, here = measure_deviation(base, arm, torch.device("cuda")), measure_deviation(base, arm)
+    there, here = (measure_gradient_distance(base, arm, device) for device in (torch.device("cuda"), None))
     assert there["deviation"] == pytest.approx(here["deviation"], rel=1e-9) and there["deviation"] > 0
     assert there["kept"] == pytest.approx(here["kept"], rel=1e-9) and there["lost"] == here["lost"] == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastloop.judge.micro_batch import choose_size, is_hopeless, list_sizes, predict_bytes
+from fastloop.judge.micro_batch import are_last_two_slower, choose_size, list_sizes, predict_bytes
 
 
 def test_sizes_divide_the_step() -> None:
@@ -36,5 +36,5 @@ def test_the_knee(rates: dict[int, float], own: int, best: int) -> None:
 
 
 def test_two_in_a_row_that_are_slower_end_it() -> None:
-    assert is_hopeless([100.0, 90.0, 80.0]) and not is_hopeless([100.0, 90.0])
-    assert not is_hopeless([100.0, 90.0, 99.0])
+    assert are_last_two_slower([100.0, 90.0, 80.0]) and not are_last_two_slower([100.0, 90.0])
+    assert not are_last_two_slower([100.0, 90.0, 99.0])

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from fastloop.judge import parity
-from fastloop.judge.parity import judge_loss, sum_up_gates
+from fastloop.judge.parity import sum_up_gates
 from fastloop.records.experiment import Gate
+from fastloop.records.plan import Parity
 from fastloop.records.store import decode
 from fastloop.records.trial import GradientAnswer
 
@@ -37,10 +38,16 @@ def arm(deviation: float | None, **changes: Any) -> dict[str, Any]:
     }
 
 
-def gradient_gate(base: dict[str, Any], own: dict[str, Any], *more: Any, **settings: Any) -> Gate:
+def gradient_gate(base: dict[str, Any], own: dict[str, Any], parity_class: Parity = "approximate") -> Gate:
     """The gate, on what two answer.json hold."""
     answers = [decode(each, GradientAnswer) for each in (base, own)]
-    return parity.judge_gradient(*answers, *more, **settings)  # type: ignore[arg-type]
+    return parity.judge_gradient(*answers, parity_class)  # type: ignore[arg-type]
+
+
+def judge_loss(
+    base: Any, arm: Any, parity_class: Parity = "approximate", *, bitwise: bool = False, redrawn: bool = False
+) -> Gate:
+    return parity.judge_loss(base, arm, parity_class, bitwise=bitwise, redrawn=redrawn)
 
 
 # -- gradient ---------------------------------------------------------------------------------------------------------

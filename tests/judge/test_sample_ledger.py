@@ -12,10 +12,13 @@ from fastloop.records.experiment import Gate
 from fastloop.records.store import decode
 from fastloop.records.trial import Ledger
 
+PLAIN: dict[str, Any] = {"regrouped": False, "reshuffled": False, "parity_class": "exact"}
+"""What the judge of ledgers is told of a rung that leaves batches and draws alone."""
+
 
 def ledger_gate(pairs: list[tuple[Any, Any]], **settings: Any) -> Gate:
     """Of ledgers as their files hold them."""
-    return sample_ledger.judge_ledger([(opened(base), opened(arm)) for base, arm in pairs], **settings)
+    return sample_ledger.judge_ledger([(opened(base), opened(arm)) for base, arm in pairs], **{**PLAIN, **settings})
 
 
 def opened(content: dict[str, Any]) -> Ledger:

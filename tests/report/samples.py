@@ -408,8 +408,8 @@ def hostile() -> Run:
         syncs=({"where": HOSTILE, "what": long}, {}),
         drift=({"why": HOSTILE, "change_pct": 99.0}, {}),
         ranks=(
-            {"rank": 0, "host": HOSTILE, "step_ms": nan, "parts_ms": parts(forward=2.0)},
-            {"rank": HOSTILE, "host": long, "step_ms": 2.0, "parts_ms": parts(forward=nan, backward=1.0)},
+            {"rank": 0, "host": HOSTILE, "step_ms": {"mean": nan}, "parts_ms": parts(forward=2.0)},
+            {"rank": HOSTILE, "host": long, "step_ms": {"mean": 2.0}, "parts_ms": parts(forward=nan, backward=1.0)},
             {},
         ),
         evidence={"loader": {}},

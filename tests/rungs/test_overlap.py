@@ -229,7 +229,7 @@ def test_ranks_agree(ranks: Ranks) -> None:
 
 
 @pytest.mark.multirank
-def test_hooks_run_on_synchronised_steps_only(ranks: Ranks) -> None:  # R4
+def test_hooks_run_on_synchronized_steps_only(ranks: Ranks) -> None:  # R4
     for notes in ranks.notes:
         whole, accumulating = notes["fp16"]["calls"], notes["hook_accumulating"]["calls"]
         buckets = whole[-1]

@@ -97,9 +97,9 @@ def _separate_on_one(batches: Any) -> Any:
     return concatenate(batches)
 
 
-def _play_with_less_on_one(run: Any, size: int, piece: Any) -> float:
+def _play_with_less_on_one(run: Any, piece: Any) -> float:
     """The second rank fits 16 samples; without that, 32 are the fastest."""
-    if torch.distributed.get_rank() == 1 and size > 16:
+    if torch.distributed.get_rank() == 1 and piece.samples > 16:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     return 1.0
 

@@ -15,14 +15,14 @@ from typing import Any
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.changes import Changes
 from fastloop.bridge.apply.live_plan import LivePlan
-from fastloop.bridge.apply.loaders import TrainLoaders, is_evaluation_asking
+from fastloop.bridge.apply.loaders import TrainLoaders, is_called_by_evaluation_loop
 from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.bridge.apply.micro.search_terms import make_choice
 from fastloop.bridge.apply.precision_fallback import PrecisionFallback
 from fastloop.bridge.apply.rehearse.budget import Terms
-from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal
+from fastloop.bridge.apply.rehearse.rehearsal import ApplierHandle, Rehearsal
 from fastloop.bridge.apply.rehearse.time_limit import leaves_on_sigterm
-from fastloop.bridge.apply.rehearse.tries import Tries
+from fastloop.bridge.apply.rehearse.tries import RungTrials
 from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.validation_loaders import Validation
@@ -65,15 +65,14 @@ class Applier:
         say: Callable[[str], None] = lambda _line: None,
         terms: Terms | None = None,
         by_ladder: frozenset[str] = frozenset(),
-        refused: dict[str, str] | None = None,
-        cheaper: set[str] | None = None,
-        one_time: OneTime | None = None,
+        refused: dict[str, str],
+        cheaper: set[str],
+        one_time: OneTime,
     ) -> None:
         self.ladder, self.strict, self.warn, self.say, self.terms = ladder, strict, warn, say, terms
-        self.one_time, self._by_ladder = one_time or OneTime(), by_ladder
-        earlier: Any = {"refused": {} if refused is None else refused, "cheaper": set() if cheaper is None else cheaper}
-        self._live = LivePlan(ladder, strict=strict, **earlier)
-        self.tries: Tries | None = None
+        self.one_time, self._by_ladder = one_time, by_ladder
+        self._live = LivePlan(ladder, strict=strict, refused=refused, cheaper=cheaper)
+        self.rung_trials: RungTrials | None = None
         self.scaler_state: Mapping[str, Any] | None = None
         """The mixed-precision loss scaler's state in the checkpoint that the run resumes."""
         self.place = PlaceKeeper(warn=warn, say=say)
@@ -101,8 +100,9 @@ class Applier:
             return
         self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
         self._site.graph_steps = self._graph_steps
-        how: dict[str, Any] = {"is_on": self._changes.holds, "give_up": self._give_up_precision}
-        self._fallback = PrecisionFallback(trainer, self._live, **how)
+        self._fallback = PrecisionFallback(
+            trainer, self._live, is_on=self._changes.holds, give_up=self._give_up_precision
+        )
         rehearses = trainer.state.fn == "fit" and self.terms is not None
         if trainer.state.fn != "fit":
             # Other stages get only the rungs that change results, to compute the same as validation inside fit.
@@ -138,7 +138,7 @@ class Applier:
         if site is None:
             return loader
         stage = site.trainer.state.stage
-        validates = stage in _VALIDATES or (stage == "train" and is_evaluation_asking())
+        validates = stage in _VALIDATES or (stage == "train" and is_called_by_evaluation_loop())
         if validates:
             return loader if self.validation is None else self.validation.change(loader)
         if not self._live.loader_rungs or stage != "train":
@@ -146,10 +146,17 @@ class Applier:
         before = self._live.plan, self.loaders, self.micro, len(self._changes)
         try:
             if self.loaders is None:
-                hands: dict[str, Any] = {"undo": self._undo_setting, "give_up": self._give_up}
-                hands |= {"weaken": self._live.weaken, "warn": self.warn, "say": self.say, "one_time": self.one_time}
-                hands["by_ladder"] = self.terms.by_ladder if self.terms else ()
-                self.loaders = TrainLoaders(site, place=self.place, **hands)
+                self.loaders = TrainLoaders(
+                    site,
+                    place=self.place,
+                    undo=self._undo_setting,
+                    give_up=self._give_up,
+                    weaken=self._live.weaken,
+                    warn=self.warn,
+                    say=self.say,
+                    one_time=self.one_time,
+                    by_ladder=self.terms.by_ladder if self.terms else (),
+                )
             return self._change_loader(self.loaders, loader, site)
         except FastLoopError:
             raise
@@ -174,13 +181,13 @@ class Applier:
             self.loaders.train_start()
         if self._live.held and self.terms is not None and self._site is not None:
             terms = self.terms.of_run(self._site.trainer)
-            self.tries = Tries(
-                Rehearsal(self._site, self._live.held_steps, terms, self._hands),
-                pause=self._pause_step,
-                settle=self._settle,
+            self.rung_trials = RungTrials(
+                Rehearsal(self._site, self._live.held_steps, terms, self._handle),
+                pause=self._undo_but_keep_evidence,
+                record_outcomes=self._record_outcomes,
                 one_time=self.one_time,
                 warn=self.warn,
-                recordings=self.graphs,
+                recorder=self.graphs,
             )
 
     @property
@@ -195,18 +202,18 @@ class Applier:
 
     def first_batch_done(self, batch: Any) -> None:
         """The first batch was trained on without changes."""
-        if self.tries is not None:
-            self.tries.first_batch_done(batch)
+        if self.rung_trials is not None:
+            self.rung_trials.first_batch_done(batch)
 
     def rehearse(self, batch: Any) -> None:
         """Before this batch, between two steps: if due, try rungs or take a second look at them."""
-        if self.tries is not None:
-            self.tries.go_on(batch)
+        if self.rung_trials is not None:
+            self.rung_trials.run_due(batch)
 
     @property
     def is_trying(self) -> bool:
         """Whether `rehearse` has something to do before the next batch."""
-        return self.tries is not None and self.tries.has_more
+        return self.rung_trials is not None and self.rung_trials.has_more
 
     def to_device(self, batch: Any, move: Callable[[Any], Any], dataloader_idx: int) -> Any:
         """Move a batch to the device, unless a feed has already done so."""
@@ -228,9 +235,9 @@ class Applier:
         step = site.take_notes(step)
         for note in site.every_batch:
             note()
-        if self.tries is not None:
-            self.tries.note_batch(args)
-            for convert in self.tries.take_late_conversions() if args else ():
+        if self.rung_trials is not None:
+            self.rung_trials.note_batch(args)
+            for convert in self.rung_trials.take_late_conversions() if args else ():
                 batch = convert(args[0]) if self.micro is None else self.micro.windows.convert(args[0], convert)
                 args = (batch, *args[1:])
         if self.graphs is not None:
@@ -255,8 +262,8 @@ class Applier:
             self.graphs.after_backward()
         if self.micro is not None:
             self.micro.after_backward()
-        if self.tries is not None:
-            self.tries.backward_ends()
+        if self.rung_trials is not None:
+            self.rung_trials.backward_ends()
 
     # -- evidence and undo ----------------------------------------------------------------------------------------
 
@@ -265,7 +272,11 @@ class Applier:
         probes = [] if self.loaders is None else self.loaders.list_probes()
         owned = ((self._live.find_owner(key), probe) for key, probe in probes)
         found = self._changes.read((rung, probe) for rung, probe in owned if rung is not None)
-        return {**found, IN_STEPS: self.tries.seen} if self.tries is not None and self.tries.seen else found
+        return (
+            {**found, IN_STEPS: self.rung_trials.seen}
+            if self.rung_trials is not None and self.rung_trials.seen
+            else found
+        )
 
     def clean_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remove from a checkpoint what a run without us would not have written."""
@@ -286,8 +297,8 @@ class Applier:
 
     def end_rehearsal(self) -> None:
         """Training is over: skip the rungs that were never tried."""
-        if self.tries is not None:
-            self.tries.end()
+        if self.rung_trials is not None:
+            self.rung_trials.end()
         self._live.skip_held("training ended before it could be tried on the calls of the first step")
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -308,7 +319,7 @@ class Applier:
         with leaves_on_sigterm(site.trainer):
             changed = loaders.check_engines(loader, self._live.plan_loader(facts), plan_anew, self.say)
         if self.micro is None and changed.wants.get("step.micro_batch"):
-            choice = make_choice(site, changed, self._live, self._hands, warn=self.warn, one_time=self.one_time)
+            choice = make_choice(site, changed, self._live, self._handle, warn=self.warn, one_time=self.one_time)
             self.micro = MicroBatches(choice)
             self._changes.add(choice.rung, Applied(undo=lambda: None, probe=choice.evidence))
         result = loaders.change(loader, changed, facts)
@@ -317,9 +328,9 @@ class Applier:
         return result
 
     @property
-    def _hands(self) -> Hands:
+    def _handle(self) -> ApplierHandle:
         settings = partial(getattr, self.ladder)
-        return Hands(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
+        return ApplierHandle(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
 
     def _give_up(self, key: str, reason: str, *, is_refusal: bool = True, has_acted: bool = False) -> None:
         """Give up a setting planned for one train loader that cannot apply to all of them, or is not worth it."""
@@ -337,18 +348,23 @@ class Applier:
         for step, action in actions:
             if action.when == moment and step.rung not in self._live.held and self._live.is_planned(step):
                 try:
-                    self._do(step, action)
+                    self._run_action(step, action)
                 except Exception as error:
                     self._live.skip(step, describe(error))
 
-    def _do(self, step: Step, action: Action) -> None:
+    def _run_action(self, step: Step, action: Action) -> None:
         if self._site is not None:
             self._changes.add(step.rung, action.do(self._site))
 
     def _graph_steps(self, asked: bool) -> Applied:
         assert self._site is not None
-        how: dict[str, Any] = {"is_ready": lambda: self.tries is None or self.tries.is_over, "one_time": self.one_time}
-        self.graphs = graphs = GraphedSteps(self._site, asked=asked, terms=self.terms, **how)
+        self.graphs = graphs = GraphedSteps(
+            self._site,
+            asked=asked,
+            terms=self.terms,
+            is_ready=lambda: self.rung_trials is None or self.rung_trials.is_over,
+            one_time=self.one_time,
+        )
 
         def undo() -> None:
             graphs.undo()
@@ -359,18 +375,18 @@ class Applier:
     def _apply_step(self, step: Step) -> None:
         """Run all actions of a rung at once, in mid-run."""
         for action in step.change.actions:
-            self._do(step, action)
+            self._run_action(step, action)
 
     def _unapply_step(self, step: Step) -> None:
         self._changes.undo(step.rung)
 
-    def _pause_step(self, step: Step) -> None:
+    def _undo_but_keep_evidence(self, step: Step) -> None:
         """Undo a rung that may come back, and keep its evidence."""
         known = self.evidence().get(step.rung, {})
         self._changes.undo(step.rung)
         self._changes.evidence[step.rung] = dict(known)
 
-    def _settle(self, outcomes: Sequence[RungOutcome]) -> None:
+    def _record_outcomes(self, outcomes: Sequence[RungOutcome]) -> None:
         """Update the plan with the outcomes of the rungs that were tried."""
         held, self._live.held = self._live.held, frozenset()
         for outcome in outcomes:
@@ -387,12 +403,12 @@ class Applier:
                 self._live.skip(told, outcome.fault, is_refusal=outcome.is_lasting, has_acted=has_acted)
 
     def _give_up_precision(self, step: Step, why: str) -> None:
-        if self.tries is not None:
-            self.tries.end()
+        if self.rung_trials is not None:
+            self.rung_trials.end()
         self._unapply_step(step)
         if self.graphs is not None and self.graphs.replay_ms is not None:
             self.graphs.record_anew()
-        self._settle([RungOutcome(rung=step.rung, fault=why, is_lasting=False)])
+        self._record_outcomes([RungOutcome(rung=step.rung, fault=why, is_lasting=False)])
         self.warn(f"{step.rung} is now off: {why}")
 
     def _undo_setting(self, key: str, undo: Undo) -> None:

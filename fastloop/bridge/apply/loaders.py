@@ -20,7 +20,14 @@ from fastloop.bridge.apply.worker_processes import MOST_WORKERS, NEXT_EPOCH, Wor
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import NotApplicable, describe
 from fastloop.evidence.clock.one_time import OneTime
-from fastloop.feeds.lazy_loader import LazyLoader, bound_batches, clone, name_sampler, read_like_workers
+from fastloop.feeds.lazy_loader import (
+    LazyLoader,
+    begin_unchanged,
+    bound_batches,
+    clone,
+    name_sampler,
+    read_like_workers,
+)
 from fastloop.feeds.place.kept_order import EpochPlace
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 from fastloop.feeds.workers.tried_workers import end_workers
@@ -79,7 +86,7 @@ class TrainLoaders:
             weaken=weaken,
             warn=warn,
             say=say,
-            is_training=is_loop_asking,
+            is_training=is_called_by_fetcher,
             by_ladder=by_ladder,
         )
         self._leaves = 0
@@ -110,10 +117,10 @@ class TrainLoaders:
         loader = self.find_original(loader)
         self._plain_sizes = _read_plain_sizes(getattr(loader, "batch_sampler", None))
         if self._leaves > 1:
-            self._keep_apart(facts)
+            self._drop_single_loader_changes(facts)
         asked = partial(self._count_asked, facts)
         bounded = bound_batches(loader, asked)
-        base = self._keep_place(loader, plan, facts, bounded)
+        base = self._keep_data_position(loader, plan, facts, bounded)
         settings = self._read_settings(loader, plan)
         epochs = self._workers.arrange(loader, plan, settings, facts)
         self._regroup(base, loader, plan, facts, settings)
@@ -122,21 +129,37 @@ class TrainLoaders:
         copies = bool(settings) or (base is loader and "loader.engine" in plan.wants)
         changed = clone(base, settings) if copies else base
         engine = self._make_engine(changed, loader, plan)
-        start: dict[str, Any] = {"keeps_iterator": bool(getattr(loader, "persistent_workers", False))}
-        start |= {"epochs": epochs, "engine": engine}
-        if isinstance(loader, DataLoader) and loader.num_workers:
-            start["at_once"] = lambda: not self.trainer.fit_loop.restarting
+        keeps_iterator = bool(getattr(loader, "persistent_workers", False))
+        has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
+
+        def starts_at_once() -> bool:
+            return has_workers and not self.trainer.fit_loop.restarting
+
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
-            limit = {"count": asked} if bounded is None else {}  # else the bounded sampler ends the epoch
-            changed = self.staging.feed(changed, depth, **limit, **start)
-        elif epochs is not None or engine is not None or base is not loader or "persistent_workers" in settings:
-            changed = LazyLoader(changed, **start)
+            changed = self.staging.feed(
+                changed,
+                depth,
+                count=asked if bounded is None else lambda: None,  # else the bounded sampler ends the epoch
+                keeps_iterator=keeps_iterator,
+                epochs=epochs,
+                engine=engine,
+                at_once=starts_at_once,
+            )
+        elif (
+            epochs is not begin_unchanged
+            or engine is not None
+            or base is not loader
+            or "persistent_workers" in settings
+        ):
+            changed = LazyLoader(
+                changed, keeps_iterator=keeps_iterator, epochs=epochs, engine=engine, at_once=starts_at_once
+            )
         if changed is not loader:
             self._originals[id(changed)] = (changed, loader)
         return changed
 
-    def _keep_place(self, loader: Any, plan: Plan, facts: Facts, bounded: Any) -> Any:
+    def _keep_data_position(self, loader: Any, plan: Plan, facts: Facts, bounded: Any) -> Any:
         """Return a copy of the loader that keeps its position in its data, if that is possible, it is the only loader,
         and it will be changed; else the loader itself."""
         can_keep = facts.loader is not None and facts.loader.place_lost is None
@@ -236,7 +259,7 @@ class TrainLoaders:
         anew: in a resumed run, or as the shorter of several loaders. None if that is unlimited, user code requests
         them, or windows are counted."""
         most = self.trainer.num_training_batches
-        if math.isinf(most) or facts.steps_with_iterator or self._merge is not None or not is_loop_asking():
+        if math.isinf(most) or facts.steps_with_iterator or self._merge is not None or not is_called_by_fetcher():
             return None
         goes_on = self.place.saved is not None
         return int(most) - (0 if goes_on else self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
@@ -254,7 +277,7 @@ class TrainLoaders:
             self.staging.retire_feeds()
         self._leaves += 1
 
-    def _keep_apart(self, facts: Facts) -> None:
+    def _drop_single_loader_changes(self, facts: Facts) -> None:
         """Give up changes that support only one loader, now that there is another."""
         self.place.give_up()
         if self._merge is not None:
@@ -298,9 +321,9 @@ class TrainLoaders:
         """Evidence probes of the loaders, each with the key of its setting."""
         return [
             ("loader.num_workers", self._workers.count),
-            ("loader.persistent_workers", self._workers.see_kept),
-            (MOST_WORKERS, self._workers.see_more),
-            (NEXT_EPOCH, self._workers.see_next_epoch),
+            ("loader.persistent_workers", self._workers.collect_kept_evidence),
+            (MOST_WORKERS, self._workers.collect_growth_evidence),
+            (NEXT_EPOCH, self._workers.collect_next_epoch_evidence),
             ("loader.pin_memory", self.staging.count_pinned),
             ("feed.depth", self.staging.count_ahead),
             ("loader.engine", lambda: self._checked),
@@ -326,12 +349,12 @@ def _reads_ahead(plan: Plan, settings: Mapping[str, Any]) -> bool:
     return bool(settings.get("num_workers")) or not plan.wants.keys().isdisjoint(("feed.depth", "loader.engine"))
 
 
-def is_loop_asking() -> bool:
+def is_called_by_fetcher() -> bool:
     """Whether this call comes from Lightning's fetcher, and not from a callback that reads the loader itself."""
     return _find_caller(_FETCHERS) is not None
 
 
-def is_evaluation_asking() -> bool:
+def is_called_by_evaluation_loop() -> bool:
     """Whether this call comes from an evaluation loop that is setting up its data. The Trainer's stage does not show
     that: Lightning's BatchSizeFinder sets up validation while it trains."""
     return (_find_caller(_LOOPS) or "").endswith(_LOOPS[0])

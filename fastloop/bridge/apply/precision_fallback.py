@@ -12,7 +12,7 @@ from typing import Any
 
 from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
-from fastloop.bridge.apply.state.untouched import Kept, keep_random_streams
+from fastloop.bridge.apply.state.untouched import StateSnapshot, keep_random_streams
 from fastloop.errors import let_through
 from fastloop.feeds.batch_tree import iterate_tensors
 from fastloop.feeds.lower_precision import WideOutputs
@@ -82,9 +82,9 @@ class PrecisionFallback:
 
     def _keep_state(self) -> Callable[[], None] | None:
         """Save what a step changes; returns a function that restores it, None if that is impossible."""
-        kept, streams = Kept(), keep_random_streams()
+        kept, streams = StateSnapshot(), keep_random_streams()
         try:
-            kept.keep_module(self._trainer.lightning_module)
+            kept.capture_module(self._trainer.lightning_module)
         except Exception as error:
             let_through(error)
             return None

@@ -14,11 +14,11 @@ from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_model import list_methods, overrides, read_module
-from fastloop.evidence import machine
-from fastloop.evidence.model.own_counters import list_counters
+from fastloop.evidence import loader_queue, machine
+from fastloop.evidence.model.own_counters import list_step_counters
 from fastloop.evidence.samples import between_batches, thread_safety
 from fastloop.evidence.samples import dataset as datasets
-from fastloop.evidence.samples.before_epoch import find_what_epochs_renew
+from fastloop.evidence.samples.before_epoch import explain_not_ahead
 from fastloop.evidence.samples.between_epochs import list_changers, list_changes_within, list_remembered
 from fastloop.evidence.samples.spawned import find_spawn_hazard
 from fastloop.evidence.samples.worker_shares import explain_repeats
@@ -32,7 +32,7 @@ from fastloop.feeds.rows.reading import read_facts as read_rows
 from fastloop.feeds.workers.packed_list import count_packable
 from fastloop.records.facts import Facts, LoaderFacts
 
-BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward")
+COUNTED_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward")
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -89,12 +89,12 @@ def _find_batch_counters(trainer: Any, module: Any) -> Iterator[str]:
     for owner in (module, *trainer.callbacks):
         source = type(owner).__module__
         if not source.startswith("fastloop.") or ".recipe_modules." in source:
-            yield from (f"{type(owner).__name__}.{hook}" for hook in BATCH_HOOKS if overrides(owner, hook))
+            yield from (f"{type(owner).__name__}.{hook}" for hook in COUNTED_HOOKS if overrides(owner, hook))
     step = getattr(module, "training_step", None)
     for name in list(inspect.signature(step).parameters)[1:2] if callable(step) else ():
         if list_methods(module, rf"def training_step\(.*\b{name}\b(.|\n)*\b{name}\b"):
             yield f"{type(module).__name__}.training_step, which reads {name},"
-    for name in list_counters(module):
+    for name in list_step_counters(module):
         yield f"{type(module).__name__}.training_step, which counts its calls ({name}),"
 
 
@@ -160,7 +160,7 @@ def read_loader_facts(
             kind=type(loader).__name__,
             is_dataloader=False,
             map_style=False,
-            batches=count_batches(loader),
+            batches=loader_queue.count_batches(loader),
             stateful=hasattr(loader, "state_dict"),
             place_lost=lost,
         )
@@ -180,7 +180,7 @@ def read_loader_facts(
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         batch_size=_read_batch_size(loader),
-        batches=count_batches(loader),
+        batches=loader_queue.count_batches(loader),
         auto_collates=loader.batch_sampler is not None,
         custom_collate=loader.collate_fn is not default,
         start_method=str(method),
@@ -206,7 +206,7 @@ def read_loader_facts(
             worker_init=loader.worker_init_fn,
             sampler=sampler,
         ),
-        not_ahead=find_what_epochs_renew(
+        not_ahead=explain_not_ahead(
             loader.dataset, others, collate=loader.collate_fn, worker_init=loader.worker_init_fn
         ),
         changes_within=list_changes_within(loader.dataset, others, collate=loader.collate_fn, loader=loader),
@@ -229,11 +229,3 @@ def _read_batch_size(loader: DataLoader[Any]) -> int | None:
     # A plain BatchSampler, from the user or from Lightning, has one batch size; a custom one need not.
     sampler = loader.batch_sampler
     return getattr(sampler, "batch_size", None) if isinstance(sampler, BatchSampler) else None
-
-
-def count_batches(loader: Any) -> int | None:
-    """Batches per epoch; None for a loader without a length."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.live_plan import LivePlan
-from fastloop.bridge.apply.loaders import is_loop_asking
+from fastloop.bridge.apply.loaders import is_called_by_fetcher
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import describe
 from fastloop.feeds.lazy_loader import LazyLoader, clone, read_like_workers
@@ -109,8 +109,13 @@ class ValidationEngines(ValidationLoaders):
         if hasattr(engine, "wants_channels_last"):
             engine.wants_channels_last = self._site.staging.wants_channels_last
         read_like_workers(engine, loader)
-        how: dict[str, Any] = {"keeps_iterator": loader.persistent_workers, "at_once": lambda: loader.num_workers > 0}
-        return LazyLoader(twin, engine=engine, **how), engine
+        ours = LazyLoader(
+            twin,
+            engine=engine,
+            keeps_iterator=loader.persistent_workers,
+            at_once=lambda: bool(loader.num_workers > 0),
+        )
+        return ours, engine
 
     def evidence(self) -> Mapping[str, Any]:
         """What the engines loaded for validation."""
@@ -143,7 +148,7 @@ class ValidationWorkers(ValidationLoaders):
     def _begin(self, fresh: FreshWorkers, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Start a validation. No workers are kept from the sanity check, which leaves batches behind in shared memory,
         and by code other than Lightning's loop, which may read the loader while a validation does."""
-        if is_loop_asking() and not self._site.trainer.sanity_checking:
+        if is_called_by_fetcher() and not self._site.trainer.sanity_checking:
             loader.__dict__["persistent_workers"] = True
             return fresh.batches(loader, begin)
         kept, loader.__dict__["_iterator"] = loader._iterator, None
@@ -176,8 +181,8 @@ class Validation:
         self._live, self._made = live, list[ValidationLoaders]()
         for kind in (ValidationEngines, ValidationWorkers):
             if (name := live.may_want.owner(kind.KEY)) is not None:
-                hands: dict[str, Any] = {"list_wants": partial(live.list_wants, name), "say": say, "warn": warn}
-                self._made.append(made := kind(site, name, getattr(live.ladder, name), **hands))
+                rung, list_wants = getattr(live.ladder, name), partial(live.list_wants, name)
+                self._made.append(made := kind(site, name, rung, list_wants=list_wants, say=say, warn=warn))
                 changes.add(name, Applied(undo=made.give_back, probe=made.evidence))
 
     def change(self, loader: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
-from fastloop.feeds.lazy_loader import Epochs
+from fastloop.feeds.lazy_loader import Epochs, begin_unchanged
 from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.more_workers import MoreWorkers
 from fastloop.feeds.workers.next_epoch import NextEpoch
@@ -64,16 +64,23 @@ class WorkerProcesses:
         self._most_alive: int | None = None
         self._keeps_theirs, self._kept = False, False
 
-    def arrange(self, loader: Any, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs | None:
-        """Complete the settings of a loader; returns a function that yields an epoch's batches, None if the loader does
-        so itself."""
+    def arrange(self, loader: Any, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs:
+        """Complete the settings of a loader; returns what makes an epoch's batches."""
         self._keeps_theirs = "persistent_workers" in settings and "num_workers" not in settings
         twice = self._read_twice(loader, facts) if self._keeps_theirs or settings.get("num_workers") else None
-        epochs = self._try(loader, plan, settings, facts, twice) if settings.get("num_workers") else None
+        epochs: Epochs = begin_unchanged
+        if settings.get("num_workers"):
+            epochs = self._try(loader, plan, settings, facts, twice)
         most = plan.wants.get(MOST_WORKERS)
         if most is not None and self._fewer is None and getattr(loader, "in_order", True):
-            how: dict[str, Any] = {"count_left": self._count_left, "is_training": self._is_training}
-            self._more = MoreWorkers(most, tell=self._say, epochs=epochs, room_bytes=_find_room(facts), **how)
+            self._more = MoreWorkers(
+                most,
+                count_left=self._count_left,
+                tell=self._say,
+                epochs=epochs,
+                room_bytes=_find_room(facts),
+                is_training=self._is_training,
+            )
             epochs = self._more.batches
         if settings.get("persistent_workers") and not loader.persistent_workers:
             self._fresh = FreshWorkers(tell=self._say, epochs=epochs, twice=twice if loader.num_workers else None)
@@ -92,15 +99,14 @@ class WorkerProcesses:
         for twice in self._twice:
             twice.end()
 
-    def _begin_early(self, loader: Any, epochs: Epochs | None) -> Epochs:
+    def _begin_early(self, loader: Any, epochs: Epochs) -> Epochs:
         """Have an epoch's first batches made before it begins."""
         self._next = next_epoch = NextEpoch(
             count_next=self._count_next_early, count_draws=self._count_draws, draws_seed=not loader.persistent_workers
         )
 
         def batches(loader: Any, begin: Callable[[], Any]) -> Any:
-            begin = partial(next_epoch.begin, loader, begin)
-            return begin() if epochs is None else epochs(loader, begin)
+            return epochs(loader, partial(next_epoch.begin, loader, begin))
 
         return batches
 
@@ -190,7 +196,7 @@ class WorkerProcesses:
             "loss_ms": None if self._tried is None else self._tried.loss_ms,
         }
 
-    def see_kept(self) -> Mapping[str, Any]:
+    def collect_kept_evidence(self) -> Mapping[str, Any]:
         """Whether live iterators keep the user's own workers for the next epoch; empty if no rung planned that."""
         if not self._keeps_theirs:
             return {}
@@ -200,13 +206,13 @@ class WorkerProcesses:
             self._kept = self._fresh.kept > 0
         return {"kept": self._kept, "restarted_because": None if self._fresh is None else self._fresh.reason}
 
-    def see_more(self) -> Mapping[str, Any]:
+    def collect_growth_evidence(self) -> Mapping[str, Any]:
         """How the number of workers changed; empty if no rung planned more."""
         if self._more is None:
             return {}
         return {"more": self._more.change, "faster": self._more.is_faster, "theirs": self._tried is None}
 
-    def see_next_epoch(self) -> Mapping[str, Any]:
+    def collect_next_epoch_evidence(self) -> Mapping[str, Any]:
         """How many epochs began with batches made ahead, and whether an order was predicted wrong; empty if no order
         could be predicted."""
         if self._next is None or self._next.may_predict is not True:

@@ -14,9 +14,9 @@ from fastloop import diagnose
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply import read_training
 from fastloop.bridge.apply.applier import Applier
-from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
+from fastloop.bridge.apply.loop.known_loops import HOOKS_PER_BATCH
 from fastloop.bridge.apply.rehearse.budget import Terms
-from fastloop.bridge.apply.state.untouched import untouched
+from fastloop.bridge.apply.state.untouched import preserve_state
 from fastloop.bridge.fail_open import deaf_to_workers, explain_exception, fail_open, is_disabled
 from fastloop.bridge.fit import own_loader, run_directory, strategy
 from fastloop.bridge.watch import loader_state
@@ -81,7 +81,7 @@ class FastLoop(Callback):
         """Rungs for which a rehearsal kept the cheaper variant."""
         self._forget()
         self._reset_fit()
-        for name in BATCH_HOOKS:
+        for name in HOOKS_PER_BATCH:
             self._switch_hook(name, False)
         if self.off:
             return
@@ -314,7 +314,7 @@ class FastLoop(Callback):
             hunt_syncs=self.hunt_syncs,
             place=lambda: self._find_directory(trainer),
             one_time=self._one_time,
-            untouched=untouched,
+            preserve_state=preserve_state,
         )
         attached = self._session.attach(trainer, self._note_batch_asked, self._note_batch_got)
         self._restore += [self._session.stop, attached]
@@ -328,12 +328,12 @@ class FastLoop(Callback):
     @fail_open
     def _note_batch_asked(self) -> None:
         if self._session is not None:
-            self._session.watch.ask()
+            self._session.watch.note_batch_requested()
 
     @fail_open
     def _note_batch_got(self) -> None:
         if self._session is not None:
-            self._session.watch.got()
+            self._session.watch.note_batch_received()
 
     def _collect_evidence(self, trainer: Any) -> dict[str, Any]:
         found = dict(self._applier.evidence()) if self._applier is not None else {}
@@ -342,7 +342,7 @@ class FastLoop(Callback):
 
     def _measure(self, trainer: Any, raised: BaseException | None = None) -> None:
         evidence = {**self._collect_evidence(trainer), **self._list_hints()}
-        evidence |= own_loader.judge(trainer, self._applier, self.config.ladder, self._loader_seen)
+        evidence |= own_loader.gather_loader_evidence(trainer, self._applier, self.config.ladder, self._loader_seen)
         if self._applier is not None:
             self._applier.end_rehearsal()
             self.plan = self._applier.plan

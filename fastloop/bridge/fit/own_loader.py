@@ -15,7 +15,9 @@ from fastloop.ladder import Ladder, list_refused
 from fastloop.records.facts import Facts
 
 
-def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[str, Any]) -> dict[str, Any]:
+def gather_loader_evidence(
+    trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[str, Any]
+) -> dict[str, Any]:
     """Gather evidence on what the diagnosis may propose: feeds, and whether workers can be kept or added.
 
     Feeds are considered if the loader has no workers, or yields image files or rows in memory.
@@ -24,8 +26,6 @@ def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[s
         seen: the evidence on the loader so far.
     """
     decode_ms, rows = loader_state.measure_decode_ms(trainer), loader_state.find_rows(trainer)
-    alone = not seen.get("num_workers")
-    may_have_feeds = decode_ms is not None or rows is not None or alone
     if not loader_state.find_loaders(trainer):
         return {}
     facts = _read_loader(trainer, applier, ladder)
@@ -42,7 +42,7 @@ def judge(trainer: Any, applier: Applier | None, ladder: Ladder, seen: Mapping[s
         loader["can_keep_for_validation"] = _can_keep_for_validation(trainer, facts, ladder)
     if decode_ms is not None:
         loader["decode_ms"] = decode_ms
-    elif not may_have_feeds:
+    elif rows is None and seen.get("num_workers"):
         return {"loader": loader}
     return {"loader": loader, "refused": {} if facts is None else list_refused(ladder, facts)}
 

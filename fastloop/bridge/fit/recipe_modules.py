@@ -6,7 +6,6 @@ It is a file and not made at run time, because a loader worker started by spawn 
 from __future__ import annotations
 
 import os
-import sys
 
 from fastloop.config.shipped import find_root
 
@@ -14,6 +13,3 @@ FOLDER = "FASTLOOP_RECIPES"
 """Environment variable that gives such workers the folder of a recipe that is not shipped."""
 
 __path__ = [os.environ.get(FOLDER) or str(find_root() / "recipes")]
-
-# Checkpoints that version 0.1 pickled before this file moved use the old path for its classes.
-sys.modules.setdefault("fastloop.bridge.recipe_modules", sys.modules[__name__])

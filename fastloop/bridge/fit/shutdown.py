@@ -122,7 +122,7 @@ class _Signals(Callback):
 
 
 def _may_set_handlers() -> bool:
-    return threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    return threading.current_thread() is threading.main_thread()
 
 
 def _end_ranks(trainer: Any) -> None:

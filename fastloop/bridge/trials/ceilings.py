@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -31,12 +31,10 @@ from fastloop.bridge.trials.no_checkpoints import OnlyInside
 from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.config.loading import Config
 from fastloop.errors import FastLoopError
-from fastloop.evidence import machine
+from fastloop.evidence import loader_queue, machine
 from fastloop.feeds.batch_tree import count_samples, map_tensors, walk_storage
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.lazy_loader import LazyLoader, StandIn
-
-Ceiling = Literal["replayed", "resident", "no_exchange"]
 
 FEWEST, MOST = 2, 8
 """Batches to replay. A single one would stay in the processor's caches."""
@@ -60,7 +58,7 @@ def train(
     """Run one training as configured, or with one cost removed. Checkpoint files outside of `out` are left alone.
 
     Args:
-        variation: a Ceiling, or ``as_it_is``.
+        variation: the cost to remove, or ``as_it_is``.
         beat: the file that gets the step, see `heartbeat.py`.
         ledger: record which samples each optimizer step used, see `sample_ledger.py`.
         further_steps: steps beyond the configured number; the files still contain the original configuration.
@@ -78,14 +76,14 @@ def train(
         if beat is not None:
             Beats.into(trainer, beat)
         OnlyInside.into(trainer, out, unsaved)
-        take_away(trainer, variation)
+        remove_cost(trainer, variation)
         if ledger:
             Ledger.into(trainer, out)
 
     return training.train(config, out, prepare=prepare)
 
 
-def take_away(trainer: Any, variation: str) -> None:
+def remove_cost(trainer: Any, variation: str) -> None:
     """Remove the cost of this ceiling from a Trainer's next fit; ``as_it_is`` changes nothing."""
     if variation in ("replayed", "resident", "no_exchange"):
         replay(trainer, on_device=variation == "resident")
@@ -135,7 +133,7 @@ class Replay(StandIn):
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()
-        length = read_facts.count_batches(self.inner)
+        length = loader_queue.count_batches(self.inner)
         for number in itertools.count() if length is None else range(length):
             self._each(number % len(self.batches))
             yield _copy_containers(self.batches[number % len(self.batches)])
@@ -262,7 +260,7 @@ def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:
     for batch in iterator:
         kept.append(batch)
         if len(kept) >= FEWEST and (len(kept) >= most(kept[0]) or time.monotonic() > until):
-            ended = read_facts.count_batches(source) == len(kept)
+            ended = loader_queue.count_batches(source) == len(kept)
             break
     else:
         ended = True

@@ -33,7 +33,7 @@ from fastloop.bridge.trials.heartbeat import drop_other_hooks
 from fastloop.bridge.trials.no_checkpoints import Measured, train_until_measured
 from fastloop.config.loading import Config
 from fastloop.evidence.model.dropout import switch_off_dropout
-from fastloop.evidence.model.gradient_distance import Gradient, is_finite, measure_deviation
+from fastloop.evidence.model.gradient_distance import Gradient, is_finite, measure_gradient_distance
 from fastloop.feeds.batch_tree import CannotRegroup, iterate_tensors
 from fastloop.feeds.regrouping import Leaves, copy_tensors, regroup
 from fastloop.feeds.splitting import get_loss
@@ -86,9 +86,9 @@ class GradientProbe(Callback):
         """On the first rank, after the fit: ``loss``, ``precision`` and ``batches`` of the step, ``finite``,
         ``rounds``; ``self_deviation`` between two repetitions; ``clips``, how gradients are clipped. For the base also
         ``random_deviation`` with other random numbers, ``rounding`` by precision, and ``steady_rounding``, the same
-        with raised biases, if those were needed. For an arm the result of `gradient_distance.measure_deviation`,
-        ``steady``, the same with the base's raised biases, ``weights_missing`` and ``weights_extra``. ``why`` if
-        there is nothing to compare."""
+        with raised biases, if those were needed. For an arm the result of
+        `gradient_distance.measure_gradient_distance`, ``steady``, the same with the base's raised biases,
+        ``weights_missing`` and ``weights_extra``. ``why`` if there is nothing to compare."""
         self.why: str | None = None
         self._undo = contextlib.ExitStack()
         self._known: dict[str, Any] = {}
@@ -297,8 +297,8 @@ class GradientProbe(Callback):
     def _measure_deviation(self, base: Gradient, arm: Gradient) -> dict[str, Any]:
         if self._device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # no memory, or an operation that a sparse gradient lacks there
-                return measure_deviation(base, arm, self._device)
-        return measure_deviation(base, arm)
+                return measure_gradient_distance(base, arm, self._device)
+        return measure_gradient_distance(base, arm)
 
     def _save(self, trainer: Any, first: Round, steady: Round | None) -> None:
         """Save the data with which arms are compared."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
-from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
+from fastloop.bridge.apply.loop.known_loops import HOOKS_PER_BATCH
 from fastloop.bridge.fit.training import ProgressLines
 from fastloop.bridge.watch.session import count_planned_steps
 
@@ -19,7 +19,7 @@ WIDTH = 48
 
 def drop_other_hooks(callback: Callback, *hooks: str) -> None:
     """Keep the Trainer from calling a callback's other batch hooks: even an empty one costs microseconds."""
-    for name in BATCH_HOOKS:
+    for name in HOOKS_PER_BATCH:
         if name not in hooks:
             setattr(callback, name, None)  # Lightning skips hooks that are not callable
 

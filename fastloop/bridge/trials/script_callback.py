@@ -246,7 +246,7 @@ class Injected(Callback):
         if self.orders.seed_offset:
             determinism.shift_seeds(self.orders.seed_offset)
         try:
-            ceilings.take_away(trainer, self.orders.variation)
+            ceilings.remove_cost(trainer, self.orders.variation)
             if self.orders.variation == GRADIENTS:
                 reference = None if self.orders.reference is None else Path(self.orders.reference)
                 probe = GradientProbe.into(trainer, out, reference)

@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fastloop.bridge.watch.profiler_proxy import return_itself
 from fastloop.errors import let_through
+from fastloop.evidence.model.compiled_work import return_itself
 
 EVERY_S = 10.0
 PREFIX = "fastloop/"

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from lightning.pytorch.profilers import PassThroughProfiler
 
+from fastloop.bridge.watch.log_marks import SELF_LOG
 from fastloop.bridge.watch.phases import BODY, NEXT
-from fastloop.bridge.watch.profiler_proxy import SELF_LOG, WatchingProfiler
+from fastloop.bridge.watch.profiler_proxy import WatchingProfiler
 from fastloop.bridge.watch.window import Watch
 from fastloop.config.loading import WatchSettings
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.sampling import find_pauses
 from fastloop.evidence.clock.step_account import COMPUTE
 from fastloop.evidence.clock.step_clock import EVERY, FIRST_IN_DETAIL, Window
@@ -231,8 +233,10 @@ def measure_cost_us(device: torch.device, steps: int = 60) -> float | None:
     """
     if sys.getprofile() is not None or sys.gettrace() is not None:
         return None
-    watch = Watch(device, WatchSettings(warmup_steps=0))
-    ours: Any = WatchingProfiler(PassThroughProfiler(), watch.ask, watch.got, watch.marks.profile)
+    watch = Watch(device, WatchSettings(warmup_steps=0), one_time=OneTime())
+    ours: Any = WatchingProfiler(
+        PassThroughProfiler(), watch.note_batch_requested, watch.note_batch_received, watch.marks.profile
+    )
     loss, batch = torch.zeros((), device=device), [torch.zeros(1), torch.zeros(1)]
 
     def batch_end(until_detail: int) -> None:

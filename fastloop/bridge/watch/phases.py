@@ -98,14 +98,14 @@ class _Phase:
             self.marks.leave()
         self.marks.saver = None
         if self.is_hook and not self.marks.in_detail():
-            self.marks.hook_took(self.name, time.perf_counter() - self._since)
+            self.marks.add_hook_time(self.name, time.perf_counter() - self._since)
             return
         self.marks.leave()
         if self._work is not None:
             self._work.__exit__(*raised)
             self.marks.counts, self._work = False, None
         if self.is_hook:
-            self.marks.lasted(self.name, time.perf_counter() - self._since)
+            self.marks.add_if_in_window(self.name, time.perf_counter() - self._since)
         if self._back is not None:
             self._back()
             self._back = None
@@ -177,7 +177,7 @@ class Marks:
         clock = self.clock
         if clock.in_body and not clock.detailed and self.ranges is None and self.around_work is None:
             return NOTHING  # the case for nearly all actions
-        if not self.listens():
+        if not self.is_marking():
             return NOTHING
         try:
             context = self._contexts[name]
@@ -191,7 +191,7 @@ class Marks:
             return NOTHING
         return context
 
-    def listens(self) -> bool:
+    def is_marking(self) -> bool:
         """Whether a phase that begins now would be marked."""
         clock = self.clock
         timed = clock.open and (clock.detailed or not clock.in_body)
@@ -206,12 +206,12 @@ class Marks:
         """Whether every hook is marked separately."""
         return self.clock.detailed or self.ranges is not None
 
-    def hook_took(self, name: str, seconds: float) -> None:
+    def add_hook_time(self, name: str, seconds: float) -> None:
         """Add the time of a hook that is not marked separately."""
-        self.lasted(name, seconds)
+        self.add_if_in_window(name, seconds)
         self.clock.hooks_s += seconds
 
-    def lasted(self, name: str, seconds: float) -> None:
+    def add_if_in_window(self, name: str, seconds: float) -> None:
         """Record how long a hook took, if the current step is entirely inside the window."""
         if self.whole:
             self.hooks_s[name] += seconds

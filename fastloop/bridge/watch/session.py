@@ -12,11 +12,13 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.watch import loader_state
+from fastloop.bridge.watch.drift_checks import DriftChecks
 from fastloop.bridge.watch.live_metrics import LiveMetrics
+from fastloop.bridge.watch.log_marks import LogMarks
 from fastloop.bridge.watch.measurement import COMPILATION, GARBAGE, build_measurement
 from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts, sum_one_time_s
-from fastloop.bridge.watch.probes import CountWork, FindSyncs, HuntSyncs, Later, TraceProbe
-from fastloop.bridge.watch.profiler_proxy import LogMarks, WatchingProfiler
+from fastloop.bridge.watch.probes import CountWork, FindSyncs, HuntSyncs, TraceProbe
+from fastloop.bridge.watch.profiler_proxy import WatchingProfiler
 from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks
 from fastloop.bridge.watch.window import Probe, Watch
 from fastloop.config.loading import WatchSettings
@@ -55,7 +57,7 @@ class Session:
         hunt_syncs: find every synchronization with its line and its cost, in a few steps after the timed ones.
         place: returns the run's directory; called only when there is something to write.
         one_time: collects the fit's one-time costs; other code writes to it too.
-        untouched: context for running a module once more to count its work, see `CountWork`.
+        preserve_state: context for running a module once more to count its work, see `CountWork`.
     """
 
     def __init__(
@@ -64,13 +66,13 @@ class Session:
         settings: WatchSettings,
         *,
         warn: Callable[[str], None],
+        one_time: OneTime,
         hunt_syncs: bool = False,
         place: Callable[[], Any] = lambda: None,
-        one_time: OneTime | None = None,
-        untouched: Callable[..., contextlib.AbstractContextManager[None]] | None = None,
+        preserve_state: Callable[..., contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self._began, self._cpu_wait_s = step_clock.now(), machine.read_cpu_wait_s()
-        self.one_time = one_time or OneTime()
+        self.one_time = one_time
         self.compilations = Compilations(self.one_time, lambda: self.watch.clock.total_steps)
         self.workers, self.queue = WorkerStarts(), loader_state.QueueReader(trainer)
         self._epoch_begins = True
@@ -82,7 +84,7 @@ class Session:
         self.device: torch.device = trainer.strategy.root_device
         on_cuda = self.device.type == "cuda"
         self.uuid = nvml.find_uuid(self.device) if on_cuda else None
-        self.work, self.syncs = CountWork(untouched), FindSyncs()
+        self.work, self.syncs = CountWork(preserve_state), FindSyncs()
         self.hunt = HuntSyncs(self.device) if hunt_syncs else None
         self.trace = TraceProbe(trainer, self.device, settings.trace_steps, place) if settings.trace_steps else None
         probes: dict[int, Probe] = {
@@ -99,7 +101,7 @@ class Session:
             one_time=self.one_time,
             note_costs=self._note_costs,
         )
-        self.watch.later = Later(
+        self.watch.drift_checks = self._drift_checks = DriftChecks(
             self.device,
             warn=warn,
             switch=lambda clock: setattr(self.watch.marks, "clock", clock),
@@ -140,7 +142,7 @@ class Session:
         self._logs = LogMarks(trainer, module, self.watch.marks)
         self.work.attach(module, self.watch.marks)
         self.memory.begin(list_owners(trainer))
-        self.watch.marks.unheard = find_unheard(trainer, module)
+        self.watch.marks.unheard = list_empty_hook_actions(trainer, module)
         if self.hunt is not None:
             self.hunt.attach(module)
         if self.trace is not None:
@@ -222,7 +224,7 @@ class Session:
             "flops": self.work.found,
             "syncs": self.hunt.found if self.hunt is not None else self.syncs.found,
             "kernels": self.trace.found if self.trace is not None else None,
-            "drift": self.watch.later.drift.entries,
+            "drift": self._drift_checks.drift.entries,
             "one_time_s": sum_one_time_s(self.one_time, self.compilations, self.workers),
         }
         evidence = {**evidence, **self._describe_costs(evidence)}
@@ -312,7 +314,7 @@ class Session:
         memory = {"memory_bytes": self.memory.read_now()}
         with contextlib.suppress(nvml.Unreadable), contextlib.closing(nvml.Gpu.open(self.uuid)) as gpu:
             clock = gpu.numbers().get("sm_clock_mhz")
-            return {**memory, "sm_clock_mhz": clock, "foreign_processes": gpu.neighbours().pids}
+            return {**memory, "sm_clock_mhz": clock, "foreign_processes": gpu.find_neighbors().pids}
         return memory
 
 
@@ -360,7 +362,7 @@ def summarize(seen: Measurement) -> dict[str, float | None]:
     }
 
 
-def find_unheard(trainer: Any, module: Any) -> set[str]:
+def list_empty_hook_actions(trainer: Any, module: Any) -> set[str]:
     """Return the actions of hooks that are not overridden; Lightning opens them anyway."""
     space = namespaces.find_namespace(trainer)
     owners = [(f"[LightningModule]{type(module).__name__}", module, namespaces.load(space, "core.LightningModule"))]

@@ -13,13 +13,14 @@ from typing import Any, Protocol
 
 import torch
 
+from fastloop.bridge.watch.drift_checks import DriftChecks
 from fastloop.bridge.watch.phases import Marks
+from fastloop.bridge.watch.token_rates import Tokens
 from fastloop.config.loading import WatchSettings
 from fastloop.evidence.clock.gc_pauses import Garbage
 from fastloop.evidence.clock.loss_log import LossLog
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import Clock, Window
-from fastloop.feeds.batch_tree import iterate_tensors
 
 ENOUGH_STEPS = 200
 """If extras follow and the length of the fit is unknown, the window ends after this many steps, once ten times the
@@ -50,7 +51,7 @@ class Extra(Probe, Protocol):
 
 
 class Watch:
-    """Collects the marks of one fit on one rank. Issues no collective.
+    """Measures one fit on one rank in stages: probes in warm-up, the window, then extras. Issues no collective.
 
     Args:
         owed: returns the number of batches requested from the loader's workers and not finished; None if unreadable.
@@ -66,11 +67,11 @@ class Watch:
         device: torch.device,
         settings: WatchSettings,
         *,
+        one_time: OneTime,
         owed: Callable[[], int | None] = lambda: None,
         board: Any = None,
         probes: Mapping[int, Probe] | None = None,
         extras: Sequence[Extra] = (),
-        one_time: OneTime | None = None,
         note_costs: Callable[[], None] = lambda: None,
     ) -> None:
         self.device, self.settings, self._owed, self.board = device, settings, owed, board
@@ -91,30 +92,30 @@ class Watch:
         self._boundary, self._opened_at = True, 0.0
         self._fetched_inside = False
         """Whether training_step fetches its batches itself, so that the loop requests none between two steps."""
-        self.later: Any = None
-        """Checks the step occasionally after the window, see `probes.Later`."""
+        self.drift_checks: DriftChecks | None = None
+        """Checks the step occasionally after the window."""
 
     # -- the loop's calls -----------------------------------------------------------------------------------------
 
-    def ask(self) -> None:
+    def note_batch_requested(self) -> None:
         """Note that the loop requests a batch."""
         self._fetched_inside = self.marks.in_work
         if self._boundary and not self.marks.in_work:
-            self._turn()
+            self._advance_stage()
         was_open = self.clock.open
-        self.marks.clock.ask()
+        self.marks.clock.note_batch_requested()
         self.marks.whole = was_open and self.clock.total_steps > self.clock.opened_at
         if self.clock.open and not was_open:
-            self._opens()
+            self._open_window()
         if self.marks.ranges is not None:
             self.marks.ranges.push("data_wait")
 
-    def got(self) -> None:
+    def note_batch_received(self) -> None:
         """Note that the loop has its batch."""
         if self.marks.ranges is not None:
             self.marks.ranges.pop()
         self._note_costs()
-        self.marks.clock.got()
+        self.marks.clock.note_batch_received()
         if self._boundary and not self.marks.in_work:
             self._begin_probe()
         self._boundary = False
@@ -135,7 +136,7 @@ class Watch:
                 self._extra.step_ends()
                 self._extra_steps += 1
             if self._fetched_inside:
-                self._turn()
+                self._advance_stage()
                 self._begin_probe()
 
     def close(self) -> None:
@@ -144,8 +145,8 @@ class Watch:
         if self._extra is not None:
             self._extra.end()
             self._extra = None
-        if self.later is not None:
-            self.later.end(self.clock.total_steps)
+        if self.drift_checks is not None:
+            self.drift_checks.end(self.clock.total_steps)
         self._close_window()
 
     def stop(self) -> None:
@@ -166,7 +167,7 @@ class Watch:
 
     # -- stages ---------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
+    def _advance_stage(self) -> None:
         """Between two steps: move on to the next stage if it is time."""
         self._end_probe()
         if self.clock.open and self._is_over():
@@ -176,8 +177,8 @@ class Watch:
             if self._extra_steps >= self._extra.steps:
                 self._extra.end()
                 self._begin_next_extra()
-        elif self.later is not None and self.clock.closed:
-            self.later.between_steps(self.clock.total_steps)
+        elif self.drift_checks is not None and self.clock.closed:
+            self.drift_checks.between_steps(self.clock.total_steps)
 
     def _begin_probe(self) -> None:
         if self._probes and (probe := self._probes.pop(self.clock.total_steps, None)) is not None:
@@ -194,7 +195,7 @@ class Watch:
         if self._extra is not None:
             self._extra.begin()
 
-    def _opens(self) -> None:
+    def _open_window(self) -> None:
         self._opened_at = time.monotonic()
         self.owed = (self._owed(), None)
         self.garbage.start()
@@ -223,52 +224,5 @@ class Watch:
         self.window = self.clock.close()
         if self.board is not None:
             self.board_seen = self.board.stop()
-        if self.later is not None:
-            self.later.reference(self.window, self.clock.total_steps)
-
-
-# Tokens per sample of a language model's batches: all tokens, and those that are not padding.
-
-MOST = 256
-"""Most batches that are counted; their sums stay on the device until the end."""
-
-
-class Tokens:
-    """Counts the tokens in batches of integer tensors [samples, length]. Adds no synchronization."""
-
-    def __init__(self) -> None:
-        self._rows = self._all = 0
-        self._real: list[torch.Tensor] = []
-        self._masked = 0
-
-    def add(self, batch: Any) -> None:
-        """Count a batch; does nothing if it holds no integer tensor [samples, length]."""
-        ids = _find_token_ids(batch)
-        if ids is None or (self._rows and len(self._real) >= MOST):
-            return
-        self._rows += ids.shape[0]
-        self._all += ids.numel()
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
-            self._real.append(mask.detach().ne(0).sum())
-            self._masked += ids.numel()
-
-    def per_sample(self) -> tuple[float | None, float | None]:
-        """Return tokens per sample, with and without those that an attention mask hides; None if unknown. Costs one
-        synchronization."""
-        if not self._rows:
-            return None, None
-        every = self._all / self._rows
-        if not self._masked:
-            return every, None
-        real = sum(float(count) for count in self._real)
-        return every, every * real / self._masked
-
-
-def _find_token_ids(batch: Any) -> torch.Tensor | None:
-    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
-        found = batch["input_ids"]
-        return found if found.ndim == 2 else None
-    first = next(iterate_tensors(batch), None)
-    long = first is not None and first.ndim == 2 and first.dtype in (torch.int64, torch.int32, torch.int16)
-    return first if long else None
+        if self.drift_checks is not None:
+            self.drift_checks.reference(self.window, self.clock.total_steps)

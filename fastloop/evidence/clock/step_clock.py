@@ -52,7 +52,8 @@ class Clock:
         device: torch.device,
         warmup_steps: int,
         queued_batches: int = 0,
-        one_time: OneTime | None = None,
+        *,
+        one_time: OneTime,
     ) -> None:
         self.device, self.warmup_steps, self.queued_batches = device, warmup_steps, queued_batches
         self.on_device = device.type == "cuda"
@@ -68,7 +69,7 @@ class Clock:
         """Host time in hooks without their own marks; the code that runs them adds to it."""
         self.collected_s = self._collected_before = 0.0
         """The same for garbage collector passes, in any phase; and the part before the loop requested its batch."""
-        self._account, self._one_time = Account(), Reader(one_time or OneTime())
+        self._account, self._one_time = Account(), Reader(one_time)
         self._batches_seen = self._step_batches = self._step_samples = 0
         self._asked = 0.0
         self._stack: list[str] = []
@@ -92,7 +93,7 @@ class Clock:
 
     # -- the host's side ------------------------------------------------------------------------------------------
 
-    def ask(self) -> None:
+    def note_batch_requested(self) -> None:
         """The loop requests a batch."""
         if not self.open:
             if self.closed or not self._warm():
@@ -106,7 +107,7 @@ class Clock:
         self.enter("epoch_gap" if self._base == "epoch_gap" else "data_wait")
         self._asked = -1.0
 
-    def got(self) -> None:
+    def note_batch_received(self) -> None:
         """The loop has its batch."""
         asked, self._asked = self._asked, 0.0
         if not asked:
@@ -254,11 +255,11 @@ class Clock:
                 self._ends += 1
             self._marks.append(mark)
         while self._ends and self._marks:
-            self._settle(self._marks.popleft())
+            self._flush(self._marks.popleft())
 
-    def _settle(self, mark: Mark) -> None:
+    def _flush(self, mark: Mark) -> None:
         if mark.asked:
-            self._settle_unmarked(mark)
+            self._flush_unmarked(mark)
         account, before, at, was_at = self._account, self._last, mark.at, self._position
         starved, position = (at - was_at, at) if at > was_at else (0.0, was_at)
         if mark.event is not None:
@@ -278,7 +279,7 @@ class Clock:
             if mark.kind == "issued":
                 account.issued(position - at, mark.samples or 0)
         if mark.off_cpu is not None:
-            self._settle_off_cpu(mark.off_cpu, before.phase, mark.phase)
+            self._flush_off_cpu(mark.off_cpu, before.phase, mark.phase)
         if mark.ended is not None:
             self._ends -= 1
             account.step_ends(position, *mark.ended)
@@ -292,13 +293,13 @@ class Clock:
         self._last_event, self._event_at = mark.event, max(soonest, min(reached, mark.seen_at))
         return self._event_at
 
-    def _settle_off_cpu(self, off_cpu_s: float, ended: str, begun: str) -> None:
+    def _flush_off_cpu(self, off_cpu_s: float, ended: str, begun: str) -> None:
         """Forward, backward or optimizer has begun or ended."""
         if ended in COMPUTE and self._computes_from is not None and self._account.start is not None:
             self._account.blocked(off_cpu_s - self._computes_from, ended)
         self._computes_from = off_cpu_s if begun in COMPUTE else None
 
-    def _settle_unmarked(self, mark: Mark) -> None:
+    def _flush_unmarked(self, mark: Mark) -> None:
         """Split the interval that ends with hooks without their own marks in the same proportion as the host's time."""
         account, before, asked, was_at = self._account, self._last, mark.asked, self._position
         if account.start is not None:

@@ -26,7 +26,7 @@ _SM_CLOCK = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Neighbours:
+class Neighbors:
     """The other processes on a GPU."""
 
     processes: int | None = None
@@ -122,14 +122,14 @@ class Gpu:
         """Millijoules of the whole board since the driver was loaded (Volta and later)."""
         return None if self.mig else _ask(lambda: int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)))
 
-    def neighbours(self) -> Neighbours:
+    def find_neighbors(self) -> Neighbors:
         nvml, handle = self._nvml, self._handle
         memory = _ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         found = _ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
         listed = None if found is None else [(int(each.pid), getattr(each, "usedGpuMemory", None)) for each in found]
         on_gpu = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         processes, pids, held = count_foreign(listed, os.getpid(), on_gpu)
-        return Neighbours(
+        return Neighbors(
             processes=processes,
             pids=pids,
             held_bytes=held,

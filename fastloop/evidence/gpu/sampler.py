@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastloop.evidence.gpu.forks import no_fork
-from fastloop.evidence.gpu.nvml import Gpu, Neighbours, Unreadable
+from fastloop.evidence.gpu.nvml import Gpu, Neighbors, Unreadable
 from fastloop.evidence.gpu.series import EnergyCounter, Timeline
 from fastloop.records.measurement import GPU_READINGS
 
@@ -105,7 +105,7 @@ class _Sampler(threading.Thread):
         self._timeline, self._energy = Timeline(), EnergyCounter()
         self._limited_s: dict[str, float] = {}
         self._clocks_seen_s = 0.0
-        self._crowd = Neighbours()
+        self._crowd = Neighbors()
         self._crowded = self._uncounted = False
 
     def in_this_process(self) -> bool:
@@ -127,7 +127,7 @@ class _Sampler(threading.Thread):
 
     def _watch(self, gpu: Gpu) -> None:
         with no_fork():
-            self._count_neighbours(gpu)
+            self._count_neighbors(gpu)
             max_clock = gpu.sm_clock_max_mhz()
             gpu.open_counters()
             start = before = now()
@@ -141,7 +141,7 @@ class _Sampler(threading.Thread):
                 before = self._read(gpu, start, before)
                 readings += 1
                 if ends or readings % NEIGHBOURS_EVERY == 0:
-                    self._count_neighbours(gpu)
+                    self._count_neighbors(gpu)
             if ends:
                 break
         if gpu.mig:
@@ -169,8 +169,8 @@ class _Sampler(threading.Thread):
                 self._limited_s[reason] = self._limited_s.get(reason, 0.0) + at - before
         return at
 
-    def _count_neighbours(self, gpu: Gpu) -> None:
-        found = gpu.neighbours()
+    def _count_neighbors(self, gpu: Gpu) -> None:
+        found = gpu.find_neighbors()
         self._uncounted = self._uncounted or found.processes is None
         if found.processes or not self._crowded:
             self._crowd = found
@@ -193,7 +193,7 @@ class _Sampler(threading.Thread):
             joule_error_pct=None if joule is None else self._energy.error_pct(),
             state=(
                 *self._describe_limits(means),
-                *_describe_neighbours(self._crowd, self._uncounted and joule is not None),
+                *_describe_neighbors(self._crowd, self._uncounted and joule is not None),
             ),
         )
 
@@ -207,7 +207,7 @@ class _Sampler(threading.Thread):
         return [f"the GPU's clocks were held back for part of the time: {shares}{clocks}"]
 
 
-def _describe_neighbours(crowd: Neighbours, energy_in_doubt: bool) -> list[str]:
+def _describe_neighbors(crowd: Neighbors, energy_in_doubt: bool) -> list[str]:
     """Sentences about other processes on the GPU."""
     if crowd.processes:
         count = "another process" if crowd.processes == 1 else f"{crowd.processes} other processes"

@@ -46,15 +46,17 @@ class CompiledWork:
     """Records the calls of compiled modules between ``open`` and ``close``, and counts their work in ``count``.
 
     Args:
-        untouched: a context manager for running a module again; it restores the module's state afterwards.
+        preserve_state: a context manager for running a module again; it restores the module's state afterwards.
     """
 
     def __init__(
-        self, root: torch.nn.Module, untouched: Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]]
+        self,
+        root: torch.nn.Module,
+        preserve_state: Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]],
     ) -> None:
         self.why: str | None = None
         """Why there is no count."""
-        self._root, self._untouched = root, untouched
+        self._root, self._preserve_state = root, preserve_state
         self._calls: list[_Call] = []
         self._undos: list[Callable[[], None]] = []
 
@@ -103,7 +105,7 @@ class CompiledWork:
         device, dtype, enabled = call.autocast
         try:
             with (
-                self._untouched(self._root),
+                self._preserve_state(self._root),
                 torch.compiler.set_stance("force_eager"),
                 _without_compiled_calls(call.module),
                 torch.autocast(device, dtype=dtype, enabled=enabled),
@@ -137,10 +139,11 @@ class _Noting:
         return self.call(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return (_return_itself, (self.call,))
+        return (return_itself, (self.call,))
 
 
-def _return_itself(kept: Any) -> Any:
+def return_itself(kept: Any) -> Any:
+    """Return the argument. Pickle and copy use this, so that a copy of a wrapper is the wrapped object."""
     return kept
 
 

@@ -19,7 +19,7 @@ NOTABLE, OFF = 1e-2, 0.5
 """A tensor with this share of the norm must keep at least this part of itself, whatever rounding does to the rest."""
 
 
-def measure_deviation(base: Gradient, arm: Gradient, device: torch.device | None = None) -> dict[str, Any]:
+def measure_gradient_distance(base: Gradient, arm: Gradient, device: torch.device | None = None) -> dict[str, Any]:
     """Measure how far a gradient is from the base's.
 
     Args:

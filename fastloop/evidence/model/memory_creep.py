@@ -235,7 +235,7 @@ def find_pace(readings: Sequence[tuple[int, int]]) -> float | None:
 def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, Any]]:
     """Containers and tensors below these objects, with class, name and attribute of the object that holds them."""
     waiting: deque[tuple[type | None, str, str, Any]] = deque()
-    for module in {type(root).__module__ for root in roots if _is_users(type(root))}:
+    for module in {type(root).__module__ for root in roots if _may_keep_tensors(type(root))}:
         items = [*vars(sys.modules[module]).items()] if module in sys.modules else []
         waiting += [(None, "", name, value) for name, value in items if type(value) in _CONTAINERS]
     waiting += [(type(root), type(root).__name__, "", root) for root in roots]
@@ -253,7 +253,7 @@ def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, Any]
                 waiting += [
                     (owner, prefix, name, each) for each in _sample_items(value) if not isinstance(each, torch.Tensor)
                 ]
-        elif isinstance(value, torch.nn.Module) or (_is_users(type(value)) and type(value).__dictoffset__):
+        elif isinstance(value, torch.nn.Module) or (_may_keep_tensors(type(value)) and type(value).__dictoffset__):
             kind = type(value)
             waiting += [
                 (kind, kind.__name__, key, each)
@@ -262,7 +262,7 @@ def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, Any]
             ]
 
 
-def _is_users(kind: type) -> bool:
+def _may_keep_tensors(kind: type) -> bool:
     """Whether a class is the user's and may keep tensors; what a dataset or loader keeps is a cache."""
     if issubclass(kind, (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler, type)):
         return False
@@ -312,7 +312,7 @@ def _find_line(owner: type | None, roots: Sequence[type], name: str) -> tuple[st
     """The line that adds to an attribute of this name (without an owner: to a global variable), and whether some
     function empties it. Attributes are searched for in the classes of the owner and the roots."""
     where, cleared = None, False
-    kinds = [base for kind in (*([owner] if owner else []), *roots) for base in kind.__mro__ if _is_users(base)]
+    kinds = [base for kind in (*([owner] if owner else []), *roots) for base in kind.__mro__ if _may_keep_tensors(base)]
     places = [(file, kind.__name__ if owner else None) for kind in kinds if (file := _find_file(kind))]
     for file, kind in dict.fromkeys(places):
         for function, node in _list_statements(file, kind):

@@ -11,7 +11,7 @@ from typing import Any
 from fastloop.evidence.samples import sample_code, writes
 
 
-def list_counters(module: Any, method: str = "training_step") -> tuple[str, ...]:
+def list_step_counters(module: Any, method: str = "training_step") -> tuple[str, ...]:
     """Attributes that the method, or what it calls, raises by a fixed number and also reads (``self.n += 1``), and
     iterators that it takes the next item from."""
     found = getattr(type(module), method, None)

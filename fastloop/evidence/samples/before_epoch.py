@@ -23,7 +23,7 @@ from fastloop.evidence.samples.shared_files import READS, WRITES
 _OF_TORCH = ("torch.utils.data.",)
 
 
-def find_what_epochs_renew(
+def explain_not_ahead(
     dataset: Any, others: Iterable[Any], *, collate: Any = None, worker_init: Any = None
 ) -> str | None:
     """Return why samples made before their epoch may differ: what they read may change until then, and workers see that
@@ -43,11 +43,11 @@ def find_what_epochs_renew(
             return f"{function.__qualname__} reads its worker's id, and a prefetched batch may go to another worker"
         reads = reads or next((function.__qualname__ for name in names if READS.fullmatch(name)), None)
     for path, item in held:
-        if isinstance(_find_block(item), np.memmap):
+        if isinstance(find_block(item), np.memmap):
             reads = reads or path
         if _is_shared(item):
             return f"{path} is in shared memory and may change before the next epoch"
-        if reads is None and isinstance(item, Dataset) and _is_of_library(type(item)):
+        if reads is None and isinstance(item, Dataset) and _may_read_files(type(item)):
             reads = type(item).__name__
     for other in others if reads is not None else ():
         for name, function in list_running(other):
@@ -58,7 +58,7 @@ def find_what_epochs_renew(
     return None
 
 
-def _is_of_library(kind: type) -> bool:
+def _may_read_files(kind: type) -> bool:
     """Whether a dataset's class is from an installed package other than torch, whose own datasets read no files."""
     return sample_code.is_installed(kind) and not f"{kind.__module__}.".startswith(_OF_TORCH)
 
@@ -68,7 +68,7 @@ def _is_shared(item: Any) -> bool:
     if isinstance(item, torch.Tensor):
         return datasets.is_in_shared_memory(item)
     if isinstance(item, np.ndarray):
-        block = _find_block(item)
+        block = find_block(item)
         return isinstance(block, (mmap.mmap, ctypes.Array)) or (isinstance(block, memoryview) and not block.readonly)
     kinds = type(item).__mro__
     return isinstance(item, (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)) or any(
@@ -76,7 +76,7 @@ def _is_shared(item: Any) -> bool:
     )
 
 
-def _find_block(array: Any) -> Any:
+def find_block(array: Any) -> Any:
     """Return the owner of an array's memory: a mapped file, another object, or None if the array owns it. Anything else
     is returned as it is."""
     while isinstance(array, np.ndarray) and not isinstance(array, np.memmap):

@@ -133,7 +133,7 @@ def list_holders(
     others = tuple(others)
     direct, within = dict(_list_held(others, between)), dict(_list_held(others, between, within=True))
     for path, item in walk(dataset, name):
-        holder = direct.get(id(item)) or (within.get(id(item)) if _is_users(item) else None)
+        holder = direct.get(id(item)) or (within.get(id(item)) if _is_dataset_or_users(item) else None)
         if holder is not None and _is_changeable(item):
             found[f"{path} is held by {holder}"] = None
     for other in others:
@@ -151,7 +151,7 @@ def _list_names(other: Any, function: Any) -> Iterator[str]:
             yield from (const for const in called.__code__.co_consts if isinstance(const, str))
 
 
-def _is_users(item: Any) -> bool:
+def _is_dataset_or_users(item: Any) -> bool:
     """Whether an object is a dataset, or of a user's class."""
     return isinstance(item, Dataset) or not (inspect.isroutine(item) or sample_code.is_installed(type(item)))
 

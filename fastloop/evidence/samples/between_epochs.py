@@ -153,11 +153,11 @@ def _list_read(walked: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, str]]:
         yield scope, f"the module of {function.__qualname__}"
         for name, value in (*sample_code.list_globals(function), *sample_code.list_closure(function)):
             yield (scope, name), name
-            if not (isinstance(value, _FIXED) or inspect.isroutine(value) or _is_library(value)):
+            if not (isinstance(value, _FIXED) or inspect.isroutine(value) or _is_installed_value(value)):
                 yield id(value), name
 
 
-def _is_library(value: Any) -> bool:
+def _is_installed_value(value: Any) -> bool:
     """Whether a value is an installed module or class, except os. What the training sets in one seldom affects samples,
     but ``os.environ`` does."""
     is_either = inspect.ismodule(value) or isinstance(value, type)

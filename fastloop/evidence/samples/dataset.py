@@ -102,7 +102,6 @@ _RANDOM_TRANSFORMS = re.compile(
 )
 _BEFORE_SAMPLES = ("__init__", "__new__", "__len__", "__setstate__", "setup", "prepare_data")
 """Methods that run before the first sample is requested: their random draws happen in the main process either way."""
-_LIBRARIES = ("torch.", "torchvision.", "numpy.", "builtins.", "PIL.", "collections.", "functools.", "pathlib.")
 
 
 def walk(root: Any, name: str = "dataset") -> Iterator[tuple[str, Any]]:
@@ -279,7 +278,7 @@ def find_handle(item: Any) -> str | None:
 
 
 def _find_epoch_state(item: Any) -> str | None:
-    if not hasattr(type(item), "__getitem__") or _is_of_library(type(item)):
+    if not hasattr(type(item), "__getitem__") or sample_code.is_framework(type(item)):
         return None
     if callable(getattr(item, "set_epoch", None)):
         return ".set_epoch()"
@@ -305,14 +304,9 @@ def list_init_draws(init: Any) -> tuple[str, ...]:
 def list_draws(items: Sequence[Any], held: Sequence[Any]) -> tuple[str, ...]:
     """Names of the transforms and functions among `items` that draw random numbers, in samples made of all `held`."""
     found = [item for item in items if _find_draw(item, None) is not None]
-    is_packaged = any(_is_packaged(base) for item in found for base in type(item).__mro__)
+    is_packaged = any(sample_code.is_packaged(base) for item in found for base in type(item).__mro__)
     called = _list_called_names(held) if is_packaged else None  # takes long in large datasets
     return tuple(dict.fromkeys(name for item in found if (name := _find_draw(item, called)) is not None))
-
-
-def _is_packaged(kind: type) -> bool:
-    """Whether a class belongs to an installed package other than ``_LIBRARIES``."""
-    return not _is_of_library(kind) and sample_code.is_installed(kind)
 
 
 def _find_draw(item: Any, called: set[str] | None) -> str | None:
@@ -324,9 +318,9 @@ def _find_draw(item: Any, called: set[str] | None) -> str | None:
     if _RANDOM_TRANSFORMS.match(kind.__name__):
         return kind.__name__
     for base in kind.__mro__:
-        if _is_of_library(base):
+        if sample_code.is_framework(base):
             continue
-        counts = called if called is not None and _is_packaged(base) and "getattr" not in called else None
+        counts = called if called is not None and sample_code.is_packaged(base) and "getattr" not in called else None
         for name, member in vars(base).items():
             function = _get_function(member)
             if name in _BEFORE_SAMPLES or (counts is not None and name not in counts):
@@ -351,7 +345,7 @@ def _list_called_names(held: Sequence[Any]) -> set[str]:
         names.update(sample_code.list_names(function.__code__))
     for item in held:  # methods that are kept as attributes
         names.update(each.__name__ for each in _read_attributes(item).values() if inspect.isroutine(each))
-    bases = dict.fromkeys(base for item in held for base in type(item).__mro__ if _is_packaged(base))
+    bases = dict.fromkeys(base for item in held for base in type(item).__mro__ if sample_code.is_packaged(base))
     members = [
         (name, function) for base in bases for name, each in vars(base).items() if (function := _get_function(each))
     ]
@@ -372,14 +366,9 @@ def draws_random_numbers(function: Any, depth: int = 3) -> bool:
         return True
     called = [function.__globals__.get(name) for name in names] if depth else []
     return any(
-        inspect.isfunction(other) and not _is_of_library(other) and draws_random_numbers(other, depth - 1)
+        inspect.isfunction(other) and not sample_code.is_framework(other) and draws_random_numbers(other, depth - 1)
         for other in called
     )
-
-
-def _is_of_library(thing: Any) -> bool:
-    """Whether a class or function belongs to one of ``_LIBRARIES``, such as torch, NumPy or Python."""
-    return f"{thing.__module__}.".startswith(_LIBRARIES)
 
 
 def sample_bytes(dataset: Any) -> int | None:

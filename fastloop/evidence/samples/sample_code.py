@@ -24,6 +24,8 @@ _BEFORE = ("__init__", "__new__", "__setstate__", "__setattr__", "__len__", "set
 _Pick = Callable[[ast.AST, str | None], Iterator[ast.AST]]
 _DEEPEST = 3
 _STDLIB = sysconfig.get_path("stdlib")
+FRAMEWORKS = ("torch.", "torchvision.", "numpy.", "builtins.", "PIL.", "collections.", "functools.", "pathlib.")
+"""Packages whose own code for samples is known."""
 
 
 def is_installed(thing: Any) -> bool:
@@ -35,6 +37,16 @@ def is_installed(thing: Any) -> bool:
     if file is None or file.startswith(_STDLIB) or module.__name__.startswith("fastloop."):
         return True
     return holds_packages(Path(file).parents[module.__name__.count(".") + (Path(file).name == "__init__.py")])
+
+
+def is_framework(thing: Any) -> bool:
+    """Whether a class or function belongs to one of ``FRAMEWORKS``."""
+    return f"{thing.__module__}.".startswith(FRAMEWORKS)
+
+
+def is_packaged(kind: type) -> bool:
+    """Whether a class belongs to an installed package that is none of ``FRAMEWORKS``."""
+    return not is_framework(kind) and is_installed(kind)
 
 
 @functools.cache

@@ -19,6 +19,7 @@ import torch
 
 from fastloop.errors import let_through
 from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples.before_epoch import find_block
 from fastloop.evidence.samples.dataset import is_in_shared_memory, is_opaque, list_members
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
@@ -95,7 +96,7 @@ def _walk(roots: dict[str, Any]) -> Iterator[_Part]:
         for function in sample_code.list_sample_functions(item):
             for space, names in _list_spaces(function) if id(function) not in known else ():
                 yield from (_Part(name, _read_name(space, name), [space[name]]) for name in names)
-                queue.extend((name, space[name]) for name in names if not _is_library(space[name]))
+                queue.extend((name, space[name]) for name in names if not _holds_no_user_state(space[name]))
             known[id(function)] = function
             queue.extend(sample_code.list_closure(function))
 
@@ -109,7 +110,7 @@ def _list_spaces(function: Any) -> Iterator[tuple[dict[str, Any], list[str]]]:
             yield vars(value), [name for name in vars(value) if name in named]
 
 
-def _is_library(value: Any) -> bool:
+def _holds_no_user_state(value: Any) -> bool:
     """Whether nothing below it is the user's: a module, or an installed class or function."""
     if inspect.ismodule(value):
         return True
@@ -184,9 +185,7 @@ def _read_name(space: dict[str, Any], name: str) -> Callable[[], list[Any]]:
 
 def _is_file(array: Any) -> bool:
     """Whether an array is memory-mapped: sampling it would read from the disk."""
-    while isinstance(array, np.ndarray) and not isinstance(array, np.memmap):
-        array = array.base
-    return isinstance(array, (np.memmap, mmap.mmap))
+    return isinstance(find_block(array), (np.memmap, mmap.mmap))
 
 
 def _sum(array: np.ndarray[Any, Any]) -> int:

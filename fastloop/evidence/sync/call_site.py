@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import os
 import re
 import sys
 import sysconfig
@@ -20,7 +19,7 @@ from fastloop.evidence.samples.sample_code import holds_packages
 Owner = Literal["user", "torch", "lightning", "fastloop", "library", "package", "generated"]
 
 _OURS = str(Path(__file__).resolve().parents[2])
-_RECIPES = ("_shipped/recipes/", "_shipped\\recipes\\")
+_RECIPES = "_shipped/recipes/"
 _LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _TORCH = {"torch", "torchgen", "functorch", "triton"}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
@@ -86,7 +85,7 @@ class _Walk:
         """The first frame of each owner who may be blamed."""
         self.ours: list[str] = []
         """fastloop's own modules, met before any such frame."""
-        self.did_it = False
+        self.made_by_fastloop = False
         """Whether fastloop itself made the call. If not, it only called the user's compiled code, or is not on the
         stack."""
         self._in_compiled = False
@@ -101,14 +100,14 @@ class _Walk:
         if owner == "user":
             self.places["user"] = frame
         if owner == "user" or _is_entry(owner, module, function):
-            if not self.did_it:
+            if not self.made_by_fastloop:
                 self.places.setdefault(owner, frame)
             return False
         self._in_compiled = self._in_compiled or (not self.places and module.startswith(_COMPILED))
         if owner == "fastloop" and not self.places:
             self.ours.append(module)
-            self.did_it = self.did_it or not self._in_compiled
-        if self.did_it:  # from now on, look only for a user line
+            self.made_by_fastloop = self.made_by_fastloop or not self._in_compiled
+        if self.made_by_fastloop:  # from now on, look only for a user line
             return True
         if owner == "torch" and not self.places:
             self._between.append(function)
@@ -120,22 +119,22 @@ class _Walk:
 
     def name_site(self, start: FrameType | None) -> CallSite:
         """The place to blame, once the walk has ended."""
-        culprit = self._name_culprit()
+        own_part = self._name_own_part()
         flags: dict[str, Any] = {"of_optimizer": self._of_optimizer, "of_loading": _is_loading(start)}
         flags |= {"cause": self._cause, "through": tuple(reversed(self._between)), "users": "user" in self.places}
-        if culprit is not None and not self.places:
-            return CallSite(where=culprit, ours=True, **flags)
+        if own_part is not None and not self.places:
+            return CallSite(where=own_part, ours=True, **flags)
         order: tuple[Owner, ...] = ("user", "package", "lightning") if self.ours else ("user", "lightning", "package")
         place = next((self.places[owner] for owner in order if owner in self.places), start)
-        if culprit is not None:
-            return CallSite(where=_describe_place(place), ours=True, inside=culprit, **flags)
+        if own_part is not None:
+            return CallSite(where=_describe_place(place), ours=True, inside=own_part, **flags)
         package = self.places.get("package")
         inside = None if package is None or package is place else _describe_place(package)
         return CallSite(where=_describe_place(place), text=_read_line(place), inside=inside, **flags)
 
-    def _name_culprit(self) -> str | None:
+    def _name_own_part(self) -> str | None:
         """fastloop's own part that made the call, or that led to it if no other code did; otherwise None."""
-        if self.did_it:
+        if self.made_by_fastloop:
             return name_ours(self.ours[0])
         return name_ours(self.ours[-1]) if self.ours and not self.places else None
 
@@ -169,7 +168,7 @@ def _is_loading(frame: FrameType | None) -> bool:
 @lru_cache(maxsize=4096)
 def _find_owner(filename: str, module: str) -> Owner:
     top = module.partition(".")[0]
-    if any(part in filename for part in _RECIPES):
+    if _RECIPES in filename:
         return "user"
     if module in _TRANSPARENT:
         return "library"
@@ -179,7 +178,7 @@ def _find_owner(filename: str, module: str) -> Owner:
         return "torch"
     if top in _LIGHTNING:
         return "lightning"
-    if re.search(r"[\\/](site|dist)-packages[\\/]", filename) or (module != "__main__" and _find_folder(filename)):
+    if re.search("/(site|dist)-packages/", filename) or (module != "__main__" and _find_folder(filename)):
         return "package"
     if filename.startswith("<") and not filename.startswith("<ipython") and module != "__main__":
         return "generated"
@@ -194,16 +193,16 @@ def _describe_place(frame: FrameType | None) -> str:
 
 def _find_folder(filename: str) -> str | None:
     """The folder of sys.path that contains installed packages, under any name (``pip install --target``)."""
-    inside = [path for path in sys.path if path and filename.startswith(path.rstrip("/\\") + os.sep)]
+    inside = [path for path in sys.path if path and filename.startswith(path.rstrip("/") + "/")]
     return next((path for path in inside if holds_packages(Path(path))), None)
 
 
 @lru_cache(maxsize=4096)
 def _shorten_path(filename: str) -> str:
     """A path short enough for a table, without machine-specific folders."""
-    inside = re.split(r"[\\/](?:site|dist)-packages[\\/]|[\\/]_shipped[\\/]", filename)
+    inside = re.split("/(?:site|dist)-packages/|/_shipped/", filename)
     if len(inside) > 1:
-        return inside[-1].replace("\\", "/")
+        return inside[-1]
     try:
         return Path(filename).relative_to(_find_folder(filename) or Path.cwd()).as_posix()
     except ValueError:

@@ -16,7 +16,7 @@ import torch
 
 from fastloop.evidence.sync import table
 from fastloop.evidence.sync.call_site import find_site
-from fastloop.evidence.sync.table import Tally
+from fastloop.evidence.sync.tally import Tally
 
 Entered = TypeVar("Entered", bound="SyncWarnings")
 _WARNING = "called a synchronizing CUDA operation"

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from fastloop.evidence.sync import table
 from fastloop.evidence.sync.call_site import find_logged_name, find_site
 from fastloop.evidence.sync.cuda_warnings import SyncWarnings
-from fastloop.evidence.sync.table import Tally
+from fastloop.evidence.sync.tally import Tally
 
 _COPIES = (".cpu()", ".to('cpu')")
 _ENGINE_CALLS = ("backward", "grad")

@@ -90,7 +90,7 @@ class TraceWindow:
         elif self._passed == self.total_steps:
             self._stop()
         elif self.recording:
-            self._try(self._turn)
+            self._try(self._begin_next_step)
 
     def push(self, name: str) -> None:
         """A phase (``forward``), or a range inside one (``rung/prefetch``), begins."""
@@ -149,7 +149,7 @@ class TraceWindow:
         self._profiler.start_trace()
         self._runs = True
 
-    def _turn(self) -> None:
+    def _begin_next_step(self) -> None:
         """Go from one step to the next; a range that spans both is split in two."""
         names = [name for name, _ in self._open[1:]]
         while self._open:

@@ -19,6 +19,7 @@ from fastloop.records.experiment import ArmResult, ExperimentResult, FailedRun, 
 from fastloop.records.measurement import Measurement
 from fastloop.records.run_files import load_environment
 from fastloop.records.trial import Trial
+from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import ab_report
 from fastloop.report.run.summary import describe_short_window
 
@@ -35,7 +36,7 @@ def write(experiment: Experiment, name: str, *, partial: bool) -> ExperimentResu
     """Judge the runs so far and write ``comparison.json`` and the reports; returns the content of the former."""
     result = summarize(experiment, name, partial=partial)
     store.save(experiment.place, {COMPARISON: result})  # first: drawing the reports takes seconds
-    store.write(experiment.place, ab_report.write_reports(result))
+    store.write(experiment.place, draw_reports(ab_report.make_document(result)))
     on_already = experiment.base.arm.config().ladder.enabled()
     for side in experiment.sides[1:] if not partial else ():
         alone = len(side.changed_rungs) == 1 and not side.changed_keys and side.changed_rungs[0] not in on_already

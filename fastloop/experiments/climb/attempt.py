@@ -229,13 +229,13 @@ class _Screen:
         arm = apply_patch(stack, {"rungs": self._split_idle()[0]})
         need_s = sum(estimate_gradient_s(result.step_ms or 0.0, self.start_s) for result in both[0])
         proof_s = context.estimate_proof_s((arm, self._read_costs()))
-        if not proof_s <= runner.left_s() < proof_s + need_s:
+        if not proof_s <= runner.left_with_grace_s() < proof_s + need_s:
             what = f"{self.candidate.key}: checking parity"
             try:
                 cold_s = estimate_first_start_s(arm)
                 return runner.check_parity(self.at, stack, arm, both, what=what, need_s=need_s + cold_s)
             except Spent:  # time is kept for the proof of the stack below
-                if proof_s > runner.left_s():
+                if proof_s > runner.left_with_grace_s():
                     raise
         outcome = runner.compare_ledgers(stack, arm, both)
         leaves = outcome.gates and outcome.passed is not False and not outcome.undecided

@@ -1,4 +1,5 @@
-"""The time budget of a command. Nothing is started that cannot finish within it."""
+"""The time budget of a command. Nothing is started that is not expected to finish within it; the last step may overrun
+it by GRACE_S."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class ClimbBudget:
         if need_s > left or (left <= 0 and not last):
             raise Spent(f"{what} (about {need_s:.0f} s)" if need_s else what)
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the grace has run out too, so that any running training must be stopped."""
         return self.left_s() < -GRACE_S
 

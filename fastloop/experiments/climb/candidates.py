@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fastloop.experiments.tune.choice import find_loader_rung, list_tunables, name_number
+from fastloop.experiments.tune.choice import find_loader_rung, list_tunables, name_tuned_key
 from fastloop.judge.prediction import NEAR, WORTH_PCT, compute_ceilings_ms
 from fastloop.ladder import collect_cards, regroups
 from fastloop.records.card import ClimbState, Family, Patch, Setting, Settings, Stack, Variant, read_int
@@ -243,9 +243,9 @@ def _is_broken(candidate: Candidate, known: Position) -> bool:
 def list_removable(rows: Sequence[Attempt]) -> list[str]:
     """List rungs that the stack has not been measured without, from the top of the ladder down. The last one kept has
     been, if it was added alone."""
-    kept = [row for row in rows if row.kept and not row.takes_away]
+    kept = [row for row in rows if row.kept and not row.is_removal]
     stack, last = read_stack(rows), set(list_enabled(kept[-1].patch) if kept else ())
-    seen = {row.rung for row in rows if row.takes_away} | (last if len(last) == 1 else set())
+    seen = {row.rung for row in rows if row.is_removal} | (last if len(last) == 1 else set())
     return [rung for rung in reversed(list(collect_cards())) if rung in stack and rung not in seen]
 
 
@@ -257,7 +257,7 @@ def estimate_first_start_s(rungs: Iterable[str]) -> float:
 
 def list_replaced(rows: Sequence[Attempt]) -> set[str]:
     """List kept rungs that a later one replaced; together with it they would have no effect."""
-    kept = [row for row in rows if row.kept and not row.takes_away]
+    kept = [row for row in rows if row.kept and not row.is_removal]
     return {rung for row in kept for rung in row.patch["rungs"]} - read_stack(kept).keys()
 
 
@@ -297,7 +297,7 @@ def make_climb_state(known: Position) -> ClimbState:
 def _is_recount_due(known: Position) -> bool:
     """Whether to search for another number of loader workers. The variant for this is named after the number."""
     costs, rung = known.costs, find_loader_rung()
-    field, number = list_tunables()[rung].field, name_number(rung)
+    field, number = list_tunables()[rung].field, name_tuned_key(rung)
     if costs.replayed_ms is None or costs.core_ms <= NEAR * costs.replayed_ms:
         return False
     measured = [count for count, _ in costs.loaders_ms]

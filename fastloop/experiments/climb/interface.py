@@ -165,8 +165,8 @@ class Runner(Protocol):
     def reserve(self, *seconds: float) -> None:
         """Keep time for the last step: the largest of these that still fits, or none."""
 
-    def left_s(self) -> float:
-        """Return the seconds that the last step could take."""
+    def left_with_grace_s(self) -> float:
+        """Return the seconds that the last step could take: those left, and the grace period."""
 
 
 def read_result(trial: Trial) -> Result:

@@ -30,7 +30,7 @@ from fastloop.experiments.climb.early_end import EndsSooner, HeedingRunner, find
 from fastloop.experiments.climb.interface import HOPELESS, Needs, Result, Runner
 from fastloop.experiments.climb.measuring import Measured
 from fastloop.experiments.climb.prediction import Context, Top
-from fastloop.experiments.climb.removal import take_away
+from fastloop.experiments.climb.removal import try_without
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, Confirmation, Costs, count_kept
 
@@ -58,7 +58,7 @@ class Climb(Measured):
         self.runner = cast("Runner", HeedingRunner(self.runner, self._is_news))
         while True:
             try:
-                if (reason := self._go_on()) is not None:
+                if (reason := self._step()) is not None:
                     return reason
             except EndsSooner as end:  # what has finished is found again, the rest is made shorter
                 self.ends_at = end.steps
@@ -69,7 +69,7 @@ class Climb(Measured):
         longer."""
         return self.ends_at is None and end >= ((self.naive and self.naive.ended_at) or 0)
 
-    def _go_on(self) -> str | None:
+    def _step(self) -> str | None:
         """Try what is most promising now; returns why nothing is left, or None."""
         self.runner.reserve(*(self._list_proofs_s() if self.stack else ()))
         ladders_first = self.hurries and not self.rows  # a ladder that is faster needs no ceiling to be chosen
@@ -81,19 +81,23 @@ class Climb(Measured):
             self.measure_missing()
             chosen = self._choose()
         if isinstance(chosen, str):
-            self._take_away()
+            self._try_removals()
             return chosen
-        self._try(chosen)
+        self._attempt(chosen)
         return None
 
     def _choose(self) -> Candidate | str:
-        added = [row for row in self.rows if not row.takes_away]  # rungs removed at the end are not tried again
+        added = [row for row in self.rows if not row.is_removal]  # rungs removed at the end are not tried again
         known = dataclasses.replace(self.known, rows=added, stack=read_stack(added))
         return choose(dataclasses.replace(known, ladder_rates=self._leave_out_unprovable(known.ladder_rates)))
 
     def _leave_out_unprovable(self, rates: Mapping[str, float]) -> Mapping[str, float]:
         """Leave out the ladders for whose proof there is no time, if that of another fast one fits."""
-        fits = {name: rate for name, rate in rates.items() if self._needs_s.get(name, 0.0) <= self.runner.left_s()}
+        fits = {
+            name: rate
+            for name, rate in rates.items()
+            if self._needs_s.get(name, 0.0) <= self.runner.left_with_grace_s()
+        }
         least = APART * ((self.naive and self.naive.samples_per_s) or math.inf)
         return fits if max(fits.values(), default=0.0) >= least else rates
 
@@ -101,18 +105,18 @@ class Climb(Measured):
     def context(self) -> Context:
         return dataclasses.replace(super().context, estimate_proof_s=partial(self._estimate_confirmation_s, short=True))
 
-    def _try(self, candidate: Candidate) -> None:
+    def _attempt(self, candidate: Candidate) -> None:
         first = not self.stack and not any(row.name == candidate.key for row in self.rows)
         number = 0 if candidate.whole and first else len(self.rows) + 1  # it ran once before it was chosen
         self._note(make_attempt(self.context, candidate, f"{number:02d}-{candidate.key}"))
 
-    def _take_away(self) -> None:
+    def _try_removals(self) -> None:
         """Remove the rungs without which the top is not slower."""
-        top, place = read_stack([row for row in self.rows if not row.takes_away]), f"top-{count_kept(self.rows)}"
+        top, place = read_stack([row for row in self.rows if not row.is_removal]), f"top-{count_kept(self.rows)}"
         for rung in list_removable(self.rows):
             self.runner.reserve(*self._list_proofs_s(cold=True), self._estimate_confirmation_s(short=True))
             at = f"{len(self.rows) + 1:02d}-{WITHOUT}{rung}"
-            self._note(take_away(self.context, rung, at, lambda number: self._run_top(place, top, number)))
+            self._note(try_without(self.context, rung, at, lambda number: self._run_top(place, top, number)))
 
     def _run_top(self, place: str, top: Stack, number: int) -> Result:
         costs = self.known.costs
@@ -141,7 +145,7 @@ class Climb(Measured):
         proof, if there is enough."""
         spent, keeps, fastest = None, False, 0.0
         ladders = {} if self.stack else list_bundles(self.known) | list_ladders(self.start)
-        for name, stack in self._put_off(ladders).items():
+        for name, stack in self._defer_slow_compiles(ladders).items():
             candidate, (seed, side) = make_ladder(name, stack), TURNS[1]
             if self.ladders.get(name, 0.0) is None or any(row.name == candidate.key for row in self.rows):
                 continue
@@ -161,7 +165,7 @@ class Climb(Measured):
                 spent = spent if keeps else spent or error
                 continue
             self.ladders[name] = result.samples_per_s if result.ok else None
-            if (rate := self.ladders[name] or 0.0) > fastest and self._keep_time_for(name, stack, result):
+            if (rate := self.ladders[name] or 0.0) > fastest and self._reserve_proof_time(name, stack, result):
                 fastest, keeps = rate, True
             self.save()
         if keeps:
@@ -169,10 +173,10 @@ class Climb(Measured):
         if spent is not None:
             raise spent
 
-    def _put_off(self, ladders: Mapping[str, Stack]) -> Mapping[str, Stack]:
+    def _defer_slow_compiles(self, ladders: Mapping[str, Stack]) -> Mapping[str, Stack]:
         """Put last the ladders that compile for so long that the budget has no time for their proof, if it has for that
         of others."""
-        now_ms, left_s = self.known.costs.now_ms, self.runner.left_s()
+        now_ms, left_s = self.known.costs.now_ms, self.runner.left_with_grace_s()
         runs_s = {
             name: self.context.choose_ladder_length(ladders[name]).seconds(now_ms, self.start_s) for name in ladders
         }
@@ -196,7 +200,7 @@ class Climb(Measured):
         run_s = self.context.choose_ladder_length(stack).seconds(now.now_ms, self.start_s)
         return 2 * run_s + first_start_s + self._estimate_confirmation_s((stack, costs), short=True)
 
-    def _keep_time_for(self, name: str, stack: Stack, result: Result) -> bool:
+    def _reserve_proof_time(self, name: str, stack: Stack, result: Result) -> bool:
         """Keep time for the screen and the proof of a ladder that was faster in its first run, if that much is left.
         Returns whether it is."""
         now_ms = self.known.costs.now_ms
@@ -209,7 +213,7 @@ class Climb(Measured):
         if result.step_ms * CLEAR > now_ms:  # it will be screened by a second pair
             screen_s += took.seconds(now_ms, self.start_s) + took.seconds(result.step_ms, start_s)
         self._needs_s[name] = need_s = screen_s + self._estimate_confirmation_s((stack, costs), short=True)
-        if need_s > self.runner.left_s():
+        if need_s > self.runner.left_with_grace_s():
             return False
         self.runner.reserve(need_s)
         return True
@@ -222,7 +226,7 @@ class Climb(Measured):
         """
         if not self.stack:
             return None
-        short = self._estimate_confirmation_s() > self.runner.left_s()
+        short = self._estimate_confirmation_s() > self.runner.left_with_grace_s()
         took, need_s = self._choose_confirm_length(short=short), self._estimate_confirmation_s(short=short)
         try:
             return self.runner.confirm(self._name_confirmation(short), self.stack, took, need_s=need_s)
@@ -241,7 +245,7 @@ class Climb(Measured):
     def _is_checked(self) -> bool:
         """Whether the top's own gradients have been compared."""
         kept = [row for row in self.rows if row.kept]
-        return not kept or (not kept[-1].takes_away and any(gate.name == "gradient" for gate in kept[-1].parity.gates))
+        return not kept or (not kept[-1].is_removal and any(gate.name == "gradient" for gate in kept[-1].parity.gates))
 
     def _list_proofs_s(self, *, cold: bool = False) -> list[float]:
         return [self._estimate_confirmation_s(short=short, cold=cold) for short in (False, True)]
@@ -254,8 +258,14 @@ class Climb(Measured):
         """Choose the length of the confirmation's runs; `short` windows show only large differences."""
         assert self.naive is not None and self.naive.step_ms is not None and self.costs is not None
         stack, costs = top or (self.stack, self.costs)
-        slow_ms, how = max(self.naive.step_ms, costs.now_ms), {"screen": short, "fill_read": short or costs.fill_read}
-        took = self.context.choose_length(costs.now_ms, slow_ms, stack, costs.workers, **how)
+        took = self.context.choose_length(
+            costs.now_ms,
+            max(self.naive.step_ms, costs.now_ms),
+            stack,
+            costs.workers,
+            screen=short,
+            fill_read=short or costs.fill_read,
+        )
         return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS)).up_to(self.ends_at)
 
     def _estimate_confirmation_s(self, top: Top | None = None, *, short: bool = False, cold: bool = False) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastloop.experiments.ab.arms import Ask
@@ -166,13 +167,20 @@ class Measured:
         if pilot.queued == 0 and PILOT.window * step_ms / 1e3 >= PILOT_ENOUGH * WINDOW_S:
             return pilot
         batches = (pilot.global_batch or 1) / pilot.world_size / (pilot.micro_batch or 1)
-        how: dict[str, Any] = {"queued": pilot.queued, "batches_per_step": max(1.0, batches), "warmup": self.warmup}
-        took = choose_length(step_ms, step_ms, **how).up_to(self.ends_at)
-        self.hurries = RUNS * took.seconds(step_ms, self.start_s) > self.runner.left_s()
+        choose = partial(
+            choose_length,
+            step_ms,
+            step_ms,
+            queued=pilot.queued,
+            batches_per_step=max(1.0, batches),
+            warmup=self.warmup,
+        )
+        took = choose().up_to(self.ends_at)
+        self.hurries = RUNS * took.seconds(step_ms, self.start_s) > self.runner.left_with_grace_s()
         if self.hurries:
             if pilot.queued == 0:  # else most of its batches were ready before it began
                 return pilot
-            took = choose_length(step_ms, step_ms, screen=True, fill_read=True, **how).up_to(self.ends_at)
+            took = choose(screen=True, fill_read=True).up_to(self.ends_at)
         naive = self._run_naive(
             "00-naive/as-it-is", took, "measuring the baseline", took.seconds(step_ms, self.start_s)
         )

@@ -23,7 +23,7 @@ NOT_SLOWER = 1.01
 PAIRS = 2
 
 
-def take_away(context: Context, rung: str, at: str, run_top: Callable[[int], Result]) -> Attempt:
+def try_without(context: Context, rung: str, at: str, run_top: Callable[[int], Result]) -> Attempt:
     """Train without a rung, and remove it if that is not slower.
 
     Args:

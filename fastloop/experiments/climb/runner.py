@@ -208,8 +208,8 @@ class ProcessRunner:
         """Keep time for the last step: the largest of these that still fits, or none."""
         self.budget.reserve(*seconds)
 
-    def left_s(self) -> float:
-        """Return the seconds that the last step could take."""
+    def left_with_grace_s(self) -> float:
+        """Return the seconds that the last step could take: those left, and the grace period."""
         return self.budget.left_s() + GRACE_S
 
     def _make_arm(self, name: str, stack: Stack, ladder: str | None = None) -> Arm:
@@ -229,7 +229,7 @@ class ProcessRunner:
 
     def _report_progress(self, line: str) -> None:
         """Report progress; raise Spent once the budget and its grace are used up."""
-        if self.budget.over():
+        if self.budget.is_over():
             raise Spent(line.partition(":")[0])
         self._say(f"{line}; {self.budget.describe_left()}")
 

@@ -21,7 +21,7 @@ from fastloop.experiments.tune.choice import (
     find_loader_rung,
     list_tunables,
     list_values,
-    name_number,
+    name_tuned_key,
     pick_promising,
     pick_worth_measuring,
 )
@@ -36,7 +36,7 @@ LOADER_S, LOADER_BATCHES = 4.5, 6
 
 def choose_worker_count(context: Context, candidate: Candidate, at: str) -> Prediction:
     """Return the workers rung with its chosen number and predicted saving."""
-    costs, rung, number = context.known.costs, candidate.rung, name_number(candidate.rung)
+    costs, rung, number = context.known.costs, candidate.rung, name_tuned_key(candidate.rung)
     nothing = make_patch(rung)
     if not costs.loaders_ms:
         result = _measure_loaders(context, candidate, at)
@@ -84,7 +84,7 @@ def add_workers(context: Context, prediction: Prediction) -> Prediction:
         patch={"rungs": rungs},
         then=then,
         saved_ms=predict_saved_ms(now, then),
-        tuned={**(prediction.tuned or {}), name_number(rung): best},
+        tuned={**(prediction.tuned or {}), name_tuned_key(rung): best},
     )
 
 

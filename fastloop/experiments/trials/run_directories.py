@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 from dataclasses import dataclass, field, replace
@@ -146,8 +147,6 @@ def _lock(path: Path) -> int | None:
     Raises:
         ConfigError: another command is using it.
     """
-    import fcntl  # here, because --help must also work on platforms without it
-
     try:
         lock = os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -168,8 +167,6 @@ def _lock(path: Path) -> int | None:
 
 def _unlock(lock: int) -> None:
     """Unlock a directory, even if a forked child has inherited the descriptor."""
-    import fcntl
-
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)

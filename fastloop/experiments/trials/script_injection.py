@@ -8,6 +8,7 @@ it. The other end is ``bridge/trials/script_callback.py``.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -98,8 +99,6 @@ def carried(orders: ScriptOrders, environ: Mapping[str, str]) -> Iterator[tuple[
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
     """Yield a temporary directory, deleted afterwards, or by the next fastloop if this process is killed."""
-    import fcntl  # here, because --help must also work on platforms without it
-
     _sweep()
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
         private = Path(folder).resolve()
@@ -111,8 +110,6 @@ def private_directory() -> Iterator[Path]:
 
 def _sweep() -> None:
     """Delete this user's directories left by killed processes: the kernel has released their locks."""
-    import fcntl
-
     for held in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{HELD}"):
         folder = held.parent
         with contextlib.suppress(OSError):  # it is in use

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastloop.bridge.fail_open import is_disabled
 from fastloop.config.loading import Config, load
 from fastloop.errors import ConfigError
 from fastloop.experiments.trials import preloaded, supervise
@@ -244,7 +245,7 @@ def refuse(environ: Mapping[str, str], *, script: bool) -> None:
     """Raise ConfigError if nothing would be measured, or if this process is one rank of several, which must not start
     trials of a `script` or of a recipe.
     """
-    if environ.get("FASTLOOP_DISABLE", "") not in ("", "0"):
+    if is_disabled(environ):
         raise ConfigError(got="FASTLOOP_DISABLE", why="nothing would be measured", do="unset it for this command")
     if environ.get("WORLD_SIZE", "1") not in ("", "1"):
         how = "and write torchrun into --script" if script else "without torchrun or srun; run.devices sets the ranks"

@@ -35,7 +35,7 @@ def list_tunables() -> dict[str, Tunable]:
     return {rung: card.tunes for rung, card in collect_cards().items() if card.tunes is not None}
 
 
-def name_number(rung: str) -> str:
+def name_tuned_key(rung: str) -> str:
     """Return the full name of a rung's number: ``rungs.workers.count``."""
     return f"rungs.{rung}.{list_tunables()[rung].field}"
 
@@ -65,7 +65,7 @@ def list_values(
     return tuple(sorted({*list_tunables()[what].values(space), *(() if yours is None else (yours,))}))
 
 
-def is_hopeless(ms: Sequence[float | None]) -> bool:
+def are_last_two_slower(ms: Sequence[float | None]) -> bool:
     """Whether the last two of these tries, in chronological order, failed (None) or are slower than the best."""
     best = min((each for each in ms if each is not None), default=math.inf)
     return len(ms) > 2 and all(each is None or each > best * (1 + WORSE) for each in ms[-2:])

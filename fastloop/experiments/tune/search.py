@@ -24,13 +24,13 @@ from fastloop.experiments.tune.choice import (
     AMPLE,
     FEW,
     OUT_OF_MEMORY,
+    are_last_two_slower,
     choose,
     choose_next_value,
     explain,
-    is_hopeless,
     list_tunables,
     list_values,
-    name_number,
+    name_tuned_key,
 )
 from fastloop.ladder import collect_cards, regroups
 from fastloop.records.card import SearchSpace
@@ -181,7 +181,7 @@ class _Search:
             trial = self._measure(value, f"at most {after} more after it" if after else "the last", variation)
             one_for_all = self._number.trained != "replayed"  # a micro-batch may be refused for its size
             does_nothing = trial.ok and not self.points[value].ok and one_for_all
-            if does_nothing or is_hopeless([each.step_ms for each in self.points.values()]):
+            if does_nothing or are_last_two_slower([each.step_ms for each in self.points.values()]):
                 return
 
     def _try_loader_first(self, values: Sequence[int]) -> bool:
@@ -254,7 +254,7 @@ class _Search:
             run_dir=str(self.place),
             name=self.config.name,
             what=self.what,
-            key=name_number(self.what),
+            key=name_tuned_key(self.what),
             hardware=read_hardware([] if first is None else [first]),
             points=points,
             as_it_is=self._base,

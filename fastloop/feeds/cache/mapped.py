@@ -179,7 +179,7 @@ class _Files:
         return None, False
 
     def put(self, key: bytes, record: bytes) -> bool:
-        with self._turn() as mine:
+        with self._hold_lock() as mine:
             if not mine:
                 return False
             slot, found = self._find(key)
@@ -211,7 +211,7 @@ class _Files:
 
     def widen(self, capacity: int) -> None:
         """Enlarge the store to `capacity` bytes; it never shrinks."""
-        with self._turn() as mine:
+        with self._hold_lock() as mine:
             if mine and capacity > self.read(_CAPACITY):
                 os.ftruncate(self._data.number, max(capacity, os.fstat(self._data.number).st_size))
                 self._write(_CAPACITY, capacity)
@@ -219,7 +219,7 @@ class _Files:
                 self._write(_FULL, 0)  # there may be room again
 
     @contextmanager
-    def _turn(self) -> Iterator[bool]:
+    def _hold_lock(self) -> Iterator[bool]:
         """Hold the lock; yield False if it did not become free in time."""
         end = time.monotonic() + _PATIENCE_S
         if not self._mutex.acquire(timeout=_PATIENCE_S):

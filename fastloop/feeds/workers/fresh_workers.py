@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from fastloop.evidence.samples.state_mark import StateMark
-from fastloop.feeds.lazy_loader import Epochs
+from fastloop.feeds.lazy_loader import Epochs, begin_unchanged
 from fastloop.feeds.workers.read_twice import ReadTwice
 from fastloop.feeds.workers.tried_workers import end_workers
 
@@ -22,12 +22,12 @@ class FreshWorkers:
 
     Args:
         tell: receives a line the first time that the workers are restarted.
-        epochs: makes the batches of an epoch; None if the loader itself does.
+        epochs: makes the batches of an epoch.
         twice: a check whether reading a sample changes it; None if that does not matter.
     """
 
     def __init__(
-        self, *, tell: Callable[[str], None], epochs: Epochs | None = None, twice: ReadTwice | None = None
+        self, *, tell: Callable[[str], None], epochs: Epochs = begin_unchanged, twice: ReadTwice | None = None
     ) -> None:
         self._tell, self._epochs, self._twice = tell, epochs, twice
         self.kept = self.restarts = 0
@@ -46,7 +46,7 @@ class FreshWorkers:
             if self.restarts == 1:
                 self._tell(f"{changed}, so the dataset's workers are restarted between epochs")
         self._mark = StateMark(dataset=loader.dataset, collate_fn=loader.collate_fn)
-        return begin() if self._epochs is None else self._epochs(loader, begin)
+        return self._epochs(loader, begin)
 
     def may_keep(self) -> bool:
         """Whether reading a sample is known not to change it."""

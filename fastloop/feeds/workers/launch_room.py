@@ -30,7 +30,7 @@ class LeavesRoom:
 
     def __call__(self, worker_id: int) -> None:
         if not _keep_off(self.free_cpus):
-            with contextlib.suppress(AttributeError, OSError):  # Windows has no niceness
+            with contextlib.suppress(OSError):
                 os.nice(_NICENESS)
         _limit_opencv()
         if self.own is not None:

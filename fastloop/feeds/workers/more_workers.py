@@ -20,7 +20,7 @@ from fastloop.evidence import loader_queue
 from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
-from fastloop.feeds.lazy_loader import Epochs, name_sampler
+from fastloop.feeds.lazy_loader import Epochs, begin_unchanged, name_sampler
 from fastloop.feeds.workers.pace import Left, Pace
 from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.tried_workers import end_workers
@@ -35,7 +35,7 @@ class MoreWorkers:
         most: limit on the number of workers.
         count_left: returns how many batches the training still has to take.
         tell: receives a line when the number of workers has changed.
-        epochs: makes the batches of an epoch; None if the loader itself does.
+        epochs: makes the batches of an epoch.
         room_bytes: free shared memory for this process's batches; None if unknown.
         is_training: whether the training itself requests an epoch now, not a callback.
     """
@@ -46,7 +46,7 @@ class MoreWorkers:
         *,
         count_left: Callable[[], Left],
         tell: Callable[[str], None],
-        epochs: Epochs | None = None,
+        epochs: Epochs = begin_unchanged,
         room_bytes: int | None = None,
         is_training: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -71,9 +71,9 @@ class MoreWorkers:
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the batches of one epoch, which begins with this call; `begin` makes the loader's iterator."""
         if not loader.num_workers:  # a trial's replayed batches do not ask the sampler
-            return begin() if self._epochs is None else self._epochs(loader, begin)
+            return self._epochs(loader, begin)
         if self._loading and loader._iterator is None and not self._is_training():  # a callback also reads the loader
-            return begin() if self._epochs is None else self._epochs(loader, begin)
+            return self._epochs(loader, begin)
         self._pending.begin_epoch()
         if self._before is None:
             self._mark = StateMark(dataset=loader.dataset, collate_fn=loader.collate_fn)
@@ -83,7 +83,7 @@ class MoreWorkers:
             self._next = None
         source = self._begin(loader, begin)
         if self._pace is not None:
-            self._pace.begin_epoch(_count(loader))
+            self._pace.begin_epoch(loader_queue.count_batches(loader))
         return self._load(loader, begin, source)
 
     def _load(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
@@ -111,7 +111,9 @@ class MoreWorkers:
                 self._pending.pending.popleft()
                 now = time.perf_counter()
                 if then is None and (found := self._note(loader, batch, now - asked, now - last)) is not None:
-                    if self._epochs is not None:  # the old workers end, and others repeat what they have begun
+                    if (
+                        self._epochs is not begin_unchanged
+                    ):  # the old workers end, and others repeat what they have begun
                         source = self._start_anew(loader, begin, source, found)
                     else:
                         then = self._start_beside(loader, begin, found)
@@ -153,7 +155,7 @@ class MoreWorkers:
         """Return the old number of workers if having more may have caused this error, such as too little memory, or a
         ``worker_init_fn`` for fewer workers; else None. If the dataset raised it, it will do so again."""
         before, now = self._before, self._pace
-        if self._epochs is not None or before is None or now is None or error is self._pending.failed:
+        if self._epochs is not begin_unchanged or before is None or now is None or error is self._pending.failed:
             return None
         if now.workers <= before.workers:
             return None
@@ -177,7 +179,7 @@ class MoreWorkers:
             return iterator
 
         try:
-            return begin_noted() if self._epochs is None else self._epochs(loader, begin_noted)
+            return self._epochs(loader, begin_noted)
         finally:
             loader.__dict__[name] = own
 
@@ -189,7 +191,7 @@ class MoreWorkers:
         if self.is_faster is None:
             pace.note(waited_s, took_s, loader_queue.count_ready(self._iterator()))
         if self._before is None:
-            loses, stay = self._epochs is not None, bool(loader.persistent_workers)
+            loses, stay = self._epochs is not begin_unchanged, bool(loader.persistent_workers)
             found = pace.find_more(self.most, self._count_left(), loses=loses, stay=stay)
             if found is None:
                 return None
@@ -231,13 +233,6 @@ class MoreWorkers:
 
 def _name(workers: int) -> str:
     return "1 worker" if workers == 1 else f"{workers} workers"
-
-
-def _count(loader: DataLoader[Any]) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):  # a sampler without a length
-        return None
 
 
 def _set_number(loader: DataLoader[Any], workers: int) -> None:

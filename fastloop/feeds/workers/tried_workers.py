@@ -43,11 +43,9 @@ SAY_S = 60.0
 """After this long without a batch, a warning says where its worker is."""
 LIMIT_S = 300.0
 """After this long without a batch, the training ends with an error that says so."""
-
-
 STUCK_S = 30.0
 """If all workers have made no batch yet and have neither used a CPU nor read or written for this long, they are stuck:
-their fork has lost a thread, or holds a lock for ever."""
+their fork has lost a thread, or holds a lock forever."""
 
 
 class Stuck(Exception):
@@ -113,7 +111,7 @@ class TriedWorkers:
         self._idle: tuple[Any, float] = (None, 0.0)
         """What the workers have used and read, and since when that is the same."""
         self._may_be_stuck = False
-        """False too where the dataset has a lock of all processes: one that is killed would hold it for ever."""
+        """False too where the dataset has a lock shared between processes: one that is killed would hold it forever."""
         self._batch_bytes: int | None = None
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:

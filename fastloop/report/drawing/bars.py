@@ -20,7 +20,7 @@ class Bar(NamedTuple):
 
     start: float
     end: float
-    colour: str = INK
+    color: str = INK
     style: Style = "solid"
     label: str = ""
     """Text inside it, if it fits."""
@@ -33,14 +33,14 @@ class Mark(NamedTuple):
 
     at: float
     kind: Literal["line", "dashed", "tick", "diamond"]
-    colour: str = INK
+    color: str = INK
 
 
 class Entry(NamedTuple):
     """One line of the legend."""
 
     kind: Literal["solid", "hatched", "dashed", "diamond"]
-    colour: str
+    color: str
     label: str
     value: str = ""
     share: str = ""
@@ -53,7 +53,7 @@ class Row:
     name: str
     symbol: str = ""
     """Before the name, in the color of the last bar."""
-    colour: str = INK
+    color: str = INK
     bars: tuple[Bar, ...] = ()
     marks: tuple[Mark, ...] = ()
     value: str = ""
@@ -104,7 +104,7 @@ def choose_ticks(low: float, high: float, count: int = 4) -> tuple[float, ...]:
     return tuple(round(index * step, 12) for index in range(math.ceil(low / step), math.floor(high / step) + 1))
 
 
-def choose_ink(colour: str) -> str:
+def choose_ink(color: str) -> str:
     """Return black or white, whichever is readable on a color."""
-    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"

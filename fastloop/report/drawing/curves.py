@@ -22,7 +22,7 @@ class Line(NamedTuple):
 
     points: tuple[tuple[float, float], ...]
     """x and y; a y that is NaN is a gap."""
-    colour: str = INK
+    color: str = INK
     label: str = ""
     """Text in the legend."""
     dashes: str = ""

@@ -14,7 +14,7 @@ from fastloop.report.experiments import verdict_words
 from fastloop.report.numbers import format_short
 from fastloop.report.run.tables import cut
 
-COLOURS = ("#8f9aa5", "#2f6fb5", "#d9480f", "#2a9d74", "#b565a7", "#e8a317", "#7c6bc4", "#8a5a3c")
+COLORS = ("#8f9aa5", "#2f6fb5", "#d9480f", "#2a9d74", "#b565a7", "#e8a317", "#7c6bc4", "#8a5a3c")
 SYMBOLS = "\u25cf\u25a0\u25c6\u25b2\u25bc\u271a\u2716\u2605"
 NAME_LETTERS = 60
 
@@ -28,13 +28,13 @@ def trace_runs(result: ExperimentResult) -> Curve:
     """Draw a symbol for each run, a line for each arm's median, and a cross at the bottom for each failed run."""
     ends, lines, lost = (1.0, float(len(result.order))), list[Line](), list[tuple[float, str]]()
     for index, arm in enumerate(result.arms):
-        colour, runs = choose_colour(index), list(zip(arm.places, arm.samples_per_s, strict=False))
+        color, runs = choose_color(index), list(zip(arm.places, arm.samples_per_s, strict=False))
         if runs:
             level = median(arm.samples_per_s)
-            lines.append(Line(tuple((end, level) for end in ends), colour))
-            lines.append(Line(tuple((place + 1, rate) for place, rate in runs), colour, symbol=choose_symbol(index)))
+            lines.append(Line(tuple((end, level) for end in ends), color))
+            lines.append(Line(tuple((place + 1, rate) for place, rate in runs), color, symbol=choose_symbol(index)))
         lost += [
-            (place + 1, colour)
+            (place + 1, color)
             for place, name in enumerate(result.order)
             if name == arm.name and place not in dict(runs)
         ]
@@ -50,9 +50,9 @@ def trace_runs(result: ExperimentResult) -> Curve:
     )
 
 
-def choose_colour(index: int) -> str:
+def choose_color(index: int) -> str:
     """Return the color of the arm with this index; the base, 0, is gray."""
-    return COLOURS[index if index < len(COLOURS) else 1 + (index - 1) % (len(COLOURS) - 1)]
+    return COLORS[index if index < len(COLORS) else 1 + (index - 1) % (len(COLORS) - 1)]
 
 
 def choose_symbol(index: int) -> str:
@@ -83,16 +83,16 @@ def chart_ratios(result: ExperimentResult) -> Chart:
 
 def _draw_ratio(arm: ArmResult, one: Comparison | None, index: int, band: tuple[float, float]) -> Row:
     """Draw an interval with a tick at its ratio, hatched if no ratio is claimed. The base, 0, has none."""
-    colour, bars, marks = choose_colour(index), [Bar(*band, COLOURS[0], "band")], [Mark(1.0, "line")]
+    color, bars, marks = choose_color(index), [Bar(*band, COLORS[0], "band")], [Mark(1.0, "line")]
     claimed = None if one is None or verdict_words.choose_word(one) == "PARITY FAILED" else one.ratio
     if one is not None and one.ci95 is not None:
-        bars.append(Bar(*one.ci95, colour, "hatched" if claimed is None else "interval"))
+        bars.append(Bar(*one.ci95, color, "hatched" if claimed is None else "interval"))
     if claimed is not None:
         marks.append(Mark(claimed, "tick"))
     return Row(
         name=cut(arm.name, NAME_LETTERS),
         symbol=choose_symbol(index),
-        colour=colour,
+        color=color,
         bars=tuple(bars) if index else (),
         marks=tuple(marks) if index else (),
         value=_describe(arm, one, is_base=not index),

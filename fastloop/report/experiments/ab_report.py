@@ -11,7 +11,6 @@ from typing import Any
 
 from fastloop.records.experiment import ArmResult, Comparison, ExperimentResult
 from fastloop.report.drawing.document import Document, Section, Table
-from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import ab_picture, verdict_words
 from fastloop.report.experiments.verdict_words import WORDS, describe_hardware, write_headline
 from fastloop.report.numbers import format_number, format_short
@@ -55,14 +54,9 @@ def write_lines(result: ExperimentResult) -> list[str]:
     ]
     named = ": ".join(filter(None, [result.name, _describe_against(result, best)]))
     partial = "   PARTIAL: the experiment did not finish" if result.partial else ""
-    broken = [_shorten(one.arm) for one, _ in pairs[1:] if one.parity.passed is False]
+    broken = [cut(one.arm, NAME_LETTERS) for one, _ in pairs[1:] if one.parity.passed is False]
     also = f"   PARITY FAILED: {', '.join(broken)}" if broken and pairs[0][0].parity.passed is not False else ""
     return verdict_words.lay_out(f"fastloop {describe_verdict(result)}   {named}".rstrip() + also + partial, kinds)
-
-
-def write_reports(result: ExperimentResult) -> dict[str, str]:
-    """Return report.md and report.html from comparison.json's content."""
-    return draw_reports(make_document(result))
 
 
 def rank_arms(result: ExperimentResult) -> list[Pair]:
@@ -112,18 +106,15 @@ def describe_verdict(result: ExperimentResult) -> str:
 
 
 def _describe_against(result: ExperimentResult, best: Pair | None) -> str:
-    names = [_shorten(arm.name) for arm in result.arms[:1]] + ([_shorten(best[0].arm)] if best else [])
+    names = [cut(arm.name, NAME_LETTERS) for arm in result.arms[:1]] + (
+        [cut(best[0].arm, NAME_LETTERS)] if best else []
+    )
     return " vs ".join(names)
-
-
-def _shorten(name: str) -> str:
-    """Shorten an arm's name: of a long one, keep both ends."""
-    return cut(name, NAME_LETTERS)
 
 
 def _describe(one: Comparison, arm: ArmResult) -> str:
     """Describe one of the other arms in a line: verdict, interval, parity."""
-    claim = f"{write_headline(one, arm)}   {_shorten(one.arm)}"
+    claim = f"{write_headline(one, arm)}   {cut(one.arm, NAME_LETTERS)}"
     if verdict_words.choose_word(one, arm) == "PARITY FAILED":
         return f"{claim}: {verdict_words.describe_parity(one.parity)}"
     if one.ci95 is None:
@@ -148,7 +139,7 @@ def _describe_pay_back(base: ArmResult, arm: ArmResult) -> str:
 def _describe_rates(result: ExperimentResult, best: Pair | None) -> list[str]:
     """Describe the medians of both arms and the interval of the ratio."""
     shown = [*result.arms[:1], *([best[1]] if best else [])]
-    rates = [f"{_shorten(arm.name)} {format_short(compute_median_rate(arm))}" for arm in shown]
+    rates = [f"{cut(arm.name, NAME_LETTERS)} {format_short(compute_median_rate(arm))}" for arm in shown]
     rates[:1] = [f"{text} samples/s" for text in rates[:1]]
     if not rates or best is None:
         return [", ".join(rates)]
@@ -205,7 +196,7 @@ def list_inactive(result: ExperimentResult, *, besides: str = "") -> list[str]:
         why = arm.inactive_why
         rungs = [f"{rung}{f' ({why[rung]})' if why.get(rung) else ''}" for rung in arm.inactive_rungs]
         rungs = [text for text in rungs if text not in besides]
-        found += [f"{_shorten(arm.name)}: {', '.join(rungs)}: no credit"] if rungs else []
+        found += [f"{cut(arm.name, NAME_LETTERS)}: {', '.join(rungs)}: no credit"] if rungs else []
     return found
 
 

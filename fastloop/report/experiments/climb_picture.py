@@ -60,8 +60,8 @@ def describe(
     return f"Samples per second: {', '.join([f'naive {format_short(naive)}', *tried, *ends])}."
 
 
-def _draw_end(name: str, rate: float, colour: str, limits: tuple[Mark, ...]) -> Row:
-    return Row(name=name, bars=(Bar(0, rate, colour),), marks=limits, value=format_short(rate), weight="strong")
+def _draw_end(name: str, rate: float, color: str, limits: tuple[Mark, ...]) -> Row:
+    return Row(name=name, bars=(Bar(0, rate, color),), marks=limits, value=format_short(rate), weight="strong")
 
 
 def _draw_attempt(step: ClimbRow, before: float, limits: tuple[Mark, ...]) -> Row:

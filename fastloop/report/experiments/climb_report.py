@@ -11,7 +11,6 @@ from textwrap import indent, wrap
 from fastloop.records.climb import Attempt, ClimbFile, Confirmation, Speed, select_broken, select_unanswered
 from fastloop.records.yaml_text import dump_yaml
 from fastloop.report.drawing.document import Document, Section, Table
-from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import climb_picture, climb_rows, verdict_words
 from fastloop.report.experiments.verdict_words import describe_hardware, put_on_one_line
 from fastloop.report.numbers import format_number, format_short
@@ -58,11 +57,6 @@ def write_lines(climb: ClimbFile) -> list[str]:
     partial = f"   {PARTIAL}" if climb.partial else ""
     first = f"fastloop {describe_verdict(climb)}   {climb.name}".rstrip() + partial
     return verdict_words.lay_out(first, kinds)
-
-
-def write_reports(climb: ClimbFile) -> dict[str, str]:
-    """Return report.md and report.html."""
-    return draw_reports(make_document(climb))
 
 
 def describe_verdict(climb: ClimbFile) -> str:
@@ -117,7 +111,7 @@ def write_ladder_yaml(climb: ClimbFile) -> str:
         "To use it: fastloop run CONF --config THIS_FILE, or FastLoop(THIS_FILE) in a script",
     ]
     text = _write_comment(head, "") + ("rungs:\n" if stack else "rungs: {}\n")
-    shown = [each for each in climb.rungs if each.kept or each.takes_away]
+    shown = [each for each in climb.rungs if each.kept or each.is_removal]
     told: list[str] = []
     for name, settings in stack.items():
         of_rung = [each for each in shown if name in (each.rung, *each.patch.get("rungs", {}))]
@@ -137,7 +131,7 @@ def _write_comment(texts: Sequence[str], margin: str) -> str:
 
 
 def _describe_figures(attempt: Attempt) -> str:
-    if attempt.takes_away:
+    if attempt.is_removal:
         return attempt.why
     parity = verdict_words.describe_parity(attempt.parity) or "n/a"
     change = f"step {format_short(attempt.step_ms_before)} to {format_short(attempt.step_ms_after)} ms"
@@ -146,7 +140,7 @@ def _describe_figures(attempt: Attempt) -> str:
 
 def _split(climb: ClimbFile) -> tuple[list[Attempt], list[Attempt]]:
     """Return the kept and the rolled-back attempts, without attempts to remove a rung."""
-    added = [each for each in climb.rungs if not each.takes_away]
+    added = [each for each in climb.rungs if not each.is_removal]
     return [each for each in added if each.kept], [each for each in added if not each.kept]
 
 
@@ -208,7 +202,7 @@ def _collect_idle(climb: ClimbFile) -> dict[str, str]:
 
 def _list_dropped(climb: ClimbFile) -> list[str]:
     """List rungs that were kept at first and removed again at the end."""
-    return [each.rung for each in climb.rungs if each.takes_away and each.kept]
+    return [each.rung for each in climb.rungs if each.is_removal and each.kept]
 
 
 def _list_ladders(climb: ClimbFile) -> str:

@@ -32,7 +32,7 @@ def list_steps(climb: ClimbFile) -> list[ClimbRow]:
     per_step = count_samples_per_step(climb)
     made = []
     for attempt in climb.rungs:
-        if attempt.takes_away:
+        if attempt.is_removal:
             continue
         before = attempt.step_ms_before
         low, high = (_compute_rate(per_step, _subtract(before, end)) for end in attempt.ci95_saved_ms or (None, None))
@@ -147,7 +147,7 @@ def make_table(climb: ClimbFile) -> Table:
 
 
 def _name_outcome(attempt: Attempt) -> str:
-    if attempt.takes_away:
+    if attempt.is_removal:
         return "dropped" if attempt.kept else "needed"
     return "kept" if attempt.kept else "rolled back"
 

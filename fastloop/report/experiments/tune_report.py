@@ -8,7 +8,6 @@ from fastloop.records.tuning import Point, TuningFile
 from fastloop.records.yaml_text import dump_on_one_line, dump_yaml
 from fastloop.report.drawing.bars import Bar, Chart, Row, choose_ticks
 from fastloop.report.drawing.document import Document, Section, Table
-from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments.verdict_words import describe_hardware, lay_out
 from fastloop.report.numbers import format_short
 from fastloop.report.run.tables import cut
@@ -35,11 +34,6 @@ def write_lines(tuning: TuningFile) -> list[str]:
     named = ": ".join(filter(None, [tuning.name, f"tune {tuning.what or 'n/a'}"]))
     first = f"fastloop {describe_verdict(tuning)}   {named}{f'   {PARTIAL}' if tuning.partial else ''}"
     return lay_out(first, kinds)
-
-
-def write_reports(tuning: TuningFile) -> dict[str, str]:
-    """Return report.md and report.html."""
-    return draw_reports(make_document(tuning))
 
 
 def describe_verdict(tuning: TuningFile) -> str:

@@ -128,11 +128,11 @@ def format_figure(gate: Gate, figure: Literal["deviation", "limit", "visible"]) 
     if value is None:
         return "n/a"
     if gate.name != "loss":
-        return format_share(value)
+        return format_compact(value)
     return f"{value:{'+' if figure == 'deviation' else ''}.2g} %"
 
 
-def format_share(value: float) -> str:
+def format_compact(value: float) -> str:
     """Format a number of any size in a few characters: 0.25, 3.1e-3."""
     if value == 0 or 0.01 <= abs(value) < 1000:
         return f"{value:.2g}"

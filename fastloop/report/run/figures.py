@@ -70,7 +70,7 @@ def chart_step(seen: Measurement) -> Chart | None:
         rows.append(Row(name="host", bars=host, weight="soft"))
     shown = [(STYLES[part], ms) for part, ms in parts.items() if _shows(ms, mean) or part == "data_wait"]
     legend = [
-        Entry("solid", style.colour, style.label, f"{format_short(ms)} ms", _format_share(ms, mean))
+        Entry("solid", style.color, style.label, f"{format_short(ms)} ms", _format_share(ms, mean))
         for style, ms in shown
     ]
     if rest:
@@ -101,7 +101,7 @@ def _draw_stack(parts: Mapping[str, float], mean: float | None = None) -> tuple[
     for part, ms in parts.items():
         if ms > 0:
             words = () if mean is None else (STYLES[part].label, f"{100 * ms / mean:.0f} %")
-            made.append(Bar(start, start + ms, STYLES[part].colour, "solid", *words))
+            made.append(Bar(start, start + ms, STYLES[part].color, "solid", *words))
             start += ms
     return tuple(made)
 
@@ -117,12 +117,12 @@ def chart_kernels(seen: Measurement) -> Chart | None:
     if longest <= 0:
         return None
     whole, rows = to_finite_float(traced.get("step_ms")), list[Row]()
-    for head, colour, bars in groups:
+    for head, color, bars in groups:
         rows += [Row(name=head, height=0, weight="strong")] if bars else []
         for name, ms in bars:
             share = _format_share(ms, whole) if whole else ""
             rows.append(
-                Row(name=cut(name, 16), bars=(Bar(0, ms, colour),), value=f"{format_short(ms)} ms", detail=share)
+                Row(name=cut(name, 16), bars=(Bar(0, ms, color),), value=f"{format_short(ms)} ms", detail=share)
             )
     return Chart(alt_text="Milliseconds a step of each kernel family and idle cause.", rows=tuple(rows), high=longest)
 
@@ -137,7 +137,7 @@ def chart_ranks(seen: Measurement) -> Chart | None:
     longest = max((bar.end for stack in stacks for bar in stack), default=0.0)
     if len(found) < 2 or longest <= 0:
         return None
-    wide = {bar.colour for stack in stacks for bar in stack if bar.end - bar.start >= 0.01 * longest}
+    wide = {bar.color for stack in stacks for bar in stack if bar.end - bar.start >= 0.01 * longest}
     rows = [
         Row(
             name=cut(f"{'n/a' if rank.rank is None else rank.rank} {rank.host or ''}", 14),
@@ -150,7 +150,7 @@ def chart_ranks(seen: Measurement) -> Chart | None:
         alt_text="The step of each rank, split into its parts.",
         rows=tuple(rows),
         high=longest,
-        legend=tuple(Entry("solid", style.colour, style.label) for style in STYLES.values() if style.colour in wide),
+        legend=tuple(Entry("solid", style.color, style.label) for style in STYLES.values() if style.color in wide),
         note="" if few else f"{len(found)} of {len(ranks)} ranks: the slowest and the fastest",
     )
 
@@ -161,8 +161,8 @@ def chart_ranks(seen: Measurement) -> Chart | None:
 def trace_gpu(seen: Measurement) -> Curve | None:
     """Draw busy shares over time; None without any."""
     lines = tuple(
-        Line(points, colour, label, dashes)
-        for name, (label, colour, dashes) in LINES.items()
+        Line(points, color, label, dashes)
+        for name, (label, color, dashes) in LINES.items()
         if (points := _read_series(seen, name))
     )
     return Curve(lines=lines, title="% of the time", x_label=SECONDS, low=-2.0, high=102.0) if lines else None

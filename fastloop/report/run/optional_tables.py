@@ -11,11 +11,11 @@ from typing import Any
 
 from fastloop.records.measurement import CEILINGS, Measurement
 from fastloop.report.drawing.document import Table
-from fastloop.report.numbers import count_steps, format_flop_rate, format_number, format_short
+from fastloop.report.numbers import format_flop_rate, format_number, format_short, format_steps
 from fastloop.report.run.caveats import count_hunted_steps
 from fastloop.report.run.ranks import read_ranks
 from fastloop.report.run.summary import STYLES
-from fastloop.report.run.tables import cut, format_share
+from fastloop.report.run.tables import cut, format_percent
 
 GPU = {
     "nvml_busy_pct": ("busy per NVML: any kernel running", "%"),
@@ -119,8 +119,8 @@ def tabulate_kernels(seen: Measurement) -> list[Table]:
     whole = to_finite_float(traced.get("step_ms"))
     families = sort_by_size(traced.get("families_ms"))
     idle = sort_by_size(traced.get("idle_ms"))
-    rows = [(str(name), format_number(ms, ",.3f"), format_share(ms, whole)) for name, ms in families]
-    rows += [(f"idle: {name}", format_number(ms, ",.3f"), format_share(ms, whole)) for name, ms in idle]
+    rows = [(str(name), format_number(ms, ",.3f"), format_percent(ms, whole)) for name, ms in families]
+    rows += [(f"idle: {name}", format_number(ms, ",.3f"), format_percent(ms, whole)) for name, ms in idle]
     facts = [
         ("steps traced", "steps", ",d", ""),
         ("traced step", "step_ms", ",.1f", " ms"),
@@ -164,7 +164,7 @@ def tabulate_syncs(seen: Measurement) -> Table:
         for sync in seen.syncs
     ]
     if not rows and (hunted := count_hunted_steps(seen)):
-        rows = [("none found", f"in {count_steps(hunted)}", "0", "0", "-")]
+        rows = [("none found", f"in {format_steps(hunted)}", "0", "0", "-")]
     return Table("Synchronizations", ("where", "what", "per step", "ms a step", "write instead"), rows, numeric=(2, 3))
 
 

@@ -1,4 +1,4 @@
-"""Each rank's own measurements, from ``Measurement.ranks``, in files of this version and older ones."""
+"""Each rank's own measurements, from ``Measurement.ranks``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Rank:
 
     rank: int | None = None
     host: str | None = None
-    step_ms: Mapping[str, float | None] | float | None = None
-    """Mean and spread; in older files only the mean."""
+    step_ms: Mapping[str, float | None] | None = None
+    """Mean and spread."""
     parts_ms: Mapping[str, float | None] | None = field(default_factory=dict)
     partial: bool | None = None
     ended_by: str | None = None
@@ -25,7 +25,7 @@ class Rank:
     @property
     def mean_ms(self) -> float | None:
         """The mean step time in milliseconds."""
-        mean = self.step_ms.get("mean") if isinstance(self.step_ms, Mapping) else self.step_ms
+        mean = (self.step_ms or {}).get("mean")
         return mean if mean is not None and math.isfinite(mean) else None
 
     @property

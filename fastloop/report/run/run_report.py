@@ -42,7 +42,7 @@ def build_document(
         left_out: disabled rungs and how to try them, one line each.
         name: the name of the recipe or configuration; for ``then`` and ``later`` see ``summary.write_lines``.
     """
-    pictures, titles = figures.draw(seen), summary.list_titles(findings)
+    pictures, titles = figures.draw(seen), [finding.title for finding in findings]
     headline = summary.choose_title(titles)
     first = findings[0] if findings else None
     is_good = first and not first.alarm and first.bottleneck in _GOOD and "NOT FAST" not in headline

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fastloop.records.measurement import ONE_TIME, PARTS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.yaml_text import dump_on_one_line
-from fastloop.report.numbers import count_steps, format_flop_rate, format_number, format_s, format_short
+from fastloop.report.numbers import format_flop_rate, format_number, format_s, format_short, format_steps
 from fastloop.report.run import caveats
 from fastloop.report.run.ranks import read_ranks
 
@@ -39,7 +39,7 @@ class PartStyle(NamedTuple):
     label: str
     short: str
     """Label below the terminal's bar, which shows its first letter: a capital if the device does not train."""
-    colour: str
+    color: str
     """The part's color in every picture; warm if the device is kept waiting."""
 
 
@@ -66,11 +66,6 @@ WORTH_A_WORD_S = 0.05
 BAR_CELLS = 22
 
 
-def list_titles(findings: Sequence[Finding]) -> list[str]:
-    """Return the headline of each finding, or the bottleneck's name if it has none, as in files of older versions."""
-    return [finding.title or finding.bottleneck.replace("_", " ").upper() for finding in findings]
-
-
 def write_lines(
     seen: Measurement,
     plan: Plan,
@@ -93,7 +88,7 @@ def write_lines(
         later: what to try once the device is the limit.
         proof: the command that tests the first fix.
     """
-    titles = list_titles(findings)
+    titles = [finding.title for finding in findings]
     head = [write_headline(seen, findings, titles, name), *_list_reasons(findings, titles)]
     took = [f"{verdict.rung} ({_flatten(verdict.why)})" for verdict in verdicts if verdict.took]
     figures = (_draw_bar(seen), _describe_rates(seen), describe_work(seen), describe_first_ceiling(seen, findings))
@@ -222,9 +217,9 @@ def describe_devices(seen: Measurement) -> str:
 def describe_window(seen: Measurement) -> str:
     if seen.total_steps is None:
         return "steps n/a: not watched"
-    first = seen.total_steps - seen.steps if seen.first_step is None else seen.first_step  # older files lack it
+    first = seen.total_steps - seen.steps if seen.first_step is None else seen.first_step  # no window was opened
     last = first + seen.steps
-    return f"steps {first + 1}-{last}" if seen.steps else f"{count_steps(last)}, none of them measured"
+    return f"steps {first + 1}-{last}" if seen.steps else f"{format_steps(last)}, none of them measured"
 
 
 def list_flags(seen: Measurement) -> list[str]:
@@ -242,7 +237,7 @@ def describe_short_window(seen: Measurement) -> str | None:
     if not seen.window_too_short:
         return None
     return (
-        f"window too short: {count_steps(seen.steps)}"
+        f"window too short: {format_steps(seen.steps)}"
         if seen.steps < 10
         else "window too short for the loader's queues"
     )

@@ -50,7 +50,7 @@ def tabulate_parts(seen: Measurement) -> Table:
         (
             STYLES[part].label,
             format_number(seen.parts_ms.get(part), ",.3f"),
-            format_share(seen.parts_ms.get(part), mean),
+            format_percent(seen.parts_ms.get(part), mean),
             format_number(seen.host_ms.get(part), ",.3f"),
         )
         for part in PARTS
@@ -58,7 +58,7 @@ def tabulate_parts(seen: Measurement) -> Table:
     found = summary.select_known(seen.parts_ms)
     if found:
         total = sum(found.values())
-        rows.append(("sum of the known parts", format_number(total, ",.3f"), format_share(total, mean), "-"))
+        rows.append(("sum of the known parts", format_number(total, ",.3f"), format_percent(total, mean), "-"))
     note = (
         "Means per optimizer step. The first column adds up to the step on the device's timeline; host times overlap"
         " it and are never added to it."
@@ -68,7 +68,7 @@ def tabulate_parts(seen: Measurement) -> Table:
     )
 
 
-def format_share(part: float | None, whole: float | None) -> str:
+def format_percent(part: float | None, whole: float | None) -> str:
     """Format a part as a percentage of the whole."""
     if part is None or whole is None or not whole > 0:
         return "n/a"

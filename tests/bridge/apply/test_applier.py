@@ -16,6 +16,7 @@ from fastloop.bridge.apply.applier import Applier
 from fastloop.bridge.apply.changes import Changes
 from fastloop.config.loading import load_callback_config
 from fastloop.errors import NotApplicable
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.ladder import Ladder
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
@@ -129,7 +130,9 @@ def test_an_undo_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.Mo
 
 def test_undo_is_idempotent() -> None:
     log: list[str] = []
-    applier = Applier(Ladder(layout=Fake(name="layout", log=log)), warn=log.append)  # type: ignore[arg-type]
+    applier = Applier(
+        Ladder(layout=Fake(name="layout", log=log)), warn=log.append, one_time=OneTime(), refused={}, cheaper=set()
+    )  # type: ignore[arg-type]
     made = trainer()
     made.strategy.connect(Regression())
     made.state.fn = L.pytorch.trainer.states.TrainerFn.FITTING

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import pickle
 from pathlib import Path
 
 import pytest
 
-from fastloop.bridge.fit import recipe_modules, recipes
-from fastloop.config.loading import load
+from fastloop.bridge.fit import recipe_modules
 from fastloop.config.shipped import find_root
 
 
@@ -24,11 +22,3 @@ def test_it_is_where_the_variable_says_else_what_is_shipped(
     finally:
         recipe_modules.__path__[:] = before
     assert found == [str(tmp_path if own else find_root() / "recipes")]
-
-
-def test_what_was_pickled_before_the_file_moved_is_found() -> None:
-    old = pickle.dumps(recipes.load(load("gpt2")).Settings(size="tiny"), protocol=0)
-    old = old.replace(b"fastloop.bridge.fit.recipe_modules", b"fastloop.bridge.recipe_modules")
-    assert pickle.loads(old).size == "tiny"
-    with pytest.raises(ModuleNotFoundError):
-        pickle.loads(old.replace(b"recipe_modules", b"recipe_folder"))

@@ -50,7 +50,7 @@ def written(folder: Path, name: str = "mine", code: str = RECIPE, number: int = 
     return load(str(folder / f"{name}.yaml"))
 
 
-def test_settings_and_neighbours(here: Path) -> None:
+def test_settings_and_neighbors(here: Path) -> None:
     (settings, number), _ = recipes.build_recipe(written(here / "a", number=7))
     assert (settings.size, settings.rate, number) == ("tiny", 0.1, 7)
 

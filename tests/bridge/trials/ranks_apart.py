@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, Dataset
 
-from fastloop.bridge.trials.ceilings import take_away
+from fastloop.bridge.trials.ceilings import remove_cost
 from tests.models import Regression, pairs, trainer
 
 
@@ -48,7 +48,7 @@ def main() -> None:
         torch.manual_seed(0)
         counts, module, data = Counts(), Regression(), Read()
         made = trainer(strategy="ddp", devices=2, max_epochs=2, callbacks=[counts])
-        take_away(made, name)
+        remove_cost(made, name)
         made.fit(module, DataLoader(data, batch_size=8))
         seen = {
             "weights": [parameter.tolist() for parameter in module.parameters()],

@@ -35,7 +35,7 @@ def judge(*answers: Any) -> Gate:
     """The gradient gate between two answers, which may be as they read in answer.json."""
     base, arm = (store.decode(answer, GradientAnswer) for answer in answers)
     assert base is not None and arm is not None
-    return judge_gradient(base, arm)
+    return judge_gradient(base, arm, "approximate")
 
 
 @pytest.fixture

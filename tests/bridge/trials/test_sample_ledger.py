@@ -213,7 +213,7 @@ def test_several_loaders(tmp_path: Path) -> None:
 
 def test_replayed_batches_and_a_step_that_takes_its_own(tmp_path: Path) -> None:
     module, trainer = made(Twin, None)
-    ceilings.take_away(trainer, "replayed")
+    ceilings.remove_cost(trainer, "replayed")
     Ledger.into(trainer, tmp_path)
     trainer.fit(module, shuffled())
     found = json.loads((tmp_path / "ledger.json").read_text())

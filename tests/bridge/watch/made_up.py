@@ -28,8 +28,8 @@ class Time:
             return self.s
 
         monkeypatch.setattr("fastloop.evidence.clock.step_clock.now", now)
-        monkeypatch.setattr("fastloop.bridge.watch.probes.now", now)
-        for module in ("window", "phases", "profiler_proxy"):
+        monkeypatch.setattr("fastloop.bridge.watch.drift_checks.now", now)
+        for module in ("window", "phases", "log_marks"):
             clocks = SimpleNamespace(monotonic=now, perf_counter=now)
             monkeypatch.setattr(f"fastloop.bridge.watch.{module}.time", clocks)
 
@@ -64,9 +64,9 @@ def run(
     """`steps` optimizer steps of `batches` batches of 4 samples, each waited for and computed."""
 
     def fetch() -> None:
-        watch.ask()
+        watch.note_batch_requested()
         time.passes(wait_s)
-        watch.got()
+        watch.note_batch_received()
 
     for _ in range(steps):
         for number in range(batches):

@@ -58,9 +58,9 @@ def read_clock_s() -> float:
 
 def use_clock(patch: pytest.MonkeyPatch) -> None:
     """Let what watches a fit read this clock."""
-    for name in ("evidence.clock.step_clock", "evidence.clock.one_time", "bridge.watch.probes"):
+    for name in ("evidence.clock.step_clock", "evidence.clock.one_time", "bridge.watch.drift_checks"):
         patch.setattr(f"fastloop.{name}.now", read_clock_s)
-    for name in ("window", "phases", "profiler_proxy"):
+    for name in ("window", "phases", "log_marks"):
         clocks = SimpleNamespace(monotonic=read_clock_s, perf_counter=read_clock_s)
         patch.setattr(f"fastloop.bridge.watch.{name}.time", clocks)
     patch.setattr("fastloop.evidence.clock.step_clock.read_off_cpu_s", read_slept_s)

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from fastloop.bridge.watch import measurement
+from fastloop.bridge.watch.log_marks import LOGGERS, SELF_LOG
 from fastloop.bridge.watch.measurement import build_measurement
-from fastloop.bridge.watch.profiler_proxy import LOGGERS, SELF_LOG
 from fastloop.bridge.watch.window import Watch
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import Window
 from fastloop.evidence.gpu.sampler import BoardSeen
 from fastloop.records.measurement import GPU_READINGS, PARTS, Measurement
@@ -53,10 +54,10 @@ def seen(watch: Watch, **about: Any) -> Measurement:
 def test_the_exchange_is_taken_out_of_the_backward_that_waits_for_it(
     exposed: float | None, ranks: int, parts: tuple[float | None, float], time: Time
 ) -> None:
-    watch = Watch(CPU, settings())
+    watch = Watch(CPU, settings(), one_time=OneTime())
     for _ in range(20):
-        watch.ask()
-        watch.got()
+        watch.note_batch_requested()
+        watch.note_batch_received()
         with watch.marks.profile("run_training_batch"), watch.marks.profile("[Strategy]DDPStrategy.backward"):
             time.s += 0.03
         watch.batch_end(torch.tensor(1.0), [torch.zeros(4, 2)], 4, True, 1)
@@ -70,7 +71,7 @@ def test_the_exchange_is_taken_out_of_the_backward_that_waits_for_it(
 
 @pytest.mark.parametrize("batches", [1, 3])
 def test_rates_and_shares_of_a_steady_run(batches: int, time: Time) -> None:
-    watch = Watch(CPU, settings(), owed=lambda: 0)
+    watch = Watch(CPU, settings(), owed=lambda: 0, one_time=OneTime())
     run(watch, time, 2, wait_s=9.0, compute_s=9.0, batches=batches)  # warm-up: must not count
     run(watch, time, 21, wait_s=0.01, compute_s=0.03, batches=batches)  # the first one is not a whole one
     found = seen(watch, world_size=2, precision="32-true")
@@ -95,7 +96,7 @@ def test_batches_made_before_the_window_are_not_its_work(
     start: int | None, end: int | None, factor: float, time: Time
 ) -> None:
     owed = iter((start, end))
-    watch = Watch(CPU, settings(), owed=lambda: next(owed))
+    watch = Watch(CPU, settings(), owed=lambda: next(owed), one_time=OneTime())
     run(watch, time, 23, wait_s=0.0, compute_s=0.1)
     found = seen(watch)
     assert found.samples_per_s == pytest.approx(factor * 4 / 0.1), "20 batches, of which up to 6 were there before"
@@ -108,7 +109,7 @@ def test_how_much_of_a_rate_may_have_been_begun_before(
 ) -> None:
     """Of 20 batches: those that workers were still making, or all that the queues hold where that cannot be read."""
     readings = iter(owed)
-    watch = Watch(CPU, settings(), owed=lambda: next(readings))
+    watch = Watch(CPU, settings(), owed=lambda: next(readings), one_time=OneTime())
     watch.clock.queued_batches = 8
     run(watch, time, 29, wait_s=0.0, compute_s=0.1)
     found = seen(watch)
@@ -117,14 +118,14 @@ def test_how_much_of_a_rate_may_have_been_begun_before(
 
 @pytest.mark.parametrize(("queued", "steps", "short"), [(0, 13, False), (0, 12, True), (3, 33, True), (3, 34, False)])
 def test_a_window_too_short_for_its_queues_says_so(queued: int, steps: int, short: bool, time: Time) -> None:
-    watch = Watch(CPU, settings(), owed=lambda: 0)
+    watch = Watch(CPU, settings(), owed=lambda: 0, one_time=OneTime())
     watch.clock.queued_batches = queued
     run(watch, time, steps, wait_s=0.0, compute_s=0.1)
     assert seen(watch).window_too_short == short
 
 
 def test_uneven_steps_have_quantiles(time: Time) -> None:
-    watch = Watch(CPU, settings())
+    watch = Watch(CPU, settings(), one_time=OneTime())
     run(watch, time, 3)
     for tens in range(1, 12):
         run(watch, time, 1, wait_s=0.0, compute_s=tens / 100)
@@ -133,19 +134,19 @@ def test_uneven_steps_have_quantiles(time: Time) -> None:
 
 
 def test_without_a_window_nothing_is_invented(time: Time) -> None:
-    watch = Watch(CPU, settings(20))
+    watch = Watch(CPU, settings(20), one_time=OneTime())
     run(watch, time, 20, wait_s=0.1, compute_s=0.1)
     found = seen(watch, flops={"per_sample": 1e9}, world_size=4)
     assert (found.steps, found.total_steps, found.samples_per_s, found.wall_ms) == (0, 20, None, None)
     assert set(found.step_ms.values()) == {None} == set(found.parts_ms.values()) and found.window_too_short
     assert found.tflop_per_s is found.blocked_ms is found.global_batch is None and found.hooks_ms == {}
     assert found.flops == {"per_sample": 1e9} and found.world_size == 4, "what is known all the same"
-    nothing = seen(Watch(CPU, settings()))
+    nothing = seen(Watch(CPU, settings(), one_time=OneTime()))
     assert nothing.total_steps == 0 and nothing.watch_us_per_step is None and nothing.loss == ()
 
 
 def test_samples_that_nobody_can_count_are_unknown(time: Time) -> None:
-    watch = Watch(CPU, settings())
+    watch = Watch(CPU, settings(), one_time=OneTime())
     run(watch, time, 20, batch="no tensor in it")
     found = seen(watch, flops={"per_sample": 1e9})
     assert found.steps == 17 and found.step_ms["mean"] == pytest.approx(40.0)
@@ -175,7 +176,7 @@ WINDOW = Window(
 
 @pytest.mark.parametrize(("once", "short"), [(0, False), (1, True)])
 def test_a_queue_that_filled_up_during_a_compile_asks_for_a_longer_window(once: int, short: bool) -> None:
-    made = Watch(CPU, settings())
+    made = Watch(CPU, settings(), one_time=OneTime())
     made.clock.queued_batches = 2
     made.window = replace(WINDOW, once_s=(5.0,) * once + (0.0,) * (20 - once), once_total_s=5.0 * once)
     measured = build_measurement(made, {}, {})
@@ -184,7 +185,7 @@ def test_a_queue_that_filled_up_during_a_compile_asks_for_a_longer_window(once: 
 
 
 def test_costs_in_many_steps_stay_in_the_figures() -> None:
-    made = Watch(CPU, settings())
+    made = Watch(CPU, settings(), one_time=OneTime())
     made.window = replace(WINDOW, once_s=(0.5,) * 4 + (0.0,) * 16, once_total_s=2.0)
     measured = build_measurement(made, {}, {"compilation": {"count": 4}})
     assert measured.evidence["compilation"] == {"count": 4, "ms_per_step": pytest.approx(100.0)}
@@ -202,7 +203,7 @@ def of_window(
     **watch: Any,
 ) -> Measurement:
     """The measurement of a made-up window."""
-    made = Watch(CPU, settings(**watch))
+    made = Watch(CPU, settings(**watch), one_time=OneTime())
     made.device, made.window, made.board_seen = device, window, board
     made.marks.hooks_s.update(hooks_s or {})
     return build_measurement(made, about or {}, {})
@@ -237,16 +238,16 @@ def no_real_pass() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_real_pass")
 def test_garbage_collection_is_the_loops_and_said_apart(time: Time) -> None:
-    watch = Watch(CPU, settings())
+    watch = Watch(CPU, settings(), one_time=OneTime())
     run(watch, time, 3)
     for step in range(20):
-        watch.ask()
+        watch.note_batch_requested()
         if step == 7:  # one pass, while the loop waits for a batch
             watch.garbage._note_pass("start", {"generation": 2})
             time.passes(0.2)
             watch.garbage._note_pass("stop", {"generation": 2})
         time.passes(0.01)
-        watch.got()
+        watch.note_batch_received()
         with watch.marks.profile("run_training_batch"):
             time.passes(0.03)
         watch.batch_end(torch.tensor(1.0), [torch.zeros(4, 2)], 4, True, 1)
@@ -300,7 +301,7 @@ def test_hooks_inside_a_steps_work_are_as_long_as_in_an_average_step() -> None:
 
 
 def test_the_window_says_with_which_step_it_began(time: Time) -> None:
-    watch = Watch(CPU, settings(warmup_steps=4))
+    watch = Watch(CPU, settings(warmup_steps=4), one_time=OneTime())
     run(watch, time, 20)
     found = seen(watch)
     assert (found.first_step, found.steps, found.total_steps) == (5, 15, 20)
@@ -310,7 +311,7 @@ def test_the_window_says_with_which_step_it_began(time: Time) -> None:
 
 
 def test_tokens_and_those_that_are_no_padding(time: Time) -> None:
-    watch = Watch(CPU, settings())
+    watch = Watch(CPU, settings(), one_time=OneTime())
     mask = torch.ones(4, 10, dtype=torch.int64)
     mask[:, 5:] = 0
     run(watch, time, 20, batch={"input_ids": torch.zeros(4, 10, dtype=torch.int64), "attention_mask": mask})
@@ -320,7 +321,7 @@ def test_tokens_and_those_that_are_no_padding(time: Time) -> None:
 
 
 def test_without_a_mask_padding_is_unknown(time: Time) -> None:
-    watch = Watch(CPU, settings())
+    watch = Watch(CPU, settings(), one_time=OneTime())
     run(watch, time, 20, batch=[torch.zeros(4, 10, dtype=torch.int64)])
     found = seen(watch)
     assert found.tokens_per_s == pytest.approx(1000.0) and found.unpadded_tokens_per_s is None

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from fastloop.bridge.watch.phases import BODY, NEXT, NOTHING, PIECE, Marks, find_phase
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import Clock
 from tests.bridge.watch.made_up import CPU, Time
 from tests.models import Regression, loader, trainer
@@ -61,7 +62,7 @@ class Notes(Clock):
     """A clock that notes what it is told."""
 
     def __init__(self, warmup_steps: int = 0) -> None:
-        super().__init__(CPU, warmup_steps)
+        super().__init__(CPU, warmup_steps, one_time=OneTime())
         self.told: list[str] = []
 
     def enter(self, phase: str) -> None:
@@ -82,8 +83,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
     """Open, with a batch."""
     Time(monkeypatch)
     made = Notes()
-    made.ask()
-    made.got()
+    made.note_batch_requested()
+    made.note_batch_received()
     made.told.clear()
     yield made
     made.close()
@@ -136,8 +137,8 @@ def test_only_steps_in_detail_are_marked_inside_and_all_steps_outside(clock: Not
 
 def test_before_the_window_nothing_is_marked() -> None:
     clock = Notes(warmup_steps=3)
-    clock.ask()
-    clock.got()
+    clock.note_batch_requested()
+    clock.note_batch_received()
     marks = Marks(clock)
     with marks.profile(BODY), marks.profile(FORWARD), marks.profile("[Callback]A.on_before_zero_grad"):
         pass
@@ -171,9 +172,9 @@ def test_the_gap_between_epochs_lasts_until_the_next_batch(clock: Notes) -> None
         with marks.profile(f"[Callback]{callback}.on_train_epoch_end"):
             assert clock.phase == "epoch_gap"
     assert marks.profile("[Callback]A.on_train_epoch_start") is NOTHING
-    clock.ask()
+    clock.note_batch_requested()
     assert clock.phase == "epoch_gap", "the loader starts its workers"
-    clock.got()
+    clock.note_batch_received()
     assert clock.phase == "host_other" and clock.told == ["rest epoch_gap", "+epoch_gap"]
 
 
@@ -298,15 +299,15 @@ def test_what_a_checkpoint_hook_does_after_saving_is_saving(monkeypatch: pytest.
     time_s = [10.0]
     monkeypatch.setattr("fastloop.evidence.clock.step_clock.now", lambda: time_s[0])
     monkeypatch.setattr("time.perf_counter", lambda: time_s[0])
-    clock = Clock(CPU, warmup_steps=0)
+    clock = Clock(CPU, warmup_steps=0, one_time=OneTime())
     marks = Marks(clock)
 
     def passes(ms: float) -> None:
         time_s[0] += ms / 1e3
 
     for number in range(40):
-        clock.ask()
-        clock.got()
+        clock.note_batch_requested()
+        clock.note_batch_received()
         with marks.profile(BODY):
             passes(5)
         with marks.profile("[Callback]ModelCheckpoint{'every': 1}.on_train_batch_end"):

@@ -13,9 +13,10 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fastloop.bridge.apply.state.untouched import untouched
+from fastloop.bridge.apply.state.untouched import preserve_state
 from fastloop.bridge.watch.phases import BODY, Marks
 from fastloop.bridge.watch.probes import MOST_LEAD_IN, CountWork, HuntSyncs, TraceProbe
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import Clock
 from tests.bridge.watch.made_up import CPU, forget_compiles
 
@@ -32,7 +33,7 @@ def nothing_is_compiled() -> None:
 @pytest.fixture
 def marks() -> Marks:
     """Of a clock that is still in its warm-up."""
-    return Marks(Clock(CPU, warmup_steps=100))
+    return Marks(Clock(CPU, warmup_steps=100, one_time=OneTime()))
 
 
 def train(marks: Marks, model: torch.nn.Module, rows: int = 4, elsewhere: int = 0) -> None:
@@ -89,7 +90,7 @@ def test_what_must_not_be_counted_says_why(marks: Marks) -> None:
 
 def test_the_calls_of_a_compiled_module_are_counted_after_the_step(marks: Marks) -> None:
     model = torch.compile(torch.nn.Linear(8, 16), backend="eager")
-    look = CountWork(untouched)
+    look = CountWork(preserve_state)
     look.attach(model, marks)
     train(marks, model)
     look.begin()
@@ -107,7 +108,7 @@ def test_the_calls_of_a_compiled_module_are_counted_after_the_step(marks: Marks)
 def test_a_compiled_step_that_is_given_up_leaves_the_module_alone(marks: Marks) -> None:
     model = torch.compile(torch.nn.Linear(8, 16), backend="eager")
     forward = vars(model)["forward"]
-    look = CountWork(untouched)
+    look = CountWork(preserve_state)
     look.attach(model, marks)
     look.begin()
     assert vars(model)["forward"] is not forward

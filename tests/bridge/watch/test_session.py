@@ -23,12 +23,13 @@ from fastloop.bridge.watch.session import (
     Session,
     count_planned_steps,
     describe_death,
-    find_unheard,
+    list_empty_hook_actions,
     record_of_rank,
     summarize,
 )
 from fastloop.config.loading import WatchSettings
 from fastloop.evidence import machine
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import Clock
 from fastloop.records.measurement import GPU_READINGS, Measurement
 from tests.bridge.watch.live_fit import Strict
@@ -53,7 +54,7 @@ def test_only_hooks_that_are_lightnings_own_are_unheard() -> None:
     vars(its_own)["on_before_zero_grad"] = print
     twins = [shared(), shared()]
     vars(twins[0])["on_train_batch_end"] = print
-    found = find_unheard(
+    found = list_empty_hook_actions(
         trainer(callbacks=[Hears(), its_own, *twins, ModelCheckpoint()], enable_checkpointing=True), module
     )
     saver = next(name for name in found if "ModelCheckpoint" in name).rpartition(".")[0]
@@ -171,7 +172,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 @pytest.fixture
 def eyes() -> Iterator[Session]:
-    made = Session(trainer(), settings(), warn=pytest.fail)
+    made = Session(trainer(), settings(), warn=pytest.fail, one_time=OneTime())
     yield made
     made.stop()
 
@@ -201,7 +202,7 @@ def test_a_later_look_has_figures_of_its_own(eyes: Session, time: Time) -> None:
     run(eyes.watch, time, 20)
     eyes.read_figures()
     eyes.watch.close()
-    eyes.watch.later._switch(Clock(CPU, warmup_steps=0))
+    eyes.watch.drift_checks._switch(Clock(CPU, warmup_steps=0, one_time=OneTime()))
     for _ in range(2):
         run(eyes.watch, time, 30, compute_s=0.07)
         assert eyes.read_figures()["step_ms"] == pytest.approx(80.0)
@@ -295,7 +296,7 @@ def test_the_summary_is_of_numbers_that_are_known() -> None:
 def test_attaching_can_be_undone_and_leaves_another_profiler_alone() -> None:
     made = trainer()
     before = made.profiler
-    eyes = Session(made, WatchSettings(), warn=pytest.fail)
+    eyes = Session(made, WatchSettings(), warn=pytest.fail, one_time=OneTime())
     undo = eyes.attach(made, lambda: None, lambda: None)
     assert made.profiler is not before and isinstance(made.profiler, type(before))
     undo()
@@ -310,7 +311,9 @@ def test_attaching_can_be_undone_and_leaves_another_profiler_alone() -> None:
 @pytest.mark.parametrize("hunt", [False, True])
 @pytest.mark.parametrize("trace_steps", [0, 3])
 def test_extras_are_those_asked_for(hunt: bool, trace_steps: int) -> None:
-    eyes = Session(trainer(), WatchSettings(trace_steps=trace_steps), warn=pytest.fail, hunt_syncs=hunt)
+    eyes = Session(
+        trainer(), WatchSettings(trace_steps=trace_steps), warn=pytest.fail, hunt_syncs=hunt, one_time=OneTime()
+    )
     names = [type(extra).__name__ for extra in eyes.watch._extras]
     assert names == ["HuntSyncs"] * hunt + ["TraceProbe"] * bool(trace_steps)
     assert (eyes.trace is None) == (trace_steps == 0) and eyes.watch.board is None, "no GPU, no board"
@@ -318,7 +321,7 @@ def test_extras_are_those_asked_for(hunt: bool, trace_steps: int) -> None:
 
 @pytest.mark.parametrize(("warmup", "steps"), [(2, [1]), (20, [1, 3, 4, 5])])
 def test_work_is_counted_in_one_step_or_else_in_a_later_one(warmup: int, steps: list[int]) -> None:
-    eyes = Session(trainer(), WatchSettings(warmup_steps=warmup), warn=pytest.fail)
+    eyes = Session(trainer(), WatchSettings(warmup_steps=warmup), warn=pytest.fail, one_time=OneTime())
     assert [step for step, probe in eyes.watch._probes.items() if probe is eyes.work] == steps
 
 

@@ -15,6 +15,7 @@ from fastloop.bridge.watch.measurement import ACTIONS
 from fastloop.bridge.watch.phases import BODY, find_phase
 from fastloop.bridge.watch.profiler_proxy import WatchingProfiler
 from fastloop.bridge.watch.window import Watch
+from fastloop.evidence.clock.one_time import OneTime
 from tests.bridge.watch.made_up import CPU, Time, run, settings
 from tests.models import Regression, loader, trainer
 
@@ -56,7 +57,7 @@ class Look:
 
 
 def watching(*extras: Look, probes: dict[int, Look] | None = None, warmup: int = 2, **more: Any) -> Watch:
-    made = Watch(CPU, settings(warmup), extras=extras, probes=probes, **more)
+    made = Watch(CPU, settings(warmup), extras=extras, probes=probes, **{"one_time": OneTime(), **more})
     for look in (*extras, *(probes or {}).values()):
         look.watch = made
     return made
@@ -221,7 +222,7 @@ class Later:
 def test_later_looks_come_between_steps_once_the_window_is_over(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LONGEST_S", 0.5)
     watch = watching()
-    watch.later = later = Later()
+    watch.drift_checks = later = Later()
     run(watch, time, 20, batches=2)
     watch.close()
     window = watch.window
@@ -233,7 +234,7 @@ def test_another_clock_is_told_of_the_batches_too(time: Time) -> None:
     watch = watching()
     run(watch, time, 5)
     watch.close()
-    other = type(watch.clock)(CPU, warmup_steps=0)
+    other = type(watch.clock)(CPU, warmup_steps=0, one_time=OneTime())
     watch.marks.clock = other
     run(watch, time, 6)
     window = other.close()
@@ -268,13 +269,13 @@ def test_giving_up_leaves_nothing_running(time: Time, stage: str) -> None:
 
 
 def test_memory_stays_bounded() -> None:
-    watch, loss, batch = Watch(CPU, settings(0)), torch.zeros(()), [torch.zeros(4)]
+    watch, loss, batch = Watch(CPU, settings(0), one_time=OneTime()), torch.zeros(()), [torch.zeros(4)]
     names = list(ACTIONS)
 
     def steps(count: int) -> None:
         for _ in range(count):
-            watch.ask()
-            watch.got()
+            watch.note_batch_requested()
+            watch.note_batch_received()
             with watch.marks.profile(BODY):
                 for name in names[-4:]:
                     with watch.marks.profile(name):
@@ -337,4 +338,7 @@ def test_it_issues_no_collective(monkeypatch: pytest.MonkeyPatch, time: Time) ->
     run(watch, time, 20)
     watch.close()
     assert watch.window is not None
-    assert isinstance(WatchingProfiler(PassThroughProfiler(), watch.ask, watch.got), PassThroughProfiler)
+    assert isinstance(
+        WatchingProfiler(PassThroughProfiler(), watch.note_batch_requested, watch.note_batch_received),
+        PassThroughProfiler,
+    )

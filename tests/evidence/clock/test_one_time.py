@@ -76,11 +76,11 @@ def run(monkeypatch: pytest.MonkeyPatch, where: torch.device, place: str, *, tel
 
     for step in range(60):
         now = place if step == 30 else ""
-        clock.ask()
+        clock.note_batch_requested()
         machine.host += 10
         if now == "data_wait":
             cost()
-        clock.got()
+        clock.note_batch_received()
         clock.body()
         clock.enter("forward")
         if now == "forward":
@@ -139,8 +139,8 @@ def test_time_off_the_processor_in_a_cost_is_not_the_users(monkeypatch: pytest.M
     machine, ledger = Machine(monkeypatch), OneTime()
     clock = Clock(CPU, warmup_steps=1, one_time=ledger)
     for step in range(30):
-        clock.ask()
-        clock.got()
+        clock.note_batch_requested()
+        clock.note_batch_received()
         clock.body()
         clock.enter("forward")
         if step == 5:  # in detail

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_account import Account, Window
 from fastloop.evidence.clock.step_clock import Clock
 from tests.evidence.clock.test_step_clock import Machine
@@ -31,9 +32,9 @@ def step(
 ) -> None:
     """One step: `work` is the device's in forward, backward and optimizer, each launched in `launch` ms."""
     for batch in range(batches):
-        clock.ask()
+        clock.note_batch_requested()
         machine.host += loader
-        clock.got()
+        clock.note_batch_received()
         for phase, device_ms in (("h2d", h2d), ("", 0.0)):
             if phase and device_ms:
                 clock.enter(phase)
@@ -62,7 +63,7 @@ def parts(
     monkeypatch: pytest.MonkeyPatch, where: torch.device, steps: int = 80, extra: Step | None = None, **times: Any
 ) -> tuple[dict[str, float], Window]:
     """Milliseconds per step by part, with what the parts leave over as `rest`."""
-    machine, clock = Machine(monkeypatch, most_ahead=200), Clock(where, warmup_steps=2)
+    machine, clock = Machine(monkeypatch, most_ahead=200), Clock(where, warmup_steps=2, one_time=OneTime())
     for number in range(steps):
         step(machine, clock, **times)
         if extra is not None and number % 10 == 9:
@@ -174,7 +175,7 @@ def test_what_comes_now_and_then_is_spread_over_the_steps(
 
 @pytest.mark.parametrize("where", [CPU, CUDA])
 def test_a_pause_in_a_step_without_marks_is_in_no_part(monkeypatch: pytest.MonkeyPatch, where: torch.device) -> None:
-    machine, clock, paused = Machine(monkeypatch), Clock(where, warmup_steps=2), 0
+    machine, clock, paused = Machine(monkeypatch), Clock(where, warmup_steps=2, one_time=OneTime()), 0
     for number in range(120):
         pause = number > 40 and not clock.detailed and not paused
         paused += pause
@@ -188,15 +189,15 @@ def test_a_pause_in_a_step_without_marks_is_in_no_part(monkeypatch: pytest.Monke
 
 
 def test_the_first_batch_of_an_epoch_belongs_to_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0, one_time=OneTime())
     for _ in range(5):
         for _ in range(4):
             step(machine, clock, loader=1)
         clock.rest("epoch_gap")
         machine.host += 10
-        clock.ask()
+        clock.note_batch_requested()
         machine.host += 40  # workers start
-        clock.got()
+        clock.note_batch_received()
         machine.launch(3, 0)
         clock.issued()
         clock.batch_done(8, step_ends=True)
@@ -208,13 +209,13 @@ def test_the_first_batch_of_an_epoch_belongs_to_the_gap(monkeypatch: pytest.Monk
 
 def test_a_step_that_fetches_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """``training_step(dataloader_iter)``: the loader is called inside the forward."""
-    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0, one_time=OneTime())
     for _ in range(40):
         clock.body()
         clock.enter("forward")
-        clock.ask()
+        clock.note_batch_requested()
         machine.host += 12
-        clock.got()
+        clock.note_batch_received()
         machine.host += 5
         clock.leave()
         clock.issued()
@@ -225,7 +226,7 @@ def test_a_step_that_fetches_for_itself(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_event_a_batch_and_the_phases_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, clock = Machine(monkeypatch, most_ahead=80), Clock(CUDA, warmup_steps=0)
+    machine, clock = Machine(monkeypatch, most_ahead=80), Clock(CUDA, warmup_steps=0, one_time=OneTime())
     recorded, kinds = [0], []
     record = type(clock)._record_event
 
@@ -261,7 +262,7 @@ def test_two_clocks_that_do_not_agree(monkeypatch: pytest.MonkeyPatch, rate: flo
     event: Any = torch.cuda.Event
     elapsed = event.elapsed_time
     monkeypatch.setattr(event, "elapsed_time", lambda self, later: elapsed(self, later) * rate)
-    clock = Clock(CUDA, warmup_steps=2)
+    clock = Clock(CUDA, warmup_steps=2, one_time=OneTime())
     for _ in range(3000):
         step(machine, clock, loader=60)
     window = clock.close()
@@ -287,11 +288,11 @@ def test_hooks_without_marks_are_told_from_the_loop_by_the_hosts_time(
     monkeypatch: pytest.MonkeyPatch, where: torch.device
 ) -> None:
     """Every fifth step a hook takes 40 ms; steps in detail come at random, so some of these are and some are not."""
-    machine, clock = Machine(monkeypatch), Clock(where, warmup_steps=0)
+    machine, clock = Machine(monkeypatch), Clock(where, warmup_steps=0, one_time=OneTime())
     for number in range(1001):
-        clock.ask()
+        clock.note_batch_requested()
         machine.host += 2
-        clock.got()
+        clock.note_batch_received()
         machine.launch(5, 0)
         clock.issued()
         hook_ms = 40 if number % 5 == 0 else 0

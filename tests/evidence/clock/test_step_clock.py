@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fastloop.evidence.clock import step_clock as module
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import KEPT_STEPS, LOT, Clock, Window
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -66,16 +67,16 @@ def drive(
 ) -> None:
     for _ in range(steps):
         for batch in range(batches):
-            clock.ask()
+            clock.note_batch_requested()
             machine.host += loader
-            clock.got()
+            clock.note_batch_received()
             machine.launch(launch, device)
             clock.issued()
             clock.batch_done(samples, step_ends=batch == batches - 1)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, where: torch.device, steps: int = 60, **times: Any) -> Window:
-    machine, clock = Machine(monkeypatch), Clock(where, warmup_steps=5)
+    machine, clock = Machine(monkeypatch), Clock(where, warmup_steps=5, one_time=OneTime())
     drive(clock, machine, steps, **times)
     window = clock.close()
     assert window is not None
@@ -84,12 +85,12 @@ def measured(monkeypatch: pytest.MonkeyPatch, where: torch.device, steps: int = 
 
 def test_a_batch_that_is_fetched_ahead_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch of a loader without a length begins with two: the second comes when the loop has the first."""
-    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=2)
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=2, one_time=OneTime())
     for number in range(60):
         for _ in range(2 if number % 10 == 9 else 1):
-            clock.ask()
+            clock.note_batch_requested()
             machine.host += 20
-            clock.got()
+            clock.note_batch_received()
         clock.body()
         machine.launch(2, 0)
         clock.issued()
@@ -161,8 +162,8 @@ def test_the_lead(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any], lead: 
     assert window.lead_s is not None and 1e3 * window.lead_s == pytest.approx(lead, rel=0.05, abs=1e-3)
 
 
-def test_synchronisations_only_around_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, clock = Machine(monkeypatch), Clock(CUDA, warmup_steps=5)
+def test_synchronizations_only_around_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, clock = Machine(monkeypatch), Clock(CUDA, warmup_steps=5, one_time=OneTime())
     drive(clock, machine, 5, device=40)
     assert machine.synchronisations == 0 and machine.events == 0
     drive(clock, machine, 50, device=40)
@@ -186,7 +187,7 @@ def test_synchronisations_only_around_the_window(monkeypatch: pytest.MonkeyPatch
 def test_warm_up_and_queued_batches_pass_first(
     monkeypatch: pytest.MonkeyPatch, warmup: int, queued: int, batches: int, opens_after: int
 ) -> None:
-    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=warmup, queued_batches=queued)
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=warmup, queued_batches=queued, one_time=OneTime())
     while not clock.open and clock.total_steps < 100:
         steps = clock.total_steps
         drive(clock, machine, 1, loader=1, launch=1, batches=batches)
@@ -194,11 +195,11 @@ def test_warm_up_and_queued_batches_pass_first(
 
 
 def test_no_window_without_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=5)
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=5, one_time=OneTime())
     assert clock.close() is None
     drive(clock, machine, 5, loader=1, launch=1)
     assert not clock.open and clock.close() is None
-    clock.ask()
+    clock.note_batch_requested()
     assert clock.open and clock.close() is None  # open, but nothing to say
     assert clock.close() is None
 
@@ -206,18 +207,18 @@ def test_no_window_without_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("where", [CPU, CUDA])
 def test_a_partial_last_step_counts_in_nothing(monkeypatch: pytest.MonkeyPatch, where: torch.device) -> None:
     def window(partial: bool) -> Window:
-        machine, clock = Machine(monkeypatch), Clock(where, warmup_steps=2)
+        machine, clock = Machine(monkeypatch), Clock(where, warmup_steps=2, one_time=OneTime())
         drive(clock, machine, 20, loader=30, launch=5, device=10, batches=2)
-        clock.ask()
+        clock.note_batch_requested()
         machine.host += 30
-        clock.got()
+        clock.note_batch_received()
         if partial:  # the rest of this step never comes, after a long wait for its second batch
             machine.launch(5, 10)
             clock.issued()
             clock.batch_done(8, step_ends=False)
-            clock.ask()
+            clock.note_batch_requested()
             machine.host += 5000
-            clock.got()
+            clock.note_batch_received()
         found = clock.close()
         assert found is not None
         return found
@@ -228,7 +229,7 @@ def test_a_partial_last_step_counts_in_nothing(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_pause_is_in_the_wall_time_but_no_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0, one_time=OneTime())
     drive(clock, machine, 10, loader=1, launch=9)
     machine.host += 500  # validation
     drive(clock, machine, 11, loader=1, launch=9)
@@ -240,7 +241,7 @@ def test_a_pause_is_in_the_wall_time_but_no_wait_for_data(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("where", [CPU, CUDA])
 def test_memory_stays_bounded_over_many_steps(monkeypatch: pytest.MonkeyPatch, where: torch.device) -> None:
-    machine, clock = Machine(monkeypatch, most_ahead=80), Clock(where, warmup_steps=0)
+    machine, clock = Machine(monkeypatch, most_ahead=80), Clock(where, warmup_steps=0, one_time=OneTime())
     drive(clock, machine, 100_000, loader=1, launch=1, device=0 if where is CPU else 4)
     assert len(clock._marks) < 200 and len(clock._spare) < 100 and machine.events < 200
     window = clock.close()
@@ -250,7 +251,7 @@ def test_memory_stays_bounded_over_many_steps(monkeypatch: pytest.MonkeyPatch, w
 
 
 def test_the_kept_steps_are_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0, one_time=OneTime())
     drive(clock, machine, KEPT_STEPS, launch=1)
     drive(clock, machine, KEPT_STEPS + 1, launch=2)
     window = clock.close()
@@ -259,11 +260,11 @@ def test_the_kept_steps_are_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loader_that_ends_or_fails_leaves_the_clock_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, clock = Machine(monkeypatch), Clock(CUDA, warmup_steps=0)
+    machine, clock = Machine(monkeypatch), Clock(CUDA, warmup_steps=0, one_time=OneTime())
     drive(clock, machine, 10, loader=60, device=40)
-    clock.ask()
+    clock.note_batch_requested()
     machine.host += 3  # StopIteration: no batch came of it, and the next epoch's first call follows
-    clock.got()
+    clock.note_batch_received()
     drive(clock, machine, 10, loader=60, device=40)
     window = clock.close()
     assert window is not None
@@ -294,10 +295,10 @@ def collecting(
         machine.host += hooks
         clock.hooks_s += hooks / 1e3
         passes("hooks")
-        clock.ask()
+        clock.note_batch_requested()
         passes("wait")
         machine.host += 10
-        clock.got()
+        clock.note_batch_received()
         passes("between")
         clock.enter("forward")
         passes("forward")
@@ -312,7 +313,7 @@ def collecting(
 def test_a_pass_of_the_garbage_collector_is_the_loops_wherever_it_comes(
     where: str, hooks: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0, one_time=OneTime())
     collecting(clock, machine, where, hooks=hooks)
     window = clock.close()
     assert window is not None and window.steps == 39 and window.detailed_steps < 30
@@ -325,7 +326,7 @@ def test_a_pass_of_the_garbage_collector_is_the_loops_wherever_it_comes(
 
 
 def test_without_a_pass_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0, one_time=OneTime())
     collecting(clock, machine, "nowhere")
     window = clock.close()
     assert window is not None and window.garbage_s == 0.0 and window.parts_s["host_other"] == pytest.approx(0, abs=1e-9)
@@ -337,7 +338,7 @@ def test_a_device_with_work_left_loses_less(
     where: str, device: float, lost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """25 ms of work are left when the pass comes to the wait, none when it comes to the forward."""
-    machine, clock = Machine(monkeypatch), Clock(CUDA, warmup_steps=0)
+    machine, clock = Machine(monkeypatch), Clock(CUDA, warmup_steps=0, one_time=OneTime())
     collecting(clock, machine, where, device=device)
     window = clock.close()
     assert window is not None
@@ -348,7 +349,7 @@ def test_a_device_with_work_left_loses_less(
 
 
 def test_validation_keeps_its_own_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0, one_time=OneTime())
     collecting(clock, machine, "nowhere")
     clock.rest("validation")
     machine.host += 390
@@ -364,7 +365,11 @@ def test_validation_keeps_its_own_passes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_marks_are_settled_in_lots_and_whenever_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, clock, watched = Machine(monkeypatch), Clock(CPU, warmup_steps=0), Clock(CPU, warmup_steps=0)
+    machine, clock, watched = (
+        Machine(monkeypatch),
+        Clock(CPU, warmup_steps=0, one_time=OneTime()),
+        Clock(CPU, warmup_steps=0, one_time=OneTime()),
+    )
     held = []
     for step in range(200):
         for each in (clock, watched):
@@ -378,7 +383,7 @@ def test_marks_are_settled_in_lots_and_whenever_somebody_looks(monkeypatch: pyte
 
 
 def test_the_processor_is_asked_where_a_phase_of_the_work_begins_or_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0)
+    machine, clock = Machine(monkeypatch), Clock(CPU, warmup_steps=0, one_time=OneTime())
     off_s, asked = 0.0, 0
 
     def reading() -> float:
@@ -388,9 +393,9 @@ def test_the_processor_is_asked_where_a_phase_of_the_work_begins_or_ends(monkeyp
 
     monkeypatch.setattr(module, "read_off_cpu_s", reading)
     for _ in range(7):  # all in detail
-        clock.ask()
+        clock.note_batch_requested()
         off_s += 0.5  # waiting for data
-        clock.got()
+        clock.note_batch_received()
         for phase in ("optimizer", "forward"):
             clock.enter(phase)
             machine.launch(5, 0)

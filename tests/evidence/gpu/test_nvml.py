@@ -107,12 +107,12 @@ def test_others_are_told_from_this_run(nvml: FakeNvml, monkeypatch: pytest.Monke
     on_gpu(monkeypatch, True)
     nvml.processes = [(os.getpid(), 5 * GIB), (OTHER, 7 * GIB), (OTHER + 1, 1 * GIB)]
     with closing(Gpu.open(UUID)) as gpu:
-        found = gpu.neighbours()
+        found = gpu.find_neighbors()
     assert (found.processes, found.pids, found.held_bytes) == (2, (OTHER, OTHER + 1), 8 * GIB)
     assert (found.memory_free_bytes, found.memory_total_bytes) == (30 * GIB, 80 * GIB)
     nvml.processes = [(os.getpid(), 5 * GIB)]
     with closing(Gpu.open(UUID)) as gpu:
-        alone = gpu.neighbours()
+        alone = gpu.find_neighbors()
     assert (alone.processes, alone.pids, alone.held_bytes) == (0, (), 0)
     assert nvml.users == 0
 

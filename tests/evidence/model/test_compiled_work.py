@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from fastloop.bridge.apply.state.untouched import untouched
+from fastloop.bridge.apply.state.untouched import preserve_state
 from fastloop.evidence.model.compiled_work import CompiledWork, find_compiled
 from fastloop.evidence.model.flops import FlopCount
 from tests.bridge.watch.made_up import forget_compiles
@@ -102,7 +102,7 @@ def learn(module: nn.Module, x: Any) -> None:
 
 
 def note(root: nn.Module, x: Any, net: Any = None) -> CompiledWork:
-    work = CompiledWork(root, untouched)
+    work = CompiledWork(root, preserve_state)
     work.open()
     learn(net or root.get_submodule("net"), x)
     work.close()
@@ -196,7 +196,7 @@ def test_what_needs_data_says_so_and_the_step_goes_on() -> None:
 def test_several_calls_and_those_without_a_gradient() -> None:
     layer, x = nn.Linear(4, 8), torch.randn(2, 4)
     root = hold(nn.Sequential(layer), "wrapper")
-    net, work = root.get_submodule("net"), CompiledWork(root, untouched)
+    net, work = root.get_submodule("net"), CompiledWork(root, preserve_state)
     work.open()
     learn(net, x)
     with torch.no_grad():
@@ -245,7 +245,7 @@ def test_what_cannot_be_noted_does_not_stop_the_step(monkeypatch: pytest.MonkeyP
 
 def test_copies_made_while_calls_are_noted_hold_none_of_ours() -> None:
     root = hold(nn.Linear(4, 4), "call")
-    work = CompiledWork(root, untouched)
+    work = CompiledWork(root, preserve_state)
     with contextlib.ExitStack() as stack:
         work.open()
         stack.callback(work.close)
@@ -261,7 +261,7 @@ def test_a_language_model_of_hugging_face() -> None:
     with FlopCount() as eager:
         copy.deepcopy(module)(**batch).loss.backward()
     root = hold(module, "call")
-    work = CompiledWork(root, untouched)
+    work = CompiledWork(root, preserve_state)
     work.open()
     root.get_submodule("net")(**batch).loss.backward()
     work.close()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.evidence.model.own_counters import list_counters
+from fastloop.evidence.model.own_counters import list_step_counters
 
 
 class Base(torch.nn.Module):
@@ -89,4 +89,4 @@ class Elsewhere(Base):
     ],
 )
 def test_counters(kind: type[Base], found: tuple[str, ...]) -> None:
-    assert list_counters(kind()) == found
+    assert list_step_counters(kind()) == found

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 from torchvision.datasets import FakeData
 
-from fastloop.evidence.samples.before_epoch import find_what_epochs_renew
+from fastloop.evidence.samples.before_epoch import explain_not_ahead
 
 LEVEL = multiprocessing.RawValue("i", 0)
 
@@ -92,12 +92,12 @@ SHARED: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_what_processes_share(kind: str) -> None:
-    why = find_what_epochs_renew(Subset(Plain(level=SHARED[kind]()), [0]), [Looks()])
+    why = explain_not_ahead(Subset(Plain(level=SHARED[kind]()), [0]), [Looks()])
     assert why == "dataset.dataset.level is in shared memory and may change before the next epoch"
 
 
 def test_globals_that_processes_share() -> None:
-    why = find_what_epochs_renew(ByGlobal(), [])
+    why = explain_not_ahead(ByGlobal(), [])
     assert why == "LEVEL is in shared memory and may change before the next epoch"
 
 
@@ -113,20 +113,20 @@ def test_globals_that_processes_share() -> None:
     ],
 )
 def test_files_that_training_may_write(data: Any, reader: str | None, callback: L.Callback) -> None:
-    why = find_what_epochs_renew(data, [callback, L.LightningModule()])
+    why = explain_not_ahead(data, [callback, L.LightningModule()])
     writes = f"{reader} reads files, and Writes.on_train_epoch_end may write some between epochs"
     assert why == (writes if reader is not None and isinstance(callback, Writes) else None)
 
 
 @pytest.mark.parametrize("callback", [Replaces(), Copies(), Maps()])
 def test_other_ways_to_write(callback: L.Callback) -> None:
-    assert find_what_epochs_renew(ReadsFiles(), [callback]) is not None
+    assert explain_not_ahead(ReadsFiles(), [callback]) is not None
 
 
 @pytest.mark.parametrize("callback", [Looks(), Maps()])
 def test_an_array_in_a_file(callback: L.Callback, tmp_path: Path) -> None:
     held = np.memmap(tmp_path / "a", mode="w+", shape=(3,))
-    why = find_what_epochs_renew(Plain(rows=held), [callback])
+    why = explain_not_ahead(Plain(rows=held), [callback])
     writes = "dataset.rows reads files, and Maps._mine may write some between epochs"
     assert why == (writes if isinstance(callback, Maps) else None)
 
@@ -137,7 +137,7 @@ def test_what_a_function_for_workers_puts_in() -> None:
     def init(worker_id: int) -> None:
         torch.utils.data.get_worker_info().dataset.level = level  # type: ignore[union-attr]
 
-    assert find_what_epochs_renew(Plain(), [], worker_init=init) is not None
+    assert explain_not_ahead(Plain(), [], worker_init=init) is not None
 
 
 class AsksForItsWorker(Plain):
@@ -146,9 +146,9 @@ class AsksForItsWorker(Plain):
 
 
 def test_samples_that_ask_for_their_worker() -> None:
-    why = find_what_epochs_renew(AsksForItsWorker(), [])
+    why = explain_not_ahead(AsksForItsWorker(), [])
     assert why == "AsksForItsWorker.__getitem__ reads its worker's id, and a prefetched batch may go to another worker"
 
 
 def test_a_collate_function_reads_too() -> None:
-    assert find_what_epochs_renew(Plain(), [Writes()], collate=_read_file) is not None
+    assert explain_not_ahead(Plain(), [Writes()], collate=_read_file) is not None

@@ -141,7 +141,7 @@ def test_what_does_not_wait_is_not_named(run: Callable[[], Any]) -> None:
     assert hunted(run) == ()
 
 
-def test_a_training_step_without_synchronisations_names_none() -> None:
+def test_a_training_step_without_synchronizations_names_none() -> None:
     network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(network.parameters())
 
@@ -213,7 +213,7 @@ def test_arguments_of_backward_arrive() -> None:
 # -- nothing stays ----------------------------------------------------------------------------------------------------
 
 
-def test_explicit_synchronisations_are_seen_and_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_synchronizations_are_seen_and_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append(1))
     owners = syncs._list_explicit()

@@ -13,6 +13,7 @@ from fastloop.experiments.ab import passports, results
 from fastloop.experiments.ab.experiment import Experiment, Settings, Side
 from fastloop.experiments.ab.sides import list_sides
 from fastloop.records.store import to_json
+from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import ab_report
 from tests.experiments.made_arms import MadeArm
 
@@ -159,7 +160,9 @@ def test_settings_of_torch_that_differ_between_arms_are_flagged(tmp_path: Path) 
     )
     result = results.summarize(made, "x", partial=False)
     assert any(flag in line for line in ab_report.write_lines(result))
-    assert all("float32_matmul_precision" in report for report in ab_report.write_reports(result).values())
+    assert all(
+        "float32_matmul_precision" in report for report in draw_reports(ab_report.make_document(result)).values()
+    )
 
 
 def test_variables_of_a_resumed_experiment_are_flagged_with_their_runs(tmp_path: Path) -> None:  # P6

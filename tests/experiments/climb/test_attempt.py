@@ -125,7 +125,7 @@ def test_rungs_that_an_engine_leaves_without_effect_go() -> None:
     candidate = Candidate(rung="dali", key="dali", patches=(make_patch("dali"),), way=Variant(changes="engine"))
     row = tried(runner, candidate)
     assert row.kept and row.idle == {"workers": "it loads itself"}
-    assert row.patch["rungs"] == {"dali": {"enabled": True}, "workers": {"enabled": False}} and not row.takes_away
+    assert row.patch["rungs"] == {"dali": {"enabled": True}, "workers": {"enabled": False}} and not row.is_removal
 
 
 class _Idle(SimulatedRunner):

@@ -23,9 +23,9 @@ def test_nothing_begins_that_cannot_end() -> None:
     clock.now += 60
     with pytest.raises(Spent):
         budget.check("anything", 0)
-    assert budget.spent_s() == 60 and not budget.over()
+    assert budget.spent_s() == 60 and not budget.is_over()
     clock.now += GRACE_S + 1
-    assert budget.over() and budget.describe_left() == f"{GRACE_S + 1 + 0:.0f} s over the budget"
+    assert budget.is_over() and budget.describe_left() == f"{GRACE_S + 1 + 0:.0f} s over the budget"
 
 
 def test_a_reserve_is_for_what_comes_last() -> None:

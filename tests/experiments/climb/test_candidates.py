@@ -184,7 +184,7 @@ def test_pictures_on_the_device_take_the_place_of_what_loads_now() -> None:
     assert candidates.apply_patch(stack, patch) == {"amp": {"enabled": True}, "cache": patch["rungs"]["cache"]}
 
     stored = dataclasses.replace(row("cache-device", "kept", at=2), patch=patch)
-    assert not stored.takes_away, "it adds a rung"
+    assert not stored.is_removal, "it adds a rung"
     rows, on = [*kept, stored], candidates.read_stack([*kept, stored])
     assert candidates.list_replaced(rows) == {"dali"}
     for _ in range(12):

@@ -35,7 +35,7 @@ class Ends:
     def run(self, *_: Any, **__: Any) -> Result:
         return Result(ok=False, ended_at=20)
 
-    def left_s(self) -> float:
+    def left_with_grace_s(self) -> float:
         return 5.0
 
 
@@ -46,7 +46,7 @@ def test_the_first_is_raised() -> None:
         runner.run("a", {}, Ask(steps=24), what="", need_s=0.0)
     known.append(caught.value.steps)
     assert known == [20] and runner.run("a", {}, Ask(steps=24), what="", need_s=0.0).ended_at == 20
-    assert runner.left_s() == 5.0
+    assert runner.left_with_grace_s() == 5.0
 
 
 def test_its_files_are_not_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def test_a_ladder_is_found_where_no_rung_of_it_pays_alone() -> None:
     assert {"amp", "layout", "compile"} <= set(climb.stack)
     best = min(TOGETHER.step_ms(stack, "as_it_is") for stack in (*stacks(), *list_shipped().values()))
     assert TOGETHER.step_ms(climb.stack, "as_it_is") <= 1.01 * best
-    assert {rung for row in climb.rows if row.takes_away and row.kept for rung in [row.rung]} >= {"workers", "fused"}
+    assert {rung for row in climb.rows if row.is_removal and row.kept for rung in [row.rung]} >= {"workers", "fused"}
     assert not {"workers", "fused", "cache"} & set(climb.stack), "what it came with, and does nothing, is gone"
 
 
@@ -166,10 +166,10 @@ def test_a_small_budget_ends_with_the_proof(monkeypatch: pytest.MonkeyPatch) -> 
     of a ViT's were spent on the other ladders, when the first had been three times as fast. 295 s of a BERT's were
     spent on a compile, and had no time left to prove what it brought."""
     assert list_proven() == (list(range(280, 460, 10)), [410])
-    monkeypatch.setattr(Climb, "_put_off", lambda _, ladders: ladders)
+    monkeypatch.setattr(Climb, "_defer_slow_compiles", lambda _, ladders: ladders)
     monkeypatch.setattr(Climb, "_leave_out_unprovable", lambda _, rates: rates)
     assert list_proven() == (list(range(360, 460, 10)), [360, 370]), "the control compiles first"
-    monkeypatch.setattr(Climb, "_keep_time_for", lambda *_: False)
+    monkeypatch.setattr(Climb, "_reserve_proof_time", lambda *_: False)
     assert list_proven() == (list(range(390, 460, 10)), [390, 400, 410]), "the control keeps no time for a fast ladder"
     monkeypatch.setattr(Climb, "context", Measured.context)
     assert list_proven() == (list(range(420, 460, 10)), []), "the control compares them before"
@@ -317,7 +317,7 @@ def test_what_pays_together_is_found_once_something_else_is_no_limit_any_more() 
     runner = SimulatedRunner(machine)
     climb = make_climb(runner, ladders=list_shipped())
     climb.climb()
-    kept = [row.name for row in climb.rows if row.kept and not row.takes_away]
+    kept = [row.name for row in climb.rows if row.kept and not row.is_removal]
     assert kept[:2] == ["ladder-safe", "workers-count"] and kept[-1] == "ladder-full"
     assert {"workers", "amp", "layout", "compile"} == set(climb.stack)
     assert machine.step_ms(climb.stack, "as_it_is") < min(
@@ -378,7 +378,7 @@ def test_a_ladder_that_can_be_proved_in_time_comes_before_a_faster_one_that_cann
 
     def climb(budget_s: float) -> tuple[Confirmation | None, list[str]]:
         made = make_climb(SimulatedRunner(COMPUTED).with_budget(budget_s), ladders=list_shipped())
-        monkeypatch.setattr(made, "_put_off", lambda ladders: ladders)  # `full` is run first
+        monkeypatch.setattr(made, "_defer_slow_compiles", lambda ladders: ladders)  # `full` is run first
         with contextlib.suppress(Spent):
             made.climb()
         with contextlib.suppress(Spent):
@@ -739,7 +739,7 @@ def test_no_time_is_kept_for_a_ladder_that_is_out() -> None:
 
 
 def test_time_is_kept_for_a_ladder_that_an_earlier_call_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Climb, "_put_off", lambda _, ladders: ladders)
+    monkeypatch.setattr(Climb, "_defer_slow_compiles", lambda _, ladders: ladders)
     budget_s, done = 400, dict[str, Result]()
     first = SimulatedRunner(COMPUTED, done=done, before=stop_at("00-ladder-full/screen-1-base")).with_budget(budget_s)
     climb = make_climb(first, ladders=list_shipped())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fastloop.experiments.tune.choice import (
+    are_last_two_slower,
     choose,
     choose_next_value,
     explain,
-    is_hopeless,
     list_values,
     pick_promising,
     pick_worth_measuring,
@@ -72,7 +72,7 @@ def test_values_to_try(what: str, known: dict[str, int], values: tuple[int, ...]
     ],
 )
 def test_two_worse_values_in_a_row_end_a_search(tries: list[float | None], ends: bool) -> None:
-    assert is_hopeless(tries) is ends
+    assert are_last_two_slower(tries) is ends
 
 
 def searched(truth: dict[int, float | None], loader_ms: dict[int, float], rest_ms: float) -> list[int]:

@@ -319,7 +319,7 @@ def test_a_writer_that_is_killed_holds_nobody_up(where: str, tmp_path: Path) -> 
 def hold_lock(store: MappedStore, held: Any) -> None:
     files = store._open()
     assert files is not None
-    with files._turn() as mine:
+    with files._hold_lock() as mine:
         assert mine
         held.set()
         time.sleep(1000)

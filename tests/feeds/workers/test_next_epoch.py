@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastloop.feeds.lazy_loader import LazyLoader, clone
+from fastloop.feeds.lazy_loader import LazyLoader, begin_unchanged, clone
 from fastloop.feeds.place.draws import Draws
 from fastloop.feeds.place.kept_order import KeptOrder
 from fastloop.feeds.workers import more_workers, next_epoch
@@ -82,7 +82,7 @@ def make(inner: Any = None, left: int | None = None, draws: int | None = 0, **se
     """A stand-in for a loader of which a rung keeps the workers."""
     loader = DataLoader(Numbers(), **{"batch_size": 4, "num_workers": 2, **settings})
     ahead = NextEpoch(count_next=lambda: left, count_draws=lambda: draws, draws_seed=not loader.persistent_workers)
-    epochs = FreshWorkers(tell=lambda _: None, epochs=None if inner is None else inner.batches)
+    epochs = FreshWorkers(tell=lambda _: None, epochs=begin_unchanged if inner is None else inner.batches)
 
     def batches(loader: Any, begin: Any) -> Any:
         return epochs.batches(loader, partial(ahead.begin, loader, begin))

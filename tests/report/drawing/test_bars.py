@@ -79,7 +79,7 @@ def test_ticks_are_round(low: float, high: float, ticks: tuple[float, ...]) -> N
     assert choose_ticks(low, high) == pytest.approx(ticks)
 
 
-def test_black_or_white_on_a_colour() -> None:
+def test_black_or_white_on_a_color() -> None:
     assert choose_ink("#ffffff") == choose_ink("#e8a317") == "#000000"
     assert choose_ink("#000000") == choose_ink("#2f6fb5") == "#ffffff"
 

@@ -9,6 +9,7 @@ import pytest
 
 from fastloop.report.drawing.bars import Chart, Row
 from fastloop.report.drawing.curves import Curve
+from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import ab_report
 from tests.report.made_experiments import AB, judged, result_of, versus
 from tests.report.run.test_html import Page
@@ -30,7 +31,7 @@ def test_any_content_is_drawn_or_left_out(run: str) -> None:
     content = AB[run]()
     pictures = ab_report.make_document(result_of(content)).pictures
     assert len(pictures) == (0 if run in ("base-failed", "nulls", "nothing") else 2)
-    page = Page(ab_report.write_reports(result_of(content))["report.html"])
+    page = Page(draw_reports(ab_report.make_document(result_of(content)))["report.html"])
     assert page.tags.count("svg") == bool(pictures) and "nan" not in page.said.lower().replace("finance", "")
 
 
@@ -70,8 +71,8 @@ def test_intervals_share_a_scale_with_the_band() -> None:
 
 def test_symbols_are_those_of_the_runs() -> None:
     found = list(rows(AB["six"]()).values())
-    assert len({row.symbol for row in found}) == len({row.colour for row in found}) == len(found)
-    assert (found[0].symbol, found[0].colour) == ("\u25cf", "#8f9aa5")
+    assert len({row.symbol for row in found}) == len({row.color for row in found}) == len(found)
+    assert (found[0].symbol, found[0].color) == ("\u25cf", "#8f9aa5")
 
 
 def test_a_failed_parity_is_hatched_and_has_no_ratio() -> None:

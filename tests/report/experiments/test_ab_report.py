@@ -11,6 +11,7 @@ import pytest
 
 import fastloop.report
 from fastloop.report.drawing.document import strip_unprintable
+from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import ab_report
 from tests.report.made_experiments import AB, JAPANESE, LONG, judged, result_of
 from tests.report.made_experiments import versus as made
@@ -80,7 +81,10 @@ def test_a_reason_is_given_once() -> None:
 def test_the_headline(run: str, said: str) -> None:
     content = AB[run]()
     assert re.split(" {3}|$", ab_report.write_lines(result_of(content))[0])[0] == f"fastloop {said}"
-    assert f"<h1>{said[:1]}{said[1:].lower()}</h1>" in ab_report.write_reports(result_of(content))["report.html"]
+    assert (
+        f"<h1>{said[:1]}{said[1:].lower()}</h1>"
+        in draw_reports(ab_report.make_document(result_of(content)))["report.html"]
+    )
 
 
 @pytest.mark.parametrize("run", sorted(AB))
@@ -97,7 +101,7 @@ def test_at_most_fourteen_lines_and_every_failure_in_them(run: str) -> None:
 def test_no_ratio_is_claimed_where_none_is_shown(run: str) -> None:
     content = AB[run]()
     (header,) = re.findall(
-        r"<header.*?</header>", ab_report.write_reports(result_of(content))["report.html"], flags=re.S
+        r"<header.*?</header>", draw_reports(ab_report.make_document(result_of(content)))["report.html"], flags=re.S
     )
     assert not any(RATIO.search(line) for line in ab_report.write_lines(result_of(content))) and not RATIO.search(
         header
@@ -146,9 +150,9 @@ def test_arms_that_are_judged_together_say_so() -> None:
     def told(alpha: float, arms: int = 3) -> tuple[str, str]:
         names = [f"arm{number}" for number in range(arms)]
         content = made({"base": 1.0, **dict.fromkeys(names, 1.3)}, [judged(name, 1.3, alpha=alpha) for name in names])
-        return "\n".join(ab_report.write_lines(result_of(content))), ab_report.write_reports(result_of(content))[
-            "report.md"
-        ]
+        return "\n".join(ab_report.write_lines(result_of(content))), draw_reports(
+            ab_report.make_document(result_of(content))
+        )["report.md"]
 
     said = "with 3 arms, each interval is at 98.33 %, so that all hold together with 95 % confidence"
     lines, report = told(0.05 / 3)
@@ -162,8 +166,8 @@ def test_arms_that_are_judged_together_say_so() -> None:
 def test_both_reports_hold_every_cell(run: str) -> None:
     content = AB[run]()
     text, page = (
-        ab_report.write_reports(result_of(content))["report.md"],
-        Page(ab_report.write_reports(result_of(content))["report.html"]),
+        draw_reports(ab_report.make_document(result_of(content)))["report.md"],
+        Page(draw_reports(ab_report.make_document(result_of(content)))["report.html"]),
     )
     plain = " ".join(text.replace("\\", "").split())
     document = ab_report.make_document(result_of(content))
@@ -184,7 +188,7 @@ def test_both_reports_hold_every_cell(run: str) -> None:
 
 
 def test_the_page_is_offline_and_hostile_names_stay_text() -> None:
-    text = ab_report.write_reports(result_of(AB["six"]()))["report.html"]
+    text = draw_reports(ab_report.make_document(result_of(AB["six"]())))["report.html"]
     page = Page(text)
     assert not {"script", "link", "iframe", "img", "object"} & set(page.tags) and "<script>alert('x')" in page.said
     assert set(re.findall(r"\w{1,20}://[^\s\"'<]+", text)) <= {
@@ -196,18 +200,21 @@ def test_the_page_is_offline_and_hostile_names_stay_text() -> None:
 
 
 def test_failures_have_their_stderr_and_unknowns_are_na() -> None:
-    said = Page(ab_report.write_reports(result_of(AB["six"]()))["report.html"]).said
+    said = Page(draw_reports(ab_report.make_document(result_of(AB["six"]())))["report.html"]).said
     assert "Failed: broken" in said and "Traceback <script>" in said and "torch.OutOfMemoryError" in said
-    assert "n/a: no run finished." in Page(ab_report.write_reports(result_of(AB["base-failed"]()))["report.html"]).said
+    assert (
+        "n/a: no run finished."
+        in Page(draw_reports(ab_report.make_document(result_of(AB["base-failed"]())))["report.html"]).said
+    )
     row = next(row for row in ab_report._tabulate_arms(result_of(AB["six"]())).rows if row[0] == "broken")
     assert row == ("broken", "n/a", "n/a", "n/a", "n/a", "0", "none", "none", "out of memory")
 
 
 def test_how_it_was_done_is_said() -> None:
     content = AB["faster"]()
-    text = ab_report.write_reports(result_of(content))["report.md"]
+    text = draw_reports(ab_report.make_document(result_of(content)))["report.md"]
     assert "300 steps a run, 101 of them before the window." in text
-    text = ab_report.write_reports(result_of(content | {"ended_at": 282}))["report.md"]
+    text = draw_reports(ab_report.make_document(result_of(content | {"ended_at": 282})))["report.md"]
     assert "282 steps a run (300 requested), 101 of them before the window." in text.replace("\\", "")
     assert "four times out of five" in text and "rungs.amp.enabled" in text
 

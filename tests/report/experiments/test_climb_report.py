@@ -13,6 +13,7 @@ from fastloop.config import loading
 from fastloop.records.climb import ClimbFile
 from fastloop.records.store import decode
 from fastloop.report.drawing.document import strip_unprintable
+from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import climb_report
 from fastloop.report.run.tables import Table
 from tests.report.made_experiments import BROKEN, CLAIMLESS, CLIMBS, JAPANESE, climb, rung
@@ -46,7 +47,7 @@ def test_the_headline(run: str, said: str, tone: str) -> None:
     assert climb_report.describe_verdict(opened(content)) == said and climb_report.write_lines(opened(content))[
         0
     ].startswith(f"fastloop {said}")
-    assert f'<header class="{tone}">' in climb_report.write_reports(opened(content))["report.html"]
+    assert f'<header class="{tone}">' in draw_reports(climb_report.make_document(opened(content)))["report.html"]
 
 
 def test_fresh_runs_that_contradict_the_climbs_own_are_told() -> None:
@@ -66,7 +67,7 @@ def test_fresh_runs_that_contradict_the_climbs_own_are_told() -> None:
 def test_without_a_confirmation_there_is_no_ratio_at_all(run: str) -> None:
     content = CLIMBS[run]() | {"hardware": {}}
     ladder = climb_report.write_ladder_yaml(opened(content))
-    both = climb_report.write_reports(opened(content))
+    both = draw_reports(climb_report.make_document(opened(content)))
     text = "\n".join(climb_report.write_lines(opened(content))) + Page(both["report.html"]).said + both["report.md"]
     assert not RATIO.search(text) and not RATIO.search(ladder)
     assert RATIO.search(climb_report.write_ladder_yaml(opened(CLIMBS["climbed"]()))), "the pattern would find one"
@@ -103,7 +104,7 @@ def test_a_faster_rung_that_broke_the_training_is_not_nothing_to_gain() -> None:
     content = climb([lost, rung("pin", 743, -2, kept=False, parity=BROKEN)], 743.0, stopped="no rung is left")
     assert climb_report.describe_verdict(opened(content)) == "NOTHING KEPT: PARITY FAILED"
     assert climb_report.write_lines(opened(content))[1] == "WHY      Faster, but parity failed: amp"
-    assert '<header class="unknown">' in climb_report.write_reports(opened(content))["report.html"]
+    assert '<header class="unknown">' in draw_reports(climb_report.make_document(opened(content)))["report.html"]
     slower = climb([rung("pin", 743, -2, kept=False, parity=BROKEN)], 743.0)
     assert climb_report.describe_verdict(opened(slower)) == "NOTHING TO GAIN"
 
@@ -114,7 +115,7 @@ def test_without_an_answer_it_is_not_nothing_to_gain(ended: str) -> None:
     content = climb([open_ | {"ended": ended}, other | {"ended": "not_faster"}], 743.0)
     assert climb_report.describe_verdict(opened(content)) == "NOTHING KEPT, SOME INCONCLUSIVE"
     assert climb_report.write_lines(opened(content))[1] == "WHY      No answer on amp"
-    assert '<header class="unknown">' in climb_report.write_reports(opened(content))["report.html"]
+    assert '<header class="unknown">' in draw_reports(climb_report.make_document(opened(content)))["report.html"]
     answered = climb([open_ | {"ended": ended}, open_ | {"ended": "not_faster"}], 743.0)
     assert climb_report.describe_verdict(opened(answered)) == "NOTHING TO GAIN"
 
@@ -149,7 +150,7 @@ def test_the_lines_say_predicted_measured_and_why_not() -> None:
 @pytest.mark.parametrize("run", sorted(CLIMBS))
 def test_both_reports_hold_every_cell_and_the_ladder(run: str) -> None:
     content = CLIMBS[run]()
-    both = climb_report.write_reports(opened(content))
+    both = draw_reports(climb_report.make_document(opened(content)))
     text, page = both["report.md"], Page(both["report.html"])
     plain = " ".join(text.replace("\\", "").split())
     cells = [
@@ -185,7 +186,7 @@ def test_a_ceiling_that_no_trial_has_measured_says_so() -> None:
         line.endswith("resident batch 2,720 (as replayed: copies take 1 ms) samples/s")
         for line in climb_report.write_lines(opened(content))
     )
-    text = climb_report.write_reports(opened(content))
+    text = draw_reports(climb_report.make_document(opened(content)))
     assert all("copies take 2 ms" in text[name] for name in ("report.md", "report.html"))
 
 
@@ -251,7 +252,7 @@ def test_a_ladder_of_several_rungs_is_told_once() -> None:
     text = climb_report.write_ladder_yaml(content)
     assert text.count("saved 200 ms") == 1 and "# ladder-bf16, as above\n  fused:" in text
     assert "IDLE     cache: no effect here, see report.md" in climb_report.write_lines(content)
-    assert "* cache: no epoch ended" in climb_report.write_reports(content)["report.md"]
+    assert "* cache: no epoch ended" in draw_reports(climb_report.make_document(content))["report.md"]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_changes_training_does_not_hide_a_failed_gate() -> None:
     [(0.0, "0"), (0.25, "0.25"), (3.1e-3, "3.1e-3"), (1e-5, "1e-5"), (1.234e6, "1.2e6"), (-0.04, "-0.04")],
 )
 def test_deviations_of_any_size_are_short(value: float, said: str) -> None:
-    assert verdict_words.format_share(value) == said
+    assert verdict_words.format_compact(value) == said
 
 
 def test_what_was_not_measured_is_na() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from fastloop.records.store import decode
 from fastloop.records.tuning import TuningFile
+from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import tune_report
 from tests.report.made_experiments import TUNES, tune
 from tests.report.run.test_html import Page
@@ -24,7 +25,7 @@ def opened(content: dict[str, Any]) -> TuningFile:
 @pytest.mark.parametrize("run", sorted(TUNES))
 def test_any_content_makes_a_whole_report(run: str) -> None:
     content = TUNES[run]()
-    both = tune_report.write_reports(opened(content))
+    both = draw_reports(tune_report.make_document(opened(content)))
     page, text = Page(both["report.html"]), both["report.md"]
     assert page.wrong == [] and page.open == [] and "script" not in page.tags
     assert not re.search(r"\b(nan|inf)\b", page.said)
@@ -63,9 +64,9 @@ def test_the_headline(content: dict[str, Any], said: str) -> None:
 
 
 def test_the_patch_is_yaml_to_copy() -> None:
-    page = tune_report.write_reports(opened(TUNES["workers"]()))["report.html"]
+    page = draw_reports(tune_report.make_document(opened(TUNES["workers"]())))["report.html"]
     assert re.search(r'<pre class="copy"[^>]*>rungs:\n  workers:\n    enabled: true\n    count: 8</pre>', page)
-    assert "YAML patch" not in tune_report.write_reports(opened(TUNES["all-failed"]()))["report.html"]
+    assert "YAML patch" not in draw_reports(tune_report.make_document(opened(TUNES["all-failed"]())))["report.html"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_the_best_is_marked_and_failures_have_their_causes() -> None:
     best, failed = rows["256 (best)"], rows["512"]
     assert (best.value, best.weight, best.bars[0].end) == ("95 ms", "strong", 95.0)
     assert (failed.value, failed.note, failed.bars) == ("failed", "out of memory, rank 0", ())
-    assert len({row.bars[0].colour for row in chart.rows if row.bars}) == 2
+    assert len({row.bars[0].color for row in chart.rows if row.bars}) == 2
     assert not any(row.bars for row in tune_report.chart(opened(TUNES["all-failed"]()))[0].rows)
 
 
@@ -96,5 +97,5 @@ def test_a_search_that_was_stopped_has_no_verdict() -> None:
 
 def test_no_speed_up_is_claimed() -> None:
     for run in TUNES.values():
-        page = Page(tune_report.write_reports(opened(run() | {"hardware": {}}))["report.html"])
+        page = Page(draw_reports(tune_report.make_document(opened(run() | {"hardware": {}})))["report.html"])
         assert not re.search(r"\d(\.\d+)?x\b|speed-up of|faster", page.said)

@@ -42,29 +42,29 @@ def test_what_is_too_wide_and_what_overlaps_would_be_seen(chromium: Browser) -> 
 
 
 def pixels(path: Path, width: int) -> tuple[set[tuple[int, int, int]], float]:
-    """The colours of a picture and the brightness of the one that most of it has, 0 to 255."""
+    """The colors of a picture and the brightness of the one that most of it has, 0 to 255."""
     picture = Image.open(path).convert("RGB")
     assert picture.width >= width
-    colours = picture.crop((0, 0, width, picture.height)).getcolors(1 << 24)
-    most = max(colours)[1]
-    return {colour for _, colour in colours}, sum(most) / 3
+    colors = picture.crop((0, 0, width, picture.height)).getcolors(1 << 24)
+    most = max(colors)[1]
+    return {color for _, color in colors}, sum(most) / 3
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_it_is_a_picture_in_the_reader_s_colours(chromium: Browser, width: int, dark: bool) -> None:
+def test_it_is_a_picture_in_the_reader_s_colors(chromium: Browser, width: int, dark: bool) -> None:
     page = made("gpt2")
     (seen,) = chromium.look(page, width, dark=dark)
     assert seen.dark is dark and seen.height > 1500
-    colours, ground = pixels(chromium.picture(page, width, 1500, dark=dark), width)
-    assert len(colours) > 200, "blank"
+    colors, ground = pixels(chromium.picture(page, width, 1500, dark=dark), width)
+    assert len(colors) > 200, "blank"
     assert ground < 60 if dark else ground > 200
-    assert any(max(colour) - min(colour) > 100 for colour in colours), "no colour at all: the pictures are missing"
+    assert any(max(color) - min(color) > 100 for color in colors), "no color at all: the pictures are missing"
 
 
 def test_a_blank_page_would_be_seen(chromium: Browser) -> None:
-    colours, ground = pixels(chromium.picture("<body style='background:#fff'></body>", 375, 300, dark=False), 375)
-    assert len(colours) == 1 and ground == 255
+    colors, ground = pixels(chromium.picture("<body style='background:#fff'></body>", 375, 300, dark=False), 375)
+    assert len(colors) == 1 and ground == 255
 
 
 def test_a_browser_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_unknown_parts_are_na_and_never_0() -> None:
     [(1.0, 4.0, "25.0"), (None, 4.0, "n/a"), (1.0, None, "n/a"), (1.0, 0.0, "n/a"), (1.0, float("nan"), "n/a")],
 )
 def test_shares(part: float | None, whole: float | None, text: str) -> None:
-    assert tables.format_share(part, whole) == text
+    assert tables.format_percent(part, whole) == text
 
 
 def test_steps_that_nobody_watched_are_not_counted() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
+from fastloop.bridge.apply.loop.known_loops import HOOKS_PER_BATCH
 
 
 class HookCalls:
@@ -39,18 +39,18 @@ class HookCalls:
             )
         )
         self._module, self._attributes = module, vars(module)
-        self._empty = {getattr(kind, name) for kind in (base, callback) for name in BATCH_HOOKS}
+        self._empty = {getattr(kind, name) for kind in (base, callback) for name in HOOKS_PER_BATCH}
         self._clip, self._clip_own = base.configure_gradient_clipping, base.clip_gradients
         self._clippers = precision.clip_gradients, mixed.clip_gradients
         self._passes = namespaces.load(space, "profilers.PassThroughProfiler")
         self._silent = trainer.profiler if type(trainer.profiler) is self._passes else None
         self._profiler, self._quiet = trainer.profiler, True
 
-    def is_heard(self, hook: Any) -> bool:
+    def has_effect(self, hook: Any) -> bool:
         """Whether calling the hook has any effect."""
         return getattr(hook, "__func__", None) not in self._empty and callable(hook)
 
-    def is_quiet(self, trainer: Any) -> bool:
+    def ignores_empty_hooks(self, trainer: Any) -> bool:
         """Whether no user profiler records empty hooks; one may be set in mid-run."""
         if trainer.profiler is not self._profiler:
             self._profiler, self._quiet = trainer.profiler, isinstance(trainer.profiler, self._passes)
@@ -77,7 +77,7 @@ class HookCalls:
         hook = getattr(self._module, hook_name)
         function = getattr(hook, "__func__", None)
         idle = function in self._empty or (function is self._clip and self._clips_nothing(trainer))
-        if (idle and self.is_quiet(trainer)) or not callable(hook):
+        if (idle and self.ignores_empty_hooks(trainer)) or not callable(hook):
             return None
         return self._run(trainer, "[LightningModule]", self._module, hook, hook_name, args, kwargs)
 
@@ -86,7 +86,7 @@ class HookCalls:
         return self._run(trainer, "[Strategy]", trainer.strategy, hook, hook_name, args, kwargs)
 
     def _call_callback_hooks(self, trainer: Any, hook_name: str, *args: Any) -> None:
-        empty = self._empty if self.is_quiet(trainer) else ()
+        empty = self._empty if self.ignores_empty_hooks(trainer) else ()
         for callback in trainer.callbacks:
             hook = getattr(callback, hook_name)
             if getattr(hook, "__func__", None) not in empty and callable(hook):
@@ -176,7 +176,7 @@ class FlatLoop:
             not self._loop.restarting
             and self._trainer.state.stage is self._training
             and not isinstance(fetcher, self._iterates)
-            and not self._calls.is_heard(self._module.on_train_batch_start)  # which may skip the rest of the epoch
+            and not self._calls.has_effect(self._module.on_train_batch_start)  # which may skip the rest of the epoch
         )
 
     def _accumulates(self) -> bool:
@@ -261,7 +261,7 @@ class FlatLoop:
     def _call_batch_hook(self, name: str, batch: Any, *args: Any) -> Any:
         """``LightningModule._call_batch_hook``."""
         owner = self._trainer._data_connector._datahook_selector.get_instance(name)
-        if getattr(getattr(owner, name), "__func__", None) in self._hands_through and self._calls.is_quiet(
+        if getattr(getattr(owner, name), "__func__", None) in self._hands_through and self._calls.ignores_empty_hooks(
             self._trainer
         ):
             return batch
@@ -317,10 +317,10 @@ class FlatLoop:
 
     def _shows_loss(self) -> bool:
         """Whether user code currently runs between the step and the end of its backward."""
-        module, is_heard = self._module, self._calls.is_heard
+        module, has_effect = self._module, self._calls.has_effect
         if getattr(module.backward, "__func__", None) is not self._backward:
             return True
         for owner in (module, *self._trainer.callbacks):
-            if is_heard(owner.on_before_zero_grad) or is_heard(owner.on_before_backward):
+            if has_effect(owner.on_before_zero_grad) or has_effect(owner.on_before_backward):
                 return True
         return False

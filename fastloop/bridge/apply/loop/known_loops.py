@@ -15,7 +15,7 @@ import torch
 
 from fastloop.bridge import namespaces
 
-BATCH_HOOKS = (
+HOOKS_PER_BATCH = (
     "on_train_batch_start",
     "on_train_batch_end",
     "on_before_zero_grad",
@@ -39,9 +39,9 @@ _STANDS_FOR = {
         "_apply_batch_transfer_handler",
         "configure_gradient_clipping",
         "clip_gradients",
-        *BATCH_HOOKS,
+        *HOOKS_PER_BATCH,
     ),
-    "callbacks.Callback": BATCH_HOOKS,
+    "callbacks.Callback": HOOKS_PER_BATCH,
     "strategies.Strategy": ("batch_to_device",),
     "plugins.precision.Precision": ("clip_gradients", "train_step_context", "forward_context"),
     "plugins.precision.MixedPrecision": ("clip_gradients",),

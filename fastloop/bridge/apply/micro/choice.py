@@ -60,10 +60,10 @@ class PieceChoice:
         micro: int | SizeSearch,
         *,
         rung: str,
+        one_time: OneTime,
         strict: bool = False,
         compares: bool = True,
         warn: Callable[[str], None] = lambda _line: None,
-        one_time: OneTime | None = None,
         list_held: Callable[[], Collection[str]] = tuple,
         is_planned: Callable[[str], bool] = lambda _rung: True,
         groups: BatchGroups | None = None,
@@ -74,7 +74,7 @@ class PieceChoice:
         self.rung, self._strict, self._warn = rung, strict, warn
         self._compares, self._undecided = compares, compares or groups is not None
         self._seen, self._next = 0, 1
-        self._one_time, self._list_held, self._is_planned = one_time or OneTime(), list_held, is_planned
+        self._one_time, self._list_held, self._is_planned = one_time, list_held, is_planned
         self.groups = groups
         self.windows = MergedWindows()
         self.whole: tuple[int, int] | None = None
@@ -165,8 +165,8 @@ class PieceChoice:
         if self._found is None:
             self._find_size(search, strategy, batch, window, rest)
         elif self.refused is None and self.windows.find_apart(batch) is None:
-            self._heed_refused_compile(search, window)
-            self._fit_longer(search, strategy, batch, window, rest)
+            self._use_uncompiled_size(search, window)
+            self._shrink_for_longer_samples(search, strategy, batch, window, rest)
 
     def _find_size(
         self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]
@@ -192,7 +192,7 @@ class PieceChoice:
             self.refused, self._undecided = f"keeping your micro-batch size: {self._found.why}", False
             self._apart_why = self.refused
 
-    def _heed_refused_compile(self, search: SizeSearch, window: Merged | None) -> None:
+    def _use_uncompiled_size(self, search: SizeSearch, window: Merged | None) -> None:
         """Take the size for an uncompiled model if the rung that was to compile it was refused."""
         found = self._found
         if found is None or found.uncompiled is None or search.compiles is None or self._is_planned(search.compiles):
@@ -205,7 +205,7 @@ class PieceChoice:
         if window is not None and self.micro == window.sizes[0]:
             self.refused = self._apart_why = f"keeping your micro-batch size: {why}"
 
-    def _fit_longer(
+    def _shrink_for_longer_samples(
         self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]
     ) -> None:
         """Choose a smaller micro-batch if this batch's samples are longer than the search's and need it."""
@@ -245,7 +245,7 @@ class PieceChoice:
                 self._largest = () if is_first else self._largest
                 return whole
             if is_first:
-                self._tell_unequal()
+                self._warn_unequal_logs()
         if self.weighing is not None and len(pieces) > 1:
             weights = self.weighing.counter.weigh([piece.batch for piece in pieces])
             pieces = [piece._replace(weight=weight) for piece, weight in zip(pieces, weights, strict=True)]
@@ -278,7 +278,7 @@ class PieceChoice:
     def _note_unequal(self, name: str) -> None:
         self._unequal[name] = None
 
-    def _tell_unequal(self) -> None:
+    def _warn_unequal_logs(self) -> None:
         if self._unequal:
             names = ", ".join(self._unequal)
             self._warn(f"{self.rung}: logged values that are not means over samples will differ from now on: {names}")
@@ -312,7 +312,7 @@ class PieceChoice:
             found = self._compare(strategy, own, merged, rest)
         self.refused = self._agree(strategy, found if is_first else self._find_late(trainer, reason, found))
         if is_first and self.refused is None:
-            self._tell_unequal()
+            self._warn_unequal_logs()
         return own, self.refused or (None if is_first else reason)
 
     def _warn_apart(self, why: str) -> None:

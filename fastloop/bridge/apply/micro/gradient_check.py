@@ -15,10 +15,10 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_training import find_precision
-from fastloop.bridge.apply.rehearse.played import read_streams, synchronize
+from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, read_streams
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
 from fastloop.bridge.apply.site import attribute
-from fastloop.bridge.apply.state.untouched import untouched, unwritten
+from fastloop.bridge.apply.state.untouched import preserve_parameters, preserve_state
 from fastloop.errors import is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
@@ -26,7 +26,7 @@ from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, meas
 from fastloop.feeds.batch_norm.groups import BatchGroups, MeansOfGroups
 from fastloop.feeds.batch_tree import map_tensors
 from fastloop.feeds.splitting import Piece, average, cut
-from fastloop.feeds.token_counts import Counter, list_counters
+from fastloop.feeds.token_counts import Counter, list_token_counters
 
 TakeLoss = Callable[[Any, int], Any]
 """Returns training_step's loss for a batch and that batch's number in its window."""
@@ -76,7 +76,7 @@ def explain_difference(
     try:
         seen = _sample(strategy, own, merged, take_loss, groups, means)
     except Exception as error:  # an unusual batch shape, out of memory, state that cannot be restored
-        return f"{UNKNOWN} accumulated and merged gradients: {_say(strategy, error)}"
+        return f"{UNKNOWN} accumulated and merged gradients: {_describe_or_raise(strategy, error)}"
     if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
         return mixed
     _note_unequal(strategy, seen, own, merged, note)
@@ -109,7 +109,7 @@ def weigh_pieces(
                 return None, None  # nothing smaller could be compared
             error.__traceback__ = None  # its frames hold the tensors that did not fit
             return weigh_pieces(strategy, first.batch, cut(first.batch, -(-first.samples // 2)), take_loss, note)
-        return f"{UNKNOWN} whole and split gradients: {_say(strategy, error)}", None
+        return f"{UNKNOWN} whole and split gradients: {_describe_or_raise(strategy, error)}", None
     judged = _judge(strategy, seen.own, [piece.weight for piece in pieces], seen.others[0])
     what = "the loss compares samples or is not a mean over them: the gradient of the pieces"
     why = _explain(seen, *judged, "whole and split", what)
@@ -118,7 +118,7 @@ def weigh_pieces(
             _note_unequal(strategy, seen, pieces, [whole], note)
         return why, None
     found: dict[float, Weighing] = {}
-    for counter in list_counters(batch, strategy.lightning_module):
+    for counter in list_token_counters(batch, strategy.lightning_module):
         weights = counter.weigh([piece.batch for piece in pieces]).tolist()
         if _judge(strategy, seen.own, weights, seen.others[0]) == (None, None):
             distance = measure_difference(seen.own, weights, seen.others[0])
@@ -213,14 +213,14 @@ def _sample(
             logged[-1][name] = float(value)
 
     logged: list[dict[str, float]] = []
-    with quiet(strategy, note), _without_chance(module), unwritten(module.parameters()):
-        with untouched(module), nullcontext() if means is None else means.looking():
+    with quiet(strategy, note), _without_chance(module), preserve_parameters(module.parameters()):
+        with preserve_state(module), nullcontext() if means is None else means.looking():
             before = read_streams(strategy.root_device)
             first = [sample(piece, number) for number, piece in enumerate(own)]
             drew = not all(map(torch.equal, before, read_streams(strategy.root_device)))
             known = list(logged)
         logged.clear()
-        with untouched(module), nullcontext() if means is None else means.looking():
+        with preserve_state(module), nullcontext() if means is None else means.looking():
             return _Sampled(first, [sample(piece, 0) for piece in others], drew, known + logged)
 
 
@@ -242,13 +242,10 @@ def _judge(
     return None, None
 
 
-def _say(strategy: Any, error: Exception) -> str:
+def _describe_or_raise(strategy: Any, error: Exception) -> str:
     """Put an error of the user's step into words; raise it if it lost the device, because nothing after it can run."""
     let_through(error)
-    try:
-        synchronize(strategy.root_device)
-    except Exception:
-        raise error from None
+    raise_if_device_lost(strategy.root_device, error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

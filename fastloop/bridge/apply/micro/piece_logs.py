@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastloop.feeds.lower_precision import is_16_bit_float
 from fastloop.feeds.splitting import Piece, average
 
 _EXTREMES = {"max": torch.max, "min": torch.min}
@@ -86,14 +87,10 @@ def _combine(calls: Sequence[_Call], reduce: Any) -> Any:
         return values[-1]
     how = reduce.lower() if isinstance(reduce, str) else getattr(reduce, "__name__", "")
     if how in ("mean", "avg"):
-        weighed = [value.float() if _is_narrow(value) else value for value in values]
+        weighed = [value.float() if is_16_bit_float(value) else value for value in values]
         return average(weighed, [call.share for call in calls])
     if how == "sum":
         return sum(values[1:], start=values[0])
     if how in _EXTREMES:
         return _EXTREMES[how](torch.stack([torch.as_tensor(value) for value in values]))
     return values[-1]  # Lightning supports no other reduction and will report it
-
-
-def _is_narrow(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)

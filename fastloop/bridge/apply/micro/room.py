@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge.apply.rehearse.optimizer_twins import count_state_bytes
-from fastloop.bridge.apply.state.untouched import untouched
+from fastloop.bridge.apply.state.untouched import preserve_state
 
 GIB, MUCH = 2**30, 2
 """A CUDA context takes less than this many GiB."""
@@ -75,7 +75,7 @@ class Room:
         return float(total - free - torch.cuda.memory_reserved(self._device))
 
     def _count_later_bytes(self) -> int:
-        with untouched(self._module):
+        with preserve_state(self._module):
             later = [count_state_bytes(optimizer) for optimizer in self._strategy.optimizers]
         return sum([*later, *(each.nbytes for each in self._module.parameters() if each.requires_grad)])
 

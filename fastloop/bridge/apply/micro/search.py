@@ -20,12 +20,12 @@ import torch
 
 from fastloop.bridge.apply.micro.gradient_check import TakeLoss, quiet
 from fastloop.bridge.apply.micro.room import GIB, Room
-from fastloop.bridge.apply.rehearse.played import synchronize
+from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, synchronize
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, leaves_on_sigterm, limited
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
-from fastloop.bridge.apply.state.untouched import untouched, unwritten
+from fastloop.bridge.apply.state.untouched import preserve_parameters, preserve_state
 from fastloop.errors import NotApplicable, is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.feeds.batch_norm.groups import BatchGroups
@@ -147,7 +147,7 @@ class SizeSearch:
 def fits_in_memory(strategy: Any, size: int, trial: SizeTrial) -> bool:
     """Whether a piece of this size fits now, with room for the optimizer's future state. Leaves no trace."""
     run, fits = _Run(SizeSearch(target=1.0), strategy, [size], trial), None
-    with contextlib.suppress(NotApplicable), unwritten(run.module.parameters()):
+    with contextlib.suppress(NotApplicable), preserve_parameters(run.module.parameters()):
         fits = run.find_fitting()
     return fits is not None or not run.limit.startswith("by memory")
 
@@ -196,7 +196,7 @@ class _Run:
                 leaves_on_sigterm(self.module.trainer),
                 self.room.ballast(),
             ):
-                with unwritten(self.module.parameters()):
+                with preserve_parameters(self.module.parameters()):
                     known = self._run_known()
                     if known is None:
                         self._run_each()
@@ -209,7 +209,7 @@ class _Run:
             problem, self.limit = error, f"by the search's time limit of {LIMIT_S:.0f} s"
         except Exception as error:
             let_through(error)
-            self._check_device(error)
+            raise_if_device_lost(self.device, error)
             problem = error
         finally:
             self.room.give_back()
@@ -231,7 +231,7 @@ class _Run:
                         return size
         except Exception as error:
             let_through(error)
-            self._check_device(error)
+            raise_if_device_lost(self.device, error)
         finally:
             self.room.give_back()
         return None
@@ -273,7 +273,7 @@ class _Run:
     def play_plain(self, sizes: Sequence[int]) -> None:
         """Run sizes as the first step will, until one does not fit; records the results in `ran` and `peaks`."""
         alone = self.strategy.lightning_module.trainer.world_size == 1
-        with quiet(self.strategy), untouched(self.module), contextlib.ExitStack() as after:
+        with quiet(self.strategy), preserve_state(self.module), contextlib.ExitStack() as after:
             after.callback(self.room.reset_peak)  # memory that only trials took is not a peak of the training
             for size in sizes:
                 predicted = judge.predict_bytes(self.peaks, size)
@@ -284,7 +284,7 @@ class _Run:
                 try:
                     # Ranks run different numbers of trials, so none may wait for another.
                     with nullcontext() if alone else RefuseCollectives():  # type: ignore[no-untyped-call]
-                        self._play(size, self.take(size))
+                        self._play(self.take(size))
                 except Exception as error:
                     if size == self.own and not is_out_of_memory(error):
                         raise
@@ -305,7 +305,7 @@ class _Run:
     def _note_failure(self, size: int, error: Exception) -> None:
         let_through(error)
         end_checkpoints(error)
-        self._check_device(error)
+        raise_if_device_lost(self.device, error)
         if is_out_of_memory(error):
             self.limit = f"by memory: there was not enough for {size}"
         else:
@@ -319,30 +319,30 @@ class _Run:
         """Time the sizes that ran, with the rungs on that cost nothing to switch."""
         with quiet(self.strategy), self.given.quick() as convert:
             for size in sorted(self.ran, key=lambda each: (each < self.own, abs(each - self.own))):
-                if size > self.own and judge.is_hopeless(list(self.rates.values())):
+                if size > self.own and judge.are_last_two_slower(list(self.rates.values())):
                     continue
                 try:
-                    with untouched(self.module):
+                    with preserve_state(self.module):
                         piece = self.take(size)
                         piece = piece._replace(batch=convert(piece.batch))
-                        self._play(size, piece)
-                        self.uncompiled[size] = rate = 1e3 * size / self._read_ms(size, piece)
+                        self._play(piece)
+                        self.uncompiled[size] = rate = 1e3 * size / self._read_ms(piece)
                         if self.given.compiles is not None and piece.groups > 1:
                             # Compiled code takes all groups at once, at the price of torch's own BatchNorm.
-                            rate = 1e3 * size / self._read_ms(size, piece._replace(groups=1))
+                            rate = 1e3 * size / self._read_ms(piece._replace(groups=1))
                         self.rates[size] = rate
                 except TimeLimit:
                     raise
                 except Exception as error:
                     self._note_failure(size, error)
 
-    def _read_ms(self, size: int, piece: Piece) -> float:
+    def _read_ms(self, piece: Piece) -> float:
         times: list[float] = []
         while len(times) < PLAYS and sum(times) < ENOUGH_MS:
-            times.append(self._play(size, piece))
+            times.append(self._play(piece))
         return min(times)
 
-    def _play(self, size: int, piece: Piece) -> float:
+    def _play(self, piece: Piece) -> float:
         """Run forward and backward of one piece; returns milliseconds."""
         batch = map_tensors(piece.batch, torch.clone)  # a step may write into it
         synchronize(self.device)
@@ -357,10 +357,3 @@ class _Run:
             torch.autograd.grad(loss, self.parameters, allow_unused=True)
         synchronize(self.device)
         return 1e3 * (time.perf_counter() - began)
-
-    def _check_device(self, error: Exception) -> None:
-        """Raise the user's own error if the device is lost: nothing after it could run."""
-        try:
-            synchronize(self.device)
-        except Exception:
-            raise error from None

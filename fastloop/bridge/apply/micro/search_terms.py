@@ -11,7 +11,7 @@ from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.bridge.apply.micro.search import SizeSearch
 from fastloop.bridge.apply.rehearse.budget import is_costly
-from fastloop.bridge.apply.rehearse.rehearsal import Hands
+from fastloop.bridge.apply.rehearse.rehearsal import ApplierHandle
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import let_through
 from fastloop.evidence.clock.one_time import OneTime
@@ -19,7 +19,7 @@ from fastloop.records.plan import Plan, Step
 
 
 def make_choice(
-    site: LiveSite, plan: Plan, live: LivePlan, hands: Hands, *, warn: Callable[[str], None], one_time: OneTime
+    site: LiveSite, plan: Plan, live: LivePlan, handle: ApplierHandle, *, warn: Callable[[str], None], one_time: OneTime
 ) -> PieceChoice:
     """Make the `PieceChoice` for the rung that wants micro-batches.
 
@@ -29,7 +29,7 @@ def make_choice(
     rung, wants = plan.owner("step.micro_batch") or "", plan.wants
     micro: int | SizeSearch = wants["step.micro_batch"]
     if wants["step.micro_batch"] == "auto":
-        micro = _make_search(site, wants, live.held_steps, hands, lambda line: warn(f"{rung}: {line}"))
+        micro = _make_search(site, wants, live.held_steps, handle, lambda line: warn(f"{rung}: {line}"))
     return PieceChoice(
         micro,
         rung=rung,
@@ -44,7 +44,7 @@ def make_choice(
 
 
 def _make_search(
-    site: LiveSite, wants: Mapping[str, Any], held: Sequence[Step], hands: Hands, warn: Callable[[str], None]
+    site: LiveSite, wants: Mapping[str, Any], held: Sequence[Step], handle: ApplierHandle, warn: Callable[[str], None]
 ) -> SizeSearch:
     """Make the search that finds the micro-batch on the first step.
 
@@ -58,27 +58,27 @@ def _make_search(
     return SizeSearch(
         target=wants["step.target_memory"],
         whole=wants["step.whole_batches"],
-        quick=partial(_switch_on, site, quick, hands),
+        quick=partial(_switch_on, site, quick, handle),
         key=(names, site.facts.precision, site.facts.world_size, wants.get("step.batch_norm")),
         compiles=compiles if wants.get("step.batch_norm") == "groups" else None,
-        say=hands.say,
+        say=handle.say,
         warn=warn,
     )
 
 
 @contextlib.contextmanager
-def _switch_on(site: LiveSite, steps: Sequence[Step], hands: Hands) -> Iterator[Callable[[Any], Any]]:
+def _switch_on(site: LiveSite, steps: Sequence[Step], handle: ApplierHandle) -> Iterator[Callable[[Any], Any]]:
     """Inside ``with``, switch on rungs that wait for the rehearsal; yields a function that converts batches."""
     before = list(site.staging.conversions)
     try:
         for step in steps:
             try:
-                hands.apply(step)
+                handle.apply(step)
             except Exception as error:  # the rehearsal will report it
                 let_through(error)
-                hands.unapply(step)
+                handle.unapply(step)
         new = [convert for convert in site.staging.conversions if convert not in before]
         yield lambda batch: reduce(lambda now, convert: convert(now), new, batch)
     finally:
         for step in reversed(steps):
-            hands.unapply(step)
+            handle.unapply(step)

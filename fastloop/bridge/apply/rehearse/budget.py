@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.rehearse.played import Played
+from fastloop.bridge.apply.rehearse.played import RunResults
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.judge import rehearsal as judge
@@ -129,7 +129,7 @@ class TrialBudget:
         if is_costly(step):
             self.memory.keep_first_call_s(step.rung, self._read_settings(step), seconds)
 
-    def keep_time_to_record(self, usual: Iterable[Played], estimate_s: Callable[[float], float]) -> None:
+    def reserve_recording_time(self, usual: Iterable[RunResults], estimate_s: Callable[[float], float]) -> None:
         """Reserve time for recording a step if the host limits the unchanged modules' speed: replays then gain more
         than the rungs that are tried before them.
 
@@ -200,7 +200,7 @@ class TrialBudget:
         of_ladder = self.terms.weighs_costs and step.rung in self.terms.by_ladder
         return of_ladder and step.change.rehearse == "modules" and not is_costly(step)
 
-    def deserves_second_play(self, step: Step, first_ms: float) -> bool:
+    def may_repeat_slow_first_call(self, step: Step, first_ms: float) -> bool:
         """Whether to play a rung again because its slow first play may have loaded kernels (a rung states only the
         usual time for that). At worst the second play takes as long; that must be less than a third of the remaining
         steps' time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastloop.bridge.apply.rehearse.played import Played
+from fastloop.bridge.apply.rehearse.played import RunResults
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.judge import rehearsal as judge
 
@@ -27,7 +27,7 @@ def read_available(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
-def explain_no_room(site: LiveSite, usual: Played, changed: Played) -> str | None:
+def explain_no_room(site: LiveSite, usual: RunResults, changed: RunResults) -> str | None:
     """Why a step will not fit once its modules are changed, although one play of them did: a step also keeps gradients,
     the optimizer's temporary tensors, and what other modules keep for the backward. None if it will."""
     if site.step_bytes is None or usual.peak_bytes is None or changed.peak_bytes is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.rehearse.played import Played, measure_deviation, synchronize
+from fastloop.bridge.apply.rehearse.played import RunResults, compare_results, synchronize
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import let_through
 from fastloop.feeds.batch_tree import iterate_tensors
@@ -35,7 +35,7 @@ def try_optimizers(
     usual = step_twins(site.optimizers, site.device)
     apply(step)
     changed = step_twins(site.optimizers, site.device)
-    deviation = measure_deviation(usual, changed)
+    deviation = compare_results(usual, changed)
     fault = None
     if not deviation.finite or deviation.largest > OPTIMIZER_LIMIT:
         fault = f"a step of the optimizer deviates by {deviation.largest:.2g}"
@@ -43,12 +43,12 @@ def try_optimizers(
     return RungOutcome(rung=step.rung, fault=fault, rehearsed=rehearsed)
 
 
-def step_twins(optimizers: Sequence[Any], device: torch.device) -> Played:
+def step_twins(optimizers: Sequence[Any], device: torch.device) -> RunResults:
     """Let a twin of each optimizer make two steps; the outputs are the changes of its parameters.
 
     The second step is timed, since the first creates the state if there is none yet.
     """
-    played = Played()
+    played = RunResults()
     for optimizer in optimizers:
         twin, parameters = make_twin(optimizer)
         step: Callable[[], Any] = torch.no_grad()(twin.step)

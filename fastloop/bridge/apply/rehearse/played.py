@@ -15,8 +15,8 @@ from fastloop.judge.rehearsal import Deviation
 
 
 @dataclass
-class Played:
-    """The results of playing calls once."""
+class RunResults:
+    """The results of running modules' calls, or optimizers, once."""
 
     ms: float = 0.0
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -42,7 +42,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_deviation(unchanged: Played, changed: Played) -> Deviation:
+def raise_if_device_lost(device: torch.device, error: Exception) -> None:
+    """Raise `error`, which is the user's own, if the device is lost: nothing after it could run."""
+    try:
+        synchronize(device)
+    except Exception:
+        raise error from None
+
+
+def compare_results(unchanged: RunResults, changed: RunResults) -> Deviation:
     """How far the second run deviates from the first.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Records calls of modules while a step runs, and plays them again, forward and backward, without a trace."""
+"""Records calls of modules while a step runs, and replays them, forward and backward, without a trace."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from fastloop.bridge.apply.rehearse import memory
-from fastloop.bridge.apply.rehearse.played import Played, read_streams, synchronize
-from fastloop.bridge.apply.state.untouched import read_prints, untouched
+from fastloop.bridge.apply.rehearse.played import RunResults, read_streams, synchronize
+from fastloop.bridge.apply.state.untouched import preserve_state, read_prints
 from fastloop.errors import NotApplicable, describe
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import is_container, iterate_tensors, map_tensors, rebuild
@@ -50,11 +50,11 @@ class Call:
 class CallRecorder:
     """Records the calls of some modules in training, with copies of their arguments."""
 
-    def __init__(self, module: torch.nn.Module, names: Sequence[str], groups: BatchGroups | None = None) -> None:
-        self.groups = groups or BatchGroups()
+    def __init__(self, module: torch.nn.Module, names: Sequence[str], groups: BatchGroups) -> None:
+        self.groups = groups
         self.calls: list[Call] = []
         self.problem: str | None = None
-        """Why the recorded calls cannot be played again."""
+        """Why the recorded calls cannot be replayed."""
         self.is_whole = True
         """Whether every call in training was recorded."""
         self._prints: dict[str, Any] = {}
@@ -198,8 +198,8 @@ def copy_value(value: Any) -> Any:
     return value.clone() if callable(getattr(value, "clone", None)) else copy.deepcopy(value)
 
 
-class Player:
-    """Plays recorded calls again.
+class CallReplayer:
+    """Replays recorded calls.
 
     Args:
         context: the contexts of a training step: the precision's, and DDP's if it wraps the model.
@@ -215,31 +215,31 @@ class Player:
         *,
         context: Callable[[], contextlib.AbstractContextManager[Any]],
         convert: Callable[[Any], Any],
-        groups: BatchGroups | None = None,
+        groups: BatchGroups,
     ) -> None:
         self.module, self.calls, self.device = module, calls, device
-        self._groups = groups or BatchGroups()
+        self._groups = groups
         self._context, self._convert = context, convert
         self._cotangents: dict[tuple[int, int], torch.Tensor] = {}
         self._random = torch.Generator(device=device)
         self.modules = [module.get_submodule(name) for name in dict.fromkeys(call.name for call in calls)]
 
     def has_dropout(self) -> bool:
-        """Whether `play` without dropout gives different results."""
+        """Whether `replay` without dropout gives different results."""
         return any(isinstance(each, _DropoutNd) and each.p > 0 for module in self.modules for each in module.modules())
 
-    def play(self, *, seed: int | None = None, dropout: bool = True) -> Played:
-        """Play all calls, forward and backward, and restore everything afterwards.
+    def replay(self, *, seed: int | None = None, dropout: bool = True) -> RunResults:
+        """Replay all calls, forward and backward, and restore everything afterwards.
 
         Args:
             seed: a seed for the random streams; None to use their current states.
-            dropout: if False, switch dropout off, so that two plays can be compared whatever random numbers they draw.
+            dropout: if False, switch dropout off, so that replays can be compared whatever random numbers they draw.
 
         Raises:
             Exception: whatever the modules raise.
         """
-        played = Played()
-        with untouched(*self.modules), torch.enable_grad(), self._without_tensor_hooks():
+        played = RunResults()
+        with preserve_state(*self.modules), torch.enable_grad(), self._without_tensor_hooks():
             if seed is not None:
                 torch.manual_seed(seed)
             if not dropout:
@@ -255,7 +255,7 @@ class Player:
                     args, kwargs = self._convert(args), self._convert(kwargs)
                 synchronize(self.device)
                 began = time.perf_counter()
-                self._play_one(index, call, args, kwargs, played)
+                self._replay_one(index, call, args, kwargs, played)
                 played.launch_ms += 1e3 * (time.perf_counter() - began)
                 synchronize(self.device)
                 played.ms += 1e3 * (time.perf_counter() - began)
@@ -266,7 +266,7 @@ class Player:
             played.is_random = not all(map(torch.equal, streams, read_streams(self.device)))
         return played
 
-    def _play_one(self, index: int, call: Call, args: Any, kwargs: Any, played: Played) -> None:
+    def _replay_one(self, index: int, call: Call, args: Any, kwargs: Any, played: RunResults) -> None:
         module = self.module.get_submodule(call.name)
         with _toggled(module, call.trained), self._groups.of(call.groups):
             with self._context(), torch.set_grad_enabled(call.grad):
@@ -274,7 +274,7 @@ class Player:
                 output = module(*map_tensors(args, _take_off_leaf), **map_tensors(kwargs, _take_off_leaf))
             self._finish_one(index, call, module, (args, kwargs), output, played)
 
-    def _finish_one(self, index: int, call: Call, module: Any, inputs: Any, output: Any, played: Played) -> None:
+    def _finish_one(self, index: int, call: Call, module: Any, inputs: Any, output: Any, played: RunResults) -> None:
         found = [each for each in _find_tensors(output) if each.is_floating_point()]
         if not found:
             raise NotApplicable(f"{call.name or 'the module'} returns no tensor to compare")
@@ -282,7 +282,7 @@ class Player:
             self._run_backward(index, call, module, inputs, live, played)
         played.outputs += [each.detach() for each in found]
 
-    def _run_backward(self, index: int, call: Call, module: Any, inputs: Any, live: Any, played: Played) -> None:
+    def _run_backward(self, index: int, call: Call, module: Any, inputs: Any, live: Any, played: RunResults) -> None:
         wanted = {
             f"{call.name}.{name}": parameter for name, parameter in module.named_parameters() if parameter.requires_grad
         }
@@ -301,7 +301,7 @@ class Player:
                 played.gradients[name] = gradient.detach() if known is None else known + gradient
 
     def _make_cotangent(self, index: int, place: int, output: torch.Tensor) -> torch.Tensor:
-        """The output's gradient for the backward: the same for each play, whatever the precision."""
+        """The output's gradient for the backward: the same for each replay, whatever the precision."""
         key = (index, place)
         if key not in self._cotangents:
             self._random.manual_seed(index * 1000 + place)
@@ -348,7 +348,7 @@ class Player:
 
 
 def _hand_on(made: Mapping[tuple[int, int], torch.Tensor], call: Call, given: Any) -> Any:
-    """Replace arguments that are outputs of earlier calls by this play's outputs, in their current type and layout."""
+    """Replace arguments that are outputs of earlier calls by this replay's, in their current type and layout."""
     places = itertools.count()
 
     def swap(tensor: torch.Tensor) -> torch.Tensor:

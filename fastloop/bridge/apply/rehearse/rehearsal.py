@@ -19,9 +19,9 @@ from fastloop.bridge.apply.rehearse import memory
 from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Terms, TrialBudget, find_cheapest, is_costly
 from fastloop.bridge.apply.rehearse.compared import draw, measure_rounding
 from fastloop.bridge.apply.rehearse.optimizer_twins import try_optimizers
-from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
+from fastloop.bridge.apply.rehearse.played import RunResults, compare_results
 from fastloop.bridge.apply.rehearse.ranks import gather
-from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, Player
+from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, CallReplayer
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.surroundings import check_device, convert_batch, surrounded
 from fastloop.bridge.apply.rehearse.time_limit import announced, explain, find_cause, is_time_limit, limited
@@ -42,7 +42,7 @@ ENOUGH_MS = 300.0
 
 
 @dataclass(frozen=True)
-class Hands:
+class ApplierHandle:
     """The applier's functions that a rehearsal may use on the run."""
 
     apply: Callable[[Step], None]
@@ -55,14 +55,14 @@ class Hands:
 class Rehearsal:
     """The rehearsal of one fit on one rank. All ranks take part at the same time and reach the same result."""
 
-    def __init__(self, site: LiveSite, steps: Sequence[Step], terms: Terms, hands: Hands) -> None:
-        self.site, self.steps, self.terms, self.hands = site, list(steps), terms, hands
+    def __init__(self, site: LiveSite, steps: Sequence[Step], terms: Terms, handle: ApplierHandle) -> None:
+        self.site, self.steps, self.terms, self.handle = site, list(steps), terms, handle
         self._recorder = CallRecorder(site.module, site.facts.compile_targets, site.groups)
         self._began_at = site.trainer.global_step
         self.first_calls: list[tuple[str, float, float]] = []
         """For each rung that does not compile: its name, when its first call began, and by how many seconds it exceeded
         the second. That is the time to load and plan kernels, spent once: here or in the first step that uses them."""
-        self._unchanged: dict[bool, Played] = {}
+        self._unchanged: dict[bool, RunResults] = {}
         """The unchanged modules' results, with dropout (True) and without."""
         self._dropout_ms = 0.0
         """What to add to times taken without dropout, to compare them with times taken with it."""
@@ -81,7 +81,7 @@ class Rehearsal:
             self._first_began_s = time.perf_counter()
 
     def stop_recording(self) -> None:
-        """The first batch is done, and all calls to play later are recorded. Idempotent."""
+        """The first batch is done, and all calls to replay later are recorded. Idempotent."""
         if self._recorder.is_recording:
             self._first_ms = 1e3 * (time.perf_counter() - self._first_began_s)
             self._captured = self._count_captured()
@@ -97,7 +97,7 @@ class Rehearsal:
     # -- the rehearsal itself -------------------------------------------------------------------------------------
 
     def run(self, estimate_recording_s: Callable[[float], float] | None = None) -> list[RungOutcome]:
-        """Try all rungs; those that stay are applied when this returns. See `Recordings.estimate_trial_s`."""
+        """Try all rungs; those that stay are applied when this returns. See `StepRecorder.estimate_trial_s`."""
         outcomes: list[RungOutcome] = []
         self.stop_recording()
         self.site.step_bytes = memory.read_peak(self.site.device)
@@ -107,19 +107,25 @@ class Rehearsal:
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
         self.site.recorded = {name: [(call.args, call.kwargs) for call in calls if call.name == name] for name in names}
-        how: Any = {"context": partial(surrounded, self.site), "convert": partial(convert_batch, self.site)}
-        self._player = Player(self.site.module, calls, self.site.device, groups=self.site.groups, **how)
-        modules = self._player.modules
+        self._replayer = CallReplayer(
+            self.site.module,
+            calls,
+            self.site.device,
+            context=partial(surrounded, self.site),
+            convert=partial(convert_batch, self.site),
+            groups=self.site.groups,
+        )
+        modules = self._replayer.modules
         known = Remembered(modules, self.site.device)
-        self._budget = TrialBudget(self.terms, self.site.module, modules, known, self.hands.settings, self._first_ms)
+        self._budget = TrialBudget(self.terms, self.site.module, modules, known, self.handle.settings, self._first_ms)
         try:
             refused = self._budget.refuse_all(self.steps)
             if all(gather(self.site.trainer, bool(refused))):
                 return refused
             problem = self._play_unchanged()
-            self._heed_time_left()
+            self._cap_steps_by_max_time()
             if estimate_recording_s is not None:
-                self._budget.keep_time_to_record(self._unchanged.values(), estimate_recording_s)
+                self._budget.reserve_recording_time(self._unchanged.values(), estimate_recording_s)
             problem = problem or self._play_with_dropout()
             for step in self.steps:
                 outcomes.append(self._try_step(step, problem, outcomes))
@@ -130,7 +136,7 @@ class Rehearsal:
             self._recorder.calls.clear()
 
     def _play_unchanged(self) -> str | None:
-        """Record the unchanged modules' results and time; returns why they cannot be played again, or None."""
+        """Record the unchanged modules' results and time; returns why they cannot be replayed, or None."""
         problem = self._recorder.problem
         if not self.site.facts.plain_gradients:
             problem = f"under {self.site.facts.strategy} ranks exchange data inside a module's call"
@@ -164,14 +170,14 @@ class Rehearsal:
         """Play the unchanged modules and take their time. Returns why it failed, or None."""
         try:
             with (
-                announced("playing the calls of the first step again", self.hands.say),
+                announced("playing the calls of the first step again", self.handle.say),
                 limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"),
             ):
                 if self.site.trainer.world_size > 1 and not self.site.facts.compiled_by_user and not self._unchanged:
                     with RefuseCollectives():  # type: ignore[no-untyped-call]
-                        self._player.play()  # ranks play different numbers of times
+                        self._replayer.replay()  # ranks play different numbers of times
                 began = time.perf_counter()
-                self._unchanged[dropout] = base = self._player.play(dropout=dropout)
+                self._unchanged[dropout] = base = self._replayer.replay(dropout=dropout)
                 self._budget.play_s = time.perf_counter() - began
                 self._budget.base_ms = self._read_ms(base.ms, dropout=dropout, share=BASE_SHARE)
         except Exception as error:
@@ -180,9 +186,9 @@ class Rehearsal:
 
     def _keeps_dropout(self, step: Step) -> bool:
         """Whether a rung is tried with dropout: a compiled module would recompile without it."""
-        return is_costly(step) or not self._player.has_dropout()
+        return is_costly(step) or not self._replayer.has_dropout()
 
-    def _heed_time_left(self) -> None:
+    def _cap_steps_by_max_time(self) -> None:
         """Reduce the number of steps left if ``max_time`` will end the run early; an unknown number stays unknown. All
         ranks use the same number."""
         timers = (each.time_remaining() for each in self.site.trainer.callbacks if hasattr(each, "time_remaining"))
@@ -222,16 +228,15 @@ class Rehearsal:
         return next((each for each in every if each is not None), None)
 
     def _try_here(self, step: Step, before: Sequence[RungOutcome]) -> RungOutcome:
-        """Apply a rung and play what it changes; undo it if that fails. No collectives."""
+        """Apply a rung and replay what it changes; undo it if that fails. No collectives."""
         limit_s, do = self._budget.limit_s(step), f"write rungs.{step.rung}.enabled: false"
         try:
             with (
-                announced(f"trying {step.rung} on the calls of the first step", self.hands.say),
+                announced(f"trying {step.rung} on the calls of the first step", self.handle.say),
                 limited(limit_s, cause=f"the rehearsal of {step.rung}", do=do),
             ):
                 if step.change.rehearse == "optimizers":
-                    hands = {"apply": self.hands.apply, "unapply": self.hands.unapply}
-                    outcome = try_optimizers(step, self.site, **hands)
+                    outcome = try_optimizers(step, self.site, apply=self.handle.apply, unapply=self.handle.unapply)
                 else:
                     outcome = self._try_modules(step, before)
         except NotApplicable as error:
@@ -247,9 +252,9 @@ class Rehearsal:
                 is_lasting = is_lasting and limit_s == COSTLY_LIMIT_S
         else:
             if outcome.fault is not None:
-                self.hands.unapply(step)
+                self.handle.unapply(step)
             return outcome
-        self.hands.unapply(step)
+        self.handle.unapply(step)
         check_device(self.site.device, step.rung)
         return RungOutcome(rung=step.rung, fault=fault, is_lasting=is_lasting)
 
@@ -257,19 +262,19 @@ class Rehearsal:
         dropout = self._keeps_dropout(step)
         usual = self._unchanged[dropout]
         # Drawn before the rung is applied: switched off for it later, the rung would compile again.
-        drawn = draw(self._player, usual, dropout=dropout) if usual.is_random and is_costly(step) else []
-        self.hands.apply(step)
+        drawn = draw(self._replayer, usual, dropout=dropout) if usual.is_random and is_costly(step) else []
+        self.handle.apply(step)
         began = time.perf_counter()
-        first = self._player.play(dropout=dropout)
-        deviation = measure_deviation(usual, first)
+        first = self._replayer.replay(dropout=dropout)
+        deviation = compare_results(usual, first)
         more_ms = 0.0 if dropout else self._dropout_ms
         if self._budget.shares_time(step):
             one_time_s, ms = step.change.first_call_s, first.ms + more_ms
             fault = judge.explain_far_slower(ms, self._budget.base_ms, one_time_s)
-            if fault is not None and not self._budget.deserves_second_play(step, ms):
+            if fault is not None and not self._budget.may_repeat_slow_first_call(step, ms):
                 return self._give_up(step, fault, deviation, ms)
         captured = dynamo_graphs.count_captured() if is_costly(step) else 0
-        second = self._player.play(dropout=dropout)
+        second = self._replayer.replay(dropout=dropout)
         if is_costly(step) and dynamo_graphs.count_captured() > captured:
             return RungOutcome(rung=step.rung, fault="it compiled again for calls of the same shapes")
         first_s = max(0.0, first.ms - second.ms) / 1e3
@@ -300,8 +305,9 @@ class Rehearsal:
             deviation=seen.largest, eager_ms=self._budget.base_ms, changed_ms=ms, of_batch=self._recorder.is_whole
         )
         is_right = judge.is_close(seen, find_precision(self.site.trainer, self.site.module))
-        how: Any = {"is_lasting": False, "on_modules": True, "is_slower": is_right}
-        return RungOutcome(rung=step.rung, fault=fault, rehearsed=told, **how)
+        return RungOutcome(
+            rung=step.rung, fault=fault, is_lasting=False, on_modules=True, is_slower=is_right, rehearsed=told
+        )
 
     def _try_without_others(self, step: Step, failed: RungOutcome, before: list[RungOutcome]) -> RungOutcome:
         """Retry a failed rung without each kept one in turn: two may fail only together; then the faster one stays."""
@@ -310,7 +316,7 @@ class Rehearsal:
             kept = before[place]
             if kept.fault is not None or kept.rung not in others or kept.rehearsed is None:
                 continue
-            self.hands.unapply(others[kept.rung])
+            self.handle.unapply(others[kept.rung])
             rest = [each for each in before if each is not kept]
             alone = self._agree(step, self._try_here(step, rest))
             if (
@@ -322,8 +328,8 @@ class Rehearsal:
                 before[place] = replace(kept, fault=why, is_lasting=False)
                 return alone
             if alone.fault is None:
-                self.hands.unapply(step)
-            self.hands.apply(others[kept.rung])
+                self.handle.unapply(step)
+            self.handle.apply(others[kept.rung])
             if alone.fault is None:
                 why = f"{failed.fault}; it works without {kept.rung}, which is faster alone"
                 return replace(failed, fault=why, is_lasting=False)
@@ -335,23 +341,23 @@ class Rehearsal:
         steps = {each.rung: each for each in self.steps}
         for before, after in zip(outcomes, judged, strict=True):
             if before.fault is None and after.fault is not None:
-                self.hands.unapply(steps[after.rung])
+                self.handle.unapply(steps[after.rung])
         return judged
 
     # -- readings -------------------------------------------------------------------------------------------------
 
     def _read_ms(self, first_ms: float, *, dropout: bool, share: float) -> float:
-        """The shortest of a few plays, as many as fit into this share of the rehearsal's time."""
+        """The shortest of a few replays, as many as fit into this share of the rehearsal's time."""
         shortest, plays, spent_ms = first_ms, 1, first_ms
         while plays < MOST_PLAYS and spent_ms < ENOUGH_MS and self._budget.may_play(first_ms, share):
-            played_ms = self._player.play(dropout=dropout).ms
+            played_ms = self._replayer.replay(dropout=dropout).ms
             shortest, plays, spent_ms = min(shortest, played_ms), plays + 1, spent_ms + played_ms
         return shortest
 
     def _find_fault(
-        self, step: Step, first: Played, seen: Deviation, drawn: Sequence[Deviation], *, dropout: bool
+        self, step: Step, first: RunResults, seen: Deviation, drawn: Sequence[Deviation], *, dropout: bool
     ) -> tuple[str | None, float | None]:
-        """What is wrong with a rung's first play, and its deviation, see `judge.find_fault`.
+        """What is wrong with a rung's first replay, and its deviation, see `judge.find_fault`.
 
         Args:
             drawn: deviations of the modules without the rung under other random numbers; empty if not measured yet.
@@ -359,15 +365,15 @@ class Rehearsal:
         precision, usual = find_precision(self.site.trainer, self.site.module), self._unchanged[dropout]
         if judge.is_close(seen, precision):
             return None, seen.largest
-        rounding = measure_rounding(self._player, first, precision, dropout=dropout)
+        rounding = measure_rounding(self._replayer, first, precision, dropout=dropout)
         fault, told = judge.find_fault(seen, rounding, precision)
         if fault is None or not usual.is_random:
             return fault, told
         if not drawn:
-            self.hands.unapply(step)
-            drawn = draw(self._player, usual, dropout=dropout)
-            self.hands.apply(step)
-        changed = draw(self._player, usual, dropout=dropout, count=len(drawn))
+            self.handle.unapply(step)
+            drawn = draw(self._replayer, usual, dropout=dropout)
+            self.handle.apply(step)
+        changed = draw(self._replayer, usual, dropout=dropout, count=len(drawn))
         return judge.find_fault(seen, rounding, precision, judge.Draws(usual=drawn, changed=changed))
 
     def _note_first_call(self, step: Step, began: float, seconds: float) -> None:
@@ -380,9 +386,9 @@ class Rehearsal:
 
     def _apply_untried(self, step: Step) -> RungOutcome:
         try:
-            self.hands.apply(step)
+            self.handle.apply(step)
         except Exception as error:
-            self.hands.unapply(step)
+            self.handle.unapply(step)
             return RungOutcome(rung=step.rung, fault=explain(error), is_lasting=False)
         return RungOutcome(rung=step.rung)
 
@@ -394,7 +400,7 @@ class Rehearsal:
             told = [each.rehearsed for each in every if each.rehearsed]
             return replace(mine, rehearsed=mine.rehearsed and judge.take_slowest_times(mine.rehearsed, told))
         if mine.fault is None:
-            self.hands.unapply(step)
+            self.handle.unapply(step)
         theirs = every[failed]
         where = f"on rank {failed}: " if len(every) > 1 else ""
         return replace(mine, fault=f"{where}{theirs.fault}", is_lasting=theirs.is_lasting)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from fastloop.bridge.apply.rehearse.budget import Terms
-from fastloop.bridge.apply.rehearse.rehearsal import Hands
+from fastloop.bridge.apply.rehearse.rehearsal import ApplierHandle
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import describe
 from fastloop.judge import rehearsal as judge
@@ -23,7 +23,7 @@ Batches = Generator[None, None, None]
 """Resumed at the start of each batch."""
 
 
-class Recordings(Protocol):
+class StepRecorder(Protocol):
     """The recorded step of this run."""
 
     refused: str | None
@@ -42,8 +42,8 @@ class Recordings(Protocol):
         """Record the step again: it has changed."""
 
 
-class ReplayLook:
-    """The look at replays in one fit, on its only rank: steps are recorded only in runs on one device.
+class ReplayTimingCheck:
+    """Times replayed steps with each rung that made eager steps slower. Steps are recorded only in runs on one device.
 
     Args:
         slower: the rungs to try, in the ladder's order, with the outcomes that removed them.
@@ -56,14 +56,14 @@ class ReplayLook:
         self,
         site: LiveSite,
         slower: Sequence[tuple[Step, RungOutcome]],
-        recordings: Recordings,
+        recorder: StepRecorder,
         terms: Terms,
-        hands: Hands,
+        handle: ApplierHandle,
     ) -> None:
         self.outcomes: list[RungOutcome] = []
-        self._site, self._slower, self._recordings, self._terms, self._hands = site, slower, recordings, terms, hands
+        self._site, self._slower, self._recorder, self._terms, self._handle = site, slower, recorder, terms, handle
         self._global_step, self._is_between_steps = site.trainer.global_step, True
-        self._batches = self._look()
+        self._batches = self._run()
 
     def batch_starts(self) -> bool:
         """A batch is about to be trained on; returns whether the look is over. May switch rungs, between two steps."""
@@ -71,27 +71,27 @@ class ReplayLook:
         self._is_between_steps, self._global_step = step != self._global_step, step
         return next(self._batches, self) is self
 
-    def _look(self) -> Batches:
+    def _run(self) -> Batches:
         yield from self._wait_for_recording()
         for step, outcome in self._slower:
-            without_ms = self._recordings.replay_ms
+            without_ms = self._recorder.replay_ms
             if without_ms is None:
                 return
-            if not self._may_pay(outcome, without_ms) or self._recordings.explain_no_time(trials=2) is not None:
+            if not self._may_pay(outcome, without_ms) or self._recorder.explain_no_time(trials=2) is not None:
                 continue
             try:
-                self._hands.apply(step)
+                self._handle.apply(step)
             except Exception as error:
-                self._hands.unapply(step)
-                self._hands.say(f"{step.rung} stays off: {describe(error)}")
+                self._handle.unapply(step)
+                self._handle.say(f"{step.rung} stays off: {describe(error)}")
                 continue
             self.outcomes.append(outcome)
             yield from self._record()
-            with_ms = self._recordings.replay_ms
+            with_ms = self._recorder.replay_ms
             if with_ms is not None and with_ms < judge.REPLAY_GAIN * without_ms:
                 self.outcomes[-1] = self._keep(outcome, with_ms, without_ms)
             else:
-                self._hands.unapply(step)
+                self._handle.unapply(step)
                 yield from self._record()
 
     def _may_pay(self, outcome: RungOutcome, replay_ms: float) -> bool:
@@ -109,14 +109,14 @@ class ReplayLook:
         if outcome.rehearsed is not None:
             seen = replace(seen, deviation=outcome.rehearsed.deviation)
         times = f"{with_ms:.3g} ms with it, {without_ms:.3g} ms without it"
-        self._hands.say(f"{outcome.rung} is on after all: a replayed step takes {times}")
+        self._handle.say(f"{outcome.rung} is on after all: a replayed step takes {times}")
         return replace(outcome, fault=None, is_slower=False, rehearsed=seen, pays_back_after_steps=pays_back)
 
     def _record(self) -> Batches:
-        self._recordings.record_anew()
+        self._recorder.record_anew()
         yield from self._wait_for_recording()
 
     def _wait_for_recording(self) -> Batches:
         """Wait until a step is recorded or none can be, and then for the end of a step."""
-        while (self._recordings.replay_ms is None and self._recordings.refused is None) or not self._is_between_steps:
+        while (self._recorder.replay_ms is None and self._recorder.refused is None) or not self._is_between_steps:
             yield

@@ -18,7 +18,7 @@ from fastloop.bridge.apply.rehearse import memory
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.played import synchronize
 from fastloop.bridge.apply.rehearse.ranks import gather
-from fastloop.bridge.apply.rehearse.rehearsal import Hands, Rehearsal
+from fastloop.bridge.apply.rehearse.rehearsal import ApplierHandle, Rehearsal
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.feeds.call_shapes import Sizes, read_sizes
 from fastloop.judge import second_look as judge
@@ -42,9 +42,9 @@ Batches = Generator[None, None, None]
 """Resumed at the start of each batch."""
 
 
-class SecondLook:
-    """The second look of one fit on one rank. All ranks switch at the same batches; they communicate once, after the
-    watched batches, and again only if one of them is suspicious.
+class StepTimingCheck:
+    """Times a fit's steps with and without the rungs that the rehearsal kept, on one rank. All ranks switch at the same
+    batches; they communicate once, after the timed batches, and again only if one of them is suspicious.
 
     Args:
         outcomes: the rehearsal's outcomes of the rungs to look at, in the ladder's order.
@@ -61,10 +61,10 @@ class SecondLook:
         steps: Sequence[Step],
         outcomes: Sequence[RungOutcome],
         terms: Terms,
-        hands: Hands,
+        handle: ApplierHandle,
         first: Sizes,
     ) -> None:
-        self.site, self.steps, self.terms, self.hands = site, list(steps), terms, hands
+        self.site, self.steps, self.terms, self.handle = site, list(steps), terms, handle
         self.dropped: list[RungOutcome] = []
         self.seen: dict[str, Any] = {}
         self._outcomes = {each.rung: each for each in outcomes}
@@ -79,13 +79,13 @@ class SecondLook:
         self._last: Timed | None = None
         """The time of the previous batch; None if it had no backward."""
         self._global_step, self._is_between_steps = site.trainer.global_step, True
-        self._batches = self._look()
+        self._batches = self._run()
         next(self._batches)  # created between two batches; the next one is the first to be ignored
 
     @classmethod
     def after(
-        cls, rehearsal: Rehearsal, outcomes: Sequence[RungOutcome], hands: Hands, first: Sizes
-    ) -> SecondLook | None:
+        cls, rehearsal: Rehearsal, outcomes: Sequence[RungOutcome], handle: ApplierHandle, first: Sizes
+    ) -> StepTimingCheck | None:
         """Return the second look after a rehearsal. None if no rung on modules was kept, one cannot be switched
         repeatedly without its one-time cost, costs are not weighed, or the run is too short. The same on all ranks."""
         kept = [each for each in outcomes if each.fault is None and each.on_modules]
@@ -96,7 +96,7 @@ class SecondLook:
             return None
         if left is not None and left < FEWEST_STEPS_LEFT * len(kept):
             return None
-        return cls(rehearsal.site, steps, kept, rehearsal.terms, hands, first)
+        return cls(rehearsal.site, steps, kept, rehearsal.terms, handle, first)
 
     def batch_starts(self, batch: Any) -> bool:
         """A batch is about to be trained on; returns whether the second look is over. May switch rungs."""
@@ -123,11 +123,11 @@ class SecondLook:
 
     # -- the course of a second look, batch by batch --------------------------------------------------------------
 
-    def _look(self) -> Batches:
-        yield from self._let_pass(SETTLING)
+    def _run(self) -> Batches:
+        yield from self._skip_batches(SETTLING)
         watched = list[Timed]()
         synchronize(self.site.device)
-        yield from self._note(watched, WATCHED)
+        yield from self._time_batches(watched, WATCHED)
         began = time.perf_counter()
         synchronize(self.site.device)
         waited_ms = 1e3 * (time.perf_counter() - began) / WATCHED
@@ -137,7 +137,7 @@ class SecondLook:
         if not any(found for found, _ in every) or not all(room for _, room in every):
             return
         rungs = ", ".join(step.rung for step in self.steps)
-        self.hands.say(f"batches take longer than rehearsed: a few of the next ones run without {rungs}, to compare")
+        self.handle.say(f"batches take longer than rehearsed: a few of the next ones run without {rungs}, to compare")
         while not self._is_between_steps:
             yield
         self._waits = True
@@ -146,7 +146,7 @@ class SecondLook:
     def _find_slow(self) -> Batches:
         whole = yield from self._compare(self.steps)
         if whole is None or not whole.is_slower or len(self.steps) == 1:
-            self._settle(self.steps, whole)
+            self._record_result(self.steps, whole)
             return
         is_found = False
         for step in reversed(self.steps):
@@ -155,24 +155,24 @@ class SecondLook:
             alone = yield from self._compare([step])
             if alone is not None and alone.is_slower:
                 is_found = True
-                self._settle([step], alone)
+                self._record_result([step], alone)
         if not is_found:
-            self._settle(self.steps, whole)
+            self._record_result(self.steps, whole)
 
     def _compare(self, steps: Sequence[Step]) -> Generator[None, None, TimedComparison | None]:
         """Time batches with and without these rungs, which are on at the end. All ranks agree on what is slower."""
         times: dict[bool, list[Timed]] = {True: [], False: []}
         for is_on in ROUNDS * (False, True):
             self._switch(steps, is_on)
-            yield from self._let_pass(1)
-            yield from self._note(times[is_on], BLOCK)
+            yield from self._skip_batches(1)
+            yield from self._time_batches(times[is_on], BLOCK)
             while not self._is_between_steps:
-                yield from self._note(times[is_on], 1)
+                yield from self._time_batches(times[is_on], 1)
         mine = judge.compare(times[True], times[False])
         every = gather(self.site.trainer, mine)
         return next((each for each in every if each is not None and each.is_slower), mine)
 
-    def _settle(self, steps: Sequence[Step], found: TimedComparison | None) -> None:
+    def _record_result(self, steps: Sequence[Step], found: TimedComparison | None) -> None:
         """Remove slower rungs that a shipped ladder switched on; keep the comparison as evidence for the others."""
         if found is None:
             return
@@ -181,7 +181,7 @@ class SecondLook:
         self._switch(off, False)
         for step in off:
             if self._paused.pop(step.rung, None) is not None:
-                self.hands.unapply(step)
+                self.handle.unapply(step)
         beside = f", together with {', '.join(step.rung for step in steps)}" if len(steps) > 1 else ""
         why = f"slower in training{beside}: {found}"
         self.dropped += [
@@ -194,7 +194,7 @@ class SecondLook:
         if is_on:
             for step in steps:
                 if not self._is_costly(step):
-                    self.hands.apply(step)
+                    self.handle.apply(step)
                 for module, call in self._paused.pop(step.rung, ()):
                     vars(module)[COMPILED] = call
             return
@@ -202,7 +202,7 @@ class SecondLook:
             self.site.scaler_state = scaler  # for the plugin that will replace this one
         for step in reversed(steps):
             if not self._is_costly(step):
-                self.hands.unapply(step)
+                self.handle.unapply(step)
                 continue
             modules = [each for each in self.site.module.modules() if COMPILED in vars(each)]
             self._paused[step.rung] = [(each, vars(each).pop(COMPILED)) for each in modules]
@@ -210,11 +210,11 @@ class SecondLook:
     def _is_costly(self, step: Step) -> bool:
         return self._outcomes[step.rung].is_costly
 
-    def _let_pass(self, count: int) -> Batches:
+    def _skip_batches(self, count: int) -> Batches:
         for _ in range(count):
             yield
 
-    def _note(self, into: list[Timed], count: int) -> Batches:
+    def _time_batches(self, into: list[Timed], count: int) -> Batches:
         for _ in range(count):
             yield
             if self._last is not None:

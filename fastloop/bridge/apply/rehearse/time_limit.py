@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from fastloop.bridge import namespaces
-from fastloop.errors import describe
+from fastloop.errors import describe, walk_causes
 
 GRACE_S = 60.0
 """If native code does not return to Python within this time after the limit, the process ends."""
@@ -67,7 +67,7 @@ def limited(seconds: float, *, cause: str, do: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
     """Raise by a signal, which also interrupts waiting for a lock. Only the main thread receives signals."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    if threading.current_thread() is not threading.main_thread():
         with _interrupted(seconds):
             yield
         return
@@ -220,7 +220,4 @@ def is_time_limit(error: BaseException) -> bool:
 
 def find_cause(error: BaseException, is_wanted: Callable[[BaseException], bool]) -> BaseException | None:
     """The error itself or one in its chain of causes, if it is wanted; else None."""
-    cause: BaseException | None = error
-    while cause is not None and not is_wanted(cause):
-        cause = cause.__cause__ or cause.__context__
-    return cause
+    return next(filter(is_wanted, walk_causes(error)), None)

@@ -9,8 +9,8 @@ from typing import Any
 
 from fastloop.bridge.apply.rehearse.budget import find_cheapest
 from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
-from fastloop.bridge.apply.rehearse.replay_look import Recordings, ReplayLook
-from fastloop.bridge.apply.rehearse.second_look import SecondLook
+from fastloop.bridge.apply.rehearse.replay_look import ReplayTimingCheck, StepRecorder
+from fastloop.bridge.apply.rehearse.second_look import StepTimingCheck
 from fastloop.bridge.apply.rehearse.time_limit import leaves_on_sigterm
 from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
@@ -23,16 +23,16 @@ MOST_BATCHES = 16
 """Batches before the rehearsal whose sizes are compared with the first one's."""
 
 
-class Tries:
+class RungTrials:
     """Runs a rehearsal, and the second look that follows it, between the batches of a fit.
 
     Args:
         rehearsal: the rehearsal to run.
         pause: undoes a rung that may come back.
-        settle: receives the outcomes of some rungs.
+        record_outcomes: receives the outcomes of some rungs.
         one_time: collects one-time costs, here the rehearsal's time.
         warn: receives a line that the user must not miss.
-        recordings: the recorded step of this run; None: steps are not replayed.
+        recorder: records the step of this run; None: steps are not replayed.
     """
 
     def __init__(
@@ -40,19 +40,24 @@ class Tries:
         rehearsal: Rehearsal,
         *,
         pause: Callable[[Step], None],
-        settle: Callable[[Sequence[RungOutcome]], None],
+        record_outcomes: Callable[[Sequence[RungOutcome]], None],
         one_time: OneTime,
         warn: Callable[[str], None],
-        recordings: Recordings | None = None,
+        recorder: StepRecorder | None = None,
     ) -> None:
-        self._recordings, self._terms = recordings, rehearsal.terms
+        self._recorder, self._terms = recorder, rehearsal.terms
         self._slower: list[tuple[Step, RungOutcome]] = []
         """Rungs that eager steps were slower with."""
-        self._replays: ReplayLook | None = None
-        self._site, self._hands, self._pause, self._settle = rehearsal.site, rehearsal.hands, pause, settle
+        self._replays: ReplayTimingCheck | None = None
+        self._site, self._handle, self._pause, self._record_outcomes = (
+            rehearsal.site,
+            rehearsal.handle,
+            pause,
+            record_outcomes,
+        )
         self._one_time, self._warn = one_time, warn
         self._rehearsal: Rehearsal | None = rehearsal
-        self._look: SecondLook | None = None
+        self._look: StepTimingCheck | None = None
         """The second look at the rungs that the rehearsal kept; None before and after it."""
         self._first_sizes: Sizes = {}
         self._late: list[Callable[[Any], Any]] = []
@@ -93,7 +98,7 @@ class Tries:
         if self._look is not None:
             self._look.backward_ends()
 
-    def go_on(self, batch: Any) -> None:
+    def run_due(self, batch: Any) -> None:
         """Before this batch, between two steps: rehearse the waiting rungs once the first step is done. Later, take a
         second look at those that stay, then a look at replays."""
         before = list(self._site.staging.conversions)
@@ -115,7 +120,7 @@ class Tries:
         self._rehearsal = None
         try:
             with self._one_time.span("rehearsal"), leaves_on_sigterm(self._site.trainer):
-                outcomes = rehearsal.run(self._recordings.estimate_trial_s if self._recordings is not None else None)
+                outcomes = rehearsal.run(self._recorder.estimate_trial_s if self._recorder is not None else None)
         except FastLoopError:
             raise
         except Exception as error:  # our own error: the rehearsal catches all errors of user code
@@ -126,13 +131,13 @@ class Tries:
         for rung, began, seconds in rehearsal.first_calls:
             if rung in kept:
                 self._one_time.add_span(FIRST_CALLS, began, began + seconds)
-        self._settle(outcomes)
+        self._record_outcomes(outcomes)
         self._terms = rehearsal.terms
-        hands = dataclasses.replace(self._hands, unapply=self._pause)
-        self._look = SecondLook.after(rehearsal, outcomes, hands, self._first_sizes)
+        handle = dataclasses.replace(self._handle, unapply=self._pause)
+        self._look = StepTimingCheck.after(rehearsal, outcomes, handle, self._first_sizes)
         self._note_slower(rehearsal.steps, outcomes)
 
-    def _look_again(self, look: SecondLook, batch: Any) -> None:
+    def _look_again(self, look: StepTimingCheck, batch: Any) -> None:
         try:
             if not look.batch_starts(batch):
                 return
@@ -140,7 +145,7 @@ class Tries:
         except Exception as error:  # our own error, as above
             outcomes = self._drop(look.steps, f"switching it in training failed: {describe(error)}", is_lasting=False)
         self._look, self.seen = None, look.seen
-        self._settle(outcomes)
+        self._record_outcomes(outcomes)
         for outcome in outcomes:
             self._warn(f"{outcome.rung} is now off: {outcome.fault}")
         self._note_slower(look.steps, outcomes)
@@ -151,10 +156,10 @@ class Tries:
         for step in steps:
             if (outcome := slower.get(step.rung)) is not None:
                 self._slower.append((find_cheapest(step) if outcome.is_cheaper else step, outcome))
-        if self.is_over and self._slower and self._recordings is not None:
-            self._replays = ReplayLook(self._site, self._slower, self._recordings, self._terms, self._hands)
+        if self.is_over and self._slower and self._recorder is not None:
+            self._replays = ReplayTimingCheck(self._site, self._slower, self._recorder, self._terms, self._handle)
 
-    def _look_at_replays(self, look: ReplayLook) -> None:
+    def _look_at_replays(self, look: ReplayTimingCheck) -> None:
         try:
             if not look.batch_starts():
                 return
@@ -163,11 +168,11 @@ class Tries:
             steps = [step for step, _ in self._slower]
             outcomes = self._drop(steps, f"switching it in training failed: {describe(error)}", is_lasting=False)
         self._replays = None
-        self._settle(outcomes)
+        self._record_outcomes(outcomes)
 
     def _drop(self, steps: Sequence[Step], why: str, *, is_lasting: bool) -> list[RungOutcome]:
         for step in steps:
-            self._hands.unapply(step)
+            self._handle.unapply(step)
         return [RungOutcome(rung=step.rung, fault=why, is_lasting=is_lasting) for step in steps]
 
     def end(self) -> None:
@@ -177,4 +182,4 @@ class Tries:
         replays, self._replays = self._replays, None
         self._rehearsal = self._look = None
         if replays is not None and replays.outcomes:
-            self._settle(replays.outcomes)
+            self._record_outcomes(replays.outcomes)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge.apply.replay.step_code import list_outer_values, list_read_names, list_step_functions
-from fastloop.bridge.apply.state.untouched import Kept
+from fastloop.bridge.apply.state.untouched import StateSnapshot
 from fastloop.evidence.samples.sample_code import is_installed
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
@@ -30,7 +30,7 @@ class Guard:
         kept: the objects that the module keeps.
     """
 
-    def __init__(self, module: torch.nn.Module, trainer: Any, kept: Kept) -> None:
+    def __init__(self, module: torch.nn.Module, trainer: Any, kept: StateSnapshot) -> None:
         self._parts, self._trainer = [part for part in module.modules() if not _is_metric(part)], trainer
         buffers = {id(part._buffers) for part in self._parts}
         names = list_read_names(module, kept.list_kinds()) - _LOOKED_AT

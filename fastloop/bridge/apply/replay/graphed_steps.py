@@ -24,7 +24,7 @@ import torch
 from fastloop.bridge.apply.read_model import overrides
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.budget import Terms
-from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
+from fastloop.bridge.apply.rehearse.played import RunResults, compare_results
 from fastloop.bridge.apply.replay.graph_guard import Guard
 from fastloop.bridge.apply.replay.recorded_update import RecordedUpdates, is_from
 from fastloop.bridge.apply.replay.step_code import find_outside, list_outer_values, list_step_functions
@@ -32,7 +32,7 @@ from fastloop.bridge.apply.replay.step_watch import LogCall, StepWatch, WatchedI
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.staging import set_attribute
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
-from fastloop.bridge.apply.state.untouched import HOOKS, Kept, keep_random_streams, unwritten
+from fastloop.bridge.apply.state.untouched import HOOKS, StateSnapshot, keep_random_streams, preserve_parameters
 from fastloop.errors import NotApplicable, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import iterate_tensors, map_tensors, walk_tensors
@@ -217,7 +217,7 @@ class GraphedSteps:
             with self._one_time.span("rehearsal"):
                 self.refused = self._refuse(args[0])
                 if self.refused is None:
-                    with unwritten(self._site.module.parameters()):
+                    with preserve_parameters(self._site.module.parameters()):
                         self.refused = self._record(step, args)
         except Exception as error:
             self.refused = describe(error)
@@ -279,13 +279,13 @@ class GraphedSteps:
     def _record(self, step: Callable[..., Any], args: Sequence[Any]) -> str | None:
         module = self._site.module
         watch, self._launch_share = StepWatch(module, self._site.device), 0.0
-        kept, streams = Kept(), keep_random_streams()
-        kept.keep_module(module)
+        kept, streams = StateSnapshot(), keep_random_streams()
+        kept.capture_module(module)
         functions = list_step_functions(module, kept)
         if (outside := find_outside(functions)) is not None:
             return f"training_step uses {outside}, which a replay would not"
         for variables, name in list_outer_values(functions, set()):
-            kept.keep(variables[name])
+            kept.capture(variables[name])
 
         def run(batch: Any) -> Ran:
             with watch:
@@ -346,7 +346,7 @@ class GraphedSteps:
         """Whether a replay must be faster than an eager step, not only equal to it."""
         return not self._asked and not self._is_wanted
 
-    def _time(self, recorder: CudaRecorder, play: Callable[[], tuple[list[Any], dict[str, Any]]]) -> Played:
+    def _time(self, recorder: CudaRecorder, play: Callable[[], tuple[list[Any], dict[str, Any]]]) -> RunResults:
         recorder.wait()
         began = time.perf_counter()
         made, gradients = play()
@@ -355,10 +355,10 @@ class GraphedSteps:
         ms = 1e3 * (time.perf_counter() - began)
         self._launch_share = max(self._launch_share, launch_ms / ms)  # largest: a play may contain a pause
         buffers = [buffer.clone() for buffer in self._site.module.buffers()]
-        return Played(ms, [*made, *buffers], gradients)
+        return RunResults(ms, [*made, *buffers], gradients)
 
-    def _judge(self, first: Played, second: Played, replayed: Played, again: Played) -> str | None:
-        deviation, noise = measure_deviation(second, replayed), measure_deviation(second, first)
+    def _judge(self, first: RunResults, second: RunResults, replayed: RunResults, again: RunResults) -> str | None:
+        deviation, noise = compare_results(second, replayed), compare_results(second, first)
         eager_ms, replay_ms = min(first.ms, second.ms), min(replayed.ms, again.ms)
         self._seen = {"deviation": deviation.largest, "eager_ms": eager_ms, "replay_ms": replay_ms}
         if judge.ROUNDINGS * noise.largest > judge.NO_GATE:

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fastloop.bridge.apply.rehearse.optimizer_twins import OPTIMIZER_LIMIT
-from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
+from fastloop.bridge.apply.rehearse.played import RunResults, compare_results
 from fastloop.bridge.apply.staging import StandsFor
 from fastloop.errors import NotApplicable, describe
 from fastloop.feeds.step_graph.recording import CudaRecorder
@@ -147,14 +147,14 @@ def _compare(static: StaticUpdate, recorder: CudaRecorder) -> None:
         for each, old in zip((*parameters, *state), before, strict=True):
             each.copy_(old)
 
-    def play(update: Callable[[], None]) -> tuple[Played, list[float]]:
+    def play(update: Callable[[], None]) -> tuple[RunResults, list[float]]:
         update()
         changes = [now - old for now, old in zip((*parameters, *state), before, strict=True)]
         moved, kept = changes[: len(parameters)], changes[len(parameters) :]
         counted = [float(each) for each in kept if not each.dim()]
         put_back()
         # Compared separately: a counter goes up by 1, and a parameter changes by about its learning rate.
-        return Played(outputs=moved, gradients={str(n): each for n, each in enumerate(kept) if each.dim()}), counted
+        return RunResults(outputs=moved, gradients={str(n): each for n, each in enumerate(kept) if each.dim()}), counted
 
     with static.handed_over():
         try:
@@ -165,6 +165,6 @@ def _compare(static: StaticUpdate, recorder: CudaRecorder) -> None:
         finally:
             put_back()
             recorder.wait()
-    deviation = measure_deviation(usual, replayed)
+    deviation = compare_results(usual, replayed)
     if counted != counted_again or not deviation.finite or deviation.largest > OPTIMIZER_LIMIT:
         raise NotApplicable(f"a replayed update deviates by {deviation.largest:.2g}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply.state.untouched import Kept
+from fastloop.bridge.apply.state.untouched import StateSnapshot
 from fastloop.evidence.samples.sample_code import (
     is_installed,
     list_arguments,
@@ -31,7 +31,7 @@ _OUTSIDE = ("time", "datetime", "os", "io", "pathlib", "socket", "subprocess", "
 _CALLS = ("print", "open", "input")
 
 
-def list_step_functions(module: torch.nn.Module, kept: Kept) -> list[Any]:
+def list_step_functions(module: torch.nn.Module, kept: StateSnapshot) -> list[Any]:
     """The user's functions that may run in a step: training_step and forward, methods of kept objects whose names
     appear in them, functions that objects keep, and whatever all of these call."""
     kinds, hooks = kept.list_kinds() | {type(module)}, _list_hooks(module)

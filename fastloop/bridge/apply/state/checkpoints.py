@@ -7,6 +7,8 @@ import traceback
 
 import torch.utils.checkpoint
 
+from fastloop.errors import walk_causes
+
 
 def end_checkpoints(error: BaseException) -> None:
     """End the activation checkpoints that `error` passed through.
@@ -15,13 +17,9 @@ def end_checkpoints(error: BaseException) -> None:
     anything holds the error. Later checkpoints would count their tensors wrongly: "a different number of tensors was
     saved".
     """
-    seen = set[int]()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        frames = [frame for frame, _ in traceback.walk_tb(found.__traceback__)]
+    for cause in walk_causes(error):
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
         for frame in reversed(frames):  # inner checkpoints first
             if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
                 with contextlib.suppress(RuntimeError):  # it is still running
                     frame.clear()
-        found = found.__cause__ or found.__context__

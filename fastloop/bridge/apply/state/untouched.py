@@ -59,15 +59,15 @@ _NOT_WALKED = ("torch.", *(f"{name}." for name in namespaces.NAMES))
 
 
 @contextlib.contextmanager
-def untouched(*modules: torch.nn.Module) -> Iterator[None]:
+def preserve_state(*modules: torch.nn.Module) -> Iterator[None]:
     """Restore the modules' state and all random streams afterwards, bit for bit.
 
     Raises:
         NotApplicable: the modules keep more objects than can be restored, or iterators.
     """
-    streams, flags, kept = keep_random_streams(), keep_flags(), Kept()
+    streams, flags, kept = keep_random_streams(), keep_flags(), StateSnapshot()
     for module in modules:
-        kept.keep_module(module)
+        kept.capture_module(module)
     try:
         yield
     except BaseException as error:
@@ -100,7 +100,7 @@ def keep_random_streams() -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def unwritten(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+def preserve_parameters(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Restore parameters that a training_step writes to. Exceptions raised inside are passed on, even if the device is
     lost.
 
@@ -143,7 +143,7 @@ def read_prints(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[Any, ...]]
         yield each._version, each.data_ptr(), str(norm.item())  # as text: then nan equals nan
 
 
-class Kept:
+class StateSnapshot:
     """Copies the contents of objects, each object once, and restores them. Refuses iterators: what a step takes from
     one cannot be put back."""
 
@@ -204,98 +204,98 @@ class Kept:
         if failed:
             raise failed[0]
 
-    def keep_module(self, root: torch.nn.Module) -> None:
+    def capture_module(self, root: torch.nn.Module) -> None:
         """Save a module with all its submodules, and the objects that their hooks keep."""
         for module in root.modules():
             if id(module) in self._seen:
                 continue
             self._note(module)
             attributes = {name: value for name, value in vars(module).items() if name not in OURS}
-            self._keep_attributes(module, attributes)
+            self._capture_attributes(module, attributes)
             for value in attributes.values():
-                self.keep(value)
+                self.capture(value)
             for registry in HOOKS:
                 for hook in getattr(module, registry, {}).values():
-                    self._keep_callable(hook)
+                    self._capture_callable(hook)
             for parameter in module.parameters(recurse=False):
-                self._keep_names(torch.Tensor, parameter)
+                self._capture_names(torch.Tensor, parameter)
             if not is_installed(type(module)):
-                self._keep_outer(type(module))
+                self._capture_outer(type(module))
 
-    def _keep_outer(self, kind: type) -> None:
+    def _capture_outer(self, kind: type) -> None:
         for space, name, value in list_changeable(kind):
             self._undos.append(partial(restore_variable, space, name, value))
             if isinstance(value, type) and id(value) not in self._seen and not is_installed(value):
                 self._note(value)
-                self._keep_names(type, value)
-            self.keep(value)
+                self._capture_names(type, value)
+            self.capture(value)
 
-    def _keep_attributes(self, owner: Any, before: dict[str, Any]) -> None:
+    def _capture_attributes(self, owner: Any, before: dict[str, Any]) -> None:
         self._attributes.append((owner, before))
         self._undos.append(partial(_restore_attributes, owner.__dict__, before))
         for base in type(owner).__mro__:
             if id(base) not in self._seen and not is_installed(base):
                 self._note(base)
-                self._keep_names(type, base)
+                self._capture_names(type, base)
 
-    def _keep_names(self, kind: type, owner: Any) -> None:
+    def _capture_names(self, kind: type, owner: Any) -> None:
         if before := READERS[kind](owner):
             self._names.append((kind, owner, before))
         self._undos.append(partial(restore_names, kind, owner, before))
         for member in list_inner(before):
-            self.keep(member)
+            self.capture(member)
 
     def _note(self, value: Any) -> None:
         self._seen[id(value)] = value
         if len(self._seen) > MOST_OBJECTS:
             raise NotApplicable(f"the model keeps more than {MOST_OBJECTS:,} Python objects")
 
-    def keep(self, value: Any) -> None:
+    def capture(self, value: Any) -> None:
         """Save an object and everything it refers to."""
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         if isinstance(value, torch.nn.Module):
-            self.keep_module(value)
+            self.capture_module(value)
             return
         self._note(value)
         if isinstance(value, torch.Tensor):
-            self._keep_tensor(value)
+            self._capture_tensor(value)
         elif isinstance(value, torch.Generator):
-            self._keep_stream(value, value.get_state, value.set_state)
+            self._capture_stream(value, value.get_state, value.set_state)
         elif isinstance(value, random.Random):
-            self._keep_stream(value, value.getstate, value.setstate)
+            self._capture_stream(value, value.getstate, value.setstate)
         elif isinstance(value, (list, deque, set, dict)):
-            self._keep_container(value)
+            self._capture_container(value)
         elif isinstance(value, (tuple, frozenset)):
             for member in value:
-                self.keep(member)
+                self.capture(member)
         elif isinstance(value, (types.FunctionType, types.MethodType)):
-            self._keep_callable(value)
+            self._capture_callable(value)
         elif isinstance(value, partial):
             for member in (value.func, *value.args, *value.keywords.values()):
-                self.keep(member)
+                self.capture(member)
         elif isinstance(value, (bytearray, array)):
             self._undos.append(partial(value.__setitem__, slice(None), value[:]))
         elif isinstance(value, _CDATA):
             self._undos.append(partial(ctypes.memmove, ctypes.addressof(value), bytes(value), ctypes.sizeof(value)))
         elif isinstance(value, _CACHE):
-            self._keep_cache(value)
+            self._capture_cache(value)
         elif type(value).__module__.partition(".")[0] == "numpy":
-            self._keep_array(value)
+            self._capture_array(value)
         elif hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
             raise NotApplicable(f"the model keeps an iterator ({type(value).__name__}): items taken from it are gone")
         elif not _is_foreign(f"{type(value).__module__}."):
-            self._keep_object(value)
+            self._capture_object(value)
 
-    def _keep_object(self, value: Any) -> None:
+    def _capture_object(self, value: Any) -> None:
         if hasattr(value, "__dict__"):
             before = dict(vars(value))
-            self._keep_attributes(value, before)
+            self._capture_attributes(value, before)
             for member in before.values():
-                self.keep(member)
-        self._keep_names(object, value)
+                self.capture(member)
+        self._capture_names(object, value)
 
-    def _keep_tensor(self, tensor: torch.Tensor) -> None:
+    def _capture_tensor(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, torch.nn.Parameter) or torch.nn.parameter.is_lazy(tensor):
             return
         if torch._debug_has_internal_overlap(tensor) == 1:
@@ -303,27 +303,27 @@ class Kept:
         # Even if its version has not changed: batch normalization writes its running statistics without changing it.
         self._undos.append(partial(tensor.detach().copy_, tensor.detach().clone()))
 
-    def _keep_stream(self, owner: Any, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+    def _capture_stream(self, owner: Any, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         before = read()
         self._undos.append(partial(write, before))
         self._streams.append((f"a {type(owner).__name__} that the model keeps", lambda: _show(read()), _show(before)))
 
-    def _keep_array(self, value: Any) -> None:
+    def _capture_array(self, value: Any) -> None:
         if hasattr(value, "get_state") and hasattr(value, "set_state"):
-            self._keep_stream(value, value.get_state, value.set_state)
+            self._capture_stream(value, value.get_state, value.set_state)
         elif (bits := getattr(value, "bit_generator", None)) is not None:
-            self._keep_stream(value, lambda: bits.state, partial(setattr, bits, "state"))
+            self._capture_stream(value, lambda: bits.state, partial(setattr, bits, "state"))
         elif isinstance(value, sys.modules["numpy"].ndarray) and value.flags.writeable:
             self._undos.append(partial(value.__setitem__, ..., value.copy()))
 
-    def _keep_cache(self, value: Any) -> None:
+    def _capture_cache(self, value: Any) -> None:
         """On restore, empty a ``functools.lru_cache`` that has taken results of a changed module; they are then
         computed again."""
         missed = value.cache_info().misses
         self._undos.append(lambda: value.cache_clear() if value.cache_info().misses != missed else None)
-        self.keep(value.__wrapped__)
+        self.capture(value.__wrapped__)
 
-    def _keep_container(self, value: Any) -> None:
+    def _capture_container(self, value: Any) -> None:
         before = list(value.items() if isinstance(value, dict) else value)
         self._containers.append((value, before))
 
@@ -338,11 +338,11 @@ class Kept:
 
         self._undos.append(restore)
         for member in before:
-            self.keep(member)
+            self.capture(member)
 
-    def _keep_callable(self, hook: Any) -> None:
+    def _capture_callable(self, hook: Any) -> None:
         """Save what a hook may write to: the object it is a method of, or its closure variables."""
-        self.keep(getattr(hook, "__self__", None))
+        self.capture(getattr(hook, "__self__", None))
         function = getattr(hook, "__func__", hook)
         for cell in getattr(function, "__closure__", None) or ():
             try:
@@ -350,9 +350,9 @@ class Kept:
             except ValueError:  # a variable without a value yet
                 continue
             self._undos.append(partial(setattr, cell, "cell_contents", content))
-            self.keep(content)
+            self.capture(content)
         if not isinstance(function, types.FunctionType) and not isinstance(hook, types.MethodType):
-            self.keep(function)
+            self.capture(function)
 
 
 def _show(state: Any) -> str:

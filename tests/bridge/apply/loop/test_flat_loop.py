@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fastloop.bridge.apply.loop import known_loops
 from fastloop.bridge.apply.loop.flat_loop import FlatLoop, HookCalls
-from fastloop.bridge.apply.loop.known_loops import BATCH_HOOKS
+from fastloop.bridge.apply.loop.known_loops import HOOKS_PER_BATCH
 from tests import models
 from tests.rungs.fits import evidence, fit, loop, seeded
 
@@ -320,9 +320,9 @@ def run(case: Case, rungs: Any, hooks: str, ckpt: Any = None) -> Any:
     case = dict(case)
     module, train, val, more = case.pop("module"), case.pop("train", None), case.pop("val", None), case.pop("more", [])
     if hooks in ("module", "both"):
-        module.__class__ = hears(type(module), tuple(set(BATCH_HOOKS) - set(vars(type(module)))), True)
+        module.__class__ = hears(type(module), tuple(set(HOOKS_PER_BATCH) - set(vars(type(module)))), True)
     callbacks = [
-        hears(L.Callback, (*BATCH_HOOKS, *OTHER_HOOKS) if hooks in ("callback", "both") else OTHER_HOOKS, False)()
+        hears(L.Callback, (*HOOKS_PER_BATCH, *OTHER_HOOKS) if hooks in ("callback", "both") else OTHER_HOOKS, False)()
     ]
     watcher = None if rungs is None else loop(rungs)
     trainer: Any = models.trainer(
@@ -381,7 +381,7 @@ def test_all_that_can_be_seen_is_the_same(name: str, hooks: str, short: list[int
 def test_the_short_way_calls_all_hooks_but_one(hooks: str, short: list[int]) -> None:
     ours = run(_seeded(lambda: {"module": Logs()}), THIN, hooks)
     heard = {name for _, name, *_ in ours["seen"]}
-    assert heard >= set(BATCH_HOOKS)
+    assert heard >= set(HOOKS_PER_BATCH)
     assert ours == run(_seeded(lambda: {"module": Logs()}), None, hooks)
     assert bool(short) is (hooks == "callback"), "on_train_batch_start of a module may end the epoch"
 

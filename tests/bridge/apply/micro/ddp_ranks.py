@@ -137,7 +137,9 @@ def main() -> None:
     from fastloop.bridge.apply.micro import search
 
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    search._Run._read_ms = lambda _run, size, _piece: size if size == 4 else size**0.9 * 2  # 4 are the fastest
+    search._Run._read_ms = lambda _run, piece: (
+        4 if piece.samples == 4 else piece.samples**0.9 * 2  # 4 are the fastest
+    )
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         os.environ["XDG_CACHE_HOME"] = str(Path.cwd() / name)

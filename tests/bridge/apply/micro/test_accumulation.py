@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from fastloop.bridge.apply.micro import accumulation, choice, search
 from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.bridge.apply.micro.choice import PieceChoice
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import BatchWindow
 from tests.models import distance as apart
 from tests.models import weights
@@ -340,7 +341,7 @@ def test_windows_behind_a_feed(module: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_conversion_in_mid_run_reaches_a_window_that_came_apart() -> None:
     """A rung that a rehearsal keeps converts the batch at hand, which was on the device before it."""
-    micro = MicroBatches(PieceChoice(32, rung="batch"))
+    micro = MicroBatches(PieceChoice(32, rung="batch", one_time=OneTime()))
     apart = BatchWindow([torch.zeros(2, 3), torch.ones(2, 4)])
     shown = micro.show_window(apart)
     assert (
@@ -493,8 +494,8 @@ def test_a_first_step_that_only_rungs_make_fit_runs_batch_by_batch(fits: bool, m
     """A micro-batch that amp makes fit: amp starts after the first step, which would run out of memory without it."""
     tried = list[int]()
 
-    def play(_run: Any, size: int, _piece: Any) -> float:
-        tried.append(size)
+    def play(_run: Any, piece: Any) -> float:
+        tried.append(piece.samples)
         if not fits:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return 1.0

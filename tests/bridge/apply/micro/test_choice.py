@@ -14,6 +14,7 @@ import torch
 
 from fastloop.bridge.apply.micro import choice
 from fastloop.bridge.apply.micro.choice import PieceChoice
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import BatchWindow
 from tests.runs import Net, batches, run
 
@@ -42,7 +43,7 @@ class Ranks:
 def choose_windows(ranks: Any, windows: Sequence[Any], held: Sequence[Sequence[str]]) -> list[tuple[bool, int, Any]]:
     """For each window: whether it runs apart, in how many pieces, and the reason of the first that does."""
     waiting = list[str]()
-    made = PieceChoice(4, rung="batch", list_held=lambda: waiting)
+    made = PieceChoice(4, rung="batch", list_held=lambda: waiting, one_time=OneTime())
     made.windows.sampler = SimpleNamespace(window=2, sizes=deque([(2, 2)] * len(windows)))  # type: ignore[assignment]
     found = []
     for number, batch in enumerate(windows):

@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.bridge.apply.micro import choice, gradient_check
 from fastloop.bridge.apply.micro.choice import PieceChoice
+from fastloop.bridge.apply.rehearse import played
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder
 from fastloop.errors import FastLoopError
+from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import CannotRegroup
 from fastloop.feeds.splitting import Piece
 from tests.noted import Noted
@@ -245,7 +247,7 @@ def test_comparing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     # The control: without the guard the traces show.
     states.clear()
     monkeypatch.setattr(gradient_check, "map_tensors", lambda batch, _clone: batch)
-    monkeypatch.setattr(gradient_check, "untouched", lambda *_modules: torch.enable_grad())
+    monkeypatch.setattr(gradient_check, "preserve_state", lambda *_modules: torch.enable_grad())
     run(MERGE, EVEN(), Keeps, max_epochs=1, **ACCUMULATE)
     assert {name for name in states[0] if not _same(states[0][name], states[1][name])} >= {"calls", "seen", "queue"}
     assert written == [False, True]
@@ -333,7 +335,7 @@ def test_a_recorder_of_calls_sees_the_step_alone() -> None:
 
     class Recorded(Net):
         def on_train_start(self) -> None:
-            recorders.append(CallRecorder(self, ["net"]))
+            recorders.append(CallRecorder(self, ["net"], groups=BatchGroups()))
 
     assert run(MERGE, EVEN(), Recorded, max_steps=1, **ACCUMULATE).verdict("batch").took
     assert [call.args[0].shape for call in recorders[0].calls] == [(32, 8)]
@@ -387,7 +389,7 @@ def test_a_lost_device_ends_it_with_the_users_error(
         if is_lost and len(calls) >= 2:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(gradient_check, "synchronize", wait)
+    monkeypatch.setattr(played, "synchronize", wait)
     if is_lost:
         with pytest.raises(RuntimeError, match="device-side assert") as raised:
             run(rungs, EVEN(), Asserts, **settings)

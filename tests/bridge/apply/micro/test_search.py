@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.micro import search as micro_search
-from fastloop.bridge.apply.rehearse import optimizer_twins
+from fastloop.bridge.apply.rehearse import optimizer_twins, played
 from fastloop.evidence.clock.one_time import OneTime
 from tests import runs
 from tests.bridge.apply.micro.test_piece_logs import Memory
@@ -44,7 +44,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def timed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Milliseconds that each size seems to take; 16 samples are the fastest."""
     ms = {2: 4.0, 4: 6.0, 8: 8.0, 16: 10.0, 32: 24.0}
-    monkeypatch.setattr(micro_search._Run, "_read_ms", lambda _run, size, _piece: ms[size])
+    monkeypatch.setattr(micro_search._Run, "_read_ms", lambda _run, piece: ms[piece.samples])
     return ms
 
 
@@ -110,7 +110,7 @@ def test_auto_is_the_run_with_its_number_written_by_hand(
         " optimizer step, not by memory"
     )
     # The control: without the guards every trace shows.
-    monkeypatch.setattr(micro_search, "untouched", lambda *_modules: torch.enable_grad())
+    monkeypatch.setattr(micro_search, "preserve_state", lambda *_modules: torch.enable_grad())
     monkeypatch.setattr(micro_search, "map_tensors", lambda batch, _clone: batch)
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     traces = list_traces(by_hand, fit(AUTO))
@@ -120,17 +120,17 @@ def test_auto_is_the_run_with_its_number_written_by_hand(
 def test_what_was_found_is_run_once_and_not_timed_again(
     timed: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played: list[int] = []
+    sizes: list[int] = []
     play = micro_search._Run._play
     monkeypatch.setattr(
-        micro_search._Run, "_play", lambda own, size, piece: (played.append(size), play(own, size, piece))[1]
+        micro_search._Run, "_play", lambda own, piece: (sizes.append(piece.samples), play(own, piece))[1]
     )
     first = run(AUTO, EVEN(), **ACCUMULATE)
-    assert set(played) == {4, 2, 8, 16, 32} and first.seen("batch")["micro_batch"] == 16
-    played.clear()
+    assert set(sizes) == {4, 2, 8, 16, 32} and first.seen("batch")["micro_batch"] == 16
+    sizes.clear()
     timed |= {32: 1.0}
     again = run(AUTO, EVEN(), **ACCUMULATE)
-    assert played == [16] and "the fastest in an earlier run on this machine, and works" in again.verdict("batch").why
+    assert sizes == [16] and "the fastest in an earlier run on this machine, and works" in again.verdict("batch").why
     assert distance(first, again) == 0
     # Another shape of batches is another question, and so is memory that somebody else holds now.
     assert run(AUTO, batches(192, 16), **ACCUMULATE | {"accumulate_grad_batches": 2}).seen("batch")["rates"]
@@ -340,7 +340,7 @@ def test_a_lost_device_ends_it_at_once(timed: dict[int, float], monkeypatch: pyt
                 raise lost
             return super().loss(batch)
 
-    monkeypatch.setattr(micro_search, "synchronize", synchronize)
+    monkeypatch.setattr(played, "synchronize", synchronize)
     with pytest.raises(RuntimeError, match="device-side assert") as raised:
         run(AUTO, EVEN(), Asserts, **ACCUMULATE)
     assert raised.value is lost and tried == [16]
@@ -355,7 +355,7 @@ def test_a_ladder_searches_in_long_runs_only(timed: dict[int, float], monkeypatc
         return loop
 
     monkeypatch.setattr(runs, "watching", by_ladder)
-    monkeypatch.setattr(read_facts, "BATCH_HOOKS", ())  # else the callback that records batches would be heard
+    monkeypatch.setattr(read_facts, "COUNTED_HOOKS", ())  # else the callback that records batches would be heard
     plain, ours = both(AUTO, EVEN, **ACCUMULATE)
     assert ours.verdict("batch").why == "this run is too short to search for a micro-batch: 6 steps"
     assert distance(plain, ours) == 0 and ours.record.hooks == plain.record.hooks
@@ -413,9 +413,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     state: dict[str, Any] = {"room": 100, "played": [], "retries": {}}
     play = micro_search._Run._play
 
-    def watched(own: Any, size: int, piece: Any) -> float:
-        state["played"].append(size)
-        return play(own, size, piece)
+    def watched(own: Any, piece: Any) -> float:
+        state["played"].append(piece.samples)
+        return play(own, piece)
 
     fakes = {
         "mem_get_info": lambda _device: (105 * GIB, 120 * GIB),
@@ -585,7 +585,7 @@ def fit_compiled(monkeypatch: pytest.MonkeyPatch, backend: Any) -> Run:
     really = torch.compile
     ms = {8: 8.0, 16: 10.0, 32: 12.0}
     monkeypatch.setattr(
-        micro_search._Run, "_read_ms", lambda _run, size, piece: ms[size] * (4 if piece.groups > 1 else 1)
+        micro_search._Run, "_read_ms", lambda _run, piece: ms[piece.samples] * (4 if piece.groups > 1 else 1)
     )
     monkeypatch.setattr(torch, "compile", lambda made, **_how: really(made, backend=backend))
     done = run(AUTO | {"compile": {}}, EVEN(), Normed, **ACCUMULATE)

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 
-from fastloop.feeds.token_counts import list_counters
+from fastloop.feeds.token_counts import list_token_counters
 from tests.bridge.apply.micro.test_gradient_check import WORDS, Tagger, sentences
 from tests.bridge.apply.micro.test_piece_logs import Memory
 from tests.runs import distance, run
@@ -112,8 +112,8 @@ def test_what_could_be_counted() -> None:
     module = torch.nn.Sequential(torch.nn.CrossEntropyLoss(ignore_index=7))
     labels = torch.tensor([[5, 7, 7], [1, 2, 7]])
     batch = {"pixels": torch.zeros(2, 3, 4, 4), "labels": labels, "mask": torch.tensor([[True, False, False]] * 2)}
-    found = {(each.place, each.ignored, each.first) for each in list_counters(batch, module)}
+    found = {(each.place, each.ignored, each.first) for each in list_token_counters(batch, module)}
     assert found == {(1, 7, 0), (1, 7, 1), (2, 0, 0), (2, 0, 1)}
-    one = next(each for each in list_counters(batch, module) if each.place == 1)
+    one = next(each for each in list_token_counters(batch, module) if each.place == 1)
     halves = [{name: value[row : row + 1] for name, value in batch.items()} for row in (0, 1)]
     assert one.weigh(halves).tolist() == pytest.approx([1 / 3, 2 / 3])

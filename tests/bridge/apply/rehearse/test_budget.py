@@ -33,8 +33,10 @@ def test_nothing_is_played_where_three_plays_are_more_than_the_share(
 ) -> None:
     plant(monkeypatch, lambda old: old)
     calls: list[int] = []
-    played = recorded_calls.Player.play
-    monkeypatch.setattr(recorded_calls.Player, "play", lambda self, **how: (calls.append(1), played(self, **how))[1])
+    played = recorded_calls.CallReplayer.replay
+    monkeypatch.setattr(
+        recorded_calls.CallReplayer, "replay", lambda self, **how: (calls.append(1), played(self, **how))[1]
+    )
     loop, _, _ = fit(config("amp"), steps=steps, by_ladder=("amp",))
     took, why = read(loop)
     assert bool(calls) is plays
@@ -46,17 +48,17 @@ def test_nothing_is_played_where_three_plays_are_more_than_the_share(
 def test_time_around_the_modules_counts_too(wait_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a play copies and puts back may take longer than the modules do."""
     plant(monkeypatch, lambda old: old)
-    usual = recorded_calls.untouched
+    usual = recorded_calls.preserve_state
     waited: list[float] = []
 
     @contextlib.contextmanager
-    def untouched(*modules: torch.nn.Module) -> Iterator[None]:
+    def preserve_state(*modules: torch.nn.Module) -> Iterator[None]:
         time.sleep(wait_s)
         waited.append(wait_s)
         with usual(*modules):
             yield
 
-    monkeypatch.setattr(recorded_calls, "untouched", untouched)
+    monkeypatch.setattr(recorded_calls, "preserve_state", preserve_state)
     loop, _, _ = fit(config("amp"), Brief(), steps=100_000, by_ladder=("amp",), max_time={"seconds": 60})
     took, why = read(loop)
     assert waited

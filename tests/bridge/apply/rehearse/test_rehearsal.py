@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop
 from fastloop.bridge.apply.rehearse import budget, compared, memory, recorded_calls, rehearsal
-from fastloop.bridge.apply.rehearse.played import Played, measure_deviation
+from fastloop.bridge.apply.rehearse.played import RunResults, compare_results
 from fastloop.errors import ConfigError
 from fastloop.evidence.model import dynamo_graphs
+from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.loss.cross_entropy import reduce_rows
 from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.rungs.amp import Amp
@@ -247,7 +248,7 @@ def test_without_the_guard_a_rehearsal_leaves_traces(monkeypatch: pytest.MonkeyP
 
     _, _, plain = fit(None)
     plant(monkeypatch, lambda old: old)
-    monkeypatch.setattr(recorded_calls, "untouched", careless)
+    monkeypatch.setattr(recorded_calls, "preserve_state", careless)
     assert fit(config("amp"))[2] != plain
 
 
@@ -787,7 +788,7 @@ def test_scripted_modules_take_no_hooks() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return torch.nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
 
-    problem = recorded_calls.CallRecorder(Scripted(), ["net"]).problem
+    problem = recorded_calls.CallRecorder(Scripted(), ["net"], groups=BatchGroups()).problem
     assert problem is not None and problem.startswith("calls of net cannot be recorded: ")
     loop, _, _ = fit(config("amp"), Scripted(), steps=8)
     assert read(loop)[0] is True
@@ -795,8 +796,8 @@ def test_scripted_modules_take_no_hooks() -> None:
 
 
 def test_both_halves_of_complex_numbers_are_compared() -> None:
-    plain, other = (Played(outputs=[torch.tensor([3 + 4j, 1j * imaginary])]) for imaginary in (0, 1))
-    assert measure_deviation(plain, other).outputs == pytest.approx(0.2)
+    plain, other = (RunResults(outputs=[torch.tensor([3 + 4j, 1j * imaginary])]) for imaginary in (0, 1))
+    assert compare_results(plain, other).outputs == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -813,7 +814,7 @@ def test_both_halves_of_complex_numbers_are_compared() -> None:
     ids=["usual", "small", "large", "infinite in both", "not finite", "nothing", "something from nothing"],
 )
 def test_deviation_of_any_numbers(before: list[float], after: list[float], expected: tuple[float, bool]) -> None:
-    found = measure_deviation(Played(outputs=[torch.tensor(before)]), Played(outputs=[torch.tensor(after)]))
+    found = compare_results(RunResults(outputs=[torch.tensor(before)]), RunResults(outputs=[torch.tensor(after)]))
     assert (found.outputs, found.finite) == (pytest.approx(expected[0], rel=1e-5), expected[1])
 
 
@@ -821,13 +822,13 @@ def test_deviation_of_any_numbers(before: list[float], after: list[float], expec
 def test_the_direction_of_gradients_is_not_that_of_their_largest_tensor(scale: float) -> None:
     """In a ResNet-50 at its random start the first convolution holds 92 % of the gradient, and bf16 scatters it."""
     first = {"conv1": torch.tensor([40.0, 30.0]), "fc": torch.tensor([3.0, 4.0]), "bias": torch.ones(2)}
-    plain = Played(gradients={name: scale * each for name, each in first.items()})
-    scattered = Played(gradients={**plain.gradients, "conv1": -plain.gradients["conv1"]})
-    turned = Played(gradients={name: -each for name, each in plain.gradients.items()})
-    assert measure_deviation(plain, scattered).gradients_cosine == pytest.approx(1 / 3)
-    assert measure_deviation(plain, turned).gradients_cosine == pytest.approx(-1)
-    nothing = Played(gradients={**plain.gradients, "bias": torch.zeros(2)})
-    assert measure_deviation(plain, nothing).gradients_cosine == pytest.approx(2 / 3), "a lost tensor counts as turned"
+    plain = RunResults(gradients={name: scale * each for name, each in first.items()})
+    scattered = RunResults(gradients={**plain.gradients, "conv1": -plain.gradients["conv1"]})
+    turned = RunResults(gradients={name: -each for name, each in plain.gradients.items()})
+    assert compare_results(plain, scattered).gradients_cosine == pytest.approx(1 / 3)
+    assert compare_results(plain, turned).gradients_cosine == pytest.approx(-1)
+    nothing = RunResults(gradients={**plain.gradients, "bias": torch.zeros(2)})
+    assert compare_results(plain, nothing).gradients_cosine == pytest.approx(2 / 3), "a lost tensor counts as turned"
 
 
 def test_only_one_pair_is_converted_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -842,7 +843,7 @@ def test_only_one_pair_is_converted_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "_foreach_norm", norm)
     halves = [torch.full((8,), 1.0 + number, dtype=torch.bfloat16) for number in range(6)]
-    assert measure_deviation(Played(outputs=halves), Played(outputs=halves)).outputs == 0
+    assert compare_results(RunResults(outputs=halves), RunResults(outputs=halves)).outputs == 0
     assert len(made) == 18 and most[0] <= 6
 
 
@@ -908,7 +909,7 @@ def test_ranks_whose_modules_differ_in_dropout_ask_each_other_equally_often(monk
         change = Change(actions=(), parity="approximate", rehearse="modules", pay_back="ignore")
         step: Any = rehearsal.Step(rung="compile", status="planned", change=change)
         this: Any = rehearsal.Rehearsal.__new__(rehearsal.Rehearsal)
-        this.site, this.steps, this._unchanged = types.SimpleNamespace(trainer=None), [step], {own: Played()}
+        this.site, this.steps, this._unchanged = types.SimpleNamespace(trainer=None), [step], {own: RunResults()}
         this._captured = 0
         this._budget = types.SimpleNamespace(refuse=lambda *_: None, base_ms=1.0)
         this._play_base = lambda **_: None
@@ -1099,7 +1100,7 @@ def test_what_a_frozen_module_takes_is_not_in_the_time_of_a_batch(frozen: bool) 
     """A teacher in evaluation mode is not recorded: the step takes longer than its calls, and no rung is to blame."""
     module = torch.nn.ModuleDict({"teacher": torch.nn.Linear(4, 4), "student": torch.nn.Linear(4, 4)})
     module["teacher"].train(not frozen)
-    recorder = recorded_calls.CallRecorder(module, ["teacher", "student"])
+    recorder = recorded_calls.CallRecorder(module, ["teacher", "student"], groups=BatchGroups())
     recorder.note_batch((torch.ones(2, 4),))
     module["teacher"](torch.ones(2, 4)), module["student"](torch.ones(2, 4))
     recorder.stop()

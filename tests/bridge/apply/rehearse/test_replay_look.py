@@ -12,7 +12,7 @@ import torch
 
 from fastloop import FastLoop
 from fastloop.bridge.apply.rehearse.budget import Terms
-from fastloop.bridge.apply.rehearse.replay_look import ReplayLook
+from fastloop.bridge.apply.rehearse.replay_look import ReplayTimingCheck
 from fastloop.bridge.apply.replay import graph_guard, graphed_steps
 from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
 from fastloop.judge import rehearsal as judge
@@ -350,6 +350,6 @@ def test_recording_a_step_and_rehearsals_share_a_twentieth_of_the_run(
 def test_a_compile_comes_back_only_if_it_can_pay_back_again() -> None:
     outcome = judge.RungOutcome(rung="compile", fault="slower", is_slower=True, is_costly=True, first_call_s=20.0)
     for steps, may in ((1_000, False), (100_000, True)):
-        look = ReplayLook.__new__(ReplayLook)
+        look = ReplayTimingCheck.__new__(ReplayTimingCheck)
         look._terms = Terms(steps_left=steps)
         assert look._may_pay(outcome, 3.0) is may

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.bridge.apply.rehearse import second_look
-from fastloop.bridge.apply.rehearse.second_look import SecondLook
+from fastloop.bridge.apply.rehearse.second_look import StepTimingCheck
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.judge import rehearsal as judge_of_rehearsal
 from fastloop.judge.second_look import Timed, TimedComparison
@@ -139,7 +139,7 @@ def test_an_honest_rung_is_not_touched(kind: type[Module], monkeypatch: pytest.M
     loop, _, seen = train("amp", by_ladder=("amp",), module=kind())
     assert read(loop)[0] is True and rung.applied == [rung.applied[0]]
     assert "second_look" not in loop.measurement.evidence
-    monkeypatch.setattr(SecondLook, "after", lambda *_: None)
+    monkeypatch.setattr(StepTimingCheck, "after", lambda *_: None)
     _, _, without = train("amp", by_ladder=("amp",), module=kind())
     assert seen == without == plain
 
@@ -244,13 +244,13 @@ def test_it_is_switched_between_optimizer_steps_only(monkeypatch: pytest.MonkeyP
     rung = Planted(monkeypatch)
     rung.slow = lambda x: SLOW_S
     switched: list[bool] = []
-    switch = SecondLook._switch
+    switch = StepTimingCheck._switch
 
-    def noting(self: SecondLook, *args: Any) -> None:
+    def noting(self: StepTimingCheck, *args: Any) -> None:
         switched.append(at[-1])
         switch(self, *args)
 
-    monkeypatch.setattr(SecondLook, "_switch", noting)
+    monkeypatch.setattr(StepTimingCheck, "_switch", noting)
     loop, _, seen = train("amp", by_ladder=("amp",), module=Watching(), **more)
     assert read(loop)[0] is False and switched == [False] * 5 and any(at)
     assert seen == plain
@@ -269,14 +269,14 @@ def test_a_rung_that_cannot_come_back_is_off(monkeypatch: pytest.MonkeyPatch) ->
 def test_no_second_look(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control is the first test of this file."""
     began: list[int] = []
-    after = SecondLook.after
+    after = StepTimingCheck.after
 
-    def noting(*args: Any) -> SecondLook | None:
+    def noting(*args: Any) -> StepTimingCheck | None:
         if (found := after(*args)) is not None:
             began.append(1)
         return found
 
-    monkeypatch.setattr(SecondLook, "after", noting)
+    monkeypatch.setattr(StepTimingCheck, "after", noting)
     rung = Planted(monkeypatch)
     rung.slow = lambda x: SLOW_S
     if why == "short":
@@ -360,15 +360,15 @@ def test_what_is_compiled_is_switched_without_compiling_anew(paused: bool, monke
     monkeypatch.setattr(second_look.judge, "is_suspicious", lambda *_: True)
     monkeypatch.setattr(second_look.judge, "MARGIN_MS", 1e6)
     graphs: list[int] = []
-    switch = SecondLook._switch
+    switch = StepTimingCheck._switch
 
-    def noting(self: SecondLook, *args: Any) -> None:
+    def noting(self: StepTimingCheck, *args: Any) -> None:
         graphs.append(dynamo_graphs.count_captured())
         switch(self, *args)
 
-    monkeypatch.setattr(SecondLook, "_switch", noting)
+    monkeypatch.setattr(StepTimingCheck, "_switch", noting)
     if not paused:
-        monkeypatch.setattr(SecondLook, "_is_costly", lambda *_: False)
+        monkeypatch.setattr(StepTimingCheck, "_is_costly", lambda *_: False)
     loop, module, _ = train("amp", "compile", module=Wide())
     assert {each.rung: each.took for each in loop.verdicts} == {"amp": True, "compile": True}
     off = [0, *range(11, 16), *range(21, 26)]
@@ -409,7 +409,7 @@ def test_the_state_of_a_loss_scaler_lasts() -> None:
         scaler_state: Any = None
         strategy = Strategy()
 
-    look = SecondLook.__new__(SecondLook)
+    look = StepTimingCheck.__new__(StepTimingCheck)
     look.site = Found()  # type: ignore[assignment]
     look._switch([], False)
     assert look.site.scaler_state == {"scale": 512.0}
@@ -439,14 +439,14 @@ def test_its_price_is_microseconds_while_it_watches_and_nothing_later(monkeypatc
             hooks.append(any(getattr(each, "on_train_batch_start", 1) is None for each in self.trainer.callbacks))
 
     Planted(monkeypatch)
-    looks: list[SecondLook] = []
-    after = SecondLook.after
+    looks: list[StepTimingCheck] = []
+    after = StepTimingCheck.after
 
-    def noting(*args: Any) -> SecondLook | None:
+    def noting(*args: Any) -> StepTimingCheck | None:
         looks.extend(filter(None, [after(*args)]))
         return looks[-1]
 
-    monkeypatch.setattr(SecondLook, "after", noting)
+    monkeypatch.setattr(StepTimingCheck, "after", noting)
     monkeypatch.setattr(second_look.judge, "OVER_MS", 1e6)
     train("amp", batches=20, module=Watching())
     assert hooks == [False] * 11 + [True] * 9, "Lightning does not even call us any more"
@@ -478,6 +478,6 @@ def test_batches_without_a_rung_must_fit(
         device = torch.device("cuda")
         step_bytes = peak if forgotten else None
 
-    look = SecondLook.__new__(SecondLook)
+    look = StepTimingCheck.__new__(StepTimingCheck)
     look.site, look._first_size = Found(), 100  # type: ignore[assignment]
     assert look._has_room([Timed(10.0, 50), Timed(10.0, largest)]) is room

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop
-from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, limited
+from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, find_cause, is_time_limit, limited
 
 WORDS = {"cause": "the rehearsal of amp", "do": "write rungs.amp.enabled: false"}
 
@@ -220,3 +220,16 @@ def test_a_limit_that_comes_as_the_work_ends_ends_no_process() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert (ended.returncode, ended.stdout) == (0, "came\n"), ended.stderr
+
+
+def test_an_error_that_is_its_own_cause_is_looked_at_once() -> None:
+    def raise_itself(error: Exception) -> None:
+        raise error from error
+
+    own = ValueError("own")
+    with pytest.raises(ValueError, match="own"):
+        raise_itself(own)
+    assert own.__cause__ is own and find_cause(own, is_time_limit) is None
+    limit = TimeLimit()
+    own.__context__, own.__cause__ = limit, None
+    assert find_cause(own, is_time_limit) is limit

@@ -19,7 +19,7 @@ import torch
 
 from fastloop.bridge.apply.state import untouched as module_under_test
 from fastloop.bridge.apply.state.flags import keep_flags
-from fastloop.bridge.apply.state.untouched import Kept, untouched, unwritten
+from fastloop.bridge.apply.state.untouched import StateSnapshot, preserve_parameters, preserve_state
 from fastloop.errors import NotApplicable
 
 TOTAL, HISTORY, COUNTS = 0, [1.0], Counter({"a": 1})
@@ -191,7 +191,7 @@ def keeper() -> Iterator[Keeper]:
 @pytest.mark.parametrize("name", KEPT)
 def test_everything_is_put_back(keeper: Keeper, name: str) -> None:
     x, before = torch.randn(8, 4), look(keeper)
-    with untouched(keeper):
+    with preserve_state(keeper):
         keeper(x)
         assert look(keeper)[name] != before[name], "the call changed it"
     assert look(keeper)[name] == before[name]
@@ -211,7 +211,7 @@ def test_the_next_call_computes_what_it_would_have(keeper: Keeper) -> None:
         return out
 
     def guarded(module: Keeper) -> None:
-        with untouched(module):
+        with preserve_state(module):
             for _ in range(3):
                 module(x)
 
@@ -226,7 +226,7 @@ def test_the_next_call_computes_what_it_would_have(keeper: Keeper) -> None:
 
 def test_an_exception_leaves_no_trace_either(keeper: Keeper) -> None:
     before = look(keeper)
-    with pytest.raises(ZeroDivisionError), untouched(keeper):
+    with pytest.raises(ZeroDivisionError), preserve_state(keeper):
         keeper(torch.randn(8, 4))
         raise ZeroDivisionError
     assert look(keeper) == before
@@ -251,7 +251,7 @@ def test_what_hooks_keep_is_put_back(keeper: Keeper) -> None:
     collector = Collector()
     keeper.norm.register_forward_hook(note)
     keeper.drop.register_forward_hook(collector.hook)
-    with untouched(keeper):
+    with preserve_state(keeper):
         keeper(torch.randn(8, 4))
         assert count == 1 and len(seen) == 1 and len(collector.outputs) == 1, "the hooks ran"
     assert (count, seen, collector.outputs) == (0, [], [])
@@ -272,7 +272,7 @@ def test_modules_outside_of_the_models_own_registers_are_put_back() -> None:
 
     model = Holds()
     model.others.append(torch.nn.BatchNorm1d(4))
-    with untouched(model):
+    with preserve_state(model):
         model(torch.randn(8, 4))
         assert [int(norm.num_batches_tracked) for norm in model.others] == [1, 1]
     assert [int(norm.num_batches_tracked) for norm in model.others] == [0, 0]
@@ -280,7 +280,7 @@ def test_modules_outside_of_the_models_own_registers_are_put_back() -> None:
 
 def test_a_model_that_keeps_too_much_is_refused(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_under_test, "MOST_OBJECTS", 20)
-    with pytest.raises(NotApplicable, match="keeps more than 20 Python objects"), untouched(keeper):
+    with pytest.raises(NotApplicable, match="keeps more than 20 Python objects"), preserve_state(keeper):
         pass
 
 
@@ -288,7 +288,7 @@ def test_parameters_and_gradients_are_left_alone(keeper: Keeper) -> None:
     weight = keeper.norm.weight
     weight.grad = torch.ones_like(weight)
     grad, version = weight.grad, weight._version
-    with untouched(keeper):
+    with preserve_state(keeper):
         keeper(torch.randn(8, 4))
     assert keeper.norm.weight is weight and weight.grad is grad and weight._version == version
 
@@ -297,7 +297,7 @@ def test_what_cannot_be_put_back_keeps_nothing_else_from_it(keeper: Keeper) -> N
     keeper.register_buffer("wide", torch.ones(1).expand(8))
     keeper.old = numpy.random.RandomState(0)
     before, drawn = look(keeper), str(keeper.old.get_state())
-    with untouched(keeper):
+    with preserve_state(keeper):
         keeper(torch.randn(8, 4))
         keeper.old.rand(3)
     assert look(keeper) == before and str(keeper.old.get_state()) == drawn
@@ -308,7 +308,7 @@ def test_what_cannot_be_put_back_keeps_nothing_else_from_it(keeper: Keeper) -> N
 
     keeper.stuck = Stuck(a=1)
     before = look(keeper)
-    with pytest.raises(RuntimeError, match="frozen"), untouched(keeper):
+    with pytest.raises(RuntimeError, match="frozen"), preserve_state(keeper):
         keeper(torch.randn(8, 4))
         keeper.stuck["b"] = 2
     assert look(keeper) == before
@@ -322,7 +322,7 @@ def test_a_module_that_is_no_registered_child_is_put_back(keeper: Keeper) -> Non
 
     holder, before = Holder(), look(keeper)
     vars(holder)["hidden"] = keeper
-    with untouched(holder):
+    with preserve_state(holder):
         keeper(torch.randn(8, 4))
         assert look(keeper) != before
     assert look(keeper) == before
@@ -331,7 +331,7 @@ def test_a_module_that_is_no_registered_child_is_put_back(keeper: Keeper) -> Non
 @pytest.mark.parametrize("kept", [itertools.count(), iter([1.0]), (number for number in range(3))])
 def test_a_model_that_keeps_an_iterator_is_refused(keeper: Keeper, kept: Any) -> None:
     keeper.queue.source = kept  # type: ignore[attr-defined]
-    with pytest.raises(NotApplicable, match="the model keeps an iterator"), untouched(keeper):
+    with pytest.raises(NotApplicable, match="the model keeps an iterator"), preserve_state(keeper):
         pass
 
 
@@ -340,25 +340,25 @@ def test_what_a_cache_took_is_dropped() -> None:
     keeper = Keeper()
     keeper.table = functools.lru_cache(lambda length: torch.ones(length))  # type: ignore[assignment]
     first = keeper.table(3)
-    with untouched(keeper):
+    with preserve_state(keeper):
         assert keeper.table(3) is first
     assert keeper.table(3) is first
-    with untouched(keeper):
+    with preserve_state(keeper):
         tried = keeper.table(4)
     assert keeper.table(4) is not tried
 
 
 def test_what_processes_share_is_put_back(keeper: Keeper) -> None:
     keeper.shared_values = one, many = multiprocessing.Value("i", 1), multiprocessing.Array("d", [1.0, 2.0])
-    with untouched(keeper):
+    with preserve_state(keeper):
         one.value, many[1] = 2, 3.0
     assert one.value == 1 and list(many) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("change", ["slot", "class", "parameter"])
 def test_a_change_of_names_is_found(keeper: Keeper, change: str) -> None:
-    kept = Kept()
-    kept.keep_module(keeper)
+    kept = StateSnapshot()
+    kept.capture_module(keeper)
     assert kept.find_change() is None
     if change == "slot":
         keeper.slotted.later = 3
@@ -375,7 +375,7 @@ def test_a_change_of_names_is_found(keeper: Keeper, change: str) -> None:
 @pytest.mark.parametrize("raised", [ValueError("the user's own"), KeyboardInterrupt()])
 def test_an_exception_of_a_step_that_writes_to_parameters_passes(raised: BaseException) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(type(raised)) as seen, unwritten([weight]):
+    with pytest.raises(type(raised)) as seen, preserve_parameters([weight]):
         weight.data.mul_(2)
         raise raised
     assert seen.value is raised and torch.equal(weight, torch.ones(3)), "put back all the same"
@@ -385,7 +385,7 @@ def test_a_lost_device_does_not_hide_the_users_error(monkeypatch: pytest.MonkeyP
     def lose(*_: Any, **__: Any) -> Any:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    with pytest.raises(IndexError, match="theirs"), unwritten([torch.nn.Parameter(torch.ones(3))]):
+    with pytest.raises(IndexError, match="theirs"), preserve_parameters([torch.nn.Parameter(torch.ones(3))]):
         monkeypatch.setattr(torch.linalg, "vector_norm", lose)
         raise IndexError("theirs")
 
@@ -393,8 +393,8 @@ def test_a_lost_device_does_not_hide_the_users_error(monkeypatch: pytest.MonkeyP
 @pytest.mark.filterwarnings("error")
 def test_a_write_to_the_imaginary_part_of_a_parameter_is_seen() -> None:
     weight = torch.nn.Parameter(torch.tensor([1.0 + 2.0j]))
-    with pytest.raises(NotApplicable, match="changes parameters"), unwritten([weight]):
+    with pytest.raises(NotApplicable, match="changes parameters"), preserve_parameters([weight]):
         weight.data.imag.mul_(2)
     assert weight.tolist() == [1.0 + 2.0j]
-    with unwritten([weight]):
+    with preserve_parameters([weight]):
         pass

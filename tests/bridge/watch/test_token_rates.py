@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.bridge.watch import window
-from fastloop.bridge.watch.window import Tokens
+from fastloop.bridge.watch import token_rates
+from fastloop.bridge.watch.token_rates import Tokens
 
 pytestmark = pytest.mark.short
 
@@ -74,7 +74,7 @@ def test_batches_without_tokens(batch: Any) -> None:
 
 
 def test_it_keeps_little_and_reads_nothing_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "MOST", 5)
+    monkeypatch.setattr(token_rates, "MOST", 5)
     seen = Tokens()
     given = {"input_ids": ids(2, 10), "attention_mask": mask(2, 10, 4)}
     with monkeypatch.context() as patched:

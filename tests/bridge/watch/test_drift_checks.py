@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from fastloop.bridge.watch import window as stages
-from fastloop.bridge.watch.probes import Later
+from fastloop.bridge.watch.drift_checks import DriftChecks
 from fastloop.bridge.watch.window import Watch
 from fastloop.evidence.clock.drift import CHECK_STEPS, EVERY_S, RECHECK_S
+from fastloop.evidence.clock.one_time import OneTime
 from tests.bridge.watch.made_up import CPU, Time, run, settings
 
 pytestmark = pytest.mark.short
@@ -22,9 +23,9 @@ class Fit:
         monkeypatch.setattr(stages, "LONGEST_S", 2.0)
         self.time, self.warnings = time, []
         self.board: dict[str, Any] | None = {"sm_clock_mhz": 1980.0, "foreign_processes": frozenset()}
-        self.watch = Watch(CPU, settings())
-        self.watch.later = self.later = Later(
-            CPU, read_board=lambda: self.board, warn=self.warnings.append, switch=self.switch
+        self.watch = Watch(CPU, settings(), one_time=OneTime())
+        self.watch.drift_checks = self.checks = DriftChecks(
+            CPU, read_board=lambda: self.board, warn=self.warnings.append, switch=self.switch, one_time=OneTime()
         )
         self.switches = 0
         run(self.watch, time, 60)
@@ -56,7 +57,7 @@ def test_a_slow_step_is_warned_of_once(fit: Fit) -> None:
         fit.look(compute_s=0.06)
     assert len(fit.warnings) == 1
     fit.watch.close()
-    entries = fit.later.drift.entries
+    entries = fit.checks.drift.entries
     assert [round(entry["change_pct"]) for entry in entries] == [0, 75, 75, 75, 75, 75, 75, 75]
     assert entries[0]["why"] is None is entries[1]["why"] and entries[2]["why"] == "cause unknown"
     assert entries[0]["step_ms"] == pytest.approx(40.0)
@@ -65,7 +66,7 @@ def test_a_slow_step_is_warned_of_once(fit: Fit) -> None:
 def test_a_steady_one_never(fit: Fit) -> None:
     for _ in range(10):
         fit.look()
-    assert fit.warnings == [] and len(fit.later.drift.entries) == 10
+    assert fit.warnings == [] and len(fit.checks.drift.entries) == 10
 
 
 @pytest.mark.parametrize(
@@ -96,11 +97,11 @@ def test_looks_are_short_and_far_between(fit: Fit) -> None:
     assert fit.switches == 0, "8 s have passed"
     fit.time.passes(EVERY_S)
     run(fit.watch, fit.time, 10)
-    clock = fit.later.clock
+    clock = fit.checks.clock
     assert clock is not None and clock.open
     run(fit.watch, fit.time, CHECK_STEPS)
-    assert fit.later.clock is None and clock.closed and not fit.watch.marks.listens(), "no marks until the next one"
-    assert fit.later.drift.entries[0]["step"] == fit.watch.clock.total_steps - 9
+    assert fit.checks.clock is None and clock.closed and not fit.watch.marks.is_marking(), "no marks until the next one"
+    assert fit.checks.drift.entries[0]["step"] == fit.watch.clock.total_steps - 9
     run(fit.watch, fit.time, 200)
     assert fit.switches == 1
 
@@ -109,10 +110,10 @@ def test_looks_are_short_and_far_between(fit: Fit) -> None:
 def test_a_look_that_the_end_cuts_short(fit: Fit, steps: int, told: int) -> None:
     fit.time.passes(EVERY_S)
     run(fit.watch, fit.time, steps)
-    assert fit.later.clock is not None
+    assert fit.checks.clock is not None
     fit.watch.close()
     fit.watch.close()
-    assert len(fit.later.drift.entries) == told and fit.later.clock is None
+    assert len(fit.checks.drift.entries) == told and fit.checks.clock is None
 
 
 def test_validation_makes_no_step_slower(fit: Fit) -> None:
@@ -125,23 +126,23 @@ def test_validation_makes_no_step_slower(fit: Fit) -> None:
         for _ in range(6):
             run(fit.watch, fit.time, 9)
             run(fit.watch, fit.time, 1, between=validates)
-    assert fit.warnings == [] and fit.later.drift.entries[0]["change_pct"] == pytest.approx(0.0, abs=1.0)
+    assert fit.warnings == [] and fit.checks.drift.entries[0]["change_pct"] == pytest.approx(0.0, abs=1.0)
 
 
 def test_without_a_window_nothing_is_compared() -> None:
-    later = Later(CPU, read_board=lambda: None, warn=pytest.fail, switch=pytest.fail)
-    later.reference(None, 0)
-    later.between_steps(10**6)
-    later.end(10**6)
-    assert later.drift.entries == () and later.clock is None
+    checks = DriftChecks(CPU, read_board=lambda: None, warn=pytest.fail, switch=pytest.fail, one_time=OneTime())
+    checks.reference(None, 0)
+    checks.between_steps(10**6)
+    checks.end(10**6)
+    assert checks.drift.entries == () and checks.clock is None
 
 
 def test_memory_is_looked_at_with_each_check_and_its_warning_is_passed_on(fit: Fit) -> None:
     said = iter([None, "memory grew", None, None])
-    fit.later._foresee_end = lambda: next(said)
+    fit.checks._foresee_end = lambda: next(said)
     for count, taken in enumerate((2**30, 2**31, 2**32)):
         fit.board = {"memory_bytes": taken}
         assert len(fit.warnings) == max(0, count - 1)
         fit.look()
     assert fit.warnings == ["memory grew"] and next(said) is None
-    assert [entry["memory_mib"] for entry in fit.later.drift.entries] == [1024, 2048, 4096]
+    assert [entry["memory_mib"] for entry in fit.checks.drift.entries] == [1024, 2048, 4096]

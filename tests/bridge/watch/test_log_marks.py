@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fastloop.bridge.watch.log_marks import LOGGERS, SELF_LOG, LogMarks
 from fastloop.bridge.watch.phases import BODY, Marks
-from fastloop.bridge.watch.profiler_proxy import LOGGERS, SELF_LOG, LogMarks
 from tests.bridge.watch.made_up import Time
 from tests.bridge.watch.test_phases import BACKWARD, FORWARD, Notes
 from tests.models import Regression
@@ -55,8 +55,8 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 @pytest.fixture
 def marks(time: Time) -> Marks:
     clock = Notes()
-    clock.ask()
-    clock.got()
+    clock.note_batch_requested()
+    clock.note_batch_received()
     clock.told.clear()
     made = Marks(clock)
     made.whole = True
@@ -93,7 +93,7 @@ def test_in_a_step_that_is_not_in_detail_nothing_is_replaced(marks: Marks) -> No
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_the_backward_of_manual_optimisation_is_a_backward(automatic: bool, marks: Marks) -> None:
+def test_the_backward_of_manual_optimization_is_a_backward(automatic: bool, marks: Marks) -> None:
     module = Module()
     module.automatic_optimization = automatic
     LogMarks(Trainer(Connector()), module, marks)

@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from fastloop.evidence.sync.call_site import CallSite, Cause
-from fastloop.evidence.sync.table import ADVICE, OTHER_ADVICE, Tally
+from fastloop.evidence.sync.table import ADVICE, OTHER_ADVICE
+from fastloop.evidence.sync.tally import Tally
 
 STEP, OTHER = CallSite(where="train.py:4", users=True), CallSite(where="train.py:9", users=True)
 
