@@ -782,7 +782,7 @@ def test_nothing_is_made_for_an_epoch_that_does_not_come(tmp_path: Path) -> None
     rungs = {"workers": {"persistent": True, "across_epochs": True}}
     ours = run(rungs, loader, max_epochs=3, callbacks=[Waits()])
     assert ours.verdict("workers").why.endswith("; 2 epochs started with prefetched batches")
-    assert (tmp_path / "made").stat().st_size == 3 * 40 + 6, "three samples are read twice beforehand"
+    assert (tmp_path / "made").stat().st_size == 3 * 40, "nor are samples that write read twice beforehand"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def find_precision(trainer: Any, module: torch.nn.Module) -> str:
     return "tf32" if on_cuda and (products or (convolutions and convolves)) else "fp32"
 
 
-def read_evidence(trainer: Any) -> dict[str, Any]:
+def read_evidence(trainer: Any, steps_before: tuple[int, int] = (0, 0)) -> dict[str, Any]:
     """Return whether the model is compiled and channels-last, whether its optimizers are fused, how many 2-D
     convolutions and hand-written attentions it has, whether its own code computes gradients, and which batch transfer
     hooks the user overrides."""
@@ -50,14 +50,26 @@ def read_evidence(trainer: Any) -> dict[str, Any]:
             hook for hook in read_facts.TRANSFER_HOOKS if read_facts.find_hook_owner(trainer, hook) is not None
         ],
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        "skipped_steps": count_skipped_steps(trainer),
+        "skipped_steps": count_skipped_steps(trainer, steps_before),
     }
 
 
-def count_skipped_steps(trainer: Any) -> int | None:
+def read_optimizer_steps(trainer: Any) -> tuple[int, int]:
+    """Return the optimizer steps that Lightning has counted, and those that the only optimizer has; 0 if it does not
+    count them, or has made none."""
+    optimizers = trainer.optimizers if len(trainer.optimizers) == 1 else []
+    states = [state for each in optimizers for state in getattr(each, "state", {}).values()]
+    return trainer.global_step, int(max((float(state["step"]) for state in states if "step" in state), default=0))
+
+
+def count_skipped_steps(trainer: Any, before: tuple[int, int]) -> int | None:
     """Count the optimizer steps that the loss scaler left out because gradients overflowed; None if there is no scaler,
-    or if the optimizer does not count its steps. Lightning's counts and its schedulers include them."""
-    if getattr(trainer.precision_plugin, "scaler", None) is None or len(trainer.optimizers) != 1:
+    or if the optimizer does not count its steps. Lightning's counts and its schedulers include them.
+
+    Args:
+        before: what `read_optimizer_steps` returned when the fit began.
+    """
+    if getattr(trainer.precision_plugin, "scaler", None) is None:
         return None
-    steps = [state["step"] for state in getattr(trainer.optimizers[0], "state", {}).values() if "step" in state]
-    return max(0, trainer.global_step - int(max(map(float, steps)))) if steps else None
+    counted, made = read_optimizer_steps(trainer)
+    return max(0, counted - before[0] - (made - before[1])) if made else None

@@ -141,7 +141,7 @@ class ValidationWorkers(ValidationLoaders):
         return sum(own.num_workers for _, own, _ in self._made)
 
     def _replace(self, loader: Any, want: bool) -> tuple[LazyLoader, Any]:
-        self._twice.append(twice := ReadTwice(loader, draws=False))
+        self._twice.append(twice := ReadTwice(loader))
         self._fresh.append(fresh := FreshWorkers(tell=self._say, twice=twice))
         return LazyLoader(clone(loader, {}), at_once=lambda: True, epochs=partial(self._begin, fresh)), None
 

@@ -88,10 +88,11 @@ class WorkerProcesses:
         begins_early = NEXT_EPOCH in plan.wants and settings.get("in_order", getattr(loader, "in_order", True))
         return self._begin_early(loader, epochs) if begins_early else epochs
 
-    def _read_twice(self, loader: Any, facts: Facts) -> ReadTwice:
-        """Have samples read twice in another process, while this one goes on."""
-        draws = facts.loader is not None and bool(facts.loader.draws_random)
-        self._twice.append(twice := ReadTwice(loader, draws=draws))
+    def _read_twice(self, loader: Any, facts: Facts) -> ReadTwice | None:
+        """Have samples read twice in another process, while this one goes on; None if that might disturb it."""
+        if facts.loader is None or facts.loader.worker_hazards:  # an open file, say, whose position is shared
+            return None
+        self._twice.append(twice := ReadTwice(loader))
         return twice
 
     def end(self) -> None:

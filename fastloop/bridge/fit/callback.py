@@ -111,7 +111,7 @@ class FastLoop(Callback):
         """The directory to which this rank wrote the run's files; None if it did not."""
         self.unwritten: str | None = None
         """Why the run's files could not be written; None if they could, or if there is no place for them."""
-        self._loader_seen: Mapping[str, Any] = {}
+        self._loader_seen, self._steps_before = dict[str, Any](), (0, 0)
         self._place: EpochPlace | None = None
         """The position in the data at which the fit ended."""
 
@@ -162,7 +162,7 @@ class FastLoop(Callback):
 
     @fail_open
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._first = True
+        self._first, self._steps_before = True, read_training.read_optimizer_steps(trainer)
         if self._applier is not None:
             self._applier.train_start()
             self.plan = self._applier.plan
@@ -338,7 +338,7 @@ class FastLoop(Callback):
     def _collect_evidence(self, trainer: Any) -> dict[str, Any]:
         found = dict(self._applier.evidence()) if self._applier is not None else {}
         self._loader_seen = loader_state.gather_evidence(trainer) or self._loader_seen
-        return {**found, "loader": self._loader_seen, "model": read_training.read_evidence(trainer)}
+        return {**found, "loader": self._loader_seen, "model": read_training.read_evidence(trainer, self._steps_before)}
 
     def _measure(self, trainer: Any, raised: BaseException | None = None) -> None:
         evidence = {**self._collect_evidence(trainer), **self._list_hints()}

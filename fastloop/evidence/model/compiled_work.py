@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastloop.errors import let_through
 from fastloop.evidence.model.flops import FlopCount
@@ -187,7 +188,7 @@ def _run(call: _Call, count: FlopCount) -> None:
         for name, each in (*call.module.named_parameters(), *call.module.named_buffers())
     }
     given = [each for each in torch.utils._pytree.tree_leaves((call.args, call.kwargs)) if _wants_gradient(each)]
-    with call.fake, count:
+    with call.fake, _AnswersTests(), count:  # type: ignore[no-untyped-call]
         # A leaf that requires a gradient must not be changed in place, which a first layer may do.
         args, kwargs = torch.utils._pytree.tree_map(
             lambda each: each.clone() if _wants_gradient(each) else each, (call.args, dict(call.kwargs))
@@ -199,6 +200,16 @@ def _run(call: _Call, count: FlopCount) -> None:
         if live and wanted:
             ones = [torch.ones_like(each) for each in live]
             torch.autograd.grad(live, wanted, ones, allow_unused=True)
+
+
+class _AnswersTests(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers True where code tests a tensor without data, such as whether a mask leaves nothing out: Hugging Face's
+    models do, and the work is the same either way."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 def _wants_gradient(value: Any) -> bool:

@@ -49,8 +49,8 @@ class FreshWorkers:
         return self._epochs(loader, begin)
 
     def may_keep(self) -> bool:
-        """Whether reading a sample is known not to change it."""
-        return self._twice is None or self._twice.find_change()[0] is False
+        """Whether reading a sample is not known to change it."""
+        return self._twice is None or self._twice.find_change()[0] is not True
 
     def _find_change(self) -> str | None:
         """Return why the workers must not stay; None if they may."""

@@ -7,17 +7,20 @@ with kept ones the picture grows darker. Code that reads code finds only some wa
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,49 +35,54 @@ from torch.utils.data import (
 from torch.utils.data._utils.worker import WorkerInfo, _worker_loop
 from torch.utils.data.distributed import DistributedSampler
 
-from fastloop.errors import let_through, quote
-from fastloop.evidence.samples.dataset import is_in_shared_memory, walk
+from fastloop.errors import let_through
+from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples.dataset import list_running, walk
+from fastloop.feeds.workers.in_worker import read_streams
 
-SAMPLES = 3
-"""Samples that are read: the first, the last, and one between them."""
-ENOUGH_S = 1.0
+ENOUGH_S = 0.5
 """No further sample is read after this time."""
-MOST_S, SOON_S = 20.0, 5.0
-"""After this time the process is ended, and nothing is known; the shorter one where the training waits for it."""
-SEEDS = 3
-"""Seeds with which a sample is read whose code draws random numbers. Two flips are alike every other time."""
+SOON_S = 1.0
+"""The training waits no longer than this for the answer."""
+MOST_S = 30
+"""The process ends itself after this time, wherever it is."""
+ANOTHER, FROZEN = "is another one when it is read again", "is drawn at random at first, and stays as it was"
 _WHOLE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """Samplers whose indices are those of the dataset."""
+_WRITES = re.compile(
+    r"(\w+_)?write\w*|save\w*|dump\w*|imwrite|tofile|to_(csv|parquet|json|feather|pickle|hdf|zarr|file|disk)"
+    r"|shutil|commit|unlink|rename|replace|copyfile|copytree|copy2|symlink\w*|mkdir|makedirs|system|Popen|check_\w+"
+)
+"""Calls with effects outside of the process: such samples are not read once more than needed."""
 _WORKER = sys.modules[_worker_loop.__module__]
+_MOST_SHARED_BYTES = 2**28
+_PRIVATE_ANONYMOUS_FIXED = 0x02 | 0x20 | 0x10
+"""Flags of Linux's mmap."""
 
 
 class ReadTwice:
-    """Reads samples of a loader's dataset twice, in a forked process that begins with this object.
+    """Reads samples of a loader's dataset twice, in a forked process that begins with this object and first copies the
+    memory that processes share."""
 
-    Args:
-        draws: whether the code for samples draws random numbers, so that other seeds must give other samples.
-    """
-
-    def __init__(self, loader: DataLoader[Any], *, draws: bool) -> None:
+    def __init__(self, loader: DataLoader[Any]) -> None:
         self._process: Any = None
-        self._verdict: tuple[bool | None, str] = None, "its samples could not be read twice beforehand"
-        may_fork = "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
-        if may_fork and (indices := _choose_indices(loader)) and not _shares_memory(loader.dataset):
+        self._verdict: tuple[bool | None, str] = None, ""
+        if sys.platform == "linux" and _may_try(loader) and (indices := _choose_indices(loader)):
             context = multiprocessing.get_context("fork")
             self._answer, theirs = context.Pipe(duplex=False)
-            self._process = context.Process(target=_read, args=(loader, indices, draws, theirs), daemon=True)
+            self._process = context.Process(target=_read, args=(loader, indices, theirs, os.getpid()), daemon=True)
+            self._began = time.monotonic()
             self._process.start()
             theirs.close()
-            self._began = time.monotonic()
 
-    def find_change(self, within_s: float | None = None) -> tuple[bool | None, str]:
-        """Return whether reading a sample changes it, None if unknown, and the reason. Waits for the process, at most
-        until this long after its start, by default `MOST_S`."""
+    def find_change(self) -> tuple[bool | None, str]:
+        """Return whether reading a sample changes it, None if that is not known, and the reason. Waits at most until
+        `SOON_S` after the start."""
         if self._process is not None:
             with contextlib.suppress(EOFError, OSError):
-                most_s = MOST_S if within_s is None else within_s
-                if self._answer.poll(max(0.0, self._began + most_s - time.monotonic())):
-                    self._verdict = self._answer.recv()
+                if not self._answer.poll(max(0.0, self._began + SOON_S - time.monotonic())):
+                    return self._verdict
+                self._verdict = self._answer.recv()
             self.end()
         return self._verdict
 
@@ -87,6 +95,17 @@ class ReadTwice:
             self._process = None
 
 
+def _may_try(loader: DataLoader[Any]) -> bool:
+    """Whether workers would be forked, this process may fork, and samples write nothing outside of their process."""
+    context = loader.multiprocessing_context
+    method = multiprocessing.get_start_method() if context is None else context.get_start_method()
+    if method != "fork" or multiprocessing.current_process().daemon:
+        return False
+    running = list_running([*walk(loader.dataset), *walk(loader.collate_fn, "collate_fn")])
+    names = (sample_code.list_names(function.__code__) for _, _, function in running)
+    return not any(_WRITES.fullmatch(name) for each in names for name in each)
+
+
 def _choose_indices(loader: DataLoader[Any]) -> list[int]:
     """Return the samples to read; none if the dataset's keys are unknown."""
     own = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else loader.sampler
@@ -94,60 +113,131 @@ def _choose_indices(loader: DataLoader[Any]) -> list[int]:
         count = len(loader.dataset) if isinstance(own, _WHOLE) else 0  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return []
-    return sorted({0, count // 2, count - 1})[:SAMPLES] if count > 0 else []
+    return sorted({part * (count - 1) // 4 for part in range(5)}) if count > 0 else []
 
 
-def _shares_memory(dataset: Any) -> bool:
-    """Whether reading a sample in another process might change what this one holds."""
-    return any(
-        type(item).__module__.startswith("multiprocessing.") or is_in_shared_memory(item) for _, item in walk(dataset)
-    )
+# -- in the forked process ---------------------------------------------------------------------------------------------
 
 
-def _read(loader: DataLoader[Any], indices: Sequence[int], draws: bool, answer: Any) -> None:
-    """In the forked process: read samples as a worker would, answer, and end without any cleanup."""
+def _read(loader: DataLoader[Any], indices: Sequence[int], answer: Any, parent: int) -> None:
+    """Read samples as a worker would, answer, and end without any cleanup."""
     gc.disable()  # what is garbage here is the parent's, CUDA events among it
     with contextlib.suppress(BaseException):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):
-            os.dup2(quiet, stream)
+        _stand_alone(parent)
         torch.set_num_threads(1)
         dataset = loader.dataset
         _WORKER._worker_info = WorkerInfo(id=0, num_workers=loader.num_workers or 1, seed=0, dataset=dataset)  # type: ignore[attr-defined]
         if loader.worker_init_fn is not None:
             loader.worker_init_fn(0)
-        answer.send(_compare(dataset, indices, draws))
+        answer.send(_compare(loader, indices, _read_in_another(loader, indices)))
     os._exit(0)
 
 
-def _compare(dataset: Any, indices: Sequence[int], draws: bool) -> tuple[bool | None, str]:
-    began, is_frozen = time.monotonic(), draws
+def _stand_alone(parent: int) -> None:
+    """End with the parent or after `MOST_S`, print nothing, and share no memory that this process might write."""
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.alarm(MOST_S)
+    if os.getppid() != parent:
+        os._exit(1)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(quiet, stream)
+    libc.mmap.restype, libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long],
+    )
+    for start, size in _list_shared():
+        content = ctypes.string_at(start, size)
+        libc.mmap(start, size, 3, _PRIVATE_ANONYMOUS_FIXED, -1, 0)
+        ctypes.memmove(start, content, size)
+
+
+def _list_shared() -> list[tuple[int, int]]:
+    """Return start and size of the memory that other processes see when it is written, devices' left out.
+
+    Raises:
+        MemoryError: it is too much to copy.
+    """
+    found = []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        span, flags, *rest = line.split(maxsplit=5)
+        name = rest[3] if len(rest) == 4 else ""
+        is_device = name.startswith("/dev/") and not name.startswith(("/dev/shm/", "/dev/zero"))
+        if flags.startswith("rw") and "s" in flags and not is_device:
+            start, end = (int(part, 16) for part in span.split("-"))
+            found.append((start, end - start))
+    if sum(size for _, size in found) > _MOST_SHARED_BYTES:
+        raise MemoryError
+    return found
+
+
+def _read_in_another(loader: DataLoader[Any], indices: Sequence[int]) -> list[int]:
+    """Return the checksums of these samples as another process reads them, which starts as this one does: what differs
+    there is a clock, say, or a number of the system's."""
+    theirs, ours = os.pipe()
+    parent = os.getpid()
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+            signal.alarm(MOST_S)
+            if os.getppid() == parent:
+                os.write(ours, pickle.dumps([_digest(_fetch(loader, index)[0]) for index in indices[:1]]))
+        os._exit(0)
+    os.close(ours)
+    with os.fdopen(theirs, "rb") as answer:
+        content = answer.read()
+    os.waitpid(child, 0)
+    found: list[int] = pickle.loads(content)
+    return found
+
+
+def _compare(loader: DataLoader[Any], indices: Sequence[int], elsewhere: Sequence[int]) -> tuple[bool | None, str]:
+    began = time.monotonic()
     for number, index in enumerate(indices):
         if number and time.monotonic() - began > ENOUGH_S:
             break
         try:
-            first, again = (_digest(_fetch(dataset, index, seed=0)) for _ in range(2))
-            others = (_digest(_fetch(dataset, index, seed=seed)) for seed in range(1, 1 + SEEDS))
-            is_frozen = is_frozen and all(other == first for other in others)
+            (first, drew), (again, draws) = ((_digest(value), moved) for value, moved in _fetch_twice(loader, index))
         except Exception as error:
             let_through(error)
-            return None, f"sample {index} could not be read beforehand: {quote(error, briefly=True)}"
+            return None, ""
+        if number < len(elsewhere) and first != elsewhere[number]:
+            return None, ""
+        if drew and not draws:
+            return True, f"sample {index} {FROZEN}"
         if first != again:
-            return True, f"sample {index} is another one when it is read again"
-    if is_frozen:
-        return True, "samples stay as they were drawn at first"
+            return True, f"sample {index} {ANOTHER}"
     return False, ""
 
 
-def _fetch(dataset: Any, index: int, *, seed: int) -> Any:
-    torch.manual_seed(seed)
-    random.seed(seed)
+def _fetch_twice(loader: DataLoader[Any], index: int) -> Iterator[tuple[Any, bool]]:
+    for _ in range(2):
+        value, drew = _fetch(loader, index)
+        yield value, drew
+        with contextlib.suppress(Exception):  # it may change what the dataset stores; a lone sample may be odd to it
+            loader.collate_fn([value])
+
+
+def _fetch(loader: DataLoader[Any], index: int) -> tuple[Any, bool]:
+    """Return a sample, and whether making it drew from a global stream of random numbers."""
+    torch.manual_seed(0)
+    random.seed(0)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed)
-    several = getattr(dataset, "__getitems__", None)
-    return several([index]) if callable(several) else dataset[index]
+        numpy.random.seed(0)
+    before = read_streams()
+    several = getattr(loader.dataset, "__getitems__", None)
+    value = several([index]) if callable(several) and loader.batch_sampler is not None else loader.dataset[index]
+    return value, read_streams() != before
+
+
+# -- what a sample holds -----------------------------------------------------------------------------------------------
+
+
+class _UnknownKind(Exception):
+    """A sample holds something whose content cannot be told."""
 
 
 def _digest(value: Any) -> int:
@@ -160,37 +250,46 @@ def _digest(value: Any) -> int:
 
 def _list_parts(value: Any, depth: int) -> Iterator[bytes]:
     yield type(value).__qualname__.encode()
+    if depth > 20:
+        raise _UnknownKind
     if isinstance(value, torch.Tensor):
-        tensor = value.detach()
-        if tensor.layout is torch.strided and not tensor.is_quantized:
-            flat = tensor.cpu().contiguous().reshape(-1)
-            yield str((tensor.dtype, tuple(tensor.shape))).encode()
-            yield flat.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        else:
-            yield pickle.dumps(tensor)
+        yield from _list_tensor_parts(value.detach())
     elif isinstance(value, (str, bytes, int, float, complex, bool, type(None))):
         yield repr(value).encode(errors="replace")
     elif callable(raw := getattr(value, "tobytes", None)):  # arrays, pictures
-        yield str((getattr(value, "dtype", None), getattr(value, "shape", getattr(value, "size", None)))).encode()
-        yield raw()
-    elif depth > 20:
-        yield b"..."
+        kind = getattr(value, "dtype", None)
+        yield str((kind, getattr(value, "shape", getattr(value, "size", None)))).encode()
+        if getattr(kind, "hasobject", False):
+            yield from _list_parts(value.tolist(), depth + 1)
+        else:
+            yield raw()
     elif isinstance(value, Mapping):
         for key in value:
-            yield repr(key).encode(errors="replace")
+            yield from _list_parts(key, depth + 1)
             yield from _list_parts(value[key], depth + 1)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (set, frozenset)):
+        yield from sorted(b"".join(_list_parts(each, depth + 1)) for each in value)
+    elif isinstance(value, Iterable) and isinstance(value, Collection):
         for each in value:
             yield from _list_parts(each, depth + 1)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from _list_parts(getattr(value, field.name, None), depth + 1)
-    else:
-        members = {**{name: getattr(value, name, None) for name in getattr(value, "__slots__", ())}, **_vars(value)}
-        for name in sorted(map(str, members)):
+    elif hasattr(value, "__dict__") and not callable(value):
+        for name, member in sorted(vars(value).items()):
             yield name.encode()
-            yield from _list_parts(members[name], depth + 1)
+            yield from _list_parts(member, depth + 1)
+    else:
+        raise _UnknownKind
 
 
-def _vars(value: Any) -> dict[str, Any]:
-    return getattr(value, "__dict__", None) or {}
+def _list_tensor_parts(tensor: torch.Tensor) -> Iterator[bytes]:
+    yield str((tensor.dtype, tuple(tensor.shape), tensor.layout)).encode()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        yield from (*_list_tensor_parts(tensor.indices()), *_list_tensor_parts(tensor.values()))
+    elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise _UnknownKind
+    elif tensor.numel():
+        flat = tensor.cpu().contiguous().reshape(-1).resolve_conj().resolve_neg()
+        yield flat.view(torch.uint8).numpy().tobytes()

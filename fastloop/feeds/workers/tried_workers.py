@@ -32,7 +32,7 @@ from fastloop.feeds.lazy_loader import name_sampler
 from fastloop.feeds.workers.in_worker import TIMED, Order, Send, SendsExits, Unsent
 from fastloop.feeds.workers.launch_room import LeavesRoom
 from fastloop.feeds.workers.pending_indices import PendingIndices
-from fastloop.feeds.workers.read_twice import SOON_S, ReadTwice
+from fastloop.feeds.workers.read_twice import ReadTwice
 from fastloop.feeds.workers.whereabouts import Whereabouts
 
 _SHOWN = 8
@@ -123,7 +123,7 @@ class TriedWorkers:
         if self._loading and loader._iterator is None and not self._is_training():  # a callback also reads the loader
             return begin()
         if self._epoch == 0 and self._twice is not None:
-            changes, why = self._twice.find_change(SOON_S)
+            changes, why = self._twice.find_change()
             if changes:
                 self._set_workers(loader, 0, 0)
                 self._step_down(0, 0, f"each worker would have its own version of the samples: {why}")

@@ -97,3 +97,12 @@ def test_steps_that_a_loss_scaler_skips_are_counted(optimizer: Any, scale: float
     overflows = round(math.log2(scale / scalers[-1].get_scale()))
     assert seen == (None if optimizer is torch.optim.SGD else overflows), "SGD counts no steps"
     assert (overflows > 3) is (scale > 2**30), "the control: a small scale overflows nothing"
+
+
+def test_a_second_fit_counts_its_own_steps() -> None:
+    plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))]
+    first = run({}, batches(64), lambda: Net(torch.optim.AdamW), plugins=plugins)
+    assert first.loop is not None and first.seen("model")["skipped_steps"] == 0
+    first.trainer.fit_loop.max_epochs += 1
+    first.trainer.fit(first.module, batches(64))
+    assert first.trainer.global_step > 8 and first.seen("model")["skipped_steps"] == 0

@@ -102,10 +102,10 @@ def test_the_same_with_these_looks_is_another_training(monkeypatch: pytest.Monke
         assert not is_same(Products, by_hand=False)
     usual = read_training.read_evidence
 
-    def look(trainer: Any) -> dict[str, Any]:
+    def look(trainer: Any, *rest: Any) -> dict[str, Any]:
         for part in trainer.lightning_module.modules():
             getattr(part, "weight", None)
-        return usual(trainer)
+        return usual(trainer, *rest)
 
     monkeypatch.setattr(read_training, "read_evidence", look)
     assert not is_same(Spectral, by_hand=False)

@@ -253,6 +253,41 @@ def test_copies_made_while_calls_are_noted_hold_none_of_ours() -> None:
         assert copy.copy(noting) is noting.call
 
 
+class Masked(nn.Module):
+    """Leaves a mask out that leaves nothing out, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y.sum() if mask.all() else (y * mask).sum()
+
+
+def test_a_mask_that_is_tested_needs_no_data() -> None:
+    module, batch = Masked(), (torch.randn(4, 8), torch.ones(4, 8, dtype=torch.bool))
+    with FlopCount() as eager:
+        copy.deepcopy(module)(*batch).backward()
+    root = hold(module, "call")
+    work = CompiledWork(root, preserve_state)
+    work.open()
+    root.get_submodule("net")(*batch).backward()
+    work.close()
+    assert work.count(4)["per_sample"] == pytest.approx(eager.per(4)["per_sample"], rel=0.01)
+
+
+def test_a_number_that_is_read_does() -> None:
+    """The control: a length may decide about the work."""
+
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[: int(x.argmax())])
+
+    found = note(hold(Reads(4, 4), "call"), torch.ones(3, 4)).count(3)
+    assert found["per_sample"] is None and "cannot run without data" in found["why"]
+
+
 def test_a_language_model_of_hugging_face() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy as copy_module
 import functools
 import multiprocessing
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,23 +85,27 @@ def flip(data: Pictures, index: int) -> Any:
 
 
 WRONG = [divide, divide_out, divide_tensor, replace, number, remember]
-ANOTHER, FROZEN = "sample 0 is another one when it is read again", "samples stay as they were drawn at first"
+ANOTHER, FROZEN = (f"sample 0 {why}" for why in (read_twice.ANOTHER, read_twice.FROZEN))
 
 
-def check(dataset: Any, *, draws: bool = False, **settings: Any) -> tuple[bool | None, str]:
-    return ReadTwice(DataLoader(dataset, 4, **settings), draws=draws).find_change()
+def check(dataset: Any, **settings: Any) -> tuple[bool | None, str]:
+    twice = ReadTwice(DataLoader(dataset, 4, **settings))
+    try:
+        return twice.find_change()
+    finally:
+        twice.end()
 
 
 @pytest.mark.parametrize("make", WRONG)
 def test_samples_that_change_when_they_are_read(make: Any) -> None:
     data = Pictures(make)
-    assert check(data, draws=make is remember, shuffle=True) == (True, FROZEN if make is remember else ANOTHER)
+    assert check(data, shuffle=True) == (True, FROZEN if make is remember else ANOTHER)
     assert data.count == 0 and (data.pictures == 128).all() and (data.records[0]["x"] == 128).all(), "not here"
 
 
 @pytest.mark.parametrize("make", [copy, flip])
 def test_samples_that_do_not(make: Any) -> None:
-    assert check(Pictures(make), draws=make is flip) == (False, "")
+    assert check(Pictures(make)) == (False, "")
 
 
 def test_what_a_worker_would_do_first_is_done_first() -> None:
@@ -121,27 +128,101 @@ class OddKeys(Sampler[str]):
         return iter("abc")
 
 
-@pytest.mark.parametrize("case", ["another sampler", "shared memory", "fails", "hangs", "dies", "daemon"])
-def test_nothing_is_known_where_it_cannot_be_tried(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["another sampler", "spawned", "writes", "fails", "hangs", "dies", "daemon", "random"])
+def test_nothing_is_known_where_it_cannot_be_tried(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     data: Any = Pictures(copy)
     settings: dict[str, Any] = {}
     if case == "another sampler":
         settings["sampler"] = OddKeys()
-    if case == "shared memory":
-        data.level = multiprocessing.Value("i")
+    if case == "spawned":
+        settings |= {"multiprocessing_context": "spawn", "num_workers": 1}
+    if case == "writes":
+        data.make = functools.partial(write_down, tmp_path / "made")
     if case == "fails":
         data.make = lambda *_: 1 / 0
     if case == "hangs":
-        monkeypatch.setattr(read_twice, "MOST_S", 0.5)
+        monkeypatch.setattr(read_twice, "SOON_S", 0.5)
         data.make = lambda *_: time.sleep(100)
     if case == "dies":
         data.make = lambda *_: os._exit(3)
     if case == "daemon":
         monkeypatch.setattr(multiprocessing.process.current_process(), "_config", {"daemon": True})
-    changes, why = check(data, **settings)
-    assert (
-        changes is None and ("ZeroDivisionError" in why) is (case == "fails") and not multiprocessing.active_children()
-    )
+    if case == "random":
+        data.make = lambda *_: np.random.default_rng().random(8)
+    assert check(data, **settings) == (None, "") and not multiprocessing.active_children()
+    assert not (tmp_path / "made").exists()
+
+
+def write_down(place: Path, data: Pictures, index: int) -> Any:
+    place.write_text(str(index))
+    return data.pictures[index]
+
+
+class Visits(Pictures):
+    """Counts in memory that its workers share."""
+
+    def __init__(self, how: str, place: Path) -> None:
+        super().__init__(copy)
+        if how == "array":
+            shared = multiprocessing.Array("f", 24)
+            self.visits = torch.from_numpy(np.ctypeslib.as_array(shared.get_obj()))
+        elif how == "tensor":
+            self.visits = torch.zeros(24).share_memory_()
+        else:
+            self.visits = torch.from_numpy(np.memmap(place, dtype="f4", mode="w+", shape=24))
+
+    def __getitem__(self, index: int) -> Any:
+        self.visits[index] += 1
+        return self.visits[index].clone()
+
+
+@pytest.mark.parametrize("how", ["array", "tensor", "file"])
+def test_shared_memory_is_not_written(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Visits(how, tmp_path / "visits")
+    assert check(data) == (True, ANOTHER) and (data.visits == 0).all()
+    monkeypatch.setattr(read_twice, "_list_shared", list)
+    check(data)
+    assert (data.visits != 0).any(), "the control"
+
+
+def test_what_a_collate_function_changes_is_found() -> None:
+    def halve(samples: Any) -> Any:
+        for x, *_ in samples:
+            x.div_(2)
+        return torch.utils.data.default_collate(samples)
+
+    class Stored(Pictures):
+        def __getitem__(self, index: int) -> Any:
+            return torch.from_numpy(self.pictures[index]), torch.tensor(index)
+
+    assert check(Stored(copy), collate_fn=halve) == (True, ANOTHER) and check(Stored(copy)) == (False, "")
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        {"a": [1, "b", None], "c": {2, 3}},
+        np.array([{"box": 1}, None], dtype=object),
+        torch.eye(3).to_sparse(),
+        deque([1, 2]),
+        range(4),
+    ],
+    ids=str,
+)
+def test_samples_of_any_kind(sample: Any) -> None:
+    class Gives(Pictures):
+        def __getitem__(self, index: int) -> Any:
+            return copy_module.deepcopy(sample)
+
+    assert check(Gives(copy)) == (False, "")
+
+
+def test_a_kind_whose_content_cannot_be_told() -> None:
+    class Gives(Pictures):
+        def __getitem__(self, index: int) -> Any:
+            return (each for each in range(index))
+
+    assert check(Gives(copy)) == (None, "")
 
 
 # -- in a fit ---------------------------------------------------------------------------------------------------------
