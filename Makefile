@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT := fastloop-runs/demo
 OLDEST := .venv/oldest
+HUGGING_FACE := .venv/hugging-face
 
 # Where this is set, each of the many processes that tests start would compile all it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check oldest readme clean
+.PHONY: demo test check oldest hugging-face readme clean
 
 # A busy machine may leave the comparison open: exit code 4, and the load is named.
 demo: .venv/.demo
@@ -32,6 +33,12 @@ check: .venv/.dev
 oldest: .venv/.oldest
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -m short -p no:cacheprovider
 
+# Tests on models of Hugging Face, whose package is laid over the environment: where it is installed, torchmetrics imports
+# it, and every process would start seconds later.
+hugging-face: .venv/.hugging-face
+	PYTHONPATH=$(HUGGING_FACE) $(BIN)/python -m pytest -p no:cacheprovider -k hugging \
+		tests/feeds/attention/test_candidates.py tests/evidence/model/test_compiled_work.py
+
 readme: .venv/.dev
 	$(BIN)/python -m tests.test_readme
 
@@ -49,6 +56,12 @@ readme: .venv/.dev
 	rm -rf $(OLDEST)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(OLDEST) \
 		lightning==2.5.0.post0 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3
+	touch $@
+
+.venv/.hugging-face: .venv/.dev
+	rm -rf $(HUGGING_FACE)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(HUGGING_FACE) transformers==4.57.6 "huggingface_hub<1" \
+		"tokenizers<0.23" safetensors regex requests charset_normalizer idna urllib3 certifi
 	touch $@
 
 clean:
