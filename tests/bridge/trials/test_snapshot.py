@@ -60,7 +60,7 @@ def test_the_gradients_of_one_optimizer() -> None:
     module = torch.nn.ModuleList([a, b, frozen])
     (a(torch.ones(1, 2)) + b(torch.ones(1, 2))).sum().backward()
     optimizer = torch.optim.SGD([*a.parameters(), *frozen.parameters()], lr=1)
-    found = gradient_state.copy_gradient(trainer_with(), module, optimizer)
+    found = gradient_state.copy_gradient(trainer_with(), module, optimizer, torch.device("cpu"))
     assert set(found) == {"0.weight", "0.bias"} and found["0.bias"].item() == 1
     scaler = SimpleNamespace(get_scale=lambda: 4.0)
     assert gradient_state.copy_gradient(trainer_with(scaler=scaler), module, optimizer)["0.bias"].item() == 1
