@@ -13,6 +13,8 @@ import torch
 from fastloop.bridge.apply import read_training
 from fastloop.bridge.trials import gradient_state
 
+CPU = torch.device("cpu")
+
 
 def trainer_with(precision: str = "32-true", scaler: Any = None) -> Any:
     plugin = SimpleNamespace(precision=precision, scaler=scaler)
@@ -60,12 +62,12 @@ def test_the_gradients_of_one_optimizer() -> None:
     module = torch.nn.ModuleList([a, b, frozen])
     (a(torch.ones(1, 2)) + b(torch.ones(1, 2))).sum().backward()
     optimizer = torch.optim.SGD([*a.parameters(), *frozen.parameters()], lr=1)
-    found = gradient_state.copy_gradient(trainer_with(), module, optimizer, torch.device("cpu"))
+    found = gradient_state.copy_gradient(trainer_with(), module, optimizer, CPU)
     assert set(found) == {"0.weight", "0.bias"} and found["0.bias"].item() == 1
     scaler = SimpleNamespace(get_scale=lambda: 4.0)
-    assert gradient_state.copy_gradient(trainer_with(scaler=scaler), module, optimizer)["0.bias"].item() == 1
+    assert gradient_state.copy_gradient(trainer_with(scaler=scaler), module, optimizer, CPU)["0.bias"].item() == 1
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a fused one divides by itself, later
-    assert gradient_state.copy_gradient(trainer_with(scaler=scaler), module, optimizer)["0.bias"].item() == 0.25
+    assert gradient_state.copy_gradient(trainer_with(scaler=scaler), module, optimizer, CPU)["0.bias"].item() == 0.25
 
 
 class Casts(torch.nn.Module):
