@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from fastloop.experiments.ab import parity_gates
 from fastloop.experiments.ab.arms import Arm, Ask, Progress, label_of
@@ -128,7 +129,6 @@ class Experiment:
         self.order: list[tuple[str, int]] = []
         """Arm and number of each run, in the order in which they ran."""
         self.alpha = statistics.compute_error_rate(settings.runs, len(sides) - 1)
-        self._spent: list[float] = []
         self._first: Trial | None = None
         """The first trial that reports the step at which it began."""
         self._begun, self._pilot_steps = time.monotonic(), settings.steps
@@ -223,9 +223,8 @@ class Experiment:
             side,
             folder,
             Ask(seed=number, steps=side.steps, warmup=self.settings.warmup, ledger=True),
-            note=count + self._describe_left(number, most),
+            note=count + self._describe_left(most),
         )
-        self._spent.append(trial.seconds)
         self.order.append((side.name, number))
         if trial.ok:
             side.runs[number], side.places[number] = trial, place
@@ -233,12 +232,17 @@ class Experiment:
             side.failed = trial
             self.say(f"{label_of(side.name, trial.run_dir)} failed: {trial.cause}")
 
-    def _describe_left(self, number: int, most: int) -> str:
-        if not self._spent:
+    def _describe_left(self, most: int) -> str:
+        """Say how long the runs take that are left; an arm that has not run yet as long as the others on average."""
+        took_s = dict[str, float]()
+        for side in self.sides:
+            known = side.trials() or [self.pilots[name] for name in (side.name,) if name in self.pilots]
+            took_s |= {side.name: fmean(trial.seconds for trial in known)} if known else {}
+        if not took_s:
             return ""
-        each = sum(self._spent) / len(self._spent)
-        runs = (most - number) * sum(not side.out for side in self.sides)
-        return f", about {say_duration(each * runs)} left"
+        usual_s = fmean(took_s.values())
+        left = ((most - len(side.runs)) * took_s.get(side.name, usual_s) for side in self.sides if not side.out)
+        return f", about {say_duration(sum(left))} left"
 
     def _run_trial(self, side: Side, folder: Path, ask: Ask, *, note: str = "") -> Trial:
         """Run a training, or load it if already finished. It fails if it began at a different step from the others."""

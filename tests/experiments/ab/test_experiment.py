@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,25 @@ def test_the_time_left_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     carried_out(tmp_path, AMP.but(), said=said)
     assert any(line.startswith("amp, run-1 (2 of 5), about") and line.endswith("s left") for line in said)
+
+
+@pytest.mark.parametrize("fast_s", [1.0, 5.0])
+def test_the_time_left_is_that_of_each_arm(tmp_path: Path, fast_s: float) -> None:
+    """A base of 13 s a run beside a cache of 3: 22 s were said to be left, and 55 it took."""
+
+    class Takes(MadeArm):
+        def run(self, label: str, folder: Path, *rest: Any, **more: Any) -> Any:
+            trial = super().run(label, folder, *rest, **more)
+            return dataclasses.replace(trial, seconds=fast_s if self.name == "amp" else 10.0)
+
+    def make(arm: MadeArm) -> Takes:
+        return Takes(**{field.name: getattr(arm, field.name) for field in dataclasses.fields(arm)} | {"calls": []})
+
+    said: list[str] = []
+    carried_out(tmp_path, make(BASE), make(AMP), said=said)
+    lefts = [float(re.search(r"about (\d+) s left", line)[1]) for line in said if " left" in line]  # type: ignore[index]
+    assert len(lefts) == 10 and lefts[-1] in (10.0, fast_s), "the last run's own"
+    assert lefts[2::2] == [(5 - pairs) * (10.0 + fast_s) for pairs in range(1, 5)], "after each pair"
 
 
 def test_a_run_is_called_the_same_everywhere(tmp_path: Path) -> None:
