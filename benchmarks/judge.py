@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.cases import say, summarize
 from fastloop.experiments.ab.arms import Ask, ConfigArm
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Job, read_finished
+from fastloop.experiments.trials.trial import Job, allow_quick_starts, read_finished
 from fastloop.judge.verdict import compare
 from fastloop.records.experiment import Outcome, Sample
 
@@ -67,7 +67,11 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--keep", type=Path, help="Keep the runs here; finished ones are not repeated.")
     options = parser.parse_args()
-    place = options.keep or Path(tempfile.mkdtemp())
+    with allow_quick_starts():  # as in `fastloop ab`
+        measure(options, options.keep or Path(tempfile.mkdtemp()))
+
+
+def measure(options: argparse.Namespace, place: Path) -> None:
     arm = ConfigArm(name="a", job=Job(conf=options.conf, overrides=("trainer.logger=false", *options.set)))
     rates: list[float] = []
     for number in range(options.runs + 1):  # the first does not count, as in `fastloop ab`
@@ -75,6 +79,7 @@ def main() -> None:
         folder = place / f"run-{number}"
         trial = read_finished(folder) or arm.run(f"run {number}", folder, ask, limits=Limits(total_s=600))
         found = {"samples_per_s": trial.samples_per_s, "cause": trial.cause, "seconds": round(trial.seconds, 1)}
+        found |= {"started": trial.started}
         say("aa_run", {"run": number, **found, "load": os.getloadavg()[0]})
         if number and trial.samples_per_s is not None:
             rates.append(trial.samples_per_s)
