@@ -51,7 +51,7 @@ _WHOLE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomS
 """Samplers whose indices are those of the dataset."""
 _WRITES = re.compile(
     r"(\w+_)?write\w*|save\w*|dump\w*|imwrite|tofile|to_(csv|parquet|json|feather|pickle|hdf|zarr|file|disk)"
-    r"|shutil|commit|unlink|rename|replace|copyfile|copytree|copy2|symlink\w*|mkdir|makedirs|system|Popen|check_\w+"
+    r"|shutil|commit|unlink|rename|copyfile|copytree|copy2|symlink\w*|mkdir|makedirs|system|Popen|check_call|check_output"
 )
 """Calls with effects outside of the process: such samples are not read once more than needed."""
 _WORKER = sys.modules[_worker_loop.__module__]
