@@ -124,6 +124,18 @@ def test_a_deeper_queue_that_is_only_emptied_is_not_faster(tmp_path: Path) -> No
     assert abs(math.log(one["ratio"])) < 0.6 * math.log(fooled), (one["ratio"], fooled)
 
 
+def test_an_arm_whose_loss_becomes_infinite_is_trained_no_further(tmp_path: Path) -> None:
+    """Nothing is made up here: bfloat16 rounds a probability to 1, and the script takes the logarithm of the rest."""
+    said = fastloop(tmp_path, "ab", "--script", SCRIPTS / "saturates.py", "--vs", "amp", "--runs", "3", "--steps", "60")
+    one = said.json["comparisons"][0]
+    assert said.code == 3 and "PARITY FAILED" in said.err, said.err
+    assert (one["verdict"], one["ratio"], one["parity"]["passed"]) == ("inconclusive", None, False)
+    gates = {gate["name"]: gate for gate in one["parity"]["gates"]}
+    assert gates["loss"]["detail"] == {"step": 41} and "not finite from optimizer step 41" in one["why"]
+    assert gates["ledger"]["passed"] is True, "the base saw the very same samples and was finite on them"
+    assert len(folders(tmp_path, "1-")) == 1 and len(folders(tmp_path, "base")) >= 1
+
+
 def test_no_gain_is_claimed_in_a_tuned_training(tmp_path: Path) -> None:
     """A worker hides the loader, and what is left of the step no rung can make shorter.
 
