@@ -496,19 +496,33 @@ def test_a_pipeline_of_the_users_own_stays(folder: Path) -> None:
 # -- two ranks ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, list[list[int]]]]:
+    from tests.bridge.launch import fit_on_two_ranks
+    from tests.preloaded import quick_starts
+
+    with quick_starts(ranks=True):
+        return fit_on_two_ranks(Path(__file__))
+
+
 @pytest.mark.multirank
 @pytest.mark.slow
-@pytest.mark.usefixtures("folder", "quick_starts")
-def test_two_ranks_have_every_sample_once_an_epoch() -> None:
-    from tests.bridge.launch import fit_on_two_ranks
-
-    ranks = fit_on_two_ranks(Path(__file__))
+def test_two_ranks_have_every_sample_once_an_epoch(ranks: list[dict[str, list[list[int]]]]) -> None:
     orders = []
     for epoch in range(3):
-        parts = [list(chain.from_iterable(rank[2 * epoch : 2 * epoch + 2])) for rank in ranks]
+        parts = [list(chain.from_iterable(rank["epochs"][2 * epoch : 2 * epoch + 2])) for rank in ranks]
         assert sorted(chain(*parts)) == list(range(20)) and len(parts[0]) == len(parts[1]) == 10
         orders.append(parts[0])
     assert orders[0] != orders[1] != orders[2]
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+def test_two_ranks_resume_where_each_was(ranks: list[dict[str, list[list[int]]]]) -> None:
+    """L5: also a rank whose DALI was ahead by other samples than that of the rank which saved."""
+    assert all(len(rank["whole"]) == 10 and rank["resumed"] == rank["whole"][7:] for rank in ranks)
+    second = [rank["whole"][5:7] + rank["resumed"] for rank in ranks]
+    assert sorted(chain.from_iterable(second[0] + second[1])) == list(range(20))
 
 
 def _fit_as_rank() -> None:
@@ -516,9 +530,18 @@ def _fit_as_rank() -> None:
 
     rank = int(__import__("os").environ.get("LOCAL_RANK", 0))
     data = make_folder(Path(f"pictures{rank}"))
-    done: Run = run(DALI, load(data), Sees, max_epochs=3, strategy="ddp", devices=2)
-    assert done.verdict("dali").took
-    torch.save(done.module.labels, f"rank{torch.distributed.get_rank()}.pt")
+
+    def fit(batch_size: int, epochs: int, ckpt: Path | None = None) -> list[list[int]]:
+        saves = ModelCheckpoint("saved", every_n_train_steps=7, save_top_k=-1)
+        on_two: dict[str, Any] = {"strategy": "ddp", "devices": 2, "callbacks": (saves,), "enable_checkpointing": True}
+        done: Run = run(DALI, load(data, batch_size), Sees, max_epochs=epochs, ckpt=ckpt, **on_two)
+        assert done.verdict("dali").took
+        return done.module.labels  # type: ignore[no-any-return]
+
+    found = {"epochs": fit(6, 3), "whole": fit(2, 2)}
+    (saved,) = Path("saved").iterdir()
+    found["resumed"] = fit(2, 2, saved)
+    torch.save(found, f"rank{torch.distributed.get_rank()}.pt")
 
 
 if __name__ == "__main__":
