@@ -300,6 +300,35 @@ def test_takes() -> None:
     assert some.took and some.why.endswith("; 1 of 3 windows run batch by batch: a reason")
 
 
+class Data(L.LightningDataModule):
+    """Makes its loader anew each epoch, other samples in each, and changes each batch before and after its transfer."""
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return batches(96 - 8 * self.trainer.current_epoch, shuffle=True)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 0.5, *batch[1:]]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * 0.5, *batch[1:]]
+
+
+class WithoutAHook(Data):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize("rungs", [SPLIT, MERGE])
+def test_a_datamodule(rungs: Any) -> None:
+    accumulate = {"accumulate_grad_batches": 4} if rungs is MERGE else {}
+    settings = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, **accumulate}
+    plain, ours = (run(which, None, datamodule=Data(), **settings) for which in (None, rungs))
+    assert ours.verdict("batch").took and ours.module.samples == plain.module.samples
+    assert distance(plain, ours) < 1e-6 and plain.trainer.global_step == ours.trainer.global_step
+    assert distance(plain, run(None, None, datamodule=WithoutAHook(), **settings)) > 1e-3, "the control"
+
+
 @pytest.mark.parametrize(
     ("rungs", "train", "settings"),
     [
