@@ -462,6 +462,8 @@ def test_without_dali(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = run(DALI, load(folder), Sees, max_epochs=1)
     assert 'pip install "lightning-fastloop[dali-cuda1' in (ours.reason("dali") or "")
     assert len(ours.module.labels) == 4
+    with pytest.raises(ConfigError, match=r"lightning-fastloop\[dali-cuda1"):  # exit code 2
+        run(DALI, load(folder), Sees, max_epochs=1, strict=True)
 
 
 class Stream(IterableDataset):
