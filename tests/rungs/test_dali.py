@@ -523,6 +523,7 @@ def test_two_ranks_have_every_sample_once_an_epoch(ranks: list[dict[str, list[li
 def test_two_ranks_resume_where_each_was(ranks: list[dict[str, list[list[int]]]]) -> None:
     """L5: also a rank whose DALI was ahead by other samples than that of the rank which saved."""
     assert all(len(rank["whole"]) == 10 and rank["resumed"] == rank["whole"][7:] for rank in ranks)
+    assert all(rank["resumed"] != rank["whole"][5:8] for rank in ranks), "the control: the epoch from its beginning"
     second = [rank["whole"][5:7] + rank["resumed"] for rank in ranks]
     assert sorted(chain.from_iterable(second[0] + second[1])) == list(range(20))
 
