@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ WORKERS, ONE, THREADS, ROWS, DALI, KEPT = (
     ids=["workers", "rows", "threads, accumulating", "rows, accumulating"],
 )
 def test_killed_in_mid_batch(tmp_path: Path, epoch: int, batch: int, first: str, then: str, accumulate: int) -> None:
-    trained, last = _kill_and_resume(tmp_path, first, then, accumulate, epoch, batch)
+    ((trained, last),) = _kill_and_resume(tmp_path, first, then, accumulate, epoch, batch)
     whole, _ = fit(json.loads(first), shuffled(), seed=5)
     steps, done = batch // accumulate, batch // accumulate * accumulate * BATCH
     assert last == f"step={-(-8 // accumulate) * epoch + steps}"
@@ -62,20 +63,40 @@ def test_killed_while_an_engine_loads_pictures(tmp_path: Path, first: str, then:
     pytest.importorskip("torchvision")
     folder = make_folder(tmp_path / "pictures")
     first, then = (rungs.replace("KEPT", str(tmp_path / "kept")) for rungs in (first, then))
-    labels, last = _kill_and_resume(tmp_path, first, then, accumulate, 1, 3, folder)
+    ((labels, last),) = _kill_and_resume(tmp_path, first, then, accumulate, 1, 3, folder)
     whole = Sees()
     torch.manual_seed(0)
     fit(None, load(folder, still=True), seed=5, module=whole)  # type: ignore[arg-type]
     assert (last, labels) == (f"step={-(-4 // accumulate) + 3 // accumulate}", whole.labels[4 + 3 :])
 
 
+@pytest.mark.multirank
+@pytest.mark.usefixtures("quick_starts")
+def test_two_ranks_killed_while_a_cache_fills(tmp_path: Path) -> None:
+    """D15, K2: what each rank trained on before its checkpoint and what they resume with is the epoch, each once."""
+    pytest.importorskip("torchvision")
+    folder, kept = make_folder(tmp_path / "pictures"), KEPT.replace("KEPT", str(tmp_path / "kept"))
+    ranks = _kill_and_resume(tmp_path, kept, kept, 1, 1, 1, folder, ranks=2)
+    assert {last for _, last in ranks} == {"step=3"}
+    whole = _train_whole_epochs(tmp_path / "whole", kept, folder)
+    assert [labels for labels, _ in ranks] == [labels[3:] for labels in whole]
+    assert sorted(chain(*(chain(*labels[2:]) for labels in whole))) == list(range(20))
+
+
+def _train_whole_epochs(folder: Path, rungs: str, pictures: Path) -> list[Any]:
+    """What each of two ranks trains on that nobody kills."""
+    folder.mkdir()
+    python(PROGRAM, folder, rungs, "1", "2", "5", "9", "0", pictures, cwd=ROOT)
+    return [json.loads((folder / f"resumed{rank}.json").read_text())[0] for rank in (0, 1)]
+
+
 def _kill_and_resume(
-    folder: Path, first: str, then: str, accumulate: int, epoch: int, batch: int, *pictures: Path
-) -> Any:
-    """What the resumed run trained on, and the checkpoint it began at. Its seed is another one."""
+    folder: Path, first: str, then: str, accumulate: int, epoch: int, batch: int, *pictures: Path, ranks: int = 1
+) -> list[Any]:
+    """What each rank of the resumed run trained on, and the checkpoint it began at. Its seed is another one."""
     before = {process.pid for process in psutil.process_iter()}
     killed = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder), first, str(accumulate), "5", str(epoch), str(batch), *pictures],
+        [sys.executable, str(PROGRAM), str(folder), first, *map(str, (accumulate, ranks, 5, epoch, batch)), *pictures],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         timeout=200,
@@ -83,12 +104,15 @@ def _kill_and_resume(
         capture_output=True,
     )
     assert killed.returncode == -9, killed.stderr.decode()
-    python(PROGRAM, folder, then, str(accumulate), "6", "-1", "0", *pictures, cwd=ROOT)
+    python(PROGRAM, folder, then, str(accumulate), str(ranks), "6", "-1", "0", *pictures, cwd=ROOT)
     _wait_for_workers(before)
-    assert json.loads((folder / "killed.json").read_text()) == list(json.loads(first))
-    trained, last, planned = json.loads((folder / "resumed.json").read_text())
-    assert planned == list(json.loads(then))
-    return trained, last
+    found = []
+    for rank in range(ranks):
+        assert json.loads((folder / f"killed{rank}.json").read_text()) == list(json.loads(first))
+        trained, last, planned = json.loads((folder / f"resumed{rank}.json").read_text())
+        assert planned == list(json.loads(then))
+        found.append((trained, last))
+    return found
 
 
 def _wait_for_workers(before: set[int]) -> None:
