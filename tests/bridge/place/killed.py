@@ -44,8 +44,8 @@ def main(
         how |= {"strategy": "ddp", "devices": ranks}
     torch.manual_seed(0)
     module, trainer = fit(None, data, seed=seed, module=Killed(), loop=loop, accumulate_grad_batches=accumulate, **how)
-    trained = module.labels if pictures else module.trained
-    (folder / f"resumed{trainer.global_rank}.json").write_text(json.dumps([trained, saved[-1].stem if saved else "", list_planned()]))
+    found = [module.labels if pictures else module.trained, saved[-1].stem if saved else "", list_planned()]
+    (folder / f"resumed{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
