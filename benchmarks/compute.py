@@ -114,7 +114,7 @@ def train(recipe: str, arm: str, options: argparse.Namespace, left_s: float) -> 
         "window_too_short": seen.window_too_short,
         "loss_last": seen.loss[-1] if seen.loss else None,
         "started": trial.started,
-        "took": [verdict["rung"] for verdict in verdicts if verdict["took"]],
+        "took": {verdict["rung"]: verdict["why"] for verdict in verdicts if verdict["took"]},
         "inactive": {verdict["rung"]: verdict["why"] for verdict in verdicts if not verdict["took"]},
     }
 

@@ -30,6 +30,7 @@ from fastloop.judge.statistics import Effect, Pool
 from fastloop.records.card import Stack
 from fastloop.records.climb import Attempt, Costs, End, Rates
 from fastloop.records.experiment import Outcome
+from fastloop.records.plan import PARITY_ORDER
 
 TURNS = ((0, "base"), (0, "arm"), (1, "arm"), (1, "base"), (2, "base"), (2, "arm"))
 """Seed and side of a screen's runs: two pairs, the second in the opposite order, and a third if these contradict each
@@ -40,6 +41,7 @@ APART = 1.25
 """If the ratios of two pairs differ by this factor, and are not both this far on the same side of 1, something else
 ran on the machine during one of them."""
 LEFT_TO_PROOF = "gradients are compared in the confirmation only: the budget has no time for both"
+UNSCREENED = "samples and gradients are compared in the confirmation only: the budget has no time for a screen"
 CLEAR = 2.0
 """If the first pair's ratio is this large, and its base as fast as measured before, a second pair would change nothing.
 The proof is the A/B at the end."""
@@ -101,6 +103,8 @@ class _Screen:
         runs, now_ms = self.runs, self.context.known.costs.now_ms
         after_ms = now_ms - (self.prediction.saved_ms or 0.0)
         took = self._choose_length(after_ms)
+        if self.candidate.whole and (unscreened := self._judge_first_run(took, after_ms)) is not None:
+            return unscreened
         for place, (seed, side) in enumerate(TURNS, 1):
             result = self._run_one(place, seed, side, took, after_ms)
             runs[side].append(result)
@@ -144,6 +148,27 @@ class _Screen:
             need_s=took.seconds(*expected),
             ladder=self.candidate.ladder if is_arm else None,
         )
+
+    def _judge_first_run(self, took: Length, after_ms: float) -> Attempt | None:
+        """In a hurry, keep a ladder whose first run was far faster than the measured start: the proof, for which there
+        must be time, compares all that a screen would. Returns None if it has to be screened."""
+        start, (_, (seed, side), *_) = self.context.hurried_start, TURNS
+        if start is None:
+            return None
+        result = self._run_one(2, seed, side, took, after_ms)
+        gain = _read_rate(result) / _read_rate(start)
+        if not _is_measured(result) or gain < CLEAR:
+            return None
+        self.runs.update(base=[start], arm=[result])
+        if (ruled_out := self._rule_out(result)) is not None:
+            return self.end(*ruled_out)
+        if self.context.estimate_proof_s((self.arm, self._read_costs())) > self.context.runner.left_with_grace_s():
+            self.runs.update(base=[], arm=[])
+            return None
+        promise = max(result.classes.values(), key=PARITY_ORDER.index, default=PARITY_ORDER[0])
+        why = f"{100 * (gain - 1):+.0f} % in one run; {UNSCREENED}"
+        row = self.end("kept", why, Outcome(parity_class=promise, why=UNSCREENED))
+        return dataclasses.replace(self._drop_idle(row), costs=self._read_costs())
 
     def _judge_first_pair(self, base: Result, arm: Result, gain: float) -> Attempt | None:
         """End the screen if the first pair already rejects the candidate; None if it goes on."""

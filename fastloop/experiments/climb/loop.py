@@ -103,7 +103,11 @@ class Climb(Measured):
 
     @property
     def context(self) -> Context:
-        return dataclasses.replace(super().context, estimate_proof_s=partial(self._estimate_confirmation_s, short=True))
+        return dataclasses.replace(
+            super().context,
+            estimate_proof_s=partial(self._estimate_confirmation_s, short=True),
+            hurried_start=self.naive if self.hurries and not self.stack else None,
+        )
 
     def _attempt(self, candidate: Candidate) -> None:
         first = not self.stack and not any(row.name == candidate.key for row in self.rows)
@@ -209,9 +213,10 @@ class Climb(Measured):
         start_s, compile_s = result.next_start_s, result.compile_s
         costs = Costs(now_ms=result.step_ms, workers=result.workers, start_s=start_s, compile_s=compile_s)
         took = self.context.choose_ladder_length(stack)
-        screen_s = took.seconds(now_ms, self.start_s)
         if result.step_ms * CLEAR > now_ms:  # it will be screened by a second pair
-            screen_s += took.seconds(now_ms, self.start_s) + took.seconds(result.step_ms, start_s)
+            screen_s = 2 * took.seconds(now_ms, self.start_s) + took.seconds(result.step_ms, start_s)
+        else:
+            screen_s = 0.0 if self.hurries else took.seconds(now_ms, self.start_s)
         self._needs_s[name] = need_s = screen_s + self._estimate_confirmation_s((stack, costs), short=True)
         if need_s > self.runner.left_with_grace_s():
             return False

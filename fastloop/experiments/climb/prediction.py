@@ -19,7 +19,7 @@ from fastloop.experiments.climb.candidates import (
     estimate_first_start_s,
     make_patch,
 )
-from fastloop.experiments.climb.interface import HOPELESS, Runner
+from fastloop.experiments.climb.interface import HOPELESS, Result, Runner
 from fastloop.experiments.trials.trial import Variation
 from fastloop.experiments.tune.choice import list_tunables
 from fastloop.experiments.tune.search import KnownTimes
@@ -51,6 +51,8 @@ class Context:
     """Optimizer steps after which the training ends by itself; None if it trained all requested steps."""
     estimate_proof_s: Callable[[Top], float] = lambda _top: math.inf
     """Seconds that the confirmation of a stack takes."""
+    hurried_start: Result | None = None
+    """The start as it was measured, if nothing is kept yet and the budget is too short for careful screens."""
 
     @property
     def top_start_s(self) -> float:

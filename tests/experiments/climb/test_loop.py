@@ -14,7 +14,7 @@ import pytest
 from fastloop.commands.climb import list_shipped
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb import candidates, loop, measuring
-from fastloop.experiments.climb.attempt import LEFT_TO_PROOF, BaseFailed, _Screen
+from fastloop.experiments.climb.attempt import CLEAR, LEFT_TO_PROOF, UNSCREENED, BaseFailed, _Screen
 from fastloop.experiments.climb.budget import GRACE_S, Length, Spent
 from fastloop.experiments.climb.candidates import make_patch
 from fastloop.experiments.climb.interface import Result
@@ -30,6 +30,7 @@ RUNGS = ("pin", "prefetch", "amp", "layout", "fused", "compile", "batch")
 RESNET = Machine()
 GPT = Machine(decode_ms=5, device_ms=1580, copy_ms=1, host_ms=100, factors={"amp": 0.4, "compile": 0.75, "batch": 0.9})
 CIFAR = Machine(decode_ms=22, device_ms=8, host_ms=8.5, copy_ms=0.5)
+OWN_WORKERS = Machine(decode_ms=800, device_ms=300, own_workers=8, queued=16, factors={"amp": 0.4, "compile": 0.8})
 COMPUTED = Machine(decode_ms=300, device_ms=200, factors={"amp": 0.5, "layout+amp": 0.7, "fused": 0.95, "compile": 0.9})
 
 
@@ -191,10 +192,9 @@ def test_a_ladder_without_time_for_its_proof_is_put_off_until_there_is_time() ->
 
 def test_a_hurried_climb_measures_no_ceilings_before_its_proof() -> None:
     """A ViT with eight workers of its own: 45 s of its 295 went to a long first run, and 50 s to ceilings."""
-    vit = Machine(decode_ms=800, device_ms=300, own_workers=8, queued=16, factors={"amp": 0.4, "compile": 0.8})
 
     def climb(budget_s: float) -> tuple[SimulatedRunner, Climb]:
-        runner = SimulatedRunner(vit).with_budget(budget_s)
+        runner = SimulatedRunner(OWN_WORKERS).with_budget(budget_s)
         made = make_climb(runner, ladders=list_shipped())
         with contextlib.suppress(Spent):
             made.climb()
@@ -211,6 +211,27 @@ def test_a_hurried_climb_measures_no_ceilings_before_its_proof() -> None:
     calm, made = climb(3600)
     assert not made.hurries and {"00-naive/replayed", "00-naive/resident"} <= set(calm.ran)
     assert calm.seconds["00-naive/as-it-is"] > 1.3 * hurried.seconds["00-naive/as-it-is"]
+
+
+def test_a_hurried_climb_leaves_a_far_faster_ladder_to_its_proof() -> None:
+    """55 s of a ViT's 295 went to the screen of a ladder that was 2.3 times as fast; its proof ended too late."""
+
+    def climb(budget_s: float) -> tuple[list[str], Climb]:
+        runner = SimulatedRunner(OWN_WORKERS).with_budget(budget_s)
+        made = make_climb(runner, ladders=list_shipped())
+        with contextlib.suppress(Spent):
+            made.climb()
+        return runner.ran, made
+
+    ran, short = climb(250)
+    first = short.rows[0]
+    assert short.hurries and first.kept and not first.parity.gates and first.parity.why == UNSCREENED
+    assert first.step_ms_before and first.step_ms_after and first.step_ms_before > CLEAR * first.step_ms_after
+    assert not [at for at in ran if "screen-1-base" in at or "gradient" in at] and short.confirm() is not None
+    ran, long = climb(3600)
+    assert not long.hurries and long.rows[0].parity.gates and "00-ladder-full/screen-1-base" in ran
+    ran, shortest = climb(200)
+    assert all(row.parity.gates for row in shortest.rows if row.kept), "there is no time for any proof"
 
 
 def test_a_hurried_climb_measures_its_start_once_where_nothing_was_ready_before() -> None:
