@@ -179,7 +179,7 @@ class Climb(Measured):
 
     def _defer_slow_compiles(self, ladders: Mapping[str, Stack]) -> Mapping[str, Stack]:
         """Put last the ladders that compile for so long that the budget has no time for their proof, if it has for that
-        of others."""
+        of others. In a hurry they come last in any case: the others may be faster than estimated here."""
         now_ms, left_s = self.known.costs.now_ms, self.runner.left_with_grace_s()
         runs_s = {
             name: self.context.choose_ladder_length(ladders[name]).seconds(now_ms, self.start_s) for name in ladders
@@ -193,16 +193,17 @@ class Climb(Measured):
             > left_s
         ]
         if len(too_long) == len(ladders):
-            return ladders
+            return dict(sorted(ladders.items(), key=lambda each: compiles_s[each[0]] if self.hurries else 0.0))
         self.put_off = too_long
         return dict(sorted(ladders.items(), key=lambda each: each[0] in too_long))
 
     def _estimate_to_proof_s(self, stack: Stack) -> float:
-        """Return the seconds of a ladder's first run, screen and proof, if its steps took as long as they do now."""
+        """Return the seconds of a ladder's first run, screen and proof, if its steps took as long as they do now. In a
+        hurry it gets no screen."""
         now, first_start_s = self.known.costs, estimate_first_start_s(stack)
         costs = Costs(now_ms=now.now_ms, workers=now.workers, start_s=self.start_s, compile_s=first_start_s)
         run_s = self.context.choose_ladder_length(stack).seconds(now.now_ms, self.start_s)
-        return 2 * run_s + first_start_s + self._estimate_confirmation_s((stack, costs), short=True)
+        return (1 if self.hurries else 2) * run_s + first_start_s + self._estimate_confirmation_s((stack, costs), short=True)
 
     def _reserve_proof_time(self, name: str, stack: Stack, result: Result) -> bool:
         """Keep time for the screen and the proof of a ladder that was faster in its first run, if that much is left.

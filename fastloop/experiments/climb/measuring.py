@@ -178,7 +178,7 @@ class Measured:
         took = choose().up_to(self.ends_at)
         self.hurries = RUNS * took.seconds(step_ms, self.start_s) > self.runner.left_with_grace_s()
         if self.hurries:
-            if pilot.queued == 0:  # else most of its batches were ready before it began
+            if (pilot.steps or 0) > pilot.queued + PILOT.window:  # else most of its batches were ready before it began
                 return pilot
             took = choose(screen=True, fill_read=True).up_to(self.ends_at)
         naive = self._run_naive(
