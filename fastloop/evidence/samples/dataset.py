@@ -303,7 +303,8 @@ def list_init_draws(init: Any) -> tuple[str, ...]:
 
 def list_draws(items: Sequence[Any], held: Sequence[Any]) -> tuple[str, ...]:
     """Names of the transforms and functions among `items` that draw random numbers, in samples made of all `held`."""
-    found = [item for item in items if _find_draw(item, None) is not None]
+    ones = {item if inspect.isfunction(item) else type(item): item for item in items}.values()  # one of each class
+    found = [item for item in ones if _find_draw(item, None) is not None]
     is_packaged = any(sample_code.is_packaged(base) for item in found for base in type(item).__mro__)
     called = _list_called_names(held) if is_packaged else None  # takes long in large datasets
     return tuple(dict.fromkeys(name for item in found if (name := _find_draw(item, called)) is not None))

@@ -31,12 +31,16 @@ FRAMEWORKS = ("torch.", "torchvision.", "numpy.", "builtins.", "PIL.", "collecti
 def is_installed(thing: Any) -> bool:
     """Whether a class, function or module is not the user's but belongs to Python, fastloop or an installed package."""
     module = sys.modules.get((thing.__name__ if inspect.ismodule(thing) else getattr(thing, "__module__", None)) or "")
-    if module is None or module.__name__ == "__main__" or ".recipe_modules." in module.__name__:
+    return module is not None and _is_installed_module(module.__name__, getattr(module, "__file__", None))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed_module(name: str, file: str | None) -> bool:
+    if name == "__main__" or ".recipe_modules." in name:
         return False
-    file = getattr(module, "__file__", None)
-    if file is None or file.startswith(_STDLIB) or module.__name__.startswith("fastloop."):
+    if file is None or file.startswith(_STDLIB) or name.startswith("fastloop."):
         return True
-    return holds_packages(Path(file).parents[module.__name__.count(".") + (Path(file).name == "__init__.py")])
+    return holds_packages(Path(file).parents[name.count(".") + (Path(file).name == "__init__.py")])
 
 
 def is_framework(thing: Any) -> bool:

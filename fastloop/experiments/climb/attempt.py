@@ -150,14 +150,14 @@ class _Screen:
         )
 
     def _judge_first_run(self, took: Length, after_ms: float) -> Attempt | None:
-        """In a hurry, keep a ladder whose first run was far faster than the measured start: the proof, for which there
-        must be time, compares all that a screen would. Returns None if it has to be screened."""
+        """In a hurry, keep a ladder whose first run was clearly faster than the measured start: the proof, for which
+        there must be time, compares all that a screen would. Returns None if it has to be screened."""
         start, (_, (seed, side), *_) = self.context.hurried_start, TURNS
         if start is None:
             return None
         result = self._run_one(2, seed, side, took, after_ms)
         gain = _read_rate(result) / _read_rate(start)
-        if not _is_measured(result) or gain < CLEAR:
+        if not _is_measured(result) or gain < APART:
             return None
         self.runs.update(base=[start], arm=[result])
         if (ruled_out := self._rule_out(result)) is not None:

@@ -203,7 +203,8 @@ class Climb(Measured):
         now, first_start_s = self.known.costs, estimate_first_start_s(stack)
         costs = Costs(now_ms=now.now_ms, workers=now.workers, start_s=self.start_s, compile_s=first_start_s)
         run_s = self.context.choose_ladder_length(stack).seconds(now.now_ms, self.start_s)
-        return (1 if self.hurries else 2) * run_s + first_start_s + self._estimate_confirmation_s((stack, costs), short=True)
+        runs_s = run_s if self.hurries else 2 * run_s
+        return runs_s + first_start_s + self._estimate_confirmation_s((stack, costs), short=True)
 
     def _reserve_proof_time(self, name: str, stack: Stack, result: Result) -> bool:
         """Keep time for the screen and the proof of a ladder that was faster in its first run, if that much is left.
@@ -214,10 +215,9 @@ class Climb(Measured):
         start_s, compile_s = result.next_start_s, result.compile_s
         costs = Costs(now_ms=result.step_ms, workers=result.workers, start_s=start_s, compile_s=compile_s)
         took = self.context.choose_ladder_length(stack)
-        if result.step_ms * CLEAR > now_ms:  # it will be screened by a second pair
-            screen_s = 2 * took.seconds(now_ms, self.start_s) + took.seconds(result.step_ms, start_s)
-        else:
-            screen_s = 0.0 if self.hurries else took.seconds(now_ms, self.start_s)
+        screen_s = 0.0 if self.hurries else took.seconds(now_ms, self.start_s)
+        if result.step_ms * CLEAR > now_ms and not self.hurries:  # it will be screened by a second pair
+            screen_s += took.seconds(now_ms, self.start_s) + took.seconds(result.step_ms, start_s)
         self._needs_s[name] = need_s = screen_s + self._estimate_confirmation_s((stack, costs), short=True)
         if need_s > self.runner.left_with_grace_s():
             return False

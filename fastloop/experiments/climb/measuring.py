@@ -26,7 +26,7 @@ COPIES_SHOW = 0.01
 """Share of the step without loading: if copies take less, a trial without them is not worthwhile."""
 PILOT_ENOUGH = 0.75
 """Share of a window's seconds: a pilot that lasted this long also serves as the measurement."""
-RUNS = 12
+RUNS = 16
 """About as many runs are between the start of a climb and its first proof."""
 MEASURES: Mapping[Variation, str] = {
     "replayed": "the step without loading",
