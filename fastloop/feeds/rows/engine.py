@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Subset, default_collate
 
 from fastloop.errors import NotApplicable
 from fastloop.feeds.device_store.draws import send
 from fastloop.feeds.images.byte_batches import find_user_dataset
 from fastloop.feeds.images.own_samples import untouched_generators
 from fastloop.feeds.rows.reading import Column, NotRows, Rows, read_rows
+from fastloop.feeds.rows.wanted import Follows
 
 COMPARED = 16
 """Samples that must equal those of the user's loader, bit for bit, before the engine is used."""
 
 
 class RowEngine:
-    """Returns the same batches as the loader, bit for bit; only the sampler draws random numbers for them.
+    """Returns the same batches as the loader, bit for bit; only the sampler draws random numbers for them. A dataset
+    that was given other rows is read again; if it does more than pick rows by then, its own method makes the samples.
 
     Args:
         loader: its batch sampler chooses the samples; a window of batches becomes one batch.
         device: where the batches are made. Rows on the CPU are copied there once, and again after they were changed in
             place; if this is the CPU, batches are picked from the user's own objects.
+        most_bytes: the most memory for copies on the device.
+        follows: when other objects in the dataset count: from the next batch on, from the next epoch on, as with the
+            user's own workers, or never, as with workers that stay.
+
+    Raises:
+        NotApplicable: the dataset's samples are no rows, they do not fit, or differ from the loader's.
     """
 
     begins_at_iter = True
@@ -33,26 +42,34 @@ class RowEngine:
         "all rows of a batch are picked at once already; a larger batch (which changes the training) needs fewer picks"
     )
 
-    def __init__(self, loader: DataLoader[Any], rows: Rows, device: torch.device) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], device: torch.device, most_bytes: int, *, follows: Follows = "batches"
+    ) -> None:
         self.loader, self.batches = loader, 0
-        self._rows, self._device = rows, device
-        self._columns = {id(column): _Values(column, device) for column in rows.columns}
+        self._device, self._most_bytes, self._follows = device, most_bytes, follows
+        self._dataset = find_user_dataset(loader.dataset)
+        self._rows: Rows | None = None
+        """None: the dataset does more than pick rows, or they do not fit."""
+        self._columns: dict[int, _Values] = {}
+        self._relied_on = _list_relied_on(self._dataset)
+        self._read()
 
     def load(self, seed: int) -> Iterator[Any]:
         """Return one epoch's batches. The seed is unused: workers would draw nothing from it."""
-        return map(self._make_next, iter(self.loader.batch_sampler))  # type: ignore[arg-type]
-
-    def _make_next(self, indices: Iterable[Any]) -> Any:
-        self.batches += 1
-        return self.make(indices)
+        if self._follows == "epochs":
+            self._follow_changes()
+        for column in self._columns.values():
+            column.begin_epoch()
+        return map(self.make, iter(self.loader.batch_sampler))  # type: ignore[arg-type]
 
     def make(self, indices: Iterable[Any]) -> Any:
         """Make the batch of these samples, in the form of the default collate function."""
         indices = list(indices)
+        if self._follows == "batches":
+            self._follow_changes()
         places = np.asarray(indices)
-        if places.ndim != 1 or places.dtype.kind not in "iu" or not len(places):  # torch accepts other keys too
-            dataset = find_user_dataset(self.loader.dataset)
-            return default_collate([dataset[index] for index in indices])
+        if self._rows is None or places.ndim != 1 or places.dtype.kind not in "iu" or not len(places):  # other keys
+            return default_collate([self._dataset[index] for index in indices])
         places = places.astype(np.int64)
         outside = places[(places >= self._rows.count) | (places < -self._rows.count)]
         if outside.size:
@@ -60,7 +77,37 @@ class RowEngine:
         places = np.where(places < 0, places + self._rows.count, places)
         if self._rows.places is not None:
             places = self._rows.places[places]
+        self.batches += 1
         return self._collate(self._rows.form, places, send(places, self._device))
+
+    def _follow_changes(self) -> None:
+        """Read the dataset again if it holds other objects than before, such as new labels."""
+        now = _list_relied_on(self._dataset)
+        if len(now) == len(self._relied_on) and all(map(is_, now, self._relied_on)):
+            return
+        self._relied_on = now
+        try:
+            self._read()
+        except NotApplicable:
+            self._rows, self._columns = None, {}
+
+    def _read(self) -> None:
+        """Put the rows in place and compare a few samples with the dataset's own."""
+        try:
+            rows = read_rows(self._dataset)
+        except NotRows as why:
+            raise NotApplicable(str(why)) from None
+        if not rows.count:
+            raise NotApplicable("the dataset is empty")
+        check_room(rows, self._device, self._most_bytes)
+        self._rows, self._columns = rows, {id(column): _Values(column, self._device) for column in rows.columns}
+        chosen = np.linspace(0, rows.count - 1, min(COMPARED, rows.count)).astype(int).tolist()
+        with untouched_generators():
+            expected = default_collate([self._dataset[index] for index in chosen])
+            batches, made = self.batches, self.make(chosen)
+        self.batches = batches
+        if not _is_same(made, expected):
+            raise NotApplicable("rows picked at once differ from the loader's batch")
 
     def _collate(self, form: Any, places: Any, sent: torch.Tensor) -> Any:
         if isinstance(form, Column):
@@ -72,7 +119,18 @@ class RowEngine:
     def evidence(self) -> Mapping[str, Any]:
         """Return the number of batches made, and facts about the rows."""
         kept = sum(each.kept_bytes for each in self._columns.values())
-        return {"row_batches": self.batches, "rows": self._rows.count, "kept_bytes": kept}
+        return {"row_batches": self.batches, "rows": self._rows.count if self._rows else 0, "kept_bytes": kept}
+
+
+def _list_relied_on(dataset: Any) -> list[Any]:
+    """The classes, methods and attributes that decide which rows are a dataset's samples."""
+    found: list[Any] = []
+    while True:
+        kind = type(dataset)
+        found += [kind, getattr(kind, "__getitem__", None), *getattr(dataset, "__dict__", {}).values()]
+        if kind is not Subset:
+            return found
+        dataset = dataset.dataset
 
 
 class _Values:
@@ -83,6 +141,11 @@ class _Values:
         self._is_there = isinstance(column.values, torch.Tensor) and column.values.device == device
         self._kept: torch.Tensor | None = None
         self._version = -1
+
+    def begin_epoch(self) -> None:
+        """Let arrays and lists be copied again: unlike a tensor, they do not count changes."""
+        if not isinstance(self._values, torch.Tensor):
+            self._kept = None
 
     @property
     def kept_bytes(self) -> int:
@@ -130,30 +193,6 @@ def _into_tensor(values: Any) -> torch.Tensor:
     if isinstance(values, list):
         return torch.tensor(values, dtype=torch.float64 if isinstance(values[0], float) else None)
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
-
-
-def make_engine(loader: DataLoader[Any], device: torch.device, *, most_bytes: int) -> RowEngine:
-    """Put the rows in place and compare a few samples with the loader's own.
-
-    Raises:
-        NotApplicable: they do not fit, or differ.
-    """
-    dataset = find_user_dataset(loader.dataset)
-    try:
-        rows = read_rows(dataset)
-    except NotRows as why:
-        raise NotApplicable(str(why)) from None
-    if not rows.count:
-        raise NotApplicable("the dataset is empty")
-    check_room(rows, device, most_bytes)
-    engine = RowEngine(loader, rows, device)
-    chosen = np.linspace(0, rows.count - 1, min(COMPARED, rows.count)).astype(int).tolist()
-    with untouched_generators():
-        expected = default_collate([dataset[index] for index in chosen])
-        made = engine.make(chosen)
-    if not _is_same(made, expected):
-        raise NotApplicable("rows picked at once differ from the loader's batch")
-    return engine
 
 
 def check_room(rows: Rows, device: torch.device, most_bytes: int) -> None:

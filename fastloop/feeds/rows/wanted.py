@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fastloop.errors import NotApplicable
 from fastloop.feeds.device_store.wanted import SHARE, CheckedEngine, explain_own_batches
 from fastloop.records.facts import Facts, LoaderFacts, RowFacts
 from fastloop.records.plan import Change
+
+Follows = Literal["batches", "epochs", "nothing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,15 +21,17 @@ class PickedRows(CheckedEngine):
 
     share: float = SHARE
     """Share of the device's free memory, if `most_bytes` is None."""
+    follows: Follows = "batches"
+    """From when on other rows in the dataset count, as in the user's loader."""
 
     def _start(self, loader: Any, say: Callable[[str], None]) -> Any:
         import torch
 
-        from fastloop.feeds.rows.engine import make_engine
+        from fastloop.feeds.rows.engine import RowEngine
 
         place = torch.cuda.current_device() if self.device == "cuda" else None
         device = torch.device(self.device) if place is None else torch.device(self.device, place)
-        return make_engine(loader, device, most_bytes=self._find_most(self.share))
+        return RowEngine(loader, device, self._find_most(self.share), follows=self.follows)
 
 
 def plan_rows(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None, *, share: float = SHARE) -> Change:
@@ -45,7 +49,8 @@ def plan_rows(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None, 
     where = f"on the device, which holds all {loader.rows.count:,} rows" if on_gpu else "without a call per sample"
     note = f"picks each batch of {loader.rows.what} at once {where}"
     elsewhere = dataclasses.replace(loader, engine="the row picker", on_device=on_gpu, num_workers=0)
-    want = PickedRows(device=facts.device, most_bytes=most_bytes, share=share)
+    follows: Follows = "batches" if not loader.num_workers else "nothing" if loader.persistent_workers else "epochs"
+    want = PickedRows(device=facts.device, most_bytes=most_bytes, share=share, follows=follows)
     return Change(wants={"loader.engine": want}, parity="exact", notes=(note,), facts={"loader": elsewhere})
 
 

@@ -6,13 +6,14 @@ import re
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from fastloop.errors import NotApplicable
 from fastloop.feeds.rows import engine as engine_file
-from fastloop.feeds.rows.engine import RowEngine, make_engine
+from fastloop.feeds.rows.engine import RowEngine
 from fastloop.feeds.rows.reading import Column, Rows, read_rows
 from tests.rungs.fits import evidence, fit, verdict
 
@@ -70,6 +71,75 @@ def test_training_is_the_same(kind: str, workers: int) -> None:
     assert torch.equal(state, after)
     assert verdict(watcher, "cache").took, verdict(watcher, "cache").why
     assert evidence(watcher, "cache")["row_batches"] == 24
+
+
+class Tells(Fit):
+    """Tells those who asked an installed module for it of every few steps: code reading does not find them."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every = every
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for each in torch.told if self.global_step % self.every == 0 else ():
+            each()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]).item())
+
+
+@pytest.mark.parametrize(
+    ("workers", "every"),
+    [({}, 3), ({"num_workers": 1}, 8), ({"num_workers": 1, "persistent_workers": True}, 8)],
+    ids=["none, in mid-epoch", "workers", "workers that stay"],
+)
+@pytest.mark.parametrize("kind", ["own", "tensors", "subset"])
+def test_a_dataset_that_is_given_other_rows(
+    kind: str, workers: Any, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New labels count when they would in the user's loader: at once, with the next epoch's workers, or never."""
+
+    def train(rungs: Any) -> list[float]:
+        pool: Any = TensorDataset(Pairs().x, Pairs().y) if kind == "tensors" else Pairs()
+        dataset: Any = Subset(pool, range(64)) if kind == "subset" else pool
+
+        def relabel() -> None:
+            if kind == "tensors":
+                pool.tensors = (pool.tensors[0], pool.tensors[1] * 0.5 + 1)
+            else:
+                pool.y = pool.y * 0.5 + 1
+
+        module = Tells(every)
+        monkeypatch.setattr(torch, "told", [relabel], raising=False)
+        watcher, _ = fit(rungs, module, load(dataset, **workers), val=DataLoader(pool, 8, **workers), max_epochs=3)
+        assert not rungs or evidence(watcher, "cache")["row_batches"] == 24
+        return module.losses
+
+    plain = train({})
+    assert train({"cache": {}}) == plain
+    if not workers.get("persistent_workers"):
+        monkeypatch.setattr(RowEngine, "_follow_changes", lambda _: None)
+        assert train({"cache": {}}) != plain, "the control keeps the old labels"
+
+
+def test_a_dataset_that_is_given_something_else() -> None:
+    """Its own method makes the samples until they are rows again."""
+    held = Pairs()
+    engine, labels = RowEngine(load(held), CPU, 0), held.y
+    held.y = [str(float(each)) for each in labels]  # type: ignore[assignment]
+    x, y = engine.make([3, 5])
+    assert torch.equal(x, held.x[[3, 5]]) and list(y) == [held.y[3], held.y[5]] and engine.batches == 0
+    held.y = labels + 1
+    assert torch.equal(engine.make([3, 5])[1], labels[[3, 5]] + 1) and engine.batches == 1
+
+
+def test_arrays_changed_in_place_are_copied_again_each_epoch() -> None:
+    values = np.arange(6.0)
+    column = engine_file._Values(Column(values), META)
+    first = column._copy()
+    assert column._copy() is first
+    column.begin_epoch()
+    assert column._copy() is not first
 
 
 class GlobalBatches:
@@ -174,7 +244,7 @@ def test_a_wrong_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(engine_file, "read_rows", read_others)
     with pytest.raises(NotApplicable, match="differ from the loader's batch"):
-        make_engine(load(Pairs()), CPU, most_bytes=0)
+        RowEngine(load(Pairs()), CPU, 0)
     module = Fit()
     watcher, _ = fit({"cache": {}}, module, load(Pairs()), max_epochs=1)
     assert len(module.losses) == 8
@@ -185,13 +255,12 @@ def test_a_wrong_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_changed_in_place() -> None:
     """On the CPU rows are the user's own; a copy elsewhere is renewed."""
     held = Pairs()
-    engine = RowEngine(load(held), read_rows(held), CPU)
+    engine = RowEngine(load(held), CPU, 0)
     before = engine.make([3])[0]
     held.x.add_(1)
     assert torch.equal(engine.make([3])[0], before + 1)
 
-    moved = RowEngine(load(held), read_rows(held), META)
-    column = moved._columns[id(moved._rows.form[0])]
+    column = engine_file._Values(read_rows(held).columns[0], META)
     first = column._copy()
     assert column._copy() is first
     held.x.add_(1)
@@ -208,4 +277,4 @@ def test_too_large() -> None:
 
 def test_an_empty_dataset() -> None:
     with pytest.raises(NotApplicable, match="the dataset is empty"):
-        make_engine(DataLoader(TensorDataset(torch.ones(0, 2))), CPU, most_bytes=0)
+        RowEngine(DataLoader(TensorDataset(torch.ones(0, 2))), CPU, 0)

@@ -74,7 +74,7 @@ def pick(dataset: Any) -> list[Any]:
     """The same, picked at once."""
     torch.manual_seed(0)
     loader = DataLoader(dataset, batch_size=5, shuffle=True)
-    engine = RowEngine(loader, read_rows(dataset), CPU)
+    engine = RowEngine(loader, CPU, 0)
     batches = []
     for _ in range(2):
         torch.empty((), dtype=torch.int64).random_()  # the seed for workers, which a DataLoader draws
@@ -293,13 +293,13 @@ def test_whatever_a_sampler_yields(name: str) -> None:
     """Torch hands each key to the dataset; only whole numbers are rows."""
     dataset = TensorDataset(Held().x)
     plain = list(DataLoader(dataset, batch_sampler=KEYS[name]()))
-    ours = list(RowEngine(DataLoader(dataset, batch_sampler=KEYS[name]()), read_rows(dataset), CPU).load(0))
+    ours = list(RowEngine(DataLoader(dataset, batch_sampler=KEYS[name]()), CPU, 0).load(0))
     assert list(map(flatten, plain)) == list(map(flatten, ours))
 
 
 def test_a_sampler_that_asks_for_too_much() -> None:
     dataset = TensorDataset(Held().x)
-    engine = RowEngine(DataLoader(dataset), read_rows(dataset), CPU)
+    engine = RowEngine(DataLoader(dataset), CPU, 0)
     for wrong in (N, -N - 1):
         with pytest.raises(IndexError):
             dataset[wrong]

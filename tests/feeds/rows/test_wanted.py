@@ -28,16 +28,19 @@ def plan(given: Facts, **settings: Any) -> Any:
 
 def test_plan() -> None:
     change = plan(facts())
-    assert change.wants == {"loader.engine": PickedRows(device="cpu", share=0.02)}
+    assert change.wants == {"loader.engine": PickedRows(device="cpu", share=0.02, follows="epochs")}
     assert change.parity == "exact"
     assert change.notes == ("picks each batch of TensorDataset at once without a call per sample",)
     after = change.facts["loader"]
     assert (after.engine, after.on_device, after.num_workers) == ("the row picker", False, 0)
 
     change = plan(facts(device="cuda"), size_gb=0.5)
-    assert change.wants == {"loader.engine": PickedRows(device="cuda", most_bytes=500_000_000, share=0.02)}
+    rows = PickedRows(device="cuda", most_bytes=500_000_000, share=0.02, follows="epochs")
+    assert change.wants == {"loader.engine": rows}
     assert change.notes == ("picks each batch of TensorDataset at once on the device, which holds all 1,000 rows",)
     assert change.facts["loader"].on_device
+    settings: tuple[dict[str, Any], ...] = ({"num_workers": 0}, {"persistent_workers": True})
+    assert [plan(facts(each)).wants["loader.engine"].follows for each in settings] == ["batches", "nothing"]
 
 
 def test_a_gpu_is_asked_for_little_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,13 +49,14 @@ def test_a_gpu_is_asked_for_little_unless_told(monkeypatch: pytest.MonkeyPatch) 
     asked: list[int] = []
 
     class Made:
-        def __init__(self, _loader: Any, _device: Any, *, most_bytes: int) -> None:
+        def __init__(self, loader: Any, _device: Any, most_bytes: int, *, follows: str) -> None:
+            self.loader, self.follows = loader, follows
             asked.append(most_bytes)
 
         def evidence(self) -> dict[str, Any]:
             return {}
 
-    monkeypatch.setattr(engine, "make_engine", Made)
+    monkeypatch.setattr(engine, "RowEngine", Made)
     for settings in ({}, {"store": "device"}, {"size_gb": 3.0}):
         want = plan(facts(device="cuda"), **settings).wants["loader.engine"]
         here = dataclasses.replace(want, device="cpu", live=[])
@@ -95,6 +99,8 @@ def test_the_reason_is_that_of_rows() -> None:
 
 def test_validation() -> None:
     assert plan(facts(evaluates=True), size_gb=1.0).wants["evaluation.engine"].most_bytes == 10**9
-    assert plan(facts(evaluates=True)).wants == {"evaluation.engine": PickedRows(device="cpu", share=0.02)}
+    assert plan(facts(evaluates=True)).wants == {
+        "evaluation.engine": PickedRows(device="cpu", share=0.02, follows="epochs")
+    }
     assert plan(facts({"rows": "Doubled does more"}, evaluates=True)).wants == {}
     assert plan(facts({"custom_collate": True}, evaluates=True)).wants == {}
