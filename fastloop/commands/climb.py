@@ -242,20 +242,17 @@ class Recorder:
             partial=self.partial,
         )
 
-    def save(self) -> None:
+    def save(self) -> ClimbFile:
         """Save the results so far. Called after each decision, so that there is a ladder whatever ends the climb."""
         content = self.content()
         store.save(self.place, {NAME: content})
         store.write(self.place, {LADDER: climb_report.write_ladder_yaml(content)})
+        return content
 
     def write(self) -> ClimbFile:
-        """Write all results, the ladder and the reports."""
-        content = self.content()
-        store.save(self.place, {NAME: content})  # first: drawing the reports takes seconds
-        store.write(
-            self.place,
-            {LADDER: climb_report.write_ladder_yaml(content), **draw_reports(climb_report.make_document(content))},
-        )
+        """Write all results, the ladder and the reports, whose drawing takes seconds."""
+        content = self.save()
+        store.write(self.place, draw_reports(climb_report.make_document(content)))
         return content
 
 
