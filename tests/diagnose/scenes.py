@@ -6,6 +6,7 @@ Where only a step and its wait are on record, the rest is split into forward, ba
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 from fastloop import diagnose
@@ -77,127 +78,109 @@ def scene(
     )
 
 
-def resnet50_naive(**changes: Any) -> Measurement:
-    """324 img/s: one Python thread decodes."""
-    return scene(
-        **{
-            "step": 197.5,
-            "data_wait": 170.0,
-            "h2d": 4.0,
-            "trail": 17.0,
-            "lead_ms": 0.0,
-            "samples_per_s": 324.0,
-            "peaks": H200,
-            "flops": {"convolution": 24e9},
-            "gpu": {"nvml_busy_pct": 4.1, "gr_active_pct": 12.0, "tensor_active_pct": 1.0},
-            **changes,
-        }
-    )
+resnet50_naive = partial(
+    scene,
+    step=197.5,
+    data_wait=170.0,
+    h2d=4.0,
+    trail=17.0,
+    lead_ms=0.0,
+    samples_per_s=324.0,
+    peaks=H200,
+    flops={"convolution": 24e9},
+    gpu={"nvml_busy_pct": 4.1, "gr_active_pct": 12.0, "tensor_active_pct": 1.0},
+)
+"""324 img/s: one Python thread decodes."""
 
 
-def gpt2_naive(**changes: Any) -> Measurement:
-    """fp32 on the ordinary cores: NVML says busy, the tensor cores do nothing."""
-    return scene(
-        **{
-            "step": 1578.8,
-            "trail": 190.0,
-            "lead_ms": 196.3,
-            "samples_per_s": 40.5,
-            "tflop_per_s": 36.3,
-            "gpu": {
-                "nvml_busy_pct": 99.7,
-                "gr_active_pct": 99.8,
-                "tensor_active_pct": 0.0,
-                "dram_active_pct": 31.0,
-                "sm_active_pct": 97.0,
-            },
-            "mfu": {"datasheet": 0.037, "dtype_in_use": 0.54},
-            "peaks": H200,
-            "micro_batch": 8,
-            "global_batch": 64,
-            "flops": {"matmul": 8e11},
-            **changes,
-        }
-    )
+gpt2_naive = partial(
+    scene,
+    step=1578.8,
+    trail=190.0,
+    lead_ms=196.3,
+    samples_per_s=40.5,
+    tflop_per_s=36.3,
+    gpu={
+        "nvml_busy_pct": 99.7,
+        "gr_active_pct": 99.8,
+        "tensor_active_pct": 0.0,
+        "dram_active_pct": 31.0,
+        "sm_active_pct": 97.0,
+    },
+    mfu={"datasheet": 0.037, "dtype_in_use": 0.54},
+    peaks=H200,
+    micro_batch=8,
+    global_batch=64,
+    flops={"matmul": 8e11},
+)
+"""fp32 on the ordinary cores: NVML says busy, the tensor cores do nothing."""
 
 
-def gpt2_tuned(**changes: Any) -> Measurement:
-    """bf16, fused attention, compiled: 533,306 tokens a second, 46.4 % of the peak."""
-    return scene(
-        **{
-            "step": 122.9,
-            "trail": 118.0,
-            "lead_ms": 119.0,
-            "samples_per_s": 520.8,
-            "tflop_per_s": 459.0,
-            "gpu": {"nvml_busy_pct": 99.0, "gr_active_pct": 99.6, "tensor_active_pct": 45.0, "dram_active_pct": 48.0},
-            "mfu": {"datasheet": 0.464, "dtype_in_use": 0.464},
-            "peaks": BF16,
-            "precision": "bf16-mixed",
-            **changes,
-        }
-    )
+gpt2_tuned = partial(
+    scene,
+    step=122.9,
+    trail=118.0,
+    lead_ms=119.0,
+    samples_per_s=520.8,
+    tflop_per_s=459.0,
+    gpu={"nvml_busy_pct": 99.0, "gr_active_pct": 99.6, "tensor_active_pct": 45.0, "dram_active_pct": 48.0},
+    mfu={"datasheet": 0.464, "dtype_in_use": 0.464},
+    peaks=BF16,
+    precision="bf16-mixed",
+)
+"""bf16, fused attention, compiled: 533,306 tokens a second, 46.4 % of the peak."""
 
 
-def resnet50_resident(**changes: Any) -> Measurement:
-    """bf16, channels_last, compiled: the limit of the card, which is its memory."""
-    return scene(
-        **{
-            "step": 37.3,
-            "trail": 36.0,
-            "lead_ms": 44.9,
-            "samples_per_s": 6864.0,
-            "tflop_per_s": 168.0,
-            "gpu": {
-                "nvml_busy_pct": 100.0,
-                "gr_active_pct": 99.9,
-                "sm_active_pct": 91.0,
-                "tensor_active_pct": 20.0,
-                "dram_active_pct": 55.0,
-            },
-            "mfu": {"datasheet": 0.17, "dtype_in_use": 0.17},
-            "peaks": BF16,
-            "precision": "bf16-mixed",
-            "flops": {"convolution": 24e9},
-            **changes,
-        }
-    )
+resnet50_resident = partial(
+    scene,
+    step=37.3,
+    trail=36.0,
+    lead_ms=44.9,
+    samples_per_s=6864.0,
+    tflop_per_s=168.0,
+    gpu={
+        "nvml_busy_pct": 100.0,
+        "gr_active_pct": 99.9,
+        "sm_active_pct": 91.0,
+        "tensor_active_pct": 20.0,
+        "dram_active_pct": 55.0,
+    },
+    mfu={"datasheet": 0.17, "dtype_in_use": 0.17},
+    peaks=BF16,
+    precision="bf16-mixed",
+    flops={"convolution": 24e9},
+)
+"""bf16, channels_last, compiled: the limit of the card, which is its memory."""
 
 
-def cifar10_launches(**changes: Any) -> Measurement:
-    """A resident batch of 128 in eager mode: the host cannot launch fast enough."""
-    return scene(
-        **{
-            "step": 6.1,
-            "trail": 0.02,
-            "lead_ms": 0.03,
-            "samples_per_s": 21036.0,
-            "gpu": {"nvml_busy_pct": 53.0, "gr_active_pct": 54.0},
-            "peaks": BF16,
-            "precision": "bf16-mixed",
-            "micro_batch": 128,
-            "global_batch": 128,
-            **changes,
-        }
-    )
+cifar10_launches = partial(
+    scene,
+    step=6.1,
+    trail=0.02,
+    lead_ms=0.03,
+    samples_per_s=21036.0,
+    gpu={"nvml_busy_pct": 53.0, "gr_active_pct": 54.0},
+    peaks=BF16,
+    precision="bf16-mixed",
+    micro_batch=128,
+    global_batch=128,
+)
+"""A resident batch of 128 in eager mode: the host cannot launch fast enough."""
 
 
-def on_cpu(**changes: Any) -> Measurement:
-    """A plain run on a CPU without a fault."""
-    return scene(
-        **{
-            "step": 40.0,
-            "device": "cpu",
-            "data_wait": 0.6,
-            "h2d": 0.05,
-            "callbacks_logging": 0.5,
-            "host_other": 0.4,
-            "unexplained": 0.05,
-            "blocked_ms": 0.7,
-            "samples_per_s": 800.0,
-            **changes,
-        }
-    )
+on_cpu = partial(
+    scene,
+    step=40.0,
+    device="cpu",
+    data_wait=0.6,
+    h2d=0.05,
+    callbacks_logging=0.5,
+    host_other=0.4,
+    unexplained=0.05,
+    blocked_ms=0.7,
+    samples_per_s=800.0,
+)
+"""A plain run on a CPU without a fault."""
 
 
 def with_trace(
