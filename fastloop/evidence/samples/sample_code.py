@@ -190,7 +190,7 @@ def list_changes(function: Any, kind: type = object) -> tuple[str, ...]:
     """State that one call, on an object of this kind, leaves for the next: incremented, collected, advanced, or read
     before it is set. State that is only set, such as a lazily opened file or a cached sample, is the same in every
     worker."""
-    advanced = _list_touched(function, writes.list_advanced, kind, depth=_DEEPEST)
+    advanced = list_touched(function, writes.list_advanced, kind)
     kept = _list_kept_defaults(function)
     touched = _find_touched(function, writes.list_advanced, kind, kept, _DEEPEST) if kept else ()
     defaults = (f" (the default of {name})" for name in kept if name in touched)
@@ -212,7 +212,7 @@ def _list_kept_defaults(function: Any) -> tuple[str, ...]:
 
 def list_descriptors(function: Any, kind: type) -> tuple[str, ...]:
     """State that a function uses as a file descriptor with a position."""
-    return tuple(_list_touched(function, writes.list_descriptors, kind, depth=_DEEPEST))
+    return tuple(list_touched(function, writes.list_descriptors, kind))
 
 
 def list_remembered(item: Any) -> Iterator[str]:
@@ -248,24 +248,6 @@ def follow(items: Sequence[Any]) -> Iterator[tuple[int, Any]]:
                     yield place, function
 
 
-def find_write(function: Any, kind: type) -> str | None:
-    """What a function on an object of this kind writes outside its local variables, where another thread may access
-    it: ``.cache``, or `` (the outer CACHE)``; None if it writes nothing."""
-    if parse(function) is None:
-        return _find_stores(function.__code__)
-    return next(_list_touched(function, writes.list_targets, kind, depth=_DEEPEST), None)
-
-
-def _find_stores(code: CodeType) -> str | None:
-    """The same from bytecode, for a function without source; it does not tell which object a write goes to."""
-    stores = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_SLICE", "DELETE_ATTR", "DELETE_SUBSCR")
-    for each in walk_code(code):
-        changes = {name for name in each.co_names if writes.is_change(name) or name in writes.FILLS}
-        if changes or any(step.opname in stores for step in dis.get_instructions(each)):
-            return f" (something in {each.co_name}, which has no source to read)"
-    return None
-
-
 def list_roots_written(function: Any, kind: type = object) -> Iterator[str]:
     """What a function on an object of this kind writes to, at any depth, itself or through functions that it passes it
     to: ``.x`` for an attribute of its object, or the name of an outer object."""
@@ -275,7 +257,7 @@ def list_roots_written(function: Any, kind: type = object) -> Iterator[str]:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
                 modules |= {each.asname or each.name: f"{package}{each.name}" for each in node.names}
-        for state in _list_touched(function, writes.list_targets, kind, modules, depth=_DEEPEST):
+        for state in list_touched(function, writes.list_targets, kind, modules):
             name = state.removeprefix(" (the outer ").removesuffix(")")
             yield modules.get(name, name)
 
@@ -303,13 +285,13 @@ def list_chains_written(function: Any, *, calls: bool = True) -> Iterator[list[s
             yield [*local.get(chain[0], chain[:1]), *chain[1:]] if chain else chain
 
 
-def _list_touched(
+def list_touched(
     function: Any,
     pick: _Pick,
     kind: type,
     modules: Collection[str] = (),
     parameters: Collection[str] = (),
-    depth: int = 0,
+    depth: int = _DEEPEST,
 ) -> Iterator[str]:
     """The state that contains the nodes that `pick` takes from each statement and call of a function, and of functions
     that it passes its objects to, up to this depth. Of `parameters`, also those that contain such nodes."""
@@ -356,8 +338,8 @@ def _list_given(
 
 @functools.lru_cache(maxsize=4096)
 def _find_touched(function: Any, pick: _Pick, kind: type, parameters: tuple[str, ...], depth: int) -> frozenset[str]:
-    """As `_list_touched`, but cached: code calls the same functions over and over."""
-    return frozenset(_list_touched(function, pick, kind, parameters=parameters, depth=depth))
+    """As `list_touched`, but cached: code calls the same functions over and over."""
+    return frozenset(list_touched(function, pick, kind, parameters=parameters, depth=depth))
 
 
 def _find_called(function: Any, called: ast.AST, me: str | None, kind: type) -> Any:

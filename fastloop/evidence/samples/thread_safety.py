@@ -6,16 +6,18 @@ such as a lazily opened file or a cached sample, may be visible to another threa
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections import deque
 from collections.abc import Iterator, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
 
 from fastloop.evidence.samples import dataset as datasets
-from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples import sample_code, writes
 
 _REASONS: Mapping[str, str] = {
     datasets.SHARED: "is a connection or its client, and replies to several threads would get mixed up",
@@ -75,7 +77,7 @@ def _draws_by_torch(kind: type) -> bool:
 def _list_hazards(function: Any, kind: type) -> Iterator[str]:
     """Hazards of one of the user's functions, on an object of this kind."""
     names = function.__code__.co_names
-    if (written := sample_code.find_write(function, kind)) is not None:
+    if (written := _find_write(function, kind)) is not None:
         yield f"{written} {_WRITTEN}"
     for name in names:
         if isinstance(inspect.getattr_static(kind, name, None), functools.cached_property):
@@ -86,6 +88,24 @@ def _list_hazards(function: Any, kind: type) -> Iterator[str]:
         yield f" ({function.__qualname__}) uses {package}, which is not thread-safe"
 
 
+def _find_write(function: Any, kind: type) -> str | None:
+    """What a function on an object of this kind writes outside its local variables, where another thread may access
+    it: ``.cache``, or `` (the outer CACHE)``; None if it writes nothing."""
+    if sample_code.parse(function) is None:
+        return _find_stores(function.__code__)
+    return next(sample_code.list_touched(function, writes.list_targets, kind), None)
+
+
+def _find_stores(code: CodeType) -> str | None:
+    """The same from bytecode, for a function without source; it does not tell which object a write goes to."""
+    stores = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_SLICE", "DELETE_ATTR", "DELETE_SUBSCR")
+    for each in sample_code.walk_code(code):
+        changes = {name for name in each.co_names if writes.is_change(name) or name in writes.FILLS}
+        if changes or any(step.opname in stores for step in dis.get_instructions(each)):
+            return f" (something in {each.co_name}, which has no source to read)"
+    return None
+
+
 def _find_installed(item: Any) -> str | None:
     """The hazard of a dataset class from an installed package: reads only its ``__getitem__``."""
     function = inspect.getattr_static(type(item), "__getitem__", None)
@@ -93,7 +113,7 @@ def _find_installed(item: Any) -> str | None:
         return None
     if datasets.draws_random_numbers(function):
         return f" ({type(item).__name__}) {_DRAWN}"
-    written = sample_code.find_write(function, type(item))
+    written = _find_write(function, type(item))
     return None if written is None else f"{written} {_WRITTEN}"
 
 
