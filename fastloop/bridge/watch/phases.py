@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Set
 from typing import Any
 
+from fastloop.bridge import namespaces
 from fastloop.evidence.clock.step_clock import RARE, Clock
 
 NEXT = "[_TrainingEpochLoop].train_dataloader_next"
@@ -54,6 +55,21 @@ def find_phase(name: str) -> str | None:
     if theirs and hook.startswith(_HOOKS) and not ours:
         return "callbacks_logging"
     return None
+
+
+def list_empty_hook_actions(trainer: Any, module: Any) -> set[str]:
+    """Return the actions of hooks that are not overridden; Lightning opens them anyway."""
+    space = namespaces.find_namespace(trainer)
+    owners = [(f"[LightningModule]{type(module).__name__}", module, namespaces.load(space, "core.LightningModule"))]
+    base = namespaces.load(space, "callbacks.Callback")
+    owners += [(f"[Callback]{callback.state_key}", callback, base) for callback in trainer.callbacks]
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for name, owner, base in owners:
+        for hook in dir(base):
+            if hook.startswith("on_"):
+                own = hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
+                found[own].add(f"{name}.{hook}")
+    return found[False] - found[True]
 
 
 NOTHING = contextlib.nullcontext()

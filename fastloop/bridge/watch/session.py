@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge import namespaces
 from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.drift_checks import DriftChecks
 from fastloop.bridge.watch.live_metrics import LiveMetrics
 from fastloop.bridge.watch.log_marks import LogMarks
 from fastloop.bridge.watch.measurement import COMPILATION, GARBAGE, build_measurement
 from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts, sum_one_time_s
+from fastloop.bridge.watch.phases import list_empty_hook_actions
 from fastloop.bridge.watch.probes import CountWork, FindSyncs, HuntSyncs, TraceProbe
 from fastloop.bridge.watch.profiler_proxy import WatchingProfiler
 from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks
@@ -360,21 +360,6 @@ def summarize(seen: Measurement) -> dict[str, float | None]:
         "joule_per_sample": seen.joule_per_sample,
         **{name: value for name, value in seen.gpu.items() if name == "watts" or name.endswith("_pct")},
     }
-
-
-def list_empty_hook_actions(trainer: Any, module: Any) -> set[str]:
-    """Return the actions of hooks that are not overridden; Lightning opens them anyway."""
-    space = namespaces.find_namespace(trainer)
-    owners = [(f"[LightningModule]{type(module).__name__}", module, namespaces.load(space, "core.LightningModule"))]
-    base = namespaces.load(space, "callbacks.Callback")
-    owners += [(f"[Callback]{callback.state_key}", callback, base) for callback in trainer.callbacks]
-    found: dict[bool, set[str]] = {True: set(), False: set()}
-    for name, owner, base in owners:
-        for hook in dir(base):
-            if hook.startswith("on_"):
-                own = hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
-                found[own].add(f"{name}.{hook}")
-    return found[False] - found[True]
 
 
 def count_planned_steps(trainer: Any) -> int | None:

@@ -17,13 +17,13 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 
 from fastloop import FastLoop
 from fastloop.bridge.watch import session
+from fastloop.bridge.watch.phases import list_empty_hook_actions
 from fastloop.bridge.watch.session import (
     REPLACED,
     SYNCS,
     Session,
     count_planned_steps,
     describe_death,
-    list_empty_hook_actions,
     record_of_rank,
     summarize,
 )
