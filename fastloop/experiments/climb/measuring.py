@@ -64,7 +64,7 @@ class Measured:
         ladders: Mapping[str, float | None] | None = None,
         start_s: float | None = None,
         ends_at: int | None = None,
-        save: Callable[[], None] = lambda: None,
+        save: Callable[[], Any] = lambda: None,
     ) -> None:
         self.runner, self.start, self.warmup, self.save = runner, start, warmup, save
         self.rows = list(rows)
