@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge.apply.rehearse.played import RunResults
+from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.judge import rehearsal as judge
@@ -122,6 +123,17 @@ class TrialBudget:
     def changed_step_ms(self) -> float:
         """Time for one optimizer step with the rungs kept so far: a compile can only shorten that."""
         return (self.changed_ms or self.base_ms) * self.terms.batches_per_step
+
+    def cap_steps_by_max_time(self, trainer: Any) -> Terms:
+        """Reduce the number of steps left if ``max_time`` will end the run early; an unknown number stays unknown. All
+        ranks use the same number. Returns the new terms."""
+        timers = (each.time_remaining() for each in trainer.callbacks if hasattr(each, "time_remaining"))
+        fewest, step_ms = self.terms.steps_left, self.step_ms
+        if fewest is not None and step_ms:
+            fewest = min([fewest, *(int(1e3 * left_s / step_ms) for left_s in timers if left_s is not None)])
+        every = [each for each in gather(trainer, fewest) if each is not None]
+        self.terms = replace(self.terms, steps_left=min(every, default=None))
+        return self.terms
 
     def add_one_time(self, step: Step, seconds: float) -> None:
         """Exclude the one-time cost of a rung's first call from the rehearsal's share; remember that of a compile."""

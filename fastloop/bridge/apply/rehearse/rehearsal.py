@@ -123,7 +123,7 @@ class Rehearsal:
             if all(gather(self.site.trainer, bool(refused))):
                 return refused
             problem = self._play_unchanged()
-            self._cap_steps_by_max_time()
+            self.terms = self._budget.cap_steps_by_max_time(self.site.trainer)
             if estimate_recording_s is not None:
                 self._budget.reserve_recording_time(self._unchanged.values(), estimate_recording_s)
             problem = problem or self._play_with_dropout()
@@ -187,16 +187,6 @@ class Rehearsal:
     def _keeps_dropout(self, step: Step) -> bool:
         """Whether a rung is tried with dropout: a compiled module would recompile without it."""
         return is_costly(step) or not self._replayer.has_dropout()
-
-    def _cap_steps_by_max_time(self) -> None:
-        """Reduce the number of steps left if ``max_time`` will end the run early; an unknown number stays unknown. All
-        ranks use the same number."""
-        timers = (each.time_remaining() for each in self.site.trainer.callbacks if hasattr(each, "time_remaining"))
-        fewest, step_ms = self.terms.steps_left, self._budget.step_ms
-        if fewest is not None and step_ms:
-            fewest = min([fewest, *(int(1e3 * left_s / step_ms) for left_s in timers if left_s is not None)])
-        every = [each for each in gather(self.site.trainer, fewest) if each is not None]
-        self.terms = self._budget.terms = replace(self.terms, steps_left=min(every, default=None))
 
     def _try_step(self, step: Step, problem: str | None, before: list[RungOutcome]) -> RungOutcome:
         """Try one rung on top of those kept before it. All ranks return the same result."""
