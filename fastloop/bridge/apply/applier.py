@@ -36,10 +36,6 @@ from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Action, Applied, Moment, Plan, Step, Undo
 
-_VALIDATES = ("validate", "sanity_check")
-IN_STEPS = "second_look"
-"""Key in the evidence: the comparison of batches with and without rungs, if a second look was needed."""
-
 
 class Applier:
     """Applies a ladder to one run.
@@ -138,8 +134,7 @@ class Applier:
         if site is None:
             return loader
         stage = site.trainer.state.stage
-        validates = stage in _VALIDATES or (stage == "train" and is_called_by_evaluation_loop())
-        if validates:
+        if stage in ("validate", "sanity_check") or (stage == "train" and is_called_by_evaluation_loop()):
             return loader if self.validation is None else self.validation.change(loader)
         if not self._live.loader_rungs or stage != "train":
             return loader
@@ -272,11 +267,8 @@ class Applier:
         probes = [] if self.loaders is None else self.loaders.list_probes()
         owned = ((self._live.find_owner(key), probe) for key, probe in probes)
         found = self._changes.read((rung, probe) for rung, probe in owned if rung is not None)
-        return (
-            {**found, IN_STEPS: self.rung_trials.seen}
-            if self.rung_trials is not None and self.rung_trials.seen
-            else found
-        )
+        seen = {} if self.rung_trials is None else self.rung_trials.seen
+        return {**found, "second_look": seen} if seen else found
 
     def clean_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remove from a checkpoint what a run without us would not have written."""
@@ -329,8 +321,12 @@ class Applier:
 
     @property
     def _handle(self) -> ApplierHandle:
-        settings = partial(getattr, self.ladder)
-        return ApplierHandle(apply=self._apply_step, unapply=self._unapply_step, settings=settings, say=self.say)
+        return ApplierHandle(
+            apply=self._apply_step,
+            unapply=lambda step: self._changes.undo(step.rung),
+            settings=partial(getattr, self.ladder),
+            say=self.say,
+        )
 
     def _give_up(self, key: str, reason: str, *, is_refusal: bool = True, has_acted: bool = False) -> None:
         """Give up a setting planned for one train loader that cannot apply to all of them, or is not worth it."""
@@ -377,9 +373,6 @@ class Applier:
         for action in step.change.actions:
             self._run_action(step, action)
 
-    def _unapply_step(self, step: Step) -> None:
-        self._changes.undo(step.rung)
-
     def _undo_but_keep_evidence(self, step: Step) -> None:
         """Undo a rung that may come back, and keep its evidence."""
         known = self.evidence().get(step.rung, {})
@@ -387,25 +380,16 @@ class Applier:
         self._changes.evidence[step.rung] = dict(known)
 
     def _record_outcomes(self, outcomes: Sequence[RungOutcome]) -> None:
-        """Update the plan with the outcomes of the rungs that were tried."""
-        held, self._live.held = self._live.held, frozenset()
+        """Update the plan and the evidence with the outcomes of the rungs that were tried."""
         for outcome in outcomes:
-            step = next(each for each in self.plan.steps if each.rung == outcome.rung)
-            step = self._live.take_cheaper(step) if outcome.is_cheaper and outcome.fault is None else step
-            told = replace(step, rehearsed=outcome.rehearsed, pays_back_after_steps=outcome.pays_back_after_steps)
-            self._live.replace(step, told)
-            if outcome.fault is None:
-                self._live.take_back(told)
-            else:
+            if outcome.fault is not None:
                 self._changes.evidence.pop(outcome.rung, None)
-                self._live.refused[outcome.rung] = outcome.fault
-                has_acted = outcome.rung not in held
-                self._live.skip(told, outcome.fault, is_refusal=outcome.is_lasting, has_acted=has_acted)
+        self._live.record(outcomes)
 
     def _give_up_precision(self, step: Step, why: str) -> None:
         if self.rung_trials is not None:
             self.rung_trials.end()
-        self._unapply_step(step)
+        self._changes.undo(step.rung)
         if self.graphs is not None and self.graphs.replay_ms is not None:
             self.graphs.record_anew()
         self._record_outcomes([RungOutcome(rung=step.rung, fault=why, is_lasting=False)])

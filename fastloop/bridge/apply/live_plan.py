@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.errors import ConfigError, describe
+from fastloop.judge.rehearsal import RungOutcome
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Plan, Step
@@ -113,10 +114,23 @@ class LivePlan:
             self._spared.add(step.rung)
         self.check_strict()
 
-    def take_back(self, step: Step) -> None:
-        """Plan a rung again that may have been left out."""
-        self.refused.pop(step.rung, None)
-        self.replace(step, dataclasses.replace(step, status="planned", reason=None))
+    def record(self, outcomes: Sequence[RungOutcome]) -> None:
+        """Plan the rungs that were tried and work, also those that had been left out, and leave out the others."""
+        held, self.held = self.held, frozenset()
+        for outcome in outcomes:
+            step = next(each for each in self.plan.steps if each.rung == outcome.rung)
+            step = self.take_cheaper(step) if outcome.is_cheaper and outcome.fault is None else step
+            tried = dataclasses.replace(
+                step, rehearsed=outcome.rehearsed, pays_back_after_steps=outcome.pays_back_after_steps
+            )
+            if outcome.fault is None:
+                self.refused.pop(step.rung, None)
+                self.replace(step, dataclasses.replace(tried, status="planned", reason=None))
+            else:
+                self.refused[step.rung] = outcome.fault
+                self.replace(step, tried)
+                has_acted = step.rung not in held
+                self.skip(tried, outcome.fault, is_refusal=outcome.is_lasting, has_acted=has_acted)
 
     def check_optimizers(self, site: Any, undo: Callable[[str], None]) -> None:
         """Leave out rungs that cannot work with the optimizers of this fit, and `undo` what they have changed."""
