@@ -309,7 +309,7 @@ class Applier:
             return self._live.plan_loader(facts)
 
         with leaves_on_sigterm(site.trainer):
-            changed = loaders.check_engines(loader, self._live.plan_loader(facts), plan_anew, self.say)
+            changed = loaders.check_engines(loader, self._live.plan_loader(facts), plan_anew)
         if self.micro is None and changed.wants.get("step.micro_batch"):
             choice = make_choice(site, changed, self._live, self._handle, warn=self.warn, one_time=self.one_time)
             self.micro = MicroBatches(choice)

@@ -70,7 +70,7 @@ class TrainLoaders:
         by_ladder: Collection[str] = (),
     ) -> None:
         self.trainer, self.staging, self._undo, self._give_up = site.trainer, site.staging, undo, give_up
-        self._warn, self.place = warn, place
+        self._warn, self._say, self.place = warn, say, place
         self._one_time = one_time
         self._merge: Merge | None = None
         self._originals: dict[int, tuple[Any, Any]] = {}
@@ -198,15 +198,13 @@ class TrainLoaders:
             engine.wants_channels_last = self.staging.wants_channels_last
         return engine
 
-    def check_engines(
-        self, loader: Any, plan: Plan, plan_anew: Callable[[Plan, str], Plan], say: Callable[[str], None]
-    ) -> Plan:
+    def check_engines(self, loader: Any, plan: Plan, plan_anew: Callable[[Plan, str], Plan]) -> Plan:
         """Have each engine that would replace the loader check the loader first; returns the plan that is left.
 
         Raises:
             NotApplicable: the plan stays the same although its engine was refused: another loader also has it.
         """
-        while (why := self._find_engine_fault(loader, plan, say)) is not None:
+        while (why := self._find_engine_fault(loader, plan)) is not None:
             refused, plan = plan, plan_anew(plan, why)
             if plan == refused:
                 raise NotApplicable(why)
@@ -216,13 +214,13 @@ class TrainLoaders:
         """Whether an engine loads in place of one of the loaders."""
         return any(key == "loader.engine" for key, _ in self._made)
 
-    def _find_engine_fault(self, loader: Any, plan: Plan, say: Callable[[str], None]) -> str | None:
+    def _find_engine_fault(self, loader: Any, plan: Plan) -> str | None:
         """Have the engine that would replace the loader check it first; returns why that is impossible, or None."""
         engine: Any = plan.wants.get("loader.engine")
         if not hasattr(engine, "check"):
             return None
         try:
-            self._checked = engine.check(self.find_original(loader), say)
+            self._checked = engine.check(self.find_original(loader), self._say)
         except Exception as error:  # from the user's dataset, which the check uses in an unusual way
             return describe(error)
         return None
