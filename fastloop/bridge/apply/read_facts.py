@@ -171,9 +171,7 @@ def read_loader_facts(
         parts = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
         spawn_hazard = find_spawn_hazard(parts)
     default = torch.utils.data.default_collate
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    hazards = between_batches.find_sampler_hazards(sampler, loader.dataset, others)
-    worker_hazards = datasets.find_worker_hazards(loader.dataset, loader.collate_fn)
+    code = _read_code_facts(loader, others)
     return LoaderFacts(
         kind=type(loader).__name__,
         map_style=not isinstance(loader.dataset, IterableDataset),
@@ -186,32 +184,7 @@ def read_loader_facts(
         start_method=str(method),
         persistent_workers=loader.persistent_workers,
         stateful=hasattr(loader, "state_dict"),
-        draws_random=datasets.draws_random(loader.dataset, loader.collate_fn),
-        init_draws=datasets.list_init_draws(loader.worker_init_fn),
-        asks_process=datasets.list_asking(loader.dataset, loader.collate_fn),
-        shared_draws=thread_safety.list_shared_draws(loader.dataset, loader.collate_fn),
-        worker_hazards=worker_hazards,
-        holds_training=tuple(each.rpartition(" (")[0] for each in worker_hazards if each.endswith(datasets.TRAINING)),
-        sampler_hazards=hazards,
-        sampler_draws=between_batches.list_draws(sampler),
-        place_lost=lost or next(iter(hazards), None),
-        thread_hazards=(
-            *thread_safety.find_thread_hazards(loader.dataset, loader.collate_fn),
-            *between_batches.list_holders(loader.dataset, others, between=True),
-        ),
-        may_change=list_changers(
-            loader.dataset,
-            others,
-            collate=loader.collate_fn,
-            worker_init=loader.worker_init_fn,
-            sampler=sampler,
-        ),
-        not_ahead=explain_not_ahead(
-            loader.dataset, others, collate=loader.collate_fn, worker_init=loader.worker_init_fn
-        ),
-        changes_within=list_changes_within(loader.dataset, others, collate=loader.collate_fn, loader=loader),
-        remembers=list_remembered(loader.dataset, loader.collate_fn),
-        repeats=explain_repeats(loader),
+        place_lost=lost or next(iter(code["sampler_hazards"]), None),
         own_iterator=makes_iterators(type(loader)),
         sample_bytes=datasets.sample_bytes(loader.dataset) if loader.collate_fn is default else None,
         spawn_hazard=spawn_hazard,
@@ -220,7 +193,34 @@ def read_loader_facts(
         images=read_images(loader.dataset),
         rows=read_rows(loader.dataset),
         prefix=read_prefix(loader.dataset),
+        **code,
     )
+
+
+def _read_code_facts(loader: DataLoader[Any], others: Sequence[Any]) -> dict[str, Any]:
+    """What the code that makes samples, and the code that runs beside it, shows about loading elsewhere or earlier."""
+    data, collate, init = loader.dataset, loader.collate_fn, loader.worker_init_fn
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    worker_hazards = datasets.find_worker_hazards(data, collate)
+    thread_hazards = thread_safety.find_thread_hazards(data, collate)
+    return {
+        "draws_random": datasets.draws_random(data, collate),
+        "init_draws": datasets.list_init_draws(init),
+        "asks_process": datasets.list_asking(data, collate),
+        "shared_draws": thread_safety.list_shared_draws(data, collate),
+        "worker_hazards": worker_hazards,
+        "holds_training": tuple(
+            each.rpartition(" (")[0] for each in worker_hazards if each.endswith(datasets.TRAINING)
+        ),
+        "sampler_hazards": between_batches.find_sampler_hazards(sampler, data, others),
+        "sampler_draws": between_batches.list_draws(sampler),
+        "thread_hazards": (*thread_hazards, *between_batches.list_holders(data, others, between=True)),
+        "may_change": list_changers(data, others, collate=collate, worker_init=init, sampler=sampler),
+        "not_ahead": explain_not_ahead(data, others, collate=collate, worker_init=init),
+        "changes_within": list_changes_within(data, others, collate=collate, loader=loader),
+        "remembers": list_remembered(data, collate),
+        "repeats": explain_repeats(loader),
+    }
 
 
 def _read_batch_size(loader: DataLoader[Any]) -> int | None:
