@@ -18,26 +18,22 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.feeds.workers import tried_workers
 from fastloop.ladder import Ladder, plan
-from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.nodes import GIL, Nodes, Threads
 from fastloop.rungs.workers import Workers
+from tests.rungs.loaders import ByEpoch, Data, Nested, Odd, Stream, facts, run_and_draw
 from tests.rungs.two_ranks import results
 from tests.runs import Counts, Holds, Net, batches, both, distance, feed_on_cpu, numbered, run
 
 pytestmark = pytest.mark.timeout(200)
 NODES = {"nodes": {"threads": 2}}
-
-
-def facts(loader: dict[str, Any] | None = None, **machine: Any) -> Facts:
-    record = None if loader is None else LoaderFacts(**{"kind": "DataLoader", **loader})
-    return Facts(**{"cpu_count": 8, **machine}, loader=record)
 
 
 def list_threads() -> list[str]:
@@ -146,24 +142,6 @@ def test_takes() -> None:
     assert off.loop is not None and off.loop.verdicts == () and off.seen("nodes") == {}
 
 
-class Odd(Sampler):
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from ([number, 19 - number, number] for number in range(0, 20, 3))
-
-    def __len__(self) -> int:
-        return 7
-
-
-class Data(L.LightningDataModule):
-    def train_dataloader(self) -> Any:
-        return batches(shuffle=True)
-
-
-class Nested(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch["a"], batch_idx)
-
-
 @pytest.mark.parametrize("feed", [False, True])
 @pytest.mark.parametrize(
     ("train", "module"),
@@ -180,12 +158,9 @@ class Nested(Net):
 def test_parity(train: Any, module: Any, feed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact: the same samples in the same order for three epochs, bit-equal weights, the same RNG stream after."""
     feed_on_cpu(monkeypatch)
-    runs = []
-    for rungs in (None, {**NODES, **({"prefetch": {}} if feed else {})}):
-        made = train()
-        source = {"datamodule": made, "train": None} if isinstance(made, Data) else {"train": made}
-        runs.append((run(rungs, module=module, max_epochs=3, **source), torch.rand(1)))
-    (plain, drawn), (ours, drawn_too) = runs
+    (plain, drawn), (ours, drawn_too) = (
+        run_and_draw(rungs, train, module) for rungs in (None, {**NODES, **({"prefetch": {}} if feed else {})})
+    )
     assert ours.verdict("nodes").took and (not feed or ours.reason("prefetch") is None)
     assert ours.module.samples == plain.module.samples and len(plain.module.samples) >= 6
     assert distance(plain, ours) == 0 and torch.equal(drawn, drawn_too)
@@ -256,22 +231,6 @@ def test_two_ranks_keep_their_samples() -> None:
         assert not parts[0] & parts[1] and parts[0] | parts[1] == set(range(44))
 
 
-class ByEpoch(Sampler):
-    """Shuffles by epoch, as DistributedSampler does."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 20
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-
-
 def test_a_resumed_run_goes_on_with_the_right_epoch(tmp_path: Path) -> None:
     def fit(rungs: Any, epochs: int, ckpt: Any = None, save: bool = False) -> Any:
         callbacks = (ModelCheckpoint(tmp_path, save_last=True),) if save else ()
@@ -284,11 +243,6 @@ def test_a_resumed_run_goes_on_with_the_right_epoch(tmp_path: Path) -> None:
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter([tuple(member) for member in numbered(16)])
 
 
 class Noisy(Holds):

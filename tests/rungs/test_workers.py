@@ -8,7 +8,7 @@ import socket
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
@@ -31,20 +31,16 @@ from fastloop.feeds.lazy_loader import LazyLoader, clone
 from fastloop.feeds.workers import more_workers, packed_list, tried_workers
 from fastloop.feeds.workers.packed_list import PackedList, Packing
 from fastloop.feeds.workers.tried_workers import TriedWorkers
-from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.workers import Workers, choose_count
 from tests.models import weights
+from tests.rungs.loaders import ByEpoch, Data, Nested, Odd, Stream, facts, run_and_draw
 from tests.rungs.two_ranks import results
 from tests.runs import Counts, Holds, Net, Run, batches, both, distance, feed_on_cpu, numbered, run
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 WORKERS = {"workers": {"count": 2}}
-
-
-def facts(loader: dict[str, Any] | None = None, **machine: Any) -> Facts:
-    record = None if loader is None else LoaderFacts(**{"kind": "DataLoader", **loader})
-    return Facts(**{"cpu_count": 8, **machine}, loader=record)
 
 
 def wants(count: int, persistent: bool = False, prefetch_factor: int = 2) -> dict[str, Any]:
@@ -852,27 +848,9 @@ class Chunks(BatchSampler):
         self.extra = extra
 
 
-class Odd(Sampler):
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from ([number, 19 - number, number] for number in range(0, 20, 3))
-
-    def __len__(self) -> int:
-        return 7
-
-
 class FromModule(Net):
     def train_dataloader(self) -> Any:
         return batches(shuffle=True)
-
-
-class Data(L.LightningDataModule):
-    def train_dataloader(self) -> Any:
-        return batches(shuffle=True)
-
-
-class Nested(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch["a"], batch_idx)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -893,12 +871,9 @@ class Nested(Net):
 )
 def test_parity(train: Any, module: Any, persistent: bool) -> None:
     """Exact: the same samples in the same order for three epochs, bit-equal weights, the same RNG stream after."""
-    runs = []
-    for rungs in (None, {"workers": {"count": 2, "persistent": persistent}}):
-        made = train()
-        source = {"datamodule": made, "train": None} if isinstance(made, Data) else {"train": made}
-        runs.append((run(rungs, module=module, max_epochs=3, **source), torch.rand(1)))
-    (plain, drawn), (ours, drawn_too) = runs
+    (plain, drawn), (ours, drawn_too) = (
+        run_and_draw(rungs, train, module) for rungs in (None, {"workers": {"count": 2, "persistent": persistent}})
+    )
     assert ours.verdict("workers").took and ours.verdict("workers").parity_class == "exact"
     assert ours.module.samples == plain.module.samples and len(plain.module.samples) >= 6
     assert distance(plain, ours) == 0 and torch.equal(drawn, drawn_too)
@@ -1004,11 +979,6 @@ def test_undo(offspring: Callable[[], list[psutil.Process]]) -> None:
     assert not [child for child in offspring() if "resource_tracker" not in " ".join(child.cmdline())]
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter([tuple(member) for member in numbered(16)])
-
-
 def test_an_iterable_dataset_is_refused_for_it_would_be_doubled() -> None:
     """D4, with the proof that it would have happened."""
     plain, ours = both(WORKERS, lambda: DataLoader(Stream(), batch_size=8), max_epochs=1)
@@ -1099,22 +1069,6 @@ def test_no_batches_at_all(train: Any, rungs: Any, capsys: Any) -> None:
     assert not any(verdict.took for verdict in ours.loop.verdicts)
     said = capsys.readouterr()
     assert "inf" not in (said.out + said.err).replace("info", "")
-
-
-class ByEpoch(Sampler):
-    """Shuffles by epoch, as DistributedSampler does."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 20
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist()
 
 
 def test_a_resumed_run_goes_on_with_the_right_epoch(tmp_path: Path) -> None:
