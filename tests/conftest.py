@@ -162,3 +162,27 @@ def quick_starts() -> Iterator[None]:
     """Python programs that the test starts are forked with torch and Lightning imported, where they can be."""
     with preloaded.quick_starts(ranks=True):
         yield
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's own folder, in which it runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def own_place(here: Path, monkeypatch: pytest.MonkeyPatch, quick_starts: None) -> None:
+    """The same with a cache of its own, for a test that starts trainings."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """torch.compile knows nothing of other tests, nor they of this one."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -27,6 +27,8 @@ from fastloop.records.store import dump
 from tests.experiments.simulated_runner import Machine, SimulatedRunner
 from tests.trainings import NET, SLOW
 
+pytestmark = pytest.mark.usefixtures("own_place")
+
 SHAPE = {
     "schema",
     "run_dir",
@@ -43,13 +45,6 @@ SHAPE = {
     "spent_s",
     "partial",
 }
-
-
-@pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_starts: None) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def asked(*overrides: str, conf: Path | None = NET, out: str | None = None, **changes: Any) -> Answer:

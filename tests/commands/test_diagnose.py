@@ -26,6 +26,8 @@ from fastloop.records.trial import ANSWERS
 from tests.commands.command_line import refuse_reading
 from tests.trainings import NET, SLOW
 
+pytestmark = pytest.mark.usefixtures("own_place")
+
 SEEN = Measurement(
     steps=50,
     total_steps=60,
@@ -37,13 +39,6 @@ SEEN = Measurement(
     window_too_short=False,
     evidence={"loader": {"num_workers": 0, "map_style": True, "usable_cpus": 4}},
 )
-
-
-@pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_starts: None) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def asked(target: str | Path, *overrides: str, **settings: Any) -> Answer:

@@ -23,14 +23,9 @@ from fastloop.records.measurement import Measurement
 from tests.commands.command_line import alive, family, measure_anew, program, wait_for
 from tests.trainings import NET, SLOW
 
+pytestmark = pytest.mark.usefixtures("own_place")
+
 Rates = dict[str, float | str | tuple[str, int]]
-
-
-@pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_starts: None) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def asked(conf: str | Path, *overrides: str, out: str | None = None, force: bool = False) -> Answer:

@@ -14,11 +14,7 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.store import to_json
 from tests.commands.command_line import refuse_reading
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def a_run(path: Path) -> Path:

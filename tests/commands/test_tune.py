@@ -26,6 +26,8 @@ from fastloop.experiments.tune.search import Tuned
 from tests.commands.command_line import measure_anew
 from tests.trainings import SLOW
 
+pytestmark = pytest.mark.usefixtures("own_place")
+
 POINTS = (
     Point(value=0, step_ms=45.0, samples_per_s=88.0),
     Point(value=1, ok=False, why="no luck"),
@@ -38,13 +40,6 @@ FOUND = Tuned(
     why="2 is it; prove it with fastloop ab",
     patch={"rungs": {"workers": {"enabled": True, "count": 2}}},
 )
-
-
-@pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_starts: None) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def asked(what: str, *overrides: str, conf: str | Path = SLOW, out: str | None = "a", force: bool = False) -> Answer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,9 @@ from tests import models
 from tests.feeds.attention import spellings
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 ATTENTION: dict[str, Any] = {"attention": {}}
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Net(torch.nn.Module):

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,11 @@ from fastloop.rungs.compile import Compile
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 COMPILE: dict[str, Any] = {"compile": {}}
 FACTS: dict[str, Any] = {"compiler": "g++", "compile_targets": ("net",)}
 really_compile = torch.compile
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +15,7 @@ from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.sync.call_site import name_line
 from fastloop.feeds.loss import cross_entropy
 
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def since(before: dynamo_graphs.Count) -> dict[str, Any]:

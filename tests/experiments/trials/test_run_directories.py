@@ -13,11 +13,7 @@ import pytest
 from fastloop.errors import ConfigError
 from fastloop.experiments.trials import run_directories
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def below(folder: Path) -> list[str]:

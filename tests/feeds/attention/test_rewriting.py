@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,14 +15,7 @@ from fastloop.feeds.compiled_calls import CompiledCall, put_in
 from tests.feeds.attention import spellings
 from tests.feeds.attention.spellings import CONTEXT, WIDTH
 
-pytestmark = pytest.mark.timeout(250)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.timeout(250), pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def run(module: Any, x: torch.Tensor) -> list[torch.Tensor]:
