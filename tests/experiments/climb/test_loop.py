@@ -47,14 +47,28 @@ def ended(climb: Climb, key: str) -> str:
     return next(row.ended for row in reversed(climb.rows) if row.key == key)
 
 
+def climb_up(runner: SimulatedRunner, **settings: Any) -> Climb:
+    """A climb at its end."""
+    climb = make_climb(runner, **settings)
+    climb.climb()
+    return climb
+
+
+def begin(runner: SimulatedRunner) -> Climb:
+    """A climb that has measured its start."""
+    climb = make_climb(runner)
+    climb.begin()
+    climb.measure_missing()
+    return climb
+
+
 # -- where it comes to ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("machine", [RESNET, GPT, CIFAR, COMPUTED], ids=["resnet", "gpt", "cifar", "computed"])
 def test_it_climbs_to_the_best_stack_that_there_is(machine: Machine) -> None:
     runner = SimulatedRunner(machine, best={"workers": 12, "batch": 256})
-    climb = make_climb(runner)
-    climb.climb()
+    climb = climb_up(runner)
     best = min(machine.step_ms(stack, "as_it_is") for stack in stacks())
     assert machine.step_ms(climb.stack, "as_it_is") <= 1.03 * best, climb.stack
     assert climb.confirm() is not None and runner.confirmed == [climb.stack]
@@ -63,15 +77,13 @@ def test_it_climbs_to_the_best_stack_that_there_is(machine: Machine) -> None:
 def test_its_predictions_come_true() -> None:
     errors = []
     for machine in (RESNET, GPT, COMPUTED):
-        climb = make_climb(SimulatedRunner(machine, best={"workers": 12, "batch": 256}))
-        climb.climb()
+        climb = climb_up(SimulatedRunner(machine, best={"workers": 12, "batch": 256}))
         errors += [row.prediction_error_pct for row in climb.rows if row.prediction_error_pct is not None]
     assert len(errors) >= 7 and sorted(errors)[len(errors) // 2] <= 15, errors
 
 
 def test_each_step_tells_what_was_predicted_and_what_came_of_it() -> None:
-    climb = make_climb(SimulatedRunner(RESNET))
-    climb.climb()
+    climb = climb_up(SimulatedRunner(RESNET))
     kept = [row for row in climb.rows if row.kept]
     assert [row.rung for row in kept][:2] == ["workers", "amp"], "the largest ceiling first"
     assert all(row.predicted_saved_ms > 0 and row.measured_saved_ms > 0 for row in kept)
@@ -81,8 +93,7 @@ def test_each_step_tells_what_was_predicted_and_what_came_of_it() -> None:
 
 def test_a_rung_that_pays_only_on_top_of_others_is_tried_again() -> None:
     machine = Machine(decode_ms=3, copy_ms=0, factors={"layout": 1.02, "layout+fused": 0.8, "fused": 0.8}, noise=0.001)
-    climb = make_climb(SimulatedRunner(machine))
-    climb.climb()
+    climb = climb_up(SimulatedRunner(machine))
     tries = [(row.ended, row.at) for row in climb.rows if row.key == "layout"]
     assert tries == [("small", 0), ("kept", 1)] and {"layout", "fused"} <= set(climb.stack)
 
@@ -90,13 +101,11 @@ def test_a_rung_that_pays_only_on_top_of_others_is_tried_again() -> None:
 def test_the_exchange_is_a_family_of_its_own() -> None:
     machine = Machine(decode_ms=1, copy_ms=0, exchange_ms=60, factors={})
     runner = SimulatedRunner(machine)
-    climb = make_climb(runner, devices=2)
-    climb.climb()
+    climb = climb_up(runner, devices=2)
     assert "00-naive/no_exchange" in runner.ran and ended(climb, "overlap") == "small", (
         "it saves nothing on this machine"
     )
-    alone = make_climb(SimulatedRunner(machine))
-    alone.climb()
+    alone = climb_up(SimulatedRunner(machine))
     assert all(row.rung != "overlap" for row in alone.rows)
 
 
@@ -107,12 +116,10 @@ TOGETHER = Machine(decode_ms=3, copy_ms=0, factors={"amp+layout+compile": 0.4, "
 
 
 def test_a_ladder_is_found_where_no_rung_of_it_pays_alone() -> None:
-    alone = make_climb(SimulatedRunner(TOGETHER))
-    alone.climb()
+    alone = climb_up(SimulatedRunner(TOGETHER))
     assert not {"amp", "layout", "compile"} & set(alone.stack), "one by one they do not"
     runner = SimulatedRunner(TOGETHER)
-    climb = make_climb(runner, ladders=list_shipped())
-    climb.climb()
+    climb = climb_up(runner, ladders=list_shipped())
     assert {"amp", "layout", "compile"} <= set(climb.stack)
     best = min(TOGETHER.step_ms(stack, "as_it_is") for stack in (*stacks(), *list_shipped().values()))
     assert TOGETHER.step_ms(climb.stack, "as_it_is") <= 1.01 * best
@@ -137,8 +144,7 @@ def test_a_ladder_with_rungs_on_top_is_run_with_all_of_them_by_name(monkeypatch:
             return super().step_ms(stack, variation) * (0.1 if stored else 1.0)
 
     machine = Replays(decode_ms=3, copy_ms=0, noise=0.0, factors={"amp": 0.9}, idle={"workers": "a store loads"})
-    climb = make_climb(Asked(machine), ladders=list_shipped())
-    climb.climb()
+    climb = climb_up(Asked(machine), ladders=list_shipped())
     first = climb.rows[0]
     assert first.kept and first.name == f"ladder-{name}" and "workers" in first.idle and name in climb.ladders
     assert asked[f"00-ladder-{name}/screen-2-arm"] is None and asked["00-ladder-full/screen-2-arm"] == "full"
@@ -238,7 +244,7 @@ def test_a_hurried_climb_measures_its_start_once_where_nothing_was_ready_before(
     for budget_s, again in ((160, False), (3600, True)):
         runner = SimulatedRunner(Machine(decode_ms=20, device_ms=180, host_ms=20)).with_budget(budget_s)
         with contextlib.suppress(Spent):
-            make_climb(runner, ladders=list_shipped()).climb()
+            climb_up(runner, ladders=list_shipped())
         assert ("00-naive/as-it-is" in runner.ran) is again, "a pilot of two seconds"
 
 
@@ -263,13 +269,11 @@ def test_a_proof_is_short_where_a_long_one_does_not_fit(budget_s: float, at: str
 def test_a_ladder_of_which_a_part_has_no_effect_or_breaks() -> None:
     idle = dataclasses.replace(TOGETHER, idle={"cache": "no epoch ended", "pin": "no CUDA"})
     runner = SimulatedRunner(idle)
-    climb = make_climb(runner, ladders=list_shipped())
-    climb.climb()
+    climb = climb_up(runner, ladders=list_shipped())
     assert not any("cache" in at or "pin" in at for at in runner.ran), "what had no effect is not asked about again"
     assert next(row.idle for row in climb.rows if row.kept) == idle.idle
     broken = dataclasses.replace(RESNET, wrong=frozenset({"compile"}))
-    climb = make_climb(SimulatedRunner(broken), ladders=list_shipped())
-    climb.climb()
+    climb = climb_up(SimulatedRunner(broken), ladders=list_shipped())
     ends = {row.name: row.ended for row in climb.rows if row.name.startswith("ladder-")}
     assert ends["ladder-bf16"] == "kept" and ends.get("ladder-full") != "kept"
     assert "compile" not in climb.stack and {"workers", "amp"} <= set(climb.stack)
@@ -277,8 +281,7 @@ def test_a_ladder_of_which_a_part_has_no_effect_or_breaks() -> None:
 
 def test_time_is_kept_for_gradients_that_compile_anew() -> None:
     """A ResNet-50's proof once waited 70 s for them, and had no time left for its last runs."""
-    climb = make_climb(SimulatedRunner(COMPUTED).with_budget(3600), ladders=list_shipped())
-    climb.climb()
+    climb = climb_up(SimulatedRunner(COMPUTED).with_budget(3600), ladders=list_shipped())
     (kept, *_), compile_s = (row for row in climb.rows if row.kept), collect_cards()["compile"].first_start_s
     gates = [Gate(name=name, passed=True, why="") for name in ("ledger", "gradient")]
     climb.rows = [dataclasses.replace(kept, parity=Outcome(gates=tuple(gates)))]
@@ -292,8 +295,7 @@ def test_time_is_kept_for_gradients_that_compile_anew() -> None:
 
 def test_the_proofs_runs_of_the_top_start_as_it_does() -> None:
     """A stack with compiled code starts in 18 s, the beginner's script in 5."""
-    climb = make_climb(SimulatedRunner(COMPUTED).with_budget(3600), ladders=list_shipped())
-    climb.climb()
+    climb = climb_up(SimulatedRunner(COMPUTED).with_budget(3600), ladders=list_shipped())
     assert climb.costs is not None and climb.costs.start_s is not None
     before_s = climb._estimate_confirmation_s()
     climb.costs = climb.costs.but(start_s=climb.costs.start_s + 10)
@@ -310,8 +312,7 @@ def test_all_runs_of_the_top_start_as_it_does(monkeypatch: pytest.MonkeyPatch) -
             asked.append((what, need_s))
             return super().run(at, stack, ask, what=what, need_s=need_s, **how)
 
-    climb = make_climb(Asks(COMPUTED).with_budget(3600), ladders=list_shipped())
-    climb.climb()
+    climb_up(Asks(COMPUTED).with_budget(3600), ladders=list_shipped())
     first = next(place for place, (what, _) in enumerate(asked) if what.startswith("ladder-full: screening"))
     later = [each for each in asked[first:] if each[0].startswith(("measuring", "the top", "without-"))]
     assert {what.partition(" ")[0] for what, _ in later} >= {"measuring", "the"}
@@ -322,13 +323,11 @@ def test_a_hopeless_ladder_is_not_run_to_its_end() -> None:
     """Where bfloat16 is emulated, a ladder that has it takes minutes to show that it is ten times slower."""
     machine = dataclasses.replace(TOGETHER, factors={"amp": 10.0})
     runner = SimulatedRunner(machine)
-    climb = make_climb(runner, ladders=list_shipped())
-    climb.climb()
+    climb = climb_up(runner, ladders=list_shipped())
     assert climb.ladders["full"] is None and climb.ladders["bf16"] is None and climb.ladders["safe"]
     assert runner.seconds["00-ladder-full/screen-2-arm"] == START_S and "amp" not in climb.stack
     slower = dataclasses.replace(TOGETHER, factors={"amp": 2.0})
-    climb = make_climb(SimulatedRunner(slower), ladders=list_shipped())
-    climb.climb()
+    climb = climb_up(SimulatedRunner(slower), ladders=list_shipped())
     assert climb.ladders["bf16"] and not any(row.name == "ladder-bf16" for row in climb.rows), "one run says enough"
 
 
@@ -336,8 +335,7 @@ def test_what_pays_together_is_found_once_something_else_is_no_limit_any_more() 
     """With 8 workers all ladders wait for their data alike; with 12 the arithmetic is the limit."""
     machine = dataclasses.replace(TOGETHER, decode_ms=1250, noise=0.001)
     runner = SimulatedRunner(machine)
-    climb = make_climb(runner, ladders=list_shipped())
-    climb.climb()
+    climb = climb_up(runner, ladders=list_shipped())
     kept = [row.name for row in climb.rows if row.kept and not row.is_removal]
     assert kept[:2] == ["ladder-safe", "workers-count"] and kept[-1] == "ladder-full"
     assert {"workers", "amp", "layout", "compile"} == set(climb.stack)
@@ -348,8 +346,7 @@ def test_what_pays_together_is_found_once_something_else_is_no_limit_any_more() 
 
 def test_a_ladder_whose_screen_was_disturbed_has_a_third_pair() -> None:
     less = dataclasses.replace(TOGETHER, factors={**TOGETHER.factors, "amp+layout+compile": 0.6})
-    climb = make_climb(Disturbed(less, {"00-ladder-full/screen-3-arm": 15.0}), ladders=list_shipped())
-    climb.climb()
+    climb = climb_up(Disturbed(less, {"00-ladder-full/screen-3-arm": 15.0}), ladders=list_shipped())
     assert [row.ended for row in climb.rows if row.key == "ladder-full"] == ["kept"]
 
 
@@ -357,8 +354,7 @@ def test_small_losses_of_rungs_that_are_taken_away_do_not_add_up() -> None:
     """Each of eight rungs makes the step 0.8 % faster: alone that is noise, together it is not."""
     rungs = ("pin", "prefetch", "overlap", "amp", "layout", "fused", "compile", "cache")
     machine = Machine(decode_ms=1, copy_ms=0, host_ms=1, noise=0.0, factors=dict.fromkeys(rungs, 0.992))
-    climb = make_climb(SimulatedRunner(machine), ladders={"full": {rung: {"enabled": True} for rung in rungs}})
-    climb.climb()
+    climb = climb_up(SimulatedRunner(machine), ladders={"full": {rung: {"enabled": True} for rung in rungs}})
     whole = machine.step_ms({rung: {} for rung in rungs}, "as_it_is")
     assert machine.step_ms(climb.stack, "as_it_is") < 1.011 * whole and len(climb.stack) == len(rungs) - 1
 
@@ -419,8 +415,7 @@ def test_a_ladder_that_can_be_proved_in_time_comes_before_a_faster_one_that_cann
 
 def test_a_broken_gradient_is_rolled_back_and_the_climb_goes_on() -> None:
     runner = SimulatedRunner(Machine(decode_ms=3, wrong=frozenset({"compile"})))
-    climb = make_climb(runner)
-    climb.climb()
+    climb = climb_up(runner)
     assert ended(climb, "compile") == "parity" and "compile" not in climb.stack and "amp" in climb.stack
     assert sum(row.key == "compile" for row in climb.rows) == 1, "and is not tried again"
 
@@ -431,14 +426,12 @@ def test_a_bf16_that_breaks_is_followed_by_tf32() -> None:
             self.machine.wrong = frozenset({"amp"}) if arm["amp"].get("mode") is None else frozenset()
             return super().check_parity(at, base, arm, *rest, **more)
 
-    climb = make_climb(OnlyBf16(Machine(decode_ms=3, factors={"amp": 0.5})))
-    climb.climb()
+    climb = climb_up(OnlyBf16(Machine(decode_ms=3, factors={"amp": 0.5})))
     assert ended(climb, "amp") == "parity" and climb.stack["amp"] == {"enabled": True, "mode": "tf32"}
 
 
 def test_a_crash_is_rolled_back_with_its_cause() -> None:
-    climb = make_climb(SimulatedRunner(Machine(decode_ms=3, crashes={"compile": "killed by SIGSEGV"})))
-    climb.climb()
+    climb = climb_up(SimulatedRunner(Machine(decode_ms=3, crashes={"compile": "killed by SIGSEGV"})))
     row = next(row for row in climb.rows if row.key == "compile")
     assert row.ended == "crashed" and row.why == "killed by SIGSEGV" and "amp" in climb.stack
 
@@ -455,8 +448,7 @@ def test_a_plan_that_says_no_is_said() -> None:
 def test_what_the_start_shows_to_be_refused_costs_nothing() -> None:
     shows = {"layout": "the model has no 2-D convolution", "pin": "the loader already pins its memory"}
     runner = SimulatedRunner(Machine(decode_ms=3, shows=shows))
-    climb = make_climb(runner)
-    climb.climb()
+    climb = climb_up(runner)
     rows = {row.key: row for row in climb.rows if row.key in shows}
     assert {key: row.why for key, row in rows.items()} == shows
     assert all(row.ended == "inactive" and row.patch["rungs"] for row in rows.values())
@@ -465,11 +457,9 @@ def test_what_the_start_shows_to_be_refused_costs_nothing() -> None:
 
 def test_what_changes_the_training_needs_leave() -> None:
     machine = Machine(decode_ms=3, classes={"batch": "changes-training"})
-    climb = make_climb(SimulatedRunner(machine, best={"batch": 256}))
-    climb.climb()
+    climb = climb_up(SimulatedRunner(machine, best={"batch": 256}))
     assert ended(climb, "batch") == "class" and "batch" not in climb.stack
-    allowed = make_climb(SimulatedRunner(machine, best={"batch": 256}), allow=["changes-training"])
-    allowed.climb()
+    allowed = climb_up(SimulatedRunner(machine, best={"batch": 256}), allow=["changes-training"])
     assert ended(allowed, "batch") == "kept" and "batch" in allowed.stack
 
 
@@ -488,8 +478,7 @@ def test_noise_alone_leads_nowhere() -> None:
     kept = 0
     for number in range(20):
         runner = _Seeded(Machine(decode_ms=3, copy_ms=0, factors={}, noise=0.02), str(number))
-        climb = make_climb(runner)
-        climb.climb()
+        climb = climb_up(runner)
         kept += len(climb.stack)
     assert kept <= 6, "of five rungs in each of 20 climbs"
 
@@ -505,8 +494,7 @@ class _Seeded(SimulatedRunner):
 
 def test_a_screen_that_something_disturbed_has_a_third_pair() -> None:
     runner = Disturbed(Machine(decode_ms=3), {"01-amp/screen-2-arm": 15.0})
-    climb = make_climb(runner)
-    climb.climb()
+    climb = climb_up(runner)
     assert [row.ended for row in climb.rows if row.key == "amp"] == ["kept"]
     assert "compile" in climb.stack and (pool_spreads(climb.rows).sd or 1) < 0.02, (
         "nor does it blind the screens after it"
@@ -525,12 +513,10 @@ PLAIN = Machine(decode_ms=120, noise=0.0)
 
 def test_a_ceiling_below_the_start_is_measured_again_with_the_start() -> None:
     runner = Disturbed(PLAIN, {"00-naive/replayed": 1.5})
-    climb = make_climb(runner)
-    climb.climb()
+    climb = climb_up(runner)
     assert runner.ran[2:5] == ["00-naive/replayed", "00-naive/as_it_is-again", "00-naive/replayed-again"]
     assert climb.ceilings["replayed"] == pytest.approx(1e3 * BATCH / 140) and "replayed" not in climb.notes
-    undisturbed = make_climb(SimulatedRunner(PLAIN))
-    undisturbed.climb()
+    undisturbed = climb_up(SimulatedRunner(PLAIN))
     assert not any("again" in at for at in undisturbed.runner.ran)  # type: ignore[attr-defined]
     assert undisturbed.notes == {f"replayed{TOP}": BESIDE}, "the rest of the top is from its runs"
     assert climb.stack == undisturbed.stack
@@ -539,9 +525,7 @@ def test_a_ceiling_below_the_start_is_measured_again_with_the_start() -> None:
 def test_a_start_that_something_disturbed_is_measured_again() -> None:
     """All lengths follow from its step: at 20 times as long a step, all windows would have the fewest steps."""
     runner = Disturbed(PLAIN, {"00-naive/pilot": 20.0})
-    climb = make_climb(runner)
-    climb.begin()
-    climb.measure_missing()
+    climb = begin(runner)
     assert runner.ran[:3] == ["00-naive/pilot", "00-naive/replayed", "00-naive/as_it_is-again"]
     assert climb.naive is not None and climb.naive.step_ms == pytest.approx(160) == climb.known.costs.now_ms
     assert "slower than replayed ones" in climb.notes["00-naive/as_it_is-again"]
@@ -550,9 +534,7 @@ def test_a_start_that_something_disturbed_is_measured_again() -> None:
 
 def test_a_ceiling_that_stays_below_the_start_is_none() -> None:
     runner = Disturbed(PLAIN, {"00-naive/replayed": 1.5, "00-naive/replayed-again": 1.4})
-    climb = make_climb(runner)
-    climb.begin()
-    climb.measure_missing()
+    climb = begin(runner)
     assert climb.naive is not None and climb.costs is not None
     assert climb.ceilings["replayed"] == pytest.approx(climb.naive.samples_per_s)
     assert climb.costs.replayed_ms == pytest.approx(climb.costs.core_ms)
@@ -565,9 +547,7 @@ def test_a_ceiling_that_stays_below_the_start_is_none() -> None:
 def test_with_workers_of_ones_own_the_rest_is_what_the_run_shows() -> None:
     """Predictions have them beside, so what they are held against has them too; the ceiling is a trial all the same."""
     machine = Machine(decode_ms=80, own_workers=8, copy_ms=0, crowding=1.3, noise=0.0)
-    climb = make_climb(SimulatedRunner(machine))
-    climb.begin()
-    climb.measure_missing()
+    climb = begin(SimulatedRunner(machine))
     assert climb.costs is not None and climb.costs.replayed_ms == pytest.approx(1.3 * 130)
     assert climb.ceilings["replayed"] == pytest.approx(1e3 * BATCH / 130)
 
@@ -586,18 +566,14 @@ def test_a_confirmation_does_not_wait_for_queues_that_can_be_read() -> None:
 
 def test_a_ceiling_is_at_least_what_was_run() -> None:
     runner = Disturbed(PLAIN, {"00-naive/replayed": 1.17})
-    climb = make_climb(runner)
-    climb.begin()
-    climb.measure_missing()
+    climb = begin(runner)
     assert climb.naive is not None and climb.ceilings["replayed"] == pytest.approx(climb.naive.samples_per_s)
     assert "00-naive/replayed-again" not in runner.ran and climb.notes == {}, "2 % are noise"
 
 
 def test_a_resident_batch_is_no_slower_than_a_replayed_one() -> None:
     runner = Disturbed(PLAIN, {"resident": 1.15, "resident-again": 1.17})
-    climb = make_climb(runner)
-    climb.begin()
-    climb.measure_missing()
+    climb = begin(runner)
     assert "00-naive/resident-again" in runner.ran and "00-naive/as_it_is-again" not in runner.ran, (
         "it was below the start"
     )
@@ -606,8 +582,7 @@ def test_a_resident_batch_is_no_slower_than_a_replayed_one() -> None:
 
 def test_a_machine_that_got_slower_is_compared_with_itself() -> None:
     runner = Disturbed(dataclasses.replace(PLAIN, factors={"amp": 0.5}), {"pilot": 1.0, "as-it-is": 1.0, "": 1.5})
-    climb = make_climb(runner)
-    climb.climb()
+    climb = climb_up(runner)
     assert climb.naive is not None and climb.naive.step_ms == pytest.approx(1.5 * 160)
     assert set(climb.notes) == {"00-naive/as_it_is-again", f"replayed{TOP}"} and {"workers", "amp"} <= set(climb.stack)
     assert all(rate > climb.naive.samples_per_s for rate in climb.ceilings.values() if rate)  # type: ignore[operator]
@@ -648,7 +623,7 @@ def test_nothing_begins_that_the_budget_does_not_hold() -> None:
 def test_a_ladder_that_does_not_fit_leaves_its_time_to_the_others() -> None:
     begun: list[float] = []
     whole = SimulatedRunner(COMPUTED, before=lambda at: begun.append(whole.now) if "ladder-full" in at else None)
-    make_climb(whole, ladders=list_shipped()).climb()
+    climb_up(whole, ladders=list_shipped())
     compile_s = collect_cards()["compile"].first_start_s
     climb = make_climb(SimulatedRunner(COMPUTED).with_budget(begun[0] + START_S + compile_s), ladders=list_shipped())
     with pytest.raises(Spent, match=r"ladder-full: first run"):
@@ -661,8 +636,7 @@ def test_a_script_that_ends_soon_is_asked_for_no_more_and_waited_for_no_longer(e
     """As many seconds as its own runs take are enough: a window of seconds would have 400 steps and take 18 s."""
     machine = dataclasses.replace(CIFAR, ends_at=ends_at)
     runner = SimulatedRunner(machine, best={"workers": 12}).with_budget(900)
-    climb = make_climb(runner)
-    climb.climb()
+    climb = climb_up(runner)
     later = {at: ask.steps for at, (_, ask) in runner.asks.items() if not at.startswith("00-naive/as-it-is")}
     assert "workers" in climb.stack and all((steps or 0) <= ends_at for steps in later.values()), later
     estimate_s = climb._estimate_confirmation_s()
@@ -674,10 +648,8 @@ def test_a_script_that_ends_soon_is_asked_for_no_more_and_waited_for_no_longer(e
 def test_a_script_that_ends_before_a_later_window_is_trained_for_shorter(machine: Machine, ends_at: int) -> None:
     """A GAN of 30 steps was measured in 16, and its climb died of a run whose window was to open after 32."""
     runner = SimulatedRunner(dataclasses.replace(machine, ends_at=ends_at))
-    climb = make_climb(runner, ladders=list_shipped())
-    climb.climb()
-    known = make_climb(SimulatedRunner(runner.machine), ladders=list_shipped(), ends_at=ends_at)
-    known.climb()
+    climb = climb_up(runner, ladders=list_shipped())
+    known = climb_up(SimulatedRunner(runner.machine), ladders=list_shipped(), ends_at=ends_at)
     assert climb.ends_at == ends_at and climb.stack == known.stack and len(climb.stack) > 3
     assert [row.ended for row in climb.rows] == [row.ended for row in known.rows], "as if it had been known"
     assert None not in climb.ladders.values() and "crashed" not in {row.ended for row in climb.rows}
@@ -686,8 +658,7 @@ def test_a_script_that_ends_before_a_later_window_is_trained_for_shorter(machine
 def test_it_is_still_known_in_a_later_call() -> None:
     """Otherwise rungs would be kept because the runs without them ended before their windows."""
     machine, done = dataclasses.replace(GPT, ends_at=20), dict[str, Result]()
-    whole = make_climb(SimulatedRunner(machine), ladders=list_shipped())
-    whole.climb()
+    whole = climb_up(SimulatedRunner(machine), ladders=list_shipped())
     stopped = make_climb(SimulatedRunner(machine, done=done, before=stop_at("top-1/run-1")), ladders=list_shipped())
     with pytest.raises(Spent):
         stopped.climb()
@@ -709,8 +680,7 @@ class CompiledEndsSoon(SimulatedRunner):
 
 
 def test_one_arm_that_ends_early_is_not_the_scripts_end() -> None:
-    climb = make_climb(CompiledEndsSoon(COMPUTED), ladders=list_shipped())
-    climb.climb()
+    climb = climb_up(CompiledEndsSoon(COMPUTED), ladders=list_shipped())
     assert climb.ends_at is None and climb.stack and "compile" not in climb.stack
     assert climb.ladders["full"] is None and climb._choose_confirm_length().steps > 60
 
@@ -733,8 +703,7 @@ class EndsInItsProof(SimulatedRunner):
 
 
 def test_a_proof_that_is_too_long_for_the_script_is_made_shorter() -> None:
-    climb = make_climb(EndsInItsProof(COMPUTED), ladders=list_shipped())
-    climb.climb()
+    climb = climb_up(EndsInItsProof(COMPUTED), ladders=list_shipped())
     confirmed = climb.confirm()
     assert confirmed is not None and climb.ends_at == 20 and confirmed.run_dir.endswith("-20-steps")
 
@@ -802,7 +771,7 @@ def test_a_script_that_never_waits_for_its_workers_is_no_climb(queued: int, ends
 
 def test_a_script_of_a_few_steps_is_no_climb() -> None:
     with pytest.raises(BaseFailed, match=r"it ends after 9 steps, but a climb needs 14"):
-        make_climb(SimulatedRunner(dataclasses.replace(CIFAR, ends_at=9))).climb()
+        climb_up(SimulatedRunner(dataclasses.replace(CIFAR, ends_at=9)))
 
 
 def test_once_there_is_something_to_confirm_time_is_kept_for_it() -> None:
@@ -849,8 +818,7 @@ def test_a_later_call_confirms_what_an_earlier_one_had_no_time_for() -> None:
 
 def test_what_has_finished_of_a_confirmation_is_not_waited_for_again() -> None:
     runner = SimulatedRunner(SLOW)
-    climb = make_climb(runner)
-    climb.climb()
+    climb = climb_up(runner)
     runner.with_budget(120)
     with pytest.raises(Spent):
         climb.confirm()
@@ -864,19 +832,18 @@ def test_what_has_finished_of_a_confirmation_is_not_waited_for_again() -> None:
 
 def test_no_trial_for_copies_that_hardly_take_time() -> None:
     runner = SimulatedRunner(SLOW)
-    climb = make_climb(runner)
-    climb.climb()
+    climb = climb_up(runner)
     assert not any("resident" in at for at in runner.ran)
     assert (
         climb.ceilings["resident"] == climb.ceilings["replayed"]
         and "as replayed: copies take 1 ms" in climb.notes["resident"]
     )
     shown = SimulatedRunner(RESNET)
-    make_climb(shown).climb()
+    climb_up(shown)
     assert "00-naive/resident" in shown.ran, "10 ms of 140 ms count"
     untold = SimulatedRunner(dataclasses.replace(SLOW, tells_copies=False))
     untold._train = _silent(untold)  # type: ignore[method-assign]
-    make_climb(untold).climb()
+    climb_up(untold)
     assert "00-naive/resident" in untold.ran, "what nobody could see is not nothing"
 
 
@@ -892,16 +859,14 @@ def _silent(runner: SimulatedRunner) -> Any:
 )
 def test_what_the_training_thread_loads_needs_no_trial(machine: Machine, asked: bool) -> None:
     runner = SimulatedRunner(machine)
-    climb = make_climb(runner)
-    climb.climb()
+    climb_up(runner)
     assert ("00-naive/loader" in runner.ran) is asked
 
 
 def test_a_rung_on_slow_steps_costs_little_more_than_its_starts() -> None:
     """As in the climbs this was learned from: a second for a naive step, and twelve for a start."""
     runner = SimulatedRunner(Machine(decode_ms=835, device_ms=130, copy_ms=19))
-    climb = make_climb(runner)
-    climb.climb()
+    climb_up(runner)
     workers = {at: seconds for at, seconds in runner.seconds.items() if at.startswith("01-workers/")}
     assert set(workers) == {
         "01-workers/predict-1",
@@ -911,8 +876,7 @@ def test_a_rung_on_slow_steps_costs_little_more_than_its_starts() -> None:
 
 
 def test_workers_and_computing_that_wait_for_each_other_are_raised_together() -> None:
-    climb = make_climb(SimulatedRunner(COMPUTED, best={"batch": 256}))
-    climb.climb()
+    climb = climb_up(SimulatedRunner(COMPUTED, best={"batch": 256}))
     taken = [row.rung for row in climb.rows if row.kept and "rungs.workers.count" in (row.tuned or {})]
     assert taken[0] == "workers" and len(taken) > 1 and "workers" not in taken[1:]
     assert all("screen" not in at for at in climb.runner.ran if "workers-count" in at)  # type: ignore[attr-defined]
@@ -927,8 +891,7 @@ def test_resumed_it_repeats_nothing_and_comes_to_the_same_top(budget_s: float) -
 
 def test_killed_anywhere_it_goes_on_where_it_stood() -> None:
     whole_lab = SimulatedRunner(Machine(), best={"workers": 12})
-    whole = make_climb(whole_lab)
-    whole.climb()
+    whole = climb_up(whole_lab)
     trained = [at for at in whole_lab.ran if "tune" not in at and "gradient" not in at]
     for killed_at in trained[1::3]:
         done: dict[str, Result] = {}
@@ -942,8 +905,7 @@ def test_killed_anywhere_it_goes_on_where_it_stood() -> None:
         with pytest.raises(KeyboardInterrupt):
             climb.climb()
         second = SimulatedRunner(Machine(), done=done, best={"workers": 12})
-        again = make_climb(second, rows=climb.rows)
-        again.climb()
+        again = climb_up(second, rows=climb.rows)
         assert again.stack == whole.stack and not set(first.ran) & set(second.ran), killed_at
 
 
