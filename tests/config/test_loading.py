@@ -104,21 +104,9 @@ RESOLVERS = ("only keys are looked up; resolvers are not run", "write the value,
 SECTION = "is a section with keys of its own"
 
 
-REFUSALS = [
+REFUSALS = [  # of each kind one or two: what types, keys, bases and YAML refuse is in the tests of those files
     # unknown keys
     ("rungs:\n  worker: {count: 4}", "rungs.worker (my.yaml:2)", RUNG_KEYS, "write workers"),
-    (
-        "rungs:\n  workers: {cuont: 4}",
-        "rungs.workers.cuont (my.yaml:2)",
-        "rungs.workers has no key cuont; it has enabled, count",
-        "write count",
-    ),
-    (
-        "rungs:\n  amp:\n    on: true",
-        "rungs.amp.on (my.yaml:3)",
-        "rungs.amp has no key on; it has enabled, mode",
-        "write enabled",
-    ),
     (
         "run: {seed: 1}\nrecepie: {}",
         "recepie (my.yaml:2)",
@@ -133,39 +121,9 @@ REFUSALS = [
         "it must be an integer or 'auto'; '08' is text",
         "write 8",
     ),
-    (
-        "run:\n  seed: 12:30",
-        "run.seed: '12:30' (my.yaml:2)",
-        "it must be an integer; '12:30' is text",
-        "write an integer",
-    ),
     ("strict: on", "strict: 'on' (my.yaml:1)", "it must be true or false; 'on' is text", "write true"),
-    (
-        "rungs: {amp: {enabled: 'yes'}}",
-        "rungs.amp.enabled: 'yes' (my.yaml:1)",
-        "it must be true or false; 'yes' is text",
-        "write true",
-    ),
-    (
-        "rungs:\n  amp: {enabled: 1}",
-        "rungs.amp.enabled: 1 (my.yaml:2)",
-        "it must be true or false; 1 is an integer",
-        "write true",
-    ),
-    (
-        "rungs:\n  amp: {mode: bf16}",
-        "rungs.amp.mode: 'bf16' (my.yaml:2)",
-        "it must be one of bf16-mixed, 16-mixed, tf32; 'bf16' is not",
-        "write bf16-mixed",
-    ),
     # sections
     ("\nrungs:\n", "rungs: null (my.yaml:2)", f"rungs {SECTION}", "write rungs: {workers: …}, or delete the line"),
-    (
-        "rungs:\n  amp: true",
-        "rungs.amp: true (my.yaml:2)",
-        f"rungs.amp {SECTION}",
-        "write amp: {enabled: true}, or delete the line",
-    ),
     ("recipe: 5", "recipe: 5 (my.yaml:1)", f"recipe {SECTION}", "write recipe: {key: …}, or delete the line"),
     # ranges
     ("rungs:\n  workers:\n    count: 0", "rungs.workers.count=0 (my.yaml:3)", "too few", "write 1 or more"),
@@ -223,25 +181,6 @@ REFUSALS = [
         "it must be an integer; 'x' is text",
         "write an integer",
     ),
-    # YAML itself
-    (
-        "run:\n  seed: 1\n  seed: 2",
-        "run.seed (my.yaml:3), first written on line 2",
-        "a key may have only one value; with two, one would silently win",
-        "delete one of the two lines",
-    ),
-    (
-        "base: my.yaml",
-        "base: my.yaml (my.yaml:1)",
-        "the bases form a cycle: my.yaml -> my.yaml",
-        "delete one of these base lines",
-    ),
-    (
-        "base: resnet5",
-        "base: resnet5 (my.yaml:1)",
-        "no recipe, ladder, climb or rung has this name (base by base: my.yaml -> resnet5)",
-        "write resnet50",
-    ),
 ]
 
 
@@ -258,7 +197,6 @@ def test_refusals_name_file_line_and_key(read: Read, text: str, got: str, why: s
     [
         ("run.sede=1", "run.sede (command line)", "write seed"),
         ("run.seed=08", "run.seed: '08' (command line)", "write 8"),
-        ("run.seed=", "'run.seed=' (command line)", "write run.seed=null to mean nothing"),
         ("run=5", "run: 5 (command line)", "write run.max_steps=…"),
         ("rungs.workers.count=0", "rungs.workers.count=0 (command line)", "write 1 or more"),
         (

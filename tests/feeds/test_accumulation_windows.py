@@ -87,24 +87,18 @@ def test_when_windows_cannot_be_merged(batches: int, facts: dict[str, Any], reas
     assert explain_no_merge(Facts(accumulate=4, loader=loader, **facts), loader) == reason
 
 
+READY_MADE = (
+    "K yields ready-made batches, so an accumulation window cannot be merged; a micro_batch smaller than the batch can"
+    " still split them"
+)
+
+
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
-        (
-            {"is_dataloader": False},
-            "K yields ready-made batches, so an accumulation window cannot be merged; a micro_batch smaller than the"
-            " batch can still split them",
-        ),
-        (
-            {"map_style": False},
-            "K yields ready-made batches, so an accumulation window cannot be merged; a micro_batch smaller than the"
-            " batch can still split them",
-        ),
-        (
-            {"auto_collates": False},
-            "K yields ready-made batches, so an accumulation window cannot be merged; a micro_batch smaller than the"
-            " batch can still split them",
-        ),
+        ({"is_dataloader": False}, READY_MADE),
+        ({"map_style": False}, READY_MADE),
+        ({"auto_collates": False}, READY_MADE),
         ({"stateful": True}, "K keeps its own position for resuming, which merging would shift"),
         ({"batches": None}, "K does not say how many batches an epoch has, so the last window's size is unknown"),
     ],

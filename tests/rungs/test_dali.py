@@ -21,7 +21,7 @@ from fastloop import FastLoop
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable
 from fastloop.feeds.dali.planned import DaliEngine
 from fastloop.records.facts import Facts, LoaderFacts
-from fastloop.records.images import ImageFacts, Normalize, RandomResizedCrop, ToFloat, ToTensor
+from fastloop.records.images import ImageFacts, RandomResizedCrop, ToFloat, ToTensor
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.dali import Dali
 from tests.runs import Run, both, distance, run
@@ -133,17 +133,6 @@ def test_plan_waits_and_keeps_to_the_run() -> None:
         ),
         ({}, facts({"engine": "threads"}), "threads loads the samples already"),
         ({}, facts({"images": "it is a list"}), "DALI loads datasets of image files only: it is a list"),
-        (
-            {},
-            facts({"images": ImageFacts(steps=STEPS, unknown="Mixup", count=1)}),
-            "Mixup is a transform that DALI has no counterpart for",
-        ),
-        (
-            {},
-            facts({"images": ImageFacts(steps=(*STEPS, Normalize(mean=(0.5,), std=(1.0,)), STEPS[0]), count=1)}),
-            "RandomResizedCrop comes after Normalize; DALI works on bytes until then",
-        ),
-        ({}, facts({"images": ImageFacts(steps=STEPS)}), "the dataset is empty"),
         (
             {},
             facts({"custom_collate": True}),
