@@ -166,6 +166,12 @@ def sum_up_hazards(hazards: Iterable[str]) -> str:
     )
 
 
+def explain_own_number(loader: LoaderFacts) -> str:
+    """Why a loader that has workers gets no others."""
+    workers = "a worker" if loader.num_workers == 1 else f"{loader.num_workers} workers"
+    return f"the loader already has {workers}; your number stands"
+
+
 def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str, *, replaces: bool = False) -> str | None:
     """Why this loader cannot have workers; None if it can.
 
@@ -179,8 +185,7 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str, *, repla
     if loader.engine is not None:
         return f"{loader.engine} loads the samples, without worker processes"
     if loader.num_workers and not replaces:
-        workers = "a worker" if loader.num_workers == 1 else f"{loader.num_workers} workers"
-        return f"the loader already has {workers}; your number stands"
+        return explain_own_number(loader)
     if not loader.map_style:
         return (
             "every worker would read an iterable dataset whole, and samples would repeat, unless it asks"

@@ -237,3 +237,9 @@ def is_worth_handing_over(seen: Measurement) -> bool:
     """Whether taking a batch from a worker process saves a worthwhile share of the step; True if unknown."""
     made, step_ms = read_batch_ms(seen), read_step_ms(seen) or 0.0
     return made is None or made - find_hand_over_ms(seen) >= WORTH_SAVING * step_ms / count_micro_batches(seen)
+
+
+def may_hand_over(seen: Measurement) -> bool:
+    """Whether the training's own thread makes the batches, and others could make them to advantage."""
+    loader = read_loader(seen)
+    return loader.get("num_workers") == 0 and bool(loader.get("map_style")) and is_worth_handing_over(seen)

@@ -17,7 +17,7 @@ from typing import Literal
 
 from fastloop.errors import NotApplicable, require_positive
 from fastloop.feeds.accumulation_windows import count_steps
-from fastloop.feeds.dali.pictures import AHEAD, Where, find_obstacle, is_installed
+from fastloop.feeds.dali.pictures import AHEAD, Where, find_obstacle, is_installed, name_cure
 from fastloop.feeds.dali.planned import DaliEngine
 from fastloop.records.card import Card, ClimbState, Variant
 from fastloop.records.facts import Facts, LoaderFacts
@@ -91,8 +91,7 @@ class Dali:
         if facts.steps_with_iterator:
             raise NotApplicable("training_step(dataloader_iter) fetches and moves its own batches")
         if not facts.has_dali:
-            cuda = (facts.cuda_version or "13").split(".")[0]
-            raise NotApplicable(f'DALI is not installed; pip install "lightning-fastloop[dali-cuda{cuda}]"')
+            raise NotApplicable(f"DALI is not installed; {name_cure(facts.cuda_version)}")
         if facts.device not in ("cpu", "cuda"):
             raise NotApplicable(f"DALI supports CUDA and the CPU; this run is on {facts.device}")
         if self.decode == "mixed" and facts.device != "cuda":

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
-from fastloop.evidence.worker_limits import describe_sampler_draws
+from fastloop.evidence.worker_limits import describe_sampler_draws, explain_own_number
 from fastloop.records.card import Card, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict
-from fastloop.records.readings import is_worth_handing_over, read_loader
+from fastloop.records.readings import may_hand_over
 
 MOST = 16
 """Upper limit for `auto`: the threads of one process take turns when they run Python code."""
@@ -29,11 +29,7 @@ GIL = "threads take turns running Python code: this pays off if libraries read a
 CARD = Card(
     family="feed",
     does="threads of this process read and decode, and no batch is copied between processes",
-    applies=lambda seen: (
-        read_loader(seen).get("num_workers") == 0
-        and bool(read_loader(seen).get("map_style"))
-        and is_worth_handing_over(seen)
-    ),
+    applies=may_hand_over,
     variants=(Variant(changes="engine"),),
     loads_elsewhere=True,
     batches_ready=lambda settings, _workers: 0 if settings is None else 2 * read_int(settings, "threads", MOST),
@@ -110,8 +106,7 @@ def _find_obstacle(loader: LoaderFacts) -> str | None:
     if not loader.map_style:
         return "threads can only share a dataset with indexed samples, not an iterable one"
     if loader.num_workers:
-        workers = "a worker" if loader.num_workers == 1 else f"{loader.num_workers} workers"
-        return f"the loader already has {workers}; your number stands (set num_workers=0 for threads)"
+        return f"{explain_own_number(loader)} (set num_workers=0 for threads)"
     if loader.stateful:
         return f"{loader.kind} tracks its own position, which threads would not update"
     if loader.own_iterator:

@@ -21,6 +21,7 @@ from fastloop.evidence.worker_limits import (
     can_keep_theirs,
     count_epoch_batches,
     describe_sampler_draws,
+    explain_own_number,
     find_obstacle,
     find_obstacle_to_more,
     find_obstacle_to_next_epoch,
@@ -39,7 +40,7 @@ from fastloop.records.readings import (
     MORE_WORTH,
     count_possible_workers,
     is_gap_of_workers,
-    is_worth_handing_over,
+    may_hand_over,
     read_loader,
     read_step_ms,
     restarts_workers,
@@ -83,9 +84,8 @@ def _keep_theirs(seen: Measurement) -> tuple[dict[str, Any], str] | None:
     loader = read_loader(seen)
     if not loader.get("can_keep_workers") or not is_gap_of_workers(seen):
         return None
-    count = loader.get("num_workers")
-    who = "your worker" if count == 1 else f"your {count} workers"
-    return {"enabled": True, "persistent": True, "across_epochs": True}, f"{who} can stay between epochs"
+    why = f"{_name_yours(loader['num_workers'])} can stay between epochs"
+    return {"enabled": True, "persistent": True, "across_epochs": True}, why
 
 
 def _may_keep(seen: Measurement) -> bool:
@@ -127,11 +127,7 @@ CARD = Card(
     family="feed",
     does=_describe,
     answers={"data_wait": 1, "picking": 2, "epoch_gap": 1, FEW_WORKERS: 1, "validation": 1},
-    applies=lambda seen: (
-        read_loader(seen).get("num_workers") == 0
-        and bool(read_loader(seen).get("map_style"))
-        and is_worth_handing_over(seen)
-    ),
+    applies=may_hand_over,
     remedies={"epoch_gap": _keep_theirs, FEW_WORKERS: _replace_theirs, "validation": _keep_for_validation},
     advice={"epoch_gap": lambda seen, on: KEEP if on and _may_keep(seen) else None},
     variants=_list_variants,
@@ -252,7 +248,7 @@ class Workers:
         if (by_ladder or (self.persistent is True and may_survive(loader))) and self._keep(loader, facts, []):
             wants["loader.persistent_workers"] = True
             notes.append(f"{_name_yours(own)} {_BE[own > 1]} kept between epochs, instead of being restarted")
-        why = f"the loader already has {_name_workers(own)}; your number stands"
+        why = explain_own_number(loader)
         if self._may_grow(own, facts):
             obstacle = find_obstacle_to_more(loader, facts)
             if obstacle is None:
@@ -364,10 +360,6 @@ def _count_most(facts: Facts) -> int:
 
 
 _BE, _WERE = ("is", "are"), ("was", "were")
-
-
-def _name_workers(count: int) -> str:
-    return "a worker" if count == 1 else f"{count} workers"
 
 
 def _name_yours(count: int) -> str:

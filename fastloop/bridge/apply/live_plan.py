@@ -53,8 +53,7 @@ class LivePlan:
 
     def plan_loader(self, facts: Facts) -> Plan:
         """Return the plan for a train loader. A rung counts as planned once it applies to one of the loaders."""
-        off = {rung: dataclasses.replace(getattr(self.ladder, rung), enabled=False) for rung in self._given_up}
-        made = plan(dataclasses.replace(self.ladder, **off), facts)
+        made = plan(self.ladder.without(self._given_up), facts)
         steps = {step.rung: step for step in made.steps if step.rung in self.loader_rungs}
         for rung, why in self._no_engine.items():
             if rung in steps and steps[rung].status == "skipped":

@@ -19,6 +19,7 @@ from fastloop.feeds.batch_tree import BatchWindow
 from fastloop.feeds.dali.decoder_choice import DecoderChoice, check_room
 from fastloop.feeds.dali.graph import DaliResources, encode, make_pipeline
 from fastloop.feeds.dali.hang_watch import HangWatch
+from fastloop.feeds.dali.pictures import name_cure
 from fastloop.feeds.dali.pixels import PixelDeviation, check_pixels, shorten
 from fastloop.feeds.images.reading import read_source
 from fastloop.feeds.window_batches import WindowDataset
@@ -54,14 +55,8 @@ def try_pixels(loader: Any, steps: Sequence[ImageStep], machine: DaliResources) 
         make_pipeline(steps, machine, batch_size=1, seed=0)
     except Exception as error:
         let_through(error)
-        raise NotApplicable(f"DALI does not start here ({describe(error)}); {name_cure()}") from error
+        raise NotApplicable(f"DALI does not start here ({describe(error)}); {name_cure(torch.version.cuda)}") from error
     return check_pixels(loader.dataset, read_source(loader.dataset), steps, machine)
-
-
-def name_cure() -> str:
-    """Return the command that installs the DALI build for this torch."""
-    cuda = (torch.version.cuda or "13").split(".")[0]
-    return f'pip install "lightning-fastloop[dali-cuda{cuda}]"'
 
 
 def describe(error: Exception) -> str:

@@ -33,6 +33,11 @@ def is_installed() -> bool:
     return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
 
 
+def name_cure(cuda_version: str | None) -> str:
+    """Return the command that installs the DALI build for torch's CUDA version."""
+    return f'pip install "lightning-fastloop[dali-cuda{(cuda_version or "13").split(".")[0]}]"'
+
+
 def find_obstacle(images: ImageFacts | str) -> str | None:
     """Return why DALI cannot make these samples, naming the obstacle; None if it can."""
     if isinstance(images, str):
