@@ -293,8 +293,7 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
 
 def _end_without_base(recorder: Recorder, climb: Climb, base: BaseFailed) -> Failed:
     """Return the error to end with if the training fails, unchanged or with the stack reached so far."""
-    trial = base.result.trial
-    cause = base.result.cause or "the run was too short to measure a rate"
+    trial, cause = base.result.trial, base.result.fault
     recorder.stopped = f"failed: {cause}"
     ended = (
         Failed(f"fastloop: {cause}")

@@ -109,7 +109,7 @@ class _Screen:
             result = self._run_one(place, seed, side, took, after_ms)
             runs[side].append(result)
             if side == "base":
-                if not _is_measured(result):
+                if not result.is_measured:
                     raise BaseFailed(result)
             elif (ruled_out := self._rule_out(result)) is not None:
                 return self.end(*ruled_out)
@@ -157,7 +157,7 @@ class _Screen:
             return None
         result = self._run_one(2, seed, side, took, after_ms)
         gain = _read_rate(result) / _read_rate(start)
-        if not _is_measured(result) or gain < APART:
+        if not result.is_measured or gain < APART:
             return None
         self.runs.update(base=[start], arm=[result])
         if (ruled_out := self._rule_out(result)) is not None:
@@ -198,8 +198,8 @@ class _Screen:
     def _rule_out(self, result: Result) -> tuple[End, str] | None:
         """Return why this run of the arm rules out the candidate, or None."""
         rungs, base = self.prediction.patch["rungs"], self.runs["base"][0]
-        if not _is_measured(result):
-            return "crashed", result.cause or "the run was too short to measure a rate"
+        if not result.is_measured:
+            return "crashed", result.fault
         reasons = [result.inactive[rung] for rung in rungs if rung in result.inactive]
         if reasons and (not self.candidate.whole or len(reasons) == len(rungs)):
             return "inactive", reasons[0]
@@ -286,7 +286,7 @@ class _Screen:
         """Return the attempt's row of ``climb.json``. Later calls decide by its ``try``, ``ended``, ``at`` and
         ``rates``."""
         candidate, prediction = self.candidate, self.prediction
-        base, arm = ([result for result in self.runs[side] if _is_measured(result)] for side in ("base", "arm"))
+        base, arm = ([result for result in self.runs[side] if result.is_measured] for side in ("base", "arm"))
         both = min(len(base), len(arm))
         before = _average_step_ms(base) if both else None
         after = _average_step_ms(arm) if both else None
@@ -354,10 +354,6 @@ def _compute_ci95_ms(
 
 def _read_rate(result: Result) -> float:
     return result.samples_per_s or 0.0
-
-
-def _is_measured(result: Result) -> bool:
-    return bool(result.ok and result.samples_per_s and result.step_ms)
 
 
 def _average_step_ms(runs: Sequence[Result]) -> float:

@@ -99,6 +99,16 @@ class Result:
         return self.start_s - 0.75 * self.compile_s
 
     @property
+    def is_measured(self) -> bool:
+        """Whether it ended well and shows a rate."""
+        return bool(self.ok and self.samples_per_s and self.step_ms)
+
+    @property
+    def fault(self) -> str:
+        """Why it shows no rate."""
+        return self.cause or "the run was too short to measure a rate"
+
+    @property
     def core_ms(self) -> float | None:
         return None if self.step_ms is None else max(0.0, self.step_ms - self.outside_ms)
 

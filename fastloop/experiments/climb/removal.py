@@ -46,11 +46,11 @@ def try_without(context: Context, rung: str, at: str, run_top: Callable[[int], R
             what=f"{key}: run {number + 1} of {PAIRS}",
             need_s=took.seconds(now_ms, context.top_start_s),
         )
-        if not result.ok or not result.samples_per_s or not result.step_ms:
-            cause = result.cause or "the run was too short to measure a rate"
+        if not result.is_measured:
+            cause = result.fault
             break
-        pairs.append((result.samples_per_s, top.samples_per_s or 0.0))
-        steps_ms.append((top.step_ms or 0.0, result.step_ms))
+        pairs.append((result.samples_per_s or 0.0, top.samples_per_s or 0.0))
+        steps_ms.append((top.step_ms or 0.0, result.step_ms or 0.0))
         if pairs[0][1] > CLEAR * pairs[0][0]:
             break
     ratio = geometric_mean([high / low for low, high in pairs]) if pairs else None
