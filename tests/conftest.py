@@ -172,9 +172,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def own_place(here: Path, monkeypatch: pytest.MonkeyPatch, quick_starts: None) -> None:
-    """The same with a cache of its own, for a test that starts trainings."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs note for later ones stays in the test's own folder, and nothing is noted yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def own_place(here: Path, own_cache: None, monkeypatch: pytest.MonkeyPatch, quick_starts: None) -> None:
+    """A folder and a cache of its own, for a test that starts trainings."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 

@@ -21,6 +21,8 @@ from tests.commands.command_line import CommandLine, strictly
 from tests.experiments.made_arms import MadeArm
 from tests.trainings import NET
 
+pytestmark = pytest.mark.usefixtures("here", "own_cache")
+
 
 def asked(*vs: str, base: str | None = "cifar10", **more: Any) -> AbRequest:
     return AbRequest(base=base, vs=vs, **more)
@@ -30,12 +32,6 @@ def refused(request: AbRequest, *, resume: str | None = None, out: str | None = 
     with pytest.raises(ConfigError) as error:
         ab.ab(request, out=out, force=False, resume=resume, progress=lambda _: None)
     return error.value
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from tests import models
 from tests.feeds.attention import spellings
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("own_cache", "fresh_dynamo")
 
 ATTENTION: dict[str, Any] = {"attention": {}}
 
@@ -147,9 +146,8 @@ def test_float64_is_left_as_written_where_it_is_compiled() -> None:
     assert models.distance(models.weights(plain), models.weights(ours)) < 1e-12
 
 
-def rehearsed(module: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> FastLoop:
+def rehearsed(module: Any) -> FastLoop:
     """A fit in which the rung is tried on the calls of the first step."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     config = {"rungs": {"attention": {"enabled": True}}, "watch": {"warmup_steps": 1}, "rehearsal": "on"}
     watcher = FastLoop(config, quiet=True)
     torch.manual_seed(1)
@@ -157,14 +155,14 @@ def rehearsed(module: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Fast
     return watcher
 
 
-def test_a_rehearsal_lets_what_is_equal_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watcher = rehearsed(seeded(Attends, dropout=0.1), tmp_path, monkeypatch)
+def test_a_rehearsal_lets_what_is_equal_pass() -> None:
+    watcher = rehearsed(seeded(Attends, dropout=0.1))
     seen = verdict(watcher, "attention")
     assert seen.took is True and seen.rehearsed is not None
     assert seen.rehearsed.deviation is not None and seen.rehearsed.deviation < 1e-4
 
 
-def test_a_rehearsal_refuses_an_ignored_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_refuses_an_ignored_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def careless(query: Any, key: Any, value: Any, **settings: Any) -> Any:
@@ -173,7 +171,7 @@ def test_a_rehearsal_refuses_an_ignored_mask(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(rewriting, "ATTEND", careless)
     ours, plain = seeded(Attends), seeded(Attends)
-    watcher = rehearsed(ours, tmp_path, monkeypatch)
+    watcher = rehearsed(ours)
     fit(None, plain)
     assert all(asked) and verdict(watcher, "attention").took is False
     assert "deviate" in verdict(watcher, "attention").why

@@ -25,7 +25,7 @@ from fastloop.rungs.compile import Compile
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("own_cache", "fresh_dynamo")
 
 COMPILE: dict[str, Any] = {"compile": {}}
 FACTS: dict[str, Any] = {"compiler": "g++", "compile_targets": ("net",)}
@@ -248,11 +248,7 @@ def test_a_forward_with_its_own_loss_is_one_graph(backend: list[str]) -> None:
     assert models.distance(models.weights(plain), models.weights(wrong)) > 1e-6
 
 
-def test_inner_modules_where_that_graph_fails(
-    backend: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
+def test_inner_modules_where_that_graph_fails(backend: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def run(graph: Any, _inputs: Any) -> Any:
         backend.append(str(graph.code))
         if "mse_loss" in backend[-1]:
@@ -270,11 +266,8 @@ def test_inner_modules_where_that_graph_fails(
     assert ["mse_loss" in graph for graph in backend] == [False], "the failure is remembered"
 
 
-def test_later_evaluation_runs_what_the_fit_kept(
-    backend: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_later_evaluation_runs_what_the_fit_kept(backend: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole forward's graph deviates, so the fit has inner modules; so has `trainer.validate` after it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def run(graph: Any, _inputs: Any) -> Any:
         backend.append(str(graph.code))
@@ -294,10 +287,8 @@ def test_later_evaluation_runs_what_the_fit_kept(
 
 
 def test_both_faults_are_told_where_the_inner_modules_fail_too(
-    backend: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    backend: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
     def run(graph: Any, _inputs: Any) -> Any:
         raise RuntimeError("no kernel of the loss" if "mse_loss" in str(graph.code) else "no kernel of a layer")
 
@@ -579,9 +570,8 @@ def test_a_failing_backend_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) 
     assert "_compiled_call_impl" not in vars(ours.net)
 
 
-def rehearsed(module: Any, cache: Path, monkeypatch: pytest.MonkeyPatch, train: Any = None) -> FastLoop:
+def rehearsed(module: Any, train: Any = None) -> FastLoop:
     """A fit in which the rung is tried on the calls of the first step."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     config = {"rungs": {"compile": {"enabled": True}}, "watch": {"warmup_steps": 1}, "rehearsal": "on"}
     watcher = FastLoop(config, quiet=True)
     torch.manual_seed(1)
@@ -589,29 +579,25 @@ def rehearsed(module: Any, cache: Path, monkeypatch: pytest.MonkeyPatch, train: 
     return watcher
 
 
-def test_the_first_steps_sizes_are_known_to_the_first_graph(
-    backend: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_steps_sizes_are_known_to_the_first_graph(backend: list[str]) -> None:
     class Twice(Own):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             x, y = batch
             return super().training_step(batch, batch_idx) + super().training_step((x[:3], y[:3]), batch_idx)
 
-    watcher = rehearsed(seeded(Twice), tmp_path, monkeypatch)
+    watcher = rehearsed(seeded(Twice))
     assert verdict(watcher, "compile").took is True
     assert len(backend) == 1 and evidence(watcher, "compile")["eager_calls"] == 0
 
 
-def test_the_second_batchs_sizes_are_known_to_the_first_graph(
-    backend: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_batchs_sizes_are_known_to_the_first_graph(backend: list[str]) -> None:
     sizes = [6, 5, *range(7, 20)]
-    watcher = rehearsed(seeded(Own), tmp_path, monkeypatch, of_sizes(sizes))
+    watcher = rehearsed(seeded(Own), of_sizes(sizes))
     assert len(backend) == 1 and evidence(watcher, "compile")["eager_calls"] == 0
     assert verdict(watcher, "compile").why == "1 graphs captured"
 
 
-def test_what_fails_while_it_is_tried_is_told_to_whoever_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_while_it_is_tried_is_told_to_whoever_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def broken(graph: Any, _inputs: Any) -> Any:
@@ -620,7 +606,7 @@ def test_what_fails_while_it_is_tried_is_told_to_whoever_tries(tmp_path: Path, m
 
     monkeypatch.setattr(torch, "compile", functools.partial(_with, broken))
     ours, plain = seeded(Own), seeded(Own)
-    watcher = rehearsed(ours, tmp_path, monkeypatch)
+    watcher = rehearsed(ours)
     fit(None, plain)
     assert calls and same(models.weights(ours), models.weights(plain))
     assert verdict(watcher, "compile").took is False

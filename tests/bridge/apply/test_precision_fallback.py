@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from fastloop.bridge.apply.precision_fallback import PrecisionFallback
-from tests.bridge.apply.rehearse import test_rehearsal
 from tests.bridge.apply.rehearse.test_rehearsal import Module, config, data, fit, read
 
-_own_cache = test_rehearsal._own_cache
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 class Counts(Module):

@@ -18,6 +18,8 @@ from fastloop.records.store import to_json
 from fastloop.report.experiments import ab_report
 from tests.experiments.made_arms import MadeArm
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 BASE = MadeArm()
 AMP = MadeArm(
     name="amp",
@@ -26,11 +28,6 @@ AMP = MadeArm(
     verdicts={"amp": True},
     parity_class="approximate",
 )
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def carried_out(

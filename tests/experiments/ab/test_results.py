@@ -17,10 +17,7 @@ from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import ab_report
 from tests.experiments.made_arms import MadeArm
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def done(place: Path, *arms: MadeArm) -> Experiment:

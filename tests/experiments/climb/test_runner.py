@@ -68,8 +68,7 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def world(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> World:
     made = World()
     monkeypatch.setattr(ConfigArm, "run", lambda arm, *rest, **more: made.run(arm, *rest, **more))
     return made

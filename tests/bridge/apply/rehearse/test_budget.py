@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +17,9 @@ from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.records.plan import Change, Step
 from tests.bridge.apply.rehearse.test_rehearsal import Brief, Inner, config, fit, plant, read
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 LATER = pytest.mark.timeout(250)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @LATER

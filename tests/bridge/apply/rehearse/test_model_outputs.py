@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,7 @@ from torch.utils import _pytree as pytree
 from fastloop.feeds.batch_tree import iterate_tensors
 from tests.bridge.apply.rehearse.test_rehearsal import Module, config, fit
 
-
-@pytest.fixture(autouse=True)
-def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("own_cache", "fresh_dynamo")
 
 
 class ModelOutput(OrderedDict[str, Any]):

@@ -28,13 +28,10 @@ from fastloop.rungs.amp import Amp
 from fastloop.rungs.layout import Layout
 from tests.bridge.launch import python
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 Forward = Callable[[Callable[..., Any]], Callable[..., Any]]
 """From a module's forward to the one that a planted rung puts in its place."""
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 class Inner(torch.nn.Module):

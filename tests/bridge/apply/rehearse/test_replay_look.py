@@ -21,14 +21,14 @@ from fastloop.rungs import host
 from fastloop.rungs.amp import Amp
 from fastloop.rungs.layout import Layout
 from tests import models
-from tests.bridge.apply.rehearse import test_rehearsal
 from tests.bridge.watch import planted
 from tests.feeds.step_graph.fake import FakeRecorder
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 LONG = 100_000
 """Steps that a run plans, so that trying a rung takes no more than a twentieth; it ends before."""
 EAGER_S, REPLAYED_S = 0.10, 0.06
-_own_cache = test_rehearsal._own_cache
 
 
 class Machine:
