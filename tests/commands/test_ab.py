@@ -11,6 +11,7 @@ import pytest
 
 from fastloop.commands import ab
 from fastloop.commands.ab import AbRequest, list_arms
+from fastloop.commands.console import Answer
 from fastloop.config.loading import load
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.experiments.ab import resume as manifest
@@ -28,9 +29,14 @@ def asked(*vs: str, base: str | None = "cifar10", **more: Any) -> AbRequest:
     return AbRequest(base=base, vs=vs, **more)
 
 
-def refused(request: AbRequest, *, resume: str | None = None, out: str | None = None) -> ConfigError:
+def compare(request: AbRequest | None = None, **how: Any) -> Answer:
+    how = {"out": "here", "force": False, "resume": None, **how}
+    return ab.ab(request or asked("amp", steps=40), **how, progress=lambda _: None)
+
+
+def refused(request: AbRequest, *, out: str | None = None, **how: Any) -> ConfigError:
     with pytest.raises(ConfigError) as error:
-        ab.ab(request, out=out, force=False, resume=resume, progress=lambda _: None)
+        compare(request, out=out, **how)
     return error.value
 
 
@@ -169,16 +175,14 @@ def made(monkeypatch: pytest.MonkeyPatch, *arms: Any) -> None:
     monkeypatch.setattr(ab, "list_arms", lambda _: list(arms))
 
 
+def with_rung(name: str = "amp", kind: type[MadeArm] = MadeArm, **more: Any) -> MadeArm:
+    return kind(name=name, overrides=(f"rungs.{name}.enabled=true",), verdicts={name: True}, **more)
+
+
 def test_everything_is_written_and_the_answer_is_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    amp = MadeArm(
-        name="amp",
-        overrides=("rungs.amp.enabled=true",),
-        rate=lambda _: 130.0,
-        verdicts={"amp": True},
-        parity_class="approximate",
-    )
+    amp = with_rung(rate=lambda _: 130.0, parity_class="approximate")
     made(monkeypatch, MadeArm(), amp)
-    answer = ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
+    answer = compare()
     written = json.loads((tmp_path / "here" / "comparison.json").read_text())
     assert json.loads(store.dump(answer.json or {})) == written and answer.exit_code == 0
     assert written["verdict"] == "faster" and written["ratio"] == pytest.approx(1.3, rel=0.02)
@@ -187,9 +191,9 @@ def test_everything_is_written_and_the_answer_is_the_file(monkeypatch: pytest.Mo
     assert written["config_diff"]["amp"] == [["rungs.amp.enabled", False, True]] and written["partial"] is False
     assert (tmp_path / "here" / "report.html").stat().st_size > 5000 and answer.text.startswith("fastloop FASTER 1.3")
     with pytest.raises(ConfigError, match="not empty"):
-        ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
+        compare()
     again = len(amp.calls)
-    ab.ab(asked("amp", steps=40), out="here", force=True, resume=None, progress=lambda _: None)
+    compare(force=True)
     assert len(amp.calls) == 2 * again, "an earlier experiment's runs are not taken for this one's"
 
 
@@ -203,9 +207,9 @@ class Stops(MadeArm):
 
 
 def test_stopped_it_leaves_a_partial_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made(monkeypatch, MadeArm(), Stops(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
+    made(monkeypatch, MadeArm(), with_rung(kind=Stops))
     with pytest.raises(KeyboardInterrupt):
-        ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
+        compare()
     written = json.loads((tmp_path / "here" / "comparison.json").read_text())
     assert written["partial"] is True and written["arms"][1]["runs"] == 3
     assert "PARTIAL" in (tmp_path / "here" / "report.md").read_text()
@@ -213,16 +217,16 @@ def test_stopped_it_leaves_a_partial_report(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_base_that_fails_is_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made(monkeypatch, MadeArm(fails_at=-1), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",)))
+    made(monkeypatch, MadeArm(fails_at=-1), with_rung())
     with pytest.raises(Failed, match="the base failed") as failed:
-        ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
+        compare()
     assert failed.value.exit_code == 1 and "boom" in str(failed.value)
     assert json.loads((tmp_path / "here" / "comparison.json").read_text())["failures"][0]["arm"] == "base"
 
 
 @pytest.mark.parametrize("to", ["out.json", "-"])
 @pytest.mark.parametrize(
-    ("base", "amp", "code"),
+    ("base", "kind", "code"),
     [
         (MadeArm(fails_at=-1), MadeArm, 1),
         (MadeArm(), Stops, 130),
@@ -231,7 +235,7 @@ def test_a_base_that_fails_is_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path:
 )
 def test_what_there_is_becomes_the_json_too(
     base: MadeArm,
-    amp: Any,
+    kind: type[MadeArm],
     code: int,
     to: str,
     tmp_path: Path,
@@ -239,7 +243,7 @@ def test_what_there_is_becomes_the_json_too(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     fastloop = CommandLine(tmp_path, capfd, monkeypatch)
-    made(monkeypatch, base.but(), amp(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
+    made(monkeypatch, base.but(), with_rung(kind=kind))
     said = fastloop("ab", "cifar10", "--vs", "amp", "--steps", "40", "--out", "here", "--json", to)
     written = (tmp_path / "here" / "comparison.json").read_text()
     assert said.code == code and (said.json if to == "-" else strictly(Path(to).read_text())) == json.loads(written)
@@ -252,19 +256,19 @@ def test_it_goes_on_only_where_it_began(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     def go_on(torch: str) -> Any:
         monkeypatch.setattr("fastloop.evidence.machine.read_environment", lambda *_: {"versions": {"torch": torch}})
-        amp = MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True})
+        amp = with_rung()
         made(monkeypatch, MadeArm(), amp)
-        return amp, lambda: ab.ab(asked("amp", steps=40), out=None, force=False, resume="here", progress=lambda _: None)
+        return amp, lambda: compare(out=None, resume="here")
 
-    made(monkeypatch, MadeArm(), Stops(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
+    made(monkeypatch, MadeArm(), with_rung(kind=Stops))
     with pytest.raises(KeyboardInterrupt):
-        ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
+        compare()
     amp, resumed = go_on("2.12.0")
     with pytest.raises(ConfigError, match=r"its runs are from torch 2\.11\.0, this is 2\.12\.0"):
         resumed()
     assert amp.calls == [] and not (tmp_path / "here" / ".lock").exists()
     amp, resumed = go_on("2.11.0")
-    assert resumed().json["partial"] is False and dict(amp.calls).keys() == {"run-3", "run-4"}
+    assert (resumed().json or {})["partial"] is False and dict(amp.calls).keys() == {"run-3", "run-4"}
 
 
 @pytest.mark.parametrize(("command", "asked_for"), [("train.py", True), ("bash train.sh", False)])
@@ -276,30 +280,29 @@ def test_a_script_is_asked_where_it_surely_runs_here(
     monkeypatch.setattr(ab, "refuse_others", lambda place, folders: looked.append(place))
     script = asked("amp", base=None, script=command, steps=40)
     for resume in (None, "here"):
-        made(monkeypatch, MadeArm(), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
-        ab.ab(script, out="here", force=False, resume=resume, progress=lambda _: None)
+        made(monkeypatch, MadeArm(), with_rung())
+        compare(script, resume=resume)
     assert looked == [Path("here")] * asked_for
 
 
 def test_a_refused_plan_leaves_its_directory_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pin = MadeArm(name="pin", overrides=("rungs.pin.enabled=true",), verdicts={"pin": True})
-    made(monkeypatch, MadeArm(), pin, MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), fails_at=-2))
+    pin = with_rung("pin")
+    made(monkeypatch, MadeArm(), pin, with_rung(fails_at=-2))
     with pytest.raises(Failed):
-        ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
+        compare()
     assert not (tmp_path / "here").exists() and dict(pin.calls).keys() == {"plan"}
-    made(monkeypatch, MadeArm(), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
-    assert ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None).json
+    made(monkeypatch, MadeArm(), with_rung())
+    assert compare().json
 
 
 def test_by_force_not_even_the_gradient_of_another_base_is_left(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pin = MadeArm(name="pin", overrides=("rungs.pin.enabled=true",), verdicts={"pin": True})
+    pin = with_rung("pin")
     for force in (False, True):
         base = MadeArm()
-        amp = MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True})
-        made(monkeypatch, base, amp, *([] if force else [pin]))
-        ab.ab(asked("amp", steps=40), out="here", force=force, resume=None, progress=lambda _: None)
+        made(monkeypatch, base, with_rung(), *([] if force else [pin]))
+        compare(force=force)
         assert "parity" in dict(base.calls)
     assert not (tmp_path / "here" / "2-pin").exists()
 
@@ -320,8 +323,8 @@ def test_another_experiment_does_not_go_on(
     for name in ("train.py", "other.py"):
         (tmp_path / name).touch()
     first = {"script": "train.py", "steps": 40}
-    made(monkeypatch, MadeArm(), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",), verdicts={"amp": True}))
-    ab.ab(asked("amp", base=None, **first), out="here", force=False, resume=None, progress=lambda _: None)
+    made(monkeypatch, MadeArm(), with_rung())
+    compare(asked("amp", base=None, **first))
     if not changed:
         (tmp_path / "train.py").write_text("# faster")
     assert refused(asked("amp", base=None, **{**first, **changed}), resume="here").why.startswith(why)
@@ -332,6 +335,6 @@ def test_a_full_disk_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
         def run(self, label: str, folder: Path, *rest: Any, **more: Any) -> Any:
             raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
-    made(monkeypatch, Fills(), MadeArm(name="amp", overrides=("rungs.amp.enabled=true",)))
+    made(monkeypatch, Fills(), with_rung())
     with pytest.raises(FastLoopError, match="free some space, then continue with --resume here"):
-        ab.ab(asked("amp", steps=40), out="here", force=False, resume=None, progress=lambda _: None)
+        compare()
