@@ -193,7 +193,7 @@ def _list_written(owner: Any, function: Any) -> Iterator[Any]:
     """Keys, as in `_list_read`, of the objects that a function writes to."""
     for written in sample_code.list_roots_written(function, type(owner)):
         yield from _find_written(owner, function, written)
-    outer = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}
+    outer = sample_code.read_outer(function)
     local = function.__code__.co_varnames
     for chain in filter(None, sample_code.list_chains_written(function, calls=False)):
         value = owner if chain[:1] == [*local[:1]] else None if chain[0] in local else outer.get(chain[0])
@@ -210,7 +210,7 @@ def _find_written(owner: Any, function: Any, written: str) -> Iterator[Any]:
         value = held.get(written[1:], held.get(f"_{written[1:]}"))
         yield id(owner)
     else:
-        outer = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}
+        outer = sample_code.read_outer(function)
         value = outer.get(written, sys.modules.get(written))  # it may import a module itself
         if not inspect.ismodule(value):  # `torch.manual_seed(0)` sets nothing in this one
             yield id(function.__globals__), written

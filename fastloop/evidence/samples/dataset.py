@@ -227,7 +227,7 @@ def _read_state(function: Any, state: str, item: Any) -> Any:
     unknown."""
     if state.startswith("."):
         return _read_attributes(item).get(state[1:], inspect.getattr_static(type(item), state[1:], None))
-    outer = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}
+    outer = sample_code.read_outer(function)
     return outer.get(state.removeprefix(" (the outer ").removesuffix(")"))
 
 

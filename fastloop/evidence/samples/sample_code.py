@@ -112,6 +112,11 @@ def list_closure(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
 
 
+def read_outer(function: Any) -> dict[str, Any]:
+    """Objects from outside a function by the names that it reads; its closure's before its module's."""
+    return {**dict(list_globals(function)), **dict(list_closure(function))}
+
+
 def walk_code(code: CodeType) -> Iterator[CodeType]:
     """A function's code, and that of functions and comprehensions inside it."""
     yield code
@@ -344,7 +349,7 @@ def _find_touched(function: Any, pick: _Pick, kind: type, parameters: tuple[str,
 
 def _find_called(function: Any, called: ast.AST, me: str | None, kind: type) -> Any:
     """What a function calls by this name: its own object's method, a function of its module or of an imported one."""
-    outer = {**dict(list_globals(function)), **dict(list_closure(function))}
+    outer = read_outer(function)
     if not isinstance(called, ast.Attribute):
         return outer.get(getattr(called, "id", ""))
     if writes.is_own(called.value, me):
@@ -358,7 +363,7 @@ def _find_called(function: Any, called: ast.AST, me: str | None, kind: type) -> 
 def _list_outer(function: Any) -> tuple[set[str], set[str]]:
     """Names of the outer objects that a function uses, including the user's functions and modules, and names of the
     outer classes."""
-    outer = {**dict(list_globals(function)), **dict(list_closure(function))}
+    outer = read_outer(function)
     own = {*function.__code__.co_varnames, *function.__code__.co_cellvars}
     found = {name: value for name, value in outer.items() if name not in own}
     classes = {name for name, value in found.items() if isinstance(value, type)}

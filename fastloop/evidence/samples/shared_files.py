@@ -50,7 +50,7 @@ def _list_files(function: Any, owner: Any, pattern: re.Pattern[str]) -> Iterator
     if not any(map(pattern.fullmatch, names)) or (parsed := sample_code.parse(function)) is None:
         return
     tree, me = parsed
-    known = {**dict(sample_code.list_globals(function)), **dict(sample_code.list_closure(function))}
+    known = sample_code.read_outer(function)
     if me is not None:
         known |= {f"{me}.{name}": value for name, value in getattr(owner, "__dict__", {}).items() if name in names}
     code = _Code(known, _list_assigned(tree), pattern is WRITES)
