@@ -240,12 +240,17 @@ def _find_aside(step: Attribution) -> float:
     otherwise 0. A backward takes at least as long as the work it belongs to, so the excess is work without
     gradients."""
     forward, backward = step.parts_ms.get("forward", 0.0), step.parts_ms.get("backward", 0.0)
-    asleep = (step.inside.blocked if step.inside else None) or 0.0
-    more, seen = forward - backward - asleep, step.measured
+    more, seen = _measure_excess_ms(step), step.measured
     if (seen.evidence.get("model") or {}).get("calls_backward") or ANOMALY_MODE in seen.evidence:
         return 0.0  # training_step includes a backward, or the stack traces of anomaly mode
     least = ASIDE_OF_CONVOLUTIONS if convolves(seen) else ASIDE
     return more if backward and more >= least * forward else 0.0
+
+
+def _measure_excess_ms(step: Attribution) -> float:
+    """Return by how much the forward exceeds the backward, not counting sleep."""
+    asleep = (step.inside.blocked if step.inside else None) or 0.0
+    return step.parts_ms.get("forward", 0.0) - step.parts_ms.get("backward", 0.0) - asleep
 
 
 def find_anomaly_mode(step: Attribution) -> Finding | None:
@@ -256,8 +261,7 @@ def find_anomaly_mode(step: Attribution) -> Finding | None:
     """
     if ANOMALY_MODE not in step.measured.evidence:
         return None
-    asleep = (step.inside.blocked if step.inside else None) or 0.0
-    least = step.parts_ms.get("forward", 0.0) - step.parts_ms.get("backward", 0.0) - asleep
+    least = _measure_excess_ms(step)
     known = not step.on_gpu and step.to_pct(least) >= WORTH_NAMING_PCT
     return Finding(
         bottleneck="host_other",
