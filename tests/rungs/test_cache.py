@@ -74,6 +74,11 @@ def test_plan() -> None:
     left = Cache(enabled=True).plan(facts()).facts["shm_free_bytes"]
     assert left == 10**10 - size, "workers see what is left"  # type: ignore[operator]
     assert Cache(enabled=True).plan(Facts()).waits_for == "the train loader"
+    # what was written stands
+    assert plan(facts(), size_gb=0.01)[1] == 10**7
+    assert plan(facts(max_epochs=1), store="disk")[:2] == ("disk", size)
+    assert plan(facts(disk_free_bytes=0), store="disk", path="/elsewhere")[1] == size
+    assert plan(facts(), store="redis", url="redis://host:6379/0")[:2] == ("redis", None)
     # shared memory too small: the disk, if somebody says where on it; else a share
     assert plan(facts(shm_free_bytes=10**8), path="/elsewhere")[0] == "disk"
     assert plan(facts(shm_free_bytes=4 * 10**8))[0] == "shm", "nobody's disk is filled unasked"
@@ -81,11 +86,6 @@ def test_plan() -> None:
     assert (store, size) == ("shm", 320_000_000)
     assert note.endswith("; shm holds 62% of them, the others are loaded each time")
     assert plan(facts(memory_free_bytes=8 * 10**8, disk_free_bytes=0))[1] == 4 * 10**8, "shared memory is memory"
-    # what was written stands
-    assert plan(facts(), size_gb=0.01)[1] == 10**7
-    assert plan(facts(max_epochs=1), store="disk")[:2] == ("disk", size_of(plan(facts())))
-    assert plan(facts(disk_free_bytes=0), store="disk", path="/elsewhere")[1] == size_of(plan(facts()))
-    assert plan(facts(), store="redis", url="redis://host:6379/0")[:2] == ("redis", None)
     store, size, note = plan(facts(prefix={"sample_bytes": None, "what": "what Mine.load returns"}))
     assert (store, size) == ("shm", 8 * 10**9)
     assert "up to 8 GB: the sample size is known once one has been loaded" in note
@@ -141,10 +141,6 @@ def test_few_small_pictures_go_to_the_device_before_dali_gets_them(
     assert [step.status for step in steps] == (["skipped", "planned"] if first else ["planned", "skipped"])
     reason = "a store of pictures loads the samples already" if first else "DALI reads and decodes the files itself"
     assert reason in [step.reason for step in steps]
-
-
-def size_of(planned: tuple[str, int | None, str]) -> int | None:
-    return planned[1]
 
 
 @pytest.mark.parametrize(
