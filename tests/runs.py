@@ -21,6 +21,16 @@ from tests import models
 Rungs = Mapping[str, Mapping[str, Any]] | None
 
 
+class KeepsTrainers(L.Callback):
+    """Keeps the trainers of the fits that it is in, also of those that raise."""
+
+    def __init__(self) -> None:
+        self.trainers: list[Any] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.trainers.append(trainer)
+
+
 def numbered(samples: int = 20, seed: int = 0) -> TensorDataset:
     """`samples` of x [8], y [1] and their own number."""
     x, y = models.pairs(samples, seed).tensors

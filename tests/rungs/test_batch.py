@@ -20,7 +20,7 @@ from fastloop.records.measurement import Measurement
 from fastloop.rungs.batch import Batch
 from tests.models import distance as apart
 from tests.rungs.two_ranks import CASES, results
-from tests.runs import Net, batches, both, distance, run
+from tests.runs import KeepsTrainers, Net, batches, both, distance, run
 
 NOTE = (
     "the first step's gradient decides whether batches are regrouped: they are left as they are if the loss compares"
@@ -442,11 +442,7 @@ def test_undo(rungs: Any, settings: dict[str, Any]) -> None:
     loader = batches(96)
     before = dict(vars(loader))
     reference = run(None, batches(96), max_epochs=1, val_check_interval=8, **settings)
-    kept: list[L.Trainer] = []
-
-    class Keep(L.Callback):
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            kept.append(trainer)
+    fits = KeepsTrainers()
 
     class Raises(Net):
         broken = True
@@ -459,13 +455,14 @@ def test_undo(rungs: Any, settings: dict[str, Any]) -> None:
 
     module = Raises()
     with pytest.raises(RuntimeError, match="planted"):
-        run(rungs, loader, lambda: module, callbacks=(Keep(),), max_epochs=1, val_check_interval=8, **settings)
+        run(rungs, loader, lambda: module, callbacks=(fits,), max_epochs=1, val_check_interval=8, **settings)
     expected = attributes(reference.trainer, reference.module)
-    assert attributes(kept[0], module) == expected and dict(vars(loader)) == before
+    (trainer,) = fits.trainers
+    assert attributes(trainer, module) == expected and dict(vars(loader)) == before
     module.broken = False
-    kept[0].fit(module, loader)
-    loop = next(callback for callback in kept[0].callbacks if isinstance(callback, FastLoop))
-    assert loop.verdicts[0].took and attributes(kept[0], module) == expected and dict(vars(loader)) == before
+    trainer.fit(module, loader)
+    loop = next(callback for callback in trainer.callbacks if isinstance(callback, FastLoop))
+    assert loop.verdicts[0].took and attributes(trainer, module) == expected and dict(vars(loader)) == before
 
 
 class Manual(Net):

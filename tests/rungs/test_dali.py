@@ -24,7 +24,7 @@ from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.images import ImageFacts, RandomResizedCrop, ToFloat, ToTensor
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.dali import Dali
-from tests.runs import Run, both, distance, run
+from tests.runs import KeepsTrainers, Run, both, distance, run
 
 DALI: dict[str, Any] = {"dali": {"threads": 2}}
 STEPS = (RandomResizedCrop(size=(8, 8)), ToTensor(), ToFloat())
@@ -324,22 +324,18 @@ def test_undo(folder: Path, raises: bool, newborns: Callable[[], list[psutil.Pro
                 raise RuntimeError("planted")
             return super().training_step(batch, batch_idx)
 
-    loader, kept = load(folder), []
+    loader, fits = load(folder), KeepsTrainers()
     before = dict(vars(loader))
-
-    class Keep(L.Callback):
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            kept.append((trainer, module))
 
     if raises:
         with pytest.raises(RuntimeError, match="planted"):
-            run(DALI, loader, Maybe, callbacks=(Keep(),), max_epochs=1)
+            run(DALI, loader, Maybe, callbacks=(fits,), max_epochs=1)
     else:
-        run(DALI, loader, Maybe, callbacks=(Keep(),), max_epochs=1)
+        run(DALI, loader, Maybe, callbacks=(fits,), max_epochs=1)
     assert psutil.Process().num_threads() <= threads, "DALI's threads have ended, even while the exception is held"
-    trainer, module = kept[0]
-    module.broken = False
-    trainer.fit(module, loader)
+    (trainer,) = fits.trainers
+    trainer.lightning_module.broken = False
+    trainer.fit(trainer.lightning_module, loader)
     assert dict(vars(loader)) == before and trainer.train_dataloader is loader
     assert psutil.Process().num_threads() <= threads and not newborns()
 

@@ -23,7 +23,7 @@ from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.prefetch import Prefetch
-from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, numbered, run
+from tests.runs import KeepsTrainers, Net, Run, batches, both, distance, feed_on_cpu, numbered, run
 
 PREFETCH: dict[str, Any] = {"prefetch": {"depth": 2}}
 CPU = "needs CUDA; this run is on cpu, where there is no copy to overlap"
@@ -229,27 +229,24 @@ def test_undo(on_cpu: None, raises: bool, own: bool, offspring: Callable[[], lis
                 raise RuntimeError("planted")
             return super().training_step(batch, batch_idx)
 
-    module, kept = Maybe(), []
+    module, fits = Maybe(), KeepsTrainers()
     if own:  # a hook the user put on the instance
         module.on_before_batch_transfer = mine = partial(Hooks.on_before_batch_transfer, module)  # type: ignore[method-assign]
-
-    class Keep(L.Callback):
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            kept.append(trainer)
 
     loader = batches(40, num_workers=2, persistent_workers=True)
     before = dict(vars(loader))
     if raises:
         with pytest.raises(RuntimeError, match="planted"):
-            run(PREFETCH, loader, lambda: module, callbacks=(Keep(),), max_epochs=1)
+            run(PREFETCH, loader, lambda: module, callbacks=(fits,), max_epochs=1)
     else:
-        run(PREFETCH, loader, lambda: module, callbacks=(Keep(),), max_epochs=1)
+        run(PREFETCH, loader, lambda: module, callbacks=(fits,), max_epochs=1)
+    (trainer,) = fits.trainers
     for _ in range(2):
         assert vars(module).get("on_before_batch_transfer") is (mine if own else None)
-        assert dict(vars(loader)) == before and type(kept[0].strategy).__name__ == "SingleDeviceStrategy"
+        assert dict(vars(loader)) == before and type(trainer.strategy).__name__ == "SingleDeviceStrategy"
         module.broken = False
-        kept[0].fit(module, loader)
-    assert kept[0].train_dataloader is loader
+        trainer.fit(module, loader)
+    assert trainer.train_dataloader is loader
     assert not [child for child in offspring() if "resource_tracker" not in " ".join(child.cmdline())]
 
 

@@ -24,7 +24,7 @@ from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import BatchWindow
 from tests.models import distance as apart
 from tests.models import weights
-from tests.runs import Net, Run, batches, both, distance, feed_on_cpu, run
+from tests.runs import KeepsTrainers, Net, Run, batches, both, distance, feed_on_cpu, run
 
 MERGE = {"batch": {"micro_batch": 16}}
 RAGGED = partial(batches, 84, shuffle=True)  # 11 batches, the last one short; windows of 4, 4 and 3
@@ -474,16 +474,12 @@ def test_after_a_fit_that_raised(tmp_path: Path) -> None:
                 raise RuntimeError("planted")
             return super().training_step(batch, batch_idx)
 
-    made: list[L.Trainer] = []
-
-    class Keep(L.Callback):
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            made.append(trainer)
+    fits = KeepsTrainers()
 
     for rungs in (None, MERGE):
         with pytest.raises(RuntimeError, match="planted"):
-            run(rungs, RAGGED(), partial(Raises, SGD, partial(every, 2)), callbacks=(Keep(),), **ACCUMULATE)
-    plain, merged = attributes(made[0]), attributes(made[1])
+            run(rungs, RAGGED(), partial(Raises, SGD, partial(every, 2)), callbacks=(fits,), **ACCUMULATE)
+    plain, merged = map(attributes, fits.trainers)
     # The plain run stopped in the first batch of a window, the merged one in the window: both were about to begin it.
     assert plain.pop("progress")["total"]["completed"] == merged.pop("progress")["total"]["completed"] == 4
     assert merged == plain

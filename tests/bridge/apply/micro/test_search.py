@@ -16,7 +16,6 @@ import numpy
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.micro import search as micro_search
@@ -25,7 +24,7 @@ from fastloop.evidence.clock.one_time import OneTime
 from tests import runs
 from tests.bridge.apply.micro.test_piece_logs import Memory
 from tests.noted import Noted
-from tests.runs import Net, Run, batches, both, distance, numbered, run
+from tests.runs import KeepsTrainers, Net, Run, batches, both, distance, numbered, run
 
 AUTO, BY_HAND = {"batch": {}}, {"batch": {"micro_batch": 16}}
 ACCUMULATE: dict[str, Any] = {"accumulate_grad_batches": 4, "max_epochs": 2}
@@ -283,15 +282,12 @@ def test_a_search_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch, time
 def test_ctrl_c_leaves_nothing_behind(timed: dict[int, float]) -> None:
     """B8: loggers, `log`, modes and threads are what they were; nothing is remembered."""
     module = Hungry(16, KeyboardInterrupt())
-    logger, trainers = Memory(), []
-
-    class Keep(Callback):
-        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            trainers.append(trainer)
+    logger, fits = Memory(), KeepsTrainers()
 
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        run(AUTO, EVEN(), lambda: module, logger=logger, callbacks=(Keep(),), **ACCUMULATE)
-    assert trainers[0].global_step == 0 and trainers[0].loggers == [logger] and "log" not in vars(module)
+        run(AUTO, EVEN(), lambda: module, logger=logger, callbacks=(fits,), **ACCUMULATE)
+    (trainer,) = fits.trainers
+    assert trainer.global_step == 0 and trainer.loggers == [logger] and "log" not in vars(module)
     assert module.training and all(each.grad is None for each in module.parameters())
     module.most = 32
     assert run(AUTO, EVEN(), lambda: module, **ACCUMULATE).seen("batch")["rates"]
