@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +23,8 @@ Call = Callable[..., torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch._dynamo.reset()
+def fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_by("aot_eager", monkeypatch)
-    yield
-    torch._dynamo.reset()
 
 
 def compile_by(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:

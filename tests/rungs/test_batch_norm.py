@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -247,7 +246,7 @@ def test_undo_after_a_failure() -> None:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def graphs(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Graphs that were captured; run as they are."""
     made: list[str] = []
     really = torch.compile
@@ -259,10 +258,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def compile_kept(function: Any, *, mode: Any = None, dynamic: Any = None) -> Any:
         return really(function, backend=keep, dynamic=dynamic)
 
-    torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", compile_kept)
-    yield made
-    torch._dynamo.reset()
+    return made
 
 
 @pytest.mark.parametrize("rehearsal", ["on", "off"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,11 +26,8 @@ SHAPES: dict[Any, tuple[int, ...]] = {
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh(fresh_dynamo: None) -> None:
     torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def grouped(norm: torch.nn.Module, count: int = GROUPS) -> tuple[torch.nn.Module, BatchGroups]:
