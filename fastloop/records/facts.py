@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fastloop.records.images import ImageFacts
 
@@ -26,6 +26,10 @@ class PrefixFacts:
     """Mean cached bytes per sample; None if unknown until a sample has been made."""
     names_files: bool = True
     """Whether the files behind each sample are known, so that a changed file is noticed."""
+
+
+Follows = Literal["batches", "epochs", "nothing"]
+"""From when on other objects in the dataset count in a loader: the next batch, the next epoch, or never."""
 
 
 @dataclass(frozen=True, kw_only=True)

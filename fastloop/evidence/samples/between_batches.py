@@ -65,7 +65,7 @@ def find_sampler_hazards(sampler: Any, dataset: Any, others: Iterable[Any] = ())
                 if name not in _SETS_EPOCH:
                     found[f"{path}.{written} is changed by its {name}()"] = None
         for function in sample_code.list_sample_functions(item):
-            for name, value in sample_code.list_globals(function):
+            for name, value in (*sample_code.list_globals(function), *sample_code.list_closure(function)):
                 if id(value) in held and _is_changeable(value):
                     found[f"{name} is held by {held[id(value)]} too"] = None
     return tuple(found)

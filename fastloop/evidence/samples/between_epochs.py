@@ -18,7 +18,7 @@ import torch
 from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.between_batches import BY_DATA, list_holders, list_running
 from fastloop.evidence.samples.dataset import walk
-from fastloop.evidence.samples.shared_files import list_shared_files
+from fastloop.evidence.samples.shared_files import list_shared_files, list_shared_maps
 
 _GIVEN_BATCHES = ("training_step", "on_train_batch_start", "on_after_batch_transfer", "on_before_batch_transfer")
 _FIXED = (str, bytes, int, float, complex, bool, tuple, type(None))
@@ -80,7 +80,7 @@ def list_changes_within(
             changes.append(f"{type(owner).__name__}.{name} changes its batch, which may be the dataset's own")
         trained_on = _list_changed_by_trainer(function, _find_trainer_name(owner, name, function))
         changes += [f"{each} is changed by {type(owner).__name__}.{name}" for each in trained_on]
-    changes += list_shared_files(walked, running)
+    changes += (*list_shared_files(walked, running), *list_shared_maps(walked, running))
     return (*dict.fromkeys(changes), *_list_trained(others, read))
 
 

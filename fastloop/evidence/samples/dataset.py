@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
+from fastloop.errors import let_through
 from fastloop.evidence.samples import sample_code
 
 _MOST_OBJECTS, _MOST_MEMBERS, _DEEPEST = 5000, 200, 7
@@ -109,12 +110,21 @@ def walk(root: Any, name: str = "dataset") -> Iterator[tuple[str, Any]]:
     queue, seen = deque([(name, root, 0)]), set[int]()
     while queue and len(seen) < _MOST_OBJECTS:
         path, item, depth = queue.popleft()
-        if isinstance(item, (*_PLAIN, logging.Filterer)) or id(item) in seen:
+        if id(item) in seen or not _shows_class(item) or isinstance(item, (*_PLAIN, logging.Filterer)):
             continue
         seen.add(id(item))
         yield path, item
         if depth < _DEEPEST and not isinstance(item, torch.Tensor) and _find_foreign(item) is None:
             queue.extend((f"{path}{step}", member, depth + 1) for step, member in list_members(item))
+
+
+def _shows_class(item: Any) -> bool:
+    """Whether an object lets anybody ask for its class; the names in a NumPy archive do not."""
+    try:
+        return item.__class__ is not None
+    except Exception as error:
+        let_through(error)
+        return False
 
 
 def is_opaque(item: Any) -> bool:

@@ -105,6 +105,11 @@ def list_globals(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, function.__globals__[name]
 
 
+def list_imported(function: Any) -> tuple[str, ...]:
+    """Names of the modules that a function imports when it runs."""
+    return tuple(dict.fromkeys(list_arguments(function.__code__, "IMPORT_NAME")))
+
+
 def list_closure(function: Any) -> Iterator[tuple[str, Any]]:
     """Objects that a function holds in its closure, with their names."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):

@@ -1,4 +1,5 @@
-"""Finds files that samples read and that the training writes meanwhile, by the names that calls in their code give.
+"""Finds files that samples read and that the training writes meanwhile, by the names that calls in their code give, and
+by the files that both sides have mapped into memory.
 
 A worker reads ahead of the training, so it would see such a file as it was some batches ago.
 """
@@ -6,10 +7,13 @@ A worker reads ahead of the training, so it would see such a file as it was some
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples import sample_code
@@ -42,6 +46,26 @@ def list_shared_files(held: Iterable[tuple[str, Any]], running: Iterable[tuple[A
         for file in _list_files(function, owner, WRITES):
             if file in read:
                 yield f"{file}, which {read[file]} reads, may be written by {type(owner).__name__}.{name}"
+
+
+def list_shared_maps(held: Iterable[tuple[str, Any]], running: Iterable[tuple[Any, str, Any]]) -> Iterator[str]:
+    """Yield the files that the samples' objects and the training both map into memory, if the training may write them.
+    The arguments are those of `list_shared_files`."""
+    read = {_find_file(item): path for path, item in held if isinstance(item, np.memmap)}
+    for owner, name, function in running if read else ():
+        names = set(sample_code.list_names(function.__code__))
+        own = [(each, value) for each, value in getattr(owner, "__dict__", {}).items() if each in names]
+        for label, value in (*own, *sample_code.list_globals(function), *sample_code.list_closure(function)):
+            maps = (
+                item for _, item in datasets.walk(value, label) if isinstance(item, np.memmap) and item.flags.writeable
+            )
+            for file in filter(read.__contains__, map(_find_file, maps)):
+                where = f"{type(owner).__name__}.{name}"
+                yield f"{read[file]} maps {PurePath(file).name}, which {where} may write through its {label}"
+
+
+def _find_file(array: np.memmap[Any, Any]) -> str:
+    return os.path.realpath(array.filename) if array.filename else f"<{id(array)}>"
 
 
 def _list_files(function: Any, owner: Any, pattern: re.Pattern[str]) -> Iterator[str]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import mmap
+import re
+import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from itertools import islice
+from multiprocessing.sharedctypes import SynchronizedBase
 from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -18,9 +22,9 @@ import numpy as np
 import torch
 
 from fastloop.errors import let_through
-from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples import sample_code, writes
 from fastloop.evidence.samples.before_epoch import find_block
-from fastloop.evidence.samples.dataset import is_in_shared_memory, is_opaque, list_members
+from fastloop.evidence.samples.dataset import TRAINING, find_reason, is_opaque, list_members
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _MOST_PARTS, _MOST_OBJECTS, _MOST_MEMBERS = 200, 2000, 200
@@ -29,6 +33,8 @@ _MOST_ALIKE = 20
 """Of a collection's members, only the first are looked into."""
 _MOST_NUMBERS = 1000
 """Of a larger array, only numbers at even distances are read."""
+_SHARED = (SynchronizedBase, ctypes.Array, ctypes._SimpleCData)
+"""Values in memory that processes share: workers see changes there, but have read ahead."""
 _INSIDE = ("inner", "dataset")
 """Attributes by which our own objects hold the user's."""
 
@@ -76,14 +82,21 @@ def _is_same(now: Any, then: Any) -> bool:
 
 def _walk(roots: dict[str, Any]) -> Iterator[_Part]:
     """Parts below the roots, breadth first."""
-    queue, seen, known = deque(roots.items()), dict[int, Any](), dict[int, Any]()
+    queue, seen, known = deque(roots.items()), dict[int, Any](), dict[int, tuple[Any, type]]()
     while queue and len(seen) < _MOST_OBJECTS:
         path, item = queue.popleft()
         if id(item) in seen:
             continue
         seen[id(item)] = item
         try:
-            if isinstance(item, (*_PLAIN, ModuleType)) or is_opaque(item):
+            if isinstance(item, (*_PLAIN, ModuleType)):
+                continue
+            if is_opaque(item):
+                kind: Any = type(item)
+                if find_reason(kind) == TRAINING:  # the dataset was given it since its plan
+                    yield _Part(f"{path}, a part of the training,", list, [item])
+                continue
+            if isinstance(item, _SHARED) and path.rpartition(".")[2] in _list_written(known.values()):
                 continue
             part = None if (read := _find_reader(item)) is None else _Part(path, read, read())
             members = [(f"{path}{step}", member) for step, member in _list_members(item)]
@@ -97,8 +110,18 @@ def _walk(roots: dict[str, Any]) -> Iterator[_Part]:
             for space, names in _list_spaces(function) if id(function) not in known else ():
                 yield from (_Part(name, _read_name(space, name), [space[name]]) for name in names)
                 queue.extend((name, space[name]) for name in names if not _holds_no_user_state(space[name]))
-            known[id(function)] = function
+            for name in sample_code.list_imported(function) if id(function) not in known else ():
+                yield _Part(name, read := _read_module(name, function), read())
+            known[id(function)] = function, type(item)
             queue.extend(sample_code.list_closure(function))
+
+
+def _list_written(functions: Iterable[tuple[Any, type]]) -> set[str]:
+    """Names of what these functions for samples write themselves: in workers, too."""
+    changes = (
+        state for function, kind in functions for state in sample_code.list_touched(function, writes.list_targets, kind)
+    )
+    return {re.sub(r"^[. ]+(\(the outer )?|\)$", "", state) for state in changes}
 
 
 def _list_spaces(function: Any) -> Iterator[tuple[dict[str, Any], list[str]]]:
@@ -141,9 +164,11 @@ def _list_class_values(kind: type) -> Iterator[tuple[str, Any]]:
 
 def _find_reader(item: Any) -> Callable[[], list[Any]] | None:
     """What reads the object's contents; None if these cannot change, or only behind its back."""
-    if isinstance(item, torch.Tensor):
-        is_fixed = item.is_inference() or is_in_shared_memory(item)  # where workers see changes
-        return None if is_fixed else lambda: [item._version]
+    if isinstance(item, torch.Tensor):  # also in shared memory: workers see changes there, but read ahead
+        return None if item.is_inference() else lambda: [item._version]
+    if isinstance(item, _SHARED):
+        values = item.get_obj() if isinstance(item, SynchronizedBase) else item
+        return lambda: [_sum(np.frombuffer(memoryview(values), np.uint8))]
     if isinstance(item, np.ndarray):
         return None if item.dtype.hasobject or _is_file(item) else lambda: [_sum(item)]
     if isinstance(item, ContextVar):
@@ -181,6 +206,19 @@ def _is_cached(member: Any) -> bool:
 
 def _read_name(space: dict[str, Any], name: str) -> Callable[[], list[Any]]:
     return lambda: [space.get(name)]
+
+
+def _read_module(name: str, function: Any) -> Callable[[], list[Any]]:
+    """What a function reads from a module of the user's that it imports itself: nothing until somebody imports it."""
+    named = set(sample_code.list_names(function.__code__))
+
+    def read() -> list[Any]:
+        module = sys.modules.get(name)
+        if module is None or sample_code.is_installed(module):
+            return []
+        return [value for name, value in vars(module).items() if name in named]
+
+    return read
 
 
 def _is_file(array: Any) -> bool:

@@ -15,7 +15,7 @@ from fastloop.feeds.device_store.draws import send
 from fastloop.feeds.images.byte_batches import find_user_dataset
 from fastloop.feeds.images.own_samples import untouched_generators
 from fastloop.feeds.rows.reading import Column, NotRows, Rows, read_rows
-from fastloop.feeds.rows.wanted import Follows
+from fastloop.records.facts import Follows
 
 COMPARED = 16
 """Samples that must equal those of the user's loader, bit for bit, before the engine is used."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fastloop.errors import NotApplicable
 from fastloop.feeds.device_store.wanted import SHARE, CheckedEngine, explain_own_batches
-from fastloop.records.facts import Facts, LoaderFacts, RowFacts
+from fastloop.records.facts import Facts, Follows, LoaderFacts, RowFacts
 from fastloop.records.plan import Change
-
-Follows = Literal["batches", "epochs", "nothing"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,6 +151,14 @@ def test_a_sampler_that_is_told_of_losses() -> None:
     )
 
 
+def sample_over(losses: list[float]) -> Any:
+    class Enclosed(Sampler[int]):
+        def __iter__(self) -> Any:
+            return iter(sorted(range(len(losses)), key=losses.__getitem__))
+
+    return Enclosed()
+
+
 def test_what_a_sampler_shares_with_who_changes_it() -> None:
     losses = [0.0]
     sampler = ByLoss(losses=losses)
@@ -160,6 +168,7 @@ def test_what_a_sampler_shares_with_who_changes_it() -> None:
     assert find_sampler_hazards(ReadsModule(), DATA, [WritesGlobal()]) == (
         "LOSSES is held by WritesGlobal (LOSSES) too",
     )
+    assert find_sampler_hazards(sample_over(losses), DATA, [Feeds(losses)]) == ("losses is held by Feeds (held) too",)
 
 
 def test_the_dataset_in_a_sampler_is_not_looked_at() -> None:

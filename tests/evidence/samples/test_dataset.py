@@ -107,6 +107,16 @@ def test_a_real_sqlite_connection_and_a_real_file(tmp_path: Path) -> None:
         )
 
 
+def test_an_archive_of_arrays_is_a_handle(tmp_path: Path) -> None:
+    """Its namespace of names raises where it is asked for its class."""
+    np.savez(tmp_path / "arrays.npz", x=np.zeros(3))
+    data = Items()
+    data.arrays = np.load(tmp_path / "arrays.npz")  # type: ignore[attr-defined]
+    with data.arrays:  # type: ignore[attr-defined]
+        found = find_worker_hazards(data)
+    assert "dataset.arrays.fid is an open file handle; open it in __getitem__ instead" in found
+
+
 def test_handles_hidden_in_callables_are_found() -> None:
     handle = fake("h5py", "File")
 

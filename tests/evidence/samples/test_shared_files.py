@@ -148,3 +148,32 @@ def test_a_file_that_is_written_while_samples_read_it_is_named(dataset: Any, oth
 )
 def test_other_files_are_not(dataset: Any, other: Any) -> None:
     assert list_changes_within(dataset, [other]) == ()
+
+
+class Bank:
+    """Reads a file that it has mapped into memory."""
+
+    def __init__(self, place: Any) -> None:
+        self.rows = np.memmap(place, "f4", "r", shape=(4, 2))
+
+    def __getitem__(self, index: int) -> Any:
+        return np.array(self.rows[index])
+
+
+class Fills(L.Callback):
+    def __init__(self, place: Any, mode: Any) -> None:
+        self.made = {"rows": np.memmap(place, "f4", mode, shape=(4, 2))}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.made["rows"][0] += 1
+
+
+def test_a_mapped_file_that_the_training_may_write_is_named(tmp_path: Path) -> None:
+    for name in ("bank.dat", "other.dat"):
+        np.zeros((4, 2), "f4").tofile(tmp_path / name)
+    bank = Bank(tmp_path / "bank.dat")
+    assert list_changes_within(bank, [Fills(tmp_path / "bank.dat", "r+")]) == (
+        "dataset.rows maps bank.dat, which Fills.on_train_batch_end may write through its made",
+    )
+    for other in (Fills(tmp_path / "bank.dat", "r"), Fills(tmp_path / "other.dat", "r+")):
+        assert list_changes_within(bank, [other]) == ()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
+import multiprocessing
+import sys
 import tracemalloc
 import types
 import weakref
@@ -12,6 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -161,6 +165,49 @@ def test_what_code_reads_elsewhere_is_seen(change: Callable[[Any], Any]) -> None
     assert not LOGGER.isEnabledFor(logging.DEBUG) and mark.find_change() is None  # a logger remembers that
     change(data)
     assert mark.find_change() is not None
+
+
+SHARED, COUNTED = multiprocessing.Value("d", 0.0), multiprocessing.RawArray("i", 3)
+
+
+class ReadsShared:
+    """Reads what all processes share, counts in it, and imports a module of the project's when it runs."""
+
+    def __init__(self) -> None:
+        self.rows = torch.zeros(3).share_memory_()
+
+    def __getitem__(self, index: int) -> Any:
+        import late_settings  # type: ignore[import-not-found]
+
+        COUNTED[index] += 1
+        return self.rows[index] + SHARED.value * late_settings.level
+
+
+@pytest.mark.parametrize("change", ["value", "tensor", "module", "import"])
+def test_what_workers_read_ahead_is_seen(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They see new values in shared memory, but later than a training that loads its batches itself."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "late_settings", raising=False)
+    (tmp_path / "late_settings.py").write_text("level = 1.0")
+    data = ReadsShared()
+    if change == "module":
+        data[0]
+    mark = StateMark(dataset=data)
+    COUNTED[1] += 1
+    assert mark.find_change() is None, "samples count there themselves"
+    if change == "value":
+        SHARED.value += 1
+    elif change == "tensor":
+        data.rows.add_(1)
+    else:
+        importlib.import_module("late_settings").level = 2.0  # type: ignore[attr-defined]
+    assert mark.find_change() == {"value": "SHARED", "tensor": "dataset.rows"}.get(change, "late_settings")
+
+
+def test_a_part_of_the_training_is_never_up_to_date_in_workers() -> None:
+    data = Holds()
+    data.opts["module"] = L.LightningModule()  # type: ignore[assignment]
+    assert StateMark(dataset=data).find_change() == "dataset.opts['module'], a part of the training,"
 
 
 class Lazily:
