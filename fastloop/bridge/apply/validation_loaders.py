@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 from fastloop.bridge.apply import read_facts
@@ -17,6 +17,7 @@ from fastloop.feeds.lazy_loader import LazyLoader, clone, read_like_workers
 from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.read_twice import ReadTwice
 from fastloop.feeds.workers.tried_workers import end_workers
+from fastloop.records.facts import LoaderFacts
 from fastloop.records.plan import Applied
 
 
@@ -54,12 +55,14 @@ class ValidationLoaders(ABC):
         """The user's loader if `loader` is one of ours, else `loader` itself."""
         return next((own for ours, own, _ in self._made if ours is loader), loader)
 
-    def change(self, loader: Any) -> Any:
-        """Return a replacement; the loader itself if the rung requests none, or (with a warning) if that fails."""
-        others = [self._site.module, *self._site.trainer.callbacks]
+    def change(self, loader: Any, read: Callable[[], LoaderFacts]) -> Any:
+        """Return a replacement; the loader itself if the rung requests none, or (with a warning) if that fails.
+
+        Args:
+            read: returns the loader's facts.
+        """
         try:
-            read = read_facts.read_loader_facts(loader, others=others)
-            facts = dataclasses.replace(self._site.facts, loader=read, evaluates=True)
+            facts = dataclasses.replace(self._site.facts, loader=read(), evaluates=True)
             want = self._rung.plan(facts).wants.get(self.KEY)
             if want is None:
                 return loader
@@ -178,7 +181,7 @@ class Validation:
     def __init__(
         self, site: LiveSite, live: LivePlan, changes: Any, *, say: Callable[[str], None], warn: Callable[[str], None]
     ) -> None:
-        self._live, self._made = live, list[ValidationLoaders]()
+        self._site, self._live, self._made = site, live, list[ValidationLoaders]()
         for kind in (ValidationEngines, ValidationWorkers):
             if (name := live.may_want.owner(kind.KEY)) is not None:
                 rung, list_wants = getattr(live.ladder, name), partial(live.list_wants, name)
@@ -189,10 +192,12 @@ class Validation:
         """Return the loader that Lightning should use: a replacement that a rung requests, or the user's."""
         for made in self._made:
             loader = made.find_original(loader)
+        others = [self._site.module, *self._site.trainer.callbacks]
+        read = cache(lambda: read_facts.read_loader_facts(loader, others=others))
         for made in self._made:
             step = self._live.plan.step(made.name)
             is_on = step is not None and step.status != "skipped"
-            if is_on and (changed := made.change(loader)) is not loader:
+            if is_on and (changed := made.change(loader, read)) is not loader:
                 return changed
         return loader
 
