@@ -142,8 +142,8 @@ def test_optimizers_that_are_made_anew_are_named() -> None:
     watcher, _ = fit(FUSED, seeded(Anew), max_epochs=2)
     assert verdict(watcher, "fused").took is False
     assert verdict(watcher, "fused").why == (
-        "0 of 1 parameter groups fused, 8 optimizer steps ran this way; then your code made the optimizers anew, and the"
-        " new ones are not fused"
+        "0 of 1 parameter groups fused, 8 optimizer steps ran this way; then your code made the optimizers anew, and"
+        " the new ones are not fused"
     )
 
 
