@@ -52,12 +52,12 @@ class Fused:
         evidence = seen.evidence.get("fused", {})
         if "groups" not in evidence:
             return Verdict(took=None, why="no optimizer was seen")
-        why = (
-            f"{evidence['fused_groups']} of {evidence['groups']} parameter groups fused,"
-            f" {evidence['steps']} optimizer steps ran this way"
-        )
+        groups = f"{evidence['fused_groups']} of {evidence['groups']} parameter groups"
+        why = f"{groups} fused, {evidence['steps']} optimizer steps ran this way"
         if evidence.get("made_anew"):
-            why += "; then your code made the optimizers anew, and the new ones are not fused"
+            why = (
+                f"{evidence['steps']} steps were fused, then your code made the optimizers anew: {groups} are fused now"
+            )
         return Verdict(took=evidence["fused_groups"] == evidence["groups"] and evidence["steps"] > 0, why=why)
 
 
