@@ -84,7 +84,8 @@ def _alarm(seconds: float) -> Iterator[None]:
         if is_over:
             return
         waits_since = theirs.note_signal(limit)
-        if raised is not None and raised() is not None:  # on its way out: nothing may interrupt what puts things back
+        if theirs.is_raising or (raised is not None and raised() is not None):
+            # An exception is on its way out: nothing may interrupt what puts things back.
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
             return
         latest = MOST_LATE_S + (limit if waits_since is None else waits_since)
@@ -112,12 +113,19 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 class _TheirAlarm:
     """The user's own SIGALRM, with its handler and timer, while our limit uses both. It still rings on time, or a
-    little later where nothing may be raised, since the user's handler may raise."""
+    little later where nothing may be raised, since the user's handler may raise. If what it raised was ignored, as
+    torch does in parts of a compile, it rings again."""
 
     def __init__(self) -> None:
         self._handler: _Handler | int | None = signal.SIG_DFL
         self._due, self._every_s = math.inf, 0.0
         self._waits_since: float | None = None
+        self._raising: weakref.ref[object] | None = None
+
+    @property
+    def is_raising(self) -> bool:
+        """Whether what the user's handler raised is on its way out."""
+        return self._raising is not None and self._raising() is not None
 
     def replace(self, ring: _Handler, limit: float) -> None:
         """Let `ring` handle the signal, which comes at `limit`, or at the user's own time if that is earlier."""
@@ -131,7 +139,7 @@ class _TheirAlarm:
     def put_back(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL if self._handler is None else self._handler)  # None: set from C
-        due = self._due if self._waits_since is None else self._waits_since
+        due = self._due if self._waits_since is None or self.is_raising else self._waits_since
         if due < math.inf:
             signal.setitimer(signal.ITIMER_REAL, max(1e-3, due - time.monotonic()), self._every_s)
 
@@ -148,13 +156,16 @@ class _TheirAlarm:
         if late_s >= 0:  # an interval's next time; those that it missed came as one
             self._due += self._every_s * (1 + late_s // self._every_s) if self._every_s else math.inf
         self.put_back()
+        mark = set[object]()  # lives as long as this frame, which an exception's traceback keeps
+        self._raising = weakref.ref(mark)
         try:
             if callable(self._handler):
                 self._handler(number, frame)
             else:
                 signal.raise_signal(number)  # the system's own, which ends the process, or none
         except BaseException:
-            limit = max(limit, time.monotonic() + MOST_LATE_S)  # on its way out, as above
+            self._waits_since = time.monotonic()
+            limit = self._waits_since + AGAIN_S
             raise
         finally:
             self.replace(ring, limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -110,13 +111,13 @@ def test_an_alarm_without_a_handler_ends_the_process_on_time() -> None:
     assert ended.returncode == -signal.SIGALRM
 
 
+def end(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError("the time that was booked is over")
+
+
 @pytest.mark.usefixtures("put_back")
 def test_what_the_users_handler_raises_waits_until_it_may_be_raised() -> None:
     """It leaves no context halfway, and passes through what catches the errors of a rehearsal."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError("the time that was booked is over")
-
     signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     mode = Leaving()
@@ -127,6 +128,51 @@ def test_what_the_users_handler_raises_waits_until_it_may_be_raised() -> None:
     assert mode.has_left
     with pytest.raises(TimeoutError):
         let_through(raised.value)
+
+
+@pytest.mark.usefixtures("put_back")
+def test_what_the_users_handler_raises_in_a_compile_passes_through() -> None:
+    """The training ended with an error of the compiler's, which nobody catches."""
+
+    def compile_slowly(graph: Any, _inputs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGALRM)
+        wait_busily(60)
+
+    signal.signal(signal.SIGALRM, end)
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend=compile_slowly)
+    with pytest.raises(TimeoutError, match="booked"):
+        try:
+            with limited(30, **WORDS):
+                compiled(torch.ones(1, 2))
+        except Exception as error:
+            assert not isinstance(error, TimeoutError), "the compiler's"
+            let_through(error)
+
+
+@pytest.mark.usefixtures("put_back")
+@pytest.mark.parametrize("work_s", [0.0, 60.0], ids=["at the end", "on the way"])
+def test_an_alarm_rings_again_if_what_it_raised_was_ignored(work_s: float) -> None:
+    """While torch looks for the CPU's vector instructions it takes any exception for their absence."""
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with pytest.raises(TimeoutError):
+        with limited(30, **WORDS):
+            with contextlib.suppress(Exception):
+                wait_busily(30)
+            wait_busily(work_s)
+        wait_busily(30)
+
+
+@pytest.mark.usefixtures("put_back")
+def test_an_alarm_that_ended_the_work_rings_once() -> None:
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with limited(30, **WORDS):
+            wait_busily(30)
+    except TimeoutError:
+        wait_busily(1.5)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_what_does_not_hear_is_ended_with_its_cause() -> None:
@@ -270,10 +316,6 @@ def test_sigterm_ends_a_rehearsal_at_once(rehearses: bool) -> None:
 @pytest.mark.usefixtures("put_back")
 def test_an_alarm_that_raises_ends_the_training_from_within_a_rehearsal() -> None:
     """It was taken for the time limit, and then for a fault of the rung."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError("the time that was booked is over")
-
     signal.signal(signal.SIGALRM, end)
     torch.manual_seed(0)
     module = Preempted(signal.SIGALRM)
