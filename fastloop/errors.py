@@ -79,7 +79,7 @@ def let_through(error: BaseException) -> None:
     """
     for each in walk_causes(error):
         if _comes_from_handler(each):
-            raise each
+            raise getattr(each, "inner_exception", each)  # torch's compilers raise their own, with the same traceback
 
 
 def walk_causes(error: BaseException) -> Iterator[BaseException]:

@@ -20,11 +20,12 @@ def find_validation(step: Attribution, rungs: Rungs) -> Finding | None:
     """Find validation inside fit, spread over the steps."""
     found = read_loader(step.measured)
     advice = "validate less often (check_val_every_n_epoch, val_check_interval) or on fewer batches (limit_val_batches)"
-    if found.get("validation_has_engine"):
-        pass
-    elif not (workers := found.get("validation_workers")):
-        advice += ", and give the validation loader workers"
-    elif not found.get("validation_keeps_workers"):
+    workers = found.get("validation_workers")
+    if workers == 0 and "validation_obstacle" in found:
+        obstacle = found["validation_obstacle"]
+        known = f"; the validation loader should have no workers: {obstacle}"
+        advice += ", and give the validation loader workers" if obstacle is None else known
+    elif workers and not found.get("validation_keeps_workers") and found.get("can_keep_for_validation") is not False:
         advice = (
             f"keep the validation loader's {workers} workers between validations (persistent_workers=True); {advice}"
         )

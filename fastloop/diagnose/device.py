@@ -18,7 +18,7 @@ from fastloop.diagnose.gpu_use import (
     find_culprit,
     sum_products,
 )
-from fastloop.diagnose.remedies import Remedy, Rungs
+from fastloop.diagnose.remedies import NO_RUNG, Remedy, Rungs
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding
 from fastloop.records.readings import (
@@ -128,28 +128,40 @@ def find_padding(step: Attribution, _rungs: Rungs) -> Finding | None:
 
 
 def _find_slow_optimizer(step: Attribution, rungs: Rungs) -> Finding | None:
-    """Find an optimizer whose fused form would save much of the step, or one that is not torch's and not fused."""
+    """Find an optimizer whose fused form would save much of the step, or one that is not fused and cannot be."""
     spent = step.parts_ms.get("optimizer", 0.0)
-    own, saved_ms = step.measured.evidence.get(OPTIMIZER, {}).get("own", []), min(spent, read_fusing_ms(step.measured))
+    unfused, saved_ms = _describe_unfused(step.measured), min(spent, read_fusing_ms(step.measured))
     saves = step.to_pct(saved_ms) >= CPU_WORTH_PCT
-    if not saves and not own:
+    if not saves and unfused is None:
         return None
     most = compute_gain_bound_pct(step.to_pct(saved_ms)) if saves else None
     cost = weigh(step, "compute_bound", spent, worth_pct=CPU_WORTH_PCT, least_ms=ORDINARY_MS, most_pct=most)
     if cost is None:
         return None
-    if saves:
+    if saves or unfused is None:
         much = "most of it" if saved_ms >= MOST * spent else f"about {saved_ms:.1f} ms of it"
         facts = f"the optimizer takes {cost.time}, and its fused form would save {much}"
         remedy = rungs.choose(step.measured, "optimizer", "create yours with fused=True")
     else:
-        facts = f"{' and '.join(own)}, not one of torch's optimizers, takes {cost.time}"
-        remedy = Remedy(
-            None,
-            "no rung helps with this: if torch has an equivalent, create it with fused=True to update all parameters"
-            " in one call",
-        )
+        name, beside, advice = unfused
+        facts, remedy = f"{name} takes {cost.time}{beside}", Remedy(None, f"{NO_RUNG}: {advice}")
     return cost.explain(facts, remedy, title="BUSY, NOT FAST: OPTIMIZER")
+
+
+def _describe_unfused(seen: Measurement) -> tuple[str, str, str] | None:
+    """Describe the optimizers that no rung fuses, what they do besides, and what would help; None without any."""
+    found = seen.evidence.get(OPTIMIZER, {})
+    if own := found.get("own"):
+        does = "if torch has an equivalent, create it with fused=True to update all parameters in one call"
+        return f"{' and '.join(own)}, not one of torch's optimizers,", "", does
+    if not (names := found.get("no_fused_form")):
+        return None
+    often, changes = to_number(found.get("evaluations_per_step")), "(which changes the training)"
+    if often is None:
+        alike = " and ".join(dict.fromkeys(names))
+        return f"{alike}, without a fused form,", "", f"choose one that has it, such as AdamW {changes}"
+    beside = f" besides training_step and its backward, which it runs {often:.1f} times a step"
+    return names[0], beside, f"a smaller max_iter or history_size {changes}"
 
 
 def _join_words(*words: str | None) -> str:

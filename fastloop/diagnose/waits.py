@@ -96,13 +96,16 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
         return "this loader is not a DataLoader; prepare its batches ahead of time"
     if any(isinstance(each, Mapping) and each.get("loss_ms") for each in seen.evidence.values()):
         return "make samples and batches cheaper: taking batches from workers costs more than making them"
-    if count == 0 and not found.get("map_style"):
+    without: Mapping[str, str | None] = found.get("without_workers") or {}
+    if count == 0 and not found.get("map_style") and not without:
         return "an iterable dataset must be sharded in your code before it can have workers"
     if count == 0 and not is_worth_handing_over(seen):
         return (
             f"a batch takes {read_batch_ms(seen):.2f} ms to make, and taking it from a worker would cost up to"
             f" {find_hand_over_ms(seen):g} ms; a dataset with __getitems__ makes a whole batch at once"
         )
+    if count == 0 and without:
+        return _advise_each(without)
     if count == 0:
         return "make samples and batches cheaper" if refused is None else f"{refused}; make samples and batches cheaper"
     threads = found.get("worker_threads") or 0
@@ -124,6 +127,14 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
         left = f" and no CPU is left for another ({cpus} {'is' if cpus == 1 else 'are'} usable)"
     advice = "make samples cheaper; if loading waits for a disk or network, more workers can still help"
     return f"{slow}{left}; {advice}"
+
+
+def _advise_each(without_workers: Mapping[str, str | None]) -> str:
+    """Return advice about those of several loaders that have no workers, each with why it cannot have any."""
+    told = [
+        f"your loader {each} has no workers: {why or 'set its num_workers'}" for each, why in without_workers.items()
+    ]
+    return "; ".join([*told, *([] if None in without_workers.values() else ["make samples and batches cheaper"])])
 
 
 def find_h2d(step: Attribution, rungs: Rungs) -> Finding | None:

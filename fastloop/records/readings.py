@@ -22,7 +22,8 @@ CPU_WORTH_PCT = 10.0
 """Share of the step above which host work is reported on the CPU, where few steps measure it and it competes with the
 training: twenty healthy trainings that shared two cores with other work measured up to 9.6 %."""
 OPTIMIZER = "optimizer"
-"""Among the evidence: which optimizers are not torch's own, and what fusing the others would save."""
+"""Among the evidence: which optimizers are not torch's own or have no fused form, and what fusing the others would
+save."""
 ANOMALY_MODE = "anomaly_mode"
 """Among the evidence: the autograd engine looked for anomalies; absent if it did not."""
 OFTEN = 0.5

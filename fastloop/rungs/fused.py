@@ -52,11 +52,13 @@ class Fused:
         evidence = seen.evidence.get("fused", {})
         if "groups" not in evidence:
             return Verdict(took=None, why="no optimizer was seen")
-        return Verdict(
-            took=evidence["fused_groups"] == evidence["groups"] and evidence["steps"] > 0,
-            why=f"{evidence['fused_groups']} of {evidence['groups']} parameter groups fused,"
-            f" {evidence['steps']} optimizer steps ran this way",
-        )
+        groups = f"{evidence['fused_groups']} of {evidence['groups']} parameter groups"
+        why = f"{groups} fused, {evidence['steps']} optimizer steps ran this way"
+        if evidence.get("made_anew"):
+            why = (
+                f"{evidence['steps']} steps were fused, then your code made the optimizers anew: {groups} are fused now"
+            )
+        return Verdict(took=evidence["fused_groups"] == evidence["groups"] and evidence["steps"] > 0, why=why)
 
 
 def _refuse(optimizer: Any, site: Site) -> None:
@@ -87,12 +89,14 @@ def _check_optimizers(site: Site) -> None:
 def _fuse(site: Site) -> Applied:
     """Switch the optimizers in place: with a new optimizer object, schedulers would still refer to the old one."""
     _check_optimizers(site)
-    steps = [0]
-    undos = [_flip(optimizer, steps) for optimizer in site.optimizers]
+    steps, flipped = [0], [*site.optimizers]
+    undos = [_flip(optimizer, steps) for optimizer in flipped]
 
     def probe() -> Mapping[str, Any]:
         fused = [group.get("fused") is True for optimizer in site.optimizers for group in optimizer.param_groups]
-        return {"groups": len(fused), "fused_groups": sum(fused), "steps": steps[0]}
+        kept = all(any(optimizer is own for own in flipped) for optimizer in site.optimizers)
+        found = {"groups": len(fused), "fused_groups": sum(fused), "steps": steps[0]}
+        return found if kept else {**found, "made_anew": True}
 
     def undo() -> None:
         for put_back in undos:

@@ -54,8 +54,23 @@ def test_workers_that_start_anew_each_epoch(loader: dict[str, Any], enabled: tup
 @pytest.mark.parametrize(
     ("loader", "says", "not_says"),
     [
-        ({}, "and give the validation loader workers", "persistent_workers"),
-        ({"validation_workers": 0}, "and give the validation loader workers", "persistent_workers"),
+        ({}, "validate less often", "workers"),
+        ({"validation_workers": 0}, "validate less often", "workers"),
+        (
+            {"validation_workers": 0, "validation_obstacle": None},
+            "and give the validation loader workers",
+            "persistent_workers",
+        ),
+        (
+            {"validation_workers": 0, "validation_obstacle": "dataset.archive is an open file handle"},
+            "; the validation loader should have no workers: dataset.archive is an open file handle",
+            "give",
+        ),
+        (
+            {"validation_workers": 8, "validation_keeps_workers": False, "can_keep_for_validation": False},
+            "validate less often",
+            "workers",
+        ),
         (
             {"validation_workers": 8, "validation_keeps_workers": False},
             "keep the validation loader's 8 workers between validations (persistent_workers=True); validate less often",

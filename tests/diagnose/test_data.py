@@ -59,6 +59,26 @@ def only(
             "no rung helps with this: an iterable dataset must be sharded in your code before it can have workers",
         ),
         (
+            {**MAP, "map_style": False, "without_workers": {"'map' (Rows)": None}},
+            (),
+            None,
+            "no rung helps with this: your loader 'map' (Rows) has no workers: set its num_workers",
+        ),
+        (
+            {**MAP, "map_style": False, "without_workers": {"'a' (Rows)": None, "'b' (Stream)": "it is a stream"}},
+            (),
+            None,
+            "no rung helps with this: your loader 'a' (Rows) has no workers: set its num_workers; your loader 'b'"
+            " (Stream) has no workers: it is a stream",
+        ),
+        (
+            {**MAP, "map_style": False, "without_workers": {"'b' (Stream)": "it is a stream"}},
+            (),
+            None,
+            "no rung helps with this: your loader 'b' (Stream) has no workers: it is a stream; make samples and batches"
+            " cheaper",
+        ),
+        (
             {**MAP, "num_workers": None},
             (),
             None,

@@ -131,6 +131,20 @@ def test_does_not_take_without_a_step() -> None:
     assert Fused().verify(Measurement()).took is None
 
 
+def test_optimizers_that_are_made_anew_are_named() -> None:
+    """The reason said that steps ran fused, and that no group is."""
+
+    class Anew(Tuned):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.trainer.strategy.setup_optimizers(self.trainer)
+
+    watcher, _ = fit(FUSED, seeded(Anew), max_epochs=2)
+    assert verdict(watcher, "fused").took is False
+    why = "8 steps were fused, then your code made the optimizers anew: 0 of 1 parameter groups are fused now"
+    assert verdict(watcher, "fused").why == why
+
+
 REFUSED: list[tuple[Any, str]] = [
     (lambda: seeded(Tuned, kind=torch.optim.RMSprop), "RMSprop has no fused form"),
     (lambda: seeded(Tuned, kind=Home), "Home has no fused form"),

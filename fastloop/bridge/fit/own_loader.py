@@ -9,8 +9,13 @@ from typing import Any
 from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.applier import Applier
 from fastloop.bridge.watch import loader_state
-from fastloop.errors import let_through
-from fastloop.evidence.worker_limits import can_keep_for_validation, can_keep_theirs, find_obstacle_to_more
+from fastloop.errors import describe, let_through
+from fastloop.evidence.worker_limits import (
+    can_keep_for_validation,
+    can_keep_theirs,
+    find_obstacle,
+    find_obstacle_to_more,
+)
 from fastloop.ladder import Ladder, list_refused
 from fastloop.records.facts import Facts
 
@@ -40,6 +45,8 @@ def gather_loader_evidence(
         loader["can_have_more"] = found is not None and find_obstacle_to_more(found, facts or Facts()) is None
     if seen.get("validation_workers") and not seen.get("validation_keeps_workers") and facts is not None:
         loader["can_keep_for_validation"] = _can_keep_for_validation(trainer, facts, ladder)
+    if facts is not None:
+        loader |= _explain_without_workers(trainer, applier, facts, seen)
     if decode_ms is not None:
         loader["decode_ms"] = decode_ms
     elif rows is None and seen.get("num_workers"):
@@ -64,6 +71,31 @@ def _read_loader(trainer: Any, applier: Applier | None, ladder: Ladder) -> Facts
         # Each loader gives a part of every batch, and a different one may set the number of batches.
         facts, read = dataclasses.replace(facts, limit_train_batches=None), dataclasses.replace(read, batches=batches)
     return dataclasses.replace(facts, loader=read)
+
+
+def _explain_without_workers(
+    trainer: Any, applier: Applier | None, facts: Facts, seen: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Say why loaders without workers cannot have any, or None where they can: those for validation, and each of
+    several train loaders."""
+    told: dict[str, Any] = {}
+    if seen.get("validation_workers") == 0:
+        idle = [each for each in loader_state.find_validation_loaders(trainer) if each.num_workers == 0]
+        whys = [_find_obstacle(trainer, facts, loader) for loader in idle]
+        told["validation_obstacle"] = next(filter(None, whys), None)
+    changed = None if applier is None else applier.loaders
+    for name, loader in loader_state.list_without_workers(trainer):
+        own = loader if changed is None else changed.find_original(loader)
+        told.setdefault("without_workers", {})[name] = _find_obstacle(trainer, facts, own)
+    return told
+
+
+def _find_obstacle(trainer: Any, facts: Facts, loader: Any) -> str | None:
+    try:
+        read = read_facts.read_loader_facts(loader, others=[trainer.lightning_module, *trainer.callbacks])
+    except Exception as error:
+        return f"its code cannot be read: {describe(error)}"
+    return find_obstacle(read, facts, "auto")
 
 
 def _can_keep_for_validation(trainer: Any, facts: Facts, ladder: Ladder) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
@@ -37,6 +37,19 @@ def find_loaders(trainer: Any) -> list[Any]:
     """Return the train loaders that the Trainer iterates, as a flat list; empty before it has them."""
     # Lightning has no public access to them: `trainer.train_dataloader` returns the user's own nesting.
     return list(getattr(getattr(trainer.fit_loop, "_combined_loader", None), "flattened", []))
+
+
+def list_without_workers(trainer: Any) -> list[tuple[str, Any]]:
+    """List those of several train loaders that have no workers, each with its name: its key, if it has one, and its
+    dataset's class. Empty if there is only one loader."""
+    found = find_loaders(trainer)
+    if len(found) < 2:
+        return []
+    nest = getattr(trainer.fit_loop._combined_loader, "iterables", None)
+    keys = {id(loader): f"{key!r} " for key, loader in nest.items()} if isinstance(nest, Mapping) else {}
+    own = [each for each in found if _find_engine(each) is None and getattr(each, "num_workers", None) == 0]
+    kinds = [type(find_user_dataset(getattr(each, "dataset", None))).__name__ for each in own]
+    return [(f"{keys.get(id(each), '')}({kind})", each) for each, kind in zip(own, kinds, strict=True)]
 
 
 def find_iterators(trainer: Any) -> Iterator[Any]:

@@ -232,7 +232,7 @@ class Session:
         seen = build_measurement(self.watch, about, evidence)
         share = (seen.parts_ms.get("optimizer") or 0.0) / (seen.step_ms.get("mean") or math.inf)
         if raised is None and seen.device == "cpu" and 100 * share >= CPU_WORTH_PCT:
-            found = {OPTIMIZER: describe_optimizers(trainer.optimizers)}
+            found = {OPTIMIZER: describe_optimizers(trainer.optimizers, trainer.global_step)}
             seen = dataclasses.replace(seen, evidence={**seen.evidence, **found})
         if (crowded := self._describe_crowd()) is not None:
             found = {"cpu": {"crowded": True, "threads": torch.get_num_threads()}}

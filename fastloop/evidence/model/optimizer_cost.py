@@ -19,13 +19,28 @@ CHOICES = ("fused", "foreach", "capturable", "differentiable")
 """Settings of an optimizer whose user has chosen the implementation."""
 
 
-def describe_optimizers(optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return the names of unfused optimizers that are not torch's own, and the milliseconds per step that fusing
-    torch's would save."""
+def describe_optimizers(optimizers: Sequence[Any], steps: int = 0) -> dict[str, Any]:
+    """Return the names of unfused optimizers that are not torch's own and of those that have no fused form, and the
+    milliseconds per step that fusing the others would save; with LBFGS also how often a step computes the loss.
+
+    Args:
+        steps: how many steps the optimizers have made.
+    """
     own = [optimizer for optimizer in optimizers if not type(optimizer).__module__.startswith("torch.optim")]
-    saved = [estimate_fusing_ms(optimizer) for optimizer in optimizers if optimizer not in own]
-    named = [type(each).__name__ for each in own if not _is_fused(each)]
-    return {"own": named, "fusing_saves_ms": sum(filter(None, saved))}
+    torchs = [optimizer for optimizer in optimizers if optimizer not in own]
+    found = {
+        "own": [type(each).__name__ for each in own if not _is_fused(each)],
+        "no_fused_form": [type(each).__name__ for each in torchs if not _has_fused_form(each)],
+        "fusing_saves_ms": sum(filter(None, map(estimate_fusing_ms, torchs))),
+    }
+    counts = [state["func_evals"] for each in torchs for state in each.state.values() if "func_evals" in state]
+    if counts and steps and len(optimizers) == 1:
+        found["evaluations_per_step"] = sum(counts) / steps
+    return found
+
+
+def _has_fused_form(optimizer: torch.optim.Optimizer) -> bool:
+    return "fused" in inspect.signature(type(optimizer)).parameters
 
 
 def _is_fused(optimizer: Any) -> bool:
@@ -39,7 +54,7 @@ def estimate_fusing_ms(optimizer: torch.optim.Optimizer) -> float | None:
     known = inspect.signature(type(optimizer)).parameters
     pairs = [(group, each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     chosen = any(group.get(name) is True for group in optimizer.param_groups for name in CHOICES)
-    if "fused" not in known or chosen or not pairs or not all(each.is_floating_point() for _, each in pairs):
+    if not _has_fused_form(optimizer) or chosen or not pairs or not all(each.is_floating_point() for _, each in pairs):
         return None
     if any(each.grad is not None and each.grad.is_sparse for _, each in pairs):
         return None  # no fused form takes these

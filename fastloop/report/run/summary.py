@@ -391,5 +391,7 @@ def describe_first_ceiling(seen: Measurement, findings: Sequence[Finding]) -> st
     loader = seen.evidence.get("loader") or {}
     workers, cpus = loader.get("num_workers"), loader.get("usable_cpus")
     if findings[0].bottleneck == "data_wait" and workers is not None and cpus is not None:
-        line += f"   now: {workers} worker{'' if workers == 1 else 's'}, {cpus} CPUs usable"
+        names = " and ".join(loader.get("without_workers") or ())
+        where = f" in {names}" if names else ""
+        line += f"   now: {workers} worker{'' if workers == 1 else 's'}{where}, {cpus} CPUs usable"
     return line

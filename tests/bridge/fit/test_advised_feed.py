@@ -119,6 +119,52 @@ def test_an_epoch_of_several_loaders_has_the_batches_that_lightning_counts() -> 
     assert watch.measurement.evidence["refused"]["workers"].startswith("epochs of 4 batches are too short")
 
 
+class Archive(Rows):
+    """Reads its samples from a file that is opened once, so that workers would share its position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file = open(__file__, "rb")  # noqa: SIM115
+
+
+class Validates(Short):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Rows, None), (Archive, "dataset.file is an open file handle")])
+def test_workers_for_validation_are_advised_where_its_dataset_can_have_some(kind: type[Rows], why: str | None) -> None:
+    """They read wrong samples of a zip file, and the training ended."""
+    watch = FastLoop({"watch": {"warmup_steps": 1}}, quiet=True)
+    trainer = models.trainer(callbacks=[watch], max_epochs=2)
+    trainer.fit(Validates(), DataLoader(Rows(), 4), DataLoader(kind(), 4))
+    assert watch.measurement is not None
+    told = watch.measurement.evidence["loader"]["validation_obstacle"]
+    assert told is None if why is None else told.startswith("the dataset cannot be copied to workers") and why in told
+
+
+class Both(Short):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(torch.cat([*batch.values()]), batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("workers", "told"),
+    [((1, 0), {"'rows' (Rows)": None}), ((0, 1), {"'stream' (Stream)": "would read an iterable"}), ((1, 1), None)],
+)
+def test_the_loader_without_workers_is_named_among_several(workers: tuple[int, int], told: Any) -> None:
+    """The advice was to shard a stream that had workers."""
+    watch = FastLoop({"watch": {"warmup_steps": 1}}, quiet=True)
+    stream, rows = DataLoader(Stream(), 4, num_workers=workers[0]), DataLoader(Rows(), 4, num_workers=workers[1])
+    loaders = CombinedLoader({"stream": stream, "rows": rows}, "min_size")
+    models.trainer(callbacks=[watch], max_epochs=2).fit(Both(), loaders)
+    assert watch.measurement is not None
+    found = watch.measurement.evidence["loader"].get("without_workers")
+    assert (found or {}).keys() == (told or {}).keys()
+    for name, why in (told or {}).items():
+        assert found[name] is None if why is None else why in found[name]
+
+
 class Slow(Rows):
     """Takes its time for a row, as reading a file would."""
 

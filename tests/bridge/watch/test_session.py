@@ -451,7 +451,24 @@ def test_where_the_cpu_is_busy_with_the_optimizer_its_fused_form_is_timed(monkey
         trainer(max_epochs=2, callbacks=[loop]).fit(Regression(), loader())
         assert loop.measurement is not None
         found = loop.measurement.evidence.get("optimizer", {})
-        assert found.keys() == ({"own", "fusing_saves_ms"} if known else set())
+        assert found.keys() == ({"own", "no_fused_form", "fusing_saves_ms"} if known else set())
+
+
+class SecondOrder(Regression):
+    """Computes the loss several times a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=4)
+
+
+def test_an_optimizer_that_computes_the_loss_several_times_a_step_is_named() -> None:
+    """Only the work without gradients was named, although the optimizer took longer."""
+    loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
+    trainer(max_epochs=4, callbacks=[loop]).fit(SecondOrder(), loader())
+    assert loop.measurement is not None
+    found = loop.measurement.evidence["optimizer"]
+    assert found["no_fused_form"] == ["LBFGS"] and 1 < found["evaluations_per_step"] <= 5
+    assert any("LBFGS takes" in each.why and "which it runs" in each.why for each in loop.findings)
 
 
 class Replaces(L.Callback):

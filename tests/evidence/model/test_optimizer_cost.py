@@ -68,7 +68,27 @@ def test_the_training_notices_nothing() -> None:
 @pytest.mark.usefixtures("paced")
 def test_optimizers_of_ones_own_are_named() -> None:
     both = [Own(parameters((3,))), torch.optim.Adam(parameters((3,)))]
-    assert describe_optimizers(both) == {"own": ["Own"], "fusing_saves_ms": pytest.approx(2.0)}
+    told = {"own": ["Own"], "no_fused_form": [], "fusing_saves_ms": pytest.approx(2.0)}
+    assert describe_optimizers(both) == told
+
+
+def test_how_often_a_step_computes_the_loss_is_told() -> None:
+    (weight,) = parameters((3,))
+    optimizer = torch.optim.LBFGS([weight], lr=0.01, max_iter=4)
+
+    def compute_loss() -> torch.Tensor:
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = (weight - 1).pow(4).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    calls: list[int] = []
+    for _ in range(3):
+        optimizer.step(compute_loss)  # type: ignore[arg-type]
+    told = describe_optimizers([optimizer], 3)
+    assert told == {"own": [], "no_fused_form": ["LBFGS"], "fusing_saves_ms": 0, "evaluations_per_step": len(calls) / 3}
+    assert "evaluations_per_step" not in describe_optimizers([optimizer])
 
 
 def test_sparse_gradients_have_no_fused_form() -> None:

@@ -307,6 +307,14 @@ def test_the_first_screen_of_the_naive_resnet50() -> None:
     ]
 
 
+def test_of_several_loaders_the_one_without_workers_is_named() -> None:
+    seen, findings, verdicts, plan, name = samples.resnet50()
+    loader = {**seen.evidence["loader"], "without_workers": {"'map' (Rows)": None}}
+    seen = dataclasses.replace(seen, evidence={**seen.evidence, "loader": loader})
+    lines = summary.write_lines(seen, plan, verdicts, findings, "r.md", name)
+    assert any("   now: 0 workers in 'map' (Rows), 16 CPUs usable" in line for line in lines)
+
+
 def test_the_first_screen_of_the_naive_gpt2() -> None:
     seen, findings, verdicts, plan, name = samples.gpt2()
     text = "\n".join(summary.write_lines(seen, plan, verdicts, findings, name=name, later=("amp",)))
