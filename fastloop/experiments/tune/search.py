@@ -299,7 +299,8 @@ def make_point(value: int, trial: Trial, rung: str | None) -> Point:
     found = trial.measurement or Measurement()
     if not found.samples_per_s:
         return Point(value=value, ok=False, why="the run was too short to measure a rate")
-    why = "window too short" if found.window_too_short else None
+    doubts = [*found.state, *(["window too short"] if found.window_too_short else [])]
+    why = "; ".join(doubts) or None
     return Point(value=value, step_ms=compute_step_ms(found), samples_per_s=found.samples_per_s, why=why)
 
 

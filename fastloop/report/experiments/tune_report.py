@@ -27,6 +27,7 @@ def write_lines(tuning: TuningFile) -> list[str]:
         ("STEP", [f"{curve} ms" if curve else ""]),
         ("WHY", [tuning.why]),
         ("FAILED", [failed]),
+        ("FLAG", ["; ".join(_list_flags(tuning))]),
         ("PATCH", [dump_on_one_line(tuning.patch)]),
         ("ON", [", ".join(_describe_machine(tuning))]),
         ("FILES", [tuning.run_dir]),
@@ -64,7 +65,7 @@ def make_document(tuning: TuningFile) -> Document:
         lede=tuning.why or "n/a",
         lines=tuple(write_lines(tuning)),
         run=tuple(filter(None, [tuning.name, f"tune {tuning.what or 'n/a'}", *_describe_machine(tuning)])),
-        flags=(PARTIAL,) if tuning.partial else (),
+        flags=(*([PARTIAL] if tuning.partial else []), *_list_flags(tuning)),
         pictures=chart(tuning),
         picture_title=TITLE,
         no_picture="n/a: no value was tried.",
@@ -74,6 +75,16 @@ def make_document(tuning: TuningFile) -> Document:
             *([Section(title="YAML patch", code=dump_yaml(dict(patch)).rstrip())] if patch else []),
         ),
     )
+
+
+def _list_flags(tuning: TuningFile) -> list[str]:
+    """List reasons to doubt the step times, each with the values that it concerns."""
+    doubted: dict[str, list[str]] = {}
+    for point in list_points(tuning):
+        if _ran(point) and point.why:
+            doubted.setdefault(point.why, []).append(_format(point.value))
+    every = sum(map(_ran, tuning.points))
+    return [f"{'all' if len(named) == every > 1 else ', '.join(named)}: {why}" for why, named in doubted.items()]
 
 
 def describe(tuning: TuningFile) -> str:

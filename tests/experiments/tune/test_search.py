@@ -368,10 +368,11 @@ def test_a_verdict_of_no_effect_makes_a_rung_inactive(tmp_path: Path) -> None:
 
 
 def test_step_times_leave_out_what_a_queue_held(tmp_path: Path) -> None:
-    seen = {"samples_per_s": 400, "global_batch": 8, "step_ms": {"mean": 15.0}, "window_too_short": True}
+    seen: dict[str, Any] = {"samples_per_s": 400, "global_batch": 8, "step_ms": {"mean": 15.0}}
+    seen |= {"window_too_short": True, "state": ["CPUs were busy"]}
     known: dict[str, Any] = {"name": "a", "ok": True, "cause": None, "seconds": 1, "run_dir": tmp_path, "code": 0}
     found = make_point(2, Trial(**known, measurement=decode(seen, Measurement)), "workers")
-    assert found.step_ms == 20 and found.ok and found.why == "window too short"
+    assert found.step_ms == 20 and found.ok and found.why == "CPUs were busy; window too short"
     assert (
         make_point(
             2, Trial(**known, measurement=decode({**seen, "global_batch": None}, Measurement)), "workers"

@@ -45,6 +45,20 @@ def test_the_whole_answer() -> None:
     ]
 
 
+def test_doubts_are_flagged_with_their_values() -> None:
+    busy = "CPUs were oversubscribed"
+    for times, said in (
+        (
+            [(0, 700.0, busy), (2, 402.0, "window too short"), (8, 121.2, busy), (16, None, "killed")],
+            f"0, 8: {busy}; 2: ",
+        ),
+        ([(0, 700.0, busy), (2, 402.0, busy)], f"all: {busy}"),
+    ):
+        found = opened(tune(times, 2))
+        (line,) = (each for each in tune_report.write_lines(found) if each.startswith("FLAG"))
+        assert line.startswith(f"FLAG     {said}") and tune_report.make_document(found).flags[0].endswith(busy)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
