@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.bridge.trials.sample_ledger import Ledger
@@ -136,14 +136,15 @@ def test_replayed_updates_train_as_torch_does(kind: Any, updates: int) -> None:
 
 def test_an_average_of_the_weights_follows_replayed_updates() -> None:
     """Lightning's callback leaves the average in the module at the end; by the weights themselves it is elsewhere."""
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="from Lightning 2.6 on")
 
-    def train(rungs: Any, *callbacks: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    def train(rungs: Any, *given: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         module = seeded(Adams)
-        watcher, _ = fit(rungs, module, pictures(), callbacks=callbacks, max_epochs=2, **GPU)
+        watcher, _ = fit(rungs, module, pictures(), callbacks=given, max_epochs=2, **GPU)
         return watcher, {k: v for k, v in models.weights(module).items() if v.is_floating_point()}
 
-    watcher, ours = train(GRAPH, EMAWeightAveraging(decay=0.9))
-    _, plain = train(None, EMAWeightAveraging(decay=0.9))
+    watcher, ours = train(GRAPH, callbacks.EMAWeightAveraging(decay=0.9))
+    _, plain = train(None, callbacks.EMAWeightAveraging(decay=0.9))
     _, latest = train(None)
     found = evidence(watcher, "host")
     assert (found["replayed_steps"], found["replayed_updates"]) == (29, 28), found

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastloop.feeds.rows.engine import RowEngine, make_engine
-from fastloop.feeds.rows.reading import read_rows
+from fastloop.feeds.rows.engine import RowEngine
 from tests.feeds.rows.test_engine import Fit, Pairs
 from tests.feeds.rows.test_reading import DATASETS
 from tests.rungs.fits import evidence, fit, verdict
@@ -33,7 +32,7 @@ def epoch(batches: Any) -> list[Any]:
 @pytest.mark.parametrize("name", list(DATASETS))
 def test_the_plain_loaders_batches(name: str) -> None:
     loader = DataLoader(DATASETS[name](), batch_size=5, shuffle=True)
-    engine = make_engine(loader, torch.device("cuda", 0), most_bytes=2**20)
+    engine = RowEngine(loader, torch.device("cuda", 0), 2**20)
     torch.manual_seed(0)
     plain = epoch(loader)
     torch.manual_seed(0)
@@ -63,7 +62,7 @@ def test_training(where: str) -> None:
 
 def test_rows_changed_in_place_are_copied_again() -> None:
     held = Pairs()
-    engine = RowEngine(DataLoader(held, batch_size=4), read_rows(held), torch.device("cuda", 0))
+    engine = RowEngine(DataLoader(held, batch_size=4), torch.device("cuda", 0), 2**20)
     before = engine.make([3, 1])[0]
     held.x.add_(1)
     assert torch.equal(engine.make([3, 1])[0], before + 1)
@@ -71,7 +70,7 @@ def test_rows_changed_in_place_are_copied_again() -> None:
 
 def test_no_batch_waits_for_the_device() -> None:
     held = Pairs()
-    engine = RowEngine(DataLoader(held, batch_size=4), read_rows(held), torch.device("cuda", 0))
+    engine = RowEngine(DataLoader(held, batch_size=4), torch.device("cuda", 0), 2**20)
     list(engine.load(0))
     torch.cuda.set_sync_debug_mode("error")
     try:
