@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, default_collate
 
-from fastloop.errors import NotApplicable
+from fastloop.errors import NotApplicable, let_through
 from fastloop.feeds.device_store.draws import send
 from fastloop.feeds.images.byte_batches import find_user_dataset
 from fastloop.feeds.images.own_samples import untouched_generators
@@ -51,8 +51,8 @@ class RowEngine:
         self._rows: Rows | None = None
         """None: the dataset does more than pick rows, or they do not fit."""
         self._columns: dict[int, _Values] = {}
-        self._relied_on = _list_relied_on(self._dataset)
         self._read()
+        self._relied_on = _list_relied_on(self._dataset, self._rows)
 
     def load(self, seed: int) -> Iterator[Any]:
         """Return one epoch's batches. The seed is unused: workers would draw nothing from it."""
@@ -67,29 +67,37 @@ class RowEngine:
         indices = list(indices)
         if self._follows == "batches":
             self._follow_changes()
-        places = np.asarray(indices)
-        if self._rows is None or places.ndim != 1 or places.dtype.kind not in "iu" or not len(places):  # other keys
+        batch = None if self._rows is None else self._pick(self._rows, indices)
+        if batch is None:
             return default_collate([self._dataset[index] for index in indices])
-        places = places.astype(np.int64)
-        outside = places[(places >= self._rows.count) | (places < -self._rows.count)]
-        if outside.size:
-            raise IndexError(f"the sampler asks for sample {outside[0]:,} of a dataset of {self._rows.count:,}")
-        places = np.where(places < 0, places + self._rows.count, places)
-        if self._rows.places is not None:
-            places = self._rows.places[places]
         self.batches += 1
-        return self._collate(self._rows.form, places, send(places, self._device))
+        return batch
+
+    def _pick(self, rows: Rows, indices: list[Any]) -> Any:
+        """Return the batch; None if the indices are no row numbers: torch accepts other keys too."""
+        places = np.asarray(indices)
+        if places.ndim != 1 or places.dtype.kind not in "iu" or not len(places):
+            return None
+        places = places.astype(np.int64)
+        outside = places[(places >= rows.count) | (places < -rows.count)]
+        if outside.size:
+            raise IndexError(f"the sampler asks for sample {outside[0]:,} of a dataset of {rows.count:,}")
+        places = np.where(places < 0, places + rows.count, places)
+        if rows.places is not None:
+            places = rows.places[places]
+        return self._collate(rows.form, places, send(places, self._device))
 
     def _follow_changes(self) -> None:
         """Read the dataset again if it holds other objects than before, such as new labels."""
-        now = _list_relied_on(self._dataset)
+        now = _list_relied_on(self._dataset, self._rows)
         if len(now) == len(self._relied_on) and all(map(is_, now, self._relied_on)):
             return
-        self._relied_on = now
         try:
             self._read()
-        except NotApplicable:
+        except Exception as error:  # the user's own, too: the loader may never ask for the samples compared here
+            let_through(error)
             self._rows, self._columns = None, {}
+        self._relied_on = _list_relied_on(self._dataset, self._rows)
 
     def _read(self) -> None:
         """Put the rows in place and compare a few samples with the dataset's own."""
@@ -104,8 +112,7 @@ class RowEngine:
         chosen = np.linspace(0, rows.count - 1, min(COMPARED, rows.count)).astype(int).tolist()
         with untouched_generators():
             expected = default_collate([self._dataset[index] for index in chosen])
-            batches, made = self.batches, self.make(chosen)
-        self.batches = batches
+            made = self._pick(rows, chosen)
         if not _is_same(made, expected):
             raise NotApplicable("rows picked at once differ from the loader's batch")
 
@@ -122,12 +129,14 @@ class RowEngine:
         return {"row_batches": self.batches, "rows": self._rows.count if self._rows else 0, "kept_bytes": kept}
 
 
-def _list_relied_on(dataset: Any) -> list[Any]:
-    """The classes, methods and attributes that decide which rows are a dataset's samples."""
+def _list_relied_on(dataset: Any, rows: Rows | None) -> list[Any]:
+    """The classes, methods and attributes that decide which rows are a dataset's samples; all attributes if they are
+    none."""
     found: list[Any] = []
     while True:
-        kind = type(dataset)
-        found += [kind, getattr(kind, "__getitem__", None), *getattr(dataset, "__dict__", {}).values()]
+        kind, held = type(dataset), getattr(dataset, "__dict__", {})
+        names = held if rows is None or kind is Subset else filter(held.__contains__, rows.names)
+        found += [kind, getattr(kind, "__getitem__", None), *(held[name] for name in names)]
         if kind is not Subset:
             return found
         dataset = dataset.dataset

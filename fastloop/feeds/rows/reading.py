@@ -15,7 +15,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,8 @@ class Rows:
     count: int
     places: np.ndarray[Any, Any] | None = None
     """The row of each sample, int64 [count]; None: sample i is row i."""
+    names: tuple[str, ...] = ()
+    """The dataset's attributes that hold the columns."""
 
     @property
     def columns(self) -> list[Column]:
@@ -106,15 +108,16 @@ def read_rows(dataset: Any) -> Rows:
 def _read_whole(dataset: Any) -> Rows:
     if type(dataset) is TensorDataset:
         form: Any = tuple(Column(_check(values, "one of its tensors")) for values in dataset.tensors)
+        names: tuple[str, ...] = ("tensors",)
     else:
-        form = _read_class(dataset)
+        form, names = _read_class(dataset)
     columns = list_columns(form)
     if not columns:
         raise NotRows(f"{type(dataset).__name__}'s samples hold no rows")
     count = len(dataset)
     if any(len(column.values) != count for column in columns):  # negative indices would count from another end
         raise NotRows(f"{type(dataset).__name__} says that it has {count:,} samples, but it holds more or fewer rows")
-    return Rows(form, count)
+    return Rows(form, count, names=names)
 
 
 def _take_subset(rows: Rows, indices: Sequence[int]) -> Rows:
@@ -125,7 +128,7 @@ def _take_subset(rows: Rows, indices: Sequence[int]) -> Rows:
     if places.size and not (-rows.count <= places.min() and places.max() < rows.count):
         raise NotRows("a Subset's indices reach beyond its dataset")
     places = np.where(places < 0, places + rows.count, places)
-    return Rows(rows.form, len(places), places if rows.places is None else rows.places[places])
+    return replace(rows, count=len(places), places=places if rows.places is None else rows.places[places])
 
 
 def _check(values: Any, name: str) -> Any:
@@ -152,7 +155,8 @@ def _measure_bytes(values: Any) -> int:
 # -- a class of the user's, from its source ----------------------------------------------------------------------------
 
 
-def _read_class(dataset: Any) -> Any:
+def _read_class(dataset: Any) -> tuple[Any, tuple[str, ...]]:
+    """The form of the samples, and the attributes that they are picked from."""
     kind = type(dataset)
     function = getattr(kind, "__getitem__", None)
     if not inspect.isfunction(function) or hasattr(dataset, "__getitems__"):
@@ -170,7 +174,8 @@ def _read_class(dataset: Any) -> Any:
     names = [each.arg for each in parsed.args.args]
     if len(names) != 2 or parsed.args.vararg or parsed.args.kwarg or parsed.args.kwonlyargs or parsed.args.defaults:
         raise NotRows(f"{kind.__name__}.__getitem__ takes more than an index")
-    return _Reader(dataset, function, *names).read(parsed.body)
+    reader = _Reader(dataset, function, *names)
+    return reader.read(parsed.body), tuple(reader.found)
 
 
 class _Reader:
@@ -179,6 +184,8 @@ class _Reader:
     def __init__(self, dataset: Any, function: Any, own: str, index: str) -> None:
         self._dataset, self._globals, self._own, self._index = dataset, function.__globals__, own, index
         self._known: dict[str, Any] = {}
+        self.found: dict[str, Any] = {}
+        """What it picks from, by the names of the dataset's attributes."""
 
     def read(self, body: Sequence[ast.stmt]) -> Any:
         """Return the form of the samples that the method returns."""
@@ -219,7 +226,8 @@ class _Reader:
         own = getattr(self._dataset, "__dict__", {})
         if name not in own or hasattr(getattr(kind, name, None), "__set__"):
             raise NotRows(f"{kind.__name__}.{name} is not an attribute of the object itself")
-        return _check(own[name], f"{kind.__name__}.{name}")
+        self.found[name] = _check(own[name], f"{kind.__name__}.{name}")
+        return self.found[name]
 
     def _make(self, node: ast.Call, maker: str, inner: ast.expr) -> Column:
         """``torch.tensor(row, dtype=torch.float32)`` and the like."""

@@ -129,8 +129,22 @@ def test_a_dataset_that_is_given_something_else() -> None:
     held.y = [str(float(each)) for each in labels]  # type: ignore[assignment]
     x, y = engine.make([3, 5])
     assert torch.equal(x, held.x[[3, 5]]) and list(y) == [held.y[3], held.y[5]] and engine.batches == 0
+    held.y = labels[:9]
+    assert torch.equal(engine.make([3, 5])[1], labels[[3, 5]]), "it has no sample 9, which nobody asks for"
     held.y = labels + 1
     assert torch.equal(engine.make([3, 5])[1], labels[[3, 5]] + 1) and engine.batches == 1
+
+
+def test_other_attributes_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset that is told of each step is not read again for that, nor copied to a device."""
+    held = Pairs()
+    engine, reads = RowEngine(load(Subset(held, range(9))), CPU, 0), []
+    monkeypatch.setattr(engine_file, "read_rows", lambda dataset: reads.append(dataset) or read_rows(dataset))
+    held.step = 1000  # type: ignore[attr-defined]
+    engine.make([1])
+    assert not reads
+    held.x = held.x + 1
+    assert torch.equal(engine.make([1])[0], held.x[[1]]) and len(reads) == 1
 
 
 def test_arrays_changed_in_place_are_copied_again_each_epoch() -> None:
