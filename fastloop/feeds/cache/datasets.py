@@ -156,9 +156,10 @@ class KeptMethod:
         self.fingerprint, reads = read_method(owner, getattr(type(owner), name))
         self._seen = {each: getattr(owner, each) for each in reads}
 
-    def __call__(self, index: Any) -> Any:
+    def __call__(self, *given: Any, **named: Any) -> Any:
         function = getattr(type(self.owner), self.name)
-        return self.cache.fetch(self._make_key(function, index), lambda: function(self.owner, index))
+        key = self._make_key(function, *given, *named.values()) if len(given) + len(named) == 1 else None
+        return self.cache.fetch(key, lambda: function(self.owner, *given, **named))
 
     def _make_key(self, function: Any, index: Any) -> bytes | None:
         if any(not _is_same(getattr(self.owner, name, None), value) for name, value in self._seen.items()):

@@ -38,6 +38,11 @@ def find_large(model: torch.nn.Module) -> int:
     return rows if rows >= FEWEST_CLASSES else 0
 
 
+WATCHED = 3
+"""Backwards for which a copy of the logits is kept: code that changes them in place after the loss, as PyTorch's own
+allows, is found, and PyTorch's runs from then on. A copy is half of what PyTorch's own keeps."""
+
+
 class LargeCrossEntropy:
     """Replaces the function behind ``torch.nn.functional.cross_entropy``; calls with few classes go to the original.
 
@@ -51,11 +56,12 @@ class LargeCrossEntropy:
     Attributes:
         calls: calls that ran here; classes: of the last one; row: elements from one row of its gradient to the next.
         deviation: of the first call; failure: why this was turned off; passed: why a large call went to PyTorch.
+        unchanged: backwards that found the logits as the loss had read them, of the first `WATCHED`.
     """
 
     def __init__(self, *, compiles: bool, pads: bool) -> None:
         self.pads = pads
-        self.calls = self.classes = self.row = 0
+        self.calls = self.classes = self.row = self.unchanged = 0
         self.deviation: float | None = None
         self.failure = self.passed = ""
         self._reduce: Callable[..., tuple[Tensor, Tensor]] = reduce_rows
@@ -189,18 +195,26 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, owner: Any, usual: Any) -> Tensor:
         losses, sums = owner.run_forward(usual, logits, target, ignore_index)
-        ctx.save_for_backward(logits, target, sums)
-        ctx.owner, ctx.usual, ctx.ignore_index = owner, usual, ignore_index
+        ctx.save_for_backward(logits)
+        ctx.owner, ctx.usual, ctx.ignore_index, ctx.target, ctx.sums = owner, usual, ignore_index, target, sums
+        if ctx.needs_input_grad[0]:
+            ctx.seen, ctx.version = logits.detach(), logits._version
+            ctx.copy = logits.detach().clone() if owner.unchanged < WATCHED else None
         return losses  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> Any:
-        logits, target, sums = ctx.saved_tensors
+        target, sums, owner = ctx.target, ctx.sums, ctx.owner
+        if ctx.copy is not None and ctx.seen._version != ctx.version:
+            logits, owner.failure = ctx.copy, owner.failure or "the logits are changed in place after the loss"
+        else:
+            (logits,) = ctx.saved_tensors
+            owner.unchanged += 1
         if torch.is_grad_enabled():  # second derivatives need differentiable operations
             losses = ctx.usual(logits.to(sums.dtype), target, None, NONE, ctx.ignore_index)
             (gradient,) = torch.autograd.grad(losses, [logits], [scale.to(losses.dtype)], create_graph=True)
         else:
-            gradient = ctx.owner.run_backward(ctx.usual, logits, target, sums, scale.contiguous(), ctx.ignore_index)
+            gradient = owner.run_backward(ctx.usual, logits, target, sums, scale.contiguous(), ctx.ignore_index)
         return gradient, None, None, None, None
 
 

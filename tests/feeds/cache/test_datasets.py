@@ -270,6 +270,16 @@ def test_marked_methods_are_kept_and_then_are_as_before(kind: Any, tmp_path: Pat
     assert vars(data) == attributes and same(before, epochs(data)) and count_reads() == reads + 6 + 18
 
 
+def test_marked_methods_are_called_in_any_way(tmp_path: Path, kept: Any) -> None:
+    data = Arrays(tmp_path)
+    cache = kept(data)
+    assert [each["number"] for each in (data.load(2), data.load(index=2), data.load(index=2))] == [2, 2, 2]
+    assert hits(cache) == (2, 1)
+    for wrong in ({}, {"index": 1, "more": 2}, {"number": 1}):
+        with pytest.raises(TypeError, match="argument"):
+            data.load(**wrong)
+
+
 def test_without_the_rung_the_mark_is_nothing(tmp_path: Path) -> None:
     data = Arrays(tmp_path)
     assert Arrays.load.__name__ == "load" and data.load(2)["number"] == 2

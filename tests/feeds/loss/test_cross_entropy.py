@@ -107,6 +107,34 @@ def test_gradients_can_be_differentiated_and_nothing_is_kept_without_them() -> N
     assert large.calls == 2
 
 
+def test_logits_may_change_in_place_after_the_loss() -> None:
+    """PyTorch's own keeps none of them, so it allows that, and runs from the next call on."""
+    large, gradients = LargeCrossEntropy(compiles=False, pads=True), []
+    for is_on in (False, True, True):
+        leaf, target = logits_and_targets()
+        with large.put_in() if is_on else contextlib.nullcontext():
+            logits = leaf * 1.0
+            loss = F.cross_entropy(logits, target)
+            logits.detach().sub_(5.0)
+            (gradient,) = torch.autograd.grad(loss, [leaf])
+        gradients.append(gradient)
+    assert large.calls == 1 and large.failure == "the logits are changed in place after the loss"
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-9, atol=1e-15)
+    assert torch.equal(gradients[2], gradients[0])
+
+
+def test_copies_of_logits_are_kept_for_a_few_calls_only() -> None:
+    large = LargeCrossEntropy(compiles=False, pads=True)
+    with large.put_in():
+        for _ in range(5):
+            logits, target = logits_and_targets()
+            F.cross_entropy(logits, target).backward()  # type: ignore[no-untyped-call]
+        kept = F.cross_entropy(logits, target).grad_fn
+    while kept is not None and not hasattr(kept, "copy"):
+        kept = kept.next_functions[0][0]
+    assert kept is not None and kept.copy is None and large.unchanged == 5
+
+
 @pytest.mark.parametrize("where", ["reduce_rows", "write_gradient"])
 @pytest.mark.parametrize("how", ["wrong", "raises"])
 def test_a_kernel_that_fails_or_deviates_is_not_used(where: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
