@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +36,14 @@ class Counter(NamedTuple):
         return f"entries of tensor {self.place + 1} of the batch that are not {self.ignored}{where}"
 
 
-def list_token_counters(batch: Any, module: torch.nn.Module) -> list[Counter]:
+def list_token_counters(batch: Any, module: torch.nn.Module, ignored: Collection[int] = ()) -> list[Counter]:
     """List what could be counted in a batch: entries other than 0 or an ``ignore_index``, as in masks, labels and
-    lengths."""
-    marks = {IGNORED, 0}
+    lengths.
+
+    Args:
+        ignored: each ``ignore_index`` that the module's code names.
+    """
+    marks = {IGNORED, 0, *ignored}
     for part in module.modules():
         if isinstance(mark := getattr(part, "ignore_index", None), int):
             marks.add(mark)
@@ -52,3 +56,17 @@ def list_token_counters(batch: Any, module: torch.nn.Module) -> list[Counter]:
         for first in ((0, 1) if each.dim() > 1 and each.shape[1] > 1 else (0,))
         if bool((each == mark).any())
     ]
+
+
+def find_named_counter(batch: Any, ignored: Collection[int]) -> Counter | None:
+    """Find the labels whose ``ignore_index`` the module's code names; None if it is not clear which tensor they are."""
+    rows = count_rows(batch)
+    whole = [
+        (place, each)
+        for place, each in enumerate(iterate_tensors(batch))
+        if each.dim() and each.shape[0] == rows and not each.is_floating_point() and each.dtype != torch.bool
+    ]
+    found = [(place, mark) for place, each in whole for mark in ignored if bool((each == mark).any())]
+    if not found and len(whole) == 1:  # this batch may have none of them
+        found = [(whole[0][0], mark) for mark in ignored]
+    return Counter(*found[0], 0) if len(found) == 1 else None

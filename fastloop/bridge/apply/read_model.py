@@ -184,6 +184,12 @@ def list_methods(module: torch.nn.Module, pattern: str) -> list[str]:
     ]
 
 
+def list_ignored_labels(module: torch.nn.Module) -> set[int]:
+    """Each ``ignore_index`` that the module's own methods give to a function as a number."""
+    sources = (source for _, source in _read_user_methods(module))
+    return {int(each) for source in sources for each in re.findall(r"\bignore_index\s*=\s*(-?\d+)", source)}
+
+
 def list_compile_targets(module: torch.nn.Module) -> Iterator[str]:
     """Names of the modules worth compiling: the outermost inner modules that hold parameters.
 

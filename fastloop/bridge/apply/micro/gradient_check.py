@@ -7,13 +7,14 @@ on its running statistics, so that only the loss can make a difference. The chec
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from fastloop.bridge import namespaces
+from fastloop.bridge.apply.read_model import list_ignored_labels
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, read_streams
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
@@ -26,7 +27,7 @@ from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, meas
 from fastloop.feeds.batch_norm.groups import BatchGroups, MeansOfGroups
 from fastloop.feeds.batch_tree import map_tensors
 from fastloop.feeds.splitting import Piece, average, cut
-from fastloop.feeds.token_counts import Counter, list_token_counters
+from fastloop.feeds.token_counts import Counter, find_named_counter, list_token_counters
 
 TakeLoss = Callable[[Any, int], Any]
 """Returns training_step's loss for a batch and that batch's number in its window."""
@@ -113,22 +114,34 @@ def weigh_pieces(
     judged = _judge(strategy, seen.own, [piece.weight for piece in pieces], seen.others[0])
     what = "the loss compares samples or is not a mean over them: the gradient of the pieces"
     why = _explain(seen, *judged, "whole and split", what)
-    if why is None or judged[0] is not None:
+    if why is not None and judged[0] is not None:
+        return why, None
+    ignored = list_ignored_labels(strategy.lightning_module)
+    # What the code names comes first: with as many labels in each piece, other means look the same.
+    named = find_named_counter(batch, ignored)
+    best = _find_fitting(strategy, seen, pieces, [] if named is None else [named])
+    if best is None and why is not None:
+        best = _find_fitting(strategy, seen, pieces, list_token_counters(batch, strategy.lightning_module, ignored))
+    if best is None:
         if why is None:
             _note_unequal(strategy, seen, pieces, [whole], note)
         return why, None
+    _note_unequal(strategy, seen, pieces, [whole], note, by_weight=best.names)
+    return None, best
+
+
+def _find_fitting(
+    strategy: Any, seen: _Sampled, pieces: Sequence[Piece], counters: Iterable[Counter]
+) -> Weighing | None:
+    """The weighting with which the gradient of the pieces is closest to that of the whole; None if none fits."""
     found: dict[float, Weighing] = {}
-    for counter in list_token_counters(batch, strategy.lightning_module):
+    for counter in counters:
         weights = counter.weigh([piece.batch for piece in pieces]).tolist()
         if _judge(strategy, seen.own, weights, seen.others[0]) == (None, None):
             distance = measure_difference(seen.own, weights, seen.others[0])
             names = _find_token_means(seen.logged, [piece.samples for piece in pieces], weights)
             found.setdefault(distance.apart if distance else 0.0, Weighing(counter, names))
-    if not found:
-        return why, None
-    best = found[min(found)]
-    _note_unequal(strategy, seen, pieces, [whole], note, by_weight=best.names)
-    return None, best
+    return found[min(found)] if found else None
 
 
 def _explain(seen: _Sampled, reason: str | None, differs: str | None, which: str, otherwise: str) -> str | None:
