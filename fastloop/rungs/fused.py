@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastloop.errors import NotApplicable
+from fastloop.feeds.fused_layouts import fit_layouts, unfuse
 from fastloop.records.card import Card
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
@@ -58,6 +59,8 @@ class Fused:
             why = (
                 f"{evidence['steps']} steps were fused, then your code made the optimizers anew: {groups} are fused now"
             )
+        if unfused := evidence.get("unfused"):
+            why += f"; torch's usual update took over: {unfused}"
         return Verdict(took=evidence["fused_groups"] == evidence["groups"] and evidence["steps"] > 0, why=why)
 
 
@@ -90,12 +93,15 @@ def _fuse(site: Site) -> Applied:
     """Switch the optimizers in place: with a new optimizer object, schedulers would still refer to the old one."""
     _check_optimizers(site)
     steps, flipped = [0], [*site.optimizers]
-    undos = [_flip(optimizer, steps) for optimizer in flipped]
+    unfused: list[str] = []
+    undos = [_flip(optimizer, steps, unfused) for optimizer in flipped]
 
     def probe() -> Mapping[str, Any]:
         fused = [group.get("fused") is True for optimizer in site.optimizers for group in optimizer.param_groups]
         kept = all(any(optimizer is own for own in flipped) for optimizer in site.optimizers)
-        found = {"groups": len(fused), "fused_groups": sum(fused), "steps": steps[0]}
+        found: dict[str, Any] = {"groups": len(fused), "fused_groups": sum(fused), "steps": steps[0]}
+        if unfused:
+            found["unfused"] = " and ".join(dict.fromkeys(unfused))
         return found if kept else {**found, "made_anew": True}
 
     def undo() -> None:
@@ -111,31 +117,29 @@ def _fuse(site: Site) -> Applied:
     return Applied(undo=undo, probe=probe, clean=clean)
 
 
-def _flip(optimizer: Any, steps: list[int]) -> Undo:
-    """Make one optimizer fused and count its steps; return the undo.
+def _flip(optimizer: Any, steps: list[int], unfused: list[str]) -> Undo:
+    """Make one optimizer fused, count its fused steps, and note why groups are fused no longer; return the undo.
 
     `_step_supports_amp_scaling` stays unset, so that a loss scaler unscales gradients before the step as for the
     unfused optimizer: hooks and callbacks that read or clip gradients then see the same numbers."""
     defaults = {key: optimizer.defaults.get(key) for key in ("fused", "foreach")}
 
     def count(*_: Any) -> None:
-        steps[0] += 1
-
-    def set_steps(on_device: bool) -> None:
-        for parameter, state in optimizer.state.items():
-            if hasattr(state.get("step"), "to"):
-                state["step"] = state["step"].to(parameter.device if on_device else "cpu")
+        steps[0] += any(group.get("fused") for group in optimizer.param_groups)
 
     def undo() -> None:
         counting.remove()
+        free_layouts()
         optimizer.defaults.update(defaults)
         for group in optimizer.param_groups:  # including those that a finetuning callback added meanwhile
-            group.update(fused=None, foreach=None)
-        set_steps(on_device=False)  # unfused optimizers keep their step counters on the CPU
+            unfuse(group, optimizer.state)
 
     for group in optimizer.param_groups:
         group.update(fused=True, foreach=False)
     optimizer.defaults.update(fused=True, foreach=False)
-    set_steps(on_device=True)
+    for parameter, state in optimizer.state.items():
+        if hasattr(state.get("step"), "to"):
+            state["step"] = state["step"].to(parameter.device)
+    free_layouts = fit_layouts(optimizer, unfused.append)
     counting = optimizer.register_step_post_hook(count)
     return undo

@@ -145,6 +145,48 @@ def test_optimizers_that_are_made_anew_are_named() -> None:
     assert verdict(watcher, "fused").why == why
 
 
+class Transposed(Tuned):
+    """Replaces a gradient by one of the other memory order."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        weight = self.net[0].weight
+        weight.grad = weight.grad.T.contiguous().T
+
+
+@pytest.mark.parametrize("kind", [SGD, ADAMW])
+def test_a_gradient_of_another_layout_makes_the_same_update(kind: Any) -> None:
+    """Fused kernels go through memory: each number of the gradient updated another weight."""
+    ours, plain = seeded(Transposed, kind=kind), seeded(Transposed, kind=kind)
+    watcher, _ = fit(FUSED, ours)
+    fit(None, plain)
+    assert verdict(watcher, "fused").took is True
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-5
+
+
+def test_sparse_gradients_of_a_function_are_left_to_torch() -> None:
+    """They ended the training."""
+
+    class Sparse(Tuned):
+        def __init__(self) -> None:
+            super().__init__(kind=SGD)
+            self.table = torch.nn.Parameter(torch.randn(4, 1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            rows = torch.nn.functional.embedding(torch.tensor([0, 2]), self.table, sparse=batch_idx > 2)
+            return super().training_step(batch, batch_idx) + rows.square().sum()
+
+    ours, plain = seeded(Sparse), seeded(Sparse)
+    watcher, trainer = fit(FUSED, ours)
+    fit(None, plain)
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-5
+    assert verdict(watcher, "fused").took is False
+    assert verdict(watcher, "fused").why == (
+        "0 of 1 parameter groups fused, 3 optimizer steps ran this way; "
+        "torch's usual update took over: a gradient is sparse, which fused kernels do not support"
+    )
+    assert flags(trainer.optimizers[0]) == 2 * [(None, None)]
+
+
 REFUSED: list[tuple[Any, str]] = [
     (lambda: seeded(Tuned, kind=torch.optim.RMSprop), "RMSprop has no fused form"),
     (lambda: seeded(Tuned, kind=Home), "Home has no fused form"),

@@ -14,6 +14,7 @@ from fastloop.bridge.apply.rehearse.played import RunResults, compare_results, s
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import let_through
 from fastloop.feeds.batch_tree import iterate_tensors
+from fastloop.feeds.fused_layouts import fit_twin
 from fastloop.judge.rehearsal import RungOutcome
 from fastloop.records.plan import Rehearsed, Step
 
@@ -75,6 +76,7 @@ def make_twin(optimizer: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tenso
         noise = torch.randn(own.shape, generator=random[own.device], device=own.device)
         own.grad = torch.empty_like(own).copy_(GRADIENT * noise)
     twin = copy.copy(optimizer)  # uses torch's own __getstate__, which drops hooks
+    fit_twin(twin, optimizer)
     twin.param_groups = [
         {**group, "params": [copies[id(each)] for each in group["params"] if id(each) in copies]}
         for group in optimizer.param_groups

@@ -10,6 +10,7 @@ import torch
 
 from fastloop.bridge.apply.rehearse import optimizer_twins
 from fastloop.bridge.apply.rehearse.optimizer_twins import make_twin, step_twins
+from fastloop.feeds.fused_layouts import fit_layouts
 
 CPU = torch.device("cpu")
 
@@ -50,6 +51,18 @@ def test_a_twin_does_what_the_optimizer_would() -> None:
     optimizer.step()
     assert all(torch.equal(parameter, own) for parameter, own in pairs)
     assert len({id(group) for group in twin.param_groups} & {id(group) for group in optimizer.param_groups}) == 0
+
+
+def test_a_twin_fits_layouts_as_the_optimizer_does() -> None:
+    """State of another memory order made the twin of a fused optimizer deviate, which kept `fused` off."""
+    parameter = torch.nn.Parameter(torch.ones(3, 5))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.randn(5, 3).T
+    optimizer.step()
+    usual = step_twins([optimizer], CPU)
+    optimizer.param_groups[0]["fused"] = True
+    fit_layouts(optimizer, [].append)
+    assert torch.allclose(usual.outputs[0], step_twins([optimizer], CPU).outputs[0])
 
 
 def test_of_a_large_model_only_a_part_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
