@@ -43,6 +43,8 @@ def explain_no_merge(facts: Facts, loader: LoaderFacts) -> str | None:
             f"{loader.kind} yields ready-made batches, so an accumulation window cannot be merged; a micro_batch"
             " smaller than the batch can still split them"
         )
+    if facts.skips_batches:
+        return "training_step returns no loss for some batches: a merged window would be skipped whole"
     if loader.stateful:
         return f"{loader.kind} keeps its own position for resuming, which merging would shift"
     if loader.batches is None:

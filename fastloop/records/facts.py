@@ -166,6 +166,8 @@ class Facts:
     """The one-time cost of such a rung must pay back in this run; False in a trial."""
     counts_batches: tuple[str, ...] = ()
     """The user's code that would notice fewer and larger batches: a hook of each batch, ``batch_idx`` in its step."""
+    skips_batches: bool = False
+    """``training_step`` returns no loss for some batches, as its code shows."""
     accumulate: int = 1
     """Batches per optimizer step as the Trainer counts them."""
     accumulation_scheduled: bool = False

@@ -16,6 +16,7 @@ from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_model import list_methods, overrides, read_module
 from fastloop.evidence import loader_queue, machine
 from fastloop.evidence.model.own_counters import list_step_counters
+from fastloop.evidence.model.skipped_batches import may_skip
 from fastloop.evidence.samples import between_batches, thread_safety
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples.before_epoch import explain_not_ahead
@@ -75,6 +76,7 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
         max_steps=_read_limit(trainer.max_steps),
         resuming=trainer.ckpt_path is not None,
         counts_batches=tuple(_find_batch_counters(trainer, module)),
+        skips_batches=may_skip(module),
         transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None),
         timed_hooks=tuple(
             hook for hook in TRANSFER_HOOKS[:2] if between_batches.depends_on_time(find_hook_owner(trainer, hook), hook)
