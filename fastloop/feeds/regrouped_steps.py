@@ -159,7 +159,8 @@ def _list_norm_notes(facts: Facts, loader: LoaderFacts, micro: Size, *, groups: 
     notes = [f"{len(facts.batchnorms)} BatchNorm layers {told}: {names}"]
     if facts.other_batchnorms and batch_norm == "groups":
         other = facts.other_batchnorms[0]
-        notes.append(f"{other} is synchronized or not torch's own BatchNorm, so batches cannot be kept apart in it")
+        kinds = "synchronized, not torch's own BatchNorm, or an InstanceNorm with running statistics"
+        notes.append(f"{other} is {kinds}, so batches cannot be kept apart in it")
     return notes
 
 

@@ -199,8 +199,9 @@ class Facts:
     """``training_step(self, dataloader_iter)``: the module fetches its own batches."""
     # the model
     batchnorms: tuple[str, ...] = ()
+    """Layers with statistics of batches: also an InstanceNorm with ``track_running_stats``."""
     other_batchnorms: tuple[str, ...] = ()
-    """Batch norms that cannot be computed batch by batch: synchronized between ranks, or custom."""
+    """Those that cannot be computed batch by batch: synchronized between ranks, custom, or an InstanceNorm."""
     convs: tuple[str, ...] = ()
     """Names of the 2-D convolutions."""
     attends_by_hand: tuple[str, ...] = ()

@@ -233,7 +233,8 @@ def test_plan_says_what_changes() -> None:
             {"other_batchnorms": ("net.1",)},
             {"step.micro_batch": 16},
             "changes-training",
-            "net.1 is synchronized or not torch's own BatchNorm, so batches cannot be kept apart in it",
+            "net.1 is synchronized, not torch's own BatchNorm, or an InstanceNorm with running statistics, so batches"
+            " cannot be kept apart in it",
         ),
         (
             {"micro_batch": 4},

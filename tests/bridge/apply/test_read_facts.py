@@ -496,7 +496,9 @@ def test_which_batchnorms_cannot_be_computed_batch_by_batch() -> None:
     model = torch.nn.ModuleDict(
         {"plain": torch.nn.BatchNorm1d(2), "like": Like(2), "synced": torch.nn.SyncBatchNorm(2), "own": Own(2)}
     )
+    model["instances"] = torch.nn.InstanceNorm1d(2)  # no statistics of batches
+    model["tracks"] = torch.nn.InstanceNorm1d(2, track_running_stats=True)
     found = read_model.read_module(model)
-    assert found["batchnorms"] == ("plain", "like", "synced", "own")
-    assert found["other_batchnorms"] == ("synced", "own")
+    assert found["batchnorms"] == ("plain", "like", "synced", "own", "tracks")
+    assert found["other_batchnorms"] == ("synced", "own", "tracks")
     assert read_model.read_module(model, syncs_norms=True)["other_batchnorms"] == found["batchnorms"]
