@@ -86,6 +86,7 @@ def plan_regrouping(
     norms = bool(facts.batchnorms)
     groups = merges and batch_norm == "groups" and norms and not facts.other_batchnorms
     wants: dict[str, Any] = {}
+    changes = norms and not groups
     if micro == "auto":
         _check_choice(facts, loader, merges=merges, groups=groups, batch_norm=batch_norm)
         wants["step.whole_batches"] = norms
@@ -106,11 +107,13 @@ def plan_regrouping(
         wants |= {"loader.window": window, "trainer.accumulate_grad_batches": 1}
         after["accumulate"] = 1  # a short last batch is a separate piece even if a window otherwise runs as one
         notes += list_changed_counts(facts, loader)
+        changes |= bool(facts.changes_by_batch)
     wants["step.micro_batch"] = micro
     if groups:
         wants["step.batch_norm"] = "groups"
-    # BatchNorm takes its statistics from a micro-batch; everything else is the same sum in another order.
-    parity: Parity = "changes-training" if norms and not groups else "approximate"
+    # BatchNorm takes its statistics from a micro-batch, and the user's hooks may change gradients after each batch;
+    # everything else is the same sum in another order.
+    parity: Parity = "changes-training" if changes else "approximate"
     return Change(parity=parity, notes=tuple(notes), wants=wants, facts=after)
 
 

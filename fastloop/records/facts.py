@@ -166,6 +166,8 @@ class Facts:
     """The one-time cost of such a rung must pay back in this run; False in a trial."""
     counts_batches: tuple[str, ...] = ()
     """The user's code that would notice fewer and larger batches: a hook of each batch, ``batch_idx`` in its step."""
+    changes_by_batch: tuple[str, ...] = ()
+    """Those of these hooks that may change weights or gradients, as far as their code shows."""
     skips_batches: bool = False
     """``training_step`` returns no loss for some batches, as its code shows."""
     accumulate: int = 1

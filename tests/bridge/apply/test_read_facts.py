@@ -302,6 +302,11 @@ class Backward(Quiet):
     def on_after_backward(self) -> None: ...
 
 
+class Clips(L.Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(pl_module.parameters(), 1.0)
+
+
 class Counting(Quiet):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, 0) * (batch_idx % 2)
@@ -319,6 +324,10 @@ class Counting(Quiet):
 def test_who_would_notice_merged_batches(module: Any, callbacks: list[Any], found: tuple[str, ...]) -> None:
     settings = {"enable_checkpointing": True} if callbacks and isinstance(callbacks[0], ModelCheckpoint) else {}
     assert facts(module(), callbacks=callbacks, **settings).counts_batches == found
+
+
+def test_which_of_them_may_change_the_training() -> None:
+    assert facts(Backward(), callbacks=[Samples(), Clips()]).changes_by_batch == ("Clips.on_after_backward",)
 
 
 @pytest.mark.parametrize("owner", [Regression(), torch.nn.Linear(2, 2)], ids=["the module", "a layer"])
