@@ -43,6 +43,8 @@ def explain_no_merge(facts: Facts, loader: LoaderFacts) -> str | None:
             f"{loader.kind} yields ready-made batches, so an accumulation window cannot be merged; a micro_batch"
             " smaller than the batch can still split them"
         )
+    if facts.skips_batches:
+        return "training_step returns no loss for some batches: a merged window would be skipped whole"
     if loader.stateful:
         return f"{loader.kind} keeps its own position for resuming, which merging would shift"
     if loader.batches is None:
@@ -96,6 +98,11 @@ def list_changed_counts(facts: Facts, loader: LoaderFacts) -> list[str]:
     """List what counts optimizer steps instead of batches in a merged run, and what does not change."""
     window, interval, limit = facts.accumulate, facts.val_check_interval, facts.limit_train_batches
     notes = [f"batch_idx and on_train_batch_* now count optimizer steps: one call for every {window} batches"]
+    if facts.counts_batches:
+        notes.append(f"fewer and larger batches for: {', '.join(each.rstrip(',') for each in facts.counts_batches)}")
+    if facts.changes_by_batch:
+        names = ", ".join(facts.changes_by_batch)
+        notes.append(f"DIFFERENT TRAINING: {names} may change weights or gradients, once for every {window} batches")
     if isinstance(interval, int):
         notes.append(f"val_check_interval {interval} batches = {interval // window} steps")
     elif interval not in (None, 1.0):

@@ -86,6 +86,7 @@ def plan_regrouping(
     norms = bool(facts.batchnorms)
     groups = merges and batch_norm == "groups" and norms and not facts.other_batchnorms
     wants: dict[str, Any] = {}
+    changes = norms and not groups
     if micro == "auto":
         _check_choice(facts, loader, merges=merges, groups=groups, batch_norm=batch_norm)
         wants["step.whole_batches"] = norms
@@ -106,11 +107,13 @@ def plan_regrouping(
         wants |= {"loader.window": window, "trainer.accumulate_grad_batches": 1}
         after["accumulate"] = 1  # a short last batch is a separate piece even if a window otherwise runs as one
         notes += list_changed_counts(facts, loader)
+        changes |= bool(facts.changes_by_batch)
     wants["step.micro_batch"] = micro
     if groups:
         wants["step.batch_norm"] = "groups"
-    # BatchNorm takes its statistics from a micro-batch; everything else is the same sum in another order.
-    parity: Parity = "changes-training" if norms and not groups else "approximate"
+    # BatchNorm takes its statistics from a micro-batch, and the user's hooks may change gradients after each batch;
+    # everything else is the same sum in another order.
+    parity: Parity = "changes-training" if changes else "approximate"
     return Change(parity=parity, notes=tuple(notes), wants=wants, facts=after)
 
 
@@ -159,7 +162,8 @@ def _list_norm_notes(facts: Facts, loader: LoaderFacts, micro: Size, *, groups: 
     notes = [f"{len(facts.batchnorms)} BatchNorm layers {told}: {names}"]
     if facts.other_batchnorms and batch_norm == "groups":
         other = facts.other_batchnorms[0]
-        notes.append(f"{other} is synchronized or not torch's own BatchNorm, so batches cannot be kept apart in it")
+        kinds = "synchronized, not torch's own BatchNorm, or an InstanceNorm with running statistics"
+        notes.append(f"{other} is {kinds}, so batches cannot be kept apart in it")
     return notes
 
 

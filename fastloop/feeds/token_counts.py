@@ -23,8 +23,10 @@ class Counter(NamedTuple):
     """First position of a sample that counts; 1 if each token predicts the next one."""
 
     def weigh(self, batches: Sequence[Any]) -> torch.Tensor:
-        """Return each batch's share of all counted entries, [batches]."""
+        """Return each batch's share of all counted entries, or of all samples if no entry counts, [batches]."""
         counts = torch.stack([self._count(batch) for batch in batches]).double()
+        rows = torch.stack([counts.new_full((), count_rows(batch) or 0) for batch in batches])
+        counts = torch.where(counts.sum() > 0, counts, rows)
         return counts / counts.sum()
 
     def _count(self, batch: Any) -> torch.Tensor:

@@ -166,6 +166,10 @@ class Facts:
     """The one-time cost of such a rung must pay back in this run; False in a trial."""
     counts_batches: tuple[str, ...] = ()
     """The user's code that would notice fewer and larger batches: a hook of each batch, ``batch_idx`` in its step."""
+    changes_by_batch: tuple[str, ...] = ()
+    """Those of these hooks that may change weights or gradients, as far as their code shows."""
+    skips_batches: bool = False
+    """``training_step`` returns no loss for some batches, as its code shows."""
     accumulate: int = 1
     """Batches per optimizer step as the Trainer counts them."""
     accumulation_scheduled: bool = False
@@ -197,8 +201,9 @@ class Facts:
     """``training_step(self, dataloader_iter)``: the module fetches its own batches."""
     # the model
     batchnorms: tuple[str, ...] = ()
+    """Layers with statistics of batches: also an InstanceNorm with ``track_running_stats``."""
     other_batchnorms: tuple[str, ...] = ()
-    """Batch norms that cannot be computed batch by batch: synchronized between ranks, or custom."""
+    """Those that cannot be computed batch by batch: synchronized between ranks, custom, or an InstanceNorm."""
     convs: tuple[str, ...] = ()
     """Names of the 2-D convolutions."""
     attends_by_hand: tuple[str, ...] = ()

@@ -63,6 +63,11 @@ MOVED = "is not a multiple of accumulate_grad_batches=4: validation would move; 
             " validation after it",
         ),
         (
+            DENSE,
+            {"skips_batches": True},
+            "training_step returns no loss for some batches: a merged window would be skipped whole",
+        ),
+        (
             3,
             {},
             "an epoch has 3 batches, fewer than the 4 of one window, so accumulation is already cut short;"

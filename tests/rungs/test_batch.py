@@ -72,6 +72,22 @@ def test_by_a_shipped_ladder(given: dict[str, Any], reason: str | None) -> None:
         Batch(enabled=True).plan(facts(**given, by_ladder=frozenset({"batch"})))
 
 
+@pytest.mark.parametrize(("micro", "accumulate"), [(16, 4), (4, 1)])
+def test_hooks_that_may_change_the_training_are_named(micro: int, accumulate: int) -> None:
+    """Only where batches are merged: of a batch that is cut, hooks see one backward."""
+    seen = {"counts_batches": ("M.on_after_backward", "M.training_step, which reads batch_idx,")}
+    looks, changes = (
+        Batch(enabled=True, micro_batch=micro).plan(facts(accumulate=accumulate, **seen, changes_by_batch=changing))
+        for changing in ((), seen["counts_batches"][:1])
+    )
+    named = "fewer and larger batches for: M.on_after_backward, M.training_step, which reads batch_idx"
+    loud = "DIFFERENT TRAINING: M.on_after_backward may change weights or gradients, once for every 4 batches"
+    assert looks.parity == "approximate" and (named in looks.notes) is (micro == 16)
+    assert (changes.parity, loud in changes.notes) == (
+        ("changes-training", True) if micro == 16 else ("approximate", False)
+    )
+
+
 @pytest.mark.parametrize("hooks", [(), ("on_train_batch_end",)])
 def test_the_full_ladder_merges_where_nobody_counts_batches(hooks: tuple[str, ...]) -> None:
     class Hears(L.Callback):
@@ -233,7 +249,8 @@ def test_plan_says_what_changes() -> None:
             {"other_batchnorms": ("net.1",)},
             {"step.micro_batch": 16},
             "changes-training",
-            "net.1 is synchronized or not torch's own BatchNorm, so batches cannot be kept apart in it",
+            "net.1 is synchronized, not torch's own BatchNorm, or an InstanceNorm with running statistics, so batches"
+            " cannot be kept apart in it",
         ),
         (
             {"micro_batch": 4},

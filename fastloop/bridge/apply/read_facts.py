@@ -15,7 +15,9 @@ from torch.utils.data.sampler import BatchSampler
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_model import list_methods, overrides, read_module
 from fastloop.evidence import loader_queue, machine
+from fastloop.evidence.model.batch_hooks import may_change_training
 from fastloop.evidence.model.own_counters import list_step_counters
+from fastloop.evidence.model.skipped_batches import may_skip
 from fastloop.evidence.samples import between_batches, thread_safety
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples.before_epoch import explain_not_ahead
@@ -75,6 +77,8 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
         max_steps=_read_limit(trainer.max_steps),
         resuming=trainer.ckpt_path is not None,
         counts_batches=tuple(_find_batch_counters(trainer, module)),
+        changes_by_batch=tuple(_find_changing(trainer, module)),
+        skips_batches=may_skip(module),
         transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None),
         timed_hooks=tuple(
             hook for hook in TRANSFER_HOOKS[:2] if between_batches.depends_on_time(find_hook_owner(trainer, hook), hook)
@@ -85,11 +89,21 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
     )
 
 
-def _find_batch_counters(trainer: Any, module: Any) -> Iterator[str]:
+def _list_counted_hooks(trainer: Any, module: Any) -> Iterator[tuple[Any, str]]:
     for owner in (module, *trainer.callbacks):
         source = type(owner).__module__
         if not source.startswith("fastloop.") or ".recipe_modules." in source:
-            yield from (f"{type(owner).__name__}.{hook}" for hook in COUNTED_HOOKS if overrides(owner, hook))
+            yield from ((owner, hook) for hook in COUNTED_HOOKS if overrides(owner, hook))
+
+
+def _find_changing(trainer: Any, module: Any) -> Iterator[str]:
+    for owner, hook in _list_counted_hooks(trainer, module):
+        if may_change_training(owner, hook):
+            yield f"{type(owner).__name__}.{hook}"
+
+
+def _find_batch_counters(trainer: Any, module: Any) -> Iterator[str]:
+    yield from (f"{type(owner).__name__}.{hook}" for owner, hook in _list_counted_hooks(trainer, module))
     step = getattr(module, "training_step", None)
     for name in list(inspect.signature(step).parameters)[1:2] if callable(step) else ():
         if list_methods(module, rf"def training_step\(.*\b{name}\b(.|\n)*\b{name}\b"):

@@ -57,7 +57,7 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False, callbacks
         callbacks: the Trainer's, which may read weights and gradients.
     """
     named = dict(module.named_modules())
-    norms = {name: part for name, part in named.items() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)}
+    norms = {name: part for name, part in named.items() if _is_norm_of_batches(part)}
     convs = tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d))
     training_step = getattr(module, "training_step", None)
     searches, configuring = list_methods(module, r"\bLBFGS\("), _list_configuring(module)
@@ -95,6 +95,12 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False, callbacks
         "steps_with_iterator": callable(training_step)
         and "dataloader_iter" in inspect.signature(training_step).parameters,
     }
+
+
+def _is_norm_of_batches(part: torch.nn.Module) -> bool:
+    """Whether a layer keeps statistics of batches: every BatchNorm, and an InstanceNorm that tracks them."""
+    tracks = isinstance(part, torch.nn.modules.instancenorm._InstanceNorm) and part.track_running_stats
+    return tracks or isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def _find_other_losses(module: torch.nn.Module, named: dict[str, torch.nn.Module]) -> Iterator[str]:

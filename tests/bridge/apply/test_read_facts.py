@@ -302,6 +302,11 @@ class Backward(Quiet):
     def on_after_backward(self) -> None: ...
 
 
+class Clips(L.Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(pl_module.parameters(), 1.0)
+
+
 class Counting(Quiet):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, 0) * (batch_idx % 2)
@@ -319,6 +324,10 @@ class Counting(Quiet):
 def test_who_would_notice_merged_batches(module: Any, callbacks: list[Any], found: tuple[str, ...]) -> None:
     settings = {"enable_checkpointing": True} if callbacks and isinstance(callbacks[0], ModelCheckpoint) else {}
     assert facts(module(), callbacks=callbacks, **settings).counts_batches == found
+
+
+def test_which_of_them_may_change_the_training() -> None:
+    assert facts(Backward(), callbacks=[Samples(), Clips()]).changes_by_batch == ("Clips.on_after_backward",)
 
 
 @pytest.mark.parametrize("owner", [Regression(), torch.nn.Linear(2, 2)], ids=["the module", "a layer"])
@@ -496,7 +505,9 @@ def test_which_batchnorms_cannot_be_computed_batch_by_batch() -> None:
     model = torch.nn.ModuleDict(
         {"plain": torch.nn.BatchNorm1d(2), "like": Like(2), "synced": torch.nn.SyncBatchNorm(2), "own": Own(2)}
     )
+    model["instances"] = torch.nn.InstanceNorm1d(2)  # no statistics of batches
+    model["tracks"] = torch.nn.InstanceNorm1d(2, track_running_stats=True)
     found = read_model.read_module(model)
-    assert found["batchnorms"] == ("plain", "like", "synced", "own")
-    assert found["other_batchnorms"] == ("synced", "own")
+    assert found["batchnorms"] == ("plain", "like", "synced", "own", "tracks")
+    assert found["other_batchnorms"] == ("synced", "own", "tracks")
     assert read_model.read_module(model, syncs_norms=True)["other_batchnorms"] == found["batchnorms"]

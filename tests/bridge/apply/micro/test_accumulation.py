@@ -162,6 +162,32 @@ def test_several_train_loaders_are_given_up(train: Any, second: Any, settings: d
     assert merged.trainer.global_step == plain.trainer.global_step
 
 
+class Skips(Net):
+    """Skips some batches, in a form that its code does not show, but none of the first window."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return [loss, None][40 in batch[2]]
+
+
+class Shows(Skips):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if 40 in batch[2]:
+            return None
+        return Net.training_step(self, batch, batch_idx)
+
+
+def test_a_step_that_skips_batches() -> None:
+    """Where its code shows it, nothing is merged; else a window is lost, and the later ones run batch by batch."""
+    plain, merged = both(MERGE, EVEN, Shows, max_epochs=2, **ACCUMULATE)
+    assert merged.verdict("batch").took is False and "would be skipped whole" in merged.verdict("batch").why
+    assert distance(plain, merged) == 0
+    with pytest.warns(UserWarning, match="training_step returned no loss for a merged window"):
+        found = run({"batch": {"micro_batch": 32}}, EVEN(), Skips, max_epochs=4, **ACCUMULATE)
+    assert found.seen("batch")["apart_steps"] >= 9
+    assert "from optimizer step" in found.verdict("batch").why
+
+
 class Extra(Net):
     """A member that has nothing to do with the samples."""
 

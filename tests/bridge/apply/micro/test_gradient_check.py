@@ -112,7 +112,7 @@ class Noisy(Net):
 class Skips(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        return None if batch_idx % 4 in (1, 3) else loss
+        return [loss, None][batch_idx % 4 in (1, 3)]  # a form that the code does not show
 
 
 class Broken(Net):

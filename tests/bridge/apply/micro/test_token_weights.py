@@ -117,3 +117,6 @@ def test_what_could_be_counted() -> None:
     one = next(each for each in list_token_counters(batch, module) if each.place == 1)
     halves = [{name: value[row : row + 1] for name, value in batch.items()} for row in (0, 1)]
     assert one.weigh(halves).tolist() == pytest.approx([1 / 3, 2 / 3])
+    none = [{**each, "labels": torch.full((rows, 3), 7)} for each, rows in zip(halves, (1, 3), strict=True)]
+    none[1] |= {"pixels": torch.zeros(3, 3, 4, 4), "mask": torch.zeros(3, 3)}
+    assert one.weigh(none).tolist() == [1 / 4, 3 / 4]  # nothing counts: 0/0 made every weight NaN
