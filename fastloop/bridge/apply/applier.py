@@ -246,19 +246,20 @@ class Applier:
         """Run a step of any stage, and repeat it without lower precision if that made it fail."""
         return step(*args, **kwargs) if self._fallback is None else self._fallback.run(step, *args, **kwargs)
 
-    def before_backward(self) -> None:
-        """Lightning is about to run the backward of a batch."""
+    def backward(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Run the backward of a batch, and repeat it without lower precision if that made it fail."""
         if self.micro is not None:
             self.micro.before_backward()
-
-    def after_backward(self) -> None:
-        """Lightning has run a backward."""
+        if self._fallback is not None:
+            run = partial(self._fallback.run_backward, run, repeats=self.micro is None)
+        loss = run(*args)
         if self.graphs is not None:
             self.graphs.after_backward()
         if self.micro is not None:
             self.micro.after_backward()
         if self.rung_trials is not None:
             self.rung_trials.backward_ends()
+        return loss
 
     # -- evidence and undo ----------------------------------------------------------------------------------------
 

@@ -1,21 +1,25 @@
 """Repeats a step without lower precision if it fails because of it.
 
 A rehearsal plays modules, but not what a training_step or validation_step does with their outputs. That can fail: numpy
-has no bfloat16, and some kernels take only float32.
+has no bfloat16, and some kernels take only float32. Nor does it play their backward: an autograd.Function of the user
+may multiply by what autocast left in float32.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastloop.bridge.apply.live_plan import LivePlan
+from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
 from fastloop.bridge.apply.state.untouched import StateSnapshot, keep_random_streams
-from fastloop.errors import let_through
+from fastloop.errors import FastLoopError, let_through
 from fastloop.feeds.batch_tree import iterate_tensors
 from fastloop.feeds.lower_precision import WideOutputs
+from fastloop.feeds.splitting import get_loss
 from fastloop.records.plan import Step
 
 KEY, MODE = "precision.plugin", "bf16-mixed"
@@ -41,12 +45,14 @@ class PrecisionFallback:
         self._tried: set[Any] = set()
         """Stages in which a step has worked with the rung."""
         self._outputs: WideOutputs | None = None
+        self._again: Callable[[], Any] | None = None
+        """Runs the stage's first step again, from the state before it, until its backward is done."""
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one step, and repeat it without lower precision if that made it fail. If it is the first step of its
         stage with the rung, the module and random streams are restored first; of a later step, random draws and running
         statistics stay. Logged values stay in either case."""
-        rung, module = self._find_rung(), self._trainer.lightning_module
+        rung, module, self._again = self._find_rung(), self._trainer.lightning_module, None
         if rung is None:
             return call(*args, **kwargs)
         if self._outputs is None:
@@ -65,15 +71,63 @@ class PrecisionFallback:
             if has_changed or not _NARROW.search(str(error)):
                 raise
             end_checkpoints(error)
-            why = f"a step failed with it: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            why = f"a step failed with it: {_shorten(error)}"
         else:
             self._tried.add(stage)
+            if put_back is not None and self._trainer.training and _read_marks(args) == marks:
+                self._again = partial(self._repeat, put_back, partial(call, *args, **kwargs))
             return self._outputs.widen(result, before)
         if put_back is not None:
             put_back()
         # Outside the handler, which keeps the failed step's tensors alive.
         self._give_up(rung, f"{why}; the step was repeated without it")
         return call(*args, **kwargs)
+
+    def run_backward(self, call: Callable[..., Any], *args: Any, repeats: bool = True) -> Any:
+        """Run a strategy's backward. If that fails because of lower precision, the first step is repeated without it.
+
+        Args:
+            repeats: whether the last step was the whole batch.
+        Raises:
+            FastLoopError: the backward of a step that cannot be repeated fails because of lower precision.
+        """
+        rung, self._again, again = self._find_rung(), None, self._again if repeats else None
+        if rung is None:
+            return call(*args)
+        plugin = self._trainer.strategy.precision_plugin
+        with attribute(plugin, "backward", partial(self._try_backward, rung, plugin.backward, again)):
+            return call(*args)
+
+    def _try_backward(
+        self, rung: Step, backward: Callable[..., Any], again: Callable[[], Any] | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """The plugin's backward: the hooks around it run once, whether it is repeated or not."""
+        parameters = list(self._trainer.lightning_module.parameters())
+        before = [None if each.grad is None or again is None else each.grad.clone() for each in parameters]
+        try:
+            backward(*args, **kwargs)
+        except Exception as error:
+            let_through(error)
+            if not _NARROW.search(str(error)):
+                raise
+            end_checkpoints(error)
+            if again is None:
+                raise _explain_backward(rung, error) from error
+            why = f"a backward failed with it: {_shorten(error)}"
+        else:
+            return
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        self._give_up(rung, f"{why}; the step was repeated without it")
+        loss = get_loss(again()) / self._trainer.accumulate_grad_batches
+        self._trainer.lightning_module.on_before_backward(loss)  # what it had changed in the module was put back, too
+        self._trainer.strategy.precision_plugin.backward(loss, *args[1:], **kwargs)
+
+    def _repeat(self, put_back: Callable[[], None], step: Callable[[], Any]) -> Any:
+        """Run a step again. It has logged already."""
+        put_back()
+        with attribute(self._trainer.lightning_module, "log", lambda *_args, **_kwargs: None):
+            return step()
 
     def _find_rung(self) -> Step | None:
         """The rung that lowers the precision now."""
@@ -94,6 +148,18 @@ class PrecisionFallback:
             streams()
 
         return put_back
+
+
+def _shorten(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _explain_backward(rung: Step, error: Exception) -> FastLoopError:
+    return FastLoopError(
+        got=f"a backward that fails in lower precision: {_shorten(error)}",
+        why=f"{rung.rung} runs the steps in it, and this one cannot be repeated without",
+        do=f"write rungs.{rung.rung}.enabled: false",
+    )
 
 
 def _read_marks(args: Any) -> list[Any]:

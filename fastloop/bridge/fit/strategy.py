@@ -65,12 +65,10 @@ def make_mixin(space: str) -> type:
             return _run_evaluation(self.fastloop, super().predict_step, *args, **kwargs)
 
         def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.fastloop is not None:
-                self.fastloop.before_backward()
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-            if self.fastloop is not None:
-                self.fastloop.after_backward()
-            return loss
+            run = functools.partial(super().backward, **kwargs)
+            if self.fastloop is None:
+                return run(closure_loss, optimizer, *args)
+            return self.fastloop.backward(run, closure_loss, optimizer, *args)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             # These classes are made at run time, so pickle cannot find them by name; it rebuilds them from their base.

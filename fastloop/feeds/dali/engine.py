@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 
 from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.feeds.batch_tree import BatchWindow
+from fastloop.feeds.dali.changed_steps import StepsWatch
 from fastloop.feeds.dali.decoder_choice import DecoderChoice, check_room
 from fastloop.feeds.dali.graph import DaliResources, encode, make_pipeline
 from fastloop.feeds.dali.hang_watch import HangWatch
@@ -67,7 +68,8 @@ class DaliLoader:
     """Makes the batches of a loader's batch sampler with DALI.
 
     Keeps only its threads between epochs: each epoch iterates the batch sampler once, in order, in the caller's thread.
-    Labels never leave Python. A batch that DALI cannot make comes from the dataset.
+    Labels never leave Python. A batch that DALI cannot make comes from the dataset, and so do all after its transforms
+    were changed to ones that DALI cannot play.
 
     Args:
         loader: a DataLoader over image files, or over accumulation windows of them.
@@ -99,6 +101,7 @@ class DaliLoader:
                 self._parts, self._batch_size = not self._dataset.concatenates, batch_size * loader.batch_sampler.window
             self._dataset = self._dataset.inner
         self._source = read_source(self._dataset)
+        self._changes = StepsWatch(loader, self._dataset, self._source, steps)
         self._device = torch.device("cpu") if machine.device_id is None else torch.device("cuda", machine.device_id)
         self._choice = None if other is None else DecoderChoice(machine.decode, other.decode, self._synchronize)
         self._depths = bytearray(self._source.count)
@@ -147,12 +150,19 @@ class DaliLoader:
         Raises:
             FastLoopError: a file cannot be read, or DALI makes no batch for LIMIT_S; the error names the files.
         """
+        self._follow_changes(begins=True)
         self._indices, self._failed, failures = iter(self._loader.batch_sampler), None, 0
         self._watch = HangWatch(
             lambda waited_s: warnings.warn(f"fastloop: {self._describe_wait(waited_s)}", stacklevel=2)
         )
         try:
             while failures < MOST_FAILURES:
+                self._follow_changes()
+                if self._changes.obstacle is not None:
+                    if (asked := self._ask()) is None:
+                        break
+                    yield self._make_plainly(asked, self._changes.obstacle)
+                    continue
                 began = time.perf_counter()
                 pictures, why = self._take(seed)
                 waited_s = time.perf_counter() - began
@@ -299,6 +309,16 @@ class DaliLoader:
                 let_through(error)
         self._under_way.clear()
 
+    def _follow_changes(self, *, begins: bool = False) -> None:
+        """Look whether the dataset's transforms were changed; if so, the next batches are made as they are now."""
+        if not self._changes.look(self._machine, begins=begins):
+            return
+        self._source, self._steps = self._changes.source, self._changes.steps
+        self._begin_again()
+        if (why := self._changes.obstacle) is not None:
+            self._why_plain = why if self._why_plain is None else f"{self._why_plain}; {why}"
+            warnings.warn(f"fastloop: batches are loaded without DALI from now on: {why}", stacklevel=2)
+
     # -- the decoder ----------------------------------------------------------------------------------------------
 
     def _choose_decoder(self, waited_s: float) -> None:
@@ -381,7 +401,10 @@ class DaliLoader:
             line = f"fastloop: DALI could not read a batch, which was loaded without it: {self._why_plain}"
             warnings.warn(line, stacklevel=2)
         self.plain_batches += 1
-        pictures = default_collate(samples).to(self._device)
+        pictures = default_collate(samples)
+        if not isinstance(pictures, torch.Tensor) or pictures.ndim != 4:  # of a transform that was changed since
+            return [pictures, asked.labels]
+        pictures = pictures.to(self._device)
         if self._machine.layout == "HWC":
             pictures = pictures.permute(0, 2, 3, 1).contiguous()
         return self._hand_out(pictures, asked)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fastloop.bridge.apply.precision_fallback import PrecisionFallback
+from fastloop.errors import FastLoopError
 from tests.bridge.apply.rehearse.test_rehearsal import Module, config, data, fit, read
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -83,6 +84,63 @@ def test_a_validation_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch) ->
     loop, _, said = fit_with(module, num_sanity_val_steps=0, val_check_interval=6)
     assert len(said) == 1 and read(loop)[0] is False
     assert module.trainer.global_step == 12 and module.counted == 12
+
+
+class Own(torch.autograd.Function):
+    """A product whose backward needs both factors in one type."""
+
+    @staticmethod
+    def forward(context: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(first, second)
+        return first.to(second.dtype) @ second
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        first, second = context.saved_tensors
+        return gradients[0] @ second.T, first.T @ gradients[0]
+
+
+class Backward(Module):
+    """Fails in the backward, from some step on."""
+
+    def __init__(self, at: int = 0) -> None:
+        super().__init__()
+        self.at, self.hooks = at, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        out = self.net(batch[0], scale=None)
+        if self.trainer.global_step >= self.at:
+            out = Own.apply(out, torch.eye(out.shape[1]))  # type: ignore[no-untyped-call]
+        loss = torch.nn.functional.mse_loss(out, batch[1])
+        self.losses.append(float(loss.detach()))
+        self.log("steps", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.hooks += 1
+
+    def on_after_backward(self) -> None:
+        self.hooks += 1
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_first_backward_that_fails_is_repeated(accumulated: int) -> None:
+    steps = 12 // accumulated
+    plain, ours = Backward(), Backward()
+    _, wanted, _ = fit_with(plain, (), steps=steps, accumulate_grad_batches=accumulated)
+    loop, got, said = fit_with(ours, steps=steps, accumulate_grad_batches=accumulated)
+    took, why = read(loop)
+    assert took is False and why.startswith("a backward failed with it: RuntimeError: ") and "BFloat16" in why
+    assert len(said) == 1 and got == wanted, "losses, weights, optimizer, random numbers and counters"
+    assert ours.hooks == plain.hooks and ours.trainer.logged_metrics == plain.trainer.logged_metrics, "nothing twice"
+
+
+def test_a_later_backward_that_fails_names_the_rung() -> None:
+    module = Backward(at=6)
+    with pytest.raises(FastLoopError, match="a backward that fails in lower precision: RuntimeError") as caught:
+        fit_with(module)
+    assert caught.value.do == "write rungs.amp.enabled: false" and type(caught.value.__cause__) is RuntimeError
+    assert module.trainer.global_step == 6
 
 
 def test_other_errors_are_the_users_own() -> None:

@@ -247,6 +247,8 @@ class TrialBudget:
 
     def _read_settings(self, step: Step) -> Any:
         settings, modules = self._settings_of(step.rung), step.change.first_call_of
+        if step.change.rehearse == "optimizers":
+            return settings, self.memory.optimizers
         return (settings, modules) if modules else settings
 
     def _must_pay_back(self, step: Step) -> bool:

@@ -116,7 +116,7 @@ class Rehearsal:
             groups=self.site.groups,
         )
         modules = self._replayer.modules
-        known = Remembered(modules, self.site.device)
+        known = Remembered(modules, self.site.device, self.site.optimizers)
         self._budget = TrialBudget(self.terms, self.site.module, modules, known, self.handle.settings, self._first_ms)
         try:
             refused = self._budget.refuse_all(self.steps)

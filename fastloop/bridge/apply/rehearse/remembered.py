@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -48,7 +48,11 @@ class RehearsalsFile:
 class Remembered:
     """Reads and writes this model's entries in the file, by fingerprint."""
 
-    def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
+    def __init__(
+        self, modules: Sequence[torch.nn.Module], device: torch.device, optimizers: Sequence[Any] = ()
+    ) -> None:
+        self.optimizers = describe_optimizers(optimizers)
+        """Decides, with the model, whether a rung that changes optimizers works."""
         self.folder = machine.find_cache_home() / "fastloop"
         self._model = fingerprint(modules, device)
 
@@ -99,11 +103,35 @@ def fingerprint(modules: Sequence[torch.nn.Module], device: torch.device) -> str
         kinds.update(dict.fromkeys(type(inner) for inner in module.modules()))
         parts += [(name, tuple(each.shape), str(each.dtype)) for name, each in module.named_parameters()]
     parts += [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
+    return _digest(*map(repr, [*parts, *_hash_code(kinds)]))
+
+
+def describe_optimizers(optimizers: Sequence[Any]) -> str:
+    """Hash what decides whether optimizers can be changed: their classes and code, settings, and parameters. Of numbers
+    such as learning rates, which schedules change, only whether they are zero."""
+    parts: list[Any] = list(_hash_code({type(each): None for each in optimizers}))
+    for each in optimizers:
+        parts.append(f"{type(each).__module__}.{type(each).__qualname__}")
+        for group in each.param_groups:
+            parts.append(sorted((name, _tell(value)) for name, value in group.items() if name != "params"))
+            parts.append([(tuple(one.shape), str(one.dtype), one.device.type) for one in group["params"]])
+    return _digest(*map(repr, parts))
+
+
+def _tell(setting: Any) -> str:
+    if isinstance(setting, float):
+        return f"float {setting != 0}"
+    if isinstance(setting, (list, tuple)):
+        return ", ".join(map(_tell, setting))
+    return repr(setting) if isinstance(setting, (bool, int, str, type(None))) else type(setting).__qualname__
+
+
+def _hash_code(kinds: Iterable[type]) -> Iterator[str]:
+    """Hash the files that define these classes, except torch's own."""
     names = {kind.__module__ for kind in kinds if not kind.__module__.startswith("torch.")}
     for file in sorted({getattr(sys.modules.get(name), "__file__", None) or "" for name in names}):
         with contextlib.suppress(OSError):  # code that was typed into an interpreter has no file
-            parts.append(hashlib.sha256(Path(file).read_bytes()).hexdigest())
-    return _digest(*map(repr, parts))
+            yield hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _digest(*parts: str) -> str:

@@ -125,6 +125,21 @@ def make_budget(steps_left: int) -> tuple[budget.TrialBudget, Step]:
     return made, Step(rung="compile", status="planned", change=change)
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_a_failure_with_one_optimizer_is_none_of_another() -> None:
+    module, settings = torch.nn.Linear(2, 2), {"foreach": False}
+    change: Any = Change(actions=(), parity="approximate", rehearse="optimizers")
+    step = Step(rung="fused", status="planned", change=change)
+
+    def make(optimizer: Any) -> budget.TrialBudget:
+        memory = Remembered([module], torch.device("cpu"), [optimizer])
+        return budget.TrialBudget(budget.Terms(), module, [module], memory, lambda _rung: settings, 0.0)
+
+    make(torch.optim.Adam(module.parameters())).keep_failure(step, "it deviates")
+    assert "it already failed" in str(make(torch.optim.Adam(module.parameters(), lr=0.1)).refuse(step))
+    assert make(torch.optim.SGD(module.parameters(), lr=0.1)).refuse(step) is None
+
+
 def test_a_compile_whose_code_was_cached_once_has_the_usual_time() -> None:
     made, step = make_budget(10**6)
     usual_s = made.limit_s(step)

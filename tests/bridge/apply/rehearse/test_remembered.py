@@ -29,3 +29,22 @@ def test_what_decides_whether_a_rung_works_is_in_the_key(
     assert remembered.fingerprint(modules, device) == before
     monkeypatch.setattr(place, name, other)
     assert remembered.fingerprint(modules, device) != before
+
+
+def test_optimizers_of_other_classes_or_settings_are_others() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(2, 2))]
+    made = [
+        torch.optim.SGD(weights, lr=0.1),
+        torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+        torch.optim.SGD(weights, lr=0.1, momentum=0.9, nesterov=True),
+        torch.optim.Adam(weights, lr=torch.tensor(0.1)),
+        torch.optim.Adam(weights),
+        torch.optim.Adam([*weights, torch.nn.Parameter(torch.zeros(3, dtype=torch.double))]),
+        type("Own", (torch.optim.Adam,), {})(weights),
+    ]
+    assert len({remembered.describe_optimizers([each]) for each in made}) == len(made)
+    schedule = torch.optim.lr_scheduler.StepLR(made[0], 1)
+    made[0].step()
+    before = remembered.describe_optimizers(made[:1])
+    schedule.step()
+    assert remembered.describe_optimizers(made[:1]) == before, "an optimizer that trains on stays the same"
