@@ -43,7 +43,7 @@ class MicroBatches:
         if len(pieces) == 1 and math.isclose(pieces[0].weight, 1):
             output = step(pieces[0].batch, *rest)
             if get_loss(output) is None:
-                self._skip(trainer, pieces)
+                self._skip(trainer, batch)
             return output
         module, weighing = strategy.lightning_module, self.choice.weighing
         parameters = list(module.parameters())  # a step may unfreeze parameters
@@ -70,7 +70,7 @@ class MicroBatches:
             parameter.grad = gradient
         skipped = [get_loss(output) is None for output in outputs]
         if all(skipped) or (any(skipped) and not self.apart):
-            self._skip(trainer, pieces)
+            self._skip(trainer, batch)
             return None  # the user skips this batch; Lightning then runs no backward
         self._held = [
             (parameter, gradient) for parameter, gradient in zip(parameters, held, strict=True) if gradient is not None
@@ -91,11 +91,11 @@ class MicroBatches:
         if self._groups is not None:
             self._groups.begin(1)
 
-    def _skip(self, trainer: Any, pieces: Sequence[Piece]) -> None:
+    def _skip(self, trainer: Any, batch: Any) -> None:
         """The user's step returned no loss, so there is no backward."""
         self.after_backward()
         if not self.apart:
-            self.choice.stop_merging(trainer)
+            self.choice.stop_merging(trainer, batch)
 
     def _begin(self, piece: Piece) -> None:
         if self._groups is not None:

@@ -156,14 +156,16 @@ class PieceChoice:
             return None
         return f"from optimizer step {trainer.global_step + 1} on, {found}"
 
-    def stop_merging(self, trainer: Any) -> None:
+    def stop_merging(self, trainer: Any, batch: Any) -> None:
         """Run later windows batch by batch, since training_step skipped a merged one: it may have meant one batch.
         That window stays skipped: its step may have left traces, so it is not repeated."""
-        window = self.windows.sampler
-        if window is None or self.refused is not None or trainer.world_size > 1:  # ranks must agree, see `_agree`
+        window = self.windows.read(trainer.fit_loop.total_batch_idx, batch)
+        if (
+            window is None or len(window.sizes) == 1 or self.refused is not None or trainer.world_size > 1
+        ):  # see `_agree`
             return
         skipped = (
-            f"training_step returned no loss for a merged window ({window.window} of your batches), which was lost"
+            f"training_step returned no loss for a merged window ({len(window.sizes)} of your batches), which was lost"
         )
         self.refused = f"from optimizer step {trainer.global_step + 1} on, {skipped}"
         self._warn_apart(self.refused)
