@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
+from torch.utils.hooks import RemovableHandle
 
 from fastloop.errors import let_through
 from fastloop.evidence.model import dynamo_graphs
@@ -50,6 +51,7 @@ class CompiledCall:
     Attributes:
         graphs: graphs that Dynamo captured in these calls; each piece between graph breaks counts.
         forced: calls that ran eagerly because torch's stance was ``force_eager``.
+        hooked: calls that ran eagerly because the module or one inside had got hooks since its graphs were made.
         failure: why the module fell back to eager; empty if it did not.
         below, is_in: the callable that this one replaced, and whether this one is active; see `put_in`.
         budgets: one for training (True) and one for evaluation (False), with separate graphs and sizes; also one for
@@ -70,7 +72,7 @@ class CompiledCall:
     ) -> None:
         self.module, self.name = module, name or type(module).__name__
         self.dynamic, self.is_tried, self._changes = dynamic, is_tried, changes
-        self.graphs, self.forced, self.failure = 0, 0, ""
+        self.graphs, self.forced, self.hooked, self.failure = 0, 0, 0, ""
         self.below: Any = None
         self.is_in = False
         self.budgets: dict[Any, GraphLimit] = {True: GraphLimit(), False: GraphLimit()}
@@ -85,6 +87,8 @@ class CompiledCall:
         """Tensors frozen in graphs, with version and memory address at the last check."""
         self._holders: dict[str, tuple[Mapping[str, Any], str]] = {}
         """For those that are buffers: the dictionary that holds each, and its name there."""
+        self._hooks, self._newest_hook, self._has_late_hooks = _list_hooks(module), -1, False
+        """The hooks in the graphs; the number of the next hook anywhere when we last looked for later ones."""
         self._make(call_shapes.describe_kind(module))
 
     def _make(self, kind: Any, barred: frozenset[str] = frozenset()) -> None:
@@ -97,10 +101,11 @@ class CompiledCall:
             return module._call_impl(*args, **kwargs)
 
         # Dynamo counts recompiles per code object and gives up after 8. Modules of one class and shapes share a code
-        # object, and with it their graphs; all other modules, and every later fit, get a separate one.
+        # object, and with it their graphs; all other modules, and every later fit, get a separate one. So do modules
+        # with hooks: Dynamo would run them by the graphs of a module without.
         self._kind, masks = kind, _hash_masks(module, barred) if self._passes else ()
         made = call.__code__.replace(co_name=self.name), Frozen(barred)
-        call.__code__, self._frozen = self._codes.setdefault((kind, masks, barred), made)
+        call.__code__, self._frozen = self._codes.setdefault((kind, masks, barred, self._hooks), made)
         mode = self._mode
         how: Any = {"options": _list_options(mode)} if mode.startswith("max-") else {"mode": mode}
         if self._passes or mode == "eager":
@@ -113,6 +118,8 @@ class CompiledCall:
         every = [budget for key, budget in self.budgets.items() if key is True or (key is not False and key[0])]
         ended = [budget for budget in every if budget.spent]
         most = sum(each.calls for each in ended) > STORM * sum(each.calls for each in every)
+        if self.hooked > STORM * (self.hooked + sum(each.calls for each in every)):
+            return f"{self.name}: it got hooks after its graphs were made"
         return f"{self.name}: {ended[0].spent}" if most else ""
 
     def note_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -127,6 +134,9 @@ class CompiledCall:
             return self.module._call_impl(*args, **kwargs)
         if dynamo_graphs.is_forced_eager():  # by our own check, or by the user: it says nothing about the graphs
             self.forced += 1
+            return self.module._call_impl(*args, **kwargs)
+        if self._find_late_hooks():
+            self.hooked += 1
             return self.module._call_impl(*args, **kwargs)
         tensors = call_shapes.find_tensors(args, kwargs)
         budget = self._find_budget(tensors)
@@ -190,6 +200,19 @@ class CompiledCall:
             captured = dynamo_graphs.count_captured() - captured
             self.graphs += captured
             budget.count(captured=captured > 0, eager=self._missed)
+
+    def _find_late_hooks(self) -> bool:
+        """Whether there are hooks that the graphs do not run; Dynamo does not look for them. Looks only if a hook was
+        registered anywhere since, or if there were such hooks before."""
+        if RemovableHandle.next_id == self._newest_hook and not self._has_late_hooks:
+            return False
+        self._newest_hook, hooks = RemovableHandle.next_id, _list_hooks(self.module)
+        has_graphs = any(budget.graphs for budget in self.budgets.values())
+        if not has_graphs and hooks != self._hooks:
+            self._hooks = hooks
+            self._make(self._kind)
+        self._has_late_hooks = has_graphs and not hooks <= self._hooks
+        return self._has_late_hooks
 
     def _find_changed(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
         """Return the paths of tensors whose numbers differ from those frozen in the graphs."""
@@ -339,6 +362,7 @@ def sum_up(calls: Sequence[CompiledCall]) -> dict[str, Any]:
     return {
         "graphs": sum(call.graphs for call in calls),
         "forced_eager": sum(call.forced for call in calls),
+        "hooked": sum(call.hooked for call in calls),
         "failures": [call.failure for call in calls if call.failure],
         "eager_calls": most.eager,
         "of_calls": most.calls,
@@ -382,6 +406,17 @@ def _count_changes(tensors: Iterable[torch.Tensor]) -> int:
         return sum(map(_VERSION, tensors))
     except RuntimeError:
         return -1
+
+
+_HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+
+def _list_hooks(module: torch.nn.Module) -> frozenset[int]:
+    """The numbers of the hooks of a module and of those inside, and of hooks of all modules. Each is given once."""
+    everywhere = vars(torch.nn.modules.module)
+    groups = [everywhere.get(f"_global_{name}", ()) for name in _HOOKS]
+    groups += [hooks for each in module.modules() for name in _HOOKS if (hooks := vars(each).get(f"_{name}"))]
+    return frozenset(number for hooks in groups for number in hooks)
 
 
 def _backward_at_once() -> Any:

@@ -222,6 +222,10 @@ class Facts:
     inner_views: tuple[str, ...] = ()
     """Methods of submodules that merge dimensions by ``view(.., -1)``."""
     compiled_by_user: tuple[str, ...] = ()
+    double_backward: tuple[str, ...] = ()
+    """Methods and functions of the user's that pass ``create_graph`` to autograd."""
+    keeps_graph: tuple[str, ...] = ()
+    """Those that pass ``retain_graph``."""
     inner_modules: tuple[str, ...] = ()
     """Names of the outermost modules with parameters that are more than one layer."""
     compile_targets: tuple[str, ...] = ()

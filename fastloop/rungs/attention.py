@@ -57,6 +57,10 @@ class Attention:
             raise NotApplicable(
                 f"{', '.join(facts.compiled_by_user[:3])} is compiled by your own code, so its graphs cannot be changed"
             )
+        if facts.double_backward:
+            raise NotApplicable(
+                f"{facts.double_backward[0]} takes gradients of gradients (create_graph), which fused kernels have not"
+            )
         if self.backend != "auto" and facts.device != "cuda":
             raise NotApplicable(f"backend {self.backend} needs CUDA; this run is on {facts.device}")
         if not facts.attends_by_hand and not facts.attends_by_call:
@@ -117,7 +121,7 @@ class Attention:
                 "calls": ran,
                 "switched": sum(model.config._attn_implementation == "sdpa" for model in switched),
                 "by_inductor": counters["inductor"]["fuse_attention"] - before,
-                "failures": sum_up(calls)["failures"] if calls else [],
+                **({key: sum_up(calls)[key] for key in ("failures", "hooked")} if calls else {"failures": []}),
             }
 
         return Applied(undo=undo.close, probe=probe)
@@ -135,6 +139,10 @@ class Attention:
             why.append(f"{say_count(count, 'attention')} in captured graphs became one fused call each{causal}")
         if count and (calls := evidence["calls"]):
             why.append(f"{say_count(calls, 'call')} of {say_count(evidence['modules'], 'module')} ran this way")
+        if hooked := evidence.get("hooked"):
+            why.append(
+                f"{say_count(hooked, 'call')} ran your own attention: hooks were added after the graphs were made"
+            )
         if switched := evidence["switched"]:
             why.append(f"{say_count(switched, 'Hugging Face model')} switched to sdpa")
         if fused := evidence["by_inductor"]:

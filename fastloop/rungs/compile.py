@@ -22,7 +22,7 @@ from fastloop.evidence.sync import call_site
 from fastloop.records.card import DEVICE, Card, ClimbState, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Action, Applied, Change, PayBack, Site, Verdict
+from fastloop.records.plan import Action, Applied, Change, PayBack, Site, Verdict, say_count
 from fastloop.records.readings import compiles, count_micro_batches, on_gpu
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # accumulation would overwrite their buffers (pytorch #169545)
@@ -96,6 +96,14 @@ class Compile:
         """Choose what to compile: the whole model, or each repeated block once."""
         if facts.compiled_by_user:
             raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is already compiled by you")
+        if facts.double_backward:
+            raise NotApplicable(
+                f"{facts.double_backward[0]} takes gradients of gradients (create_graph), which compiled code has not"
+            )
+        if facts.keeps_graph:
+            raise NotApplicable(
+                f"{facts.keeps_graph[0]} keeps the graph (retain_graph), which compiled backwards overwrite"
+            )
         if facts.compiler is None:
             raise NotApplicable("Inductor needs a C++ compiler, and none was found: install gcc or g++")
         if not facts.compile_targets:
@@ -146,6 +154,8 @@ class Compile:
         why += [f"graph break: {reason}" for reason in evidence["breaks"][:2]]
         if eager := evidence.get("eager_calls"):
             why.append(f"{eager} of {evidence['of_calls']} calls ran eagerly: no graph fit them")
+        if (hooked := evidence.get("hooked")) and not evidence.get("spent"):
+            why.append(f"{say_count(hooked, 'call')} ran eagerly: hooks were added after the graphs were made")
         why += [f"{spent}: eager from then on" for spent in evidence.get("spent", ())]
         if evidence["limit_hit"]:
             why.append("recompile limit hit: eager from then on")

@@ -500,3 +500,43 @@ def test_calls_that_are_forced_to_run_eagerly_do_not_count() -> None:
     module(batch(3, 16))
     assert call.forced == 2 * call_shapes.ENOUGH and not call.spent
     assert (call.graphs, call.budgets[True].eager) == (captured, eager), "the graph is still used"
+
+
+def _halve(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 0.5
+
+
+def _halve_gradients(_module: Any, inputs: Any, _outputs: Any) -> Any:
+    return tuple(None if each is None else each * 0.5 for each in inputs)
+
+
+@pytest.mark.parametrize("where", ["", "last"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_hooks_added_later_run_until_they_are_removed(where: str, backward: bool) -> None:
+    plain, module = Net(), Net()
+    call = wrap(module)
+    run(module, batch(7))
+    handles = []
+    for each in (plain, module):
+        part = each.get_submodule(where)
+        handles.append(
+            part.register_full_backward_hook(_halve_gradients) if backward else part.register_forward_hook(_halve)
+        )
+    for _ in range(2):
+        inputs = [batch(7).requires_grad_(), batch(7).requires_grad_()]
+        torch.testing.assert_close(run(module, inputs[0]), run(plain, inputs[1]))
+    assert call.hooked == 2 and call.spent == "net: it got hooks after its graphs were made"
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(run(module, batch(7)), run(plain, batch(7)))
+    assert (call.graphs, call.hooked) == (1, 2)
+
+
+def test_a_module_with_hooks_does_not_run_the_graphs_of_one_without() -> None:
+    modules, plain, codes = [Net(), Net()], Net(), dict[Any, Any]()
+    put_in([CompiledCall(module, "net", codes, mode="default", dynamic=None) for module in modules])
+    for module in (modules[1], plain):
+        module.last.register_forward_hook(_halve)
+    run(modules[0], batch(7))
+    torch.testing.assert_close(run(modules[1], batch(7)), run(plain, batch(7)))
+    assert modules[1]._compiled_call_impl.graphs == 1  # type: ignore[union-attr, attr-defined]

@@ -58,6 +58,11 @@ class Ready(spellings.Spelling):
         ({"backend": "flash"}, {"device": "cuda"}, None),
         ({"backend": "flash"}, {"device": "cuda", "attends_by_hand": (), "attends_by_call": ("net",)}, None),
         ({"backend": "flash"}, {}, "backend flash needs CUDA; this run is on cpu"),
+        (
+            {},
+            {"double_backward": ("Net.step",)},
+            "Net.step takes gradients of gradients (create_graph), which fused kernels have not",
+        ),
         ({}, {"compiled_by_user": ("net",)}, "net is compiled by your own code, so its graphs cannot be changed"),
     ],
 )

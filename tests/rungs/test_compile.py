@@ -641,3 +641,9 @@ def test_what_the_user_compiled_is_not_doubled(how: str, backend: list[str]) -> 
     assert verdict(watcher, "compile").took is False
     assert verdict(watcher, "compile").why == "net is already compiled by you"
     assert before == (module.net._compiled_call_impl if how == "in place" else type(module.net))
+
+
+@pytest.mark.parametrize("fact", ["double_backward", "keeps_graph"])
+def test_graphs_that_are_used_twice_are_refused(fact: str) -> None:
+    with pytest.raises(NotApplicable, match=r"Net\.training_step .*_graph"):
+        Compile(enabled=True).plan(Facts(**{**FACTS, fact: ("Net.training_step",)}))

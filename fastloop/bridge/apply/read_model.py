@@ -9,13 +9,14 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 
 from fastloop.bridge import namespaces
 from fastloop.evidence.model.picture_views import list_names, list_views
+from fastloop.evidence.samples.sample_code import is_installed, list_globals, walk_code
 from fastloop.evidence.samples.source import read_source
 from fastloop.feeds import call_shapes
 from fastloop.feeds.attention import candidates as attention
@@ -86,6 +87,8 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False, callbacks
         "line_searches": tuple(searches),
         "own_line_searches": tuple(each for each in searches if each.partition(".")[2] not in configuring),
         "compiled_by_user": tuple(name or type(module).__name__ for name in named if is_compiled(named[name])),
+        "double_backward": tuple(_find_passing("create_graph", named.values())),
+        "keeps_graph": tuple(_find_passing("retain_graph", named.values())),
         "inner_modules": tuple(
             name for name in _find_outermost(module, "") if not _is_layer(module.get_submodule(name))
         ),
@@ -122,9 +125,7 @@ def _find_views(module: torch.nn.Module) -> Iterator[str]:
     is_left_out = (
         _BEFORE_STEPS.fullmatch if "" not in list_compile_targets(module) else _BEFORE_STEPS_OR_FORWARD.fullmatch
     )
-    users = [
-        base for base in type(module).__mro__ if not base.__module__.startswith((*LIGHTNING, "torch.", "builtins"))
-    ]
+    users = _list_user_bases(type(module))
     named = {each for base in users for member in vars(base).values() for each in list_names(member)}
     targets = [module.get_submodule(name) for name in _find_outermost(module, "")]
     played = [target for target in targets if not named.intersection(_list_other_methods(type(target)))]
@@ -161,11 +162,49 @@ def _find_inner_views(modules: Iterable[torch.nn.Module]) -> Iterator[str]:
             )
 
 
+def _find_passing(argument: str, modules: Iterable[torch.nn.Module]) -> Iterator[str]:
+    """Name the users' methods, and functions that these call, that pass this argument in a call."""
+    seen = set[CodeType]()
+    for kind in dict.fromkeys(map(type, modules)):
+        if not kind.__module__.startswith(("torch.", "torchvision.")):
+            methods = [member for base in _list_user_bases(kind) for member in vars(base).values()]
+            for function in _follow_functions(methods, seen):
+                if _passes(argument, function):
+                    yield function.__qualname__.rpartition("<locals>.")[2]
+
+
+def _passes(argument: str, function: FunctionType) -> bool:
+    """Whether a call names this argument and gives it anything but False."""
+    consts = (const for code in walk_code(function.__code__) for const in code.co_consts)
+    if not any(isinstance(const, tuple) and argument in const for const in consts):
+        return False
+    source = _read_plainly(function.__code__)
+    return source is None or re.search(rf"\b{argument}=(?!False\b)", source) is not None
+
+
+def _follow_functions(members: Iterable[Any], seen: set[CodeType]) -> Iterator[FunctionType]:
+    """Yield these functions and the users' functions that they read from their modules, or from modules there."""
+    for member in members:
+        member = getattr(member, "__func__", member)
+        function = inspect.unwrap(member) if callable(member) else None
+        if not inspect.isfunction(function) or function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        yield function
+        read = [value for _, value in list_globals(function)]
+        names = {name for code in walk_code(function.__code__) for name in code.co_names}
+        read += [vars(each).get(name) for each in read if inspect.ismodule(each) for name in names]
+        called = (each for each in read if inspect.isfunction(each) and not is_installed(each))
+        yield from _follow_functions(called, seen)
+
+
+def _list_user_bases(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if not base.__module__.startswith((*LIGHTNING, "torch.", "builtins"))]
+
+
 def _read_user_methods(module: torch.nn.Module | type) -> Iterator[tuple[str, str]]:
     """Name and source, without comments, of the methods that the user's own classes define."""
-    for base in (module if isinstance(module, type) else type(module)).__mro__:
-        if base.__module__.startswith((*LIGHTNING, "torch.", "builtins")):
-            continue
+    for base in _list_user_bases(module if isinstance(module, type) else type(module)):
         for name, member in vars(base).items():
             function = inspect.unwrap(member) if callable(member) else None
             if inspect.isfunction(function) and (text := _read_plainly(function.__code__)) is not None:

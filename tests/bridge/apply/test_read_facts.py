@@ -511,3 +511,21 @@ def test_which_batchnorms_cannot_be_computed_batch_by_batch() -> None:
     assert found["batchnorms"] == ("plain", "like", "synced", "own", "tracks")
     assert found["other_batchnorms"] == ("synced", "own", "tracks")
     assert read_model.read_module(model, syncs_norms=True)["other_batchnorms"] == found["batchnorms"]
+
+
+def _penalize(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(out.sum(), x, create_graph=True)[0]
+
+
+class Penalized(Regression):
+    def penalty(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return _penalize(out, x)
+
+    def norm(self, loss: torch.Tensor) -> Any:
+        return torch.autograd.grad(loss, self.net[0].weight, retain_graph=True, create_graph=False)  # type: ignore[index]
+
+
+def test_who_takes_gradients_of_gradients_or_keeps_the_graph() -> None:
+    found = read_model.read_module(Penalized())
+    assert (found["double_backward"], found["keeps_graph"]) == (("_penalize",), ("Penalized.norm",))
+    assert not read_model.read_module(Regression())["double_backward"]
