@@ -233,6 +233,8 @@ class Cache:
         kept = (
             "" if found.get("kept_bytes") is None else f"; {_format_gb(found['kept_bytes'])} kept in {found['store']}"
         )
+        if changed := found.get("changed"):
+            kept = f"; your dataset, changed during the training, made {say_count(changed, 'sample')} itself{kept}"
         if not hits:
             return Verdict(took=False, why=f"none of {misses:,} samples was in the store yet{kept}")
         return Verdict(

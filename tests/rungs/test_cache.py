@@ -248,6 +248,8 @@ def test_says_why_not() -> None:
     found = {"hits": 0, "misses": 5, "store": "shm", "kept_bytes": 2 * 10**9}
     verdict = verify(Measurement(evidence={"cache": found}))
     assert verdict.took is False and verdict.why == "none of 5 samples was in the store yet; 2 GB kept in shm"
+    changed = verify(Measurement(evidence={"cache": {**found, "changed": 10}})).why
+    assert "; your dataset, changed during the training, made 10 samples itself; 2 GB kept in shm" in changed
 
 
 def test_off_is_nothing(tmp_path: Path) -> None:

@@ -56,7 +56,10 @@ class CachedImages(StandInDataset):
 
     def __getitem__(self, index: Any) -> Any:
         reading: _Reading = self._reading
-        if type(index) is not int or index < 0 or not reading.holds():
+        if type(index) is not int or index < 0:
+            return self.inner[index]
+        if not reading.holds():
+            self.sample_cache.note_changed()
             return self.inner[index]
         path, label = reading.source.locate(index)
         try:
@@ -137,6 +140,9 @@ def check_images(dataset: Any) -> None:
 class _NoCache:
     def fetch(self, _key: bytes | None, make: Callable[[], Any]) -> Any:
         return make()
+
+    def note_changed(self) -> None:
+        pass
 
 
 # -- marked methods ---------------------------------------------------------------------------------------------------

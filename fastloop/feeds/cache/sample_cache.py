@@ -17,7 +17,7 @@ from fastloop.feeds.cache.server import ServerAway
 
 _PROCESSES = 512
 """Rows of the table of counts that all processes share; row 0 is for processes that are not loader workers."""
-_COUNTS = ("hits", "misses", "not_kept", "damaged", "fill_us")
+_COUNTS = ("hits", "misses", "not_kept", "damaged", "changed", "fill_us")
 
 
 class Store(Protocol):
@@ -79,6 +79,10 @@ class SampleCache:
         spent_us = (time.perf_counter_ns() - began) // 1000
         self._add(misses=1, not_kept=not kept, damaged=record is not None, fill_us=spent_us)
         return sample
+
+    def note_changed(self) -> None:
+        """Count a sample that was made without the store, since the dataset was changed."""
+        self._add(changed=1)
 
     def _try(self, ask: Callable[[], Any]) -> Any:
         """Return the result of a store operation; if it fails, warn the user and return None."""

@@ -204,10 +204,11 @@ def relabel(plain: Any) -> None:
 @pytest.mark.parametrize("change", [widen, replace, append, relabel])
 def test_a_dataset_that_is_changed_in_mid_training_makes_its_own_samples(change: Any, tmp_path: Path) -> None:
     plain = folder(tmp_path, transform=T.Compose([T.Resize(24), T.ToTensor()]))
-    ours, _ = cached(plain)
+    ours, cache = cached(plain)
     before = epochs(ours, 1)
     change(plain)
     assert same(epochs(plain), epochs(ours)) and not same(before, epochs(ours, 1))
+    assert cache.evidence()["changed"] == 4 * len(before) and sum(hits(cache)) == len(before)
 
 
 def test_a_broken_or_missing_file_says_what_it_says(tmp_path: Path) -> None:

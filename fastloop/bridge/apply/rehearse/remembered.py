@@ -112,7 +112,7 @@ def describe_optimizers(optimizers: Sequence[Any]) -> str:
     parts: list[Any] = list(_hash_code({type(each): None for each in optimizers}))
     for each in optimizers:
         parts.append(f"{type(each).__module__}.{type(each).__qualname__}")
-        for group in each.param_groups:
+        for group in getattr(each, "param_groups", ()):
             parts.append(sorted((name, _tell(value)) for name, value in group.items() if name != "params"))
             parts.append([(tuple(one.shape), str(one.dtype), one.device.type) for one in group["params"]])
     return _digest(*map(repr, parts))
