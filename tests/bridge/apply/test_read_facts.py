@@ -522,7 +522,7 @@ class Penalized(Regression):
         return _penalize(out, x)
 
     def norm(self, loss: torch.Tensor) -> Any:
-        return torch.autograd.grad(loss, self.net[0].weight, retain_graph=True, create_graph=False)  # type: ignore[index]
+        return torch.autograd.grad(loss, self.net[0].weight, retain_graph=True, create_graph=False)  # type: ignore[arg-type]
 
 
 def test_who_takes_gradients_of_gradients_or_keeps_the_graph() -> None:
