@@ -9,7 +9,9 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
+from fastloop.bridge.apply.micro import gradient_check
 from fastloop.feeds.token_counts import list_token_counters
 from tests.bridge.apply.micro.test_gradient_check import WORDS, Tagger, sentences
 from tests.bridge.apply.micro.test_piece_logs import Memory
@@ -106,6 +108,36 @@ def test_what_is_a_mean_over_samples_is_not_weighed_by_tokens() -> None:
 
     ours = run(SPLIT, sentences(2), Pooled, max_epochs=1)
     assert ours.verdict("batch").took is True and ours.seen("batch").get("weighed_by") is None
+
+
+class Labels(Tagger):
+    """Two classes; an ignored label is given to the loss as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 2))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return cross_entropy(self.net(batch[0]), batch[1], ignore_index=255)
+
+
+def labels(full: int) -> DataLoader[Any]:
+    """The first `full` samples have a label."""
+    generator = torch.Generator().manual_seed(0)
+    x, chosen = torch.randn(96, 6, generator=generator), torch.randint(0, 2, (96,), generator=generator)
+    chosen[full:][torch.rand(96 - full, generator=generator) < 0.3] = 255
+    return DataLoader(TensorDataset(x, chosen, torch.arange(96.0)), batch_size=8)
+
+
+@pytest.mark.parametrize("full", [0, 24])
+def test_labels_that_the_code_ignores_by_number(full: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first batches have none of these, the loss looks like a mean over samples."""
+    plain, ours = (run(rungs, labels(full), Labels, max_epochs=2) for rungs in (None, SPLIT))
+    assert "weighted by entries of tensor 2 of the batch that are not 255" in ours.verdict("batch").why
+    assert distance(plain, ours) < 1e-6
+    monkeypatch.setattr(gradient_check, "list_ignored_labels", lambda _: set())
+    blind = run(SPLIT, labels(full), Labels, max_epochs=2)
+    assert not blind.verdict("batch").took or distance(plain, blind) > 1e-4, "the control"
 
 
 def test_what_could_be_counted() -> None:
