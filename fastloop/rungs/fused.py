@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastloop.errors import NotApplicable
-from fastloop.feeds.fused_layouts import fit_layouts, unfuse
 from fastloop.records.card import Card
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
@@ -122,6 +121,8 @@ def _flip(optimizer: Any, steps: list[int], unfused: list[str]) -> Undo:
 
     `_step_supports_amp_scaling` stays unset, so that a loss scaler unscales gradients before the step as for the
     unfused optimizer: hooks and callbacks that read or clip gradients then see the same numbers."""
+    from fastloop.feeds.fused_layouts import fit_layouts, unfuse
+
     defaults = {key: optimizer.defaults.get(key) for key in ("fused", "foreach")}
 
     def count(*_: Any) -> None:
