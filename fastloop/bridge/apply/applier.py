@@ -235,12 +235,12 @@ class Applier:
             for convert in self.rung_trials.take_late_conversions() if args else ():
                 batch = convert(args[0]) if self.micro is None else self.micro.windows.convert(args[0], convert)
                 args = (batch, *args[1:])
-        if self.graphs is not None:
-            step = self.graphs.wrap(step, runs_whole=True if self.micro is None else self.micro.choice.runs_whole)
+        runs_whole = self.micro is None or self.micro.choice.runs_whole
+        whole = step if self.graphs is None else self.graphs.wrap(step, runs_whole=runs_whole)
         if self.micro is None or not args:
-            return self.run_step(step, *args, **kwargs)
-        run = partial(self.run_step, step, **kwargs)
-        return self.micro.run(site.strategy, site.trainer, run, args[0], args[1:])
+            return self.run_step(whole, *args, **kwargs)
+        run, run_whole = (partial(self.run_step, each, **kwargs) for each in (step, whole))
+        return self.micro.run(site.strategy, site.trainer, run, args[0], args[1:], run_whole)
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of any stage, and repeat it without lower precision if that made it fail."""

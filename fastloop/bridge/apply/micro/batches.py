@@ -36,12 +36,24 @@ class MicroBatches:
         """The batch that Lightning gets for a window of separate batches; see `MergedWindows`."""
         return self.windows.show(batches, self.choice.refused)
 
-    def run(self, strategy: Any, trainer: Any, step: Callable[..., Any], batch: Any, rest: Sequence[Any]) -> Any:
-        """Run one training_step over the pieces of `batch`; returns what it would have returned for the whole."""
+    def run(
+        self,
+        strategy: Any,
+        trainer: Any,
+        step: Callable[..., Any],
+        batch: Any,
+        rest: Sequence[Any],
+        whole: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Run one training_step over the pieces of `batch`; returns what it would have returned for the whole.
+
+        Args:
+            whole: the step that runs a batch in one piece, if not `step`.
+        """
         pieces, self.apart = self.choice.choose(strategy, trainer, batch, rest)
         self._begin(pieces[0])
         if len(pieces) == 1 and math.isclose(pieces[0].weight, 1):
-            output = step(pieces[0].batch, *rest)
+            output = (whole or step)(pieces[0].batch, *rest)
             if get_loss(output) is None:
                 self._skip(trainer, batch)
             return output

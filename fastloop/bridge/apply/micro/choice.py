@@ -115,10 +115,10 @@ class PieceChoice:
 
     @property
     def runs_whole(self) -> bool | None:
-        """Whether batches run as the loader makes them; None until the search has decided."""
-        if self.windows.sampler is not None or self._search is None:
-            return False
-        return None if self._found is None else self.refused is not None
+        """Whether batches, or merged windows, run in one piece each; None until that is decided."""
+        if self.refused is not None:
+            return self.windows.sampler is None
+        return len(self._largest) == 1 if self._largest else None
 
     def choose(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> Chosen:
         """Cut the batch into micro-batches of the chosen size, or into the user's batches of its window. `rest` are the

@@ -103,10 +103,11 @@ class GraphedSteps:
         return {**counts, "graph_refused": self.refused or "", **self._updates.evidence(), **self._seen}
 
     def wrap(self, step: Callable[..., Any], *, runs_whole: bool | None) -> Callable[..., Any]:
-        """Return the training_step to run for a batch. It may be replayed only if batches run as the loader makes them
+        """Return the training_step to run for a batch in one piece. It may be replayed only if batches run so
         (`runs_whole`; None: not decided yet)."""
-        if runs_whole is False:
-            self.refused = "a rung cuts or merges the batches"
+        if runs_whole is False and self.refused is None:
+            self.refused = "batches run in several pieces"
+            self._drop()
         return partial(self.run, step) if runs_whole else step
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:

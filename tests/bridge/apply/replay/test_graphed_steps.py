@@ -583,7 +583,23 @@ def test_batches_that_a_rung_leaves_whole_are_replayed(batch: dict[str, Any], re
     watcher, _, _ = run({**GRAPH, "batch": batch}, ours)
     found = evidence(watcher, "host")
     assert (found["replayed_steps"] > 15) is replayed
-    assert replayed or found["graph_refused"] == "a rung cuts or merges the batches"
+    assert replayed or found["graph_refused"] == "batches run in several pieces"
+
+
+@pytest.mark.parametrize("size", [32, 16, "auto"], ids=["one piece", "two pieces", "searched"])
+def test_merged_windows_are_replayed_where_they_run_in_one_piece(size: Any) -> None:
+    """Each epoch has two windows of four batches; the second ends with a short batch."""
+    batch, settings = {"batch": {"micro_batch": size}}, {"accumulate_grad_batches": 4, "max_epochs": 24}
+    merged, ours = seeded(Step), seeded(Step)
+    run(batch, merged, **settings)
+    watcher, _, _ = run({**GRAPH, **batch}, ours, **settings)
+    pieces, found = evidence(watcher, "batch")["micro_batches"], evidence(watcher, "host")
+    assert sum(pieces) == 32
+    if len(pieces) == 1:
+        assert found["replayed_steps"] == 22, "the first is compared, and the second decides the shape"
+    else:
+        assert (found["replayed_steps"], found["graph_refused"]) == (0, "batches run in several pieces")
+    assert same(models.weights(ours), models.weights(merged)) and ours.ended == merged.ended
 
 
 class Teaches(Step):
