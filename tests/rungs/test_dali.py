@@ -431,12 +431,12 @@ def test_a_damaged_file_ends_the_training_with_its_name(tmp_path: Path) -> None:
 
 def test_a_dali_that_does_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """L3. Built for another CUDA, for one."""
-    from fastloop.feeds.dali import engine
+    from fastloop.feeds.dali import pixels
 
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("libnvjpeg.so.12: cannot open shared object file")
 
-    monkeypatch.setattr(engine, "make_pipeline", fail)
+    monkeypatch.setattr(pixels, "make_pipeline", fail)
     ours = run(DALI, load(folder), Sees, max_epochs=1)
     assert (ours.reason("dali") or "").startswith("DALI does not start here (OSError: libnvjpeg.so.12: cannot")
 

@@ -20,8 +20,7 @@ from fastloop.feeds.dali.changed_steps import StepsWatch
 from fastloop.feeds.dali.decoder_choice import DecoderChoice, check_room
 from fastloop.feeds.dali.graph import DaliResources, encode, make_pipeline
 from fastloop.feeds.dali.hang_watch import HangWatch
-from fastloop.feeds.dali.pictures import name_cure
-from fastloop.feeds.dali.pixels import PixelDeviation, check_pixels, shorten
+from fastloop.feeds.dali.pixels import check_pixels, describe_error
 from fastloop.feeds.images.reading import read_source
 from fastloop.feeds.window_batches import WindowDataset
 from fastloop.feeds.workers import tried_workers
@@ -43,25 +42,6 @@ class _Asked(NamedTuple):
     """Collated as in the loader, on the device."""
     deep: str | None
     """One of its files that has more than 8 bits; None if there is none."""
-
-
-def try_pixels(loader: Any, steps: Sequence[ImageStep], machine: DaliResources) -> PixelDeviation:
-    """Compare DALI's pictures with the dataset's own samples.
-
-    Raises:
-        NotApplicable: they differ, or DALI cannot be started here.
-    """
-    try:
-        importlib.import_module("nvidia.dali.fn")
-        make_pipeline(steps, machine, batch_size=1, seed=0)
-    except Exception as error:
-        let_through(error)
-        raise NotApplicable(f"DALI does not start here ({describe(error)}); {name_cure(torch.version.cuda)}") from error
-    return check_pixels(loader.dataset, read_source(loader.dataset), steps, machine)
-
-
-def describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {shorten(error)}"
 
 
 class DaliLoader:
@@ -210,7 +190,7 @@ class DaliLoader:
             let_through(error)
             if self._watch.hung_s is not None:
                 raise self._explain_hang(self._watch.hung_s) from None
-            return None, describe(error)
+            return None, describe_error(error)
         try:
             self._schedule(1)
         except Exception as error:  # concerns a later batch
@@ -333,7 +313,7 @@ class DaliLoader:
                 check_pixels(self._dataset, self._source, self._steps, machine)
             except Exception as error:
                 let_through(error)
-                self._choice.refuse(str(error) if isinstance(error, NotApplicable) else describe(error))
+                self._choice.refuse(str(error) if isinstance(error, NotApplicable) else describe_error(error))
                 return
         self._machine = machine
         self._begin_again()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +13,9 @@ from torch.utils.data import default_collate
 
 from fastloop.errors import NotApplicable, let_through
 from fastloop.feeds.dali.graph import DaliResources, Pins, encode, find_scale, list_pins, make_pipeline, name_pin
+from fastloop.feeds.dali.pictures import name_cure
 from fastloop.feeds.images.own_samples import explain, is_same, untouched_generators
-from fastloop.feeds.images.reading import ImageSource
+from fastloop.feeds.images.reading import ImageSource, read_source
 from fastloop.records.images import (
     CenterCrop,
     ColorJitter,
@@ -58,6 +60,23 @@ class PixelDeviation:
         return None
 
 
+def try_pixels(loader: Any, steps: Sequence[ImageStep], machine: DaliResources) -> PixelDeviation:
+    """Start DALI, and compare its pictures with the dataset's own samples.
+
+    Raises:
+        NotApplicable: they differ, or DALI cannot be started here.
+    """
+    try:
+        importlib.import_module("nvidia.dali.fn")
+        make_pipeline(steps, machine, batch_size=1, seed=0)
+    except Exception as error:
+        let_through(error)
+        raise NotApplicable(
+            f"DALI does not start here ({describe_error(error)}); {name_cure(torch.version.cuda)}"
+        ) from error
+    return check_pixels(loader.dataset, read_source(loader.dataset), steps, machine)
+
+
 def check_pixels(
     dataset: Any, source: ImageSource, steps: Sequence[ImageStep], machine: DaliResources
 ) -> PixelDeviation:
@@ -86,7 +105,7 @@ def check_pixels(
         made = run_pinned(paths, pins, steps, machine)
     except Exception as error:
         let_through(error)
-        raise NotApplicable(f"DALI cannot read all of {paths[0]} and others: {shorten(error)}") from error
+        raise NotApplicable(f"DALI cannot read all of {paths[0]} and others: {_shorten(error)}") from error
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in find_scale(steps))
     found = compare(torch.stack(wanted).float() * std + mean, made.float() * std + mean)
     if (fault := found.find_fault(MEAN_LEVELS[machine.decode])) is not None:
@@ -133,7 +152,12 @@ def run_pinned(
     return pictures.clone() if machine.layout == "CHW" else pictures.permute(0, 3, 1, 2).contiguous()
 
 
-def shorten(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """Describe an error that DALI raised in one line, with its type."""
+    return f"{type(error).__name__}: {_shorten(error)}"
+
+
+def _shorten(error: Exception) -> str:
     """Shorten a DALI error to its message, without the pipeline's description."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     after = next((place + 1 for place, line in enumerate(lines) if line.startswith("encountered")), 0)

@@ -45,7 +45,7 @@ class DaliEngine:
         Raises:
             NotApplicable: they differ by more than rounding, or DALI cannot be started.
         """
-        from fastloop.feeds.dali.engine import try_pixels
+        from fastloop.feeds.dali.pixels import try_pixels
 
         found = try_pixels(loader, self.steps, self._describe_machine(self.decode, self.threads))
         say(

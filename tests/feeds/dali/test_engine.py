@@ -25,7 +25,7 @@ from fastloop.errors import FastLoopError, NotApplicable
 from fastloop.feeds.batch_tree import BatchWindow
 from fastloop.feeds.dali import decoder_choice, graph
 from fastloop.feeds.dali import engine as engines
-from fastloop.feeds.dali.engine import DaliLoader, try_pixels
+from fastloop.feeds.dali.engine import DaliLoader
 from fastloop.feeds.dali.graph import DaliResources
 from fastloop.feeds.images.reading import read_source
 from fastloop.feeds.lazy_loader import clone
@@ -340,21 +340,6 @@ def test_a_crop_larger_than_its_picture(folder: Path) -> None:
     )
     with pytest.raises(FastLoopError, match=r"\.jpg, sample 0, which cannot be read: ValueError: Required crop size"):
         next(make(loader).load(0))
-
-
-def test_a_dali_that_does_not_start_is_a_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missing libraries of another CUDA show when it is imported, or when a pipeline is made."""
-    loader = DataLoader(read_folder(folder), batch_size=2)
-    steps = read_source(loader.dataset).facts.steps
-    assert try_pixels(loader, steps, MACHINE).samples == 10
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError("libcudart.so.12: cannot open shared object file")
-
-    monkeypatch.setattr(engines, "make_pipeline", fail)
-    with pytest.raises(NotApplicable, match=r"DALI does not start here \(OSError: libcudart.so.12: cannot") as refused:
-        try_pixels(loader, steps, MACHINE)
-    assert 'pip install "lightning-fastloop[dali-cuda1' in str(refused.value)
 
 
 def test_orders_of_a_generator_of_ones_own(folder: Path) -> None:

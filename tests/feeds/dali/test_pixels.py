@@ -14,12 +14,14 @@ import torch
 pytest.importorskip("nvidia.dali", reason="DALI is not installed")
 pytest.importorskip("torchvision")
 from PIL import Image
+from torch.utils.data import DataLoader
 from torchvision import transforms as T
 from torchvision.transforms import v2
 
 from fastloop.errors import NotApplicable
+from fastloop.feeds.dali import pixels
 from fastloop.feeds.dali.graph import DaliResources
-from fastloop.feeds.dali.pixels import check_pixels, compare
+from fastloop.feeds.dali.pixels import check_pixels, compare, try_pixels
 from fastloop.feeds.images.reading import read_source
 from fastloop.records.images import Normalize, RandomHorizontalFlip
 from tests.feeds.dali.folders import MEAN, STD, Numbered, make_folder, make_picture, read_folder
@@ -191,3 +193,18 @@ def test_shapes_and_flat_pictures() -> None:
     assert compare(flat, flat + 3).find_fault(1.0) == "red is off by +3.0 levels and +0.0 % of its contrast"
     with pytest.raises(NotApplicable, match=r"have the shape \[2, 3, 4, 4\], the samples \[2, 3, 5, 5\]"):
         compare(torch.zeros(2, 3, 5, 5), flat)
+
+
+def test_a_dali_that_does_not_start_is_a_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing libraries of another CUDA show when it is imported, or when a pipeline is made."""
+    loader = DataLoader(read_folder(folder), batch_size=2)
+    steps = read_source(loader.dataset).facts.steps
+    assert try_pixels(loader, steps, MACHINE).samples == 10
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(pixels, "make_pipeline", fail)
+    with pytest.raises(NotApplicable, match=r"DALI does not start here \(OSError: libcudart.so.12: cannot") as refused:
+        try_pixels(loader, steps, MACHINE)
+    assert 'pip install "lightning-fastloop[dali-cuda1' in str(refused.value)
