@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +15,10 @@ from torch.utils.data import default_collate
 
 from fastloop.errors import FastLoopError, NotApplicable, let_through
 from fastloop.feeds.batch_tree import BatchWindow
+from fastloop.feeds.dali.batch_queue import BatchQueue, BatchRequest
 from fastloop.feeds.dali.changed_steps import StepsWatch
 from fastloop.feeds.dali.decoder_choice import DecoderChoice, check_room
-from fastloop.feeds.dali.graph import DaliResources, encode, make_pipeline
+from fastloop.feeds.dali.graph import DaliResources, make_pipeline
 from fastloop.feeds.dali.hang_watch import HangWatch
 from fastloop.feeds.dali.pixels import check_pixels, describe_error
 from fastloop.feeds.images.reading import read_source
@@ -28,20 +28,7 @@ from fastloop.records.images import ImageStep
 
 MOST_FAILURES = 3
 """Consecutive batches on which DALI may fail before it is turned off."""
-_MAY_BE_DEEP = (".png", ".tif", ".tiff", ".pgm")
-"""Files that may hold 16-bit gray: PIL clips values at 255, DALI scales them."""
 _READS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".pbm", ".bmp", ".tif", ".tiff", ".webp", ".jp2")
-
-
-class _Asked(NamedTuple):
-    """A requested batch."""
-
-    indices: Sequence[Any]
-    paths: tuple[str, ...]
-    labels: Any
-    """Collated as in the loader, on the device."""
-    deep: str | None
-    """One of its files that has more than 8 bits; None if there is none."""
 
 
 class DaliLoader:
@@ -70,7 +57,7 @@ class DaliLoader:
         keeps: bool = True,
         other: DaliResources | None = None,
     ) -> None:
-        self._loader, self._steps, self._machine, self._keeps = loader, steps, machine, keeps
+        self._loader, self._machine, self._keeps = loader, machine, keeps
         self._machines = {each.decode: each for each in (machine, other) if each is not None}
         self._turn_off = turn_off
         self.ahead = machine.ahead
@@ -80,25 +67,14 @@ class DaliLoader:
             if type(self._dataset) is WindowDataset:
                 self._parts, self._batch_size = not self._dataset.concatenates, batch_size * loader.batch_sampler.window
             self._dataset = self._dataset.inner
-        self._source = read_source(self._dataset)
-        self._changes = StepsWatch(loader, self._dataset, self._source, steps)
+        self._changes = StepsWatch(loader, self._dataset, read_source(self._dataset), steps)
         self._device = torch.device("cpu") if machine.device_id is None else torch.device("cuda", machine.device_id)
         self._choice = None if other is None else DecoderChoice(machine.decode, other.decode, self._synchronize)
-        self._depths = bytearray(self._source.count)
-        """For each sample: 0 if not yet checked, 1 if it has 8 bits, 2 if it has more."""
+        self._queue = BatchQueue(self._changes, self._device)
         self._pipeline: Any = None
         self._watch: HangWatch
         """Watches the waits of the current epoch."""
-        self._indices: Iterator[Any] = iter(())
-        self._ready: deque[_Asked] = deque()
-        """Batches to pass to DALI next."""
-        self._under_way: deque[_Asked] = deque()
-        """Batches that DALI is making, in order."""
-        self._again: deque[_Asked] = deque()
-        """Batches that a dropped pipeline left unfinished."""
         self._broken: Exception | None = None
-        self._failed: Exception | None = None
-        """Error of the user's sampler or labels; raised once the batches before it were returned."""
         self._starts = 0
         self.wants_channels_last: Callable[[], bool] = lambda: False
         """Whether the model currently takes pictures in channels-last order."""
@@ -131,17 +107,18 @@ class DaliLoader:
             FastLoopError: a file cannot be read, or DALI makes no batch for LIMIT_S; the error names the files.
         """
         self._follow_changes(begins=True)
-        self._indices, self._failed, failures = iter(self._loader.batch_sampler), None, 0
+        self._queue.begin(self._loader.batch_sampler)
         self._watch = HangWatch(
             lambda waited_s: warnings.warn(f"fastloop: {self._describe_wait(waited_s)}", stacklevel=2)
         )
+        failures = 0
         try:
             while failures < MOST_FAILURES:
                 self._follow_changes()
                 if self._changes.obstacle is not None:
-                    if (asked := self._ask()) is None:
+                    if (request := self._queue.draw()) is None:
                         break
-                    yield self._make_plainly(asked, self._changes.obstacle)
+                    yield self._make_plainly(request, self._changes.obstacle)
                     continue
                 began = time.perf_counter()
                 pictures, why = self._take(seed)
@@ -149,24 +126,24 @@ class DaliLoader:
                 if why is not None:
                     failures += 1
                     self._distrust_decoder(why, failures)
-                    asked = self._give_up_batch()
+                    request = self._give_up_batch()
                 elif pictures is None:
                     break
                 else:
-                    failures, asked = 0, self._under_way.popleft()
-                    if asked.deep is not None:
-                        yield self._make_plainly(asked, f"{asked.deep} has more than 8 bits of gray")
+                    failures, request = 0, self._queue.under_way.popleft()
+                    if request.deep is not None:
+                        yield self._make_plainly(request, f"{request.deep} has more than 8 bits of gray")
                         continue
-                    self.images += len(asked.paths)
-                    yield self._hand_out(pictures, asked)
+                    self.images += len(request.paths)
+                    yield self._hand_out(pictures, request)
                     self._choose_decoder(waited_s)
                     continue
-                if asked is not None:
-                    yield self._make_plainly(asked, why)
-            while (asked := self._ask()) is not None:  # only after DALI failed MOST_FAILURES times in a row
-                yield self._make_plainly(asked, f"{MOST_FAILURES} batches in a row")
-            if self._failed is not None:
-                raise self._failed
+                if request is not None:
+                    yield self._make_plainly(request, why)
+            while (request := self._queue.draw()) is not None:  # only after DALI failed MOST_FAILURES times in a row
+                yield self._make_plainly(request, f"{MOST_FAILURES} batches in a row")
+            if self._queue.failed is not None:
+                raise self._queue.failed
         finally:
             self._settle()
             self._watch.close()
@@ -178,7 +155,7 @@ class DaliLoader:
                 raise self._broken
             if self._pipeline is None:
                 self._pipeline = self._start(seed)
-            if not self._under_way:
+            if not self._queue.under_way:
                 self._schedule(self._machine.ahead)
             if self._pipeline.empty():
                 return None, None
@@ -199,7 +176,7 @@ class DaliLoader:
         return pictures, None
 
     def _describe_wait(self, waited_s: float) -> str:
-        paths = self._under_way[0].paths if self._under_way else ()
+        paths = self._queue.under_way[0].paths if self._queue.under_way else ()
         return (
             f"no batch for {waited_s:.0f} s: DALI is making the batch of {', '.join(paths[:3])}"
             f"{' …' * (len(paths) > 3)}"
@@ -216,8 +193,7 @@ class DaliLoader:
 
     def _schedule(self, batches: int) -> None:
         """Let DALI make the next batches. They are drawn here, so that errors in user code do not pass through DALI."""
-        while len(self._ready) < batches and (asked := self._ask()) is not None:
-            self._ready.append(asked)
+        self._queue.fill(batches)
         self._pipeline.schedule_run()  # an epoch's first call takes all batches to be made ahead
 
     def _start(self, seed: int) -> Any:
@@ -225,58 +201,17 @@ class DaliLoader:
         mixed = np.random.SeedSequence([seed % 2**63, rank, self._starts]).generate_state(1)[0]
         self._starts += 1
         return make_pipeline(
-            self._steps, self._machine, batch_size=self._batch_size, seed=int(mixed) >> 1, source=self._feed
+            self._changes.steps,
+            self._machine,
+            batch_size=self._batch_size,
+            seed=int(mixed) >> 1,
+            source=self._queue.feed,
         )
-
-    def _feed(self) -> list[Any]:
-        """Return the paths of the next batch; DALI calls this."""
-        if not self._ready:
-            raise StopIteration
-        asked = self._ready.popleft()
-        self._under_way.append(asked)
-        return [encode(path) for path in asked.paths]
-
-    def _ask(self) -> _Asked | None:
-        """Draw the next batch from the sampler; None at the end, or if the user's code raised an error."""
-        if self._again:
-            return self._again.popleft()
-        if self._failed is not None:
-            return None
-        try:
-            indices = next(self._indices)
-            located = [self._source.locate(index) for index in indices]
-            labels = default_collate([label for _, label in located])
-        except StopIteration:
-            return None
-        except Exception as error:
-            let_through(error)
-            self._failed = error
-            return None
-        if isinstance(labels, torch.Tensor):
-            labels = labels.to(self._device, non_blocking=True)
-        paths = tuple(path for path, _ in located)
-        deep = next((path for index, path in zip(indices, paths, strict=True) if self._is_deep(int(index), path)), None)
-        return _Asked(indices, paths, labels, deep)
-
-    def _is_deep(self, index: int, path: str) -> bool:
-        """Whether PIL reads more than 8 bits of gray; checked once per file."""
-        if not path.lower().endswith(_MAY_BE_DEEP):
-            return False
-        if not self._depths[index]:
-            from PIL import Image
-
-            try:
-                with Image.open(path) as picture:
-                    self._depths[index] = 1 + picture.mode.startswith(("I", "F"))
-            except (OSError, ValueError):  # DALI or the dataset will report it
-                self._depths[index] = 1
-        return self._depths[index] == 2
 
     def _settle(self) -> None:
         """Clean up after an epoch that ended or was left early: let DALI finish its scheduled batches, drop them."""
         pipeline, self._pipeline, self._broken = self._pipeline, None, None
-        for queue in (self._ready, self._again):
-            queue.clear()
+        self._queue.drop_waiting()
         if pipeline is not None and self._keeps:
             try:
                 while not pipeline.empty():
@@ -287,13 +222,12 @@ class DaliLoader:
                 self._pipeline = pipeline
             except Exception as error:  # the next epoch starts a new pipeline
                 let_through(error)
-        self._under_way.clear()
+        self._queue.under_way.clear()
 
     def _follow_changes(self, *, begins: bool = False) -> None:
         """Look whether the dataset's transforms were changed; if so, the next batches are made as they are now."""
         if not self._changes.look(self._machine, begins=begins):
             return
-        self._source, self._steps = self._changes.source, self._changes.steps
         self._begin_again()
         if (why := self._changes.obstacle) is not None:
             self._why_plain = why if self._why_plain is None else f"{self._why_plain}; {why}"
@@ -309,8 +243,8 @@ class DaliLoader:
         if decoder == self._choice.other:
             try:
                 if decoder == "mixed":
-                    check_room(self._device, self._source, self._batch_size * (self.ahead + 1))
-                check_pixels(self._dataset, self._source, self._steps, machine)
+                    check_room(self._device, self._changes.source, self._batch_size * (self.ahead + 1))
+                check_pixels(self._dataset, self._changes.source, self._changes.steps, machine)
             except Exception as error:
                 let_through(error)
                 self._choice.refuse(str(error) if isinstance(error, NotApplicable) else describe_error(error))
@@ -335,37 +269,35 @@ class DaliLoader:
 
     # -- a batch --------------------------------------------------------------------------------------------------
 
-    def _hand_out(self, pictures: torch.Tensor, asked: _Asked) -> Any:
+    def _hand_out(self, pictures: torch.Tensor, request: BatchRequest) -> Any:
         if self._machine.layout == "HWC":
             pictures = pictures.permute(0, 3, 1, 2)
             if not self.wants_channels_last():
                 pictures = pictures.contiguous()
-        sizes = list(getattr(asked.indices, "sizes", ()))
+        sizes = list(getattr(request.indices, "sizes", ()))
         if self._parts and len(sizes) > 1:
-            parts = zip(torch.split(pictures, sizes), torch.split(asked.labels, sizes), strict=True)
+            parts = zip(torch.split(pictures, sizes), torch.split(request.labels, sizes), strict=True)
             return BatchWindow([image, label] for image, label in parts)
-        return [pictures, asked.labels]
+        return [pictures, request.labels]
 
-    def _give_up_batch(self) -> _Asked | None:
+    def _give_up_batch(self) -> BatchRequest | None:
         """Return the batch on which DALI failed; queue the later ones again for a new pipeline."""
         self._begin_again()
-        return self._ask()
+        return self._queue.draw()
 
     def _begin_again(self) -> None:
         """Drop the pipeline. Its unfinished batches go to the next one."""
         self._pipeline = self._broken = None
-        self._again = deque([*self._under_way, *self._ready, *self._again])
-        self._under_way.clear()
-        self._ready.clear()
+        self._queue.put_back()
 
-    def _make_plainly(self, asked: _Asked, why: str) -> Any:
+    def _make_plainly(self, request: BatchRequest, why: str) -> Any:
         """Make a batch with the dataset itself, as without DALI.
 
         Raises:
             FastLoopError: the dataset cannot read a file either.
         """
         samples = []
-        for index, path in zip(asked.indices, asked.paths, strict=True):
+        for index, path in zip(request.indices, request.paths, strict=True):
             try:
                 samples.append(self._dataset[index][0])
             except Exception as error:
@@ -376,15 +308,15 @@ class DaliLoader:
                     do="repair the file, or take it out of the dataset",
                 ) from error
         if self._why_plain is None:
-            strangers = [path for path in asked.paths if Path(path).suffix.lower() not in _READS]
-            self._why_plain = f"{', '.join(strangers[:2] or asked.paths[:1])}{' …' if not strangers else ''}: {why}"
+            strangers = [path for path in request.paths if Path(path).suffix.lower() not in _READS]
+            self._why_plain = f"{', '.join(strangers[:2] or request.paths[:1])}{' …' if not strangers else ''}: {why}"
             line = f"fastloop: DALI could not read a batch, which was loaded without it: {self._why_plain}"
             warnings.warn(line, stacklevel=2)
         self.plain_batches += 1
         pictures = default_collate(samples)
         if not isinstance(pictures, torch.Tensor) or pictures.ndim != 4:  # of a transform that was changed since
-            return [pictures, asked.labels]
+            return [pictures, request.labels]
         pictures = pictures.to(self._device)
         if self._machine.layout == "HWC":
             pictures = pictures.permute(0, 2, 3, 1).contiguous()
-        return self._hand_out(pictures, asked)
+        return self._hand_out(pictures, request)

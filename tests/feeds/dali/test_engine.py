@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("nvidia.dali", reason="DALI is not installed")
 pytest.importorskip("torchvision")
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSampler, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 from torchvision import transforms as T
 
 from fastloop.errors import FastLoopError, NotApplicable
@@ -220,24 +220,6 @@ def test_unusual_files_become_what_the_loader_makes_of_them(tmp_path: Path, how:
     assert ours.plain_batches == (how == "GIF") and ours.images == 12 - 4 * (how == "GIF")
 
 
-@pytest.mark.filterwarnings("ignore:fastloop:UserWarning")
-@pytest.mark.parametrize("looks", [True, False])
-def test_sixteen_bits_of_gray_are_the_datasets_to_make(
-    tmp_path: Path, looks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """D17. PIL cuts them off and DALI scales them; not looking, the control, another picture comes out."""
-    make_folder(tmp_path, 12)
-    damage((tmp_path / "class2" / "006.jpg").rename(tmp_path / "class2" / "006.png"), "16 bit")
-    if not looks:
-        monkeypatch.setattr(engines, "_MAY_BE_DEEP", ())
-    loader = DataLoader(read_folder(tmp_path, *STILL), batch_size=4)
-    ours = make(loader)
-    for _ in range(2):
-        apart = max(255 * (mine[0] - plain[0]).abs().mean() for mine, plain in zip(ours.load(0), loader, strict=True))
-        assert (apart < 0.5) if looks else (apart > 20)
-    assert ours.plain_batches == 2 * looks and ours.images == 24 - 8 * looks
-
-
 @pytest.mark.parametrize("how", ["zero bytes", "truncated", "text", "gone"])
 def test_damaged_files_end_the_training_with_their_names(tmp_path: Path, how: str) -> None:
     """D17. After the batches before them, and with the error of the plain loader behind ours."""
@@ -295,44 +277,6 @@ def test_dali_is_left_alone_where_it_fails_time_and_again(folder: Path, monkeypa
     assert ours.plain_batches == 8 and len(starts) == engines.MOST_FAILURES
 
 
-class Raises:
-    """A batch sampler that breaks."""
-
-    batch_size = 2
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for at in range(self.after):
-            yield [2 * at, 2 * at + 1]
-        raise KeyError("planted")
-
-
-@pytest.mark.parametrize("after", [0, 1, 5])
-def test_what_the_sampler_raises_comes_after_the_batches_before_it(folder: Path, after: int) -> None:
-    loader = clone(DataLoader(Numbered(read_folder(folder))), {"batch_sampler": Raises(after)})
-    ours, seen = make(loader), []
-    before = count_threads()
-    with pytest.raises(KeyError, match="planted"):
-        for batch in ours.load(0):
-            seen.append(batch[1].tolist())
-    assert seen == [[2 * at, 2 * at + 1] for at in range(after)]
-    ours.close()
-    assert count_threads() <= before
-
-
-def test_what_the_labels_raise(folder: Path) -> None:
-    class Mislabeled(Numbered):
-        def image_path_and_label(self, index: int) -> tuple[str, int]:
-            if index == 5:
-                raise ValueError("planted")
-            return super().image_path_and_label(index)
-
-    with pytest.raises(ValueError, match="planted"):
-        list(make(DataLoader(Mislabeled(read_folder(folder)), batch_size=2)).load(0))
-
-
 def test_a_crop_larger_than_its_picture(folder: Path) -> None:
     """torchvision refuses it, and so do we, with the file's name."""
     loader = DataLoader(
@@ -340,19 +284,6 @@ def test_a_crop_larger_than_its_picture(folder: Path) -> None:
     )
     with pytest.raises(FastLoopError, match=r"\.jpg, sample 0, which cannot be read: ValueError: Required crop size"):
         next(make(loader).load(0))
-
-
-def test_orders_of_a_generator_of_ones_own(folder: Path) -> None:
-    """A sampler that is asked beyond its end would shuffle the next epoch differently."""
-    dataset = Numbered(read_folder(folder, *STILL))
-
-    def order(read: Any) -> list[list[list[int]]]:
-        sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(3))
-        loader = clone(DataLoader(dataset), {"batch_sampler": BatchSampler(sampler, 6, drop_last=False)})
-        return [read(loader) for _ in range(2)]
-
-    plain = order(lambda loader: labels_of(DataLoader(dataset, batch_sampler=loader.batch_sampler)))
-    assert order(lambda loader: labels_of(make(loader).load(0))) == plain
 
 
 @pytest.fixture
