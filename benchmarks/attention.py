@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from benchmarks.cases import Case, make_parser, run_cases, wait
 from fastloop.feeds.attention.rewriting import ReplaceAttention
-from fastloop.feeds.compiled_calls import CompiledCall, put_in
+from fastloop.feeds.compiled.calls import CompiledCall, put_in
 from fastloop.feeds.loss.cross_entropy import LargeCrossEntropy
 from fastloop.feeds.loss.padding import PadVocabulary
 from recipes.gpt2 import GPT2, Shape

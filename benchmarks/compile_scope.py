@@ -25,7 +25,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks.cases import ROOT, Case, make_parser, run_cases, wait
 from fastloop.bridge.apply import read_model
-from fastloop.feeds.compiled_calls import CompiledCall, put_in
+from fastloop.feeds.compiled.calls import CompiledCall, put_in
 from recipes import gpt2
 
 

@@ -75,8 +75,8 @@ class Site(Protocol):
 
     @property
     def graph_passes(self) -> list[Callable[[Any], Any]]:
-        """Functions that change each captured graph before it is compiled, see ``feeds/compiled_calls.py``. A rung
-        appends its pass and removes it in its undo; later compiles apply it."""
+        """Functions that change each captured graph before it is compiled, see ``feeds/compiled/graph_passes.py``. A
+        rung appends its pass and removes it in its undo; later compiles apply it."""
 
     @property
     def groups(self) -> Any:

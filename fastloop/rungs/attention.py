@@ -80,7 +80,7 @@ class Attention:
 
         from fastloop.feeds.attention import candidates
         from fastloop.feeds.attention.rewriting import ReplaceAttention
-        from fastloop.feeds.compiled_calls import CompiledCall, put_in, sum_up
+        from fastloop.feeds.compiled.calls import CompiledCall, put_in, sum_up
 
         switched = candidates.switch_models(site.module)
         inside = {id(each) for model in switched for each in model.modules()}

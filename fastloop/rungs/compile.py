@@ -172,7 +172,7 @@ class _Compiling:
     targets: tuple[str, ...]
 
     def __call__(self, site: Site) -> Applied:
-        from fastloop.feeds.compiled_calls import CompiledCall, put_in, sum_up
+        from fastloop.feeds.compiled.calls import CompiledCall, put_in, sum_up
 
         before, codes = dynamo_graphs.count(), dict[Any, Any]()
         calls = [

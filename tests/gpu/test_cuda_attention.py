@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from fastloop.feeds.attention.rewriting import ReplaceAttention
-from fastloop.feeds.compiled_calls import CompiledCall, put_in
+from fastloop.feeds.compiled.calls import CompiledCall, put_in
 from fastloop.feeds.loss.cross_entropy import LargeCrossEntropy
 from recipes.gpt2 import Attention, Shape
 from tests.rungs.fits import fit, verdict

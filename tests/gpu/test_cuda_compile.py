@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 import torch
 
-from fastloop.feeds.compiled_calls import CompiledCall, put_in
+from fastloop.feeds.compiled.calls import CompiledCall, put_in
 from tests import models
 from tests.rungs import test_fused as fused
 from tests.rungs.fits import fit, seeded, verdict
@@ -98,7 +98,7 @@ def test_a_kernel_that_breaks_its_context_breaks_none_of_the_users() -> None:
 SECOND = """
 import json, time, torch
 from torch._dynamo.utils import counters
-from fastloop.feeds.compiled_calls import CompiledCall, put_in
+from fastloop.feeds.compiled.calls import CompiledCall, put_in
 torch.manual_seed(0)
 net = torch.nn.TransformerEncoderLayer(64, 2, 128, batch_first=True, device="cuda")
 put_in([CompiledCall(net, "net", {}, mode="default", dynamic=None)])

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from fastloop.feeds.attention.changes import name_of
 from fastloop.feeds.attention.constants import Constants
 from fastloop.feeds.attention.matching import NEVER, Found, NoMatch, find_attention
-from fastloop.feeds.compiled_calls import COMPILES, MAY_TAKE, TAKEN
+from fastloop.feeds.compiled.graph_passes import COMPILES, MAY_TAKE, TAKEN
 
 ATTEND = torch.nn.functional.scaled_dot_product_attention
 LARGEST_SCORE = 8.0

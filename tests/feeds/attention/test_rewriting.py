@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fastloop.feeds.attention import rewriting
 from fastloop.feeds.attention.rewriting import ReplaceAttention
-from fastloop.feeds.compiled_calls import CompiledCall, put_in
+from fastloop.feeds.compiled.calls import CompiledCall, put_in
 from tests.feeds.attention import spellings
 from tests.feeds.attention.spellings import CONTEXT, WIDTH
 

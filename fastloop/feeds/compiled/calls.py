@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
@@ -17,14 +15,8 @@ from fastloop.errors import let_through
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.feeds import call_shapes
 from fastloop.feeds.call_shapes import STORM, GraphLimit, Sizes
+from fastloop.feeds.compiled.graph_passes import Frozen, GraphPass, choose_backend, hash_masks
 from fastloop.records.plan import Undo
-
-GraphPass = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
-"""Changes a graph that Dynamo captured, before it is compiled. Nodes hold fake tensors in ``meta["example_value"]``;
-calls that the pass adds get theirs afterwards. If the pass reads a tensor's numbers, it adds the tensor to the graph's
-``meta[TAKEN]`` by its id; only tensors in ``meta[MAY_TAKE]`` may be read. If such a tensor changes, the module gets new
-graphs. ``meta[COMPILES]``: whether Inductor compiles the graph."""
-MAY_TAKE, TAKEN, COMPILES = "fastloop_may_take", "fastloop_taken", "fastloop_compiles"
 
 MOST_KINDS = 6
 """Limit on the kinds of calls of one module; kinds differ in argument dtypes and in which tensors need a gradient."""
@@ -103,13 +95,10 @@ class CompiledCall:
         # Dynamo counts recompiles per code object and gives up after 8. Modules of one class and shapes share a code
         # object, and with it their graphs; all other modules, and every later fit, get a separate one. So do modules
         # with hooks: Dynamo would run them by the graphs of a module without.
-        self._kind, masks = kind, _hash_masks(module, barred) if self._passes else ()
+        self._kind, masks = kind, hash_masks(module, barred) if self._passes else ()
         made = call.__code__.replace(co_name=self.name), Frozen(barred)
         call.__code__, self._frozen = self._codes.setdefault((kind, masks, barred, self._hooks), made)
-        mode = self._mode
-        how: Any = {"options": _list_options(mode)} if mode.startswith("max-") else {"mode": mode}
-        if self._passes or mode == "eager":
-            how = {"backend": _Passing(mode, self._passes, self._frozen)}
+        how = choose_backend(self._mode, self._passes, self._frozen)
         self.compiled = torch.compile(call, dynamic=self.dynamic, **how)
 
     @property
@@ -259,37 +248,6 @@ class CompiledCall:
         return type(None), ()  # copied and pickled modules are eager: a copy must not call the original
 
 
-class Frozen:
-    """Tensors whose numbers are constants in the graphs of one code object: a mask read as causal, fill values.
-
-    Args:
-        barred: paths of tensors that graphs must not freeze.
-
-    Attributes:
-        copies: a copy of each tensor when it was taken, by path: ``.name`` for a buffer, or the argument's path.
-        module, tensors: module and argument tensors of the current call.
-    """
-
-    def __init__(self, barred: frozenset[str]) -> None:
-        self.barred, self.copies = barred, dict[str, torch.Tensor]()
-        self.module, self.tensors = torch.nn.Module(), dict[str, torch.Tensor]()
-
-    def list_ways(self) -> dict[int, str]:
-        """Map the ids of the tensors that a pass may take in this call to their paths."""
-        every = {f".{name}": buffer for name, buffer in self.module.named_buffers()} | self.tensors
-        return {id(each): way for way, each in every.items() if way not in self.barred and not torch.is_inference(each)}
-
-    def take(self, ways: Mapping[int, str], taken: Mapping[int, torch.Tensor]) -> None:
-        """Record that a graph holds the numbers of these tensors from now on."""
-        self.copies |= {ways[key]: tensor.detach().clone() for key, tensor in taken.items()}
-
-
-def _hash_masks(module: torch.nn.Module, barred: frozenset[str]) -> tuple[int, ...]:
-    """Hash the buffers that a pass may treat as constants: a model's blocks may differ only in their masks."""
-    masks = [buffer for name, buffer in module.named_buffers() if buffer.dim() and f".{name}" not in barred]
-    return tuple(hash(buffer.cpu().contiguous().view(torch.uint8).numpy().tobytes()) for buffer in masks)
-
-
 def put_in(calls: Sequence[CompiledCall]) -> Undo:
     """Route these modules' calls through their compiled functions. Undo restores the latest earlier callable that is
     still active, whatever the order in which callables are undone, and even if one was paused."""
@@ -310,50 +268,6 @@ def put_in(calls: Sequence[CompiledCall]) -> Undo:
                 own["_compiled_call_impl"] = below
 
     return undo
-
-
-@dataclass(frozen=True)
-class _Passing:
-    """Backend for torch.compile: runs the passes, then Inductor. Equal instances share their graphs."""
-
-    mode: str
-    passes: tuple[GraphPass, ...]
-    frozen: Frozen
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        graph.meta |= {MAY_TAKE: self.frozen.list_ways(), TAKEN: {}, COMPILES: self.mode != "eager"}
-        for each in self.passes:
-            graph = each(graph)
-            _add_values(graph.graph)
-        self.frozen.take(graph.meta.pop(MAY_TAKE), graph.meta.pop(TAKEN))
-        if self.mode == "eager":
-            return graph.forward
-        from torch._inductor.compile_fx import compile_fx
-
-        return compile_fx(graph, inputs, config_patches=_list_options(self.mode))
-
-
-def _add_values(graph: torch.fx.Graph) -> None:
-    """Give added nodes their example values: without them torch does not cache a graph's compiled code on disk."""
-    key = "example_value"
-    known = [node.meta[key] for node in graph.nodes if key in node.meta]
-    with next((each.fake_mode for each in known if isinstance(each, FakeTensor)), contextlib.nullcontext()):
-        for node in graph.nodes:
-            if key in node.meta or any(key not in each.meta for each in node.all_input_nodes):
-                continue
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: each.meta[key])
-            if node.op == "call_method":
-                node.meta[key] = getattr(args[0], node.target)(*args[1:], **kwargs)
-            elif node.op == "call_function":
-                node.meta[key] = node.target(*args, **kwargs)
-
-
-def _list_options(mode: str) -> dict[str, Any]:
-    """List Inductor's options. It benchmarks kernels in a subprocess: a kernel that breaks the CUDA context, as one did
-    for a matrix product of more than 2^31 numbers, then breaks only the subprocess's and is not chosen."""
-    from torch._inductor import list_mode_options
-
-    return {**list_mode_options(mode), "autotune_in_subproc": torch.cuda.is_available()}
 
 
 def sum_up(calls: Sequence[CompiledCall]) -> dict[str, Any]:

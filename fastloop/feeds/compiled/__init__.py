@@ -1,0 +1,1 @@
+"""Runs modules by compiled graphs, which passes may change first."""
