@@ -23,7 +23,7 @@ from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session, describe_death
 from fastloop.config.loading import Config, load_callback_config
 from fastloop.config.schema import check_switches
-from fastloop.errors import FastLoopError
+from fastloop.errors import FastLoopError, NotApplicable
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu.forks import protect_children
 from fastloop.feeds.place.kept_order import EpochPlace
@@ -279,9 +279,8 @@ class FastLoop(Callback):
             setattr(self, hook, None)
 
     def _attach(self, trainer: Any) -> None:
-        """Give the Trainer's own strategy our applier, and a class with our mixin that calls it."""
+        """Make an applier, and let the Trainer's own strategy call it."""
         owner: Any = trainer.strategy
-        kind: Any = type(owner)
         terms = Terms(by_ladder=self.config.by_ladder, weighs_costs=not self.in_trial)
         off = set() if trainer.state.fn == "fit" else self.config.by_ladder - {step.rung for step in self.plan.planned}
         self._applier = applier = Applier(
@@ -295,14 +294,12 @@ class FastLoop(Callback):
             cheaper=self._cheaper,
             one_time=self._one_time,
         )
-        if not strategy.is_mixed(owner):
-            try:
-                owner.__class__ = strategy.mix_in(kind)
-            except Exception as error:  # slots, a metaclass, a different layout: CPython then refuses the new class
-                applier.skip_all(f"the strategy {kind.__name__} cannot be extended: {error}")
-                self.plan = applier.plan
-                return
-            self._restore.append(lambda: setattr(owner, "__class__", kind))
+        try:
+            self._restore.append(strategy.extend(owner))
+        except NotApplicable as reason:
+            applier.skip_all(str(reason))
+            self.plan = applier.plan
+            return
         owner.fastloop = applier
         self._restore += [lambda: vars(owner).pop("fastloop", None) and None, applier.undo]
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastloop.bridge import namespaces
-from fastloop.errors import ConfigError
+from fastloop.errors import ConfigError, NotApplicable
+from fastloop.records.plan import Undo
 
 if TYPE_CHECKING:
     from fastloop.bridge.apply.applier import Applier
@@ -97,9 +98,20 @@ def _unpickle(make: Callable[[Any], type], of: Any) -> Any:
     return kind.__new__(kind)
 
 
-def is_mixed(strategy: Any) -> bool:
-    """Whether a strategy object's class already has the mixin."""
-    return hasattr(type(strategy), "fastloop_made_by")
+def extend(strategy: Any) -> Undo:
+    """Put the mixin in front of a live strategy's class, unless it is there already. Undo gives it its class back.
+
+    Raises:
+        NotApplicable: its class cannot be extended.
+    """
+    kind: Any = type(strategy)
+    if hasattr(kind, "fastloop_made_by"):
+        return lambda: None
+    try:
+        strategy.__class__ = mix_in(kind)
+    except Exception as error:  # slots, a metaclass, a different layout: CPython then refuses the new class
+        raise NotApplicable(f"the strategy {kind.__name__} cannot be extended: {error}") from error
+    return lambda: setattr(strategy, "__class__", kind)
 
 
 @functools.cache

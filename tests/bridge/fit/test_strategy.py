@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.fit import strategy
+from fastloop.errors import NotApplicable
 from tests.models import Regression, loader, trainer
 
 pytestmark = pytest.mark.short
@@ -30,10 +31,17 @@ def test_a_mixed_class_keeps_its_namespace_and_layout(space: str, name: str) -> 
     ours = [base for base in mixed.__mro__ if base.__module__ == "fastloop.bridge.fit.strategy"]
     assert all(issubclass(base, namespaces.load(space, "strategies.Strategy")) for base in ours) and len(ours) == 2
     alive = kind.__new__(kind)
-    alive.__class__ = mixed  # CPython refuses where the layouts differ
-    assert strategy.is_mixed(alive)
-    alive.__class__ = kind
-    assert not strategy.is_mixed(alive)
+    undo = strategy.extend(alive)  # CPython refuses where the layouts differ
+    assert type(alive) is mixed
+    strategy.extend(alive)()  # it is extended already: nothing to do, or to undo
+    assert type(alive) is mixed
+    undo()
+    assert type(alive) is kind
+
+
+def test_a_class_that_cannot_be_extended_is_a_reason() -> None:
+    with pytest.raises(NotApplicable, match="the strategy object cannot be extended: "):
+        strategy.extend(object())
 
 
 def test_only_public_methods_of_lightnings_strategy_are_overridden() -> None:
@@ -74,7 +82,7 @@ def test_calls_reach_the_applier_in_lightnings_order(named: bool) -> None:
     strategy.register()
     made = trainer(strategy="fastloop" if named else "auto")
     if not named:
-        made.strategy.__class__ = strategy.mix_in(type(made.strategy))
+        strategy.extend(made.strategy)
     plain, module, note = Regression(), Regression(), Note()
     module.load_state_dict(plain.state_dict())
     vars(made.strategy)["fastloop"] = note
@@ -110,8 +118,8 @@ def through_pickle(value: Any) -> Any:
 @pytest.mark.parametrize("name", ["auto", "fastloop", "fastloop_ddp", "fastloop_fsdp"])
 def test_copies_keep_their_class_and_leave_the_applier(how: Any, name: str) -> None:
     made = trainer(strategy=StrategyRegistry.get(name) if "fsdp" in name else name)  # the name needs a GPU
-    kind = type(made.strategy) if name != "auto" else strategy.mix_in(type(made.strategy))
-    made.strategy.__class__ = kind
+    strategy.extend(made.strategy)
+    kind = type(made.strategy)
     vars(made.strategy)["fastloop"] = note = Note()
     twin = how(made.strategy)
     assert type(twin) is kind and "fastloop" not in vars(twin) and vars(made.strategy)["fastloop"] is note
