@@ -113,7 +113,7 @@ def find_culprit(seen: Measurement) -> Culprit | None:
         largest = max(large, key=parts.__getitem__)
         share, (_, takes, instead) = min(1.0, parts[largest]), KERNELS[largest]
         return Culprit(largest, f"{takes} {100 * share:.0f} % of it", instead, share)
-    dtype_mfu = to_number(seen.mfu.get("dtype_in_use"))
+    dtype_mfu = 0.0 if seen.flops.get("no_products") else to_number(seen.mfu.get("dtype_in_use"))
     if read_precision(seen) in ("fp32", "tf32") and (dtype_mfu is None or dtype_mfu >= LITTLE_MFU):
         says = f"its matrix products run in {seen.peaks.get('dtype') or read_precision(seen)}"
         return Culprit("32-bit_math", says, "Trainer(precision='bf16-mixed')")

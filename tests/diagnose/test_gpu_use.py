@@ -54,6 +54,12 @@ def test_a_family_is_the_culprit_from_its_share_on(families: dict[str, Any], nam
     assert (found.cause if found else None) == name
 
 
+@pytest.mark.parametrize(("none", "cause"), [(True, None), (False, "32-bit_math")])
+def test_a_step_without_products_is_not_slow_because_of_their_precision(none: bool, cause: str | None) -> None:
+    found = find_culprit(gpt2_naive(mfu={}, flops={"per_sample": None, "no_products": none}))
+    assert (found.cause if found else None) == cause
+
+
 def test_shares_of_products_never_exceed_the_whole() -> None:
     assert sum_products(with_trace(gpt2_tuned(), 100.0, {}, {"gemm": 80.0, "attention": 70.0})) == 1.0
     assert sum_products(gpt2_tuned()) == 0.0

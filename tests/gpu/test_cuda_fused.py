@@ -11,6 +11,7 @@ from fastloop.feeds.fused_layouts import GAPS, SPARSE
 from tests.feeds.test_fused_layouts import KINDS, column_major, compare, load, move
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(60)]
+ON_CUDA = [each for each in KINDS if each[0] is not torch.optim.Adagrad]  # its fused kernel is the CPU's
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +20,7 @@ def on_device() -> Any:
         yield
 
 
-@pytest.mark.parametrize(("kind", "settings"), KINDS)
+@pytest.mark.parametrize(("kind", "settings"), ON_CUDA)
 @pytest.mark.parametrize(
     "how",
     [{"give": lambda _parameter, gradient: column_major(gradient)}, {"between": move}, {"between": load}],
@@ -31,7 +32,7 @@ def test_other_layouts_change_nothing(kind: Any, settings: dict[str, Any], how: 
     assert compare(kind, start, settings, **how) == []
 
 
-@pytest.mark.parametrize(("kind", "settings"), KINDS)
+@pytest.mark.parametrize(("kind", "settings"), ON_CUDA)
 def test_a_parameter_with_gaps_is_left_to_torch(kind: Any, settings: dict[str, Any]) -> None:
     assert compare(kind, torch.ones(4, 12)[:, ::2], settings) == [GAPS]
 

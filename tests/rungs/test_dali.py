@@ -86,8 +86,8 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: tuple[Any, ...],
 @pytest.mark.parametrize(
     ("settings", "others", "expected"),
     [
-        ({}, {}, ("mixed", 4)),
-        ({}, {"max_steps": None}, ("mixed", 4)),
+        ({}, {}, ("mixed", 12)),
+        ({}, {"max_steps": None}, ("mixed", 12)),
         ({}, {"local_ranks": 8}, ("cpu", 2)),
         ({"threads": 3}, {}, ("mixed", 3)),
         ({"decode": "cpu"}, {}, None),

@@ -72,7 +72,7 @@ class Work:
         if samples <= 0 or not self.total:
             had = "nothing with a formula" if self.uncounted else "no product, convolution or attention"
             why = f"the counted step had {had}" if samples > 0 else "the samples of the counted step are not known"
-            return {"per_sample": None, "source": source, "why": why}
+            return {"per_sample": None, "source": source, "why": why, "no_products": not (self.total or self.uncounted)}
         kinds = {name: getattr(self, name) / samples for name in ("matmul", "convolution", "attention", "recomputed")}
         return {
             "per_sample": self.total / samples,

@@ -41,6 +41,8 @@ _INTERPOLATIONS = {
 }
 HARDWARE_SHARE = 0.65
 """Share of JPEGs for the GPU's hardware decoder: 24,278 images/s on an H200; 12,663 with none, 21,808 with all."""
+HOST_SHARE, MANY_THREADS = 0.5, 8
+"""With at least this many threads, they decode this share of each batch, and the GPU's hardware decoder the rest."""
 
 
 def load_dali() -> tuple[Any, Any, Any]:
@@ -56,10 +58,19 @@ class DaliResources:
     device_id: int | None = None
     """GPU that the pictures end up on; None if they stay in host memory."""
     decode: str = "cpu"
-    """``cpu``, or ``mixed``: the GPU decodes, helped by the threads."""
+    """``cpu``, or ``mixed``: the GPU decodes, and the threads too if there are many."""
     resize: str = "cpu"
     """``cpu`` or ``device``: where CPU-decoded pictures are resized."""
     ahead: int = AHEAD
+    host_share: float | None = None
+    """Share of a batch that the threads decode by themselves, if the GPU decodes too; None: by their number."""
+
+    def count_on_host(self, batch_size: int) -> int:
+        """How many pictures of a batch the threads decode by themselves while the GPU decodes the others."""
+        share = self.host_share
+        if share is None:
+            share = HOST_SHARE if self.decode == "mixed" and self.threads >= MANY_THREADS else 0.0
+        return round(share * batch_size)
 
     @property
     def layout(self) -> str:
@@ -95,7 +106,7 @@ def make_pipeline(
         prefetch_queue_depth=machine.ahead,
     )
     with pipeline:
-        pipeline.set_outputs(_Graph(steps, machine, source, pinned).output)
+        pipeline.set_outputs(_Graph(steps, machine, source, pinned, machine.count_on_host(batch_size)).output)
     pipeline.build()
     return pipeline
 
@@ -125,11 +136,16 @@ class _Graph:
     """Builds the operators inside a pipeline's ``with``."""
 
     def __init__(
-        self, steps: Sequence[ImageStep], machine: DaliResources, source: Callable[[], list[Any]] | None, pinned: bool
+        self,
+        steps: Sequence[ImageStep],
+        machine: DaliResources,
+        source: Callable[[], list[Any]] | None,
+        pinned: bool,
+        on_host: int,
     ) -> None:
         _, self.fn, self.types = load_dali()
         self._math: Any = importlib.import_module("nvidia.dali.math")
-        self.machine, self.pinned, self.places = machine, pinned, iter(range(len(steps)))
+        self.machine, self.pinned, self.places, self.on_host = machine, pinned, iter(range(len(steps))), on_host
         given = {} if source is None else {"source": source}
         paths = self.fn.external_source(name="paths", ndim=1, dtype=self.types.UINT8, **given)
         todo = list(steps)
@@ -151,24 +167,32 @@ class _Graph:
 
     def _decode(self, data: Any, todo: list[ImageStep]) -> Any:
         """Decode; if the first step is a RandomResizedCrop, decode only that part of the picture."""
+        self.place: tuple[Any, str] | None = None
+        first, pins = todo[0] if todo else None, {}
+        if isinstance(first, RandomResizedCrop):
+            todo.pop(0)
+            self.place = first.size, first.interpolation
+            pins = self._take_pins(first) if self.pinned else {}
+        inputs, device = {"data": data, **pins}, self.machine.decode
+        if not self.on_host:
+            return self._decode_on(device, first, HARDWARE_SHARE, **inputs)
+        # What `if` in a function is translated to, which DALI would have to be given as source code.
+        parts, mine = self.fn._conditional, self.fn.batch_permutation() < self.on_host
+        split = {name: parts.split(each, predicate=mine, _if_stmt=True) for name, each in inputs.items()}
+        ours = self._decode_on("cpu", first, **{name: part for name, (part, _) in split.items()})
+        theirs = self._decode_on(device, first, 1.0, **{name: part for name, (_, part) in split.items()})
+        return parts.merge(ours.gpu() if theirs.device == "gpu" else ours, theirs, predicate=mine)
+
+    def _decode_on(self, device: str, first: ImageStep | None, hardware: float = 0.0, *, data: Any, **pins: Any) -> Any:
         types, decoders = self.types, self.fn.decoders
         # PIL does not rotate pictures by their EXIF orientation either.
-        settings: dict[str, Any] = {
-            "output_type": types.RGB,
-            "adjust_orientation": False,
-            "device": self.machine.decode,
-        }
-        if self.machine.decode == "mixed":
-            settings["hw_decoder_load"] = HARDWARE_SHARE
-        self.place: tuple[Any, str] | None = None
-        first = todo[0] if todo else None
+        settings: dict[str, Any] = {"output_type": types.RGB, "adjust_orientation": False, "device": device}
+        if device == "mixed":
+            settings["hw_decoder_load"] = hardware
         if not isinstance(first, RandomResizedCrop):
             return decoders.image(data, **settings)
-        todo.pop(0)
-        self.place = first.size, first.interpolation
-        if self.pinned:
-            pins = self._take_pins(first)
-            return decoders.image_slice(data, start=pins["start"], shape=pins["shape"], axis_names="HW", **settings)
+        if pins:
+            return decoders.image_slice(data, **pins, axis_names="HW", **settings)
         ranges = {"random_area": list(first.scale), "random_aspect_ratio": list(first.ratio)}
         return decoders.image_random_crop(data, num_attempts=10, **ranges, **settings)
 

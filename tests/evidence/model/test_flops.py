@@ -512,9 +512,11 @@ def test_no_work_is_not_a_count_of_0() -> None:
         "per_sample": None,
         "source": "one eager step of this run",
         "why": "the counted step had no product, convolution or attention",
+        "no_products": True,
     }
     unknown = Work(recomputed=3, at_least=True, uncounted=("mine.kernel",)).per(4)
     assert unknown["per_sample"] is None and unknown["why"] == "the counted step had nothing with a formula"
+    assert not unknown["no_products"]
 
 
 def test_a_step_without_a_backward_is_none_to_go_by() -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("torchvision")
 from PIL import Image
 from torchvision import transforms
 
-from fastloop.feeds.dali.graph import DaliResources, encode, find_scale, list_pins, make_pipeline
+from fastloop.feeds.dali.graph import DaliResources, encode, find_scale, list_pins, make_pipeline, name_pin
 from fastloop.records.images import (
     ColorJitter,
     Normalize,
@@ -40,9 +40,9 @@ def ramp(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def make(path: str, *steps: Any, seed: int = 1, count: int = DRAWS) -> np.ndarray:
+def make(path: str, *steps: Any, seed: int = 1, count: int = DRAWS, host_share: float | None = None) -> np.ndarray:
     """`count` pictures of one file, [N, 3, H, W]."""
-    machine = DaliResources(threads=2, ahead=1)
+    machine = DaliResources(threads=2, ahead=1, host_share=host_share)
     pipeline = make_pipeline([*steps, ToTensor()], machine, batch_size=count, seed=seed)
     pipeline.feed_input("paths", [encode(path)] * count)
     pipeline.schedule_run()
@@ -72,15 +72,42 @@ def draw_crops(scale: Any, ratio: Any) -> dict[str, np.ndarray]:
     return {"area": width * height / (WIDE * HIGH), "ratio": np.log(width / height), "left": left, "top": top}
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("first", "host_share"), [(True, None), (True, 0.5), (False, None)])
 @pytest.mark.parametrize(("scale", "ratio"), [((0.08, 1.0), (3 / 4, 4 / 3)), ((0.3, 0.6), (0.9, 2.0))])
-def test_crops(ramp: str, scale: Any, ratio: Any, first: bool) -> None:
-    """Cut out while decoding, or of a decoded picture."""
+def test_crops(ramp: str, scale: Any, ratio: Any, first: bool, host_share: float | None) -> None:
+    """Cut out while decoding, by one decoder or two, or of a decoded picture."""
     before = [] if first else [Resize(size=(HIGH, WIDE))]
     step = RandomResizedCrop(size=(32, 32), scale=scale, ratio=ratio)
-    ours, theirs = read_crops(make(ramp, *before, step)), draw_crops(list(scale), list(ratio))
+    ours, theirs = read_crops(make(ramp, *before, step, host_share=host_share)), draw_crops(list(scale), list(ratio))
     for name in theirs:
         assert stats.ks_2samp(ours[name], theirs[name]).pvalue > 0.01, name
+
+
+@pytest.mark.parametrize(
+    ("decode", "threads", "share", "count"),
+    [("mixed", 7, None, 0), ("mixed", 8, None, 128), ("cpu", 16, None, 0), ("mixed", 8, 0.25, 64)],
+)
+def test_pictures_that_the_threads_decode_beside_the_gpu(
+    decode: str, threads: int, share: float | None, count: int
+) -> None:
+    assert DaliResources(threads=threads, decode=decode, host_share=share).count_on_host(256) == count
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_pictures_of_two_decoders_keep_their_places(tmp_path: Path, pinned: bool) -> None:
+    """So do the crops that are given to each."""
+    paths = [str(tmp_path / f"{level}.png") for level in range(0, 240, 20)]
+    for level, path in zip(range(0, 240, 20), paths, strict=True):
+        Image.new("RGB", (40, 40), (level, 0, 0)).save(path)
+    machine = DaliResources(threads=2, ahead=1, host_share=0.25)
+    steps = [RandomResizedCrop(size=(8, 8)), ToTensor()]
+    pipeline = make_pipeline(steps, machine, batch_size=len(paths), seed=0, pinned=pinned)
+    pipeline.feed_input("paths", [encode(path) for path in paths])
+    for place, what in list_pins(steps) if pinned else ():
+        pipeline.feed_input(name_pin(place, what), [np.array([8, 8], np.int32)] * len(paths))
+    pipeline.schedule_run()
+    pictures = np.array(pipeline.outputs()[0].as_tensor())
+    assert pictures[:, 0, 4, 4].tolist() == list(range(0, 240, 20))
 
 
 def test_that_test_sees_other_crops(ramp: str) -> None:
