@@ -174,7 +174,8 @@ def _compare(asked: AbRequest, versus: Versus, path: Path, name: str, *, new: bo
             seed=base.run.seed,
             limits=Limits(total_s=asked.limit_s),
         )
-        with allow_quick_starts(scripts=bool(command)):
+        script = None if asked.vs_commit else asked.script
+        with allow_quick_starts(scripts=bool(command), script=script):
             return carry_out(Experiment(sides, path, settings, progress), name)
 
 

@@ -90,7 +90,7 @@ def climb(
     with place as path, writing(path, NAME):
         recorder = Recorder(path, start, allow, budget_s, _load_earlier(path, start, resume))
         runner = ProcessRunner(start, path, recorder.budget, limit_s=limit_s, progress=progress, ladders=list_shipped())
-        with allow_quick_starts(scripts=script is not None):
+        with allow_quick_starts(scripts=script is not None, script=script):
             answer = _run(recorder, recorder.begin(runner), progress)
     use = _describe_use(path, conf, more, overrides)
     proof = _describe_proof(recorder.content(), [*_name_base(conf, script, args), *overrides], more)

@@ -1,13 +1,13 @@
 """The process that trials are forked from: it has imported torch and Lightning, and computed nothing.
 
-Run as ``python -m fastloop.experiments.trials.fork_server SOCKET PARENT [MODULE ...]`` by `preloaded.Server`.
+Run as ``python -m fastloop.experiments.trials.fork_server SOCKET PARENT [IMPORT ...]`` by `preloaded.Server`, with
+import statements that are also run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import os
 import signal
@@ -100,14 +100,17 @@ def main() -> None:
     bare = {**environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": ""}  # ours contains the command's whole sys.path
     said = subprocess.check_output([sys.executable, "-c", "import json, sys; print(json.dumps(sys.path))"], env=bare)
     path: list[str] = json.loads(said)
-    for name in (*PRELOADED, *sys.argv[3:]):
+    for statement in (*(f"import {name}" for name in PRELOADED), *sys.argv[3:]):
         try:
-            importlib.import_module(name)
+            exec(statement, {})
         except ImportError:
             continue
         except BaseException as error:
-            send(connection, Greeting(why=f"{name} could not be imported: {error}"))
+            send(connection, Greeting(why=f"{statement} raised an error: {error}"))
             return
+    keeps_ours = any(each.startswith("import fastloop.") for each in sys.argv[3:])
+    if sys.argv[3:] and not keeps_ours and _cannot_fork():
+        os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:3]])
     added = {name: value for name, value in os.environ.items() if environ.get(name) != value}
     tops = {name.partition(".")[0] for name in sys.modules} - {"fastloop", "__main__", "__mp_main__"}
     roots = {name: getattr(sys.modules.get(name), "__file__", None) for name in tops}
@@ -117,7 +120,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     send(connection, Greeting(environ=environ, roots=roots, path=tuple(path)))
-    _serve(connection, path, added, keeps_ours=len(sys.argv) > 3)
+    _serve(connection, path, added, keeps_ours=keeps_ours)
 
 
 def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, str], *, keeps_ours: bool) -> None:
@@ -139,6 +142,12 @@ def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, s
         for each in descriptors:
             os.close(each)
         send(connection, answer)
+
+
+def _cannot_fork() -> bool:
+    """Whether one of the imports has started a thread, or CUDA."""
+    torch = sys.modules.get("torch")
+    return count_threads() != 1 or (torch is not None and torch.cuda.is_initialized())
 
 
 def count_threads() -> int:

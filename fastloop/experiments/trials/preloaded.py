@@ -23,10 +23,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fastloop.experiments.trials import become, fork_server
+from fastloop.experiments.trials.first_imports import READ_BY_THEM, list_first_imports
 from fastloop.experiments.trials.fork_server import ForkRequest, Greeting, Reply, receive, send
 
-OURS = ("fastloop.bridge.fit.dry_run", "fastloop.bridge.trials.ceilings", "fastloop.bridge.trials.gradient_probe")
-"""Modules that are also imported for trials of configurations, which run fastloop's own program."""
+OURS = tuple(f"import fastloop.bridge.{name}" for name in ("fit.dry_run", "trials.ceilings", "trials.gradient_probe"))
+"""What is also imported for trials of configurations, which run fastloop's own program."""
 PATIENCE_S = 120.0
 """Time limit for the server's imports."""
 SLOW_S = 2.0
@@ -51,15 +52,15 @@ class Server:
     """A process that forks trials, and the socket on which it receives requests.
 
     Args:
-        modules: modules to import in addition to torch and Lightning.
+        imports: statements to run after the imports of torch and Lightning.
     """
 
-    def __init__(self, environ: Mapping[str, str], modules: Sequence[str] = ()) -> None:
+    def __init__(self, environ: Mapping[str, str], imports: Sequence[str] = ()) -> None:
         self._socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._socket.settimeout(PATIENCE_S)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", fork_server.__name__, str(theirs.fileno()), str(os.getpid()), *modules],
+                [sys.executable, "-m", fork_server.__name__, str(theirs.fileno()), str(os.getpid()), *imports],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -101,12 +102,13 @@ _server: Server | None = None
 
 
 @contextlib.contextmanager
-def quick_starts(environ: Mapping[str, str], *, scripts: bool) -> Iterator[None]:
+def quick_starts(environ: Mapping[str, str], *, scripts: bool, script: Path | None = None) -> Iterator[None]:
     """Inside this context, the trials of this process are forked if possible.
 
     Args:
         environ: the trials' environment variables.
         scripts: the trials are the user's scripts, which must not find fastloop already imported.
+        script: the script that all of them run; its first imports are made ahead.
     """
     global _server
     if sys.platform != "linux" or _server is not None:
@@ -114,7 +116,7 @@ def quick_starts(environ: Mapping[str, str], *, scripts: bool) -> Iterator[None]
         return
     # A script's folder comes first on its path, and `sys.flags` shows whether it does.
     shown = {name: value for name, value in environ.items() if not scripts or name != "PYTHONSAFEPATH"}
-    _server = Server(shown, () if scripts else OURS)
+    _server = Server(shown, OURS if not scripts else [] if script is None else list_first_imports(script))
     try:
         yield
     finally:
@@ -182,7 +184,8 @@ def find_obstacle(command: Sequence[str], cwd: Path, variables: Mapping[str, str
         return "Python options, or no script"
     before = greeting.environ
     for name in sorted({*variables, *before}):
-        if become.is_read_when_loaded(name) and variables.get(name) != before.get(name):
+        is_read = become.is_read_when_loaded(name) or name.startswith(READ_BY_THEM)
+        if is_read and variables.get(name) != before.get(name):
             return f"{name} differs, which Python or a library reads at startup"
     folders = _list_folders(variables.get("PYTHONPATH")) - _list_folders(before.get("PYTHONPATH"))
     if not variables.get("PYTHONSAFEPATH"):

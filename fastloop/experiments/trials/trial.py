@@ -161,9 +161,11 @@ def run_trial(
     return trial
 
 
-def allow_quick_starts(*, scripts: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Inside this context, trials are forked if possible, from a process that has imported torch."""
-    return preloaded.quick_starts(make_environment(os.environ), scripts=scripts)
+def allow_quick_starts(*, scripts: bool = False, script: str | None = None) -> contextlib.AbstractContextManager[None]:
+    """Inside this context, trials are forked if possible, from a process that has imported torch, and what the script
+    of all trials imports first."""
+    path = None if script is None else Path(script)
+    return preloaded.quick_starts(make_environment(os.environ), scripts=scripts, script=path)
 
 
 def hide_in(path: Path, hide: Scrubber) -> None:

@@ -217,6 +217,33 @@ def test_an_environment_may_be_larger_than_a_message_of_a_socket(
     assert forked[1] == executed[1] == "240000\n"
 
 
+@pytest.mark.parametrize(
+    ("does", "is_ahead"),
+    [
+        ("", True),
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=[60], daemon=True).start()", False),
+    ],
+    ids=["plain", "starts a thread"],
+)
+def test_a_scripts_first_imports_are_made_ahead_if_they_can_be_forked(
+    does: str, is_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in for a package counts its imports."""
+    package, count, script = tmp_path / "installed" / "einops.py", tmp_path / "count.txt", tmp_path / "train.py"
+    package.parent.mkdir()
+    package.write_text(f"open({str(count)!r}, 'a').write('.')\nmade = 1\n{does}\n")
+    script.write_text("from einops import made\nimport sys\nprint(made, 'einops' in sys.modules)\n")
+    monkeypatch.setattr(preloaded, "_server", None)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    environ = {**make_environment(os.environ), "PYTHONPATH": os.pathsep.join([str(package.parent), *sys.path])}
+    with preloaded.quick_starts(environ, scripts=True, script=script):
+        for _ in range(2):
+            ended = supervise([sys.executable, str(script)], tmp_path, env=environ)
+            assert (ended.code, ended.started) == (0, "forked")
+            assert (tmp_path / "stdout.txt").read_text() == "1 True\n"
+    assert len(count.read_text()) == (1 if is_ahead else 3)
+
+
 def test_imports_that_take_long_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preloaded, "SLOW_S", 0.01)
     waiting, (ours, theirs) = object.__new__(preloaded.Server), socket.socketpair(type=socket.SOCK_SEQPACKET)
