@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
-from fastloop.bridge.apply.micro.gradient_check import UNKNOWN, TakeLoss, Weighing, explain_difference, weigh_pieces
+from fastloop.bridge.apply.micro.gradient_check import UNKNOWN, Weighing, explain_difference, weigh_pieces
 from fastloop.bridge.apply.micro.room import give_back
-from fastloop.bridge.apply.micro.search import SizeSearch, SizeTrial, fits_in_memory, measure_length
+from fastloop.bridge.apply.micro.search import SizeSearch, fits_in_memory
+from fastloop.bridge.apply.micro.size import PieceSize
 from fastloop.bridge.apply.micro.windows import Merged, MergedWindows
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.errors import FastLoopError
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import CannotRegroup, count_rows
-from fastloop.feeds.splitting import Piece, cut, cut_at, get_loss
-from fastloop.judge.micro_batch import FoundSize, list_sizes
+from fastloop.feeds.splitting import Piece, cut, cut_at
 
 RARER = 4
 """Each comparison of gradients comes this many times as many batches after the first as the one before."""
@@ -68,21 +66,18 @@ class PieceChoice:
         is_planned: Callable[[str], bool] = lambda _rung: True,
         groups: BatchGroups | None = None,
     ) -> None:
-        self._search = micro if isinstance(micro, SizeSearch) else None
-        self.micro = 0 if isinstance(micro, SizeSearch) else micro
-        """Samples per piece; 0 until the search has found it."""
         self.rung, self._strict, self._warn = rung, strict, warn
         self._compares, self._undecided = compares, compares or groups is not None
         self._seen, self._next = 0, 1
-        self._one_time, self._list_held, self._is_planned = one_time, list_held, is_planned
+        self._one_time, self._list_held = one_time, list_held
         self.groups = groups
         self.windows = MergedWindows()
+        self._size = PieceSize(micro, self.windows, groups, one_time, is_planned)
         self.whole: tuple[int, int] | None = None
         """Samples in a full batch and in an epoch's last batch; None if unknown."""
         self.refused: str | None = None
         """Why no window is merged, or no batch cut, in this run."""
         self.weighing: Weighing | None = None
-        self._found: FoundSize | None = None
         self._misfit = False
         self._problem: str | None = None
         self._steps = self._changed = self._apart_steps = 0
@@ -108,10 +103,13 @@ class PieceChoice:
             "apart_why": self._apart_why or None,
             "weighed_by": None if self.weighing is None else str(self.weighing.counter),
             "unequal_logs": list(self._unequal),
-            "micro_batch": self.micro,
-            "searched": None if self._found is None else self._found.why,
-            "rates": None if self._found is None else {str(size): rate for size, rate in self._found.rates.items()},
+            **self._size.evidence(),
         }
+
+    @property
+    def micro(self) -> int:
+        """Samples per piece; 0 until a search has found it."""
+        return self._size.samples
 
     @property
     def runs_whole(self) -> bool | None:
@@ -124,11 +122,10 @@ class PieceChoice:
         """Cut the batch into micro-batches of the chosen size, or into the user's batches of its window. `rest` are the
         arguments of training_step after the batch."""
         window = self.windows.read(trainer.fit_loop.total_batch_idx, batch)
-        if self._search is not None and self._found is None and window is not None and len(window.sizes) < window.full:
-            self.micro = window.sizes[0]  # a run resumed inside a window searches in the next one
+        if self._size.is_open and window is not None and len(window.sizes) < window.full:
+            self._size.samples = window.sizes[0]  # a run resumed inside a window searches in the next one
             return Chosen(self._cut(batch, trainer, window))
-        if self._search is not None:
-            self._update_size(self._search, strategy, batch, window, rest)
+        self._update_size(strategy, batch, window, rest)
         if window is None:
             return Chosen(self._split(strategy, trainer, batch, rest))
         if len(window.sizes) == 1:
@@ -139,6 +136,14 @@ class PieceChoice:
         self._warn_apart(self.refused or reason)
         self._steps, self._apart_steps = self._steps + 1, self._apart_steps + 1
         return Chosen(own, apart=True)
+
+    def _update_size(self, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]) -> None:
+        """Find the micro-batch's size, or change it; if it is that of the user's own batches, these stay."""
+        if self._size.is_open or self.refused is None:
+            self._size.update(strategy, batch, window, rest)
+        if self._size.kept is not None and self.refused is None:
+            self.refused = self._apart_why = self._size.kept
+            self._undecided = False
 
     def _is_due(self) -> bool:
         """Whether gradients are compared on this batch or window: the first, and rarer ones later, for a loss may
@@ -169,75 +174,6 @@ class PieceChoice:
         )
         self.refused = f"from optimizer step {trainer.global_step + 1} on, {skipped}"
         self._warn_apart(self.refused)
-
-    # -- the size -------------------------------------------------------------------------------------------------
-
-    def _update_size(
-        self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]
-    ) -> None:
-        """Search on the first window; later, choose another size if the compile was refused or samples are longer."""
-        if self._found is None:
-            self._find_size(search, strategy, batch, window, rest)
-        elif self.refused is None and self.windows.find_apart(batch) is None:
-            self._use_uncompiled_size(search, window)
-            self._shrink_for_longer_samples(search, strategy, batch, window, rest)
-
-    def _find_size(
-        self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]
-    ) -> None:
-        """Find the micro-batch's size on the first window; if it is that of the user's own batches, these stay."""
-        own, batches = (count_rows(batch), 1) if window is None else (window.sizes[0], len(window.sizes))
-        trial = self._make_trial(strategy, batch, window, rest, own or 1)
-        try:
-            if (apart := self.windows.find_apart(batch)) is not None:
-                raise CannotRegroup(apart[1])
-            if window is not None and len(set(window.sizes)) > 1:
-                raise CannotRegroup("the first batches differ in size")
-            trial.take(trial.own)
-        except CannotRegroup as reason:
-            # The exchange in `find` needs all ranks, so this rank goes on with one size.
-            sizes, search.skip = [trial.own], f"no search: {reason}"
-        else:
-            sizes, search.longest = list_sizes(trial.own, batches), measure_length(batch)
-        with self._one_time.span("rehearsal"):
-            self._found = search.find(strategy, sizes, trial)
-        self.micro = self._found.size
-        if self.micro == trial.own:
-            self.refused, self._undecided = f"keeping your micro-batch size: {self._found.why}", False
-            self._apart_why = self.refused
-
-    def _use_uncompiled_size(self, search: SizeSearch, window: Merged | None) -> None:
-        """Take the size for an uncompiled model if the rung that was to compile it was refused."""
-        found = self._found
-        if found is None or found.uncompiled is None or search.compiles is None or self._is_planned(search.compiles):
-            return
-        self.micro = found.uncompiled
-        refused = f"{self.micro} because {search.compiles} was refused: {found.size} was for the compiled model"
-        why = f"{found.why}; {refused}"
-        self._found = replace(found, size=self.micro, uncompiled=None, why=why)
-        search.remember(self.micro)
-        if window is not None and self.micro == window.sizes[0]:
-            self.refused = self._apart_why = f"keeping your micro-batch size: {why}"
-
-    def _shrink_for_longer_samples(
-        self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]
-    ) -> None:
-        """Choose a smaller micro-batch if this batch's samples are longer than the search's and need it."""
-        own = (count_rows(batch) or 1) if window is None else window.sizes[0]
-        if not search.meets_longer(batch, own):
-            return
-        with self._one_time.span("rehearsal"):
-            found = search.fit_longer(strategy, batch, self._make_trial(strategy, batch, window, rest, own))
-        if found is not None and self._found is not None:
-            self.micro, self._found = found.size, replace(self._found, why=f"{self._found.why}; {found.why}")
-
-    def _make_trial(self, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any], own: int) -> SizeTrial:
-        take = partial(cut, batch, window=window, whole_batches=self.groups is not None)
-        return SizeTrial(own, lambda size: take(size)[0], self._make_take_loss(strategy, rest), self.groups)
-
-    def _make_take_loss(self, strategy: Any, rest: Sequence[Any]) -> TakeLoss:
-        step = strategy.lightning_module.training_step
-        return lambda batch, number: get_loss(step(batch, *self.windows.renumber(rest, number)))
 
     # -- one of the user's batches, in pieces -----------------------------------------------------------------------
 
@@ -283,7 +219,7 @@ class PieceChoice:
         if len(pieces) > 1:
             with self._one_time.span("rehearsal"):
                 reason, mine = weigh_pieces(
-                    strategy, batch, pieces, self._make_take_loss(strategy, rest), self._note_unequal
+                    strategy, batch, pieces, self._size.make_take_loss(strategy, rest), self._note_unequal
                 )
                 give_back(strategy.root_device)
         self.weighing = next((each for each in gather(trainer, mine) if each is not None), self.weighing)
@@ -336,7 +272,7 @@ class PieceChoice:
             self._warn(f"{self.rung}: {'windows run' if self.refused else 'a window runs'} batch by batch: {why}")
 
     def _compare(self, strategy: Any, own: Sequence[Piece], merged: Sequence[Piece], rest: Sequence[Any]) -> str | None:
-        take_loss = self._make_take_loss(strategy, rest)
+        take_loss = self._size.make_take_loss(strategy, rest)
         with self._one_time.span("rehearsal"), contextlib.ExitStack() as after:
             after.callback(give_back, strategy.root_device)
             if merged[0].samples >= own[0].samples:
@@ -366,16 +302,17 @@ class PieceChoice:
             tries: this rank would merge its window. All ranks must call this: they ask each other.
         """
         held = self._list_held() if strategy.root_device.type in LIMITED else ()
-        if not held or self._search is not None:
+        if not held or self._size.is_searched:
             return None
         fits = True
         if tries and self.micro > max(window.sizes):
             with self._one_time.span("rehearsal"):
-                trial = self._make_trial(strategy, batch, window, rest, window.sizes[0])
+                trial = self._size.make_trial(strategy, batch, window, rest, window.sizes[0])
                 fits = fits_in_memory(strategy, self.micro, trial)
         if strategy.reduce_boolean_decision(fits, all=True):
             return None
-        return f"micro-batches of {self.micro} do not fit without {', '.join(held)}, which start after the first step"
+        names = ", ".join(held)
+        return f"micro-batches of {self.micro} do not fit without {names}, which start after the first step"
 
     # -- cutting ----------------------------------------------------------------------------------------------------
 
