@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 import types
 import typing
@@ -166,9 +167,11 @@ def check_type(value: Any, kind: Any, key: str, origin: Origin) -> Any:
     )
 
 
-def check_switches(**given: object) -> None:
-    """Raise ConfigError if an argument of ``FastLoop`` is neither true nor false."""
-    for name, value in given.items():
+def check_arguments(*, out: object, **switches: object) -> None:
+    """Raise ConfigError if an argument of ``FastLoop`` is no path, or a switch that is neither true nor false."""
+    if out is not None and not isinstance(out, os.PathLike):
+        check_type(out, str, "out", Origin("FastLoop"))
+    for name, value in switches.items():
         if not any(value == each for each in (True, False)):  # accepts 1 and numpy's booleans, but not text
             check_type(value, bool, name, Origin("FastLoop"))
 

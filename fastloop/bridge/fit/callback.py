@@ -22,7 +22,7 @@ from fastloop.bridge.fit import own_loader, run_directory, strategy
 from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session, describe_death
 from fastloop.config.loading import Config, load_callback_config
-from fastloop.config.schema import check_switches
+from fastloop.config.schema import check_arguments
 from fastloop.errors import FastLoopError, NotApplicable
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu.forks import protect_children
@@ -65,16 +65,16 @@ class FastLoop(Callback):
         strict: bool | None = None,
         quiet: bool = False,
     ) -> None:
-        self.off = is_disabled()
-        self.out, self.quiet = None if out is None else Path(out), quiet
+        self.off, self.quiet = is_disabled(), quiet
+        self.out: Path | None = None
         self.hunt_syncs = False
         """Find every device synchronization with its line, in a few slower steps after the timed ones."""
         self.say: Callable[[str], None] = _skip_line if quiet else _say_line
         """Receives a line about progress."""
         self.writes = True
         """Whether the run's files are written, if there is a place for them."""
-        self.in_trial = False
-        """Whether this is a trial of an experiment, which represents a longer run."""
+        self.in_trial = self.obeys = False
+        """Whether this is a trial of an experiment, which represents a longer run; whether a command configured it."""
         self._refused: dict[str, str] = {}
         """Rungs that did not work in a rehearsal, and why."""
         self._cheaper: set[str] = set()
@@ -87,7 +87,8 @@ class FastLoop(Callback):
             return
         self.config, ignored = load_callback_config(config)
         self.strict = self.config.strict if strict is None else strict
-        check_switches(strict=self.strict, quiet=quiet)
+        check_arguments(out=out, strict=self.strict, quiet=quiet)
+        self.out = None if out is None else Path(out)
         if ignored and not quiet:
             rank_zero_info(f"fastloop: ignored, because you create the Trainer yourself: {', '.join(ignored)}")
 
@@ -98,6 +99,11 @@ class FastLoop(Callback):
         loop = cls(out=out, quiet=quiet)
         loop.config, loop.strict = config, config.strict
         return loop
+
+    def obey(self, config: Config, *, out: Path | None) -> None:
+        """Follow the configuration of a command, which prints what there is to say, instead of its own."""
+        self.config, self.strict, self.out, self.say = config, config.strict, out, _skip_line
+        self.quiet = self.obeys = True
 
     def _forget(self) -> None:
         """Clear the results of the last fit."""
@@ -346,10 +352,8 @@ class FastLoop(Callback):
         if self._session is not None:
             self.measurement = self._session.measure(trainer, evidence, raised)
         else:
-            device = trainer.strategy.root_device.type
-            self.measurement = Measurement(
-                evidence=evidence, device=device, partial=raised is not None, total_steps=None
-            )
+            device, partial = trainer.strategy.root_device.type, raised is not None
+            self.measurement = Measurement(evidence=evidence, device=device, partial=partial, total_steps=None)
         self._diagnose()
 
     def _list_hints(self) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Lightning gets callbacks from entry points whenever it creates a Trainer; ``commands/execute.py`` declares one on the
 path of that command only. That entry point returns an `Injected`, which manages a FastLoop. The first fit that trains
-gets a FastLoop, unless the script has one. Later fits of the user's own run get its rungs; those of a trial are only
-counted. A Trainer that never fits is left alone.
+gets a FastLoop; one in the script that only watches takes its place, with the command's configuration. Later fits of
+the user's own run get its rungs; those of a trial are only counted. A Trainer that never fits is left alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from fastloop.bridge.trials.gradient_probe import GradientProbe
 from fastloop.bridge.trials.heartbeat import Beats, drop_other_hooks
 from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.config.loading import Config, load_callback_config
-from fastloop.errors import quote
+from fastloop.errors import FastLoopError, quote
+from fastloop.ladder import Ladder
 from fastloop.records import store
 from fastloop.records.trial import FAST_DEV_RUN, ScriptEvent, ScriptOrders
 
@@ -121,6 +122,8 @@ class Injected(Callback):
         self.orders, self.place = orders, place
         self.off = False
         self._guests: list[Any] = []
+        self._own: FastLoop | None = None
+        """The script's own FastLoop."""
         self._measures = False
         """Whether the guests measure this fit; otherwise they only bring its rungs."""
         self._began = self._unsaved = False
@@ -139,14 +142,19 @@ class Injected(Callback):
             return
         self._evict(trainer)
         self._began = False
-        own = any(isinstance(each, FastLoop) for each in trainer.callbacks)
-        chosen = not own and self._is_the_one(trainer)
+        self._own = next((each for each in trainer.callbacks if isinstance(each, FastLoop)), None)
+        yields = self._yields()
+        chosen = not yields and self._is_the_one(trainer)
         if trainer.is_global_zero:
-            self.note("yielded" if own else "fit", measured=chosen, why=_name_dev_run(trainer))
+            self.note("yielded" if yields else "fit", measured=chosen, why=_name_dev_run(trainer))
+        if yields or trainer.fast_dev_run:
+            return
         if chosen:
             self._invite(trainer)
-        elif not own and not trainer.fast_dev_run and not self.orders.disposable:
-            self._bring_rungs(trainer)
+        else:
+            self._follow_the_first(trainer)
+        if self._own is not None and trainer.callbacks.index(self._own) < trainer.callbacks.index(self):
+            self._own.setup(trainer, pl_module, stage)  # again: it was set up before it got this configuration
 
     @fail_open
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -181,9 +189,9 @@ class Injected(Callback):
         if self._began:
             files = _list_imports(self.orders.not_from)
             self.note("fit_ended", measured=self._measures, step=trainer.global_step, files=files)
-            for guest in self._guests:
-                if isinstance(guest, FastLoop) and guest.unwritten is not None:
-                    self.note("unwritten", why=guest.unwritten)
+            for each in (*self._guests, self._own):
+                if isinstance(each, FastLoop) and each.unwritten is not None:
+                    self.note("unwritten", why=each.unwritten)
         elif self._measures:  # such as a learning rate search: the fit comes later, maybe in another process
             (self.place / CLAIM).unlink(missing_ok=True)
 
@@ -235,13 +243,29 @@ class Injected(Callback):
             os.link(mine, claim)  # atomic
         return claim.read_text() == mine.read_text()
 
+    def _yields(self) -> bool:
+        """Whether the script's own FastLoop is left as it is, because it turns on rungs.
+
+        Raises:
+            FastLoopError: this is a trial, which would compare other rungs than it says.
+        """
+        if self._own is None or self._own.off or self._own.obeys or not (on := self._own.config.ladder.enabled()):
+            return False
+        if self.orders.disposable:
+            raise FastLoopError(
+                got=f"a FastLoop in the script that turns on {', '.join(on)}",
+                why="this command chooses the rungs of each run, and only one FastLoop may",
+                do="take it out of the script for this command; --config gives both sides its configuration",
+            )
+        return True
+
     def _invite(self, trainer: Any) -> None:
         """Add the callbacks for this fit. Lightning sets up those behind this callback right after it."""
         before, out, beat = list(trainer.callbacks), Path(self.orders.out), self.orders.beat
         config = self._read_config()
         if self.orders.variation == GRADIENTS:  # the gradient is taken from the first step, with all rungs on
             config = dataclasses.replace(config, rehearsal="off")
-        loop = FastLoop.of(config, out=out, quiet=True)
+        loop = self._make_loop(config, out)
         loop.in_trial = self.orders.disposable
         if self.orders.seed_offset:
             determinism.shift_seeds(self.orders.seed_offset)
@@ -253,19 +277,29 @@ class Injected(Callback):
                 trainer.callbacks.append(_Answers(probe, loop, out))
             if self.orders.ledger:
                 Ledger.into(trainer, out)
-            self._seat(trainer, loop, *([Beats(Path(beat))] if beat else []))
+            self._seat(trainer, *([] if loop is self._own else [loop]), *([Beats(Path(beat))] if beat else []))
         finally:
             self._measures = True
             self._guests = [each for each in trainer.callbacks if not any(each is other for other in before)]
 
-    def _bring_rungs(self, trainer: Any) -> None:
+    def _make_loop(self, config: Config, out: Path | None) -> FastLoop:
+        """Return the FastLoop for this fit: the script's own, if it has one."""
+        if self._own is None:
+            return FastLoop.of(config, out=out, quiet=True)
+        self._own.obey(config, out=out)
+        return self._own
+
+    def _follow_the_first(self, trainer: Any) -> None:
         """Give a later fit of the user's run, such as the next fold, the rungs of the first where they apply, and keep
-        its position in the data. Nothing is measured or written."""
+        its position in the data. Those of a trial get none. Nothing is measured or written."""
         config = self._read_config()
-        if config.ladder.enabled():
-            unwatched = dataclasses.replace(config.watch, enabled=False)
-            loop = FastLoop.of(dataclasses.replace(config, watch=unwatched, strict=False), out=None, quiet=True)
-            loop.writes = False
+        ladder = Ladder() if self.orders.disposable else config.ladder
+        if not ladder.enabled() and self._own is None:
+            return
+        unwatched = dataclasses.replace(config.watch, enabled=False)
+        loop = self._make_loop(dataclasses.replace(config, ladder=ladder, watch=unwatched, strict=False), None)
+        loop.writes = False
+        if loop is not self._own:
             self._guests = [loop]
             self._seat(trainer, loop)
 

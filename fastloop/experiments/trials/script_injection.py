@@ -219,7 +219,7 @@ def explain_unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> s
         hidden = "`python -I`, `-E` or a wrapper that resets PYTHONPATH hides it from fastloop"
         return f"{name} ended without creating a Trainer. If it does create one, {hidden}"
     if "yielded" in last and "fit" not in last:
-        return f"{name} already has a FastLoop, which writes its own report"
+        return f"{name} has a FastLoop that turns on rungs: it writes its own report, and this command changed nothing"
     if "fit" not in last:
         return f"{name} made a Trainer, but never called fit"
     if all(event.why == FAST_DEV_RUN for event in events if event.event == "fit"):

@@ -20,6 +20,7 @@ from fastloop import FastLoop
 from fastloop.bridge import namespaces
 from fastloop.bridge.trials import script_callback
 from fastloop.bridge.trials.script_callback import Injected, add_callbacks
+from fastloop.errors import FastLoopError
 from tests import models
 
 
@@ -185,14 +186,47 @@ def test_a_rung_stays_for_the_evaluation_after_the_fit(orders: Orders) -> None:
     assert seen == [torch.bfloat16, torch.bfloat16]
 
 
-def test_it_yields_to_a_fastloop_of_the_scripts(orders: Orders) -> None:
+FUSED: dict[str, Any] = {"rungs": {"fused": {"enabled": True}}}
+
+
+def test_it_yields_to_a_fastloop_of_the_scripts_that_turns_on_rungs(orders: Orders) -> None:
     orders()
-    own = FastLoop({"watch": {"warmup_steps": 1}}, out=orders.place / "own", quiet=True)
+    own = FastLoop({**FUSED, "watch": {"warmup_steps": 1}}, out=orders.place / "own", quiet=True)
     fits = trainer(max_steps=6, callbacks=[own])
     fits.fit(models.Regression(), models.loader())
     assert kinds(fits) == ["FastLoop", "Injected"] and own.measurement is not None
     assert (orders.place / "own" / "measurement.json").is_file() and not orders.out.exists()
     assert orders.names() == ["constructed", "yielded", "fit_began", "fit_ended"]
+
+
+def test_a_trial_of_such_a_script_ends_before_it_trains(orders: Orders) -> None:
+    orders(disposable=True)
+    fits = trainer(max_steps=6, callbacks=[FastLoop(FUSED, quiet=True)])
+    with pytest.raises(FastLoopError, match="FastLoop in the script that turns on fused"):
+        fits.fit(models.Regression(), models.loader())
+    assert fits.global_step == 0
+
+
+@pytest.mark.parametrize("disposable", [False, True], ids=["the user's run", "a trial"])
+def test_one_that_only_watches_gets_the_commands_configuration(orders: Orders, disposable: bool) -> None:
+    """Its owner reads the results from it. Later fits, also of other Trainers, are as without one."""
+    orders(config={**FUSED, "watch": {"warmup_steps": 1}}, disposable=disposable)
+    own, fused = FastLoop(out=orders.place / "own"), []
+
+    class Fold(models.Regression):
+        def on_train_end(self) -> None:
+            fused.append(self.trainer.optimizers[0].param_groups[0].get("fused"))
+
+    for steps in (8, 5):
+        fits = trainer(max_steps=steps, callbacks=[own])
+        fits.fit(Fold(), models.loader())
+        assert kinds(fits) == ["FastLoop", "Injected"]
+        if steps == 8:
+            assert own.measurement is not None and [each.rung for each in own.verdicts if each.took] == ["fused"]
+    assert fused == [True, None if disposable else True]
+    assert orders.measured()["total_steps"] == 8 and not (orders.place / "own").exists()
+    began = [event for event in orders.events() if event["event"] == "fit_began"]
+    assert [event["measured"] for event in began] == [True, False]
 
 
 def test_a_search_before_the_fit_is_not_the_fit(orders: Orders) -> None:

@@ -253,7 +253,7 @@ MADE, FIT, BEGAN = event("constructed"), event("fit", measured=True), event("fit
             "fastloop cannot be imported by the Python of train: ImportError: x",
         ),
         ([MADE], 0, "train made a Trainer, but never called fit"),
-        ([MADE, event("yielded")], 0, "train already has a FastLoop"),
+        ([MADE, event("yielded")], 0, "train has a FastLoop that turns on rungs"),
         ([MADE, FIT, event("exception", why="ValueError: x")], 1, "ended before its first step: ValueError: x"),
         ([MADE, FIT, BEGAN], 137, "train ended with exit code 137 inside its fit"),
         ([MADE, FIT, BEGAN, event("fit_ended", step=4)], 0, "the fit of train ended without a report"),
