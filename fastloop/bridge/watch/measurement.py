@@ -35,7 +35,8 @@ COMPILATION = "compilation"
 """Likewise: how often this fit compiled; ``ms_per_step`` if compiles continued through the window, and so belong to
 ``host_other``."""
 FEW_STEPS = 3
-"""Most steps of a window that may have one-time costs. If more have them, the costs recur, and stay in the figures."""
+"""Most steps of a window that may have one-time costs other than our own trials. If more have them, the costs recur,
+and stay in the figures."""
 PAUSES = "pauses"
 """Likewise: the number of single long steps, and what they add to the mean step, whichever part they fall in."""
 IN_THE_BODY = ("on_train_batch_start", "on_before_", "on_after_", SELF_LOG)
@@ -63,8 +64,8 @@ def build_measurement(watch: Watch, about: Mapping[str, Any], evidence: Mapping[
     }
     if window is None:
         return Measurement(**common)
-    if window.steps_with_once > FEW_STEPS:
-        window, once_ms = window.put_back(), 1e3 * window.once_total_s / window.steps
+    if window.steps_with_recurring > FEW_STEPS:
+        window, once_ms = window.put_back(), 1e3 * window.recurring_total_s / window.steps
         evidence = {**evidence, COMPILATION: {**evidence.get(COMPILATION, {}), "ms_per_step": once_ms}}
     world_size, traced = int(about.get("world_size", 1)), about.get("kernels") or {}
     timed = {

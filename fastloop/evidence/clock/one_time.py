@@ -15,6 +15,10 @@ from typing import NamedTuple
 now = time.perf_counter
 
 
+OURS = ("rehearsal", "first_calls")
+"""Causes that never recur, however many steps they fall into: our own trials, which are limited in number."""
+
+
 class Span(NamedTuple):
     """Begin and end, in seconds on the clock of the steps, `now`."""
 
@@ -85,24 +89,31 @@ class Reader:
     def __init__(self, ledger: OneTime) -> None:
         self._spans = ledger.spans
         self._taken = 0
-        self._pending: list[tuple[float, float]] = []
+        self._pending: list[tuple[float, float, bool]] = []
 
     def skip(self) -> None:
         """Ignore all spans recorded so far."""
         self._taken = len(self._spans)
         self._pending = []
 
-    def take(self, began: float, ended: float) -> float:
-        """Return how many seconds of this interval spans cover. Pass the intervals in order, each once."""
+    def take(self, began: float, ended: float) -> tuple[float, float]:
+        """Return how many seconds of this interval spans cover, and how many of these may recur. Pass the intervals in
+        order, each once."""
         if self._taken == len(self._spans) and not self._pending:
-            return 0.0  # nearly always
-        self._pending += [(span.began, span.ended) for span in self._spans[self._taken :]]
+            return 0.0, 0.0  # nearly always
+        self._pending += [(span.began, span.ended, span.cause not in OURS) for span in self._spans[self._taken :]]
         self._pending.sort()
         self._taken = len(self._spans)
-        covered, until = 0.0, began
-        for begins, ends in self._pending:
-            if min(ends, ended) > max(begins, until):
-                covered += min(ends, ended) - max(begins, until)
-                until = min(ends, ended)
+        covered = _measure_cover(self._pending, began, ended)
+        recurring = _measure_cover([span for span in self._pending if span[2]], began, ended)
         self._pending = [span for span in self._pending if span[1] > ended]
-        return covered
+        return covered, recurring
+
+
+def _measure_cover(spans: list[tuple[float, float, bool]], began: float, ended: float) -> float:
+    covered, until = 0.0, began
+    for begins, ends, _ in spans:
+        if min(ends, ended) > max(begins, until):
+            covered += min(ends, ended) - max(begins, until)
+            until = min(ends, ended)
+    return covered

@@ -50,21 +50,31 @@ class Window:
     """Seconds of one-time costs that were removed from each step of ``step_s``, and from all other figures."""
     once_total_s: float = 0.0
     """The sum over all steps."""
+    recurring_s: tuple[float, ...] = ()
+    """The part of `once_s` that is no one-time cost if more than a few steps have it."""
+    recurring_total_s: float = 0.0
 
     @property
     def steps_with_once(self) -> int:
         """Steps that had a one-time cost."""
         return sum(seconds > 0 for seconds in self.once_s)
 
+    @property
+    def steps_with_recurring(self) -> int:
+        return sum(seconds > 0 for seconds in self.recurring_s)
+
     def put_back(self) -> Window:
-        """Return the window with the one-time seconds put back into its steps, as host work: for costs that recur."""
-        each_s = self.once_total_s / self.steps
+        """Return the window with the recurring seconds put back into its steps, as host work."""
+        each_s = self.recurring_total_s / self.steps
+        pairs = list(zip(self.once_s, self.recurring_s, strict=True))
         return replace(
             self,
-            wall_s=self.wall_s + self.once_total_s,
-            once_s=(),
-            once_total_s=0.0,
-            step_s=tuple(step + once for step, once in zip(self.step_s, self.once_s, strict=True)),
+            wall_s=self.wall_s + self.recurring_total_s,
+            once_s=tuple(once - recurring for once, recurring in pairs),
+            once_total_s=self.once_total_s - self.recurring_total_s,
+            recurring_s=(),
+            recurring_total_s=0.0,
+            step_s=tuple(step + recurring for step, recurring in zip(self.step_s, self.recurring_s, strict=True)),
             parts_s={**self.parts_s, "host_other": self.parts_s.get("host_other", 0.0) + each_s},
             host_s={**self.host_s, "host_other": self.host_s.get("host_other", 0.0) + each_s},
         )
@@ -109,8 +119,10 @@ class Account:
         self._work, self._host_work = Sampled(), Sampled()
         """The same inside the batch work."""
         self._blocked_s = defaultdict[str, float](float)
-        self._garbage = self._once_in_step = self.once_s = 0.0
-        self._step_s, self._step_once, self._leads, self._trails = (deque[float](maxlen=KEPT_STEPS) for _ in range(4))
+        self._garbage = self._once_in_step = self._recurring_in_step = self.once_s = self._recurring_s = 0.0
+        self._step_s, self._step_once, self._step_recurring, self._leads, self._trails = (
+            deque[float](maxlen=KEPT_STEPS) for _ in range(5)
+        )
         self._of_step, self._of_batch = (deque[int](maxlen=KEPT_STEPS) for _ in range(2))
 
     def stretch(self, phase: str, body: bool, detailed: bool, span: float, starved: float, host: float) -> None:
@@ -148,10 +160,12 @@ class Account:
         self._host_every["host_other"] += host
         return lost
 
-    def once(self, host: float, lead: float) -> float:
-        """Charge a one-time cost in the same way; the time that the device lost belongs to neither step nor window."""
+    def once(self, host: float, lead: float, recurring: float) -> float:
+        """Charge a one-time cost in the same way, of which `recurring` seconds may recur; the time that the device lost
+        belongs to neither step nor window."""
         lost = max(0.0, host - max(0.0, lead))
         self._once_in_step += lost
+        self._recurring_in_step += lost * recurring / host
         return lost
 
     def blocked(self, seconds: float, phase: str) -> None:
@@ -170,6 +184,7 @@ class Account:
     def step_ends(self, at: float, batches: int, samples: int, detailed: bool) -> None:
         """Complete a step, whose end the device has reached at `at`."""
         once_s, self._once_in_step = self._once_in_step, 0.0
+        recurring_s, self._recurring_in_step = self._recurring_in_step, 0.0
         if self.start is None:  # the step in which the window opened is incomplete
             self.start = at
         else:
@@ -182,7 +197,9 @@ class Account:
             self._host_work.step_ends(detailed)
             self._step_s.append(at - self.boundary - once_s)
             self._step_once.append(once_s)
+            self._step_recurring.append(recurring_s)
             self.once_s += once_s
+            self._recurring_s += recurring_s
             self._of_step.append(samples)
         self.boundary, self._was_detailed = at, detailed
 
@@ -228,6 +245,8 @@ class Account:
             garbage_s=self._garbage / self.steps,
             once_s=tuple(self._step_once),
             once_total_s=self.once_s,
+            recurring_s=tuple(self._step_recurring),
+            recurring_total_s=self._recurring_s,
         )
 
     def _compute_means(self, every: dict[str, float], work: Sampled) -> dict[str, float]:

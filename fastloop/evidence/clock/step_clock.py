@@ -268,8 +268,10 @@ class Clock:
             if self.on_device and mark.kind == "got":
                 account.lead(max(0.0, was_at - at))
             host, lost = at - before.at, 0.0
-            if once := self._one_time.take(before.at, at):  # garbage collector passes inside it are part of it
-                host, lost, self._computes_from = host - once, account.once(once, was_at - before.at), None
+            once, recurring = self._one_time.take(before.at, at)
+            if once:  # garbage collector passes inside it are part of it
+                host, self._computes_from = host - once, None
+                lost = account.once(once, was_at - before.at, recurring)
             elif mark.collected_s and before.phase not in RARE:
                 collected = mark.collected_s - mark.collected_before
                 host, lost = host - collected, account.garbage(collected, was_at - before.at)
@@ -304,8 +306,9 @@ class Clock:
         account, before, asked, was_at = self._account, self._last, mark.asked, self._position
         if account.start is not None:
             host, lost, starved = asked - before.at, 0.0, max(0.0, asked - was_at)
-            if once := self._one_time.take(before.at, asked):
-                host, lost = host - once, account.once(once, was_at - before.at)
+            once, recurring = self._one_time.take(before.at, asked)
+            if once:
+                host, lost = host - once, account.once(once, was_at - before.at, recurring)
             elif mark.collected_before:
                 host -= mark.collected_before
                 lost = account.garbage(mark.collected_before, was_at - before.at)

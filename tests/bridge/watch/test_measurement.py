@@ -185,13 +185,23 @@ def test_a_queue_that_filled_up_during_a_compile_asks_for_a_longer_window(once: 
 
 
 def test_costs_in_many_steps_stay_in_the_figures() -> None:
-    made = Watch(CPU, settings(), one_time=OneTime())
-    made.window = replace(WINDOW, once_s=(0.5,) * 4 + (0.0,) * 16, once_total_s=2.0)
+    """Those that may recur: our own trials, half a second here, do not, however many steps they fall into."""
+    made, costs = Watch(CPU, settings(), one_time=OneTime()), (0.5,) * 4 + (0.0,) * 15
+    made.window = replace(
+        WINDOW, once_s=(*costs, 0.5), once_total_s=2.5, recurring_s=(*costs, 0.0), recurring_total_s=2.0
+    )
     measured = build_measurement(made, {}, {"compilation": {"count": 4}})
     assert measured.evidence["compilation"] == {"count": 4, "ms_per_step": pytest.approx(100.0)}
     assert measured.wall_ms == pytest.approx(4000.0) and measured.samples_per_s == pytest.approx(20.0)
     assert measured.step_ms["mean"] == pytest.approx(200.0) and measured.step_ms["p90"] == pytest.approx(600.0)
     assert measured.parts_ms["host_other"] == pytest.approx(100.0)
+
+
+def test_our_own_trials_do_not_recur() -> None:
+    made = Watch(CPU, settings(), one_time=OneTime())
+    made.window = replace(WINDOW, once_s=(0.5,) * 8 + (0.0,) * 12, once_total_s=4.0, recurring_s=(0.0,) * 20)
+    measured = build_measurement(made, {}, {"compilation": {"count": 4}})
+    assert measured.evidence["compilation"] == {"count": 4} and measured.wall_ms == pytest.approx(2000.0)
 
 
 def of_window(

@@ -125,7 +125,7 @@ def names(loop: FastLoop) -> list[str]:
 @pytest.fixture
 def count_everything(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """The negative control: nothing is taken out of the steps."""
-    return lambda: monkeypatch.setattr(Reader, "take", lambda *_: 0.0)
+    return lambda: monkeypatch.setattr(Reader, "take", lambda *_: (0.0, 0.0))
 
 
 def test_the_compile_of_the_first_validation_is_no_bottleneck(count_everything: Callable[[], None]) -> None:

@@ -54,14 +54,14 @@ def test_a_clock_takes_each_moment_once() -> None:
     ledger.add_span("compile", 0.0, 4.0)
     reader = Reader(ledger)
     reader.skip()
-    assert reader.take(0.0, 5.0) == 0.0, "what was over before the clock began"
+    assert reader.take(0.0, 5.0) == (0.0, 0.0), "what was over before the clock began"
     ledger.add_span("compile", 12.0, 18.0)
     ledger.add_span("rehearsal", 10.0, 20.0)
-    assert reader.take(5.0, 11.0) == 1.0
+    assert reader.take(5.0, 11.0) == (1.0, 0.0), "our own trials do not recur"
     ledger.add_span("compile", 19.0, 19.5)
-    assert reader.take(11.0, 15.0) == 4.0
-    assert reader.take(15.0, 30.0) == 5.0
-    assert reader.take(30.0, 40.0) == 0.0 and not reader._pending
+    assert reader.take(11.0, 15.0) == (4.0, 3.0)
+    assert reader.take(15.0, 30.0) == (5.0, 3.5)
+    assert reader.take(30.0, 40.0) == (0.0, 0.0) and not reader._pending
 
 
 def run(monkeypatch: pytest.MonkeyPatch, where: torch.device, place: str, *, tells: bool = True) -> Window:
