@@ -248,6 +248,7 @@ class Workers:
         if (by_ladder or (self.persistent is True and may_survive(loader))) and self._keep(loader, facts, []):
             wants["loader.persistent_workers"] = True
             notes.append(f"{_name_yours(own)} {_BE[own > 1]} kept between epochs, instead of being restarted")
+            notes += _list_differences(loader, "a run that restarts them in each epoch")
         why = explain_own_number(loader)
         if self._may_grow(own, facts):
             obstacle = find_obstacle_to_more(loader, facts)

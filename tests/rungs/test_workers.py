@@ -388,6 +388,8 @@ def test_your_own_workers_are_kept_where_you_or_a_ladder_ask_for_it(
     change = rung.plan(given)
     assert change.wants == {"loader.persistent_workers": True}
     assert given.loader is not None and change.parity == ("approximate" if given.loader.draws_random else "exact")
+    told = "random augmentations may differ from a run that restarts them in each epoch (a draws)"
+    assert (told in change.notes) is bool(given.loader.draws_random)
 
 
 def test_a_batch_that_fits_nowhere_means_no_workers() -> None:

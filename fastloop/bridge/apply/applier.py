@@ -268,8 +268,8 @@ class Applier:
         probes = [] if self.loaders is None else self.loaders.list_probes()
         owned = ((self._live.find_owner(key), probe) for key, probe in probes)
         found = self._changes.read((rung, probe) for rung, probe in owned if rung is not None)
-        seen = {} if self.rung_trials is None else self.rung_trials.seen
-        return {**found, "second_look": seen} if seen else found
+        others = {"second_look": self.rung_trials and self.rung_trials.seen, "resumed": self.place.resumed}
+        return {**found, **{name: each for name, each in others.items() if each}}
 
     def clean_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remove from a checkpoint what a run without us would not have written."""

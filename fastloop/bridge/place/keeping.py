@@ -26,6 +26,8 @@ class PlaceKeeper:
         self.warn, self.say = warn, say
         self.saved: EpochPlace | None = None
         """The position in the checkpoint that the run resumes."""
+        self.resumed: dict[str, int] = {}
+        """The epoch that the run continues, and the batches of it that were done; empty if it begins one."""
         self._is_taken = False
         self._trainer: Any = None
         self._kept: KeptOrder | None = None
@@ -124,6 +126,7 @@ class PlaceKeeper:
             if _leave_epoch(loop):
                 self.say("begins the next epoch; Lightning alone would run the end of the finished one once more")
             return None
+        self.resumed = {"epoch": self._trainer.current_epoch, "batches": batches}
         self.say(
             f"continues after batch {batches} of epoch {self._trainer.current_epoch}, in the same order (ignore"
             " Lightning's warning that the dataloader is not resumable)"

@@ -20,6 +20,7 @@ def list_caveats(seen: Measurement, findings: Sequence[Finding] = ()) -> list[st
     caveats = [
         *([] if repeats is None else [repeats]),
         *seen.state,
+        *_list_resumed(seen),
         *_list_skipped_steps(seen),
         *_list_missing_trace(seen),
         *([] if is_named else _list_unevenness(seen)),
@@ -27,6 +28,16 @@ def list_caveats(seen: Measurement, findings: Sequence[Finding] = ()) -> list[st
         *_list_drift(seen),
     ]
     return ["; ".join(caveats)] if caveats else []
+
+
+def _list_resumed(seen: Measurement) -> list[str]:
+    """Report that the run continued an epoch, which Lightning alone would have begun again in another order."""
+    if not (found := seen.evidence.get("resumed")):
+        return []
+    return [
+        f"training went on after batch {found['batches']} of epoch {found['epoch']}, with the samples that were left;"
+        " without fastloop, the sampler would have started over"
+    ]
 
 
 def _list_skipped_steps(seen: Measurement) -> list[str]:

@@ -140,6 +140,7 @@ def test_a_line_says_where_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureF
     loop = FastLoop({"rungs": {"prefetch": {"enabled": True}}, "watch": {"enabled": False}})
     with caplog.at_level(logging.INFO):
         fit(None, shuffled(), seed=6, ckpt=tmp_path / "step=11.ckpt", loop=loop)
+    assert loop.measurement is not None and loop.measurement.evidence["resumed"] == {"epoch": 1, "batches": 3}
     assert [each for each in caplog.messages if "continues after" in each] == [
         "fastloop: continues after batch 3 of epoch 1, in the same order (ignore Lightning's warning that the"
         " dataloader is not resumable)"

@@ -23,6 +23,11 @@ def test_no_doubt(kernels: Any) -> None:
     assert caveats.list_caveats(seen(kernels=kernels)) == []
 
 
+def test_an_epoch_that_was_continued_is_said() -> None:
+    (note,) = caveats.list_caveats(seen(evidence={"resumed": {"epoch": 2, "batches": 7}}))
+    assert note.startswith("training went on after batch 7 of epoch 2")
+
+
 def test_a_trace_that_was_asked_for_and_is_not_there_is_said() -> None:
     lines = summary.write_lines(seen(kernels={"skipped": "only one can run"}), Plan(), [], [])
     assert lines[-1] == "NOTE     no trace: only one can run"

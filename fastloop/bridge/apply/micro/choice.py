@@ -159,7 +159,9 @@ class PieceChoice:
         """What a later comparison found; None if this batch could not be compared."""
         if reason is not None or found is None or found.startswith(UNKNOWN):
             return None
-        return f"from optimizer step {trainer.global_step + 1} on, {found}"
+        unseen = self._seen - self._seen // RARER - 1
+        before = f"; the {unseen} before it were not compared, and may have changed the training" if unseen else ""
+        return f"from optimizer step {trainer.global_step + 1} on, {found}{before}"
 
     def stop_merging(self, trainer: Any, batch: Any) -> None:
         """Run later windows batch by batch, since training_step skipped a merged one: it may have meant one batch.
