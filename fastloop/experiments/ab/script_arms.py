@@ -43,6 +43,7 @@ from fastloop.experiments.trials.trial import (
     describe_dead_rank,
     load_results,
     make_environment,
+    quote_error,
     refuse,
 )
 from fastloop.records import store
@@ -230,7 +231,7 @@ class ScriptArm:
         measurement, answer = load_results(folder, ask.variation)
         name = name_of(self.command)
         if ask.variation == "gradients":
-            cause = None if answer is not None else ended.cause or explain_unmeasured(name, events, ended.code)
+            cause = None if answer is not None else _explain_no_result(name, ended, events)
         else:
             cause = _find_cause(name, measurement, config.watch.warmup_steps, ended, events)
             cause = cause or describe_dead_rank(folder, measurement)
@@ -262,13 +263,17 @@ def _describe_end(trial: Trial, ended: Ended) -> list[str]:
     return [f"its fit was measured, then: {ended.cause}"]
 
 
+def _explain_no_result(name: str, ended: Ended, events: Sequence[ScriptEvent]) -> str:
+    return quote_error(ended.cause, ended.tail) if ended.cause else explain_unmeasured(name, events, ended.code)
+
+
 def _find_cause(
     name: str, measurement: Measurement | None, warmup: int, ended: Ended, events: Sequence[ScriptEvent]
 ) -> str | None:
     """Return why there is no rate, in one line. A fit that finished on all ranks was measured, no matter what the
     script did afterwards."""
     if measurement is None:
-        return ended.cause or explain_unmeasured(name, events, ended.code)
+        return _explain_no_result(name, ended, events)
     steps = measurement.total_steps
     if measurement.partial:
         why = next((f": {event.why}" for event in reversed(events) if event.event == "exception"), "")

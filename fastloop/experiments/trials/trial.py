@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -139,7 +140,7 @@ def run_trial(
     for name_of_output in (supervise.STDOUT, supervise.STDERR):
         hide_in(run_dir / name_of_output, hide)
     measurement, answer = load_results(run_dir, job.variation)
-    cause = ended.cause and _quote_error(ended.cause, ended.tail)
+    cause = ended.cause and quote_error(ended.cause, ended.tail)
     if cause is None and (answer if job.variation in ANSWERS else measurement) is None:
         cause = "it ended without a result"
     cause = cause or describe_dead_rank(run_dir, measurement)
@@ -234,10 +235,10 @@ def make_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "PYTHONPATH": search_path, "PYTHONSAFEPATH": "1"}
 
 
-def _quote_error(cause: str, tail: str) -> str:
-    """Return the cause in the words of the child's configuration error, if there is one, without repeated prefixes."""
+def quote_error(cause: str, tail: str) -> str:
+    """Return the cause in the words of our own error in the child, if there is one, without repeated prefixes."""
     cause = cause.replace("fastloop: the run failed: ", "", 1)
-    said = tail.rpartition("fastloop: got ")[2].splitlines()
+    said = re.split(r"fastloop: got |FastLoopError: got ", tail)[-1].splitlines()
     if not cause.startswith("exit code") or len(said) < 2 or not said[1].startswith("  why "):
         return cause
     return f"{said[0]}: {said[1].removeprefix('  why ')}"

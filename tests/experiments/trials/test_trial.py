@@ -21,6 +21,7 @@ from fastloop.experiments.trials.trial import (
     TrialRequest,
     forget,
     make_environment,
+    quote_error,
     read_finished,
     run_trial,
 )
@@ -234,3 +235,17 @@ def test_a_rank_that_hangs_ends_them_all(tmp_path: Path, newborns: Callable[[], 
     assert found.cause.startswith("hung: no step, output or CPU use for 6 s at step")
     assert "in hangs" in (tmp_path / "stderr.txt").read_text(), "rank 1 says where it stands"
     assert not newborns()
+
+
+@pytest.mark.parametrize(
+    ("cause", "tail", "quoted"),
+    [
+        ("exit code 2: do", "fastloop: got a\n  why b\n  do  c", "a: b"),
+        ("exit code 1: do", "Traceback …\nfastloop.errors.FastLoopError: got a\n  why b\n  do  c", "a: b"),
+        ("exit code 1: x", "ValueError: got a\n  why b", "exit code 1: x"),
+        ("SIGKILL", "fastloop: got a\n  why b", "SIGKILL"),
+        ("fastloop: the run failed: it hung", "", "it hung"),
+    ],
+)
+def test_our_own_error_in_a_child_is_its_cause(cause: str, tail: str, quoted: str) -> None:
+    assert quote_error(cause, tail) == quoted
