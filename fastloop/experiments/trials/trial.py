@@ -238,7 +238,8 @@ def make_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def quote_error(cause: str, tail: str) -> str:
     """Return the cause in the words of our own error in the child, if there is one, without repeated prefixes."""
     cause = cause.replace("fastloop: the run failed: ", "", 1)
-    said = re.split(r"fastloop: got |FastLoopError: got ", tail)[-1].splitlines()
+    _, *errors = re.split(r"fastloop: got |FastLoopError: got ", tail)
+    said = errors[-1].splitlines() if errors else []
     if not cause.startswith("exit code") or len(said) < 2 or not said[1].startswith("  why "):
         return cause
     return f"{said[0]}: {said[1].removeprefix('  why ')}"
