@@ -20,7 +20,7 @@ from fastloop.records.climb import Attempt, Confirmation
 from fastloop.records.experiment import Gate, Outcome
 from fastloop.records.plan import Parity
 
-BATCH, MICRO, START_S = 256, 64, 12.0
+BATCH, MICRO, START_S, RARE_STEPS = 256, 64, 12.0, 40
 
 
 @dataclass(kw_only=True)
@@ -75,6 +75,8 @@ class Machine:
     """What decodes in the loader's place, beside the training; None: the samples are no image files."""
     ends_at: int | None = None
     """A script that ends by itself after so many steps."""
+    rare_ms: float = 0.0
+    """Validation, spread over the steps, in trainings of more than `RARE_STEPS`."""
     launch_bound: bool = False
     tells_copies: bool = True
     """The parts of its steps show how long copies take."""
@@ -192,6 +194,8 @@ class SimulatedRunner:
         if steps <= (ask.warmup or 0):
             cause = f"the fit ended after {steps} steps, before the window, which opens after {ask.warmup}"
             return Result(ok=False, cause=cause, seconds=START_S, steps=steps, ended_at=steps)
+        rare_ms = machine.rare_ms if steps > RARE_STEPS else 0.0
+        ms += rare_ms
         if steps <= machine.queued:
             return Result(seconds=START_S, steps=steps, ended_at=steps, queued=machine.queued)
         return Result(
@@ -200,6 +204,7 @@ class SimulatedRunner:
             ended_at=steps,
             samples_per_s=1e3 * BATCH / ms,
             step_ms=ms,
+            outside_ms=rare_ms,
             global_batch=BATCH,
             micro_batch=MICRO,
             device="cuda",

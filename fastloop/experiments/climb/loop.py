@@ -168,6 +168,8 @@ class Climb(Measured):
             except Spent as error:
                 spent = spent if keeps else spent or error
                 continue
+            if self.hurries:
+                self._add_rare_parts(result)
             self.ladders[name] = result.samples_per_s if result.ok else None
             if (rate := self.ladders[name] or 0.0) > fastest and self._reserve_proof_time(name, stack, result):
                 fastest, keeps = rate, True

@@ -210,6 +210,21 @@ class Measured:
             raise BaseFailed(result)
         return result
 
+    def _add_rare_parts(self, result: Result) -> None:
+        """Give the start, whose window is short in a hurry, the validation, checkpoints and gaps between epochs that a
+        longer run with a ladder shows: without them every ladder would look slower than it is."""
+        naive, outside_ms = self.naive, result.outside_ms
+        if naive is None or not (naive.step_ms and naive.samples_per_s and self.costs and result.is_measured):
+            return
+        if (result.steps or 0) <= (naive.steps or 0) or outside_ms <= naive.outside_ms:
+            return
+        step_ms = naive.step_ms + outside_ms - naive.outside_ms
+        rate, gap_ms = naive.samples_per_s * naive.step_ms / step_ms, max(naive.gap_ms, result.gap_ms)
+        self.naive = dataclasses.replace(
+            naive, step_ms=step_ms, samples_per_s=rate, outside_ms=outside_ms, gap_ms=gap_ms
+        )
+        self.costs = self.costs.but(now_ms=step_ms, outside_ms=outside_ms, gap_ms=gap_ms)
+
     def measure_missing(self) -> None:
         """Measure the costs of the current stack that no attempt has measured yet."""
         assert self.costs is not None

@@ -240,6 +240,22 @@ def test_a_hurried_climb_leaves_a_faster_ladder_to_its_proof() -> None:
     assert all(row.parity.gates for row in shortest.rows if row.kept), "there is no time for any proof"
 
 
+def test_a_hurried_climb_adds_validation_to_its_short_baseline() -> None:
+    """A ViT's 27 steps had none, the 142 of a ladder's first run had: `safe` looked a quarter slower than the start."""
+    machine = dataclasses.replace(OWN_WORKERS, rare_ms=50.0)
+    runner = SimulatedRunner(machine).with_budget(295)
+    made = make_climb(runner, ladders=list_shipped())
+    with contextlib.suppress(Spent):
+        made.climb()
+    measured, naive = runner.done["00-naive/pilot-longer"], made.naive
+    assert made.hurries and naive is not None and naive.step_ms and naive.samples_per_s and measured.step_ms
+    assert (measured.outside_ms, naive.outside_ms) == (0.0, 50.0)
+    assert naive.step_ms == pytest.approx(measured.step_ms + 50.0)
+    assert naive.samples_per_s == pytest.approx(1e3 * BATCH / naive.step_ms)
+    assert made.ladders["safe"] and made.ladders["safe"] > naive.samples_per_s
+    assert made.rows[0].step_ms_before == pytest.approx(naive.step_ms)
+
+
 def test_a_hurried_climb_measures_its_start_once_where_nothing_was_ready_before() -> None:
     for budget_s, again in ((160, False), (3600, True)):
         runner = SimulatedRunner(Machine(decode_ms=20, device_ms=180, host_ms=20)).with_budget(budget_s)
