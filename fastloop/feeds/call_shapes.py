@@ -126,6 +126,12 @@ class Fitting:
         return masked
 
 
+class Replays:
+    """Counts the replayed steps of this process, in which no module is called."""
+
+    count = 0
+
+
 class GraphLimit:
     """Counts a module's graphs in training, or in evaluation, and the calls that run without one.
 
@@ -141,6 +147,7 @@ class GraphLimit:
         self.seen = Seen()
         self._fitting: list[Fitting] = []
         self._recent = deque[bool](maxlen=RECENT)
+        self._replays = Replays.count
 
     @property
     def exhausted(self) -> bool:
@@ -157,9 +164,12 @@ class GraphLimit:
         return any(fits(sizes) for fits in self._fitting)
 
     def deserves(self) -> bool:
-        """Whether new sizes get a graph: the first sizes do, later ones once they are no longer exceptions."""
+        """Whether new sizes get a graph: the first sizes do, later ones once they are no longer exceptions. Steps that
+        were replayed count as usual ones."""
         if self.exhausted:
             return False
+        replayed, self._replays = Replays.count - self._replays, Replays.count
+        self._recent.extend([False] * min(replayed, RECENT))
         new = sum(self._recent)
         return not self._fitting or (new >= LEARN and new > RARE * len(self._recent))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastloop.feeds import call_shapes
-from fastloop.feeds.call_shapes import GRAPHS, Fitting, GraphLimit, Seen
+from fastloop.feeds.call_shapes import GRAPHS, Fitting, GraphLimit, Replays, Seen
 
 
 def made_for(sizes: list[int], budget: GraphLimit | None = None) -> list[int]:
@@ -46,6 +46,21 @@ def test_modules_and_what_is_far_away_are_no_arguments() -> None:
     many = [0] * call_shapes.MEMBERS
     assert list(call_shapes.find_tensors(([torch.zeros(2), *many, torch.zeros(2)],), {})) == ["args[0].0"]
     assert call_shapes.find_tensors((torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged),), {}) == {}
+
+
+@pytest.mark.parametrize(("replays", "more"), [(9, []), (0, [12])], ids=["replayed", "called"])
+def test_a_short_last_batch_is_an_exception_beside_replayed_steps(
+    replays: int, more: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays call no module: after ten steps of 8, only the short batches are seen, one in ten of all."""
+    monkeypatch.setattr(Replays, "count", 0)
+    budget = GraphLimit()
+    assert made_for([8] * 10, budget) == [0]
+    places = []
+    for epoch in range(20):
+        Replays.count += replays
+        places += [10 + epoch for _ in made_for([3], budget)]
+    assert places == more
 
 
 def test_what_varies_is_seen() -> None:

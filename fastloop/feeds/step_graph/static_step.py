@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fastloop.feeds.batch_tree import is_container, iterate_tensors, map_tensors
+from fastloop.feeds.call_shapes import Replays
 from fastloop.feeds.step_graph.recording import CudaRecorder
 
 _CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype)
@@ -104,6 +105,7 @@ class StaticStep:
         """Replay the forward on this batch, which overwrites `made`."""
         self.fill(batch)
         self._forward()
+        Replays.count += 1
 
     def backward(self) -> None:
         """Replay the backward of the last forward, add its gradients to the parameters' gradients, and call the hooks
