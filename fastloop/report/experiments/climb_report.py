@@ -36,9 +36,9 @@ def write_lines(climb: ClimbFile) -> list[str]:
         for name, rate in climb_rows.list_ceilings(climb)
     )
     over_top = climb_rows.list_ceilings(climb, top=True) if kept else []
-    limits += (
-        f"; of the top: {', '.join(f'{name} {format_short(rate)}' for name, rate in over_top)}" if over_top else ""
-    )
+    if over_top:
+        of_top = f"of the top: {', '.join(f'{name} {format_short(rate)}' for name, rate in over_top)}"
+        limits = f"{limits}; {of_top}" if limits else of_top
     why = _explain(climb)
     kinds = [
         ("PROOF" if climb.confirmed else "WHY", [why]),
@@ -171,12 +171,18 @@ def _explain(climb: ClimbFile) -> str:
 
 
 def _compare_rates(climb: ClimbFile) -> str:
-    """Describe the measured ends of the climb by its trials, without a ratio, which needs fresh runs."""
+    """Describe the ends of the climb by the runs that confirmed it, else by its own, without a ratio."""
+    fresh, per_step = climb.confirmed, climb_rows.count_samples_per_step(climb)
+    if fresh and per_step and fresh.naive_samples_per_s and fresh.top_samples_per_s:
+        medians = (("naive", fresh.naive_samples_per_s), ("top", fresh.top_samples_per_s))
+        rates = [_describe_rate(name, rate, 1000 * per_step / rate) for name, rate in medians]
+        return f"{', '.join(rates)}, medians of the fresh runs"
     ends = [(name, end) for name, end in (("naive", climb.naive), ("top", climb.top)) if end != Speed()]
-    rates = [(name, climb_rows.compute_rate(climb, end), end.step_ms) for name, end in ends]
-    return ", ".join(
-        f"{name} {format_short(rate)} samples/s ({format_short(step_ms, 'ms')} a step)" for name, rate, step_ms in rates
-    )
+    return ", ".join(_describe_rate(name, climb_rows.compute_rate(climb, end), end.step_ms) for name, end in ends)
+
+
+def _describe_rate(name: str, rate: float | None, step_ms: float | None) -> str:
+    return f"{name} {format_short(rate)} samples/s ({format_short(step_ms, 'ms')} a step)"
 
 
 def _describe_other_rates(climb: ClimbFile) -> str:
