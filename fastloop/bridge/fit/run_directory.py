@@ -79,12 +79,13 @@ def describe_report(trainer: Any, loop: WatchedFit) -> str:
 def choose_report_extras(loop: WatchedFit, module: Any) -> dict[str, Any]:
     """Return what a report contains besides the records: ``name``, ``then`` and ``later``, see `summary.write_lines`.
 
-    The name is that of the configuration if it has a recipe, else the model's class.
+    The name is that of the script that a command runs, or of a configuration with a recipe, else the model's class.
     """
     config, seen = loop.config, loop.measurement
     enabled = config.ladder.enabled()
     then, later = ((), ()) if seen is None else diagnose.list_next_steps(loop.findings, seen, collect_cards(), enabled)
-    return {"name": config.name if config.recipe_file else type(module).__name__, "then": then, "later": later}
+    name = config.script or (config.name if config.recipe_file else type(module).__name__)
+    return {"name": name, "then": then, "later": later}
 
 
 def write(where: Path, loop: WatchedFit) -> bool:

@@ -32,6 +32,7 @@ from fastloop.experiments.trials.script_injection import (
     list_notes,
     make_folder_error,
     make_orders,
+    name_file,
     name_of,
     read_events,
     step_of,
@@ -191,7 +192,7 @@ class ScriptArm:
 
     def _orders(self, config: Config, folder: Path, ask: Ask) -> ScriptOrders:
         orders = dataclasses.replace(
-            make_orders(config, folder),
+            make_orders(config, folder, name_of(self.command)),
             max_steps=ask.steps,
             ledger=ask.ledger,
             variation=ask.variation,
@@ -228,7 +229,7 @@ class ScriptArm:
     ) -> Trial:
         hide = Scrubber(list(self.command)).text
         measurement, answer = load_results(folder, ask.variation)
-        name = name_of(self.command)
+        name = name_file(self.command)
         if ask.variation == "gradients":
             cause = None if answer is not None else ended.cause or explain_unmeasured(name, events, ended.code)
         else:

@@ -136,15 +136,19 @@ def read_events(private: Path) -> list[ScriptEvent]:
     return [event for event in told if event is not None]
 
 
-def make_orders(config: Config, out: Path) -> ScriptOrders:
-    """Make orders for an unchanged training: the non-default values of the keys that a callback uses."""
+def make_orders(config: Config, out: Path, name: str | None = None) -> ScriptOrders:
+    """Make orders for an unchanged training, called `name` in its reports: the non-default values of the keys that a
+    callback uses."""
     written = {
         path: Leaf(value, DEFAULT)
         for path, value in flatten(config.values)
         if path[0] in ("watch", "strict", "rehearsal", "rungs") and config.origins[".".join(path)] != DEFAULT
     }
     return ScriptOrders(
-        out=str(out.absolute()), config=dict(escape(nest(written))), by_ladder=tuple(sorted(config.by_ladder))
+        out=str(out.absolute()),
+        config=dict(escape(nest(written))),
+        name=name,
+        by_ladder=tuple(sorted(config.by_ladder)),
     )
 
 
@@ -184,6 +188,11 @@ def name_of(command: Sequence[str]) -> str:
     if script is None and "-m" in command[:-1]:
         script = command[command.index("-m") + 1].rpartition(".")[2]
     return script or Path(command[0]).stem
+
+
+def name_file(command: Sequence[str]) -> str:
+    """Return the script's file name for a sentence, or if it has none, the readable name."""
+    return next((Path(part).name for part in command if part.endswith(".py")), None) or name_of(command)
 
 
 # -- results ----------------------------------------------------------------------------------------------------------

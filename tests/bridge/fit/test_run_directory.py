@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import re
@@ -183,6 +184,8 @@ def test_their_name_is_the_recipe_s_where_there_is_one_and_next_steps_follow_the
     assert "prefetch" not in run_directory.choose_report_extras(loop, None)["then"]
     loop.config, _ = load_callback_config("safe")
     assert run_directory.choose_report_extras(loop, Regression())["name"] == "Regression"
+    loop.config = dataclasses.replace(loop.config, script="train")
+    assert run_directory.choose_report_extras(loop, Regression())["name"] == "train"
 
 
 # -- where they go --------------------------------------------------------------------------------------------------
