@@ -21,6 +21,7 @@ from fastloop.config.loading import Config
 from fastloop.config.shipped import find_shipped
 from fastloop.errors import ConfigError
 from fastloop.evidence.gpu.efficiency import add_work
+from fastloop.evidence.trace.recording import NAME as TRACE
 from fastloop.experiments.trials.failures import make_failure, writing
 from fastloop.experiments.trials.run_directories import ROOT, claim
 from fastloop.experiments.trials.supervise import Limits
@@ -141,6 +142,7 @@ def _answer(
     then, later = rules.list_next_steps(found, seen, collect_cards(), enabled)
     report, proof = store.report_in(where), rerun.to_prove(found, rerun.name_base(where))
     lines = summary.write_lines(seen, plan, verdicts, found, report, name, then, later, proof)
+    lines += [f"TRACE    {where / TRACE}"] if is_file(where / TRACE) else []
     record = RunRecord(run_dir=str(where), plan=PlanFile.of(plan), measurement=seen, verdicts=verdicts, findings=found)
     return Answer(
         text="\n".join([*lines, *(f"NOTE     {note}" for note in notes)]), json={**store.to_json(record), **more}
@@ -171,6 +173,7 @@ def _run_configuration(job: Job, out: str | None, force: bool, limit_s: float, p
         plan, verdicts = load_plan(path), load_verdicts(path)
         rewrite(path, config, seen, plan, verdicts)
     notes = [
+        *_describe_untimed(job, config),
         *([UNWRITTEN] if any(trial.unsaved for trial in (base, *trials)) else []),
         *(f"{trial.name} could not be measured: {trial.cause}" for trial in trials if not trial.ok),
     ]
@@ -181,6 +184,14 @@ def _run_configuration(job: Job, out: str | None, force: bool, limit_s: float, p
 def count_untimed_steps(syncs: bool, trace: int | None) -> int:
     """Return the extra steps for untimed work, so that the requested number of steps is still timed."""
     return (HUNTED_STEPS if syncs else 0) + (trace + LEAD_IN_STEPS if trace else 0)
+
+
+def _describe_untimed(job: Job, config: Config) -> list[str]:
+    if not job.further_steps:
+        return []
+    each = ["the trace"] if config.watch.trace_steps else []
+    each += ["the search for synchronizations"] if job.hunt_syncs else []
+    return [f"{job.further_steps} steps more than run.max_steps, for {' and '.join(each)}"]
 
 
 def _list_further(job: Job, config: Config, seen: Measurement) -> list[tuple[str, Job]]:

@@ -263,6 +263,33 @@ def test_what_the_run_could_tell_itself_is_not_asked_again(pretend: Callable[...
     assert [name for name, _ in jobs] == ["as it is", "replayed", "resident"]
 
 
+@pytest.mark.parametrize(
+    ("asks", "said"),
+    [
+        (
+            {"trace": 2, "syncs": True},
+            "27 steps more than run.max_steps, for the trace and the search for synchronizations",
+        ),
+        ({"trace": 2}, "22 steps more than run.max_steps, for the trace"),
+        ({"syncs": True}, "5 steps more than run.max_steps, for the search for synchronizations"),
+        ({}, None),
+    ],
+)
+def test_steps_beyond_those_asked_for_are_said(
+    asks: dict[str, Any], said: str | None, pretend: Callable[..., Any]
+) -> None:
+    pretend(SEEN, replayed=180.0, resident=190.0, flops=COUNTED)
+    lines = asked(NET, out="a", **asks).text.splitlines()
+    assert [line for line in lines if "run.max_steps" in line] == ([f"NOTE     {said}"] if said else [])
+
+
+def test_a_trace_is_named_with_its_path(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    assert "TRACE" not in asked("a").text
+    (tmp_path / "a" / "trace.json.gz").touch()
+    assert asked("a").text.splitlines()[-1] == "TRACE    a/trace.json.gz"
+
+
 def test_a_run_that_fails_ends_it(pretend: Callable[..., Any], tmp_path: Path) -> None:
     jobs = pretend("exit code 1: no luck")
     with pytest.raises(Failed, match="no luck") as raised:

@@ -24,6 +24,8 @@ HOW = (
 PARTIAL = "PARTIAL: the climb did not finish"
 APART = 1.15
 """If the speed-ups of the climb's own runs and of the fresh runs differ by more than this factor, both are reported."""
+SHORT_S = 120.0
+"""Shorter times are written in seconds."""
 CLOSING = "Quote only the confirmed ratio: it comes from fresh runs that took no part in choosing."
 
 
@@ -222,8 +224,9 @@ def _list_ladders(climb: ClimbFile) -> str:
 
 def _describe_end(climb: ClimbFile) -> str:
     spent, budget = climb.spent_s, climb.budget_s
-    of = "" if budget is None else f" of {format_short(budget / 60)}"
-    time = "" if spent is None else f"{format_short(spent / 60)}{of} min spent"
+    unit, size = ("s", 1) if max(spent or 0.0, budget or 0.0) < SHORT_S else ("min", 60)
+    of = "" if budget is None else f" of {format_short(budget / size)}"
+    time = "" if spent is None else f"{format_short(spent / size)}{of} {unit} spent"
     return "; ".join(filter(None, [climb.stopped, time]))
 
 

@@ -160,6 +160,11 @@ def test_the_lines_say_predicted_measured_and_why_not() -> None:
     assert "CEILINGS replayed batches 2,697, resident batch 2,720 samples/s" in lines
 
 
+def test_a_short_time_is_in_seconds() -> None:
+    short = climb([], 743.0, stopped="the budget is gone", budget_s=40.0, spent_s=25.4)
+    assert "STOPPED  25.4 of 40 s spent" in climb_report.write_lines(opened(short))
+
+
 @pytest.mark.parametrize("run", sorted(CLIMBS))
 def test_both_reports_hold_every_cell_and_the_ladder(run: str) -> None:
     content = CLIMBS[run]()
