@@ -21,7 +21,6 @@ from fastloop.config.loading import Config
 from fastloop.config.shipped import find_shipped
 from fastloop.errors import ConfigError
 from fastloop.evidence.gpu.efficiency import add_work
-from fastloop.evidence.trace.recording import NAME as TRACE
 from fastloop.experiments.trials.failures import make_failure, writing
 from fastloop.experiments.trials.run_directories import ROOT, claim
 from fastloop.experiments.trials.supervise import Limits
@@ -43,7 +42,7 @@ from fastloop.records.store import is_file, load, read
 from fastloop.records.trial import DeviceRates, FlopCounts
 from fastloop.report.run import files, summary
 
-TRIALS = "trials"
+TRIALS, TRACE = "trials", "trace.json.gz"
 HUNTED_STEPS, LEAD_IN_STEPS = 5, 20
 """Steps that the hunt for syncs takes, and steps to refill the queues before a trace: enough for typical queues."""
 REWRITTEN = ("measurement.json", "findings.json", "report.md", "report.html")
