@@ -108,7 +108,7 @@ def _make_start(
             do = "write a configuration, or --script train.py"
             raise ConfigError(got="fastloop climb", why="there is nothing to climb with", do=do)
         if conf.endswith(".py"):
-            do = f"write fastloop climb --script {conf}"
+            do = f"write fastloop climb --script {shlex.quote(conf)}"
             raise ConfigError(got=f"fastloop climb {conf}", why="it is a script, not a configuration", do=do)
         job = Job(conf=conf, more=tuple(more), overrides=tuple(overrides))
         return ConfigArm(name=job.config().name, job=job)

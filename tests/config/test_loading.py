@@ -204,6 +204,9 @@ def test_refusals_name_file_line_and_key(read: Read, text: str, got: str, why: s
         ("run.sede=1", "run.sede (command line)", "write seed"),
         ("run.seed=08", "run.seed: '08' (command line)", "write 8"),
         ("run=5", "run: 5 (command line)", "write run.max_steps=…"),
+        ("workers.count=1", "workers (command line)", "write rungs.workers.count=1"),
+        ("workers.enabled=true", "workers (command line)", "write rungs.workers.enabled=true"),
+        ("workers={count: 1, enabled: true}", "workers (command line)", "write rungs.workers"),
         ("rungs.workers.count=0", "rungs.workers.count=0 (command line)", "write 1 or more"),
         (
             "run.seed=${oc.env:HOME}",

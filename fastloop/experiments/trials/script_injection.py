@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -39,6 +40,7 @@ DOOR = '''"""Of one fastloop command; gone when that has ended."""
 import contextlib
 import json
 import os
+import shlex
 import sys
 
 
@@ -171,14 +173,14 @@ def check(command: Sequence[str]) -> None:
             raise make_folder_error(repr(command[0]), Path(command[0]))
         script, there = command[0].endswith(".py"), Path(command[0]).is_file()
         why = "it is a script that is not executable" if script and there else "there is no such command"
-        do = f"write python {command[0]}" if script else "write the command as you would in a shell"
+        do = f"write python {shlex.quote(command[0])}" if script else "write the command as you would in a shell"
         raise ConfigError(got=repr(command[0]), why=why, do=do)
 
 
 def make_folder_error(got: str, folder: Path) -> ConfigError:
     """Return the error for a directory in place of a script; it names a script inside, if there is one."""
     inside = sorted(folder.glob("*.py"), key=lambda path: (path.name != "train.py", path.name))
-    do = f"write a script in it: {inside[0]}" if inside else "write the path of a script"
+    do = f"write a script in it: {shlex.quote(str(inside[0]))}" if inside else "write the path of a script"
     return ConfigError(got=got, why="it is a directory, not a script", do=do)
 
 

@@ -314,6 +314,12 @@ def test_the_command_behind_a_script(tmp_path: Path) -> None:
         (tmp_path / "src" / name).touch()
     with pytest.raises(ConfigError, match=r"do  write a script in it: .*/src/train\.py"):
         make_command(str(tmp_path / "src"))
+    (tmp_path / "my dir").mkdir()
+    (tmp_path / "my dir" / "train.py").touch()
+    with pytest.raises(
+        ConfigError, match=r"it is a directory, not a script\n  do  write a script in it: '.*/my dir/train"
+    ):
+        make_command(str(tmp_path / "my dir"))
     with pytest.raises(ConfigError, match="cannot be parsed"):
         make_command(str(TRAIN), "'open")
     with pytest.raises(ConfigError, match="there is no such command"):
