@@ -234,13 +234,15 @@ def list_arms(asked: AbRequest) -> list[Arm]:
 
 def _refuse_apart(asked: AbRequest) -> None:
     """Refuse a rung, a ladder or a patch that follows a ``--vs`` after a space."""
-    named = {name for kind in KINDS for name in find_shipped(kind)}
-    apart = [text for text in asked.overrides if text in named or text.endswith((".yaml", ".yml"))]
+    named = {name for kind in KINDS if kind != "recipes" for name in find_shipped(kind)}
+    words = [*([asked.base] if asked.script is not None and asked.base else []), *asked.overrides]
+    apart = [text for text in words if text in named or text.endswith((".yaml", ".yml"))]
     if asked.vs and apart:
+        last = mask_secrets(asked.vs)[-1]
         raise ConfigError(
-            got=f"--vs {asked.vs[-1]} {apart[0]}",
+            got=f"--vs {last} {apart[0]}",
             why="one --vs is one word, with commas between its parts",
-            do=f"write --vs {shlex.quote(','.join([asked.vs[-1], *apart]))}, or another --vs for another arm",
+            do=f"write --vs {shlex.quote(','.join([last, *apart]))}, or another --vs for another arm",
         )
 
 

@@ -88,7 +88,13 @@ def diagnose(
     if wrong := [name for name, value in given.items() if value]:
         got = f"{', '.join(wrong)} with the run directory {where}"
         conf = rerun.find_configuration(where)
-        do = rerun.explain_rerun(trace) if conf is None else f"run it again: fastloop diagnose {conf}"
+        options = [*(["--syncs"] if syncs else []), *([] if trace is None else ["--trace", str(trace)])]
+        options += [] if out is None else ["--out", out]
+        do = (
+            rerun.explain_rerun(trace)
+            if conf is None
+            else f"run it again: fastloop diagnose {rerun.name_arguments(str(conf), more, [*overrides, *options])}"
+        )
         raise ConfigError(got=got, why="a finished run cannot be changed", do=do)
     return _diagnose_run(where)
 

@@ -178,7 +178,9 @@ def summarize(run_dir: str, baselines: Sequence[Trial], trials: Mapping[str, Tri
         window_too_short=any(trial.window_too_short for trial in baselines if trial.ok),
         why=next((f"{trial.name}: {trial.cause}" for trial in baselines if not trial.ok), None),
     )
-    found = {name: read_ceiling(name, trials.get(name), rate, config, baselines) for name in CEILINGS}
+    found: dict[str, Ceiling] = {
+        name: read_ceiling(name, trials.get(name), rate, config, baselines) for name in CEILINGS
+    }
     return CeilingsFile(
         run_dir=run_dir,
         baseline=baseline,

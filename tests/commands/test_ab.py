@@ -92,7 +92,9 @@ def test_what_was_meant_is_said() -> None:
     assert refused(asked("amp", "trainer.token=hunter2", base="train.py")).do == meant
     quoted = "write fastloop ab --script 'my train.py' --vs 'rungs.workers={count: 1}'"
     assert refused(asked("rungs.workers={count: 1}", base="my train.py")).do == quoted
+    script = refused(asked("amp", base="compile", script="train.py"))
     apart = refused(asked("amp", overrides=("compile", "watch.warmup_steps=3")))
+    assert script.do == apart.do
     assert apart.got == "--vs amp compile" and apart.do.startswith("write --vs amp,compile, or")
 
 

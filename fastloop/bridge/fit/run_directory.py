@@ -69,7 +69,8 @@ def describe_report(trainer: Any, loop: WatchedFit) -> str:
         elsewhere = "" if loop.out in (None, loop.run_dir) else f"   ({loop.out} holds the report of an experiment)"
         return f"{store.report_in(loop.run_dir)}{elsewhere}"
     if loop.unwritten is not None:
-        return f"none: writing it failed: {loop.unwritten}"
+        place = loop.out or (choose_directory(trainer, None) or Path()).parent
+        return f"none: {place} cannot be written: {loop.unwritten}; write FastLoop(out=DIR) with another folder"
     if trainer.fast_dev_run or trainer.barebones:
         return f"none: in {'fast_dev_run' if trainer.fast_dev_run else 'barebones'} nothing is written without out=DIR"
     why = "the logger has no local directory" if trainer.loggers else "the Trainer has no logger"

@@ -297,7 +297,10 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
     warnings = [line for line in said if "could not be written" in line]
     assert len(warnings) == 1 and str(where) in warnings[0]
     assert loop.run_dir is None and loop.measurement is not None
-    assert said[-1] == f"REPORT   none: writing it failed: {loop.unwritten}"
+    assert (
+        said[-1]
+        == f"REPORT   none: {where} cannot be written: {loop.unwritten}; write FastLoop(out=DIR) with another folder"
+    )
     assert loop.unwritten == ("read-only" if kind == "no permission" else "Not a directory")
 
 
