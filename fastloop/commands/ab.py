@@ -237,7 +237,7 @@ def _refuse_apart(asked: AbRequest) -> None:
     named = {name for kind in KINDS if kind != "recipes" for name in find_shipped(kind)}
     words = [*([asked.base] if asked.script is not None and asked.base else []), *asked.overrides]
     apart = [text for text in words if text in named or text.endswith((".yaml", ".yml"))]
-    if asked.vs and apart:
+    if asked.vs and apart and not asked.vs[-1].rstrip().endswith(","):  # that is said elsewhere
         last = mask_secrets(asked.vs)[-1]
         raise ConfigError(
             got=f"--vs {last} {apart[0]}",
