@@ -41,7 +41,7 @@ def check_size(size: str) -> None:
         raise ConfigError(
             got=f"recipe.size={size!r}",
             why=f"the sizes are {' and '.join(SIZES)}",
-            do="write size: tiny (seconds on two CPU cores) or size: default",
+            do="write size: tiny (a minute or two on two CPU cores) or size: default",
             key="recipe.size",
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import Answer, attach
 from fastloop.config.layers import classify_patch
+from fastloop.config.shipped import KINDS, find_shipped
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab import parity_gates, results
 from fastloop.experiments.ab import resume as manifest
@@ -222,9 +223,27 @@ def list_arms(asked: AbRequest) -> list[Arm]:
     if not vs:
         do = "write --vs amp, --vs patch.yaml or --vs key=value; or --aa for an A/A test"
         raise ConfigError(got="fastloop ab without --vs", why="there is nothing to compare the base with", do=do)
+    if any(not text.strip() for text in asked.vs):
+        do = "write --vs amp, --vs patch.yaml or --vs key=value; or only --aa for an A/A test"
+        raise ConfigError(got="--vs ''", why="it is empty, so there is nothing to compare", do=do)
+    _refuse_apart(asked)
     names = _name_arms([text or "again" for text in vs])
     base = _make_base(asked)
     return [base, *(_change(base, name, text) for name, text in zip(names, vs, strict=True))]
+
+
+def _refuse_apart(asked: AbRequest) -> None:
+    """Refuse a rung, a ladder or a patch that follows a ``--vs`` after a space."""
+    named = {name for kind in KINDS if kind != "recipes" for name in find_shipped(kind)}
+    words = [*([asked.base] if asked.script is not None and asked.base else []), *asked.overrides]
+    apart = [text for text in words if text in named or text.endswith((".yaml", ".yml"))]
+    if asked.vs and apart and not asked.vs[-1].rstrip().endswith(","):  # that is said elsewhere
+        last = mask_secrets(asked.vs)[-1]
+        raise ConfigError(
+            got=f"--vs {last} {apart[0]}",
+            why="one --vs is one word, with commas between its parts",
+            do=f"write --vs {shlex.quote(','.join([last, *apart]))}, or another --vs for another arm",
+        )
 
 
 def _make_base(asked: AbRequest) -> Arm:
@@ -237,11 +256,11 @@ def _make_base(asked: AbRequest) -> Arm:
     if asked.base is None:
         raise ConfigError(got="fastloop ab", why="there is no base", do="write a configuration, or --script train.py")
     if asked.base.endswith(".py"):
-        again = " ".join(f"--vs {text}" for text in mask_secrets(asked.vs))
+        again = " ".join(f"--vs {shlex.quote(text)}" for text in mask_secrets(asked.vs))
         raise ConfigError(
             got=f"fastloop ab {asked.base}",
             why="it is a script, but the base must be a configuration",
-            do=f"write fastloop ab --script {asked.base} {again or '--aa'}",
+            do=f"write fastloop ab --script {shlex.quote(asked.base)} {again or '--aa'}",
         )
     watched = ("watch.enabled=true", "watch.trace_steps=0")
     return ConfigArm(name=BASE, job=Job(conf=asked.base, more=asked.more, overrides=(*asked.overrides, *watched)))
@@ -271,9 +290,8 @@ def _mask_names(arms: Sequence[Any]) -> list[Arm]:
 
 
 def _name_arms(vs: Sequence[str]) -> list[str]:
-    """Name each arm: a file by its stem, keys without their common prefix ``rungs.``."""
-    stems = [Path(text).stem if text.endswith((".yaml", ".yml")) else text for text in vs]
-    return _tell_apart([BASE, *(re.sub(r"(^|,)\s*rungs\.", r"\1", stem) for stem in stems)])[1:]
+    """Name each arm: a file by its stem, keys as they are typed."""
+    return _tell_apart([BASE, *(Path(text).stem if text.endswith((".yaml", ".yml")) else text for text in vs)])[1:]
 
 
 def _tell_apart(names: Sequence[str]) -> list[str]:

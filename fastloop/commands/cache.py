@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastloop.commands.console import Answer
@@ -25,7 +27,7 @@ def list_kept(*, path: str | None, url: str | None) -> Answer:
     """List this user's caches on this machine, in `path` and on the server at `url`.
 
     Raises:
-        ConfigError: the server does not answer.
+        ConfigError: there is no such directory, or the server does not answer.
     """
     rows = [kept.row for kept in _find(path, url)]
     lines = [_describe(row) for row in rows] or ["there are no cached samples"]
@@ -38,7 +40,7 @@ def clear_kept(names: Sequence[str], *, path: str | None, url: str | None) -> An
     """Delete caches, all of them or those with these name prefixes.
 
     Raises:
-        ConfigError: no cache has such a name, or the server does not answer.
+        ConfigError: no cache has such a name, there is no such directory, or the server does not answer.
     """
     found = _find(path, url)
     for name in names:
@@ -60,6 +62,9 @@ def clear_kept(names: Sequence[str], *, path: str | None, url: str | None) -> An
 def _find(path: str | None, url: str | None) -> list[_Kept]:
     roots = {"shm": places.find_shm_root(), "disk": places.find_disk_root()}
     if path is not None:
+        if not os.path.isdir(os.path.expanduser(path)):  # noqa: PTH111, PTH112 (Path's raise)
+            why, do = "there is no such directory", f"check the path; it starts at {Path.cwd()}"
+            raise ConfigError(got=f"--path {path}", why=why, do=do)
         roots["path"] = places.find_disk_root(path)
     kept = []
     for kind, root in roots.items():

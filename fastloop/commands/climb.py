@@ -47,6 +47,8 @@ from fastloop.report.experiments import climb_report
 NAME, LADDER = "climb.json", "ladder.yaml"
 WRITTEN = (NAME, LADDER, "report.md", "report.html")
 ALLOW = ("changes-training",)
+LEAST_S = 30.0
+"""The shortest budget: the first training alone may take that long to start, import and end."""
 
 
 def climb(
@@ -106,7 +108,7 @@ def _make_start(
             do = "write a configuration, or --script train.py"
             raise ConfigError(got="fastloop climb", why="there is nothing to climb with", do=do)
         if conf.endswith(".py"):
-            do = f"write fastloop climb --script {conf}"
+            do = f"write fastloop climb --script {shlex.quote(conf)}"
             raise ConfigError(got=f"fastloop climb {conf}", why="it is a script, not a configuration", do=do)
         job = Job(conf=conf, more=tuple(more), overrides=tuple(overrides))
         return ConfigArm(name=job.config().name, job=job)
@@ -322,9 +324,11 @@ def _choose_exit_code(content: ClimbFile) -> int:
 
 
 def _check(budget_s: float, allow: Sequence[str]) -> None:
-    if budget_s <= 0:
+    if budget_s < LEAST_S:
         raise ConfigError(
-            got=f"--budget {budget_s:g}", why="nothing can be tried in that time", do="write a time such as 20m"
+            got=f"--budget {budget_s:g}s",
+            why="not even the first training fits into that time",
+            do=f"write {LEAST_S:g}s or more; most climbs need 5m to 20m",
         )
     if unknown := [each for each in allow if each not in ALLOW]:
         raise ConfigError(got=f"--allow {unknown[0]}", why="unknown value", do=f"write {' or '.join(ALLOW)}")

@@ -161,7 +161,7 @@ def parse_seconds(text: str, option: str) -> float:
     parts = found.groups(default="0") if found else ()
     total = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if total <= 0:
-        why = "it is 0" if found and text.strip() else "not a number followed by h, m or s"
+        why = "it is 0" if found and text.strip() else "it is not a number followed by h, m or s"
         why = "it is negative" if text.strip().startswith("-") else why
         raise ConfigError(got=f"{option} {text}", why=why, do="write 90s, 20m or 1h30m")
     return total

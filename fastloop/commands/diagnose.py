@@ -42,7 +42,7 @@ from fastloop.records.store import is_file, load, read
 from fastloop.records.trial import DeviceRates, FlopCounts
 from fastloop.report.run import files, summary
 
-TRIALS = "trials"
+TRIALS, TRACE = "trials", "trace.json.gz"
 HUNTED_STEPS, LEAD_IN_STEPS = 5, 20
 """Steps that the hunt for syncs takes, and steps to refill the queues before a trace: enough for typical queues."""
 REWRITTEN = ("measurement.json", "findings.json", "report.md", "report.html")
@@ -88,7 +88,13 @@ def diagnose(
     if wrong := [name for name, value in given.items() if value]:
         got = f"{', '.join(wrong)} with the run directory {where}"
         conf = rerun.find_configuration(where)
-        do = rerun.explain_rerun(trace) if conf is None else f"run it again: fastloop diagnose {conf}"
+        options = [*(["--syncs"] if syncs else []), *([] if trace is None else ["--trace", str(trace)])]
+        options += [] if out is None else ["--out", out]
+        do = (
+            rerun.explain_rerun(trace)
+            if conf is None
+            else f"run it again: fastloop diagnose {rerun.name_arguments(str(conf), more, [*overrides, *options])}"
+        )
         raise ConfigError(got=got, why="a finished run cannot be changed", do=do)
     return _diagnose_run(where)
 
@@ -141,6 +147,7 @@ def _answer(
     then, later = rules.list_next_steps(found, seen, collect_cards(), enabled)
     report, proof = store.report_in(where), rerun.to_prove(found, rerun.name_base(where))
     lines = summary.write_lines(seen, plan, verdicts, found, report, name, then, later, proof)
+    lines += [f"TRACE    {where / TRACE}"] if is_file(where / TRACE) else []
     record = RunRecord(run_dir=str(where), plan=PlanFile.of(plan), measurement=seen, verdicts=verdicts, findings=found)
     return Answer(
         text="\n".join([*lines, *(f"NOTE     {note}" for note in notes)]), json={**store.to_json(record), **more}
@@ -171,6 +178,7 @@ def _run_configuration(job: Job, out: str | None, force: bool, limit_s: float, p
         plan, verdicts = load_plan(path), load_verdicts(path)
         rewrite(path, config, seen, plan, verdicts)
     notes = [
+        *_describe_untimed(job, config),
         *([UNWRITTEN] if any(trial.unsaved for trial in (base, *trials)) else []),
         *(f"{trial.name} could not be measured: {trial.cause}" for trial in trials if not trial.ok),
     ]
@@ -181,6 +189,14 @@ def _run_configuration(job: Job, out: str | None, force: bool, limit_s: float, p
 def count_untimed_steps(syncs: bool, trace: int | None) -> int:
     """Return the extra steps for untimed work, so that the requested number of steps is still timed."""
     return (HUNTED_STEPS if syncs else 0) + (trace + LEAD_IN_STEPS if trace else 0)
+
+
+def _describe_untimed(job: Job, config: Config) -> list[str]:
+    if not job.further_steps:
+        return []
+    each = ["the trace"] if config.watch.trace_steps else []
+    each += ["the search for synchronizations"] if job.hunt_syncs else []
+    return [f"{job.further_steps} steps more than run.max_steps, for {' and '.join(each)}"]
 
 
 def _list_further(job: Job, config: Config, seen: Measurement) -> list[tuple[str, Job]]:

@@ -32,6 +32,7 @@ from fastloop.experiments.trials.script_injection import (
     explain_unmeasured,
     list_notes,
     make_orders,
+    name_file,
     name_of,
     read_events,
 )
@@ -73,7 +74,7 @@ def execute(
     with claim(name, out, force=force) if is_first_rank() else ClaimedDirectory(name_unclaimed(name, out)) as path:
         if is_first_rank():
             store.clear(path)
-        with carried(make_orders(checked, path), os.environ) as (variables, private):
+        with carried(make_orders(checked, path, name), os.environ) as (variables, private):
             code = _run(command, {**os.environ, **variables})
             events = read_events(private)
         return _answer(name, path, code, events, command, config)
@@ -169,12 +170,14 @@ def _answer(
     record = load_run(where)
     content = {**store.to_json(record), "exit_code": code, "notes": list_notes(events)}
     if record.measurement is None:
-        why = "FASTLOOP_DISABLE is set" if is_disabled() else explain_unmeasured(name, events, code)
+        why = "FASTLOOP_DISABLE is set" if is_disabled() else explain_unmeasured(name_file(command), events, code)
         if code and not any(event.event == "constructed" for event in events):
             why += _name_other_python(command)
         if config and any(event.event == "yielded" for event in events):
             why += "; the rungs of this command were not used"
-        return Answer(text=f"fastloop: nothing was measured: {why}", json={**content, "run_dir": None}, exit_code=code)
+        said = f"nothing was measured: {why}"
+        content |= {"run_dir": None, "notes": [said, *list_notes(events)]}
+        return Answer(text=f"fastloop: {said}", json=content, exit_code=code)
     seen, plan = record.measurement, (record.plan or PlanFile()).to_plan()
     found, verdicts = record.findings or (), record.verdicts or ()
     then, later = diagnose.list_next_steps(found, seen, collect_cards(), tuple(step.rung for step in plan.steps))

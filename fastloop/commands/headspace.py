@@ -37,6 +37,8 @@ WORTH_PCT = 3.0
 """A smaller gain counts as nothing to gain."""
 TOO_FAST = "faster than the unchanged run's timings allow: one of the two runs was disturbed"
 TOO_SLOW = "slower than the unchanged run: something else on this machine disturbed it"
+BELOW_REPLAYED = "slower than with replayed batches, which do more work: one of the two runs was disturbed"
+DOUBTS = (TOO_FAST, TOO_SLOW, BELOW_REPLAYED)
 FREE = {
     "replayed": "data were free",
     "resident": "data and copies were free",
@@ -61,6 +63,11 @@ class Baseline:
     window_too_short: bool = False
     why: str | None = None
     """Why one of the runs failed."""
+
+    @property
+    def noise(self) -> float:
+        """The faster run divided by the slower one: a ratio below it may be noise. 1 if only one was measured."""
+        return max(self.runs) / min(self.runs) if self.runs else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,10 +178,13 @@ def summarize(run_dir: str, baselines: Sequence[Trial], trials: Mapping[str, Tri
         window_too_short=any(trial.window_too_short for trial in baselines if trial.ok),
         why=next((f"{trial.name}: {trial.cause}" for trial in baselines if not trial.ok), None),
     )
+    found: dict[str, Ceiling] = {
+        name: read_ceiling(name, trials.get(name), rate, config, baselines) for name in CEILINGS
+    }
     return CeilingsFile(
         run_dir=run_dir,
         baseline=baseline,
-        ceilings={name: read_ceiling(name, trials.get(name), rate, config, baselines) for name in CEILINGS},
+        ceilings=_doubt_below_replayed(found, baseline.noise),
         trials=(*baselines[:1], *trials.values(), *baselines[1:]),
     )
 
@@ -201,6 +211,20 @@ def read_ceiling(
     )
 
 
+def _doubt_below_replayed(found: Mapping[str, Ceiling], noise: float) -> dict[str, Ceiling]:
+    """Doubt ceilings that are slower than replayed batches, which do more work, by more than the noise."""
+    most = found["replayed"].samples_per_s
+    if most is None or found["replayed"].why in DOUBTS:
+        return dict(found)
+    least = min(DISTURBED, 1 / noise) * most
+    return {
+        name: dataclasses.replace(each, why=BELOW_REPLAYED)
+        if each.ratio is not None and each.why not in DOUBTS and (each.samples_per_s or most) < least
+        else each
+        for name, each in found.items()
+    }
+
+
 def _is_too_fast(name: str, rate: float, baselines: Sequence[Trial]) -> bool:
     """Whether the trial saved more time than the removed parts took in any of the unchanged runs."""
     runs = [trial.measurement for trial in baselines if trial.measurement]
@@ -210,9 +234,9 @@ def _is_too_fast(name: str, rate: float, baselines: Sequence[Trial]) -> bool:
 def format_lines(result: CeilingsFile, name: str) -> list[str]:
     """Format the answer for the terminal, verdict first."""
     base, found = result.baseline, result.ceilings
-    doubtful = [key for key, value in found.items() if value.why in (TOO_FAST, TOO_SLOW)]
+    doubtful = [key for key, value in found.items() if value.why in DOUBTS]
     ratios = {key: value.ratio for key, value in found.items() if value.ratio is not None and key not in doubtful}
-    head = [f"fastloop {_choose_verdict(ratios, doubtful)}   {name}"]
+    head = [f"fastloop {_choose_verdict(ratios, doubtful, base.noise)}   {name}"]
     head += [
         f"if {FREE[key]}: {_format(value, found['replayed'] if key == 'no_exchange' else None)}"
         for key, value in found.items()
@@ -233,9 +257,11 @@ def format_lines(result: CeilingsFile, name: str) -> list[str]:
     return [*head, f"FILES    {result.run_dir}/{NAME}"]
 
 
-def _choose_verdict(ratios: Mapping[str, float], doubtful: Sequence[str]) -> str:
+def _choose_verdict(ratios: Mapping[str, float], doubtful: Sequence[str], noise: float) -> str:
     """Say what can be gained, by the ceiling that removes the fewest costs of those close to the largest."""
     most = max(ratios.values(), default=0.0)
+    if ratios and noise > 1 + WORTH_PCT / 100 and most < noise:
+        return f"DISTURBED, RUN IT AGAIN: the unchanged runs differ by {_format_ratio(noise)}, more than any gain"
     if doubtful and most < 1 + WORTH_PCT / 100:
         return f"DISTURBED, RUN IT AGAIN: no ceiling from {' and '.join(doubtful)}"
     if not ratios:

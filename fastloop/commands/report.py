@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 from fastloop.commands.console import Answer, read_text
@@ -24,7 +25,9 @@ def report(run_dir: str) -> Answer:
         path = path.parent
     text = path / "report.md"
     if not is_file(text):
-        raise ConfigError(got=f"run directory {run_dir}", why="it contains no report.md", do=_suggest_instead(path))
+        there = os.path.isdir(path)  # noqa: PTH112 (Path's raises)
+        why = "it contains no report.md" if there else "there is no such directory"
+        raise ConfigError(got=f"run directory {run_dir}", why=why, do=_suggest_instead(path))
     of_experiment = next(filter(None, (store.read(path / name) for name in store.EXPERIMENTS)), None)
     content = {**of_experiment, "run_dir": str(path)} if of_experiment else store.to_json(load_run(path))
     return Answer(text=read_text(text).rstrip("\n"), json=content)

@@ -29,7 +29,7 @@ from fastloop.config.layers import (
     to_plain_values,
 )
 from fastloop.config.schema import build, check_keys, check_type, find_origin, make_fault
-from fastloop.config.shipped import find_shipped
+from fastloop.config.shipped import OF_RUN, find_shipped
 from fastloop.config.strict_yaml import Origin
 from fastloop.errors import ConfigError
 from fastloop.records.secrets import make_scrubber
@@ -112,6 +112,8 @@ class Config:
     """Safe as a folder name."""
     written: str = ""
     """Its path or shipped name as written on the command line."""
+    script: str | None = None
+    """Name of the script whose FastLoop it configures, under a command that runs one."""
     recipe_file: Path | None
     """The recipe's Python file: the one next to the deepest YAML in the chain of bases that has one."""
     recipe_yaml: str | None
@@ -155,7 +157,9 @@ def load(
     cwd = cwd or Path.cwd()
     files = read_file_layers(conf, cwd, suggested=("recipes",))
     layers = [*files, *(read_patch_layer(text, cwd) for text in more), *override_layers(overrides)]
-    config = _assemble(layers, make_safe_name(Path(conf).stem), _find_recipe_layer(files), ladder_class)
+    recipe = _find_recipe_layer(files)
+    named = recipe.path if recipe is not None and Path(conf).name == OF_RUN else None  # a run's own names none
+    config = _assemble(layers, make_safe_name((named or Path(conf)).stem), recipe, ladder_class)
     return dataclasses.replace(config, written=conf)
 
 

@@ -7,6 +7,7 @@ an integer to a required float and from a list to a required tuple.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import sys
@@ -72,7 +73,7 @@ def check_keys(
         here = (*path, key)
         full, origin = ".".join(here), origin_of(here)
         if key not in schema:
-            raise _explain_unknown(key, schema, path, origin, coming)
+            raise _explain_unknown(key, value, schema, path, origin, coming)
         kind = schema[key]
         section = kind is dict or dataclasses.is_dataclass(kind)
         if section and not isinstance(value, dict):
@@ -205,18 +206,29 @@ def spell(value: Any) -> str:
 
 
 def _explain_unknown(
-    key: str, schema: Mapping[str, Any], path: KeyPath, origin: Origin, coming: Collection[str]
+    key: str, value: Any, schema: Mapping[str, Any], path: KeyPath, origin: Origin, coming: Collection[str]
 ) -> ConfigError:
     where = ".".join(path) or "a configuration"
     home = [name for name, kind in schema.items() if dataclasses.is_dataclass(kind) and key in list_fields(kind)]
     near = "enabled" if key == "on" and "enabled" in schema else find_nearest(key, schema)
     if home:
-        do = f"write {'.'.join([*path, home[0], key])}"
+        do = f"write {'.'.join([*path, home[0], key])}{_repeat_rest(value) if origin.file == COMMAND_LINE else ''}"
     else:
         rid = "drop it" if origin.file == COMMAND_LINE else "delete the line"
         do = f"write {near}" if near else f"write one of these, or {rid}"
     yet = " in this version yet" if key in coming else ""
     return make_fault(".".join([*path, key]), origin, f"{where} has no key {key}{yet}; it has {', '.join(schema)}", do)
+
+
+def _repeat_rest(value: Any) -> str:
+    """Return what follows a key on the command line, such as ``.count=1``; empty if that is not one plain value."""
+    rest = ""
+    while isinstance(value, dict) and len(value) == 1:
+        ((key, value),) = value.items()
+        rest += f".{key}"
+    if isinstance(value, (bool, int, float)):
+        return f"{rest}={json.dumps(value)}"
+    return f"{rest}={value}" if isinstance(value, str) else ""
 
 
 def _locate_error(error: ConfigError, section: str, origins: Mapping[str, Origin]) -> ConfigError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
@@ -52,8 +53,11 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "", suggested: Seq
     Raises:
         ConfigError: no such file, or no such name; with the nearest one, or else all known names.
     """
+    if not text.strip():
+        raise ConfigError(got=got, why=f"it is empty{chain}", do="write a shipped name, or a path that ends in .yaml")
     if text.endswith(".py"):
-        do = f"write fastloop exec -- python {text} to see what holds it up, or fastloop climb --script {text}"
+        script = shlex.quote(text)
+        do = f"write fastloop exec -- python {script} to see what holds it up, or fastloop climb --script {script}"
         raise ConfigError(got=got, why=f"it is a script, not a configuration{chain}", do=do)
     path = Path(os.path.abspath(folder / os.path.expanduser(text)))  # noqa: PTH100, PTH111 (no links followed, no errors)
     names = {kind: find_shipped(kind) for kind in KINDS}

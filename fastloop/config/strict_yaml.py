@@ -71,7 +71,8 @@ def load_yaml(path: Path, *, shown: str | None = None) -> Marked:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(got=shown, why=f"it cannot be read: {error.strerror}", do="check the path") from None
+        do = "check its permissions" if isinstance(error, PermissionError) else "check the path"
+        raise ConfigError(got=shown, why=f"it cannot be read: {error.strerror}", do=do) from None
     except UnicodeDecodeError as error:
         raise ConfigError(got=shown, why=f"byte {error.start} is not UTF-8", do="save the file as UTF-8") from None
     marked = _parse(text, shown)

@@ -203,7 +203,7 @@ def _explain_verdict(verdict: Judged, band_pct: float, mde: float | None, runs: 
     if verdict == "no_difference":
         return f", entirely within {band_pct:g} % of 1"
     if verdict == "inconclusive" and mde is not None:
-        least = f"{mde:.0f}" if mde >= WIDE else f"{mde:.1f}"
+        least = f"{mde:,.0f}" if mde >= WIDE else f"{mde:.1f}"
         return (
             f": {runs} runs this noisy can only show differences above {least} %; repeat with more --runs, or on a"
             " quieter machine"

@@ -145,6 +145,10 @@ class Confirmation(Comparison):
     """Why runs failed."""
     inactive: Mapping[str, str] = field(default_factory=dict)
     """Rungs of the top that had no effect in these runs, with the reason."""
+    naive_samples_per_s: float | None = None
+    """Median of the start's runs."""
+    top_samples_per_s: float | None = None
+    """Median of the top's runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,6 +142,8 @@ class ScriptOrders:
     """The run directory."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """As accepted by `from_callback`."""
+    name: str | None = None
+    """The script's name, for the reports."""
     by_ladder: tuple[str, ...] = ()
     """Rungs in the configuration that a shipped ladder enabled."""
     max_steps: int | None = None

@@ -64,13 +64,13 @@ def _pick_for_validation(seen: Measurement) -> tuple[Settings, str] | None:
     refused = seen.evidence.get("refused") or {}
     if not _picks_rows(seen) or "cache" in refused or read_loader(seen).get("validation_rows") is None:
         return None
-    return {"enabled": True}, "all rows of a validation batch are picked at once"
+    return {"enabled": True}, "with the cache rung, all rows of a validation batch are picked at once"
 
 
 CARD = Card(
     family="feed",
     does=lambda seen: (
-        "all rows of a batch are picked at once"
+        "with the cache rung, all rows of a batch are picked at once"
         if _picks_rows(seen)
         else "the cache keeps decoded samples, so that later epochs need not decode them again"
     ),

@@ -44,6 +44,7 @@ def refused(request: AbRequest, *, out: str | None = None, **how: Any) -> Config
     ("request_", "why"),
     [
         (asked(), "nothing to compare"),
+        (asked(""), "it is empty, so there is nothing to compare"),
         (asked("rungs.amp.enabled=false"), "changes nothing"),
         (asked("watch.warmup_steps=3"), "changes nothing"),
         (asked("rungs.amp.mode=tf32"), "changes nothing"),  # a setting of a rung that is off
@@ -61,6 +62,7 @@ def refused(request: AbRequest, *, out: str | None = None, **how: Any) -> Config
     ],
     ids=[
         "no arm",
+        "empty",
         "nothing",
         "only watching",
         "idle setting",
@@ -86,8 +88,14 @@ def test_what_is_refused(request_: AbRequest, why: str, tmp_path: Path) -> None:
 
 def test_what_was_meant_is_said() -> None:
     assert refused(asked("amp + layout,trainer.benchmark=true")).do == "write amp,layout"
-    meant = "write fastloop ab --script train.py --vs amp --vs trainer.token=***"
+    meant = "write fastloop ab --script train.py --vs amp --vs 'trainer.token=***'"
     assert refused(asked("amp", "trainer.token=hunter2", base="train.py")).do == meant
+    quoted = "write fastloop ab --script 'my train.py' --vs 'rungs.workers={count: 1}'"
+    assert refused(asked("rungs.workers={count: 1}", base="my train.py")).do == quoted
+    script = refused(asked("amp", base="compile", script="train.py"))
+    apart = refused(asked("amp", overrides=("compile", "watch.warmup_steps=3")))
+    assert script.do == apart.do
+    assert apart.got == "--vs amp compile" and apart.do.startswith("write --vs amp,compile, or")
 
 
 def test_a_typing_error_in_a_patch_is_an_error_before_anything_runs(tmp_path: Path) -> None:
@@ -105,10 +113,10 @@ def test_names_say_what_is_changed_and_are_told_apart() -> None:
     assert [arm.name for arm in arms] == [
         "base",
         "amp",
-        "workers.enabled=true",
+        "rungs.workers.enabled=true",
         "mine",
         "mine (2)",
-        "amp.enabled=true,workers={enabled: true, count: 1},pin.enabled=true",
+        both,
         "amp (2)",
     ]
 

@@ -72,6 +72,11 @@ def test_a_name_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         cache.clear_kept(["2"], path=None, url=None)
     assert (caught.value.got, caught.value.why) == ("cache '2'", "the caches are 1-now")
+    for command in (cache.list_kept, lambda **places: cache.clear_kept([], **places)):
+        with pytest.raises(
+            ConfigError, match=r"got --path nope\n  why there is no such directory\n  do  check the path"
+        ):
+            command(path="nope", url=None)
     with pytest.raises(ConfigError, match="no server answers"):
         cache.list_kept(path=None, url="redis://127.0.0.1:1/0")
 

@@ -331,7 +331,10 @@ def test_a_script_is_climbed_with_its_own_line_to_add(pretend: Callable[..., Any
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"budget_s": 0.0}, "nothing can be tried in that time"),
+        (
+            {"budget_s": 1.0},
+            "--budget 1s\n  why not even the first training fits into that time\n  do  write 30s or more",
+        ),
         ({"allow": ("everything",)}, "unknown value"),
         ({"resume": "nowhere"}, "there is nothing to resume"),
         ({"resume": "a", "out": "b"}, "keeps its directory"),

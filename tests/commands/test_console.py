@@ -121,7 +121,7 @@ def test_times(text: str, expected: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "9", "20 minutes", "m", "1e3", "2h30", "30s9m"])
 def test_invalid_durations(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--budget[\s\S]*not a number followed by h, m or s"):
+    with pytest.raises(ConfigError, match=r"--budget[\s\S]*why it is not a number followed by h, m or s"):
         console.parse_seconds(text, "--budget")
 
 

@@ -139,8 +139,9 @@ def test_values_of_the_wrong_kind_are_said(tmp_path: Path) -> None:
 
 def test_what_would_need_another_run_is_refused_with_the_way_to_it(tmp_path: Path) -> None:
     (write_run(tmp_path / "a") / "config.resolved.yaml").write_text("base: cifar10\n")
-    with pytest.raises(ConfigError, match=r"--syncs, --trace with the run directory a(.|\n)*a/config.resolved.yaml"):
+    with pytest.raises(ConfigError, match=r"--syncs, --trace with the run directory a\n") as error:
         asked("a", syncs=True, trace=3)
+    assert error.value.do == "run it again: fastloop diagnose a/config.resolved.yaml --syncs --trace 3"
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         asked("a", "run.max_steps=3")
 
@@ -261,6 +262,33 @@ def test_what_the_run_could_tell_itself_is_not_asked_again(pretend: Callable[...
     jobs = pretend(known, replayed=180.0, resident=190.0)
     asked(NET, out="b")
     assert [name for name, _ in jobs] == ["as it is", "replayed", "resident"]
+
+
+@pytest.mark.parametrize(
+    ("asks", "said"),
+    [
+        (
+            {"trace": 2, "syncs": True},
+            "27 steps more than run.max_steps, for the trace and the search for synchronizations",
+        ),
+        ({"trace": 2}, "22 steps more than run.max_steps, for the trace"),
+        ({"syncs": True}, "5 steps more than run.max_steps, for the search for synchronizations"),
+        ({}, None),
+    ],
+)
+def test_steps_beyond_those_asked_for_are_said(
+    asks: dict[str, Any], said: str | None, pretend: Callable[..., Any]
+) -> None:
+    pretend(SEEN, replayed=180.0, resident=190.0, flops=COUNTED)
+    lines = asked(NET, out="a", **asks).text.splitlines()
+    assert [line for line in lines if "run.max_steps" in line] == ([f"NOTE     {said}"] if said else [])
+
+
+def test_a_trace_is_named_with_its_path(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    assert "TRACE" not in asked("a").text
+    (tmp_path / "a" / "trace.json.gz").touch()
+    assert asked("a").text.splitlines()[-1] == "TRACE    a/trace.json.gz"
 
 
 def test_a_run_that_fails_ends_it(pretend: Callable[..., Any], tmp_path: Path) -> None:

@@ -127,7 +127,20 @@ def test_several_ranks(launcher: tuple[str, ...], library: str, place: Path) -> 
 
 def test_what_could_not_be_written_is_in_the_object_too(tmp_path: Path) -> None:
     answer = execute._answer("train", tmp_path, 0, [ScriptEvent(event="unwritten", why="no room")], ["x"], None)
-    assert answer.json is not None and answer.json["notes"] == ["the report could not be written: no room"]
+    assert answer.json is not None and answer.json["notes"][1:] == ["the report could not be written: no room"]
+    assert answer.text == f"fastloop: {answer.json['notes'][0]}"
+
+
+@pytest.mark.parametrize(
+    ("disabled", "why"), [("", "train.py made a Trainer, but never called fit"), ("1", "FASTLOOP_DISABLE is set")]
+)
+def test_the_object_says_why_nothing_was_measured(
+    disabled: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTLOOP_DISABLE", disabled)
+    command = ["python", "train.py"]
+    answer = execute._answer("train", tmp_path, 0, [ScriptEvent(event="constructed")], command, None)
+    assert answer.json is not None and answer.json["notes"] == [f"nothing was measured: {why}"]
 
 
 def test_it_ends_with_how_to_prove_its_fix(tmp_path: Path) -> None:
@@ -143,28 +156,30 @@ def test_a_script_that_ran_with_another_python_is_told_so(tmp_path: Path) -> Non
     other = tmp_path / "python3"
     other.write_text("#!/bin/sh\nexit 1\n")
     other.chmod(0o755)
-    ends = "train ended with exit code 1 before it made a Trainer"
-    for command, more in (
+    ends = "ended with exit code 1 before it made a Trainer"
+    for command, more in (  # the file's name: not.py "ended", not "not ended"
         ([str(other), "train.py"], f"; it ran with {other}, but fastloop is installed for {sys.executable}"),
         ([sys.executable, "train.py"], ""),
         (["sh", "train.sh"], ""),
     ):
         answer = execute._answer("train", tmp_path, 1, [], command, None)
-        assert answer.text == f"fastloop: nothing was measured: {ends}{more}"
+        assert (
+            answer.text == f"fastloop: nothing was measured: {command[1] if command[0] != 'sh' else 'sh'} {ends}{more}"
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "code", "line", "steps"),
     [
-        ("never", 0, "fastloop: nothing was measured: train made a Trainer, but never called fit", None),
+        ("never", 0, "fastloop: nothing was measured: train.py made a Trainer, but never called fit", None),
         ("twice", 0, "NOTE     fit ran twice; only the first one was measured", 128),
         ("exits", 3, "PARTIAL: the fit did not end normally", 25),
         ("tries_first", 0, "steps 22-128", 128),
         (
             "only_tries",
             0,
-            "nothing was measured: every fit of train is a fast_dev_run, which only tries the code",
+            "nothing was measured: every fit of train.py is a fast_dev_run, which only tries the code",
             None,
         ),
     ],

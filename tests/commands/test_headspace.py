@@ -151,6 +151,32 @@ def test_a_machine_that_changes_its_speed_is_named(pretend: Callable[[Rates], An
 
 
 @pytest.mark.parametrize(
+    ("after", "verdict"),
+    [
+        (392, "DISTURBED, RUN IT AGAIN: the unchanged runs differ by 2.1x, more than any gain"),
+        (85.4, "DISTURBED, RUN IT AGAIN: the unchanged runs differ by 2.1x, more than any gain"),
+        (190, "UP TO 2.6x WITHOUT DATA"),
+    ],
+)
+def test_a_gain_within_the_noise_is_no_headline(after: float, verdict: str, pretend: Callable[[Rates], Any]) -> None:
+    """Seen on a busy machine: UP TO 1.82x, with unchanged runs of 183 and 392 samples/s."""
+    gain = 1.82 if after != 190 else 2.6
+    rate = gain * (183 * after) ** 0.5
+    pretend({"baseline": 183, "replayed": rate, "resident": rate, "baseline-again": after})
+    assert asked(NET).text.splitlines()[0] == f"fastloop {verdict}   net"
+
+
+@pytest.mark.parametrize(("resident", "again", "doubted"), [(120, 100, True), (120, 70, False), (145, 100, False)])
+def test_a_resident_batch_that_is_slower_than_replayed_ones_is_doubted(
+    resident: float, again: float, doubted: bool, pretend: Callable[[Rates], Any]
+) -> None:
+    pretend({"baseline": 100, "replayed": 150, "resident": resident, "baseline-again": again})
+    answer = asked(NET)
+    assert ("slower than with replayed batches, which do more work" in answer.text) is doubted
+    assert answer.text.splitlines()[0].endswith("WITHOUT DATA   net"), "that of replayed batches stays"
+
+
+@pytest.mark.parametrize(
     ("wait", "copies", "verdict"),
     [
         (1.0, 0.1, "DISTURBED, RUN IT AGAIN: no ceiling from resident"),

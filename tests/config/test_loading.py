@@ -78,6 +78,12 @@ def test_shipped_names_and_the_recipe_behind_them(folder: Path, read: Read) -> N
     assert read("base: safe").recipe_file == folder / "my.py"
 
 
+def test_the_configuration_of_a_run_is_called_like_its_recipe(folder: Path) -> None:
+    for name, called in (("config.resolved", "resnet50"), ("mine", "mine")):
+        (folder / f"{name}.yaml").write_text("base: resnet50\n")
+        assert load(f"{name}.yaml", cwd=folder, ladder_class=Ladder).name == called
+
+
 def test_paths_start_at_the_given_folder(folder: Path) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "x y.yaml").write_text("run: {seed: 1}")
@@ -198,6 +204,9 @@ def test_refusals_name_file_line_and_key(read: Read, text: str, got: str, why: s
         ("run.sede=1", "run.sede (command line)", "write seed"),
         ("run.seed=08", "run.seed: '08' (command line)", "write 8"),
         ("run=5", "run: 5 (command line)", "write run.max_steps=…"),
+        ("workers.count=1", "workers (command line)", "write rungs.workers.count=1"),
+        ("workers.enabled=true", "workers (command line)", "write rungs.workers.enabled=true"),
+        ("workers={count: 1, enabled: true}", "workers (command line)", "write rungs.workers"),
         ("rungs.workers.count=0", "rungs.workers.count=0 (command line)", "write 1 or more"),
         (
             "run.seed=${oc.env:HOME}",

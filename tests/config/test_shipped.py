@@ -102,6 +102,14 @@ def test_a_script_in_place_of_a_configuration(root: Path, text: str) -> None:
     (root / text).touch()
     with pytest.raises(ConfigError, match=r"a script, not a configuration\n.*exec -- python .*train.py"):
         locate(text, root, got=repr(text))
+    with pytest.raises(ConfigError, match=r"exec -- python 'my train\.py' to see .* --script 'my train\.py'$"):
+        locate("my train.py", root, got="")
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_name(root: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"why it is empty\n  do  write a shipped name"):
+        locate(text, root, got=repr(text))
 
 
 @pytest.mark.parametrize("text", ["mine", "runs/mine/"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import textwrap
 import time
 from pathlib import Path
@@ -218,11 +219,18 @@ def test_too_long_a_list_on_the_command_line() -> None:
         parse_scalar(f"[{'1,' * MAX_NODES}1]")
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"got gone.yaml\n  why it cannot be read: No such file or directory"):
         load_yaml(tmp_path / "gone.yaml", shown="gone.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
     with pytest.raises(ConfigError, match=r"latin.yaml\n  why byte 3 is not UTF-8\n  do  save the file as UTF-8"):
+        load_yaml(tmp_path / "latin.yaml")
+
+    def refuse(_: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be read: Permission denied\n  do  check its permissions"):
         load_yaml(tmp_path / "latin.yaml")
 
 

@@ -93,7 +93,7 @@ def test_rows_that_validation_picks_one_by_one(rows: str) -> None:
     refused = {"refused": {"cache": "why"}} if rows == "refused" else {}
     (finding,) = findings(on_cpu(validation=20.0, loader=loader, evidence=refused), ("cache",) if rows == "on" else ())
     assert finding.patch == ({"rungs": {"cache": {"enabled": True}}} if rows == "both" else None)
-    assert ("all rows of a validation batch are picked at once" in finding.why) is (rows == "both")
+    assert ("with the cache rung, all rows of a validation batch are picked at once" in finding.why) is (rows == "both")
 
 
 def test_validation_that_an_engine_loads_needs_no_workers() -> None:

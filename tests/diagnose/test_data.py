@@ -427,6 +427,7 @@ def test_rows_in_memory(enabled: tuple[str, ...], patched: str) -> None:
     finding = only({**MAP, "rows": "TensorDataset"}, enabled=enabled)
     assert finding.patch == {"rungs": {patched: {"enabled": True}}}
     assert "TensorDataset holds all rows in memory, and they are picked one at a time" in finding.why
+    assert ("with the cache rung, all rows of a batch are picked at once" in finding.why) is (patched == "cache")
 
 
 def test_an_engine_that_does_not_keep_up() -> None:

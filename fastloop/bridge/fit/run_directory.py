@@ -69,7 +69,8 @@ def describe_report(trainer: Any, loop: WatchedFit) -> str:
         elsewhere = "" if loop.out in (None, loop.run_dir) else f"   ({loop.out} holds the report of an experiment)"
         return f"{store.report_in(loop.run_dir)}{elsewhere}"
     if loop.unwritten is not None:
-        return f"none: writing it failed: {loop.unwritten}"
+        place = loop.out or (choose_directory(trainer, None) or Path()).parent
+        return f"none: {place} cannot be written: {loop.unwritten}; write FastLoop(out=DIR) with another folder"
     if trainer.fast_dev_run or trainer.barebones:
         return f"none: in {'fast_dev_run' if trainer.fast_dev_run else 'barebones'} nothing is written without out=DIR"
     why = "the logger has no local directory" if trainer.loggers else "the Trainer has no logger"
@@ -79,12 +80,13 @@ def describe_report(trainer: Any, loop: WatchedFit) -> str:
 def choose_report_extras(loop: WatchedFit, module: Any) -> dict[str, Any]:
     """Return what a report contains besides the records: ``name``, ``then`` and ``later``, see `summary.write_lines`.
 
-    The name is that of the configuration if it has a recipe, else the model's class.
+    The name is that of the script that a command runs, or of a configuration with a recipe, else the model's class.
     """
     config, seen = loop.config, loop.measurement
     enabled = config.ladder.enabled()
     then, later = ((), ()) if seen is None else diagnose.list_next_steps(loop.findings, seen, collect_cards(), enabled)
-    return {"name": config.name if config.recipe_file else type(module).__name__, "then": then, "later": later}
+    name = config.script or (config.name if config.recipe_file else type(module).__name__)
+    return {"name": name, "then": then, "later": later}
 
 
 def write(where: Path, loop: WatchedFit) -> bool:

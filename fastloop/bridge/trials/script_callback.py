@@ -305,7 +305,7 @@ class Injected(Callback):
 
     def _read_config(self) -> Config:
         config, _ = load_callback_config(self.orders.config)
-        return dataclasses.replace(config, by_ladder=frozenset(self.orders.by_ladder))
+        return dataclasses.replace(config, by_ladder=frozenset(self.orders.by_ladder), script=self.orders.name)
 
     def _seat(self, trainer: Any, *guests: Any) -> None:
         after = next(index for index, each in enumerate(trainer.callbacks) if each is self) + 1

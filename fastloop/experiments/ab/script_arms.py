@@ -32,6 +32,7 @@ from fastloop.experiments.trials.script_injection import (
     list_notes,
     make_folder_error,
     make_orders,
+    name_file,
     name_of,
     read_events,
     step_of,
@@ -65,13 +66,14 @@ def make_command(script: str, args: str = "") -> tuple[str, ...]:
         ConfigError: there is no such script or command, or it is a directory.
     """
     try:
-        given = [script] if is_file(Path(script)) else shlex.split(script)  # a path may hold spaces
+        whole = is_file(Path(script)) or os.path.isdir(script)  # noqa: PTH112 (Path's raises)
+        given = [script] if whole else shlex.split(script)  # a path may hold spaces
         more = shlex.split(args)
     except ValueError as error:
         raise ConfigError(
             got=f"--script {script} --args {args}", why=f"it cannot be parsed: {error}", do="close the quotes"
         ) from None
-    if len(given) == 1 and Path(given[0]).is_dir():
+    if len(given) == 1 and os.path.isdir(given[0]):  # noqa: PTH112
         raise make_folder_error(f"--script {given[0]}", Path(given[0]))
     if len(given) == 1 and given[0].endswith(".py"):
         if not is_file(Path(given[0])):
@@ -192,7 +194,7 @@ class ScriptArm:
 
     def _orders(self, config: Config, folder: Path, ask: Ask) -> ScriptOrders:
         orders = dataclasses.replace(
-            make_orders(config, folder),
+            make_orders(config, folder, name_of(self.command)),
             max_steps=ask.steps,
             ledger=ask.ledger,
             variation=ask.variation,
@@ -229,7 +231,7 @@ class ScriptArm:
     ) -> Trial:
         hide = Scrubber(list(self.command)).text
         measurement, answer = load_results(folder, ask.variation)
-        name = name_of(self.command)
+        name = name_file(self.command)
         if ask.variation == "gradients":
             cause = None if answer is not None else _explain_no_result(name, ended, events)
         else:

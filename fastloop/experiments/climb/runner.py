@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab import parity_gates, passports, results
@@ -183,12 +184,14 @@ class ProcessRunner:
         if (failed := experiment.base.failed) is not None:
             raise BaseFailed(read_result(failed))
         written = results.write(experiment, name, partial=False)
-        top = written.arms[1]
+        base, top = written.arms[:2]
         return Confirmation(
             **vars(written.comparisons[0]),
             run_dir=written.run_dir,
             failures=tuple(each.cause or "" for each in written.failures),
             inactive={rung: top.inactive_why.get(rung, "") for rung in top.inactive_rungs},
+            naive_samples_per_s=median(base.samples_per_s) if base.samples_per_s else None,
+            top_samples_per_s=median(top.samples_per_s) if top.samples_per_s else None,
         )
 
     def estimate_confirmation_s(self, at: str, needs: Needs) -> float:

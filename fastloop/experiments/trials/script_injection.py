@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -39,6 +40,7 @@ DOOR = '''"""Of one fastloop command; gone when that has ended."""
 import contextlib
 import json
 import os
+import shlex
 import sys
 
 
@@ -136,15 +138,19 @@ def read_events(private: Path) -> list[ScriptEvent]:
     return [event for event in told if event is not None]
 
 
-def make_orders(config: Config, out: Path) -> ScriptOrders:
-    """Make orders for an unchanged training: the non-default values of the keys that a callback uses."""
+def make_orders(config: Config, out: Path, name: str | None = None) -> ScriptOrders:
+    """Make orders for an unchanged training, called `name` in its reports: the non-default values of the keys that a
+    callback uses."""
     written = {
         path: Leaf(value, DEFAULT)
         for path, value in flatten(config.values)
         if path[0] in ("watch", "strict", "rehearsal", "rungs") and config.origins[".".join(path)] != DEFAULT
     }
     return ScriptOrders(
-        out=str(out.absolute()), config=dict(escape(nest(written))), by_ladder=tuple(sorted(config.by_ladder))
+        out=str(out.absolute()),
+        config=dict(escape(nest(written))),
+        name=name,
+        by_ladder=tuple(sorted(config.by_ladder)),
     )
 
 
@@ -167,14 +173,14 @@ def check(command: Sequence[str]) -> None:
             raise make_folder_error(repr(command[0]), Path(command[0]))
         script, there = command[0].endswith(".py"), Path(command[0]).is_file()
         why = "it is a script that is not executable" if script and there else "there is no such command"
-        do = f"write python {command[0]}" if script else "write the command as you would in a shell"
+        do = f"write python {shlex.quote(command[0])}" if script else "write the command as you would in a shell"
         raise ConfigError(got=repr(command[0]), why=why, do=do)
 
 
 def make_folder_error(got: str, folder: Path) -> ConfigError:
     """Return the error for a directory in place of a script; it names a script inside, if there is one."""
     inside = sorted(folder.glob("*.py"), key=lambda path: (path.name != "train.py", path.name))
-    do = f"write a script in it: {inside[0]}" if inside else "write the path of a script"
+    do = f"write a script in it: {shlex.quote(str(inside[0]))}" if inside else "write the path of a script"
     return ConfigError(got=got, why="it is a directory, not a script", do=do)
 
 
@@ -184,6 +190,11 @@ def name_of(command: Sequence[str]) -> str:
     if script is None and "-m" in command[:-1]:
         script = command[command.index("-m") + 1].rpartition(".")[2]
     return script or Path(command[0]).stem
+
+
+def name_file(command: Sequence[str]) -> str:
+    """Return the script's file name for a sentence, or if it has none, the readable name."""
+    return next((Path(part).name for part in command if part.endswith(".py")), None) or name_of(command)
 
 
 # -- results ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from fastloop.report.run.tables import cut
 
 Pair = tuple[Comparison, ArmResult]
 """A comparison and its arm's result."""
+WIDE = 10
+"""From this percentage on, the smallest visible difference has no decimals."""
 NAME_LETTERS = 44
 WORTH_SAYING_S = 5.0
 """A shorter compile is not worth a line."""
@@ -148,9 +150,7 @@ def _describe_rates(result: ExperimentResult, best: Pair | None) -> list[str]:
     if one.ci95 is not None:
         sure = f"{verdict_words.format_level(one)} interval of the ratio {verdict_words.format_interval(one)}"
     is_open = verdict_words.choose_word(one) not in ("FASTER", "SLOWER")
-    visible = (
-        "" if one.mde_pct is None or not is_open else f"; smallest visible difference {format_number(one.mde_pct)} %"
-    )
+    visible = f"; smallest visible difference {_format_mde(one)}" if one.mde_pct is not None and is_open else ""
     return [f"{', '.join(rates)} ({_count(shown)}; {sure}){visible}{_explain_medians(one, shown)}"]
 
 
@@ -254,6 +254,11 @@ def _tabulate_arms(result: ExperimentResult) -> Table:
     )
 
 
+def _format_mde(one: Comparison) -> str:
+    """Format the smallest visible difference as the verdict's sentence does."""
+    return format_number(one.mde_pct, ",.0f" if (one.mde_pct or 0.0) >= WIDE else ".1f", "%")
+
+
 def _tabulate_comparisons(pairs: Sequence[Pair]) -> Table:
     rows = [
         (
@@ -262,7 +267,7 @@ def _tabulate_comparisons(pairs: Sequence[Pair]) -> Table:
             verdict_words.format_ratio(one),
             verdict_words.format_interval(one),
             verdict_words.format_level(one),
-            format_number(one.mde_pct, ",.1f", "%"),
+            _format_mde(one),
             one.why or "n/a",
         )
         for one, arm in pairs

@@ -24,6 +24,8 @@ HOW = (
 PARTIAL = "PARTIAL: the climb did not finish"
 APART = 1.15
 """If the speed-ups of the climb's own runs and of the fresh runs differ by more than this factor, both are reported."""
+SHORT_S = 120.0
+"""Shorter times are written in seconds."""
 CLOSING = "Quote only the confirmed ratio: it comes from fresh runs that took no part in choosing."
 
 
@@ -36,9 +38,9 @@ def write_lines(climb: ClimbFile) -> list[str]:
         for name, rate in climb_rows.list_ceilings(climb)
     )
     over_top = climb_rows.list_ceilings(climb, top=True) if kept else []
-    limits += (
-        f"; of the top: {', '.join(f'{name} {format_short(rate)}' for name, rate in over_top)}" if over_top else ""
-    )
+    if over_top:
+        of_top = f"of the top: {', '.join(f'{name} {format_short(rate)}' for name, rate in over_top)}"
+        limits = f"{limits}; {of_top}" if limits else of_top
     why = _explain(climb)
     kinds = [
         ("PROOF" if climb.confirmed else "WHY", [why]),
@@ -171,12 +173,18 @@ def _explain(climb: ClimbFile) -> str:
 
 
 def _compare_rates(climb: ClimbFile) -> str:
-    """Describe the measured ends of the climb by its trials, without a ratio, which needs fresh runs."""
+    """Describe the ends of the climb by the runs that confirmed it, else by its own, without a ratio."""
+    fresh, per_step = climb.confirmed, climb_rows.count_samples_per_step(climb)
+    if fresh and per_step and fresh.naive_samples_per_s and fresh.top_samples_per_s:
+        medians = (("naive", fresh.naive_samples_per_s), ("top", fresh.top_samples_per_s))
+        rates = [_describe_rate(name, rate, 1000 * per_step / rate) for name, rate in medians]
+        return f"{', '.join(rates)}, medians of the fresh runs"
     ends = [(name, end) for name, end in (("naive", climb.naive), ("top", climb.top)) if end != Speed()]
-    rates = [(name, climb_rows.compute_rate(climb, end), end.step_ms) for name, end in ends]
-    return ", ".join(
-        f"{name} {format_short(rate)} samples/s ({format_short(step_ms, 'ms')} a step)" for name, rate, step_ms in rates
-    )
+    return ", ".join(_describe_rate(name, climb_rows.compute_rate(climb, end), end.step_ms) for name, end in ends)
+
+
+def _describe_rate(name: str, rate: float | None, step_ms: float | None) -> str:
+    return f"{name} {format_short(rate)} samples/s ({format_short(step_ms, 'ms')} a step)"
 
 
 def _describe_other_rates(climb: ClimbFile) -> str:
@@ -216,8 +224,9 @@ def _list_ladders(climb: ClimbFile) -> str:
 
 def _describe_end(climb: ClimbFile) -> str:
     spent, budget = climb.spent_s, climb.budget_s
-    of = "" if budget is None else f" of {format_short(budget / 60)}"
-    time = "" if spent is None else f"{format_short(spent / 60)}{of} min spent"
+    unit, size = ("s", 1) if max(spent or 0.0, budget or 0.0) < SHORT_S else ("min", 60)
+    of = "" if budget is None else f" of {format_short(budget / size)}"
+    time = "" if spent is None else f"{format_short(spent / size)}{of} {unit} spent"
     return "; ".join(filter(None, [climb.stopped, time]))
 
 

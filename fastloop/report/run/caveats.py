@@ -23,7 +23,7 @@ def list_caveats(seen: Measurement, findings: Sequence[Finding] = ()) -> list[st
         *_list_resumed(seen),
         *_list_skipped_steps(seen),
         *_list_missing_trace(seen),
-        *([] if is_named else _list_unevenness(seen)),
+        *([] if is_named else list_unevenness(seen)),
         *_list_disturbances(seen),
         *_list_drift(seen),
     ]
@@ -58,7 +58,7 @@ def _list_missing_trace(seen: Measurement) -> list[str]:
     return [ended] if 0 < steps < wanted else []
 
 
-def _list_unevenness(seen: Measurement) -> list[str]:
+def list_unevenness(seen: Measurement) -> list[str]:
     """Report that a few long steps dominate the means."""
     known_ms = (seen.evidence.get("compilation") or {}).get("ms_per_step")
     times = measure_unevenness(seen, known_ms or 0.0)

@@ -380,9 +380,10 @@ def describe_ceiling(finding: Finding, seen: Measurement) -> str | None:
 
 
 def describe_first_ceiling(seen: Measurement, findings: Sequence[Finding]) -> str:
-    """Describe the first finding's ceiling and the loop's current workers; empty if there is no ceiling."""
+    """Describe the first finding's ceiling and the loop's current workers; empty if there is no ceiling, or if a few
+    long steps distort the means that an estimate is made of."""
     bound = describe_ceiling(findings[0], seen) if findings else None
-    if bound is None:
+    if bound is None or (findings[0].ceiling_is_estimate and caveats.list_unevenness(seen)):
         return ""
     free = FREE.get(findings[0].bottleneck, "the first finding were fixed")
     if findings[0].bottleneck == "launch_bound" and seen.device == "cpu":

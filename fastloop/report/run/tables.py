@@ -58,7 +58,8 @@ def tabulate_parts(seen: Measurement) -> Table:
     found = summary.select_known(seen.parts_ms)
     if found:
         total = sum(found.values())
-        rows.append(("sum of the known parts", format_number(total, ",.3f"), format_percent(total, mean), "-"))
+        name = "the step" if "unexplained" in found else "sum of the known parts"
+        rows.append((name, format_number(total, ",.3f"), format_percent(total, mean), "-"))
     note = (
         "Means per optimizer step. The first column adds up to the step on the device's timeline; host times overlap"
         " it and are never added to it."

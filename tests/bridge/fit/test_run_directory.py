@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import re
@@ -183,6 +184,8 @@ def test_their_name_is_the_recipe_s_where_there_is_one_and_next_steps_follow_the
     assert "prefetch" not in run_directory.choose_report_extras(loop, None)["then"]
     loop.config, _ = load_callback_config("safe")
     assert run_directory.choose_report_extras(loop, Regression())["name"] == "Regression"
+    loop.config = dataclasses.replace(loop.config, script="train")
+    assert run_directory.choose_report_extras(loop, Regression())["name"] == "train"
 
 
 # -- where they go --------------------------------------------------------------------------------------------------
@@ -294,7 +297,10 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
     warnings = [line for line in said if "could not be written" in line]
     assert len(warnings) == 1 and str(where) in warnings[0]
     assert loop.run_dir is None and loop.measurement is not None
-    assert said[-1] == f"REPORT   none: writing it failed: {loop.unwritten}"
+    assert (
+        said[-1]
+        == f"REPORT   none: {where} cannot be written: {loop.unwritten}; write FastLoop(out=DIR) with another folder"
+    )
     assert loop.unwritten == ("read-only" if kind == "no permission" else "Not a directory")
 
 

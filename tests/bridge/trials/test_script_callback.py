@@ -100,6 +100,14 @@ def test_switched_off_it_is_nothing(orders: Orders, monkeypatch: pytest.MonkeyPa
     assert add_callbacks() == [] and not (orders.place / "events.jsonl").exists()
 
 
+def test_its_report_has_the_name_of_the_script(orders: Orders) -> None:
+    """Seen: "train" in the terminal, the module's class in the reports."""
+    orders(name="train")
+    trainer(max_steps=8).fit(models.Regression(), models.loader())
+    assert json.loads((orders.out / "env.json").read_text())["name"] == "train"
+    assert "Regression" not in (orders.out / "report.md").read_text()
+
+
 def test_a_report_that_cannot_be_written_is_an_event(orders: Orders) -> None:
     orders()
     orders.out.write_text("a file in place of the directory")

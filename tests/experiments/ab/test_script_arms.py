@@ -160,7 +160,7 @@ def test_the_users_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
         (
             "--epochs 1",
             Ask(steps=90, warmup=70),
-            "the fit of train ended after 64 steps, before the window, which opens after 70",
+            "the fit of train.py ended after 64 steps, before the window, which opens after 70",
         ),
         (f"--does raises --api-key {SECRET}", Ask(), "exit code 1 at step 25: ValueError: no luck with the key ***"),
     ],
@@ -201,7 +201,7 @@ def test_what_is_no_lightning_script(tmp_path: Path) -> None:
     tries = ScriptArm(name="arm", command=make_command("plain.py"))
     found = tries.run("arm", tmp_path / "a", Ask())
     assert (found.ok, found.code, found.last_step) == (False, 0, None)
-    assert found.cause is not None and found.cause.startswith("plain ended without creating a Trainer")
+    assert found.cause is not None and found.cause.startswith("plain.py ended without creating a Trainer")
     assert (tmp_path / "a" / "stdout.txt").read_text() == "hello\n"
     gone = ScriptArm(name="arm", command=("no-such-program",)).run("arm", tmp_path / "b", Ask())
     assert gone.code == 127 and gone.cause is not None and "No such file" in gone.cause
@@ -314,6 +314,12 @@ def test_the_command_behind_a_script(tmp_path: Path) -> None:
         (tmp_path / "src" / name).touch()
     with pytest.raises(ConfigError, match=r"do  write a script in it: .*/src/train\.py"):
         make_command(str(tmp_path / "src"))
+    (tmp_path / "my dir").mkdir()
+    (tmp_path / "my dir" / "train.py").touch()
+    with pytest.raises(
+        ConfigError, match=r"it is a directory, not a script\n  do  write a script in it: '.*/my dir/train"
+    ):
+        make_command(str(tmp_path / "my dir"))
     with pytest.raises(ConfigError, match="cannot be parsed"):
         make_command(str(TRAIN), "'open")
     with pytest.raises(ConfigError, match="there is no such command"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -337,6 +338,8 @@ def test_the_start_against_the_top_in_fresh_runs(
     assert figures.pop("failures") == found["failures"] == [] and figures.pop("run_dir") == found["run_dir"]
     (first,) = found["comparisons"]
     assert figures.pop("inactive") == {}
+    medians = [median(arm["samples_per_s"]) for arm in found["arms"]]
+    assert [figures.pop(f"{name}_samples_per_s") for name in ("naive", "top")] == medians
     assert figures == {key: first[key] for key in figures} and figures["ratio"] is not None
 
 

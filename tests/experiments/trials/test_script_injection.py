@@ -24,6 +24,7 @@ from fastloop.experiments.trials.script_injection import (
     find_first_step,
     list_notes,
     make_orders,
+    name_file,
     name_of,
     read_events,
     step_of,
@@ -200,7 +201,7 @@ def test_a_callback_gets_what_was_written_and_nothing_else(tmp_path: Path) -> No
     assert mapping["rungs"]["workers"]["count"] == 2 and "batch" not in mapping["rungs"]
     again, ignored = load_callback_config(json.loads(json.dumps(mapping)))
     assert (again.ladder, again.watch, again.strict, ignored) == (config.ladder, config.watch, True, ())
-    assert make_orders(load_callback_config(None)[0], tmp_path).config == {}
+    assert make_orders(load_callback_config(None)[0], tmp_path, "train").config == {}
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -234,6 +235,11 @@ def test_a_command_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
 )
 def test_a_command_has_the_name_of_its_script(command: str, name: str) -> None:
     assert name_of(command.split()) == name
+
+
+def test_a_sentence_names_the_scripts_file() -> None:
+    assert name_file(["python", "a/not.py", "--out", "x"]) == "not.py"
+    assert name_file(["python", "-m", "pkg.train"]) == "train"
 
 
 # -- what became of it ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import fastloop.report
+from fastloop.judge.verdict import _explain_verdict
 from fastloop.report.drawing.document import strip_unprintable
 from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import ab_report
@@ -54,6 +55,16 @@ def test_what_a_compile_takes_is_held_against_the_users_own_run(base: Any, arm: 
     content["arms"][1] |= {"step_ms": 200.0, **arm}
     lines = [line for line in ab_report.write_lines(result_of(content)) if line.startswith("PAY-BACK")]
     assert len(lines) == (says is not None) and all(line.endswith(says or "") for line in lines), lines
+
+
+@pytest.mark.parametrize(("mde", "said"), [(5254.31, "5,254 %"), (3.14, "3.1 %")])
+def test_the_smallest_visible_difference_has_one_format(mde: float, said: str) -> None:
+    """Seen: 5,254.3 % beside the verdict's 5254 %."""
+    content = AB["faster"]()
+    content["comparisons"][0] |= {"verdict": "inconclusive", "mde_pct": mde}
+    text = "\n".join(ab_report.write_lines(result_of(content)))
+    assert f"smallest visible difference {said}\n" in text
+    assert f": 3 runs this noisy can only show differences above {said};" in _explain_verdict("inconclusive", 3, mde, 3)
 
 
 def test_a_reason_is_given_once() -> None:

@@ -73,6 +73,19 @@ def test_without_a_confirmation_there_is_no_ratio_at_all(run: str) -> None:
     assert RATIO.search(climb_report.write_ladder_yaml(opened(CLIMBS["climbed"]()))), "the pattern would find one"
 
 
+def test_the_rates_are_those_of_the_fresh_runs_where_there_are_any() -> None:
+    """Seen: rates of single runs of the climb beside the ratio of its fresh runs."""
+    content = CLIMBS["climbed"]()
+    rate = next(line for line in climb_report.write_lines(opened(content)) if line.startswith("RATE"))
+    assert rate == "RATE     naive 345 samples/s (743 ms a step), top 2,612 samples/s (98 ms a step)", "an older file"
+    content["confirmed"] |= {"naive_samples_per_s": 320.0, "top_samples_per_s": 2400.0}
+    rate = next(line for line in climb_report.write_lines(opened(content)) if line.startswith("RATE"))
+    fresh = "naive 320 samples/s (800 ms a step), top 2,400 samples/s (107 ms a step), medians of the fresh runs"
+    assert rate == f"RATE     {fresh}"
+    assert fresh in " ".join(climb_report.write_ladder_yaml(opened(content)).replace("#", "").split())
+    assert any(line == f"Naive{fresh[5:]}." for line in climb_report.make_document(opened(content)).also)
+
+
 def test_a_confirmation_that_is_not_faster_confirms_nothing() -> None:
     proof = {"ratio": 1.0, "ci95": [0.99, 1.01], "verdict": "no_difference", "runs": 5, "parity": None}
     assert (
@@ -147,6 +160,11 @@ def test_the_lines_say_predicted_measured_and_why_not() -> None:
     assert "CEILINGS replayed batches 2,697, resident batch 2,720 samples/s" in lines
 
 
+def test_a_short_time_is_in_seconds() -> None:
+    short = climb([], 743.0, stopped="the budget is gone", budget_s=40.0, spent_s=25.4)
+    assert "STOPPED  25.4 of 40 s spent" in climb_report.write_lines(opened(short))
+
+
 @pytest.mark.parametrize("run", sorted(CLIMBS))
 def test_both_reports_hold_every_cell_and_the_ladder(run: str) -> None:
     content = CLIMBS[run]()
@@ -202,6 +220,8 @@ def test_ceilings_and_ways_are_told_by_name() -> None:
     )
     assert "workers-persistent: saved" in climb_report.write_ladder_yaml(opened(content))
     assert "of the top" not in "\n".join(climb_report.write_lines(opened(CLIMBS["climbed"]()))), "where none is known"
+    alone = climb_report.write_lines(opened(content | {"ceilings_samples_per_s": {}}))
+    assert "CEILINGS of the top: resident batch 2,900, replayed batches 3,100 samples/s" in alone
 
 
 def test_ceilings_of_both_ends_stand_side_by_side() -> None:

@@ -203,6 +203,15 @@ def test_nothing_is_launched_on_the_cpu(device: str, free: str) -> None:
     assert line.startswith(f"if {free} were free: at most")
 
 
+@pytest.mark.parametrize(("median", "estimate", "there"), [(9.0, True, True), (1.0, True, False), (1.0, False, True)])
+def test_no_ceiling_is_estimated_from_means_that_a_few_long_steps_distort(
+    median: float, estimate: bool, there: bool
+) -> None:
+    seen = dataclasses.replace(SEEN, step_ms={"mean": 10.0, "median": median})
+    finding = dataclasses.replace(WAITS, ceiling_is_estimate=estimate)
+    assert bool(summary.describe_first_ceiling(seen, [finding])) is there
+
+
 @pytest.mark.parametrize("inactive", range(12))
 @pytest.mark.parametrize("unknown", [0, 1, 7])
 @pytest.mark.parametrize("report", [None, "r.md"])

@@ -56,14 +56,15 @@ def test_the_parts_tile_the_step_and_the_host_is_a_column_of_its_own() -> None:
     found = values(table)
     assert list(summary.STYLES) == list(PARTS) and len(table.rows) == len(PARTS) + 1
     assert found["waiting for data"] == ("169.600", "85.9", "169.800")
-    assert found["sum of the known parts"] == ("197.500", "100.0", "-"), "host durations are never summed"
+    assert found["the step"] == ("197.500", "100.0", "-"), "host durations are never summed"
     assert "never added" in table.note
 
 
 def test_unknown_parts_are_na_and_never_0() -> None:
     found = values(tables.tabulate_parts(Measurement()))
-    assert set(found.values()) == {("n/a", "n/a", "n/a")} and "sum of the known parts" not in found
+    assert set(found.values()) == {("n/a", "n/a", "n/a")} and "the step" not in found
     found = values(tables.tabulate_parts(dataclasses.replace(SEEN, parts_ms={"forward": 0.0, "h2d": float("nan")})))
+    assert "sum of the known parts" in found and "the step" not in found, "parts are missing"
     assert found["forward"] == ("0.000", "0.0", "n/a") and found["copy to the device"] == ("n/a", "n/a", "n/a")
 
 
