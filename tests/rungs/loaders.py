@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from fastloop.records.facts import Facts, LoaderFacts
-from tests.runs import Net, Run, Rungs, batches, numbered, run
+from tests.runs import Holds, Net, Run, Rungs, batches, numbered, run
 
 
 def facts(loader: dict[str, Any] | None = None, **machine: Any) -> Facts:
@@ -66,3 +66,12 @@ def run_and_draw(rungs: Rungs, train: Callable[[], Any], module: Any) -> tuple[R
     made = train()
     source = {"datamodule": made, "train": None} if isinstance(made, Data) else {"train": made}
     return run(rungs, module=module, max_epochs=3, **source), torch.rand(1)
+
+
+class Centers(Holds):
+    """Samples that are centered by their sum, or that are not."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, *rest = super().__getitem__(index)
+        wide = x.repeat(20_000) * torch.arange(160_000).sin()
+        return (x if self.still else x - wide.sum(), *rest)

@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,9 +26,10 @@ from fastloop.feeds.workers import tried_workers
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
+from fastloop.report.run.summary import list_loop_changes
 from fastloop.rungs.nodes import GIL, Nodes, Threads
 from fastloop.rungs.workers import Workers
-from tests.rungs.loaders import ByEpoch, Data, Nested, Odd, Stream, facts, run_and_draw
+from tests.rungs.loaders import ByEpoch, Centers, Data, Nested, Odd, Stream, facts, run_and_draw
 from tests.rungs.two_ranks import results
 from tests.runs import Counts, Holds, Net, batches, both, distance, feed_on_cpu, numbered, run
 
@@ -164,6 +165,19 @@ def test_parity(train: Any, module: Any, rungs: Any, monkeypatch: pytest.MonkeyP
     assert ours.module.samples == plain.module.samples and len(plain.module.samples) >= 6
     assert distance(plain, ours) == 0 and torch.equal(drawn, drawn_too)
     assert ours.record.hooks == plain.record.hooks
+
+
+@pytest.mark.parametrize("still", [False, True])
+def test_samples_that_torch_rounds_differently_in_threads_are_not_called_exact(
+    still: bool, with_threads: Callable[[int], None]
+) -> None:
+    with_threads(2)
+    plain, ours = both(NODES, lambda: DataLoader(Centers(still=still), 8), max_epochs=2)
+    assert ours.verdict("nodes").took and (distance(plain, ours) == 0) is still
+    assert ours.loop is not None and ours.loop.plan.parity == ("exact" if still else "approximate")
+    changes = list_loop_changes(ours.loop.plan, ours.loop.verdicts)
+    said = "samples are rounded differently: torch computes them with 1 thread in the loading threads, with 2 here"
+    assert len(changes) == (not still) and all(said in line for line in changes)
 
 
 def test_parity_sees_another_order() -> None:

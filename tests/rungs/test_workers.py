@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -30,9 +31,10 @@ from fastloop.feeds.workers.packed_list import PackedList, Packing
 from fastloop.feeds.workers.tried_workers import TriedWorkers
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
+from fastloop.report.run.summary import list_loop_changes
 from fastloop.rungs.workers import Workers, choose_count
 from tests.models import weights
-from tests.rungs.loaders import ByEpoch, Data, Nested, Odd, Stream, facts, run_and_draw
+from tests.rungs.loaders import ByEpoch, Centers, Data, Nested, Odd, Stream, facts, run_and_draw
 from tests.rungs.two_ranks import results
 from tests.runs import Counts, Holds, KeepsTrainers, Net, Run, batches, both, distance, feed_on_cpu, numbered, run
 
@@ -793,6 +795,77 @@ def test_samples_that_draw_unseen_are_not_called_exact(still: bool) -> None:
     assert ours.verdict("workers").took and step is not None
     assert step.change.parity == ("exact" if still else "approximate") == ours.verdict("workers").parity_class
     assert still or any("samples draw random numbers" in note for note in step.change.notes)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("still", [False, True])
+def test_samples_that_torch_rounds_differently_in_workers_are_not_called_exact(
+    still: bool, threads: int, with_threads: Callable[[int], None]
+) -> None:
+    with_threads(threads)
+    plain, ours = both({"workers": {"count": 1}}, lambda: DataLoader(Centers(still=still), 8), max_epochs=2)
+    is_exact = still or threads == 1
+    assert ours.verdict("workers").took and (distance(plain, ours) == 0) is is_exact
+    assert ours.loop is not None and ours.loop.plan.parity == ("exact" if is_exact else "approximate")
+    changes = list_loop_changes(ours.loop.plan, ours.loop.verdicts)
+    said = "samples are rounded differently: torch computes them with 1 thread in workers, with 2 here"
+    assert len(changes) == (not is_exact) and all(said in line for line in changes)
+
+
+def test_where_rounding_cannot_be_tried_the_code_speaks(with_threads: Callable[[int], None], tmp_path: Path) -> None:
+    with_threads(2)
+    for data, parity in ((Holds(), "exact"), (Centers(still=False), "approximate")):
+        ours = run({"workers": {"count": 1}}, DataLoader(Saves(data, tmp_path / "made"), 8))
+        assert ours.loop is not None and ours.loop.plan.parity == parity
+        changes = "".join(list_loop_changes(ours.loop.plan, ours.loop.verdicts))
+        said = "samples may be rounded differently, which could not be tried: Centers.__getitem__ may add up numbers"
+        assert (said in changes) is (parity == "approximate")
+
+
+class Saves(Dataset[Any]):
+    """Writes a file for each sample, so that no sample is made to try it."""
+
+    def __init__(self, inner: Any, place: Path) -> None:
+        self.inner, self.place = inner, place
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        self.place.with_suffix(f".{index}").write_text("made")
+        return self.inner[index]
+
+
+class ReadsTable(Holds):
+    """Adds to each sample what a large table holds."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, *rest = super().__getitem__(index)
+        return (x + self.table[index], *rest)
+
+
+class WritesTable(Net):
+    """Changes the table in a way that no reading of its code finds."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            exec("self.given[0][:] = 1")
+        return super().training_step(batch, batch_idx)
+
+
+def test_batches_of_before_a_change_that_was_found_late_are_said() -> None:
+    plain, ours = (_fit_with_table(rungs) for rungs in (None, {"workers": {"count": 1}}))
+    assert ours.loop is not None and "dataset.table changed while" in str(ours.reason("workers"))
+    assert ours.loop.plan.parity == "changes-training" and plain.loop is None
+    (line,) = list_loop_changes(ours.loop.plan, ours.loop.verdicts)
+    assert line.startswith("workers was on for the first steps: ")
+    assert line.endswith("up to 3 batches were made from data as it was before a change")
+
+
+def _fit_with_table(rungs: Any) -> Run:
+    module, table = WritesTable(), np.zeros(100_000, dtype=np.float32)
+    module.given = [table]
+    return run(rungs, DataLoader(ReadsTable(table=table), 4), module, max_epochs=1)
 
 
 class Named(DataLoader):

@@ -11,7 +11,7 @@ from fastloop.errors import ConfigError, describe
 from fastloop.judge.rehearsal import RungOutcome
 from fastloop.ladder import Ladder, plan
 from fastloop.records.facts import Facts
-from fastloop.records.plan import Plan, Step
+from fastloop.records.plan import PARITY_ORDER, Parity, Plan, Step
 
 
 class LivePlan:
@@ -86,11 +86,17 @@ class LivePlan:
         self._given_up |= {step.rung}
         self.skip(step, reason, is_refusal=is_refusal, has_acted=has_acted)
 
-    def weaken(self, key: str, note: str) -> None:
-        """If a planned rung that sets `key` was planned as exact, make it approximate, with this note."""
-        for step in self.plan.planned:
-            if key in step.change.wants and step.change.parity == "exact":
-                change = dataclasses.replace(step.change, parity="approximate", notes=(*step.change.notes, note))
+    def weaken(self, key: str, note: str, parity: Parity = "approximate") -> None:
+        """If a rung that sets `key`, or has set it for some steps, was planned as closer to a plain run than `parity`,
+        give it that class, and this note."""
+        for step in self.plan.steps:
+            is_used = step.status == "planned" or step.has_acted
+            if (
+                is_used
+                and key in step.change.wants
+                and PARITY_ORDER.index(step.change.parity) < PARITY_ORDER.index(parity)
+            ):
+                change = dataclasses.replace(step.change, parity=parity, notes=(*step.change.notes, note))
                 self.replace(step, dataclasses.replace(step, change=change))
 
     def take_cheaper(self, step: Step) -> Step:

@@ -51,7 +51,8 @@ class TrainLoaders:
             if it could apply but is not worth it.
         warn: receives a line that the user must not miss.
         say: receives a line about progress.
-        weaken: receives the key of a planned setting that turned out not to be exact, and the reason.
+        weaken: receives the key of a planned setting that turned out not to be exact, the reason, and the class if it
+            is not `approximate`.
         one_time: collects one-time costs, which belong to no step.
         by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
     """
@@ -65,7 +66,7 @@ class TrainLoaders:
         give_up: Callable[..., None],
         warn: Callable[[str], None],
         say: Callable[[str], None],
-        weaken: Callable[[str, str], None],
+        weaken: Callable[..., None],
         one_time: OneTime,
         by_ladder: Collection[str] = (),
     ) -> None:
@@ -129,6 +130,8 @@ class TrainLoaders:
         copies = bool(settings) or (base is loader and "loader.engine" in plan.wants)
         changed = clone(base, settings) if copies else base
         engine = self._make_engine(changed, loader, plan)
+        if getattr(engine, "has_one_thread_each", False):
+            self._workers.compare_rounding("loader.engine", loader, facts)
         keeps_iterator = bool(getattr(loader, "persistent_workers", False))
         has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
 
@@ -325,6 +328,7 @@ class TrainLoaders:
             ("loader.pin_memory", self.staging.count_pinned),
             ("feed.depth", self.staging.count_ahead),
             ("loader.engine", lambda: self._checked),
+            ("loader.engine", self._workers.note_rounding),
             *((key, each.evidence) for key, each in self._made if hasattr(type(each), "evidence")),
         ]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from fastloop.bridge.watch import loader_state
@@ -17,6 +18,7 @@ from fastloop.feeds.workers.more_workers import MoreWorkers
 from fastloop.feeds.workers.next_epoch import NextEpoch
 from fastloop.feeds.workers.pace import Left
 from fastloop.feeds.workers.read_twice import ReadTwice
+from fastloop.feeds.workers.thread_rounding import list_adding
 from fastloop.feeds.workers.tried_workers import TriedWorkers
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Plan
@@ -25,7 +27,34 @@ MOST_WORKERS = "loader.most_workers"
 """The want for more workers, up to this number."""
 NEXT_EPOCH = "loader.next_epoch"
 """The want for making an epoch's first batches before it begins."""
+_MOST_COMPARED = 4
+"""Loaders for which rounding is compared: with reloads, each epoch has others."""
+ROUNDED = "samples are rounded differently: torch computes them with 1 thread in {place}, with {threads} here"
+UNTRIED = (
+    "samples may be rounded differently, which could not be tried: {function} may add up numbers with torch, which has"
+    " 1 thread in {place}, and {threads} here"
+)
 DREW = "samples draw random numbers, and workers draw different ones than a run without workers"
+
+
+class _Rounding(NamedTuple):
+    """A setting that has samples made with one of torch's threads, not as many as this process has."""
+
+    key: str
+    place: str
+    adding: tuple[str, ...]
+    """The user's functions that may add up numbers."""
+    twice: ReadTwice | None
+
+    def describe(self) -> str | None:
+        """Return how its samples are rounded differently; None if they are not, or nothing is known yet."""
+        threads = torch.get_num_threads()
+        found = None if self.twice is None else self.twice.find_rounding()
+        if found:
+            return ROUNDED.format(place=self.place, threads=threads)
+        if found is not None or threads == 1 or not (self.twice is None or self.twice.is_over):
+            return None
+        return UNTRIED.format(function=self.adding[0], place=self.place, threads=threads) if self.adding else None
 
 
 class WorkerProcesses:
@@ -34,7 +63,8 @@ class WorkerProcesses:
     Args:
         give_up: receives the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
             if it could apply but is not worth it.
-        weaken: receives the key of a planned setting that turned out not to be exact, and the reason.
+        weaken: receives the key of a planned setting that turned out not to be exact, the reason, and the class if it
+            is not `approximate`.
         warn: receives a line that the user must not miss.
         say: receives a line about progress.
         is_training: whether Lightning's loop, not a callback, is requesting batches now.
@@ -46,7 +76,7 @@ class WorkerProcesses:
         trainer: Any,
         *,
         give_up: Callable[..., None],
-        weaken: Callable[[str, str], None],
+        weaken: Callable[..., None],
         warn: Callable[[str], None],
         say: Callable[[str], None],
         is_training: Callable[[], bool],
@@ -61,13 +91,17 @@ class WorkerProcesses:
         self._fresh: FreshWorkers | None = None
         self._next: NextEpoch | None = None
         self._twice: list[ReadTwice] = []
+        self._rounding: list[_Rounding] = []
         self._most_alive: int | None = None
         self._keeps_theirs, self._kept = False, False
 
     def arrange(self, loader: Any, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs:
         """Complete the settings of a loader; returns what makes an epoch's batches."""
         self._keeps_theirs = "persistent_workers" in settings and "num_workers" not in settings
-        twice = self._read_twice(loader, facts) if self._keeps_theirs or settings.get("num_workers") else None
+        starts = bool(settings.get("num_workers"))
+        # The user's own have one thread, too.
+        compares = starts and not loader.num_workers and len(self._rounding) < _MOST_COMPARED
+        twice = self._read_twice(loader, facts, compares) if self._keeps_theirs or starts else None
         epochs: Epochs = begin_unchanged
         if settings.get("num_workers"):
             epochs = self._try(loader, plan, settings, facts, twice)
@@ -88,11 +122,17 @@ class WorkerProcesses:
         begins_early = NEXT_EPOCH in plan.wants and settings.get("in_order", getattr(loader, "in_order", True))
         return self._begin_early(loader, epochs) if begins_early else epochs
 
-    def _read_twice(self, loader: Any, facts: Facts) -> ReadTwice | None:
+    def compare_rounding(self, key: str, loader: Any, facts: Facts) -> None:
+        """Find out whether an engine with this key, whose threads have one of torch's each, rounds samples as here."""
+        if len(self._rounding) < _MOST_COMPARED:
+            twice, adding = self._read_twice(loader, facts, True), list_adding(loader.dataset, loader.collate_fn)
+            self._rounding.append(_Rounding(key, "the loading threads", adding, twice))
+
+    def _read_twice(self, loader: Any, facts: Facts, compares_threads: bool) -> ReadTwice | None:
         """Have samples read twice in another process, while this one goes on; None if that might disturb it."""
         if facts.loader is None or facts.loader.worker_hazards:  # an open file, say, whose position is shared
             return None
-        self._twice.append(twice := ReadTwice(loader))
+        self._twice.append(twice := ReadTwice(loader, compares_threads=compares_threads))
         return twice
 
     def end(self) -> None:
@@ -117,6 +157,9 @@ class WorkerProcesses:
         if self._fewer is not None:
             settings.update(self._fewer[0])
         owner, replaces = plan.owner("loader.num_workers"), loader.num_workers > 0
+        if not replaces and len(self._rounding) < _MOST_COMPARED:
+            adding = list_adding(loader.dataset, loader.collate_fn)
+            self._rounding.append(_Rounding("loader.num_workers", "workers", adding, twice))
         self._tried = TriedWorkers(
             room_bytes=_find_room(facts),
             is_training=self._is_training,
@@ -126,6 +169,7 @@ class WorkerProcesses:
             turn_off=f"rungs.{owner}.enabled: false",
             free_cpus=plan.wants.get("launch.free_cpus", 0),
             leave_out=self._leave_out if owner in self._by_ladder else None,
+            own_up=self._own_up,
             twice=None if replaces else twice,
         )
         return self._tried.batches
@@ -134,13 +178,19 @@ class WorkerProcesses:
         """Workers would work but are not worth it in this run; the verdict says so."""
         self._give_up("loader.num_workers", why, is_refusal=False, has_acted=True)
 
+    def _own_up(self, batches: int) -> None:
+        """Batches of the training may have been made from outdated data."""
+        made = "1 batch was" if batches == 1 else f"{batches} batches were"
+        self._weaken("loader.num_workers", f"up to {made} made from data as it was before a change", "changes-training")
+
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
         """Continue with fewer workers than planned, or none."""
         if workers:
             why = f"{workers} workers, each with {ahead} batches ahead: {why}"
             self._fewer = {"num_workers": workers, "prefetch_factor": ahead}, why
         else:
-            self._give_up("loader.num_workers", why)
+            has_acted = self._tried is not None and self._tried.has_handed_out
+            self._give_up("loader.num_workers", why, has_acted=has_acted)
             why = f"no workers are used from now on: {why}"
         self._warn(why)
 
@@ -179,11 +229,19 @@ class WorkerProcesses:
 
     # -- evidence -----------------------------------------------------------------------------------------------------
 
+    def note_rounding(self) -> Mapping[str, Any]:
+        """Note where samples are rounded differently elsewhere, as far as it is known by now; no evidence."""
+        for each in self._rounding:
+            if (note := each.describe()) is not None:
+                self._weaken(each.key, note)
+        return {}
+
     def count(self) -> Mapping[str, Any]:
         """Report the highest number of live workers so far, because workers exit after an epoch's last batch, which a
         feed fetches early; also how they were reduced, their CPUs, and the time lost."""
         if self._tried is not None and self._tried.drew.value:
             self._weaken("loader.num_workers", DREW)
+        self.note_rounding()
         iterators = list(loader_state.find_iterators(self.trainer))
         counts = [self._most_alive, *map(loader_queue.count_live_workers, iterators)]
         self._most_alive = max((count for count in counts if count is not None), default=None)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from fastloop.errors import let_through
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.between_batches import list_running
@@ -74,6 +75,24 @@ def _is_shared(item: Any) -> bool:
     return isinstance(item, (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)) or any(
         kind.__module__.startswith("multiprocessing.") for kind in kinds
     )
+
+
+def find_memory(item: Any) -> range | None:
+    """Return the addresses of a tensor's or an array's numbers, which its views share; None for anything else."""
+    try:
+        if isinstance(item, torch.Tensor) and item.layout is torch.strided:
+            start, size = item.data_ptr(), item.element_size()
+            steps = [each * size for each in item.stride()]
+        elif isinstance(item, np.ndarray):
+            start, size, steps = item.ctypes.data, item.itemsize, [*item.strides]
+        else:
+            return None
+    except Exception as error:  # a fake tensor, say, has no memory
+        let_through(error)
+        return None
+    spans = [(count - 1) * step for count, step in zip(item.shape, steps, strict=True)]
+    last = start + size + sum(span for span in spans if span > 0)
+    return range(start + sum(span for span in spans if span < 0), last) if start and 0 not in item.shape else None
 
 
 def find_block(array: Any) -> Any:

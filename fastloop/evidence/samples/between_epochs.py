@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples.before_epoch import find_memory
 from fastloop.evidence.samples.between_batches import BY_DATA, list_holders, list_running
 from fastloop.evidence.samples.dataset import walk
 from fastloop.evidence.samples.shared_files import list_shared_files, list_shared_maps
@@ -48,9 +49,11 @@ def list_changers(
             if "initial_seed" in names or {"get_worker_info", "seed"} <= names:
                 found[f"{function.__qualname__} reads its worker's seed, which changes in each epoch"] = None
     read = dict(_list_read([*walked, *walk(worker_init, "worker_init_fn")]))
-    for owner, name, function in _list_running_here(others, sampler, read):
-        known = (read[key] for key in _list_written(owner, function) if key in read)
+    running = list(_list_running_here(others, sampler, read))
+    for owner, name, function in running:
+        known = _find_names(read, _list_written(owner, function))
         found |= {f"{path} is changed by {type(owner).__name__}.{name}": None for path in known if path not in held}
+    found |= dict.fromkeys(_list_changed_buffers(others, read, running))
     return (*found, *_list_trained(others, read))
 
 
@@ -74,13 +77,14 @@ def list_changes_within(
     hands_out_rows = loader is not None and getattr(loader, "batch_sampler", loader) is None  # no batch is stacked
     changes = [*_list_called_writers(roots, walked, others, [function for _, _, function in running])]
     for owner, name, function in running:
-        known = (read[key] for key in _list_written(owner, function) if key in read)
+        known = _find_names(read, _list_written(owner, function))
         changes += [f"{path} is changed by {type(owner).__name__}.{name}" for path in known]
         if hands_out_rows and name in _GIVEN_BATCHES and sample_code.writes_to_arguments(function, type(owner)):
             changes.append(f"{type(owner).__name__}.{name} changes its batch, which may be the dataset's own")
         trained_on = _list_changed_by_trainer(function, _find_trainer_name(owner, name, function))
         changes += [f"{each} is changed by {type(owner).__name__}.{name}" for each in trained_on]
     changes += (*list_shared_files(walked, running), *list_shared_maps(walked, running))
+    changes += _list_changed_buffers(others, read, running, between=True)
     return (*dict.fromkeys(changes), *_list_trained(others, read))
 
 
@@ -113,9 +117,25 @@ def _list_trained(others: Iterable[Any], read: Mapping[Any, str]) -> Iterator[st
             parts = [part for part in model.modules() if part is not model]
             weights = [each for each in model.parameters() if each.requires_grad]
             trained = [part for part in parts if any(each.requires_grad for each in part.parameters())]
-            yield from islice(
-                (f"{read[id(each)]} is being trained" for each in (*trained, *weights) if id(each) in read), 1
-            )
+            names = _find_names(read, (key for each in (*trained, *weights) for key in _list_keys(each)))
+            yield from islice((f"{name} is being trained" for name in names), 1)
+
+
+def _list_changed_buffers(
+    others: Iterable[Any], read: Mapping[Any, str], running: Iterable[tuple[Any, str, Any]], *, between: bool = False
+) -> Iterator[str]:
+    """Buffers of the model that samples are made from, such as a memory bank, if these functions or its parts' own
+    methods write to something of that name."""
+    parts = (part for model in others if isinstance(model, torch.nn.Module) for part in model.modules())
+    for part in parts:
+        for buffer, value in part._buffers.items():
+            if value is not None and (paths := list(_find_names(read, _list_keys(value)))):
+                own = [(part, name, function) for name, function in list_running(part, between)]
+                for owner, name, function in (*running, *own):
+                    chains = sample_code.list_chains_written(function, calls=False)
+                    roots = sample_code.list_roots_written(function, type(owner))
+                    if f".{buffer}" in roots or any(buffer in chain[1:] for chain in chains):
+                        yield f"{paths[0]} is changed by {type(owner).__name__}.{name}"
 
 
 def list_remembered(dataset: Any, collate: Any = None) -> tuple[str, ...]:
@@ -142,10 +162,11 @@ def _list_called_names(others: Iterable[Any], functions: Iterable[Any]) -> set[s
 
 
 def _list_read(walked: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, str]]:
-    """Objects that samples are made from, by id, each with its name; globals also by module and name."""
+    """Objects that samples are made from, by id, each with its name; globals also by module and name, tensors and
+    arrays by their memory."""
     functions: dict[Any, None] = {}
     for path, item in walked:
-        yield id(item), path
+        yield from ((key, path) for key in _list_keys(item))
         yield from ((id(kind), kind.__name__) for kind in type(item).__mro__ if not sample_code.is_installed(kind))
         functions |= dict.fromkeys(sample_code.list_sample_functions(item))
     for function in functions:
@@ -154,7 +175,25 @@ def _list_read(walked: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, str]]:
         for name, value in (*sample_code.list_globals(function), *sample_code.list_closure(function)):
             yield (scope, name), name
             if not (isinstance(value, _FIXED) or inspect.isroutine(value) or _is_installed_value(value)):
-                yield id(value), name
+                yield from ((key, name) for key in _list_keys(value))
+
+
+def _list_keys(value: Any) -> Iterator[Any]:
+    """An object's id, and the memory of a tensor or an array: a view is another object."""
+    yield id(value)
+    if (memory := find_memory(value)) is not None:
+        yield memory
+
+
+def _find_names(read: Mapping[Any, str], keys: Iterable[Any]) -> Iterator[str]:
+    """The names in `read` of these keys, and of the first memory that overlaps with theirs."""
+    blocks = [key for key in read if isinstance(key, range)]
+    for key in keys:
+        if isinstance(key, range):
+            overlapping = (each for each in blocks if each.start < key.stop and key.start < each.stop)
+            yield from islice((read[each] for each in overlapping), 1)
+        elif key in read:
+            yield read[key]
 
 
 def _is_installed_value(value: Any) -> bool:
@@ -198,15 +237,23 @@ def _list_written(owner: Any, function: Any) -> Iterator[Any]:
     for chain in filter(None, sample_code.list_chains_written(function, calls=False)):
         value = owner if chain[:1] == [*local[:1]] else None if chain[0] in local else outer.get(chain[0])
         for name in chain[1:]:
-            value = getattr(value, "__dict__", {}).get(name)
+            value = _list_attributes(value).get(name)
             if not isinstance(value, _FIXED):
-                yield id(value)
+                yield from _list_keys(value)
+
+
+def _list_attributes(owner: Any) -> dict[str, Any]:
+    """What an object holds by name; of a module also its parts, parameters and buffers."""
+    held = getattr(owner, "__dict__", {})
+    registered = (held.get(each) or {} for each in ("_modules", "_parameters", "_buffers"))
+    is_module = isinstance(owner, torch.nn.Module)
+    return {name: value for each in (*registered, held) for name, value in each.items()} if is_module else held
 
 
 def _find_written(owner: Any, function: Any, written: str) -> Iterator[Any]:
     """Keys of the object at the root of what a function writes to."""
     if written.startswith("."):
-        held = getattr(owner, "__dict__", {})
+        held = _list_attributes(owner)
         value = held.get(written[1:], held.get(f"_{written[1:]}"))
         yield id(owner)
     else:
@@ -217,4 +264,4 @@ def _find_written(owner: Any, function: Any, written: str) -> Iterator[Any]:
     if inspect.ismodule(value) and value is not os:
         yield id(vars(value))
     if not isinstance(value, _FIXED):
-        yield id(value)
+        yield from _list_keys(value)

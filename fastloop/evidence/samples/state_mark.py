@@ -32,7 +32,9 @@ _MOST_PARTS, _MOST_OBJECTS, _MOST_MEMBERS = 200, 2000, 200
 _MOST_ALIKE = 20
 """Of a collection's members, only the first are looked into."""
 _MOST_NUMBERS = 1000
-"""Of a larger array, only numbers at even distances are read."""
+"""Of a larger array, a look only reads numbers at even distances."""
+_SHIFTS = 8
+"""Looks after which these are the same numbers again."""
 _SHARED = (SynchronizedBase, ctypes.Array, ctypes._SimpleCData)
 """Values in memory that processes share: workers see changes there, but have read ahead."""
 _INSIDE = ("inner", "dataset")
@@ -47,24 +49,30 @@ class _Part(NamedTuple):
     """Returns what it holds now."""
     held: list[Any]
     """What it held when it was marked. Kept, so that no new object gets the identity of an old one."""
+    is_sampled: bool = False
+    """Whether a look reads only some of its numbers, which the last item of `held` stands for."""
 
 
 class StateMark:
     """What these objects hold, and what the user's code for samples reads from globals, classes, closures and context
-    variables. Changes in large arrays, or further away than some 200 objects, can be missed.
+    variables. Changes in large arrays can be found late or missed, and those further away than some 200 objects missed.
 
     Args:
         roots: objects by the names that a message gives them.
+
+    Attributes:
+        is_late: whether the change that was found may be older than the look before.
     """
 
     def __init__(self, **roots: Any) -> None:
         self._parts = list(islice(_walk(roots), _MOST_PARTS))
         """Only what can be read: objects of the user's may raise anything."""
+        self.is_late = False
 
     def find_change(self) -> str | None:
         """Return the place of something that has changed: ``dataset.level``. None if nothing has."""
         for part in tuple(self._parts):
-            path, read, held = part
+            path, read, held, is_sampled = part
             try:
                 now = read()
             except Exception as error:
@@ -72,6 +80,7 @@ class StateMark:
                 self._parts.remove(part)
                 continue
             if len(now) != len(held) or not (all(map(is_, now, held)) or all(map(_is_same, now, held))):
+                self.is_late = is_sampled and all(map(_is_same, now[:-1], held))
                 return path
         return None
 
@@ -98,7 +107,8 @@ def _walk(roots: dict[str, Any]) -> Iterator[_Part]:
                 continue
             if isinstance(item, _SHARED) and path.rpartition(".")[2] in _list_written(known.values()):
                 continue
-            part = None if (read := _find_reader(item)) is None else _Part(path, read, read())
+            read = _find_reader(item)
+            part = None if read is None else _Part(path, read, read(), isinstance(read, _Sampled))
             members = [(f"{path}{step}", member) for step, member in _list_members(item)]
         except Exception as error:
             let_through(error)
@@ -168,9 +178,9 @@ def _find_reader(item: Any) -> Callable[[], list[Any]] | None:
         return None if item.is_inference() else lambda: [item._version]
     if isinstance(item, _SHARED):
         values = item.get_obj() if isinstance(item, SynchronizedBase) else item
-        return lambda: [_sum(np.frombuffer(memoryview(values), np.uint8))]
+        return _read_numbers(np.frombuffer(memoryview(values), np.uint8))
     if isinstance(item, np.ndarray):
-        return None if item.dtype.hasobject or _is_file(item) else lambda: [_sum(item)]
+        return None if item.dtype.hasobject or _is_file(item) else _read_numbers(item)
     if isinstance(item, ContextVar):
         return lambda: [item.get(None)]
     if isinstance(item, dict):  # a subclass's own methods may load what it holds
@@ -226,6 +236,30 @@ def _is_file(array: Any) -> bool:
     return isinstance(find_block(array), (np.memmap, mmap.mmap))
 
 
-def _sum(array: np.ndarray[Any, Any]) -> int:
-    every = 1 + array.size // _MOST_NUMBERS
-    return zlib.crc32(np.ascontiguousarray(np.asarray(array).flat[::every]).tobytes())
+def _read_numbers(array: np.ndarray[Any, Any]) -> Callable[[], list[Any]]:
+    """What reads an array's numbers: all of them, or some of a large one."""
+    return _Sampled(array) if array.size > _MOST_NUMBERS else lambda: [_sum(array)]
+
+
+class _Sampled:
+    """Reads some of a large array's numbers, each time others, and finds out whether they have changed since it was
+    made. Of a view of a tensor it also reads how often torch has changed that."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array, self._looks, self._every = array, 0, 1 + array.size // _MOST_NUMBERS
+        self._sums = [self._sum(shift) for shift in range(_SHIFTS)]
+        block = find_block(array)
+        self._tensor = block if isinstance(block, torch.Tensor) and not block.is_inference() else None
+
+    def __call__(self) -> list[Any]:
+        shift = self._looks % _SHIFTS
+        self._looks += 1
+        version = None if self._tensor is None else self._tensor._version
+        return [version, self._sum(shift) == self._sums[shift]]
+
+    def _sum(self, shift: int) -> int:
+        return _sum(self._array, shift * self._every // _SHIFTS, self._every)
+
+
+def _sum(array: np.ndarray[Any, Any], first: int = 0, every: int = 1) -> int:
+    return zlib.crc32(np.ascontiguousarray(np.asarray(array).flat[first::every]).tobytes())

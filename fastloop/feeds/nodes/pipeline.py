@@ -41,6 +41,9 @@ class ThreadEngine:
         warn: shows the user one line.
     """
 
+    has_one_thread_each = True
+    """torchdata lets torch compute with one thread in each of its threads."""
+
     def __init__(
         self,
         loader: DataLoader[Any],

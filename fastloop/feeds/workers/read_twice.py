@@ -1,4 +1,5 @@
-"""Whether reading a sample changes it for the next time, found out by reading a few samples twice in a forked process.
+"""Whether reading a sample changes it for the next time, and whether torch rounds it differently with one thread, found
+out by reading a few samples twice in a forked process.
 
 A ``__getitem__`` that divides a stored picture by 255 in place is right with workers that start anew in each epoch, and
 with kept ones the picture grows darker. Code that reads code finds only some ways to write that.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import multiprocessing
 import os
@@ -39,6 +41,7 @@ from fastloop.errors import let_through
 from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.dataset import list_running, walk
 from fastloop.feeds.workers.in_worker import read_streams
+from fastloop.feeds.workers.thread_rounding import find_difference
 
 ENOUGH_S = 0.5
 """No further sample is read after this time."""
@@ -55,6 +58,8 @@ _WRITES = re.compile(
 )
 """Calls with effects outside of the process: such samples are not read once more than needed."""
 _WORKER = sys.modules[_worker_loop.__module__]
+_MOST_COMPARED = 16
+"""Samples that are made with other numbers of threads: half of them may round alike by chance."""
 _MOST_SHARED_BYTES = 2**28
 _PRIVATE_ANONYMOUS_FIXED = 0x02 | 0x20 | 0x10
 """Flags of Linux's mmap."""
@@ -62,15 +67,26 @@ _PRIVATE_ANONYMOUS_FIXED = 0x02 | 0x20 | 0x10
 
 class ReadTwice:
     """Reads samples of a loader's dataset twice, in a forked process that begins with this object and first copies the
-    memory that processes share."""
+    memory that processes share.
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    Args:
+        compares_threads: whether it also makes samples with as many of torch's threads as this process has.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, compares_threads: bool = False) -> None:
         self._process: Any = None
-        self._verdict: tuple[bool | None, str] = None, ""
-        if sys.platform == "linux" and _may_try(loader) and (indices := _choose_indices(loader)):
+        self._answers: list[Any] = []
+        self._has_one_thread = torch.get_num_threads() == 1
+        compares = compares_threads and not self._has_one_thread
+        self._most = 2 if compares else 1
+        """Answers that the process gives."""
+        count = _count_samples(loader)
+        if sys.platform == "linux" and count and _may_try(loader) and (_has_known_indices(loader) or compares):
             context = multiprocessing.get_context("fork")
             self._answer, theirs = context.Pipe(duplex=False)
-            self._process = context.Process(target=_read, args=(loader, indices, theirs, os.getpid()), daemon=True)
+            self._process = context.Process(
+                target=_read, args=(loader, count, compares, theirs, os.getpid()), daemon=True
+            )
             self._began = time.monotonic()
             self._process.start()
             theirs.close()
@@ -78,13 +94,33 @@ class ReadTwice:
     def find_change(self) -> tuple[bool | None, str]:
         """Return whether reading a sample changes it, None if that is not known, and the reason. Waits at most until
         `SOON_S` after the start."""
-        if self._process is not None:
-            with contextlib.suppress(EOFError, OSError):
+        self._receive(1)
+        return self._answers[0] if self._answers else (None, "")
+
+    def find_rounding(self) -> bool | None:
+        """Return whether torch rounds samples differently with one thread than with as many as here; None if that is
+        not known. Waits as long."""
+        if self._has_one_thread:
+            return False
+        self._receive(2)
+        return self._answers[1] if len(self._answers) > 1 else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more answers will come."""
+        return self._process is None
+
+    def _receive(self, count: int) -> None:
+        """Receive answers, until there are this many."""
+        while self._process is not None and len(self._answers) < count:
+            try:
                 if not self._answer.poll(max(0.0, self._began + SOON_S - time.monotonic())):
-                    return self._verdict
-                self._verdict = self._answer.recv()
+                    return
+                self._answers.append(self._answer.recv())
+            except (EOFError, OSError):
+                self.end()
+        if len(self._answers) == self._most:
             self.end()
-        return self._verdict
 
     def end(self) -> None:
         """End the process, if it still runs."""
@@ -106,30 +142,44 @@ def _may_try(loader: DataLoader[Any]) -> bool:
     return not any(_WRITES.fullmatch(name) for each in names for name in each)
 
 
-def _choose_indices(loader: DataLoader[Any]) -> list[int]:
-    """Return the samples to read; none if the dataset's keys are unknown."""
+def _has_known_indices(loader: DataLoader[Any]) -> bool:
+    """Whether the dataset's keys are known to be the numbers below its length."""
     own = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else loader.sampler
+    return isinstance(own, _WHOLE)
+
+
+def _count_samples(loader: DataLoader[Any]) -> int:
     try:
-        count = len(loader.dataset) if isinstance(own, _WHOLE) else 0  # type: ignore[arg-type]
+        return len(loader.dataset)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
-        return []
-    return sorted({part * (count - 1) // 4 for part in range(5)}) if count > 0 else []
+        return 0
+
+
+def _choose_indices(count: int, parts: int) -> list[int]:
+    """Return the samples to read."""
+    return sorted({part * (count - 1) // (parts - 1) for part in range(parts)})
 
 
 # -- in the forked process ---------------------------------------------------------------------------------------------
 
 
-def _read(loader: DataLoader[Any], indices: Sequence[int], answer: Any, parent: int) -> None:
+def _read(loader: DataLoader[Any], count: int, compares: bool, answer: Any, parent: int) -> None:
     """Read samples as a worker would, answer, and end without any cleanup."""
     gc.disable()  # what is garbage here is the parent's, CUDA events among it
     with contextlib.suppress(BaseException):
         _stand_alone(parent)
+        threads = torch.get_num_threads()
         torch.set_num_threads(1)
         dataset = loader.dataset
         _WORKER._worker_info = WorkerInfo(id=0, num_workers=loader.num_workers or 1, seed=0, dataset=dataset)  # type: ignore[attr-defined]
         if loader.worker_init_fn is not None:
             loader.worker_init_fn(0)
-        answer.send(_compare(loader, indices, _read_in_another(loader, indices)))
+        indices = _choose_indices(count, 5) if _has_known_indices(loader) else []
+        verdict = _compare(loader, indices, _read_in_another(loader, indices)) if indices else (None, "")
+        answer.send(verdict)
+        if compares and not verdict[0]:  # else no other process or thread makes samples
+            make = functools.partial(_make_checksum, loader)
+            answer.send(find_difference(make, _choose_indices(count, _MOST_COMPARED), threads))
     os._exit(0)
 
 
@@ -211,6 +261,16 @@ def _compare(loader: DataLoader[Any], indices: Sequence[int], elsewhere: Sequenc
         if first != again:
             return True, f"sample {index} {ANOTHER}"
     return False, ""
+
+
+def _make_checksum(loader: DataLoader[Any], index: int) -> int:
+    """Return a checksum of a sample and, if it can be collated alone, of the batch."""
+    value, _ = _fetch(loader, index)
+    total = _digest(value)
+    has_several = isinstance(value, list) and callable(getattr(loader.dataset, "__getitems__", None))
+    with contextlib.suppress(Exception):
+        total += _digest(loader.collate_fn(value if has_several or loader.batch_sampler is None else [value]))
+    return total
 
 
 def _fetch_twice(loader: DataLoader[Any], index: int) -> Iterator[tuple[Any, bool]]:

@@ -74,10 +74,13 @@ class TriedWorkers:
         is_training: whether the training itself requests an epoch now, not a callback.
         replaces: whether they replace the user's own workers, whose copies are as old.
         leave_out: called like `step_down` if workers cost more time than they save; None to keep them even then.
+        own_up: called before `step_down` if batches that were handed out may have been made from outdated data, with
+            their greatest number.
         twice: a check whether reading a sample changes it; None if that does not matter.
 
     Attributes:
         drew: its ``value`` tells whether a worker has drawn from a global random generator.
+        has_handed_out: whether batches that workers made were handed out.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class TriedWorkers:
         is_training: Callable[[], bool] = lambda: False,
         replaces: bool = False,
         leave_out: Callable[[int, int, str], None] | None = None,
+        own_up: Callable[[int], None] = lambda _: None,
         twice: ReadTwice | None = None,
     ) -> None:
         self._twice = twice
@@ -98,6 +102,8 @@ class TriedWorkers:
         self._is_training, self._replaces = is_training, replaces
         self._mark: StateMark | None = None
         """What the workers' copies hold."""
+        self._own_up, self._handed_out, self.has_handed_out = own_up, 0, False
+        """Batches that were handed out since the workers made their copies."""
         self._made_ms: Any = ()
         self._took_ms: list[float] = []
         self.drew = multiprocessing.RawValue("b", 0)
@@ -154,6 +160,7 @@ class TriedWorkers:
                         self._lighten(loader, fewer)
                     if stale is None and not isinstance(batch, Unsent):
                         self._drawn.pending.popleft()
+                        self._handed_out, self.has_handed_out = self._handed_out + 1, True
                         yield batch
                     if fewer is not None:
                         break
@@ -205,6 +212,7 @@ class TriedWorkers:
             "worker_init_fn": SendsExits(self._whereabouts.make_init(init)),
         }
         own = {part: getattr(loader, part) for part in parts}
+        self._handed_out = self._handed_out if loader._iterator is not None else 0
         _set_timeout(loader._iterator, 0)  # persistent workers may first have to finish the last epoch's batches
         loader.__dict__.update(parts)
         try:
@@ -297,8 +305,10 @@ class TriedWorkers:
     def _find_stale(self) -> _Fewer | None:
         """Return settings without workers if something has changed what they hold copies of."""
         changed = None if self._mark is None else self._mark.find_change()
-        if changed is None:
+        if self._mark is None or changed is None:
             return None
+        if self._mark.is_late and self._handed_out:
+            self._own_up(self._handed_out)
         return _Fewer(0, 0, f"{changed} changed while batches were being loaded, and workers hold older copies")
 
     def _find_loss(self) -> _Fewer | None:

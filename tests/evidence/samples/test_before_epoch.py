@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 from torchvision.datasets import FakeData
 
-from fastloop.evidence.samples.before_epoch import explain_not_ahead
+from fastloop.evidence.samples.before_epoch import explain_not_ahead, find_memory
 
 LEVEL = multiprocessing.RawValue("i", 0)
 
@@ -152,3 +152,22 @@ def test_samples_that_ask_for_their_worker() -> None:
 
 def test_a_collate_function_reads_too() -> None:
     assert explain_not_ahead(Plain(), [Writes()], collate=_read_file) is not None
+
+
+def test_views_share_memory_and_copies_do_not() -> None:
+    tensor, array = torch.zeros(6, 4), np.zeros((6, 4))
+    start = tensor.data_ptr()
+    assert find_memory(tensor) == find_memory(tensor.numpy()) == range(start, start + 96)
+    assert find_memory(tensor.T) == find_memory(tensor) and find_memory(tensor[2:4]) == range(start + 32, start + 64)
+    assert find_memory(tensor[:, 1]) == range(start + 4, start + 88)
+    assert find_memory(array[::-1]) == find_memory(array) == find_memory(torch.from_numpy(array))
+    assert find_memory(array.copy()) != find_memory(array)
+    for other in (
+        torch.zeros(0),
+        np.zeros((3, 0)),
+        torch.zeros(2).to_sparse(),
+        torch.zeros(2, device="meta"),
+        [1],
+        None,
+    ):
+        assert find_memory(other) is None

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
@@ -560,3 +561,93 @@ def test_parts_of_the_model_that_is_trained() -> None:
     model.net[0].requires_grad_(False)
     assert list_changes_within(ByModel(model.net[0]), [model]) == (), "frozen"
     assert list_changes_within(ByModel(torch.nn.Linear(4, 4)), [model]) == (), "another model"
+
+
+# -- views -------------------------------------------------------------------------------------------------------------
+
+
+class ByRows(Plain):
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+class Banked(L.LightningModule):
+    """Keeps what it computed in a memory bank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(8, 4))
+        self.register_buffer("scale", torch.ones(8, 4))
+        self.array = np.zeros((8, 4))
+        self.net = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.bank[batch] = 1.0 * self.scale[batch]
+        self.array[batch] = 1
+
+
+class Memory(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(8, 4))
+
+    def forward(self, x: Any, index: Any) -> Any:
+        self.kept[index] = x
+        return x
+
+
+class HoldsMemory(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.memory(*batch)
+
+
+class WritesBank(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.scale[batch] = 2
+
+
+VIEWS = [
+    lambda bank: bank,
+    lambda bank: bank.numpy(),
+    lambda bank: bank.T[1:].detach(),
+    lambda bank: list(bank.numpy()[2:4]),
+    lambda bank: torch.from_numpy(bank.numpy()[3:]),
+    lambda bank: bank.numpy()[::-1][1:],
+]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_what_training_changes(view: Any) -> None:
+    module = Banked()
+    for rows in (view(module.bank), view(torch.from_numpy(module.array))):
+        dataset = ByRows(rows)
+        (within,), (between,) = list_changes_within(dataset, [module]), list_changers(dataset, [module])
+        assert within == between and within.startswith("dataset.rows") and within.endswith("by Banked.training_step")
+    memory = HoldsMemory()
+    assert "is changed by Memory.forward" in list_changes_within(ByRows(view(memory.memory.kept)), [memory])[0]
+    weight = view(module.net.weight.detach())
+    assert list_changes_within(ByRows(weight), [module])[0].endswith(" is being trained")
+
+
+def test_a_callback_that_writes_to_the_modules_buffer() -> None:
+    module = Banked()
+    dataset = ByRows(module.scale.numpy())
+    assert list_changes_within(dataset, [module]) == (), "it is only read"
+    assert list_changes_within(dataset, [module, WritesBank()]) == (
+        "dataset.rows is changed by WritesBank.on_train_batch_end",
+    )
+
+
+def test_other_memory_is_not_what_training_changes() -> None:
+    module = Banked()
+    stored = torch.zeros(16, 4)
+    module.bank = stored[:8]
+    for rows in (stored[8:].numpy(), module.bank.clone(), module.array.copy()):
+        assert list_changes_within(ByRows(rows), [module]) == () == list_changers(ByRows(rows), [module])

@@ -273,3 +273,25 @@ def test_a_large_array_is_not_copied() -> None:
     assert peak < 10e6
     data.large[:] = 1
     assert mark.find_change() is not None
+
+
+def test_what_torch_changes_of_a_view_is_seen_at_once() -> None:
+    bank = torch.zeros(20_000, 64)
+    data = Holds()
+    data.large = bank.numpy()[::2]
+    mark = StateMark(data=data)
+    assert mark.find_change() is None
+    bank[7, 3] = 1
+    assert mark.find_change() == "data.large" and not mark.is_late
+
+
+@pytest.mark.parametrize("count", [800, 200_000])
+def test_what_changes_in_an_array_is_seen_later_where_it_is_large(count: int) -> None:
+    """Each look reads other numbers."""
+    data = Holds()
+    data.large = np.zeros(count)
+    mark = StateMark(data=data)
+    data.large[100:130] = 1
+    looks = [mark.find_change() for _ in range(8)]
+    assert "data.large" in looks and mark.is_late is (count == 200_000)
+    assert looks[0] is None or count == 800

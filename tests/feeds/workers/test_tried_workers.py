@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset, get_worker_info
@@ -54,6 +55,7 @@ def tried(
     room_bytes: int | None = None,
     dataset: Any = None,
     pays: bool = False,
+    own_up: Callable[[int], None] = lambda _: None,
     **settings: Any,
 ) -> tuple[LazyLoader, Steps]:
     """A shuffling loader with tried workers; with `pays` they have to be worth it."""
@@ -67,6 +69,7 @@ def tried(
         warn=steps.warned.append,
         turn_off="rungs.loads.enabled: false",
         leave_out=(lambda *given: steps.left_out.append(given)) if pays else None,
+        own_up=own_up,
     ).batches
     return LazyLoader(loader, epochs=epochs), steps
 
@@ -701,3 +704,25 @@ def test_a_change_in_mid_epoch_is_seen_from_the_next_batch_on(
     assert [why for _, _, why in steps.down] == [
         "dataset changed while batches were being loaded, and workers hold older copies"
     ] * looks
+
+
+class HasTable(Grows):
+    """Reads a large table, of which a look sees only some numbers."""
+
+    def __init__(self) -> None:
+        self.table = np.zeros(100_000)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((1000,), index + self.table[index] + 100 * self.level)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_batches_that_may_be_outdated_are_counted(is_late: bool) -> None:
+    data, owned = HasTable(), list[int]()
+    loader, steps = tried(dataset=data, own_up=owned.append)
+    for number, _ in enumerate(loader):
+        if number == 4 and is_late:
+            data.table[:] = 100
+        if number == 4 and not is_late:
+            data.level = 1
+    assert owned == [5] * is_late and "changed while batches were being loaded" in steps.down[0][2]
