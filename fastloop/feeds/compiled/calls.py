@@ -70,7 +70,10 @@ class CompiledCall:
         self.budgets: dict[Any, GraphLimit] = {True: GraphLimit(), False: GraphLimit()}
         self._usual: dict[bool, Any] = {}
         """The kind of the first call in training, and in evaluation."""
-        self._trained = next(module.parameters(), None)
+        self._owners: list[tuple[dict[str, Any], str]] = []
+        """The dictionary that holds each parameter, and its name there."""
+        self._trained = self._read_trained()
+        """Which parameters required gradients in the last call."""
         self._missed = False
         self._varying: dict[str, list[int]] = {}
         self._buffers = list(module.buffers())
@@ -127,6 +130,9 @@ class CompiledCall:
         if self._find_late_hooks():
             self.hooked += 1
             return self.module._call_impl(*args, **kwargs)
+        if (trained := self._read_trained()) != self._trained:
+            self._trained = trained
+            self._touch_parameters()
         tensors = call_shapes.find_tensors(args, kwargs)
         budget = self._find_budget(tensors)
         if budget is None or budget.spent:
@@ -203,6 +209,24 @@ class CompiledCall:
         self._has_late_hooks = has_graphs and not hooks <= self._hooks
         return self._has_late_hooks
 
+    def _read_trained(self) -> tuple[bool, ...]:
+        """Return which parameters require gradients."""
+        try:
+            if self._owners:
+                return tuple([held[name].requires_grad for held, name in self._owners])
+        except (AttributeError, KeyError):  # one was removed, as pruning does
+            pass
+        parts = [part._parameters for part in self.module.modules()]
+        self._owners = [(held, name) for held in parts for name, each in held.items() if each is not None]
+        return tuple([held[name].requires_grad for held, name in self._owners])
+
+    def _touch_parameters(self) -> None:
+        """Let Dynamo look at the parameters again: it does not check tensors while their dictionary is unchanged, and
+        would run a graph without gradients for what was unfrozen since."""
+        for held, name in self._owners:
+            held[name], kept = None, held[name]
+            held[name] = kept
+
     def _find_changed(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
         """Return the paths of tensors whose numbers differ from those frozen in the graphs."""
         changed = set[str]()
@@ -227,7 +251,7 @@ class CompiledCall:
         kind = (
             training,
             torch.is_grad_enabled(),
-            self._trained is not None and self._trained.requires_grad,
+            self._trained,
             *((tensor.dtype, tensor.requires_grad) for tensor in tensors.values()),
         )
         if self._usual.setdefault(training, kind) == kind:

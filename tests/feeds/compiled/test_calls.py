@@ -363,6 +363,34 @@ def test_inductor_serves_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (call.graphs, call.budgets[True].eager, call.failure) == (2, call_shapes.LEARN, "")
 
 
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_what_is_unfrozen_gets_gradients(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As BackboneFinetuning does, or a GAN, which toggles. Dynamo does not look at parameters whose dictionary is the
+    same: without ours, the graph of the frozen layer stays in use."""
+    for touches in (True, False):
+        torch._dynamo.reset()
+        net = Net()
+        if not touches:
+            monkeypatch.setattr(CompiledCall, "_touch_parameters", lambda _self: None)
+        wrap(net)
+        layer, found = getattr(net, which), []
+        for trains in (False, True, False, True):
+            layer.requires_grad_(trains)
+            net.zero_grad()
+            net(batch(5)).sum().backward()
+            found.append(layer.weight.grad is not None)
+        assert found == [False, touches, False, touches]
+
+
+def test_parameters_may_be_removed() -> None:
+    net = Net()
+    wrap(net)
+    before = net(batch(5))
+    del net.first.bias
+    net.first.bias = None  # type: ignore[assignment]
+    assert net(batch(5)).shape == before.shape
+
+
 def test_kinds_of_calls_have_graphs_of_their_own() -> None:
     """A discriminator sees samples, generated samples of another type, and passes a gradient on with its own frozen."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
