@@ -15,6 +15,7 @@ from torch.utils.data.sampler import BatchSampler
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_model import list_methods, overrides, read_module
 from fastloop.evidence import loader_queue, machine
+from fastloop.evidence.batches import sampler_hazards
 from fastloop.evidence.model.batch_hooks import may_change_training
 from fastloop.evidence.model.own_counters import list_step_counters
 from fastloop.evidence.model.skipped_batches import may_skip
@@ -226,8 +227,8 @@ def _read_code_facts(loader: DataLoader[Any], others: Sequence[Any]) -> dict[str
         "holds_training": tuple(
             each.rpartition(" (")[0] for each in worker_hazards if each.endswith(datasets.TRAINING)
         ),
-        "sampler_hazards": between_batches.find_sampler_hazards(sampler, data, others),
-        "sampler_draws": between_batches.list_draws(sampler),
+        "sampler_hazards": sampler_hazards.find_sampler_hazards(sampler, data, others),
+        "sampler_draws": sampler_hazards.list_draws(sampler),
         "thread_hazards": (*thread_hazards, *between_batches.list_holders(data, others, between=True)),
         "may_change": list_changers(data, others, collate=collate, worker_init=init, sampler=sampler),
         "not_ahead": explain_not_ahead(data, others, collate=collate, worker_init=init),

@@ -95,6 +95,7 @@ def _follow(starts: list[Any], kind: type, modules: bool = False) -> Iterator[An
         outer = [value for _, value in list_globals(function)]
         queue.extend(outer)
         if modules:
+            queue.extend(value for _, value in list_closure(function))
             queue.extend(vars(each).get(name) for each in outer if inspect.ismodule(each) for name in named)
 
 
