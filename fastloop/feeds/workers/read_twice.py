@@ -67,7 +67,7 @@ class ReadTwice:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._process: Any = None
         self._verdict: tuple[bool | None, str] = None, ""
-        if sys.platform == "linux" and _may_try(loader) and (indices := _choose_indices(loader)):
+        if sys.platform == "linux" and may_try(loader) and (indices := choose_indices(loader)):
             context = multiprocessing.get_context("fork")
             self._answer, theirs = context.Pipe(duplex=False)
             self._process = context.Process(target=_read, args=(loader, indices, theirs, os.getpid()), daemon=True)
@@ -95,7 +95,7 @@ class ReadTwice:
             self._process = None
 
 
-def _may_try(loader: DataLoader[Any]) -> bool:
+def may_try(loader: DataLoader[Any]) -> bool:
     """Whether workers would be forked, this process may fork, and samples write nothing outside of their process."""
     context = loader.multiprocessing_context
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
@@ -106,7 +106,7 @@ def _may_try(loader: DataLoader[Any]) -> bool:
     return not any(_WRITES.fullmatch(name) for each in names for name in each)
 
 
-def _choose_indices(loader: DataLoader[Any]) -> list[int]:
+def choose_indices(loader: DataLoader[Any]) -> list[int]:
     """Return the samples to read; none if the dataset's keys are unknown."""
     own = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else loader.sampler
     try:
@@ -123,7 +123,7 @@ def _read(loader: DataLoader[Any], indices: Sequence[int], answer: Any, parent: 
     """Read samples as a worker would, answer, and end without any cleanup."""
     gc.disable()  # what is garbage here is the parent's, CUDA events among it
     with contextlib.suppress(BaseException):
-        _stand_alone(parent)
+        stand_alone(parent)
         torch.set_num_threads(1)
         dataset = loader.dataset
         _WORKER._worker_info = WorkerInfo(id=0, num_workers=loader.num_workers or 1, seed=0, dataset=dataset)  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def _read(loader: DataLoader[Any], indices: Sequence[int], answer: Any, parent: 
     os._exit(0)
 
 
-def _stand_alone(parent: int) -> None:
+def stand_alone(parent: int) -> None:
     """End with the parent or after `MOST_S`, print nothing, and share no memory that this process might write."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -184,7 +184,7 @@ def _read_in_another(loader: DataLoader[Any], indices: Sequence[int]) -> list[in
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
             signal.alarm(MOST_S)
             if os.getppid() == parent:
-                os.write(ours, pickle.dumps([_digest(_fetch(loader, index)[0]) for index in indices[:1]]))
+                os.write(ours, pickle.dumps([_digest(fetch(loader, index)[0]) for index in indices[:1]]))
         os._exit(0)
     os.close(ours)
     with os.fdopen(theirs, "rb") as answer:
@@ -215,13 +215,13 @@ def _compare(loader: DataLoader[Any], indices: Sequence[int], elsewhere: Sequenc
 
 def _fetch_twice(loader: DataLoader[Any], index: int) -> Iterator[tuple[Any, bool]]:
     for _ in range(2):
-        value, drew = _fetch(loader, index)
+        value, drew = fetch(loader, index)
         yield value, drew
         with contextlib.suppress(Exception):  # it may change what the dataset stores; a lone sample may be odd to it
             loader.collate_fn([value])
 
 
-def _fetch(loader: DataLoader[Any], index: int) -> tuple[Any, bool]:
+def fetch(loader: DataLoader[Any], index: int) -> tuple[Any, bool]:
     """Return a sample, and whether making it drew from a global stream of random numbers."""
     torch.manual_seed(0)
     random.seed(0)
