@@ -1,4 +1,4 @@
-"""Read the facts off a Trainer, a module and a loader, without changing anything or loading a sample."""
+"""Read the facts off a Trainer, a module and a loader, without changing anything or loading a sample here."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch.utils.data.sampler import BatchSampler
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.read_model import list_methods, overrides, read_module
 from fastloop.evidence import loader_queue, machine
+from fastloop.evidence.batches import sampler_hazards
+from fastloop.evidence.batches.given_batches import list_batch_changes
 from fastloop.evidence.model.batch_hooks import may_change_training
 from fastloop.evidence.model.own_counters import list_step_counters
 from fastloop.evidence.model.skipped_batches import may_skip
@@ -32,6 +34,7 @@ from fastloop.feeds.lazy_loader import makes_iterators
 from fastloop.feeds.place.draws import explain_lost_place
 from fastloop.feeds.rows.reading import read_facts as read_rows
 from fastloop.feeds.workers.packed_list import count_packable
+from fastloop.feeds.workers.shared_batches import find_shared
 from fastloop.records.facts import Facts, LoaderFacts
 
 COUNTED_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward")
@@ -162,7 +165,8 @@ def find_hook_owner(trainer: Any, hook: str) -> Any:
 def read_loader_facts(
     loader: Any, start_method: str = "auto", others: Sequence[Any] = (), *, ranks: int = 1
 ) -> LoaderFacts:
-    """Facts of a train loader, and of workers started by `start_method`. Reads attributes and code only.
+    """Facts of a train loader, and of workers started by `start_method`. Reads attributes and code; only
+    where training changes its batches, a forked process makes one, too.
 
     Args:
         others: the module and the callbacks, whose hooks may use the data.
@@ -217,6 +221,7 @@ def _read_code_facts(loader: DataLoader[Any], others: Sequence[Any]) -> dict[str
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     worker_hazards = datasets.find_worker_hazards(data, collate)
     thread_hazards = thread_safety.find_thread_hazards(data, collate)
+    changed_batches = _list_batch_changes(loader, others)
     return {
         "draws_random": datasets.draws_random(data, collate),
         "init_draws": datasets.list_init_draws(init),
@@ -226,15 +231,27 @@ def _read_code_facts(loader: DataLoader[Any], others: Sequence[Any]) -> dict[str
         "holds_training": tuple(
             each.rpartition(" (")[0] for each in worker_hazards if each.endswith(datasets.TRAINING)
         ),
-        "sampler_hazards": between_batches.find_sampler_hazards(sampler, data, others),
-        "sampler_draws": between_batches.list_draws(sampler),
+        "sampler_hazards": sampler_hazards.find_sampler_hazards(sampler, data, others),
+        "sampler_draws": sampler_hazards.list_draws(sampler),
         "thread_hazards": (*thread_hazards, *between_batches.list_holders(data, others, between=True)),
-        "may_change": list_changers(data, others, collate=collate, worker_init=init, sampler=sampler),
+        "may_change": (
+            *list_changers(data, others, collate=collate, worker_init=init, sampler=sampler),
+            *changed_batches,  # a worker's copy, too, where its tensors come in shared memory
+        ),
         "not_ahead": explain_not_ahead(data, others, collate=collate, worker_init=init),
-        "changes_within": list_changes_within(data, others, collate=collate, loader=loader),
+        "changes_within": (*list_changes_within(data, others, collate=collate, loader=loader), *changed_batches),
         "remembers": list_remembered(data, collate),
         "repeats": explain_repeats(loader),
     }
+
+
+def _list_batch_changes(loader: DataLoader[Any], others: Sequence[Any]) -> tuple[str, ...]:
+    trainers = (getattr(other, "_trainer", None) for other in others)
+    trainer = next((each for each in trainers if each is not None), None)
+    datamodule, strategy = getattr(trainer, "datamodule", None), getattr(trainer, "strategy", None)
+    device = getattr(getattr(strategy, "root_device", None), "type", "cpu")
+    given = (*others, *([] if datamodule is None else [datamodule]))
+    return list_batch_changes(loader, given, lambda: find_shared(loader), copies_tensors=device != "cpu")
 
 
 def _read_batch_size(loader: DataLoader[Any]) -> int | None:

@@ -1,31 +1,25 @@
-"""Code that may read or change a sampler or dataset during training: callbacks, the module, or their own methods.
+"""Code that may read or change a dataset during training: callbacks, the module, or their own methods.
 
-A loader that reads ahead draws from its sampler earlier; a persistent worker keeps the dataset as it was at start-up.
+A persistent worker keeps the dataset as it was at start-up.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset
 
-from fastloop.evidence.samples import sample_code, writes
-from fastloop.evidence.samples.dataset import DRAWS, draws_random, draws_random_numbers, walk
+from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples.dataset import draws_random, draws_random_numbers, walk
 
-_SETS_EPOCH = ("set_epoch", "state_dict")
-_TRAINING = ("Module", "Trainer", "Optimizer", "Callback")
 BY_DATA = re.compile(r"(\w*_)?(dataset|dataloader|datamodule|sampler)s?\w*")
 """Names through which a hook accesses the data."""
 _COUNTERS = {"global_step", "batch_idx", "total_batch_idx", "batch_progress"}
 """Counters of a Trainer or its loops that change with each batch."""
-_GENERATORS = ("Generator", "RandomState", "Random")
-"""Classes of torch's, NumPy's and Python's random generators."""
 _GIVES_DATA = re.compile(r"(\w+_)?dataloader|setup|prepare_data|teardown|configure_\w+|__\w+__")
 """Methods that create the data, or run before it exists."""
 
@@ -34,77 +28,6 @@ _TRAINERS -= {"__main__"}
 """Packages whose hooks leave the data alone; those of other installed packages are read like the user's."""
 _OUTSIDE = tuple(f"on_{when}_{end}" for when in ("fit", "train", "train_epoch") for end in ("start", "end"))
 """Hooks that run before an epoch's first batch is requested, or after its last one."""
-
-
-def find_sampler_hazards(sampler: Any, dataset: Any, others: Iterable[Any] = ()) -> tuple[str, ...]:
-    """Why drawing from this sampler early would give other samples, each with its location.
-
-    Args:
-        sampler: the loader's batch sampler, or its sampler.
-        dataset: the loader's, which a sampler may hold without reading it.
-        others: callbacks and the module, which may change objects that they share with the user's sampler.
-    """
-    held = dict(_list_held(others))
-    found: dict[str, None] = {}
-    inside = {id(item) for _, item in walk(dataset)}
-    parts: tuple[str, ...] = ()
-    for path, item in walk(sampler, "sampler"):
-        if id(item) in inside or path.startswith(parts):
-            continue
-        if isinstance(item, torch.Tensor):
-            if item.requires_grad:
-                found[f"{path} is a tensor with a gradient"] = None
-        elif any(base.__name__ in _TRAINING for base in type(item).__mro__):
-            found[f"{path} is a part of the training ({type(item).__name__})"] = None
-            parts += (f"{path}.", f"{path}[")
-            continue
-        if id(item) in held and _is_changeable(item):
-            found[f"{path} is held by {held[id(item)]} too"] = None
-        if not sample_code.is_installed(type(item)):
-            for name, written in sample_code.list_writers(type(item)):
-                if name not in _SETS_EPOCH:
-                    found[f"{path}.{written} is changed by its {name}()"] = None
-        for function in sample_code.list_sample_functions(item):
-            for name, value in (*sample_code.list_globals(function), *sample_code.list_closure(function)):
-                if id(value) in held and _is_changeable(value):
-                    found[f"{name} is held by {held[id(value)]} too"] = None
-    return tuple(found)
-
-
-def list_draws(sampler: Any) -> tuple[str, ...]:
-    """Return the user's functions in which a sampler draws from the global random streams between two indices: if it is
-    read ahead, it draws other numbers, and so does the training. Draws before the first index stay where they are."""
-    return tuple(
-        dict.fromkeys(
-            function.__qualname__.split(".<locals>.")[-1]
-            for _, item in walk(sampler, "sampler")
-            for function in sample_code.list_sample_functions(item)
-            if _draws_between_yields(function)
-        )
-    )
-
-
-def _draws_between_yields(function: Any) -> bool:
-    """Whether a loop that yields draws random numbers from a stream that others may use: by a module's function without
-    its own ``generator``, or by a method of an outer random generator."""
-    if not inspect.isgeneratorfunction(function) or (parsed := sample_code.parse(function)) is None:
-        return False
-    outer = dict(sample_code.list_globals(function))
-    loops = [node for node in ast.walk(parsed[0]) if isinstance(node, (ast.For, ast.While))]
-    for node in (node for loop in loops if _yields(loop) for part in loop.body for node in ast.walk(part)):
-        if not isinstance(node, ast.Call) or any(keyword.arg == "generator" for keyword in node.keywords):
-            continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        root = outer.get(writes.find_root(node.func))
-        if isinstance(node.func, ast.Attribute) and type(root).__name__ in _GENERATORS:
-            return True
-        if DRAWS.fullmatch(name) and (root if isinstance(node.func, ast.Name) else inspect.ismodule(root)):
-            return True
-    return False
-
-
-def _yields(node: ast.AST) -> bool:
-    return any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
 
 
 def depends_on_time(owner: Any, method: str) -> bool:
@@ -134,7 +57,7 @@ def list_holders(
     direct, within = dict(_list_held(others, between)), dict(_list_held(others, between, within=True))
     for path, item in walk(dataset, name):
         holder = direct.get(id(item)) or (within.get(id(item)) if _is_dataset_or_users(item) else None)
-        if holder is not None and _is_changeable(item):
+        if holder is not None and is_changeable(item):
             found[f"{path} is held by {holder}"] = None
     for other in others:
         for hook, function in list_running(other, between):
@@ -176,7 +99,7 @@ def _list_held(others: Iterable[Any], between: bool = False, *, within: bool = F
                 yield from ((id(item), f"{type(other).__name__} ({name})") for _, item in walk(value, name))
 
 
-def _is_changeable(item: Any) -> bool:
+def is_changeable(item: Any) -> bool:
     """Whether an object is a container, tensor or array, or of a user's class."""
     if inspect.isroutine(item) or inspect.ismodule(item) or isinstance(item, type):
         return False

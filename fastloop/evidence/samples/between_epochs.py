@@ -21,7 +21,6 @@ from fastloop.evidence.samples.between_batches import BY_DATA, list_holders, lis
 from fastloop.evidence.samples.dataset import walk
 from fastloop.evidence.samples.shared_files import list_shared_files, list_shared_maps
 
-_GIVEN_BATCHES = ("training_step", "on_train_batch_start", "on_after_batch_transfer", "on_before_batch_transfer")
 _FIXED = (str, bytes, int, float, complex, bool, tuple, type(None))
 
 
@@ -74,13 +73,10 @@ def list_changes_within(
     parts = [(loader, "the loader"), *((getattr(loader, name, None), name) for name in ("batch_sampler", "sampler"))]
     read = {id(part): name for part, name in parts if part is not None} | dict(_list_read(walked))
     running = list(_list_running_here(others, None, read, between=True))
-    hands_out_rows = loader is not None and getattr(loader, "batch_sampler", loader) is None  # no batch is stacked
     changes = [*_list_called_writers(roots, walked, others, [function for _, _, function in running])]
     for owner, name, function in running:
         known = _find_names(read, _list_written(owner, function))
         changes += [f"{path} is changed by {type(owner).__name__}.{name}" for path in known]
-        if hands_out_rows and name in _GIVEN_BATCHES and sample_code.writes_to_arguments(function, type(owner)):
-            changes.append(f"{type(owner).__name__}.{name} changes its batch, which may be the dataset's own")
         trained_on = _list_changed_by_trainer(function, _find_trainer_name(owner, name, function))
         changes += [f"{each} is changed by {type(owner).__name__}.{name}" for each in trained_on]
     changes += (*list_shared_files(walked, running), *list_shared_maps(walked, running))

@@ -72,7 +72,7 @@ def list_sample_functions(item: Any) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=512)
 def list_sample_functions_of(kind: type) -> tuple[Any, ...]:
-    return tuple(_follow([_find_method(kind, name) for name in ENTRIES], kind))
+    return tuple(_follow([find_method(kind, name) for name in ENTRIES], kind))
 
 
 def list_called(function: Any, kind: type) -> tuple[Any, ...]:
@@ -89,12 +89,13 @@ def _follow(starts: list[Any], kind: type, modules: bool = False) -> Iterator[An
         seen.add(id(function))
         yield function
         named = tuple(list_names(function.__code__))
-        queue.extend(_find_method(kind, name) for name in named)
+        queue.extend(find_method(kind, name) for name in named)
         if "super" in named or any(base.__name__ in named for base in kind.__mro__[1:]):
             queue.extend(_unwrap(vars(base)[name]) for base in kind.__mro__ for name in named if name in vars(base))
         outer = [value for _, value in list_globals(function)]
         queue.extend(outer)
         if modules:
+            queue.extend(value for _, value in list_closure(function))
             queue.extend(vars(each).get(name) for each in outer if inspect.ismodule(each) for name in named)
 
 
@@ -166,7 +167,7 @@ def _find_function(member: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _find_method(kind: type, name: str) -> Any:
+def find_method(kind: type, name: str) -> Any:
     return _unwrap(inspect.getattr_static(kind, name, None))
 
 
@@ -248,7 +249,7 @@ def follow(items: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         for place, item in enumerate(items):
             kind: type = type(item)
             called = sorted(names.difference(_BEFORE))
-            starts = [item] if inspect.isfunction(item) else [_find_method(kind, name) for name in called]
+            starts = [item] if inspect.isfunction(item) else [find_method(kind, name) for name in called]
             for function in _follow(starts, kind, modules=True):
                 if (place, id(function)) not in seen:
                     seen.add((place, id(function)))
@@ -270,13 +271,6 @@ def list_roots_written(function: Any, kind: type = object) -> Iterator[str]:
         for state in list_touched(function, writes.list_targets, kind, modules):
             name = state.removeprefix(" (the outer ").removesuffix(")")
             yield modules.get(name, name)
-
-
-def writes_to_arguments(function: Any, kind: type) -> bool:
-    """Whether a method of this kind of object changes its arguments, itself or through functions that it passes them
-    to."""
-    names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
-    return not _find_touched(function, writes.list_targets, kind, names, _DEEPEST).isdisjoint(names)
 
 
 def list_chains_written(function: Any, *, calls: bool = True) -> Iterator[list[str]]:
@@ -358,7 +352,7 @@ def _find_called(function: Any, called: ast.AST, me: str | None, kind: type) -> 
     if not isinstance(called, ast.Attribute):
         return outer.get(getattr(called, "id", ""))
     if writes.is_own(called.value, me):
-        return _find_method(kind, called.attr)
+        return find_method(kind, called.attr)
     if writes.is_super(called.value):
         return find_super(function, kind, called.attr)
     module = outer.get(writes.find_root(called.value))

@@ -81,7 +81,7 @@ class ReadTwice:
         self._most = 2 if compares else 1
         """Answers that the process gives."""
         count = _count_samples(loader)
-        if sys.platform == "linux" and count and _may_try(loader) and (_has_known_indices(loader) or compares):
+        if sys.platform == "linux" and count and may_try(loader) and (_has_known_indices(loader) or compares):
             context = multiprocessing.get_context("fork")
             self._answer, theirs = context.Pipe(duplex=False)
             self._process = context.Process(
@@ -131,7 +131,7 @@ class ReadTwice:
             self._process = None
 
 
-def _may_try(loader: DataLoader[Any]) -> bool:
+def may_try(loader: DataLoader[Any]) -> bool:
     """Whether workers would be forked, this process may fork, and samples write nothing outside of their process."""
     context = loader.multiprocessing_context
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
@@ -140,6 +140,12 @@ def _may_try(loader: DataLoader[Any]) -> bool:
     running = list_running([*walk(loader.dataset), *walk(loader.collate_fn, "collate_fn")])
     names = (sample_code.list_names(function.__code__) for _, _, function in running)
     return not any(_WRITES.fullmatch(name) for each in names for name in each)
+
+
+def choose_indices(loader: DataLoader[Any]) -> list[int]:
+    """Return a few samples of a dataset; none if its keys are unknown."""
+    count = _count_samples(loader) if _has_known_indices(loader) else 0
+    return _choose_indices(count, 5) if count > 0 else []
 
 
 def _has_known_indices(loader: DataLoader[Any]) -> bool:
@@ -167,7 +173,7 @@ def _read(loader: DataLoader[Any], count: int, compares: bool, answer: Any, pare
     """Read samples as a worker would, answer, and end without any cleanup."""
     gc.disable()  # what is garbage here is the parent's, CUDA events among it
     with contextlib.suppress(BaseException):
-        _stand_alone(parent)
+        stand_alone(parent)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         dataset = loader.dataset
@@ -183,7 +189,7 @@ def _read(loader: DataLoader[Any], count: int, compares: bool, answer: Any, pare
     os._exit(0)
 
 
-def _stand_alone(parent: int) -> None:
+def stand_alone(parent: int) -> None:
     """End with the parent or after `MOST_S`, print nothing, and share no memory that this process might write."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -234,7 +240,7 @@ def _read_in_another(loader: DataLoader[Any], indices: Sequence[int]) -> list[in
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
             signal.alarm(MOST_S)
             if os.getppid() == parent:
-                os.write(ours, pickle.dumps([_digest(_fetch(loader, index)[0]) for index in indices[:1]]))
+                os.write(ours, pickle.dumps([_digest(fetch(loader, index)[0]) for index in indices[:1]]))
         os._exit(0)
     os.close(ours)
     with os.fdopen(theirs, "rb") as answer:
@@ -265,7 +271,7 @@ def _compare(loader: DataLoader[Any], indices: Sequence[int], elsewhere: Sequenc
 
 def _make_checksum(loader: DataLoader[Any], index: int) -> int:
     """Return a checksum of a sample and, if it can be collated alone, of the batch."""
-    value, _ = _fetch(loader, index)
+    value, _ = fetch(loader, index)
     total = _digest(value)
     has_several = isinstance(value, list) and callable(getattr(loader.dataset, "__getitems__", None))
     with contextlib.suppress(Exception):
@@ -275,13 +281,13 @@ def _make_checksum(loader: DataLoader[Any], index: int) -> int:
 
 def _fetch_twice(loader: DataLoader[Any], index: int) -> Iterator[tuple[Any, bool]]:
     for _ in range(2):
-        value, drew = _fetch(loader, index)
+        value, drew = fetch(loader, index)
         yield value, drew
         with contextlib.suppress(Exception):  # it may change what the dataset stores; a lone sample may be odd to it
             loader.collate_fn([value])
 
 
-def _fetch(loader: DataLoader[Any], index: int) -> tuple[Any, bool]:
+def fetch(loader: DataLoader[Any], index: int) -> tuple[Any, bool]:
     """Return a sample, and whether making it drew from a global stream of random numbers."""
     torch.manual_seed(0)
     random.seed(0)

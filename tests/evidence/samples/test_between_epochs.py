@@ -492,39 +492,6 @@ def test_what_training_changes_of_the_loader_and_by_other_ways_to_the_data() -> 
     assert list_changes_within(rows, [AddsNotes(owner)]) == ()
 
 
-class Halves(L.LightningModule):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        batch[0].mul_(0.5)
-
-
-class HalvesByHelper(L.LightningModule):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        halve(batch)
-
-
-class HalvesCopy(L.LightningModule):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        rows = batch.clone()
-        rows.mul_(0.5)
-        batch = batch * 0.5
-        return rows + batch
-
-
-def halve(rows: Any) -> None:
-    rows.mul_(0.5)
-
-
-def test_a_step_that_changes_its_batch_may_change_the_dataset_where_none_is_stacked() -> None:
-    rows = TensorDataset(torch.ones(4, 2))
-    alone, stacked = DataLoader(rows, batch_size=None), DataLoader(rows, 2)
-    for module in (Halves(), HalvesByHelper()):
-        name = type(module).__name__
-        why = f"{name}.training_step changes its batch, which may be the dataset's own"
-        assert list_changes_within(rows, [module], loader=alone) == (why,)
-        assert list_changes_within(rows, [module], loader=stacked) == ()
-    assert list_changes_within(rows, [HalvesCopy()], loader=alone) == ()
-
-
 class ByModel(Plain):
     """Mines hard samples by the model's present weights."""
 

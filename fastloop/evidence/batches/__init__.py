@@ -1,0 +1,1 @@
+"""Code that runs on batches, and code that chooses them, while the model trains."""
