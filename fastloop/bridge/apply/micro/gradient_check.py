@@ -85,12 +85,12 @@ def explain_difference(
         return mixed
     _note_unequal(strategy, seen, own, merged, note)
     changed = seen.changed and f"training_step changes {seen.changed}: once a window instead of once a batch"
-    if not compares:
+    if changed or not compares:
         return changed
     together = sum((piece.weight * each for piece, each in zip(merged, seen.others, strict=True)), torch.zeros(()))
     judged = _judge(strategy, seen.own, [piece.weight for piece in own], together)
     otherwise = "the loss is not a mean over samples: the merged gradient"
-    return _explain(seen, *judged, "accumulated and merged", otherwise) or changed
+    return _explain(seen, *judged, "accumulated and merged", otherwise)
 
 
 def weigh_pieces(
@@ -115,6 +115,8 @@ def weigh_pieces(
             error.__traceback__ = None  # its frames hold the tensors that did not fit
             return weigh_pieces(strategy, first.batch, cut(first.batch, -(-first.samples // 2)), take_loss, note)
         return f"{UNKNOWN} whole and split gradients: {_describe_or_raise(strategy, error)}", None
+    if seen.changed is not None:
+        return f"training_step changes {seen.changed}: once for each piece instead of once a batch", None
     judged = _judge(strategy, seen.own, [piece.weight for piece in pieces], seen.others[0])
     what = "the loss compares samples or is not a mean over them: the gradient of the pieces"
     why = _explain(seen, *judged, "whole and split", what)
@@ -126,8 +128,6 @@ def weigh_pieces(
     best = _find_fitting(strategy, seen, pieces, [] if named is None else [named])
     if best is None and why is not None:
         best = _find_fitting(strategy, seen, pieces, list_token_counters(batch, strategy.lightning_module, ignored))
-    if seen.changed is not None and (why is None or best is not None):
-        return f"training_step changes {seen.changed}: once for each piece instead of once a batch", None
     if best is None:
         if why is None:
             _note_unequal(strategy, seen, pieces, [whole], note)

@@ -135,12 +135,15 @@ class Harmless(Keeps):
         self.outputs: list[Any] = []
         self.recent: deque[float] = deque(maxlen=3)
         self.meter, self.seen, self.cache = Meter(), 0, None
-        self.last_loss, self.noise, self.started, self.took = 0.0, 0.0, 0.0, 0.0
+        self.last_loss, self.noise, self.took, self.now = 0.0, 0.0, 0.0, 0.0
         self.mean, self.accuracy = MeanMetric(), MulticlassAccuracy(2)
         self.register_buffer("queue", torch.zeros(64, 8))
         self.register_buffer("place", torch.zeros((), dtype=torch.long))
         self.register_buffer("steps", torch.zeros(()))
         self.mask: Any = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.started = time.perf_counter()
 
     def keep(self, batch: Any, loss: torch.Tensor) -> None:
         rows, now = batch[0], time.perf_counter()
@@ -150,12 +153,8 @@ class Harmless(Keeps):
         self.seen += len(rows)
         self.mask = torch.ones(len(rows)) if self.mask is None or len(self.mask) < len(rows) else self.mask
         self.cache = torch.arange(8) if self.cache is None else self.cache
-        self.last_loss, self.noise, self.took, self.started = (
-            float(loss),
-            float(torch.rand(())),
-            now - self.started,
-            now,
-        )
+        self.last_loss, self.noise = float(loss), float(torch.rand(()))
+        self.now, self.took = now, now - self.started
         self.mean.update(loss)
         self.accuracy.update(torch.ones(len(rows)), torch.ones(len(rows)))
         self.queue[(int(self.place) + torch.arange(len(rows))) % 64] = rows
