@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fastloop.errors import NotApplicable
 from fastloop.feeds.accumulation_windows import explain_no_merge, list_changed_counts
 from fastloop.records.facts import Facts, LoaderFacts
-from fastloop.records.plan import Change, Parity, Verdict
+from fastloop.records.plan import Change, Parity, Verdict, say_count
 
 RATES: Mapping[str, Callable[[float], float]] = {"none": lambda _ratio: 1.0, "linear": float, "sqrt": math.sqrt}
 """Factors for learning rates, as functions of the ratio of global batch sizes."""
@@ -155,11 +155,13 @@ def _round_down(micro: int, size: int, notes: list[str]) -> int:
 def _list_norm_notes(facts: Facts, loader: LoaderFacts, micro: Size, *, groups: bool, batch_norm: str) -> list[str]:
     names = ", ".join(facts.batchnorms[:3]) + (", …" if len(facts.batchnorms) > 3 else "")
     of = "the size that is found" if micro == "auto" else str(micro)
-    changes = f"normalize over micro-batches of {of}, which changes the training"
+    one = len(facts.batchnorms) == 1
+    changes = f"{'normalizes' if one else 'normalize'} over micro-batches of {of}, which changes the training"
     if micro != "auto" and micro < (loader.batch_size or 0):
         changes += f" and cannot be avoided below your batches of {loader.batch_size}"
-    told = "keep separate statistics for each of your batches" if groups else changes
-    notes = [f"{len(facts.batchnorms)} BatchNorm layers {told}: {names}"]
+    keep = "keeps" if one else "keep"
+    told = f"{keep} separate statistics for each of your batches" if groups else changes
+    notes = [f"{say_count(len(facts.batchnorms), 'BatchNorm layer')} {told}: {names}"]
     if facts.other_batchnorms and batch_norm == "groups":
         other = facts.other_batchnorms[0]
         kinds = "synchronized, not torch's own BatchNorm, or an InstanceNorm with running statistics"
@@ -184,7 +186,7 @@ def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
     sizes = "/".join(map(str, pieces[:4])) + (f"/… ({len(pieces)} of them)" if len(pieces) > 4 else "")
     why = f"{evidence['samples']} samples per loader batch ran as micro-batches of {sizes}"
     if norms := evidence.get("grouped_norms"):
-        why += f"; {norms} BatchNorm layers kept up to {evidence['groups']} batches apart"
+        why += f"; {say_count(norms, 'BatchNorm layer')} kept up to {evidence['groups']} batches apart"
     if weighed := evidence.get("weighed_by"):
         why += f"; weighted by {weighed}"
     if unequal := evidence.get("unequal_logs"):

@@ -576,7 +576,7 @@ def test_the_users_word_on_the_loss_counts() -> None:
 def test_batchnorm_is_warned_by_layer_and_differs() -> None:
     plain, ours = both(SPLIT, batches, Normed, max_epochs=3)
     assert ours.loop is not None and ours.verdict("batch").took
-    assert any("1 BatchNorm layers normalize" in note for note in ours.loop.plan.steps[0].change.notes)
+    assert any("1 BatchNorm layer normalizes" in note for note in ours.loop.plan.steps[0].change.notes)
     assert ours.verdict("batch").parity_class == "changes-training"
     assert both(SPLIT, batches, max_epochs=1)[1].verdict("batch").parity_class == "approximate"
     assert distance(plain, ours) > 1e-3

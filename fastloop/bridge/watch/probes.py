@@ -30,7 +30,7 @@ class CountWork:
             again.
     """
 
-    def __init__(self, preserve_state: Callable[..., contextlib.AbstractContextManager[None]] | None = None) -> None:
+    def __init__(self, preserve_state: Callable[..., contextlib.AbstractContextManager[object]] | None = None) -> None:
         self._preserve_state = preserve_state
         self._compiled: CompiledWork | None = None
         self.found: Mapping[str, Any] = {"per_sample": None, "why": "the warm-up was too short to count in"}

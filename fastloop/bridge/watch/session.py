@@ -69,7 +69,7 @@ class Session:
         one_time: OneTime,
         hunt_syncs: bool = False,
         place: Callable[[], Any] = lambda: None,
-        preserve_state: Callable[..., contextlib.AbstractContextManager[None]] | None = None,
+        preserve_state: Callable[..., contextlib.AbstractContextManager[object]] | None = None,
     ) -> None:
         self._began, self._cpu_wait_s = step_clock.now(), machine.read_cpu_wait_s()
         self.one_time = one_time

@@ -53,7 +53,7 @@ class CompiledWork:
     def __init__(
         self,
         root: torch.nn.Module,
-        preserve_state: Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]],
+        preserve_state: Callable[[torch.nn.Module], contextlib.AbstractContextManager[object]],
     ) -> None:
         self.why: str | None = None
         """Why there is no count."""

@@ -46,6 +46,7 @@ class PieceChoice:
         compares: the first window's gradient decides whether windows are merged, or batches cut; if False, they always
             are.
         warn: receives one line for the user.
+        weaken: receives the key of a setting that turned out to have changed the training, how, and that class.
         one_time: collects one-time costs, which belong to no step.
         list_held: lists the rungs that wait for the rehearsal.
         is_planned: whether a rung still applies to this run.
@@ -62,11 +63,12 @@ class PieceChoice:
         strict: bool = False,
         compares: bool = True,
         warn: Callable[[str], None] = lambda _line: None,
+        weaken: Callable[..., None] = lambda *_told: None,
         list_held: Callable[[], Collection[str]] = tuple,
         is_planned: Callable[[str], bool] = lambda _rung: True,
         groups: BatchGroups | None = None,
     ) -> None:
-        self.rung, self._strict, self._warn = rung, strict, warn
+        self.rung, self._strict, self._warn, self._weaken = rung, strict, warn, weaken
         self._compares, self._undecided = compares, compares or groups is not None
         self._seen, self._next = 0, 1
         self._one_time, self._list_held = one_time, list_held
@@ -163,6 +165,13 @@ class PieceChoice:
         before = f"; the {unseen} before it were not compared, and may have changed the training" if unseen else ""
         return f"from optimizer step {trainer.global_step + 1} on, {found}{before}"
 
+    def _refuse(self, strategy: Any, found: str | None, *, is_first: bool) -> None:
+        """Leave batches or windows as they are from now on if anything was found: the same decision on all ranks. What
+        is found later may have changed the training before."""
+        self.refused = self._agree(strategy, found)
+        if self.refused is not None and not is_first and self._changed:
+            self._weaken("step.micro_batch", self.refused, "changes-training")
+
     def stop_merging(self, trainer: Any, batch: Any) -> None:
         """Run later windows batch by batch, since training_step skipped a merged one: it may have meant one batch.
         That window stays skipped: its step may have left traces, so it is not repeated."""
@@ -175,6 +184,7 @@ class PieceChoice:
             f"training_step returned no loss for a merged window ({len(window.sizes)} of your batches), which was lost"
         )
         self.refused = f"from optimizer step {trainer.global_step + 1} on, {skipped}"
+        self._weaken("step.micro_batch", self.refused, "changes-training")
         self._warn_apart(self.refused)
 
     # -- one of the user's batches, in pieces -----------------------------------------------------------------------
@@ -189,7 +199,7 @@ class PieceChoice:
         if (len(pieces) > 1 or trainer.world_size > 1) and self._is_due():
             is_first, self._undecided = self._undecided, False
             found = self._weigh(strategy, trainer, batch, pieces, rest, halves=not is_first)
-            self.refused = self._agree(strategy, found if is_first else self._find_late(trainer, None, found))
+            self._refuse(strategy, found if is_first else self._find_late(trainer, None, found), is_first=is_first)
             if self.refused is not None:
                 self._problem = self.refused
                 self._warn(f"{self.rung}: batches run whole: {self.refused}")
@@ -262,7 +272,7 @@ class PieceChoice:
         if reason is None:
             merged = cut(batch, self.micro, window, whole_batches=self.groups is not None)
             found = self._compare(strategy, own, merged, rest)
-        self.refused = self._agree(strategy, found if is_first else self._find_late(trainer, reason, found))
+        self._refuse(strategy, found if is_first else self._find_late(trainer, reason, found), is_first=is_first)
         if is_first and self.refused is None:
             self._warn_unequal_logs()
         return own, self.refused or (None if is_first else reason)

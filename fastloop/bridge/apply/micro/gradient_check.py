@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fastloop.bridge import namespaces
+from fastloop.bridge.apply.micro.kept_state import KeptState, Values
 from fastloop.bridge.apply.read_model import list_ignored_labels
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, read_streams
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
 from fastloop.bridge.apply.site import attribute
-from fastloop.bridge.apply.state.untouched import preserve_parameters, preserve_state
+from fastloop.bridge.apply.state.untouched import keep_random_streams, preserve_parameters, preserve_state
 from fastloop.errors import is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
@@ -47,6 +48,8 @@ class _Sampled(NamedTuple):
     """Whether training_step draws random numbers."""
     logged: list[dict[str, float]]
     """Logged values that are to be averaged, of each piece: first of `own`, then of `others`."""
+    changed: str | None
+    """What training_step keeps and would change otherwise in `others` than in `own`; None if there is nothing."""
 
 
 class Weighing(NamedTuple):
@@ -81,11 +84,13 @@ def explain_difference(
     if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
         return mixed
     _note_unequal(strategy, seen, own, merged, note)
-    if not compares:
-        return None
+    changed = seen.changed and f"training_step changes {seen.changed}: once a window instead of once a batch"
+    if changed or not compares:
+        return changed
     together = sum((piece.weight * each for piece, each in zip(merged, seen.others, strict=True)), torch.zeros(()))
     judged = _judge(strategy, seen.own, [piece.weight for piece in own], together)
-    return _explain(seen, *judged, "accumulated and merged", "the loss is not a mean over samples: the merged gradient")
+    otherwise = "the loss is not a mean over samples: the merged gradient"
+    return _explain(seen, *judged, "accumulated and merged", otherwise)
 
 
 def weigh_pieces(
@@ -99,9 +104,8 @@ def weigh_pieces(
         note: receives the names of logged values that are not means over samples.
     """
     whole = Piece(batch, sum(piece.samples for piece in pieces), 1.0)
-    alone = strategy.lightning_module.trainer.world_size == 1
     try:
-        with nullcontext() if alone else RefuseCollectives():  # type: ignore[no-untyped-call]
+        with _within_rank(strategy):
             seen = _sample(strategy, pieces, [whole], take_loss)
     except Exception as error:
         if is_out_of_memory(error):
@@ -111,6 +115,8 @@ def weigh_pieces(
             error.__traceback__ = None  # its frames hold the tensors that did not fit
             return weigh_pieces(strategy, first.batch, cut(first.batch, -(-first.samples // 2)), take_loss, note)
         return f"{UNKNOWN} whole and split gradients: {_describe_or_raise(strategy, error)}", None
+    if seen.changed is not None:
+        return f"training_step changes {seen.changed}: once for each piece instead of once a batch", None
     judged = _judge(strategy, seen.own, [piece.weight for piece in pieces], seen.others[0])
     what = "the loss compares samples or is not a mean over them: the gradient of the pieces"
     why = _explain(seen, *judged, "whole and split", what)
@@ -128,6 +134,12 @@ def weigh_pieces(
         return why, None
     _note_unequal(strategy, seen, pieces, [whole], note, by_weight=best.names)
     return None, best
+
+
+def _within_rank(strategy: Any) -> contextlib.AbstractContextManager[Any]:
+    """Refuse what all ranks must call: the others may not run this."""
+    alone = strategy.lightning_module.trainer.world_size == 1
+    return nullcontext() if alone else RefuseCollectives()  # type: ignore[no-untyped-call]
 
 
 def _find_fitting(
@@ -206,16 +218,26 @@ def _sample(
     scaler = getattr(plugin, "scaler", None)
     scale = 1.0 if scaler is None else scaler.get_scale() / 16  # without one float16 underflows; it begins too high
 
-    def sample(piece: Piece, number: int) -> torch.Tensor:
+    def run(piece: Piece, number: int) -> Any:
         logged.append({})
+        with plugin.train_step_context():
+            return take_loss(map_tensors(piece.batch, torch.clone), number)  # a step may write into its batch
+
+    def sample(piece: Piece, number: int) -> torch.Tensor:
         if means is not None:
             means.begin()
         with nullcontext() if groups is None else groups.of(piece.groups):
-            with plugin.train_step_context():
-                loss = take_loss(map_tensors(piece.batch, torch.clone), number)  # a step may write into its batch
+            loss = run(piece, number)
             if loss is None:
                 raise ValueError("training_step returned no loss")
             return sample_gradient(loss * scale, parameters)
+
+    def run_last() -> Values:
+        with preserve_state(module), _within_rank(strategy):
+            streams()
+            with nullcontext() if groups is None else groups.of(own[-1].groups):
+                run(own[-1], len(own) - 1)
+            return state.read()
 
     def note(name: str, value: Any, *_args: Any, reduce_fx: Any = "mean", **_named: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -227,14 +249,21 @@ def _sample(
 
     logged: list[dict[str, float]] = []
     with quiet(strategy, note), _without_chance(module), preserve_parameters(module.parameters()):
-        with preserve_state(module), nullcontext() if means is None else means.looking():
-            before = read_streams(strategy.root_device)
-            first = [sample(piece, number) for number, piece in enumerate(own)]
+        with preserve_state(module) as kept, nullcontext() if means is None else means.looking():
+            state, before = KeptState(module, kept), read_streams(strategy.root_device)
+            first = [sample(piece, number) for number, piece in enumerate(own[:-1])]
+            streams = keep_random_streams()
+            first.append(sample(own[-1], len(own) - 1))
             drew = not all(map(torch.equal, before, read_streams(strategy.root_device)))
-            known = list(logged)
+            after, known = state.read(), list(logged)
         logged.clear()
         with preserve_state(module), nullcontext() if means is None else means.looking():
-            return _Sampled(first, [sample(piece, 0) for piece in others], drew, known + logged)
+            second = [sample(piece, 0) for piece in others]
+            whole, known = state.read(), known + logged
+        limit = LOGGED_ALIKE[find_precision(module.trainer, module)]
+        changed = state.find_changed(after, whole, limit)
+        changed = state.leave_out_forgotten(changed, after, run_last, limit)
+    return _Sampled(first, second, drew, known, state.name(changed))
 
 
 def _judge(

@@ -36,6 +36,7 @@ def make_choice(
         strict=live.strict,
         compares=not wants.get("step.loss_is_mean"),
         warn=warn,
+        weaken=live.weaken,
         one_time=one_time,
         list_held=lambda: sorted(live.held),
         is_planned=lambda name: any(step.rung == name for step in live.plan.planned),

@@ -59,8 +59,8 @@ _NOT_WALKED = ("torch.", *(f"{name}." for name in namespaces.NAMES))
 
 
 @contextlib.contextmanager
-def preserve_state(*modules: torch.nn.Module) -> Iterator[None]:
-    """Restore the modules' state and all random streams afterwards, bit for bit.
+def preserve_state(*modules: torch.nn.Module) -> Iterator[StateSnapshot]:
+    """Restore the modules' state, their optimizers' settings and all random streams afterwards, bit for bit.
 
     Raises:
         NotApplicable: the modules keep more objects than can be restored, or iterators.
@@ -68,8 +68,9 @@ def preserve_state(*modules: torch.nn.Module) -> Iterator[None]:
     streams, flags, kept = keep_random_streams(), keep_flags(), StateSnapshot()
     for module in modules:
         kept.capture_module(module)
+        kept.capture_rates(getattr(getattr(module, "_trainer", None), "strategy", None))
     try:
-        yield
+        yield kept
     except BaseException as error:
         end_checkpoints(error)
         raise
@@ -180,6 +181,10 @@ class StateSnapshot:
         dicts = [(value, value) for value, _ in self._containers if isinstance(value, dict)]
         return [*((owner, vars(owner)) for owner, _ in self._attributes), *dicts]
 
+    def list_lists(self) -> list[list[Any]]:
+        """All saved lists."""
+        return [value for value, _ in self._containers if isinstance(value, list)]
+
     def list_kinds(self) -> set[type]:
         """The classes of all objects with attributes that were saved."""
         return {type(owner) for owner, _ in self._attributes}
@@ -221,6 +226,14 @@ class StateSnapshot:
                 self._capture_names(torch.Tensor, parameter)
             if not is_installed(type(module)):
                 self._capture_outer(type(module))
+
+    def capture_rates(self, strategy: Any) -> None:
+        """Save the settings in the groups of a strategy's optimizers, and where its schedulers are."""
+        for optimizer in getattr(strategy, "optimizers", ()):
+            self.capture(optimizer.param_groups)
+        for config in getattr(strategy, "lr_scheduler_configs", ()):
+            now = vars(config.scheduler)
+            self._undos.append(partial(_restore_attributes, now, dict(now)))
 
     def _capture_outer(self, kind: type) -> None:
         for space, name, value in list_changeable(kind):

@@ -186,6 +186,7 @@ def test_a_step_that_skips_batches() -> None:
         found = run({"batch": {"micro_batch": 32}}, EVEN(), Skips, max_epochs=4, **ACCUMULATE)
     assert found.seen("batch")["apart_steps"] >= 9
     assert "from optimizer step" in found.verdict("batch").why
+    assert found.loop is not None and found.loop.plan.step("batch").change.parity == "changes-training"  # type: ignore[union-attr]
 
 
 class Extra(Net):

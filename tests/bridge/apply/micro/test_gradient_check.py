@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import signal
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from fastloop.bridge.apply.micro import choice, gradient_check
 from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.bridge.apply.rehearse import played
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder
+from fastloop.bridge.apply.state.untouched import StateSnapshot
 from fastloop.errors import FastLoopError
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import CannotRegroup
@@ -239,7 +241,7 @@ def test_comparing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("fastloop.bridge.apply.micro.choice.explain_difference", watched)
     plain, ours = both(MERGE, EVEN, Keeps, max_epochs=2, **ACCUMULATE)
-    assert ran == [0, 1, 2, 3, 0], "it did run, each batch and then all of them"
+    assert ran == [0, 1, 2, 3, 0, 3, 3], "it did run, each batch, then all of them, and for what it keeps the last"
     first, second = states
     assert first.keys() == second.keys()
     assert all(_same(first[name], second[name]) for name in first) and written == [False]
@@ -247,7 +249,7 @@ def test_comparing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     # The control: without the guard the traces show.
     states.clear()
     monkeypatch.setattr(gradient_check, "map_tensors", lambda batch, _clone: batch)
-    monkeypatch.setattr(gradient_check, "preserve_state", lambda *_modules: torch.enable_grad())
+    monkeypatch.setattr(gradient_check, "preserve_state", lambda *_modules: nullcontext(StateSnapshot()))
     run(MERGE, EVEN(), Keeps, max_epochs=1, **ACCUMULATE)
     assert {name for name in states[0] if not _same(states[0][name], states[1][name])} >= {"calls", "seen", "queue"}
     assert written == [False, True]
@@ -432,6 +434,9 @@ def test_a_loss_that_differs_later_is_found(rungs: Any, load: Any, kind: Any, se
     assert seen["changed_steps"] == 3 and seen["steps"] > 6, seen
     why = ours.verdict("batch").why
     assert "from optimizer step 4 on" in why and "the 2 before it were not compared, and may have changed" in why
+    assert ours.verdict("batch").parity_class == "changes-training" and ours.loop is not None
+    step = ours.loop.plan.step("batch")
+    assert step is not None and "may have changed" in step.change.notes[-1]
 
 
 def test_comparisons_get_rarer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,10 +55,10 @@ class Keeps(Net):
         self.net.insert(1, torch.nn.BatchNorm1d(16))
         self.net.insert(2, torch.nn.Dropout(0.2))
         self.error = torchmetrics.MeanSquaredError()
-        self.calls, self.seen = 0, [0.0]
+        self.rows, self.seen = 0, [0.0]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.calls += 1
+        self.rows += len(batch[0])
         self.seen.append(random.random() + float(numpy.random.rand()))
         batch[0].add_(0.01)
         loss = super().training_step(batch, batch_idx)
@@ -81,7 +81,7 @@ def list_traces(one: tuple[Run, Memory], other: tuple[Run, Memory]) -> set[str]:
     found = set()
     for name, a, b in (
         ("order", one[0].module.samples, other[0].module.samples),
-        ("calls", one[0].module.calls, other[0].module.calls),
+        ("rows", one[0].module.rows, other[0].module.rows),
         ("draws", one[0].module.seen, other[0].module.seen),
         ("hooks", one[0].record.hooks, other[0].record.hooks),
         ("rates", one[0].record.rates, other[0].record.rates),
@@ -104,7 +104,7 @@ def test_auto_is_the_run_with_its_number_written_by_hand(
     assert list_traces(by_hand, ours) == set() and torch.equal(draws, ours_draws)
     assert by_hand[1].logged and ours[0].verdict("batch").took is True
     assert ours[0].verdict("batch").why == (
-        "32 samples per loader batch ran as micro-batches of 16/16; 1 BatchNorm layers kept up to 2 batches apart; auto"
+        "32 samples per loader batch ran as micro-batches of 16/16; 1 BatchNorm layer kept up to 2 batches apart; auto"
         " took 16: samples/s by size 8: 1,000, 16: 1,600, 32: 1,333; the sizes are limited by the samples of your"
         " optimizer step, not by memory"
     )
@@ -113,7 +113,7 @@ def test_auto_is_the_run_with_its_number_written_by_hand(
     monkeypatch.setattr(micro_search, "map_tensors", lambda batch, _clone: batch)
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     traces = list_traces(by_hand, fit(AUTO))
-    assert {"calls", "draws", "logs", "net.0.weight", "net.1.running_mean", "optimizer exp_avg", "order"} <= traces
+    assert {"rows", "draws", "logs", "net.0.weight", "net.1.running_mean", "optimizer exp_avg", "order"} <= traces
 
 
 def test_what_was_found_is_run_once_and_not_timed_again(
