@@ -5,30 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
-import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 from fastloop.evidence.samples.between_epochs import list_changers
-
-DATA = TensorDataset(torch.zeros(8))
-
-
-class Feeds(L.Callback):
-    """Changes what it was given."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.held.append(1.0)
-
-
-class Keeps(L.Callback):
-    """Holds it, and does nothing with it while training goes on."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
+from tests.evidence.batches.test_sampler_hazards import DATA, Feeds, Keeps
 
 # -- between epochs ---------------------------------------------------------------------------------------------------
 
