@@ -73,7 +73,7 @@ class Net(L.LightningModule):
         self.save_hyperparameters({"api_key": settings.api_key} if settings.api_key else {})
         self.settings = settings
         self.net = torch.nn.Linear(4, 1)
-        self.steps = 0
+        self.first = 0
 
     def configure_callbacks(self) -> list[Any]:
         elsewhere = self.settings.elsewhere
@@ -83,11 +83,13 @@ class Net(L.LightningModule):
             for where, every in wheres
         ]
 
+    def on_train_start(self) -> None:
+        self.first = self.trainer.global_step
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         asked = self.settings
-        if self.steps == asked.at and asked.rank in (self.global_rank, -1):
+        if self.trainer.global_step - self.first == asked.at and asked.rank in (self.global_rank, -1):
             act(asked, DEEDS[asked.does])
-        self.steps += 1
         return (self.net(batch[0]) - 1).pow(2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
