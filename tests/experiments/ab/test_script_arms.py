@@ -155,7 +155,7 @@ def test_the_users_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "ask", "cause"),
     [
-        ("--does never", Ask(), "train made a Trainer, but never called fit"),
+        ("--does never", Ask(), "train.py made a Trainer, but never called fit"),
         ("--does exits --epochs 1", Ask(steps=60), "exit code 3 at step 25"),
         (
             "--epochs 1",
