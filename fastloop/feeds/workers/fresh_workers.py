@@ -12,6 +12,8 @@ from fastloop.feeds.lazy_loader import Epochs, begin_unchanged
 from fastloop.feeds.workers.read_twice import ReadTwice
 from fastloop.feeds.workers.tried_workers import end_workers
 
+PENDING = "it is not known yet whether reading samples changes them"
+
 
 class FreshWorkers:
     """The epochs of a loader whose workers a rung keeps.
@@ -49,12 +51,13 @@ class FreshWorkers:
         return self._epochs(loader, begin)
 
     def may_keep(self) -> bool:
-        """Whether reading a sample is not known to change it."""
-        return self._twice is None or self._twice.find_change()[0] is not True
+        """Whether reading a sample is not known to change it, and no answer to that is still to come."""
+        changes = False if self._twice is None else self._twice.find_change()[0]
+        return changes is False or (changes is None and self._twice is not None and not self._twice.is_pending)
 
     def _find_change(self) -> str | None:
         """Return why the workers must not stay; None if they may."""
         if self._twice is not None and not self.may_keep():
-            return self._twice.find_change()[1]
+            return self._twice.find_change()[1] or PENDING
         changed = None if self._mark is None else self._mark.find_change()
         return None if changed is None else f"{changed} changes between epochs"

@@ -97,6 +97,11 @@ class ReadTwice:
         self._receive(1)
         return self._answers[0] if self._answers else (None, "")
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether the process still runs and has not said whether reading a sample changes it."""
+        return self._process is not None and not self._answers
+
     def find_rounding(self) -> bool | None:
         """Return whether torch rounds samples differently with one thread than with as many as here; None if that is
         not known. Waits as long."""

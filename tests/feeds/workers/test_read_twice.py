@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from fastloop.feeds.workers import read_twice
+from fastloop.feeds.workers.fresh_workers import PENDING
 from fastloop.feeds.workers.read_twice import ReadTwice
 from tests.runs import Net, Run, batches, both, distance
 
@@ -247,6 +248,16 @@ def test_the_users_own_workers_start_anew_where_reading_changes_samples(
     assert ours.verdict("workers").why == f"your workers were not kept between epochs: {ANOTHER}"
     monkeypatch.setattr(ReadTwice, "find_change", lambda *_: (False, ""))
     plain, kept = fit_both(make, 1, {"persistent": True})
+    assert distance(plain, kept) > 0, "the control"
+
+
+def test_the_users_own_workers_start_anew_until_there_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is too busy for one."""
+    monkeypatch.setattr(ReadTwice, "_receive", lambda *_: None)
+    plain, ours = fit_both(divide, 1, {"persistent": True})
+    assert distance(plain, ours) == 0 and PENDING in ours.verdict("workers").why
+    monkeypatch.setattr(ReadTwice, "is_pending", False)
+    plain, kept = fit_both(divide, 1, {"persistent": True})
     assert distance(plain, kept) > 0, "the control"
 
 
