@@ -46,7 +46,9 @@ from fastloop.feeds.workers.thread_rounding import find_difference
 ENOUGH_S = 0.5
 """No further sample is read after this time."""
 SOON_S = 1.0
-"""The training waits no longer than this for the answer."""
+"""The training waits no longer than this for an answer that it can do without at first."""
+LATE_S = 10.0
+"""The same for one that it cannot: samples that take so long make the first batch take longer."""
 MOST_S = 30
 """The process ends itself after this time, wherever it is."""
 ANOTHER, FROZEN = "is another one when it is read again", "is drawn at random at first, and stays as it was"
@@ -91,10 +93,10 @@ class ReadTwice:
             self._process.start()
             theirs.close()
 
-    def find_change(self) -> tuple[bool | None, str]:
+    def find_change(self, *, is_urgent: bool = False) -> tuple[bool | None, str]:
         """Return whether reading a sample changes it, None if that is not known, and the reason. Waits at most until
-        `SOON_S` after the start."""
-        self._receive(1)
+        `SOON_S` after the start, `LATE_S` if it is urgent."""
+        self._receive(1, LATE_S if is_urgent else SOON_S)
         return self._answers[0] if self._answers else (None, "")
 
     @property
@@ -104,10 +106,10 @@ class ReadTwice:
 
     def find_rounding(self) -> bool | None:
         """Return whether torch rounds samples differently with one thread than with as many as here; None if that is
-        not known. Waits as long."""
+        not known. Waits at most until `SOON_S` after the start."""
         if self._has_one_thread:
             return False
-        self._receive(2)
+        self._receive(2, SOON_S)
         return self._answers[1] if len(self._answers) > 1 else None
 
     @property
@@ -115,11 +117,11 @@ class ReadTwice:
         """Whether no more answers will come."""
         return self._process is None
 
-    def _receive(self, count: int) -> None:
+    def _receive(self, count: int, wait_s: float) -> None:
         """Receive answers, until there are this many."""
         while self._process is not None and len(self._answers) < count:
             try:
-                if not self._answer.poll(max(0.0, self._began + SOON_S - time.monotonic())):
+                if not self._answer.poll(max(0.0, self._began + wait_s - time.monotonic())):
                     return
                 self._answers.append(self._answer.recv())
             except (EOFError, OSError):

@@ -129,7 +129,7 @@ class TriedWorkers:
         if self._loading and loader._iterator is None and not self._is_training():  # a callback also reads the loader
             return begin()
         if self._epoch == 0 and self._twice is not None:
-            changes, why = self._twice.find_change()
+            changes, why = self._twice.find_change(is_urgent=True)
             if changes:
                 self._set_workers(loader, 0, 0)
                 self._step_down(0, 0, f"each worker would have its own version of the samples: {why}")

@@ -246,7 +246,7 @@ def test_the_users_own_workers_start_anew_where_reading_changes_samples(
     plain, ours = fit_both(make, 1, {"persistent": True})
     assert distance(plain, ours) == 0 and ours.verdict("workers").took is False
     assert ours.verdict("workers").why == f"your workers were not kept between epochs: {ANOTHER}"
-    monkeypatch.setattr(ReadTwice, "find_change", lambda *_: (False, ""))
+    monkeypatch.setattr(ReadTwice, "find_change", lambda *_, **__: (False, ""))
     plain, kept = fit_both(make, 1, {"persistent": True})
     assert distance(plain, kept) > 0, "the control"
 
@@ -270,8 +270,18 @@ def test_the_users_own_workers_stay_where_it_does_not() -> None:
 def test_no_workers_are_added_where_reading_changes_samples(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ours = fit_both(make, 0, {"count": 2})
     assert distance(plain, ours) == 0 and ANOTHER in str(ours.reason("workers"))
-    monkeypatch.setattr(ReadTwice, "find_change", lambda *_: (False, ""))
+    monkeypatch.setattr(ReadTwice, "find_change", lambda *_, **__: (False, ""))
     plain, added = fit_both(make, 0, {"count": 2})
+    assert distance(plain, added) > 0, "the control"
+
+
+def test_no_workers_are_added_before_there_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples that take long to make."""
+    monkeypatch.setattr(read_twice, "SOON_S", 0.0)
+    plain, ours = fit_both(divide, 0, {"count": 2})
+    assert distance(plain, ours) == 0 and ANOTHER in str(ours.reason("workers"))
+    monkeypatch.setattr(read_twice, "LATE_S", 0.0)
+    plain, added = fit_both(divide, 0, {"count": 2})
     assert distance(plain, added) > 0, "the control"
 
 
@@ -294,6 +304,6 @@ def test_validation_workers_start_anew_too(monkeypatch: pytest.MonkeyPatch) -> N
 
     plain, ours = fit()
     assert ours.module.seen == plain.module.seen and len(set(plain.module.seen)) == 1
-    monkeypatch.setattr(ReadTwice, "find_change", lambda *_: (False, ""))
+    monkeypatch.setattr(ReadTwice, "find_change", lambda *_, **__: (False, ""))
     plain, kept = fit()
     assert kept.module.seen != plain.module.seen, "the control"
