@@ -184,7 +184,9 @@ def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
         return Verdict(took=False, why=f"batches run whole: {problem or none}")
     pieces = evidence["micro_batches"]
     sizes = "/".join(map(str, pieces[:4])) + (f"/… ({len(pieces)} of them)" if len(pieces) > 4 else "")
-    why = f"{evidence['samples']} samples per loader batch ran as micro-batches of {sizes}"
+    merged, samples = evidence.get("merged_batches") or 1, evidence["samples"]
+    whole = f"{merged} loader batches ({samples} samples)" if merged > 1 else f"each loader batch of {samples} samples"
+    why = f"{whole} ran as micro-batches of {sizes}"
     if norms := evidence.get("grouped_norms"):
         why += f"; {say_count(norms, 'BatchNorm layer')} kept up to {evidence['groups']} batches apart"
     if weighed := evidence.get("weighed_by"):

@@ -291,9 +291,9 @@ def test_impossible_settings_are_config_errors(settings: dict[str, Any]) -> None
 def test_takes() -> None:
     split = run(SPLIT, batches(), max_epochs=2)
     assert split.verdict("batch").took is True and split.verdict("batch").parity_class == "approximate"
-    assert split.verdict("batch").why == "8 samples per loader batch ran as micro-batches of 3/3/2"
+    assert split.verdict("batch").why == "each loader batch of 8 samples ran as micro-batches of 3/3/2"
     merged = run(MERGE, batches(96), max_epochs=2, accumulate_grad_batches=4)
-    assert merged.verdict("batch").why == "32 samples per loader batch ran as micro-batches of 16/16"
+    assert merged.verdict("batch").why == "4 loader batches (32 samples) ran as micro-batches of 16/16"
     whole = run({"batch": {"micro_batch": 64}}, batches(96), max_epochs=1, accumulate_grad_batches=4)
     assert whole.verdict("batch").took and whole.seen("batch")["merged_batches"] == 4
     same = run({"batch": {"micro_batch": 8}}, batches(), max_epochs=1)

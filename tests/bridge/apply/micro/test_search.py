@@ -104,7 +104,7 @@ def test_auto_is_the_run_with_its_number_written_by_hand(
     assert list_traces(by_hand, ours) == set() and torch.equal(draws, ours_draws)
     assert by_hand[1].logged and ours[0].verdict("batch").took is True
     assert ours[0].verdict("batch").why == (
-        "32 samples per loader batch ran as micro-batches of 16/16; 1 BatchNorm layer kept up to 2 batches apart; auto"
+        "4 loader batches (32 samples) ran as micro-batches of 16/16; 1 BatchNorm layer kept up to 2 batches apart; auto"
         " took 16: samples/s by size 8: 1,000, 16: 1,600, 32: 1,333; the sizes are limited by the samples of your"
         " optimizer step, not by memory"
     )
