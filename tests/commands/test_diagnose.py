@@ -78,7 +78,7 @@ def test_findings_of_a_run_there_was(named: str, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in write_run(tmp_path / "a").iterdir()}
     answer = asked(named)
     lines = answer.text.splitlines()
-    assert lines[0].startswith("fastloop STARVED BY DATA") and "INACTIVE needs CUDA (pin)" in lines
+    assert lines[0].startswith("fastloop STARVED BY DATA") and "INACTIVE pin: needs CUDA" in lines
     assert any(line.startswith("FIX") and "rungs.workers {enabled: true}" in line for line in lines)
     assert lines[-2] == "PROVE    fastloop ab --script train.py --vs workers" and lines[-1].endswith("a/report.md")
     found = content(answer)

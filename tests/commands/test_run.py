@@ -92,7 +92,7 @@ def test_a_run_with_rungs_says_what_took(fastloop: CommandLine) -> None:
     assert took == {"workers": True, "pin": False, "batch": True, "amp": True}
     line = next(line for line in said.err.splitlines() if line.startswith("TOOK"))
     assert line.startswith("TOOK     [approximate] workers (1 live worker")
-    assert re.search(r"^INACTIVE needs CUDA.* \(pin\)$", said.err, re.M)
+    assert re.search(r"^INACTIVE pin: needs CUDA", said.err, re.M)
     assert said.json["plan"]["parity_class"] == "approximate"
 
 

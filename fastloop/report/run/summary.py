@@ -133,14 +133,14 @@ def list_loop_changes(plan: Plan, verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def list_inactive(verdicts: Sequence[Verdict]) -> list[str]:
-    """List why enabled rungs had no effect, reason first; rungs share a line if their reasons begin alike."""
+    """List why enabled rungs had no effect; rungs share a line if their reasons begin alike."""
     shared: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         if verdict.took is False:
             shared.setdefault(verdict.why.partition("; ")[0], []).append(verdict)
     whys = {start: {verdict.why for verdict in group} for start, group in shared.items()}
     return [
-        f"{_flatten(group[0].why if len(whys[start]) == 1 else start)} ({', '.join(verdict.rung for verdict in group)})"
+        f"{', '.join(verdict.rung for verdict in group)}: {_flatten(group[0].why if len(whys[start]) == 1 else start)}"
         for start, group in shared.items()
     ]
 

@@ -62,7 +62,7 @@ def test_the_whole() -> None:
         "1,235 samples/s   lead 3.1 ms   GPU fed 18 %   watching cost 3.4 us a step",
         "if data were free: at most 6,173 samples/s (an estimate)",
         "TOOK     [approximate] workers (4 live workers); amp (bf16)",
-        "INACTIVE needs CUDA (pin)",
+        "INACTIVE pin: needs CUDA",
         "UNKNOWN  fused: not seen",
         "FIX      rungs.workers {enabled: true, count: 3}",
         "REPORT   runs/x/report.md",
@@ -237,7 +237,7 @@ def test_at_most_twelve_lines_and_no_reason_left_out(inactive: int, unknown: int
         assert text.count("\nINACTIVE") == inactive and text.count("\nUNKNOWN") == unknown, "joined without need"
 
 
-def test_rungs_whose_reasons_begin_alike_share_a_line_and_the_reason_comes_first() -> None:
+def test_rungs_whose_reasons_begin_alike_share_a_line() -> None:
     reasons = {
         "pin": "needs CUDA; this run is on cpu, where no copy starts in pinned memory",
         "overlap": "needs DDP with several devices; the strategy is SingleDeviceStrategy",
@@ -245,8 +245,8 @@ def test_rungs_whose_reasons_begin_alike_share_a_line_and_the_reason_comes_first
     }
     verdicts = [Verdict(rung=rung, took=False, why=why) for rung, why in reasons.items()]
     assert [line for line in summary.write_lines(SEEN, Plan(), verdicts, [WAITS]) if line.startswith("INACTIVE")] == [
-        "INACTIVE needs CUDA (pin, prefetch)",
-        f"INACTIVE {reasons['overlap']} (overlap)",
+        "INACTIVE pin, prefetch: needs CUDA",
+        f"INACTIVE overlap: {reasons['overlap']}",
     ]
 
 
@@ -295,7 +295,7 @@ def test_a_reason_of_several_lines_takes_one() -> None:
     verdicts = [Verdict(rung="compile", took=False, why="RuntimeError: first\n  second\r\nthird")]
     lines = summary.write_lines(SEEN, Plan(), verdicts, [dataclasses.replace(WAITS, why="a\nb")])
     assert "  a b" in lines and [line for line in lines if "\n" in line or "\r" in line] == []
-    assert "INACTIVE RuntimeError: first   second third (compile)" in lines
+    assert "INACTIVE compile: RuntimeError: first   second third" in lines
 
 
 def test_the_first_screen_of_the_naive_resnet50() -> None:
