@@ -94,7 +94,7 @@ class WatchSettings:
     warmup_steps: int = 20
     """Optimizer steps before the measured window opens."""
     trace_steps: int = 0
-    """Optimizer steps of the window to record as a trace; 0 = no trace."""
+    """Optimizer steps after the window to record as a trace; 0 = no trace."""
     usd_per_gpu_hour: float | None = None
     """Price of one GPU in US dollars per hour; null = costs are not reported."""
 
