@@ -44,7 +44,7 @@ def explain_no_merge(facts: Facts, loader: LoaderFacts) -> str | None:
             " smaller than the batch can still split them"
         )
     if facts.skips_batches:
-        return "training_step returns no loss for some batches: a merged window would be skipped whole"
+        return "training_step returns no loss for some batches: the whole merged window would be skipped"
     if loader.stateful:
         return f"{loader.kind} keeps its own position for resuming, which merging would shift"
     if loader.batches is None:
@@ -108,7 +108,7 @@ def list_changed_counts(facts: Facts, loader: LoaderFacts) -> list[str]:
     elif interval not in (None, 1.0):
         notes.append(f"val_check_interval {interval}: validation stays after the same optimizer steps")
     if limit not in (None, 1.0):
-        notes.append(f"limit_train_batches {limit} still means the loader's own batches")
+        notes.append(f"limit_train_batches {limit} still counts your loader's batches")
     notes.append(
         "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count optimizer"
         " steps, each with the same samples as before"

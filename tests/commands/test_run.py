@@ -570,7 +570,7 @@ def test_a_plan_under_strict(fastloop: CommandLine) -> None:
     said = fastloop("plan", NET, "rungs.pin.enabled=true", "strict=true")
     assert said.code == 2
     assert said.err.splitlines()[0] == "fastloop: got rungs.pin (command line)"
-    why = "  why strict: true makes it an error that this rung cannot apply: needs CUDA"
+    why = "  why with strict: true, a rung that cannot apply is an error: needs CUDA"
     assert said.err.splitlines()[1].startswith(why)
     assert said.err.splitlines()[2] == "  do  write rungs.pin.enabled: false, or strict: false"
 

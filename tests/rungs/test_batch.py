@@ -155,19 +155,19 @@ def test_the_full_ladder_merges_where_nobody_counts_batches(hooks: tuple[str, ..
         (
             {"micro_batch": "auto"},
             facts(batchnorms=("net.1",)),
-            "limited by your batches: BatchNorm keeps the statistics of each, and none are accumulated; setting a"
-            " micro-batch yourself changes the training",
+            "limited to your batch size: BatchNorm keeps the statistics of each batch, and gradients are not"
+            " accumulated; setting a micro-batch yourself changes the training",
         ),
         (
             {"micro_batch": "auto"},
             facts(accumulate=4, batchnorms=("net.1",), other_batchnorms=("net.1",)),
-            "limited by your batches: BatchNorm keeps the statistics of each, and net.1 cannot keep merged batches"
-            " apart; setting a micro-batch yourself changes the training",
+            "limited to your batch size: BatchNorm keeps the statistics of each batch, and net.1 cannot keep merged"
+            " batches apart; setting a micro-batch yourself changes the training",
         ),
         (
             {"micro_batch": "auto"},
             facts(1),
-            "limited by your batches of one sample: a larger micro-batch would change the global batch",
+            "limited to your batch size of 1: a larger micro-batch would change the global batch",
         ),
         (
             {"global_batch": 20},
@@ -307,7 +307,7 @@ def test_takes() -> None:
     assert verify(Measurement()).why == "no optimizer step ran"
     evidence = {"steps": 3, "changed_steps": 0, "uncut_steps": 0, "problem": None, "micro_batches": [3], "samples": 3}
     assert verify(Measurement(evidence={"batch": evidence})).why == (
-        "batches run whole: none was larger than micro_batch"
+        "batches are not split: none was larger than micro_batch"
     )
     apart = {**evidence, "apart_steps": 1, "apart_why": "a reason"}
     assert verify(Measurement(evidence={"batch": apart})).why == (
@@ -620,7 +620,7 @@ def test_two_ranks(case: str, like: str) -> None:
 @pytest.mark.multirank
 def test_two_ranks_agree_on_a_refusal() -> None:
     """Found by one, kept to by both: batch by batch, bit for bit the accumulating run, with one exchange a step."""
-    for rank, (ranks, why) in enumerate(zip(results(), ("another rank must not merge", "planted"), strict=True)):
+    for rank, (ranks, why) in enumerate(zip(results(), ("another rank cannot merge", "planted"), strict=True)):
         ours, plain = ranks["one rank refuses"], ranks["accumulated"]
         assert ours["took"] == {"batch": False} and ours["why"].startswith(why), rank
         assert ours["apart"] == ours["steps"] == plain["steps"] and ours["exchanges"] == plain["exchanges"]

@@ -141,7 +141,7 @@ class DaliLoader:
                 if request is not None:
                     yield self._make_plainly(request, why)
             while (request := self._queue.draw()) is not None:  # only after DALI failed MOST_FAILURES times in a row
-                yield self._make_plainly(request, f"{MOST_FAILURES} batches in a row")
+                yield self._make_plainly(request, f"DALI failed on {MOST_FAILURES} batches in a row")
             if self._queue.failed is not None:
                 raise self._queue.failed
         finally:

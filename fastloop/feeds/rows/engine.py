@@ -208,7 +208,7 @@ def check_room(rows: Rows, device: torch.device, most_bytes: int) -> None:
     """Raise NotApplicable if more than `most_bytes` of rows would have to be copied to the device."""
     need = 0 if device.type == "cpu" else rows.count_bytes()
     if need > most_bytes:
-        raise NotApplicable(f"the rows take {need / 1e9:.3g} GB, and they may take {most_bytes / 1e9:.3g} GB there")
+        raise NotApplicable(f"the rows take {need / 1e9:.3g} GB, but may take at most {most_bytes / 1e9:.3g} GB there")
 
 
 def _is_same(one: Any, other: Any) -> bool:

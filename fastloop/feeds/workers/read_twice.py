@@ -49,7 +49,7 @@ SOON_S = 1.0
 """The training waits no longer than this for the answer."""
 MOST_S = 30
 """The process ends itself after this time, wherever it is."""
-ANOTHER, FROZEN = "is another one when it is read again", "is drawn at random at first, and stays as it was"
+ANOTHER, FROZEN = "differs when it is read again", "is random when first read, and stays the same from then on"
 _WHOLE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """Samplers whose indices are those of the dataset."""
 _WRITES = re.compile(

@@ -300,7 +300,7 @@ class TriedWorkers:
         if fitting == (workers, ahead):
             return None
         room, size = (self._room_bytes or 0) / 2**20, self._batch_bytes / 2**20
-        return _Fewer(*fitting, f"memory has room for {room:.0f} MiB of batches, and one takes {size:.1f} MiB")
+        return _Fewer(*fitting, f"memory has room for {room:.0f} MiB of batches, but one takes {size:.1f} MiB")
 
     def _find_stale(self) -> _Fewer | None:
         """Return settings without workers if something has changed what they hold copies of."""

@@ -42,7 +42,7 @@ def measured(**content: Any) -> Measurement:
         (read_result(model=MODEL | {"attends_by_hand": 0}), "attention", "no inner module has a softmax between two"),
         (read_result(model=MODEL | {"classes": 0}), "loss", "no layer has 8,192 outputs or more"),
         (read_result(model=MODEL | {"convs": 0}), "layout", "the model has no 2-D convolution"),
-        (read_result(model=MODEL | {"compiled": True}), "compile", "the model is already compiled by you"),
+        (read_result(model=MODEL | {"compiled": True}), "compile", "the model is already compiled by your own code"),
     ],
 )
 def test_what_shows_has_the_reason_of_the_plan(measurement: Measurement, rung: str, why: str) -> None:

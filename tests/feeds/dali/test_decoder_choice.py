@@ -71,7 +71,7 @@ def test_without_waits_nothing_is_tried() -> None:
     """A host that runs ahead waits for pictures even if the device is the limit; then both are compared."""
     training = Training({"cpu": 0.05, "mixed": 0.06}, {"cpu": 0.02, "mixed": 0.01})
     assert set(training.run(3 * ROUND)) == {"cpu"}
-    assert training.choice.evidence()["decode_why"] == "training waits for pictures for 0% of its time"
+    assert training.choice.evidence()["decode_why"] == "training waits for images for 0% of its time"
 
 
 def test_what_is_told() -> None:

@@ -153,7 +153,7 @@ def test_a_dataset_whose_labels_are_others_than_it_says(folder: Path) -> None:
     assert check(dataset).samples > 0
     for labels in (lambda index: (19 - index,), lambda index: (index, index), lambda index: (float(index),)):
         dataset.labels = labels
-        with pytest.raises(NotApplicable, match="Relabeled's __getitem__ gives sample 0 another label than image_path"):
+        with pytest.raises(NotApplicable, match="Relabeled's __getitem__ returns a different label for sample 0"):
             check(dataset)
 
 

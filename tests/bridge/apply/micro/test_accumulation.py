@@ -157,7 +157,7 @@ def test_several_train_loaders_are_given_up(train: Any, second: Any, settings: d
         return {"a": train(), "b": second()}
 
     plain, merged = both(MERGE, two, Two, **{"max_epochs": 3, **ACCUMULATE, **settings})
-    assert merged.reason("batch") == "several train loaders cannot be merged into one window"
+    assert merged.reason("batch") == "windows of several train loaders cannot be merged"
     assert merged.record.hooks == plain.record.hooks and distance(plain, merged) == 0
     assert merged.trainer.global_step == plain.trainer.global_step
 
@@ -529,4 +529,4 @@ def test_a_first_step_that_only_rungs_make_fit_runs_batch_by_batch(fits: bool, m
     seen = ours.seen("batch")
     assert tried == [16] and ours.verdict("amp").took and ours.verdict("batch").took and ours.trainer.global_step == 6
     assert (seen["apart_steps"], seen["changed_steps"]) == ((0, 6) if fits else (1, 5)), seen
-    assert fits or "micro-batches of 16 do not fit without amp, which start after the first step" in seen["apart_why"]
+    assert fits or "micro-batches of 16 only fit with amp, which start after the first step" in seen["apart_why"]

@@ -104,9 +104,9 @@ def test_auto_is_the_run_with_its_number_written_by_hand(
     assert list_traces(by_hand, ours) == set() and torch.equal(draws, ours_draws)
     assert by_hand[1].logged and ours[0].verdict("batch").took is True
     assert ours[0].verdict("batch").why == (
-        "32 samples per loader batch ran as micro-batches of 16/16; 1 BatchNorm layer kept up to 2 batches apart; auto"
-        " took 16: samples/s by size 8: 1,000, 16: 1,600, 32: 1,333; the sizes are limited by the samples of your"
-        " optimizer step, not by memory"
+        "32 samples per loader batch ran as micro-batches of 16/16; 1 BatchNorm layer kept statistics apart for up to"
+        " 2 batches; auto chose 16: samples/s by size 8: 1,000, 16: 1,600, 32: 1,333; the sizes are limited by the"
+        " samples of your optimizer step, not by memory"
     )
     # The control: without the guards every trace shows.
     monkeypatch.setattr(micro_search, "preserve_state", lambda *_modules: torch.enable_grad())
@@ -260,7 +260,7 @@ def test_the_users_own_batches_stay_where_they_are_the_fastest(timed: dict[int, 
     )
     plain, ours = both(AUTO, EVEN, max_epochs=1)
     assert ours.verdict("batch").why.startswith(
-        "batches run whole: keeping your micro-batch size: samples/s by size 2:"
+        "batches are not split: keeping your micro-batch size: samples/s by size 2:"
     )
     assert distance(plain, ours) == 0 and ours.record.hooks == plain.record.hooks
 
