@@ -23,7 +23,7 @@ def find_validation(step: Attribution, rungs: Rungs) -> Finding | None:
     workers = found.get("validation_workers")
     if workers == 0 and "validation_obstacle" in found:
         obstacle = found["validation_obstacle"]
-        known = f"; the validation loader should have no workers: {obstacle}"
+        known = f"; but leave the validation loader without workers: {obstacle}"
         advice += ", and give the validation loader workers" if obstacle is None else known
     elif workers and not found.get("validation_keeps_workers") and found.get("can_keep_for_validation") is not False:
         advice = (

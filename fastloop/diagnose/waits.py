@@ -52,7 +52,7 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
         idle += f" ({decoding})"
     elif (rows := read_loader(step.measured).get("rows")) is not None:
         cause = PICKING
-        idle += f" ({rows} holds all rows in memory, and they are picked one at a time)"
+        idle += f" ({rows} holds all rows in memory, but they are picked one at a time)"
     instead = _advise_loading(
         step.measured, rungs.find_tuned_key("data_wait"), rungs.explain_refused(step.measured, cause)
     )

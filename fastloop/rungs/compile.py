@@ -67,7 +67,7 @@ CARD = Card(
 )
 
 
-ON_CPU = "compiled dropout draws from the random stream that shuffles, so later epochs are ordered differently"
+ON_CPU = "compiled dropout draws from the random stream that also shuffles, so later epochs have a different order"
 
 
 @dataclass(frozen=True, kw_only=True)

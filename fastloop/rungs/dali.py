@@ -163,7 +163,7 @@ class Dali:
             notes.append(f"DALI draws its own random numbers: {', '.join(random)} differ on every run")
         if loader.num_workers:
             notes.append(f"your {loader.num_workers} worker processes are not started")
-        notes.append("a run resumed in mid-epoch has different crops and flips for the rest of it; DALI keeps no state")
+        notes.append("a run resumed mid-epoch has different crops and flips for the rest of it; DALI keeps no state")
         return notes
 
     def verify(self, seen: Measurement) -> Verdict:

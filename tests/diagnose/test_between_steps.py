@@ -63,7 +63,7 @@ def test_workers_that_start_anew_each_epoch(loader: dict[str, Any], enabled: tup
         ),
         (
             {"validation_workers": 0, "validation_obstacle": "dataset.archive is an open file handle"},
-            "; the validation loader should have no workers: dataset.archive is an open file handle",
+            "; but leave the validation loader without workers: dataset.archive is an open file handle",
             "give",
         ),
         (

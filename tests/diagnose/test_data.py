@@ -426,7 +426,7 @@ def test_rows_in_memory(enabled: tuple[str, ...], patched: str) -> None:
     """Picking them at once comes before workers, which would pick them one by one elsewhere."""
     finding = only({**MAP, "rows": "TensorDataset"}, enabled=enabled)
     assert finding.patch == {"rungs": {patched: {"enabled": True}}}
-    assert "TensorDataset holds all rows in memory, and they are picked one at a time" in finding.why
+    assert "TensorDataset holds all rows in memory, but they are picked one at a time" in finding.why
     assert ("with the cache rung, all rows of a batch are picked at once" in finding.why) is (patched == "cache")
 
 

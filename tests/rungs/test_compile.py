@@ -179,7 +179,7 @@ def test_plan(settings: dict[str, Any], facts: dict[str, Any], reason: str | Non
         return
     change = rung.plan(Facts(**{**FACTS, **facts}))
     assert [(action.keys, action.when) for action in change.actions] == [(("model.compile",), "model")]
-    on_cpu = "compiled dropout draws from the random stream that shuffles, so later epochs are ordered differently"
+    on_cpu = "compiled dropout draws from the random stream that also shuffles, so later epochs have a different order"
     assert change.notes == ("compiles net", *([] if facts.get("device") == "cuda" else [on_cpu]))
     assert change.parity == "approximate" and change.evaluation
 

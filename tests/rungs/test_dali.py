@@ -29,7 +29,7 @@ from tests.runs import KeepsTrainers, Run, both, distance, run
 DALI: dict[str, Any] = {"dali": {"threads": 2}}
 STEPS = (RandomResizedCrop(size=(8, 8)), ToTensor(), ToFloat())
 IMAGES = ImageFacts(steps=STEPS, count=100)
-NOTE = "a run resumed in mid-epoch has different crops and flips for the rest of it; DALI keeps no state"
+NOTE = "a run resumed mid-epoch has different crops and flips for the rest of it; DALI keeps no state"
 OWN = "DALI draws its own random numbers: RandomResizedCrop differ on every run"
 
 

@@ -110,7 +110,7 @@ LITTLE = (
             {},
             facts({"asks_process": ("Mine.__getitem__",)}),
             wants(7),
-            ["Mine.__getitem__ asks which process it is in, so samples may differ from a run without workers"],
+            ["Mine.__getitem__ reads its worker or process id, so samples may differ from a run without workers"],
         ),
     ],
 )

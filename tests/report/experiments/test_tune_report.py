@@ -64,9 +64,9 @@ def test_doubts_are_flagged_with_their_values() -> None:
     [
         (tune([(0, 5.0, ""), (2, 5.0, "")], None), "NOTHING TO GAIN FROM rungs.workers.count"),
         (tune([(0, 5.0, "")], None) | {"as_it_is": 0}, "NOTHING TRIED OF rungs.workers.count"),
-        (tune([(0, 5.0, ""), (2, None, "no")], None) | {"as_it_is": 0}, "NO VALUE RAN OF rungs.workers.count"),
-        (TUNES["all-failed"](), "NO VALUE RAN OF rungs.workers.count"),
-        ({}, "NO VALUE RAN OF n/a"),
+        (tune([(0, 5.0, ""), (2, None, "no")], None) | {"as_it_is": 0}, "NO VALUE RAN FOR rungs.workers.count"),
+        (TUNES["all-failed"](), "NO VALUE RAN FOR rungs.workers.count"),
+        ({}, "NO VALUE RAN FOR n/a"),
         (tune([(0, 5.0, "")], 0), "BEST rungs.workers.count = 0"),
     ],
     ids=["none", "only the base", "only the base ran", "failed", "empty", "zero"],

@@ -334,7 +334,7 @@ def test_the_first_screen_of_the_naive_gpt2() -> None:
         ">= 36.2 TFLOP/s: at least 54 % of fp32 and 3.66 % of bf16",
         "tensor cores 0 % active",
         "41,472 tokens/s",
-        "NOTE     the board is at its power limit; the step at 590 took 12 % longer than in the window: SM clock",
+        "NOTE     the board is at its power limit; a step took 12 % longer at step 590 than in the timed window: SM",
         "\nLATER    amp",
     ):
         assert words in text

@@ -606,7 +606,7 @@ def test_a_refused_compile_brings_the_other_size(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("no compiler today")
 
     plain = run(None, EVEN(), Normed, **ACCUMULATE)
-    for said in ("8 because compile was refused: 32 was for the compiled model", "keeping your micro-batch size"):
+    for said in ("8 because compile was refused, and 32 was for the compiled model", "keeping your micro-batch size"):
         ours = fit_compiled(monkeypatch, fail)
         assert "no compiler today" in (ours.reason("compile") or "") and said in ours.verdict("batch").why
         assert ours.seen("batch")["micro_batch"] == 8 and ours.verdict("batch").took is False
