@@ -47,7 +47,7 @@ def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
     reloads = bool(every := found.get("reload_every_n_epochs")) and bool(found.get("num_workers"))
     if reloads:
         advice = (
-            f"the Trainer makes the loader and its workers anew every {'epoch' if every == 1 else f'{every} epochs'}:"
+            f"the Trainer recreates the loader and its workers every {'epoch' if every == 1 else f'{every} epochs'}:"
             " leave out reload_dataloaders_every_n_epochs if the data stays the same"
         )
     elif restarts_workers(step.measured) and found.get("can_keep_workers") is not False:

@@ -102,7 +102,7 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
     if count == 0 and not is_worth_handing_over(seen):
         return (
             f"a batch takes {read_batch_ms(seen):.2f} ms to make, and taking it from a worker would cost up to"
-            f" {find_hand_over_ms(seen):g} ms; a dataset with __getitems__ makes a whole batch at once"
+            f" {find_hand_over_ms(seen):g} ms; give the dataset a __getitems__ that makes a whole batch at once"
         )
     if count == 0 and without:
         return _advise_each(without)

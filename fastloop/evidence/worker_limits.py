@@ -169,7 +169,7 @@ def sum_up_hazards(hazards: Iterable[str]) -> str:
 def explain_own_number(loader: LoaderFacts) -> str:
     """Why a loader that has workers gets no others."""
     workers = "a worker" if loader.num_workers == 1 else f"{loader.num_workers} workers"
-    return f"the loader already has {workers}; your number stands"
+    return f"the loader already has {workers}; your setting stands"
 
 
 def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str, *, replaces: bool = False) -> str | None:
@@ -189,7 +189,7 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str, *, repla
     if not loader.map_style:
         return (
             "every worker would read the whole iterable dataset and repeat its samples, unless the dataset splits"
-            " itself by torch.utils.data.get_worker_info; if yours does, set num_workers yourself"
+            " itself with torch.utils.data.get_worker_info; if yours does, set num_workers yourself"
         )
     if loader.stateful:
         return (

@@ -102,7 +102,9 @@ def list_changed_counts(facts: Facts, loader: LoaderFacts) -> list[str]:
         notes.append(f"fewer and larger batches for: {', '.join(each.rstrip(',') for each in facts.counts_batches)}")
     if facts.changes_by_batch:
         names = ", ".join(facts.changes_by_batch)
-        notes.append(f"DIFFERENT TRAINING: {names} may change weights or gradients, once for every {window} batches")
+        notes.append(
+            f"DIFFERENT TRAINING: {names} may change weights or gradients, now once for every {window} batches"
+        )
     if isinstance(interval, int):
         notes.append(f"val_check_interval {interval} batches = {interval // window} steps")
     elif interval not in (None, 1.0):
@@ -115,8 +117,8 @@ def list_changed_counts(facts: Facts, loader: LoaderFacts) -> list[str]:
     )
     if not loader.num_workers and loader.draws_random and facts.device == "cpu":
         notes.append(
-            f"samples draw random numbers ({loader.draws_random[0]}) for {window} batches at once now, so they and the"
-            " model's own draws, such as dropout, come in a different order"
+            f"samples now draw random numbers ({loader.draws_random[0]}) for {window} batches at once, so their draws"
+            " and the model's, such as dropout, come in a different order"
         )
     if loader.num_workers > 1 and (loader.draws_random or loader.custom_collate):
         notes.append(

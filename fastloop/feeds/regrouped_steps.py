@@ -156,11 +156,11 @@ def _round_down(micro: int, size: int, notes: list[str]) -> int:
 
 def _list_norm_notes(facts: Facts, loader: LoaderFacts, micro: Size, *, groups: bool, batch_norm: str) -> list[str]:
     names = ", ".join(facts.batchnorms[:3]) + (", …" if len(facts.batchnorms) > 3 else "")
-    of = "the size that is found" if micro == "auto" else str(micro)
+    of = "the size found" if micro == "auto" else str(micro)
     one = len(facts.batchnorms) == 1
     changes = f"{'normalizes' if one else 'normalize'} over micro-batches of {of}, which changes the training"
     if micro != "auto" and micro < (loader.batch_size or 0):
-        changes += f" and cannot be avoided below your batches of {loader.batch_size}"
+        changes += f" and cannot be avoided below your batch size of {loader.batch_size}"
     keep = "keeps" if one else "keep"
     told = f"{keep} separate statistics for each of your batches" if groups else changes
     notes = [f"{say_count(len(facts.batchnorms), 'BatchNorm layer')} {told}: {names}"]

@@ -380,7 +380,7 @@ def test_secrets_are_nowhere(fastloop: CommandLine) -> None:
     assert "recipe.mark=user:***@host" in texts["env.json"] and "mark: user:***@host" in texts["config.resolved.yaml"]
     assert set(texts) >= FILES | {"hparams.yaml"} and "recipe.api_key=***" in texts["env.json"]
     assert "api_key: '***'" in texts["hparams.yaml"], "the recipe saves it as a hyperparameter"
-    assert texts["config.resolved.yaml"].splitlines()[1].startswith("# *** stands for a secret")
+    assert texts["config.resolved.yaml"].splitlines()[1].startswith("# *** replaces a secret")
     assert [name for name, text in texts.items() if secret in text] == []
     assert not [each for each in said if secret in each.out + each.err]
 

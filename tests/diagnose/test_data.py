@@ -433,13 +433,13 @@ def test_rows_in_memory(enabled: tuple[str, ...], patched: str) -> None:
 def test_an_engine_that_does_not_keep_up() -> None:
     assert "give it more threads" in only({**MAP, "num_workers": None, "has_engine": True}).why
     assert (
-        "picked at once already"
+        "already picked at once"
         in only(
             {
                 **MAP,
                 "num_workers": None,
                 "has_engine": True,
-                "engine_advice": "all rows of a batch are picked at once already",
+                "engine_advice": "all rows of a batch are already picked at once",
             }
         ).why
     )

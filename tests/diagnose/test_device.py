@@ -369,7 +369,8 @@ def test_slow_kernels_beside_idle_time_are_named_by_their_family() -> None:
             {"own": [], "no_fused_form": ["LBFGS"], "evaluations_per_step": 4.0, "fusing_saves_ms": 0.0},
             (),
             None,
-            "LBFGS takes 16.0 of 40.0 ms a step besides training_step and its backward, which it runs 4.0 times a step;"
+            "LBFGS takes 16.0 of 40.0 ms a step on top of training_step and its backward, which it runs 4.0 times a"
+            " step;"
             " no rung helps with this: a smaller max_iter or history_size",
         ),
         (

@@ -126,7 +126,7 @@ def test_what_counts_steps_is_named() -> None:
     ]
     draws = LoaderFacts(kind="DataLoader", batches=12, draws_random=("Crop",))
     assert list_changed_counts(Facts(accumulate=4), draws)[-1] == (
-        "samples draw random numbers (Crop) for 4 batches at once now, so they and the model's own draws, such as"
+        "samples now draw random numbers (Crop) for 4 batches at once, so their draws and the model's, such as"
         " dropout, come in a different order"
     )
     quiet = list_changed_counts(Facts(accumulate=4), LoaderFacts(kind="DataLoader", batches=12))

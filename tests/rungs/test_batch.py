@@ -81,7 +81,7 @@ def test_hooks_that_may_change_the_training_are_named(micro: int, accumulate: in
         for changing in ((), seen["counts_batches"][:1])
     )
     named = "fewer and larger batches for: M.on_after_backward, M.training_step, which reads batch_idx"
-    loud = "DIFFERENT TRAINING: M.on_after_backward may change weights or gradients, once for every 4 batches"
+    loud = "DIFFERENT TRAINING: M.on_after_backward may change weights or gradients, now once for every 4 batches"
     assert looks.parity == "approximate" and (named in looks.notes) is (micro == 16)
     assert (changes.parity, loud in changes.notes) == (
         ("changes-training", True) if micro == 16 else ("approximate", False)
@@ -143,7 +143,7 @@ def test_the_full_ladder_merges_where_nobody_counts_batches(hooks: tuple[str, ..
         (
             {},
             facts(not_mean_losses=("loss (L1Loss with reduction='sum')",)),
-            "the loss is not a mean over samples: loss (L1Loss with reduction='sum'); if it is a mean, write"
+            "the loss does not look like a mean over samples: loss (L1Loss with reduction='sum'); if it is one, write"
             " batch.loss_is_mean: true",
         ),
         (
@@ -257,7 +257,7 @@ def test_plan_says_what_changes() -> None:
             {},
             {"step.micro_batch": 4},
             "changes-training",
-            "changes the training and cannot be avoided below your batches of 8: net.1",
+            "changes the training and cannot be avoided below your batch size of 8: net.1",
         ),
         ({"micro_batch": 3}, {"accumulate": 1}, {"step.micro_batch": 3}, "changes-training", "changes the training"),
     ],
@@ -541,20 +541,20 @@ class Normed(Net):
         (
             Summed,
             {},
-            "the loss is not a mean over samples: criterion (MSELoss with reduction='sum'), Summed.__init__ uses"
-            " reduction='sum' or 'none'; if it is a mean, write batch.loss_is_mean: true",
+            "the loss does not look like a mean over samples: criterion (MSELoss with reduction='sum'), Summed.__init__"
+            " uses reduction='sum' or 'none'; if it is one, write batch.loss_is_mean: true",
         ),
         (
             SummedInCode,
             {},
-            "the loss is not a mean over samples: SummedInCode.loss uses reduction='sum' or 'none'; if it is a mean,"
-            " write batch.loss_is_mean: true",
+            "the loss does not look like a mean over samples: SummedInCode.loss uses reduction='sum' or 'none'; if it"
+            " is one, write batch.loss_is_mean: true",
         ),
         (
             Weighted,
             {},
-            "the loss is not a mean over samples: criterion (CrossEntropyLoss divides by its class weights); if it is"
-            " a mean, write batch.loss_is_mean: true",
+            "the loss does not look like a mean over samples: criterion (CrossEntropyLoss divides by its class"
+            " weights); if it is one, write batch.loss_is_mean: true",
         ),
     ],
 )

@@ -86,7 +86,7 @@ def test_plan(settings: dict[str, Any], given: Facts, threads: int) -> None:
         ),
         (
             {"num_workers": 3},
-            "the loader already has 3 workers; your number stands (set num_workers=0 for threads)",
+            "the loader already has 3 workers; your setting stands (set num_workers=0 for threads)",
         ),
         ({"stateful": True}, "DataLoader tracks its own position, which threads would not update"),
         ({"own_iterator": True}, "DataLoader creates its own iterators, which threads would bypass"),

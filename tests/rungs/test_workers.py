@@ -128,8 +128,8 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
     ("settings", "loader", "reason"),
     [
         ({}, {"is_dataloader": False, "kind": "list"}, "list is not a DataLoader: it has no workers to set"),
-        ({}, {"num_workers": 3}, "the loader already has 3 workers; your number stands"),
-        ({"count": 3}, {"num_workers": 3}, "the loader already has 3 workers; your number stands"),
+        ({}, {"num_workers": 3}, "the loader already has 3 workers; your setting stands"),
+        ({"count": 3}, {"num_workers": 3}, "the loader already has 3 workers; your setting stands"),
         (
             {"count": 5},
             {"num_workers": 3, "worker_hazards": ("a is x",)},
@@ -138,33 +138,33 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
         (
             {"grow": True},
             {"num_workers": 3, "start_method": "spawn"},
-            "the loader already has 3 workers; your number stands: workers are started with spawn here, which is slow",
+            "the loader already has 3 workers; your setting stands: workers are started with spawn here, which is slow",
         ),
         (
             {"grow": True},
             {"num_workers": 3, "persistent_workers": True, "may_change": ("a is changed by B.c",)},
-            "the loader already has 3 workers; your number stands: new workers would get a newer copy of the dataset"
+            "the loader already has 3 workers; your setting stands: new workers would get a newer copy of the dataset"
             " than yours have: a is changed by B.c",
         ),
         (
             {"grow": True},
             {"num_workers": 3, "sampler_draws": ("Bag.__iter__",)},
-            "the loader already has 3 workers; your number stands: more workers would read the sampler further ahead,"
+            "the loader already has 3 workers; your setting stands: more workers would read the sampler further ahead,"
             " and Bag.__iter__ draws random numbers between samples",
         ),
         (
             {"grow": True},
             {"num_workers": 3, "map_style": False},
-            "the loader already has 3 workers; your number stands: every worker would read an iterable dataset whole,"
-            " and samples would repeat, unless it asks torch.utils.data.get_worker_info for its share; if it does, set"
-            " num_workers yourself",
+            "the loader already has 3 workers; your setting stands: every worker would read the whole iterable dataset"
+            " and repeat its samples, unless the dataset splits itself with torch.utils.data.get_worker_info; if yours"
+            " does, set num_workers yourself",
         ),
-        ({"grow": True}, {"num_workers": 7}, "the loader already has 7 workers; your number stands"),
+        ({"grow": True}, {"num_workers": 7}, "the loader already has 7 workers; your setting stands"),
         (
             {},
             {"map_style": False},
             "every worker would read the whole iterable dataset and repeat its samples, unless the dataset splits"
-            " itself by torch.utils.data.get_worker_info; if yours does, set num_workers yourself",
+            " itself with torch.utils.data.get_worker_info; if yours does, set num_workers yourself",
         ),
         (
             {},
@@ -384,7 +384,7 @@ def test_your_own_workers_are_kept_where_you_or_a_ladder_ask_for_it(
 ) -> None:
     rung, given = Workers(enabled=True, **settings), facts({"num_workers": 3, "batches": 32, **loader}, **run)
     if not kept:
-        with pytest.raises(NotApplicable, match="your number stands"):
+        with pytest.raises(NotApplicable, match="your setting stands"):
             rung.plan(given)
         return
     change = rung.plan(given)
@@ -545,7 +545,7 @@ def test_takes() -> None:
     assert ours.verdict("workers").why == "2 live worker processes fed the window"
     own = run({"workers": {}}, batches(64, num_workers=1), max_epochs=1)
     assert own.verdict("workers").took is False
-    assert own.verdict("workers").why == "the loader already has a worker; your number stands"
+    assert own.verdict("workers").why == "the loader already has a worker; your setting stands"
     rung = Workers(enabled=True)
     assert rung.verify(Measurement(evidence={"workers": {"live_workers": 0}})).took is False
     assert rung.verify(Measurement()).took is None
@@ -1008,7 +1008,7 @@ def test_undo(offspring: Callable[[], list[psutil.Process]]) -> None:
 def test_an_iterable_dataset_is_refused_for_it_would_be_doubled() -> None:
     """D4, with the proof that it would have happened."""
     plain, ours = both(WORKERS, lambda: DataLoader(Stream(), batch_size=8), max_epochs=1)
-    assert str(ours.reason("workers")).startswith("every worker would read an iterable dataset whole")
+    assert str(ours.reason("workers")).startswith("every worker would read the whole iterable dataset")
     assert ours.module.samples == plain.module.samples
     doubled = clone(DataLoader(Stream(), batch_size=8), {"num_workers": 2, "prefetch_factor": 2})
     drawn = sorted(number for batch in doubled for number in batch[2].tolist())

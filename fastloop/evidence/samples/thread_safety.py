@@ -102,7 +102,7 @@ def _find_stores(code: CodeType) -> str | None:
     for each in sample_code.walk_code(code):
         changes = {name for name in each.co_names if writes.is_change(name) or name in writes.FILLS}
         if changes or any(step.opname in stores for step in dis.get_instructions(each)):
-            return f" (something in {each.co_name}, which has no source to read)"
+            return f" (something in {each.co_name}, whose source cannot be read)"
     return None
 
 

@@ -51,7 +51,7 @@ def explain_repeats(loader: Any) -> str | None:
         return None
     kind, workers = type(dataset).__name__, loader.num_workers
     return (
-        f"{kind}.__iter__ does not split its samples by torch.utils.data.get_worker_info, so each of the {workers}"
+        f"{kind}.__iter__ does not split its samples with torch.utils.data.get_worker_info, so each of the {workers}"
         f" workers may yield all of them: an epoch would then train on every sample {workers} times"
     )
 

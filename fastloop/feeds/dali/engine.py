@@ -186,7 +186,7 @@ class DaliLoader:
         self._pipeline = None
         return FastLoopError(
             got=self._describe_wait(waited_s),
-            why=f"a training that gets no batch for {tried_workers.LIMIT_S:.0f} s would wait forever",
+            why=f"training waits at most {tried_workers.LIMIT_S:.0f} s for a batch",
             do="see whether these files can be read (a pipe, a drive that does not answer); if they can, write"
             f" {self._turn_off}",
         )

@@ -39,7 +39,7 @@ class RowEngine:
 
     begins_at_iter = True
     advice = (
-        "all rows of a batch are picked at once already; a larger batch (which changes the training) needs fewer picks"
+        "all rows of a batch are already picked at once; a larger batch (which changes the training) needs fewer picks"
     )
 
     def __init__(
@@ -81,7 +81,7 @@ class RowEngine:
         places = places.astype(np.int64)
         outside = places[(places >= rows.count) | (places < -rows.count)]
         if outside.size:
-            raise IndexError(f"the sampler asks for sample {outside[0]:,} of a dataset of {rows.count:,}")
+            raise IndexError(f"the sampler requested sample {outside[0]:,} of a dataset of {rows.count:,}")
         places = np.where(places < 0, places + rows.count, places)
         if rows.places is not None:
             places = rows.places[places]

@@ -116,7 +116,7 @@ def _read_whole(dataset: Any) -> Rows:
         raise NotRows(f"{type(dataset).__name__}'s samples hold no rows")
     count = len(dataset)
     if any(len(column.values) != count for column in columns):  # negative indices would count from another end
-        raise NotRows(f"{type(dataset).__name__} says that it has {count:,} samples, but it holds more or fewer rows")
+        raise NotRows(f"{type(dataset).__name__} has a length of {count:,}, but a different number of rows")
     return Rows(form, count, names=names)
 
 

@@ -252,7 +252,7 @@ class TriedWorkers:
             if waited_s >= LIMIT_S:
                 raise FastLoopError(
                     got=f"no batch for {waited_s:.0f} s: {self._find_place(source)}",
-                    why=f"a training that gets no batch for {LIMIT_S:.0f} s would wait forever",
+                    why=f"training waits at most {LIMIT_S:.0f} s for a batch",
                     do="look at that line; if it works without workers (locks and threads do not survive a fork),"
                     f" write {self._turn_off}",
                 )

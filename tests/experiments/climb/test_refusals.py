@@ -35,8 +35,8 @@ def measured(**content: Any) -> Measurement:
 @pytest.mark.parametrize(
     ("measurement", "rung", "why"),
     [
-        (read_result(LOADER | {"num_workers": 4}), "workers", "the loader already has 4 workers; your number stands"),
-        (read_result(LOADER | {"map_style": False}), "workers", "every worker would read an iterable dataset whole"),
+        (read_result(LOADER | {"num_workers": 4}), "workers", "the loader already has 4 workers; your setting stands"),
+        (read_result(LOADER | {"map_style": False}), "workers", "every worker would read the whole iterable dataset"),
         (read_result(LOADER | {"pin_memory": True}), "pin", "the loader already pins its memory"),
         (read_result(precision="bf16-mixed"), "amp", "the Trainer already uses precision bf16-mixed"),
         (read_result(model=MODEL | {"attends_by_hand": 0}), "attention", "no inner module has a softmax between two"),

@@ -240,7 +240,7 @@ def test_facts() -> None:
     assert read_facts(Subset(Tuples(), [1, 2])) == RowFacts(what="Tuples", count=2, devices=("cpu",))
     longer = Tuples()
     longer.labels = longer.labels[:-1]
-    assert str(read_facts(longer)) == "Tuples says that it has 23 samples, but it holds more or fewer rows"
+    assert str(read_facts(longer)) == "Tuples has a length of 23, but a different number of rows"
 
 
 class Slots:
