@@ -80,7 +80,7 @@ def test_a_stream_that_each_worker_yields_whole_is_noted(workers: int) -> None:
     trainer.fit(Short(), DataLoader(Stream(), 4, num_workers=workers))
     assert trainer.global_step == 2 * workers * 2 and watch.measurement is not None
     said = watch.measurement.evidence["loader"].get("repeats")
-    assert (said is None) if workers == 1 else "Stream.__iter__" in said and "train every sample 2 times" in said
+    assert (said is None) if workers == 1 else "Stream.__iter__" in said and "train on every sample 2 times" in said
 
 
 def test_a_run_whose_facts_cannot_be_read_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
