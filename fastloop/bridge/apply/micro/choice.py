@@ -324,7 +324,7 @@ class PieceChoice:
         if strategy.reduce_boolean_decision(fits, all=True):
             return None
         names = ", ".join(held)
-        return f"micro-batches of {self.micro} only fit with {names}, which start after the first step"
+        return f"micro-batches of {self.micro} only fit once these rungs start, after the first step: {names}"
 
     # -- cutting ----------------------------------------------------------------------------------------------------
 

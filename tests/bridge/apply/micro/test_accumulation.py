@@ -529,4 +529,4 @@ def test_a_first_step_that_only_rungs_make_fit_runs_batch_by_batch(fits: bool, m
     seen = ours.seen("batch")
     assert tried == [16] and ours.verdict("amp").took and ours.verdict("batch").took and ours.trainer.global_step == 6
     assert (seen["apart_steps"], seen["changed_steps"]) == ((0, 6) if fits else (1, 5)), seen
-    assert fits or "micro-batches of 16 only fit with amp, which start after the first step" in seen["apart_why"]
+    assert fits or "micro-batches of 16 only fit once these rungs start, after the first step: amp" in seen["apart_why"]
