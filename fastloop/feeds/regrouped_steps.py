@@ -188,7 +188,8 @@ def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
     sizes = "/".join(map(str, pieces[:4])) + (f"/… ({len(pieces)} of them)" if len(pieces) > 4 else "")
     why = f"{evidence['samples']} samples per loader batch ran as micro-batches of {sizes}"
     if norms := evidence.get("grouped_norms"):
-        why += f"; {say_count(norms, 'BatchNorm layer')} kept statistics apart for up to {evidence['groups']} batches"
+        layers = say_count(norms, "BatchNorm layer")
+        why += f"; {layers} kept separate statistics for up to {evidence['groups']} batches"
     if weighed := evidence.get("weighed_by"):
         why += f"; weighted by {weighed}"
     if unequal := evidence.get("unequal_logs"):

@@ -508,7 +508,7 @@ def test_a_storm_ends_in_eager_with_its_reason(backend: list[str]) -> None:  # C
     assert len(backend) == 2 and not evidence(watcher, "compile")["limit_hit"]
     assert models.distance(models.weights(ours), models.weights(plain)) < 1e-6
     assert verdict(watcher, "compile").took is False
-    storm = "net: 10 of the last 10 calls fitted none of 2 graphs: eager from then on"
+    storm = "net: 10 of the last 10 calls matched none of 2 graphs: eager from then on"
     assert verdict(watcher, "compile").why.endswith(storm)
 
 

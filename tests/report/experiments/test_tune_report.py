@@ -63,7 +63,7 @@ def test_doubts_are_flagged_with_their_values() -> None:
     ("content", "said"),
     [
         (tune([(0, 5.0, ""), (2, 5.0, "")], None), "NOTHING TO GAIN FROM rungs.workers.count"),
-        (tune([(0, 5.0, "")], None) | {"as_it_is": 0}, "NOTHING TRIED OF rungs.workers.count"),
+        (tune([(0, 5.0, "")], None) | {"as_it_is": 0}, "NOTHING TRIED FOR rungs.workers.count"),
         (tune([(0, 5.0, ""), (2, None, "no")], None) | {"as_it_is": 0}, "NO VALUE RAN FOR rungs.workers.count"),
         (TUNES["all-failed"](), "NO VALUE RAN FOR rungs.workers.count"),
         ({}, "NO VALUE RAN FOR n/a"),

@@ -104,8 +104,8 @@ def test_auto_is_the_run_with_its_number_written_by_hand(
     assert list_traces(by_hand, ours) == set() and torch.equal(draws, ours_draws)
     assert by_hand[1].logged and ours[0].verdict("batch").took is True
     assert ours[0].verdict("batch").why == (
-        "32 samples per loader batch ran as micro-batches of 16/16; 1 BatchNorm layer kept statistics apart for up to"
-        " 2 batches; auto chose 16: samples/s by size 8: 1,000, 16: 1,600, 32: 1,333; the sizes are limited by the"
+        "32 samples per loader batch ran as micro-batches of 16/16; 1 BatchNorm layer kept separate statistics for up"
+        " to 2 batches; auto chose 16: samples/s by size 8: 1,000, 16: 1,600, 32: 1,333; the sizes are limited by the"
         " samples of your optimizer step, not by memory"
     )
     # The control: without the guards every trace shows.
