@@ -61,7 +61,7 @@ class Ready(spellings.Spelling):
         (
             {},
             {"double_backward": ("Net.step",)},
-            "Net.step takes gradients of gradients (create_graph); fused kernels have none",
+            "Net.step takes gradients of gradients (create_graph), which fused kernels do not support",
         ),
         ({}, {"compiled_by_user": ("net",)}, "net is compiled by your own code, so its graphs cannot be changed"),
     ],

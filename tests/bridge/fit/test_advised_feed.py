@@ -150,7 +150,11 @@ class Both(Short):
 
 @pytest.mark.parametrize(
     ("workers", "told"),
-    [((1, 0), {"'rows' (Rows)": None}), ((0, 1), {"'stream' (Stream)": "would read an iterable"}), ((1, 1), None)],
+    [
+        ((1, 0), {"'rows' (Rows)": None}),
+        ((0, 1), {"'stream' (Stream)": "would read the whole iterable"}),
+        ((1, 1), None),
+    ],
 )
 def test_the_loader_without_workers_is_named_among_several(workers: tuple[int, int], told: Any) -> None:
     """The advice was to shard a stream that had workers."""

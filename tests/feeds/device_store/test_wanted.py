@@ -61,7 +61,7 @@ def test_plan() -> None:
     assert (left.engine, left.on_device, left.num_workers) == ("an image store", True, 0)
     assert "in at most 3 GB" in plan(most_bytes=3 * 10**9).notes[0]
     busy = plan(num_workers=3)
-    assert busy.parity == "approximate" and "your 3 workers, which are not started" in busy.notes[1]
+    assert busy.parity == "approximate" and "your 3 workers are not started" in busy.notes[1]
     assert plan(num_workers=3, draws_random=()).parity == "exact"
     for given in (plan(worker_hazards=("an open file",)), plan(dataclasses.replace(CUDA, shm_free_bytes=2**20))):
         assert given.wants["loader.engine"].workers == 0

@@ -180,7 +180,10 @@ class Shows(Skips):
 def test_a_step_that_skips_batches() -> None:
     """Where its code shows it, nothing is merged; else a window is lost, and the later ones run batch by batch."""
     plain, merged = both(MERGE, EVEN, Shows, max_epochs=2, **ACCUMULATE)
-    assert merged.verdict("batch").took is False and "would be skipped whole" in merged.verdict("batch").why
+    assert (
+        merged.verdict("batch").took is False
+        and "the whole merged window would be skipped" in merged.verdict("batch").why
+    )
     assert distance(plain, merged) == 0
     with pytest.warns(UserWarning, match="training_step returned no loss for a merged window"):
         found = run({"batch": {"micro_batch": 32}}, EVEN(), Skips, max_epochs=4, **ACCUMULATE)
