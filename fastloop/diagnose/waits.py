@@ -48,7 +48,7 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
         if feeds and not _would_keep_up(step):
             cause = MOSTLY_DECODING if _is_mostly_decoding(step.measured) else DECODING
             feeds.sort(key=rungs.list_against(cause).index)
-            decoding = f"{decoding}: {' or '.join(feeds)}"
+            decoding = f"{decoding}, which {' or '.join(feeds)} would shorten"
         idle += f" ({decoding})"
     elif (rows := read_loader(step.measured).get("rows")) is not None:
         cause = PICKING

@@ -250,13 +250,13 @@ INSTEAD = "decoding takes 4.1 ms an image on one core"
     ("loader", "step", "refused", "patch", "says"),
     [
         (DECODES, 100.0, {}, "workers", f"({INSTEAD});"),  # 60 ms of making by 7 workers, 40 of work
-        (DECODES, 66.0, {}, "dali", f"({INSTEAD}: dali or cache);"),
-        (DECODES, 66.0, {"dali": "no"}, "cache", f"({INSTEAD}: cache);"),
+        (DECODES, 66.0, {}, "dali", f"({INSTEAD}, which dali or cache would shorten);"),
+        (DECODES, 66.0, {"dali": "no"}, "cache", f"({INSTEAD}, which cache would shorten);"),
         (DECODES, 66.0, {"dali": "no", "cache": "no"}, "workers", f"({INSTEAD});"),
         (DECODES, 66.0, {"dali": "no", "cache": "no", "workers": "no"}, None, f"({INSTEAD});"),
-        ({**DECODES, "usable_cpus": 1}, 100.0, {}, "dali", f"({INSTEAD}: dali or cache);"),
-        ({**DECODES, "num_workers": 7}, 100.0, {}, "dali", f"({INSTEAD}: dali or cache);"),
-        ({**DECODES, "num_workers": 7}, 100.0, {"dali": "no"}, "cache", f"({INSTEAD}: cache);"),
+        ({**DECODES, "usable_cpus": 1}, 100.0, {}, "dali", f"({INSTEAD}, which dali or cache would shorten);"),
+        ({**DECODES, "num_workers": 7}, 100.0, {}, "dali", f"({INSTEAD}, which dali or cache would shorten);"),
+        ({**DECODES, "num_workers": 7}, 100.0, {"dali": "no"}, "cache", f"({INSTEAD}, which cache would shorten);"),
         (MAP, 66.0, {}, "workers", f"the next batch was not ready; {ALONE}"),
     ],
 )

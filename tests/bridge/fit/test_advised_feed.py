@@ -246,5 +246,7 @@ def test_what_the_loader_cannot_have_is_not_advised(
     finding = watch.findings[0]
     feed = "cache" if own_collate else "dali"
     assert finding.bottleneck == "data_wait" and finding.patch == {"rungs": {feed: {"enabled": True}}}
-    assert f"ms an image on one core: {'cache' if own_collate else 'dali or cache'});" in finding.why
+    assert (
+        f"ms an image on one core, which {'cache' if own_collate else 'dali or cache'} would shorten);" in finding.why
+    )
     assert fit(finding.patch).verdicts[0].took is True
