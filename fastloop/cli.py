@@ -254,8 +254,8 @@ def cache() -> None:
 
 def _cache_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for further places to look."""
-    path = click.option("--path", metavar="DIR", help="Also look in DIR (rungs.cache.path).")
-    url = click.option("--url", metavar="URL", help="Also look on this server (rungs.cache.url).")
+    path = click.option("--path", metavar="DIR", help="Also look in DIR (`path` in a configuration).")
+    url = click.option("--url", metavar="URL", help="Also look on this server (`url` in a configuration).")
     return _json(url(path(command)))
 
 

@@ -98,7 +98,10 @@ def test_takes() -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Ready, "net.layers.0 already calls scaled_dot_product_attention, and with backend: auto torch picks the"),
+        (
+            Ready,
+            "net.layers.0 already calls scaled_dot_product_attention, and with backend: auto torch picks the kernel",
+        ),
         (torch.nn.Tanh, "no inner module has a softmax between two matrix products"),
         (spellings.ReturnsWeights, "no attention was replaced: its weights are also used elsewhere"),
     ],

@@ -72,7 +72,7 @@ def test_long_steps_are_told_of_once(parts: Any, pauses: Any, told: str) -> None
 
 def test_a_trial_that_is_slower_than_the_run_is_said() -> None:
     (note,) = caveats.list_caveats(seen(ceilings={"replayed": 67.0, "resident": 499.0, "no_exchange": None}))
-    assert note.startswith("the trial replayed was slower than the unchanged run, 67 to 500 samples/s")
+    assert note.startswith("the trial replayed was slower than the unchanged run (67 instead of 500 samples/s)")
     assert "resident" not in note
     assert caveats.list_caveats(Measurement(ceilings={"replayed": 67.0})) == []
 
