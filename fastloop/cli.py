@@ -152,7 +152,7 @@ def diagnose(target: str, json_to: str | None, **options: Any) -> None:
 @_overrides
 @_training_options
 def headspace(conf: str, json_to: str | None, **options: Any) -> None:
-    """Measure how fast training could be with free data.
+    """Measure how fast training could be if loading cost nothing.
 
     Trains with one replayed batch (no data loading), with one batch kept on the GPU (no copies either) and, on several
     devices, without gradient exchange.
@@ -254,8 +254,8 @@ def cache() -> None:
 
 def _cache_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for further places to look."""
-    path = click.option("--path", metavar="DIR", help="Also look in DIR, the rung's path.")
-    url = click.option("--url", metavar="URL", help="Also look on this server, the rung's url.")
+    path = click.option("--path", metavar="DIR", help="Also look in DIR (`path` in a configuration).")
+    url = click.option("--url", metavar="URL", help="Also look on this server (`url` in a configuration).")
     return _json(url(path(command)))
 
 

@@ -106,13 +106,13 @@ def plan(ladder: Ladder, facts: Facts) -> Plan:
             if key in owners:
                 raise ConfigError(
                     got=f"rungs `{owners[key]}` and `{name}` both set {key}",
-                    why="a setting has one owner",
+                    why="only one rung may set it",
                     do="turn one of the two off",
                 )
             owners[key] = name
         facts = facts.after(step.change.facts)
         if lost is not None and step.status == "planned" and changes_loader(step.change.wants):
-            note = f"a run resumed in mid-epoch starts that epoch over: {lost}"
+            note = f"a run resumed mid-epoch starts that epoch over: {lost}"
             step = dataclasses.replace(step, change=dataclasses.replace(step.change, notes=(*step.change.notes, note)))
             lost = None
         steps.append(step)

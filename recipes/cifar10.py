@@ -1,4 +1,4 @@
-"""ResNet-18 on 32 px pictures (CIFAR-10), the textbook way: pad, crop, flip, SGD with a one-cycle schedule."""
+"""ResNet-18 on 32 px images (CIFAR-10), the textbook way: pad, crop, flip, SGD with a one-cycle schedule."""
 
 from __future__ import annotations
 

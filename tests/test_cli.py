@@ -140,7 +140,7 @@ MISTYPED = [
     (
         "exec python train.py --lr 0.1",
         "fastloop exec",
-        "--lr comes after the command, and without -- before the command fastloop reads it as its own option",
+        "without -- before your command, fastloop reads --lr as its own option",
         "write fastloop exec -- python train.py --lr 0.1",
     ),
     ("diagnose cifar10 --sync", "fastloop diagnose", "fastloop diagnose has no option --sync", "write --syncs"),

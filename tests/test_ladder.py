@@ -122,7 +122,7 @@ def test_two_owners_of_a_setting_are_a_conflict(first: Change, second: Change) -
     with pytest.raises(ConfigError) as error:
         plan(fakes(dali=Fake(change=first), other=Fake(), nodes=Fake(change=second)), Facts())
     assert error.value.got == "rungs `dali` and `nodes` both set loader.num_workers"
-    assert error.value.why == "a setting has one owner"
+    assert error.value.why == "only one rung may set it"
     assert error.value.do == "turn one of the two off"
 
 

@@ -80,7 +80,7 @@ def explain_exception(
     text = str(exception)
     if held and is_out_of_memory(exception):
         without = f"out of memory in step 1, which runs without {', '.join(held)}"
-        return f"{without}; to switch them on before it, write rehearsal: off"
+        return f"{without}; to switch them on from the start, write rehearsal: off"
     if "did not receive grad for rank" in text:
         return _name_unused_parameters(text, module)
     explained = {part: line for rung in rungs for part, line in collect_cards()[rung].explains.items()}

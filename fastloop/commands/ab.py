@@ -241,7 +241,7 @@ def _refuse_apart(asked: AbRequest) -> None:
         last = mask_secrets(asked.vs)[-1]
         raise ConfigError(
             got=f"--vs {last} {apart[0]}",
-            why="one --vs is one word, with commas between its parts",
+            why="one --vs takes one word, with commas between its parts",
             do=f"write --vs {shlex.quote(','.join([last, *apart]))}, or another --vs for another arm",
         )
 

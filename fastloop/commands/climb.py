@@ -106,7 +106,7 @@ def _make_start(
     if script is None:
         if conf is None:
             do = "write a configuration, or --script train.py"
-            raise ConfigError(got="fastloop climb", why="there is nothing to climb with", do=do)
+            raise ConfigError(got="fastloop climb", why="it names no configuration or script", do=do)
         if conf.endswith(".py"):
             do = f"write fastloop climb --script {shlex.quote(conf)}"
             raise ConfigError(got=f"fastloop climb {conf}", why="it is a script, not a configuration", do=do)

@@ -239,9 +239,7 @@ def to_config_error(error: click.ClickException) -> ConfigError:
         near = find_nearest(name.lstrip("-"), [option.lstrip("-") for option in error.possibilities or ()])
         why = f"{command} has no option {name}"
         if (line := _find_command(sys.argv, name)) is not None:
-            why = (
-                f"{name} comes after the command, and without -- before the command fastloop reads it as its own option"
-            )
+            why = f"without -- before your command, fastloop reads {name} as its own option"
             do = f"write fastloop exec {line}"
         elif name == "--script":
             do = "write fastloop exec -- python train.py to diagnose a script; only ab and climb take --script"

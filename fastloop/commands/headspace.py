@@ -249,8 +249,8 @@ def format_lines(result: CeilingsFile, name: str) -> list[str]:
     )
     if base.drift_pct is not None and abs(base.drift_pct) > WORTH_PCT:
         head.append(
-            f"NOTE     the baseline changed by {base.drift_pct:+.1f} % from before to after: smaller gains are within"
-            " this noise"
+            f"NOTE     the baseline changed by {base.drift_pct:+.1f} % between its first and last run: smaller gains"
+            " are within this noise"
         )
     if base.why:
         head.append(f"NOTE     {base.why}")

@@ -89,5 +89,5 @@ def _explain_unresolved(error: Exception, leaves: Leaves) -> ConfigError:
     elif "Recursive" in str(error) or "parent node" in str(error):
         why, do = "it refers back to itself", "write a plain value at one of the keys"
     else:
-        why, do = "it is not a key inside ${…}", "fix the braces, or write \\${ where a plain ${ is meant"
+        why, do = "the text inside ${…} is not a key", "fix the braces, or write \\${ for a literal ${"
     return make_fault(key, leaf.origin, why, do, value=leaf.value)

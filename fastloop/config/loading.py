@@ -50,10 +50,13 @@ NOT_FOR_CALLBACKS = ("recipe", "run", "trainer")
 """Sections that describe a run; inside the user's Trainer they cannot set anything."""
 
 OWNED = {
-    "max_steps": ("run owns it", "write run.max_steps"),
-    "devices": ("run owns it", "write run.devices"),
-    "accelerator": ("run owns it", "write run.accelerator"),
-    "callbacks": ("callbacks are objects, and YAML builds none", "return them from the module's configure_callbacks"),
+    "max_steps": ("the run section sets it", "write run.max_steps"),
+    "devices": ("the run section sets it", "write run.devices"),
+    "accelerator": ("the run section sets it", "write run.accelerator"),
+    "callbacks": (
+        "callbacks are objects, which YAML cannot create",
+        "return them from the module's configure_callbacks",
+    ),
 }
 """Keys of ``trainer`` that are set elsewhere, with the reason and the advice."""
 
@@ -372,7 +375,7 @@ def _check_trainer(trainer: Mapping[str, Any], ladder: Any, origins: Mapping[str
     for rung, card in collect_cards().items():
         if getattr(getattr(ladder, rung, None), "enabled", False):
             for key, own in card.owns_trainer_keys.items():
-                owned[key] = (f"rungs.{rung} is enabled and owns it", f"write rungs.{rung}.{own}, or delete this line")
+                owned[key] = (f"rungs.{rung} is enabled and sets it", f"write rungs.{rung}.{own}, or delete this line")
     for key in trainer:
         if key in owned:
             full = f"trainer.{key}"

@@ -78,10 +78,10 @@ def check_keys(
         section = kind is dict or dataclasses.is_dataclass(kind)
         if section and not isinstance(value, dict):
             do = _suggest_section(key, value, kind, full if origin.file == COMMAND_LINE else None)
-            raise make_fault(full, origin, f"{full} is a section with keys of its own", do, value=value)
+            raise make_fault(full, origin, f"{full} is a section, not a single value", do, value=value)
         if not section and isinstance(value, dict):
             raise make_fault(
-                full, origin, f"{full} takes one value, not keys of its own", f"write {key}: {_describe(kind)}"
+                full, origin, f"{full} takes a single value, not a section", f"write {key}: {_describe(kind)}"
             )
         if dataclasses.is_dataclass(kind):
             check_keys(value, list_fields(kind), origin_of, here, getattr(kind, "coming", ()))

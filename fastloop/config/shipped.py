@@ -57,7 +57,7 @@ def locate(text: str, folder: Path, *, got: str, chain: str = "", suggested: Seq
         raise ConfigError(got=got, why=f"it is empty{chain}", do="write a shipped name, or a path that ends in .yaml")
     if text.endswith(".py"):
         script = shlex.quote(text)
-        do = f"write fastloop exec -- python {script} to see what holds it up, or fastloop climb --script {script}"
+        do = f"write fastloop exec -- python {script} to see why it is slow, or fastloop climb --script {script}"
         raise ConfigError(got=got, why=f"it is a script, not a configuration{chain}", do=do)
     path = Path(os.path.abspath(folder / os.path.expanduser(text)))  # noqa: PTH100, PTH111 (no links followed, no errors)
     names = {kind: find_shipped(kind) for kind in KINDS}

@@ -121,7 +121,7 @@ def _parse(text: str, shown: str) -> Marked:
     except yaml.reader.ReaderError as error:
         raise ConfigError(
             got=f"{shown}:{text.count(chr(10), 0, error.position) + 1}",
-            why=f"it holds the character U+{error.character:04X}",
+            why=f"it contains the character U+{error.character:04X}",
             do="delete it",
         ) from None
     except RecursionError:
@@ -189,7 +189,7 @@ class _Reader:
             raise _refuse_depth(section)
         raise ConfigError(
             got=section,
-            why=f"with its aliases expanded, the file holds over {MAX_NODES} values",
+            why=f"with its aliases expanded, the file contains over {MAX_NODES} values",
             do="write the values out, or keep such data outside the configuration",
         )
 
@@ -230,5 +230,7 @@ def _explain_bad_yaml(shown: str, error: yaml.MarkedYAMLError) -> ConfigError:
 
 def _refuse_depth(where: str) -> ConfigError:
     return ConfigError(
-        got=where, why=f"it nests more than {MAX_DEPTH} deep, or an alias holds itself", do="write fewer levels"
+        got=where,
+        why=f"it is nested more than {MAX_DEPTH} levels deep, or an alias contains itself",
+        do="use fewer levels",
     )

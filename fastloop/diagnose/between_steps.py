@@ -23,7 +23,7 @@ def find_validation(step: Attribution, rungs: Rungs) -> Finding | None:
     workers = found.get("validation_workers")
     if workers == 0 and "validation_obstacle" in found:
         obstacle = found["validation_obstacle"]
-        known = f"; the validation loader should have no workers: {obstacle}"
+        known = f"; but leave the validation loader without workers: {obstacle}"
         advice += ", and give the validation loader workers" if obstacle is None else known
     elif workers and not found.get("validation_keeps_workers") and found.get("can_keep_for_validation") is not False:
         advice = (
@@ -47,7 +47,7 @@ def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
     reloads = bool(every := found.get("reload_every_n_epochs")) and bool(found.get("num_workers"))
     if reloads:
         advice = (
-            f"the Trainer makes the loader and its workers anew every {'epoch' if every == 1 else f'{every} epochs'}:"
+            f"the Trainer recreates the loader and its workers every {'epoch' if every == 1 else f'{every} epochs'}:"
             " leave out reload_dataloaders_every_n_epochs if the data stays the same"
         )
     elif restarts_workers(step.measured) and found.get("can_keep_workers") is not False:

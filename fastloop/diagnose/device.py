@@ -68,7 +68,7 @@ def find_memory_bound(step: Attribution, rungs: Rungs) -> Finding | None:
         return None
     dram, share = read_gpu(seen, "dram_active_pct"), compare_with_copy(seen)
     active = None if dram is None else f"DRAM {dram:.0f} % active"
-    copied = None if share is None else f"{100 * share:.0f} % of what a plain copy reaches"
+    copied = None if share is None else f"{100 * share:.0f} % of the bandwidth of a plain copy"
     moving = f"the GPU is busy moving data for {cost.time}"
     convolves = to_number(seen.flops.get("convolution")) or read_family_shares(seen).get("convolution")
     # autocast halves what products read and write, and leaves elementwise work as it is
@@ -98,7 +98,7 @@ def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
     if well_used:
         facts = _join_words("the GPU is the limit and well used", _describe_rate(seen), _describe_tensor_cores(seen))
         return cost.explain(facts, Remedy(None, "no rung is worth trying"), title="NOTHING TO GAIN: GPU WELL USED")
-    works = "is the limit" if step.is_limit else "is at work"
+    works = "is the limit" if step.is_limit else "is busy"
     facts = _join_words(f"the GPU {works} for {cost.time}", _describe_rate(seen), _describe_counters(seen))
     if culprit is None:
         advice = f"no rung helps with this: {ASK_A_TRACE}"
@@ -159,8 +159,8 @@ def _describe_unfused(seen: Measurement) -> tuple[str, str, str] | None:
     often, changes = to_number(found.get("evaluations_per_step")), "(which changes the training)"
     if often is None:
         alike = " and ".join(dict.fromkeys(names))
-        return f"{alike}, without a fused form,", "", f"choose one that has it, such as AdamW {changes}"
-    beside = f" besides training_step and its backward, which it runs {often:.1f} times a step"
+        return f"{alike}, without a fused form,", "", f"choose an optimizer that has one, such as AdamW {changes}"
+    beside = f" on top of training_step and its backward, which it runs {often:.1f} times a step"
     return names[0], beside, f"a smaller max_iter or history_size {changes}"
 
 

@@ -23,7 +23,11 @@ DRAM_PCT, COPY_SHARE = 55.0, 0.6
 """Memory is the reason at or above this DRAM activity, or this share of a plain copy's bandwidth on this GPU."""
 FUSED_ATTENTION = "scaled_dot_product_attention with a fused kernel (flash, cuDNN)"
 KERNELS = {
-    "optimizer": (0.15, "the optimizer takes", "its update is fused; fewer parameters or updates would be next"),
+    "optimizer": (
+        0.15,
+        "the optimizer takes",
+        "its update is already fused; next would be fewer parameters or fewer updates",
+    ),
     "attention": (0.3, "attention takes", FUSED_ATTENTION),
     "elementwise": (
         0.3,
@@ -112,7 +116,7 @@ def find_culprit(seen: Measurement) -> Culprit | None:
     if large := [family for family, part in parts.items() if part >= KERNELS[family][0]]:
         largest = max(large, key=parts.__getitem__)
         share, (_, takes, instead) = min(1.0, parts[largest]), KERNELS[largest]
-        return Culprit(largest, f"{takes} {100 * share:.0f} % of it", instead, share)
+        return Culprit(largest, f"{takes} {100 * share:.0f} % of that time", instead, share)
     dtype_mfu = 0.0 if seen.flops.get("no_products") else to_number(seen.mfu.get("dtype_in_use"))
     if read_precision(seen) in ("fp32", "tf32") and (dtype_mfu is None or dtype_mfu >= LITTLE_MFU):
         says = f"its matrix products run in {seen.peaks.get('dtype') or read_precision(seen)}"

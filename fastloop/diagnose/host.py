@@ -200,8 +200,8 @@ def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
     costs = [
         (
             off,
-            f"in forward, backward and optimizer the host was off the CPU for {step.format_ms(off)}, asleep or"
-            f" waiting{_describe_phase(step)}",
+            f"in forward, backward and optimizer the host slept or waited for {step.format_ms(off)}"
+            f"{_describe_phase(step)}",
             "move what sleeps, reads or waits out of the step",
             None,
         ),

@@ -48,11 +48,11 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
         if feeds and not _would_keep_up(step):
             cause = MOSTLY_DECODING if _is_mostly_decoding(step.measured) else DECODING
             feeds.sort(key=rungs.list_against(cause).index)
-            decoding = f"{decoding}: {' or '.join(feeds)}"
+            decoding = f"{decoding}, which {' or '.join(feeds)} would shorten"
         idle += f" ({decoding})"
     elif (rows := read_loader(step.measured).get("rows")) is not None:
         cause = PICKING
-        idle += f" ({rows} holds all rows in memory, and they are picked one at a time)"
+        idle += f" ({rows} holds all rows in memory, but they are picked one at a time)"
     instead = _advise_loading(
         step.measured, rungs.find_tuned_key("data_wait"), rungs.explain_refused(step.measured, cause)
     )
@@ -102,7 +102,7 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
     if count == 0 and not is_worth_handing_over(seen):
         return (
             f"a batch takes {read_batch_ms(seen):.2f} ms to make, and taking it from a worker would cost up to"
-            f" {find_hand_over_ms(seen):g} ms; a dataset with __getitems__ makes a whole batch at once"
+            f" {find_hand_over_ms(seen):g} ms; give the dataset a __getitems__ that makes a whole batch at once"
         )
     if count == 0 and without:
         return _advise_each(without)

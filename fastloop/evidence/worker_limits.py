@@ -36,7 +36,7 @@ def list_costs(loader: LoaderFacts, facts: Facts, count: int) -> list[str]:
         do = "fewer workers are used if their batches do not fit; give the container --shm-size=8g"
         costs.append(f"/dev/shm has room for only {room >> 20} MiB: {do}")
     if loader.long_lists and not loader.packable:
-        costs.append(f"worker memory grows: {loader.long_lists[0]}, and workers copy what they touch; use arrays")
+        costs.append(f"worker memory grows: {loader.long_lists[0]}, and each worker copies what it reads; use arrays")
     return costs
 
 
@@ -79,7 +79,7 @@ def describe_sampler_draws(loader: LoaderFacts) -> tuple[str, ...]:
         return ()
     named = ", ".join(loader.sampler_draws)
     return (
-        f"{named} draws random numbers between samples, and now does so before the training draws its own: either may"
+        f"{named} draws random numbers between samples, and now does so before the training draws its own: both may"
         " differ",
     )
 
@@ -129,7 +129,7 @@ def may_survive(loader: LoaderFacts) -> bool:
 def find_obstacle_to_more(loader: LoaderFacts, facts: Facts) -> str | None:
     """Why other workers cannot take the place of the user's own; None if they can."""
     if loader.start_method != "fork":
-        return f"workers start by {loader.start_method} here, which takes long"
+        return f"workers are started with {loader.start_method} here, which is slow"
     if stale := [*loader.may_change, *(loader.remembers if loader.persistent_workers else ())]:
         return f"new workers would get a newer copy of the dataset than yours have: {stale[0]}"
     if loader.sampler_draws:
@@ -149,9 +149,9 @@ def find_obstacle_to_next_epoch(loader: LoaderFacts, facts: Facts) -> str | None
     if facts.reload_every_n_epochs:
         return "the Trainer reloads its loaders"
     if facts.shm_free_bytes is not None and facts.shm_free_bytes < _LITTLE_SHM_BYTES:
-        return f"/dev/shm has room for only {facts.shm_free_bytes >> 20} MiB, which validation needs then"
+        return f"/dev/shm has room for only {facts.shm_free_bytes >> 20} MiB, and validation needs that"
     if loader.worker_hazards:  # batches reach other workers than in a plain run
-        return f"workers keep state of their own: {loader.worker_hazards[0]}"
+        return f"each worker keeps its own state: {loader.worker_hazards[0]}"
     found = (*loader.may_change, *loader.changes_within, *loader.sampler_hazards, *loader.sampler_draws)
     return loader.not_ahead or next(iter(found), None)
 
@@ -169,7 +169,7 @@ def sum_up_hazards(hazards: Iterable[str]) -> str:
 def explain_own_number(loader: LoaderFacts) -> str:
     """Why a loader that has workers gets no others."""
     workers = "a worker" if loader.num_workers == 1 else f"{loader.num_workers} workers"
-    return f"the loader already has {workers}; your number stands"
+    return f"the loader already has {workers}; your setting stands"
 
 
 def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str, *, replaces: bool = False) -> str | None:
@@ -188,8 +188,8 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str, *, repla
         return explain_own_number(loader)
     if not loader.map_style:
         return (
-            "every worker would read an iterable dataset whole, and samples would repeat, unless it asks"
-            " torch.utils.data.get_worker_info for its share; if it does, set num_workers yourself"
+            "every worker would read the whole iterable dataset and repeat its samples, unless the dataset splits"
+            " itself with torch.utils.data.get_worker_info; if yours does, set num_workers yourself"
         )
     if loader.stateful:
         return (
@@ -215,5 +215,5 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str, *, repla
             " yourself"
         )
     if method != "fork" and loader.spawn_hazard:
-        return f"workers start by {method} here, and {loader.spawn_hazard}"
+        return f"workers are started with {method} here, and {loader.spawn_hazard}"
     return None

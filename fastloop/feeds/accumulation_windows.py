@@ -44,7 +44,7 @@ def explain_no_merge(facts: Facts, loader: LoaderFacts) -> str | None:
             " smaller than the batch can still split them"
         )
     if facts.skips_batches:
-        return "training_step returns no loss for some batches: a merged window would be skipped whole"
+        return "training_step returns no loss for some batches: the whole merged window would be skipped"
     if loader.stateful:
         return f"{loader.kind} keeps its own position for resuming, which merging would shift"
     if loader.batches is None:
@@ -102,21 +102,23 @@ def list_changed_counts(facts: Facts, loader: LoaderFacts) -> list[str]:
         notes.append(f"fewer and larger batches for: {', '.join(each.rstrip(',') for each in facts.counts_batches)}")
     if facts.changes_by_batch:
         names = ", ".join(facts.changes_by_batch)
-        notes.append(f"DIFFERENT TRAINING: {names} may change weights or gradients, once for every {window} batches")
+        notes.append(
+            f"DIFFERENT TRAINING: {names} may change weights or gradients, now once for every {window} batches"
+        )
     if isinstance(interval, int):
         notes.append(f"val_check_interval {interval} batches = {interval // window} steps")
     elif interval not in (None, 1.0):
         notes.append(f"val_check_interval {interval}: validation stays after the same optimizer steps")
     if limit not in (None, 1.0):
-        notes.append(f"limit_train_batches {limit} still means the loader's own batches")
+        notes.append(f"limit_train_batches {limit} still counts your loader's batches")
     notes.append(
         "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count optimizer"
         " steps, each with the same samples as before"
     )
     if not loader.num_workers and loader.draws_random and facts.device == "cpu":
         notes.append(
-            f"samples draw random numbers ({loader.draws_random[0]}) for {window} batches at once now, so they and the"
-            " model's own draws, such as dropout, come in a different order"
+            f"samples now draw random numbers ({loader.draws_random[0]}) for {window} batches at once, so their draws"
+            " and the model's, such as dropout, come in a different order"
         )
     if loader.num_workers > 1 and (loader.draws_random or loader.custom_collate):
         notes.append(

@@ -188,7 +188,7 @@ class GraphLimit:
             return
         self._recent.append(eager)
         if self.exhausted and len(self._recent) >= ENOUGH and sum(self._recent) > STORM * len(self._recent):
-            self.spent = f"none of {GRAPHS} graphs fitted {sum(self._recent)} of the last {len(self._recent)} calls"
+            self.spent = f"{sum(self._recent)} of the last {len(self._recent)} calls matched none of {GRAPHS} graphs"
 
 
 def merge(*each: Mapping[str, frozenset[int]]) -> dict[str, list[int]]:

@@ -91,8 +91,8 @@ def plan_regrouping(
         _check_choice(facts, loader, merges=merges, groups=groups, batch_norm=batch_norm)
         wants["step.whole_batches"] = norms
         notes.append(
-            "auto: the first step finds the fastest micro-batch on its own samples, and keeps yours if that is the"
-            " fastest; longer samples are tried first when they come, with a smaller one if that does not fit"
+            "auto: the first step tries micro-batch sizes on its own samples and keeps the fastest, which may be yours;"
+            " when longer samples come, the size is tried on them first, and reduced if it does not fit"
         )
     elif size is not None and not merges and not (idle_is_fine and micro >= size):
         _check_size(size, micro)
@@ -130,13 +130,15 @@ def _check_choice(facts: Facts, loader: LoaderFacts, *, merges: bool, groups: bo
     if merges and (groups or batch_norm == "merge" or not facts.batchnorms):
         return
     if facts.batchnorms:
-        none = f"{facts.other_batchnorms[0]} cannot keep merged batches apart" if merges else "none are accumulated"
+        none = "gradients are not accumulated"
+        if merges:
+            none = f"{facts.other_batchnorms[0]} cannot keep merged batches apart"
         raise NotApplicable(
-            f"limited by your batches: BatchNorm keeps the statistics of each, and {none}; setting a micro-batch"
-            " yourself changes the training"
+            f"limited to your batch size: BatchNorm keeps the statistics of each batch, and {none}; setting a"
+            " micro-batch yourself changes the training"
         )
     if loader.batch_size == 1 and not merges:
-        raise NotApplicable("limited by your batches of one sample: a larger micro-batch would change the global batch")
+        raise NotApplicable("limited to your batch size of 1: a larger micro-batch would change the global batch")
 
 
 def _round_down(micro: int, size: int, notes: list[str]) -> int:
@@ -154,11 +156,11 @@ def _round_down(micro: int, size: int, notes: list[str]) -> int:
 
 def _list_norm_notes(facts: Facts, loader: LoaderFacts, micro: Size, *, groups: bool, batch_norm: str) -> list[str]:
     names = ", ".join(facts.batchnorms[:3]) + (", …" if len(facts.batchnorms) > 3 else "")
-    of = "the size that is found" if micro == "auto" else str(micro)
+    of = "the size found" if micro == "auto" else str(micro)
     one = len(facts.batchnorms) == 1
     changes = f"{'normalizes' if one else 'normalize'} over micro-batches of {of}, which changes the training"
     if micro != "auto" and micro < (loader.batch_size or 0):
-        changes += f" and cannot be avoided below your batches of {loader.batch_size}"
+        changes += f" and cannot be avoided below your batch size of {loader.batch_size}"
     keep = "keeps" if one else "keep"
     told = f"{keep} separate statistics for each of your batches" if groups else changes
     notes = [f"{say_count(len(facts.batchnorms), 'BatchNorm layer')} {told}: {names}"]
@@ -181,14 +183,15 @@ def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
     searched = evidence.get("searched")
     if not evidence["changed_steps"]:
         none = "none was larger than micro_batch" if searched is None else f"keeping your micro-batch size: {searched}"
-        return Verdict(took=False, why=f"batches run whole: {problem or none}")
+        return Verdict(took=False, why=f"batches are not split: {problem or none}")
     pieces = evidence["micro_batches"]
     sizes = "/".join(map(str, pieces[:4])) + (f"/… ({len(pieces)} of them)" if len(pieces) > 4 else "")
     merged, samples = evidence.get("merged_batches") or 1, evidence["samples"]
     whole = f"{merged} loader batches ({samples} samples)" if merged > 1 else f"each loader batch of {samples} samples"
     why = f"{whole} ran as micro-batches of {sizes}"
     if norms := evidence.get("grouped_norms"):
-        why += f"; {say_count(norms, 'BatchNorm layer')} kept up to {evidence['groups']} batches apart"
+        layers = say_count(norms, "BatchNorm layer")
+        why += f"; {layers} kept separate statistics for up to {evidence['groups']} batches"
     if weighed := evidence.get("weighed_by"):
         why += f"; weighted by {weighed}"
     if unequal := evidence.get("unequal_logs"):
@@ -198,5 +201,5 @@ def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
     if apart:
         why += f"; {apart} of {evidence['steps']} windows run batch by batch: {evidence['apart_why']}"
     if searched is not None:
-        why += f"; auto took {evidence['micro_batch']}: {searched}"
+        why += f"; auto chose {evidence['micro_batch']}: {searched}"
     return Verdict(took=True, why=why)

@@ -34,7 +34,7 @@ class Counter(NamedTuple):
         return (tensor[:, self.first :] != self.ignored if self.first else tensor != self.ignored).sum()
 
     def __str__(self) -> str:
-        where = " from the second token on" if self.first else ""
+        where = ", from the second token on" if self.first else ""
         return f"entries of tensor {self.place + 1} of the batch that are not {self.ignored}{where}"
 
 

@@ -77,7 +77,7 @@ def judge_gradient(base: GradientAnswer, arm: GradientAnswer, parity_class: Pari
     if not arm.finite or arm.deviation is None:
         return gate(False, "the arm's gradient is not finite", **seen)
     if arm.lost:
-        return gate(False, f"{_join_names(arm.lost)} got no gradient, but has one in the base", **seen)
+        return gate(False, f"{_join_names(arm.lost)} got no gradient in this arm, but did in the base", **seen)
     if parity_class == "exact" and arm.deviation <= seen["limit"]:
         return _judge_exact(base.self_deviation, noise, seen)
     first = _weigh(base, arm, arm, coarsest, rounding)
@@ -296,7 +296,7 @@ def _judge_band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> G
         return _make_gate("loss", None, why, testable=False, **seen)
     if low > band or high < -band:
         side, cause = "higher" if low > band else "lower", "other augmentations" if redrawn else "rounding or chance"
-        why = f"the final loss was {side}, and {len(gaps)} runs cannot tell whether {cause} did that"
+        why = f"the final loss was {side}, and {len(gaps)} runs cannot tell whether {cause} caused that"
         return _make_gate("loss", None, f"{why}: {figures}", **seen)
     return _make_gate("loss", None, f"too few runs to tell whether the final loss is the same: {figures}", **seen)
 

@@ -170,10 +170,11 @@ def explain_no_time(spent_s: float, needed_s: float, allowed_s: float, kept_s: f
     step; None if there is."""
     if spent_s + needed_s + kept_s <= allowed_s:
         return None
-    spent = f", and {spent_s:.2g} s are spent" if spent_s else ""
-    spent += f", {kept_s:.2g} s kept for recording a step" if kept_s else ""
-    share = f"{100 * REHEARSAL_SHARE:g} % of what is left, {allowed_s:.2g} s"
-    return f"this run is too short to try it: that takes about {needed_s:.2g} s, and trying may take {share}{spent}"
+    gone = [f"{spent_s:.2g} s are spent"] if spent_s else []
+    gone += [f"{kept_s:.2g} s are reserved for recording a step"] if kept_s else []
+    of = f", of which {' and '.join(gone)}" if gone else ""
+    limit = f"{allowed_s:.2g} s, {100 * REHEARSAL_SHARE:g} % of the remaining run{of}"
+    return f"this run is too short to try it: that takes about {needed_s:.2g} s, and the limit is {limit}"
 
 
 def count_pay_back_steps(cost_s: float, saved_ms: float) -> float | None:

@@ -79,10 +79,10 @@ def _explain_unknown(base: Ledger, arm: Ledger, reordered: bool) -> str | None:
 
 def _describe_same(regrouped: bool, later: Sequence[str]) -> str:
     """A description of what was equal."""
-    rest = "learning rates, and the backwards of their plans" if regrouped else "backwards and learning rates"
+    rest = "learning rates, and as many backwards as planned" if regrouped else "backwards and learning rates"
     if not later:
         return f"the same samples{' and' if regrouped else ','} {rest}"
-    return f"the same {rest}; the first epoch equal, {'; '.join(later)}"
+    return f"the same {rest}; the first epoch is equal, {'; '.join(later)}"
 
 
 def _find_common_source(base: Ledger, arm: Ledger) -> str | None:
@@ -178,12 +178,16 @@ def describe_later(base: Ledger, arm: Ledger) -> str:
     later = list(zip(base.epochs, arm.epochs, strict=True))[1:]
     whole = [pair for pair in later if pair[0].complete and pair[1].complete]
     if not whole:
-        return "the next one, cut short, as many samples in a different order (which ones cannot be compared)"
+        return "the next one, cut short, has as many samples in a different order (which ones cannot be compared)"
     if all(left.digest is not None and left.digest == right.digest for left, right in whole):
-        return "later ones the same samples in a different order"
+        return "later ones have the same samples in a different order"
     if all(_draws_once(base, left) and _draws_once(arm, right) for left, right in whole):
-        return "later ones as many samples in a different order, none of them twice (each side skips different ones)"
-    return "later ones as many samples in a different order (which ones cannot be compared: they may not be the same)"
+        return (
+            "later ones have as many samples in a different order, none of them twice (each side skips different ones)"
+        )
+    return (
+        "later ones have as many samples in a different order (which ones cannot be compared: they may not be the same)"
+    )
 
 
 def _are_others(base: Ledger, left: LedgerEpoch, arm: Ledger, right: LedgerEpoch) -> bool:

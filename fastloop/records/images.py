@@ -120,7 +120,7 @@ class ImageFacts:
     def explain_no_bytes(self) -> str | None:
         """Why the images cannot stay uint8 until the device converts them to floats; None if they can."""
         if self.unknown is not None:
-            return f"{self.unknown} is not known, and may need floats"
+            return f"fastloop does not know {self.unknown}, which may need floats"
         floats = next((place for place, step in enumerate(self.steps) if isinstance(step, ToFloat)), None)
         if floats is None:
             return "no transform converts them to floats"

@@ -87,7 +87,7 @@ class Amp:
 
     def _refuse_16_bits(self, facts: Facts, *, is_mixed: bool) -> None:
         if facts.autocasts:
-            raise NotApplicable(f"{', '.join(facts.autocasts)} enters autocast itself; precision has one owner")
+            raise NotApplicable(f"{', '.join(facts.autocasts)} enters autocast itself; your choice stands")
         if not facts.plain_gradients:
             raise NotApplicable(f"{facts.strategy} has its own precision handling; write Trainer(precision=…) instead")
         refused, kept = set(facts.refused_losses), set(self.keep_fp32)

@@ -59,7 +59,8 @@ class Attention:
             )
         if facts.double_backward:
             raise NotApplicable(
-                f"{facts.double_backward[0]} takes gradients of gradients (create_graph), which fused kernels have not"
+                f"{facts.double_backward[0]} takes gradients of gradients (create_graph), which fused kernels do not"
+                " support"
             )
         if self.backend != "auto" and facts.device != "cuda":
             raise NotApplicable(f"backend {self.backend} needs CUDA; this run is on {facts.device}")
@@ -68,7 +69,7 @@ class Attention:
         if not facts.attends_by_hand and self.backend == "auto":
             ready = facts.attends_by_call[0]
             raise NotApplicable(
-                f"{ready} already calls scaled_dot_product_attention, and torch's own backend order stands"
+                f"{ready} already calls scaled_dot_product_attention, and with backend: auto torch picks the kernel"
             )
         action = Action(keys=("model.attention",), when="model", do=self._attend)
         return Change(

@@ -145,8 +145,8 @@ class Batch:
         if facts.batchnorms and self.micro_batch == 1:
             raise NotApplicable(f"BatchNorm needs more than one sample: {facts.batchnorms[0]}; write 2 or more")
         if facts.not_mean_losses and not self.loss_is_mean:
-            losses, word = ", ".join(facts.not_mean_losses), "if it is a mean, write batch.loss_is_mean: true"
-            raise NotApplicable(f"the loss is not a mean over samples: {losses}; {word}")
+            losses, word = ", ".join(facts.not_mean_losses), "if it is one, write batch.loss_is_mean: true"
+            raise NotApplicable(f"the loss does not look like a mean over samples: {losses}; {word}")
 
     def verify(self, seen: Measurement) -> Verdict:
         """The rung took effect if micro-batches differed from the loader's batches, or steps had `global_batch`

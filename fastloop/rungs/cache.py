@@ -192,8 +192,8 @@ class Cache:
             raise NotApplicable(loader.prefix)
         if not loader.prefix.names_files and self.store in ("disk", "redis"):
             raise NotApplicable(
-                f"it is not known which files {loader.prefix.what.removeprefix('what ')} reads, and what {self.store}"
-                " keeps would go stale when they change; use @cached_prefix(file=...)"
+                f"it is unknown which files {loader.prefix.what.removeprefix('what ')} reads, so samples kept in"
+                f" {self.store} would go stale when a file changes; use @cached_prefix(file=...)"
             )
         return loader.prefix
 
@@ -225,7 +225,7 @@ class Cache:
             why += f", {_format_gb(found['kept_bytes'])} on the device" if found["kept_bytes"] else ""
             return Verdict(took=batches > 0, why=why)
         if (batches := found.get("device_batches")) is not None:
-            told = f"{found['pictures']:,} pictures there ({_format_gb(found['kept_bytes'])})"
+            told = f"{found['pictures']:,} images kept there ({_format_gb(found['kept_bytes'])})"
             return Verdict(took=batches > 0, why=f"{say_count(batches, 'batch')} made on the device from {told}")
         hits, misses = found.get("hits", 0), found.get("misses", 0)
         if not hits + misses:
@@ -234,7 +234,7 @@ class Cache:
             "" if found.get("kept_bytes") is None else f"; {_format_gb(found['kept_bytes'])} kept in {found['store']}"
         )
         if changed := found.get("changed"):
-            kept = f"; your dataset, changed during the training, made {say_count(changed, 'sample')} itself{kept}"
+            kept = f"; your dataset changed in training, so {say_count(changed, 'sample')} bypassed the store{kept}"
         if not hits:
             return Verdict(took=False, why=f"none of {misses:,} samples was in the store yet{kept}")
         return Verdict(

@@ -67,7 +67,7 @@ CARD = Card(
 )
 
 
-ON_CPU = "compiled dropout draws from the random stream that shuffles, so later epochs are ordered differently"
+ON_CPU = "compiled dropout draws from the random stream that also shuffles, so later epochs have a different order"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +95,11 @@ class Compile:
     def _choose(self, facts: Facts) -> Change:
         """Choose what to compile: the whole model, or each repeated block once."""
         if facts.compiled_by_user:
-            raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is already compiled by you")
+            raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is already compiled by your own code")
         if facts.double_backward:
             raise NotApplicable(
-                f"{facts.double_backward[0]} takes gradients of gradients (create_graph), which compiled code has not"
+                f"{facts.double_backward[0]} takes gradients of gradients (create_graph), which compiled code does not"
+                " support"
             )
         if facts.keeps_graph:
             raise NotApplicable(

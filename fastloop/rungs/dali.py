@@ -163,7 +163,7 @@ class Dali:
             notes.append(f"DALI draws its own random numbers: {', '.join(random)} differ on every run")
         if loader.num_workers:
             notes.append(f"your {loader.num_workers} worker processes are not started")
-        notes.append("a run resumed in mid-epoch has different crops and flips for the rest of it; DALI keeps no state")
+        notes.append("a run resumed mid-epoch has different crops and flips for the rest of it; DALI keeps no state")
         return notes
 
     def verify(self, seen: Measurement) -> Verdict:
@@ -171,7 +171,7 @@ class Dali:
         found = seen.evidence.get("dali", {})
         images, plain = found.get("images"), found.get("plain_batches")
         if images is None:
-            return Verdict(took=None, why="the train loader was never asked for a batch")
+            return Verdict(took=None, why="no batch was requested from the train loader")
         why = f"DALI decoded {images} images ({found.get('decode')}, {found.get('threads')} threads)"
         if (chosen := found.get("decode_why")) is not None:
             why += f"; {chosen}"
@@ -182,7 +182,7 @@ class Dali:
         if self.validation:
             why += f"; for validation it decoded {found.get('validation_images', 0)}"
             plain = found.get("validation_why_plain")
-            why += "" if plain is None else f", and one loader was left alone: {plain}"
+            why += "" if plain is None else f", and left one loader as it is: {plain}"
         return Verdict(took=images > 0, why=why)
 
 
@@ -200,7 +200,7 @@ def _find_images(loader: LoaderFacts, facts: Facts) -> ImageFacts:
             not loader.is_dataloader,
             f"{kind} is not a DataLoader: for example, your own DALI iterator is left alone",
         ),
-        (loader.engine is not None, f"{loader.engine} loads the samples already"),
+        (loader.engine is not None, f"{loader.engine} already loads the samples"),
         (no_images, str(no_images)),
         (loader.custom_collate, "your own collate_fn builds the batches, but DALI builds whole batches itself"),
         (

@@ -56,7 +56,7 @@ class Fused:
         why = f"{groups} fused, {evidence['steps']} optimizer steps ran this way"
         if evidence.get("made_anew"):
             why = (
-                f"{evidence['steps']} steps were fused, then your code made the optimizers anew: {groups} are fused now"
+                f"{evidence['steps']} steps were fused, then your code recreated the optimizers: {groups} are fused now"
             )
         if unfused := evidence.get("unfused"):
             why += f"; torch's usual update took over: {unfused}"

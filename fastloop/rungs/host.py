@@ -119,7 +119,7 @@ class Host:
         elif "replayed_steps" in evidence:
             told.append(f"no step was replayed: {evidence.get('graph_refused') or 'too few steps'}")
         if replays and (why := evidence.get("graph_refused")):
-            told.append(f"none from then on: {why}")
+            told.append(f"no step was replayed after that: {why}")
         words = {
             "flat_batches": ("batch", "took the short path through Lightning's loop"),
             "moves_left_out": ("device move", "of logged values skipped"),
@@ -181,7 +181,7 @@ def _thin_loop(site: Site) -> Applied:
 def _explain_no_graph(facts: Facts) -> str | None:
     """Return why steps cannot be replayed, judging by facts known before the run; None if nothing forbids it."""
     if facts.device != "cuda":
-        return f"there are none on {facts.device}"
+        return f"CUDA graphs need CUDA; this run is on {facts.device}"
     if facts.world_size > 1 or not facts.plain_gradients:
         return f"{facts.strategy} exchanges gradients, which a recording does not support"
     if not facts.automatic_optimization:

@@ -24,7 +24,7 @@ from fastloop.records.readings import on_gpu, to_number
 
 CARD = Card(
     family="compute",
-    does="the loss over a large vocabulary reads and writes the logits once each",
+    does="the loss over a large vocabulary reads the logits once and writes them once",
     answers={"memory_bound": 3, "elementwise": 2, DEVICE: 5},
     follows={"fp32_math": 4, "compute_bound": 2},
     applies=lambda seen: on_gpu(seen) and bool(to_number((seen.evidence.get("model") or {}).get("classes"))),

@@ -100,7 +100,7 @@ class Nodes:
 def _find_obstacle(loader: LoaderFacts) -> str | None:
     """Return why threads cannot load in place of this loader; None if they can."""
     if loader.engine is not None:
-        return f"{loader.engine} loads already"
+        return f"{loader.engine} already loads the samples"
     if not loader.is_dataloader:
         return f"{loader.kind} is not a DataLoader: its dataset and sampler are not known"
     if not loader.map_style:

@@ -77,7 +77,7 @@ class Prefetch:
             notes.append(f"batches are made ahead of the step, so what they read from {held} may be out of date")
         for hook in facts.timed_hooks:
             notes.append(
-                f"your {hook} draws random numbers or reads the step, and now runs ahead of it: either may differ"
+                f"your {hook} draws random numbers or reads the step, and now runs before that step: both may differ"
             )
         parity: Parity = "approximate" if notes else "exact"
         wants: dict[str, Any] = {"feed.depth": AHEAD if self.depth == "auto" else self.depth}
@@ -125,5 +125,5 @@ def explain_no_bytes(facts: Facts, loader: LoaderFacts) -> str | None:
     if loader.custom_collate or loader.own_iterator or not loader.auto_collates:
         return "your own code builds the batches, and may need floats"
     if loader.may_change:
-        return f"the dataset may change between epochs, but a copy of it is read: {loader.may_change[0]}"
+        return f"the dataset may change between epochs, but batches come from a copy of it: {loader.may_change[0]}"
     return loader.images.explain_no_bytes()

@@ -373,7 +373,7 @@ def _list_differences(loader: LoaderFacts, run: str) -> list[str]:
     if loader.draws_random:
         found.append(f"random augmentations may differ from {run} ({', '.join(loader.draws_random[:3])})")
     if loader.asks_process:
-        found.append(f"{loader.asks_process[0]} asks which process it is in, so samples may differ from {run}")
+        found.append(f"{loader.asks_process[0]} reads its worker or process id, so samples may differ from {run}")
     return found
 
 

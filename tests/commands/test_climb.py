@@ -251,7 +251,7 @@ def test_a_confirmation_that_does_not_fit_is_said_to_be_left(pretend: Callable[.
 def test_what_a_ceiling_was_taken_from_is_told_and_not_forgotten(pretend: Callable[..., Any]) -> None:
     pretend(Machine(decode_ms=3, device_ms=400, copy_ms=1), runs=4)
     found = content(asked(out="a"))
-    assert found["ceilings_notes"]["resident"].startswith("as replayed: copies take 1 ms of ")
+    assert found["ceilings_notes"]["resident"].startswith("same as replayed: copies take 1 ms of ")
     pretend(Machine(decode_ms=3, device_ms=400, copy_ms=1))
     again = content(asked(resume="a"))
     assert again["stack"]["rungs"] and set(again["ceilings_notes"]) == {"resident", "replayed_top"}
@@ -340,7 +340,7 @@ def test_a_script_is_climbed_with_its_own_line_to_add(pretend: Callable[..., Any
         ({"resume": "a", "out": "b"}, "keeps its directory"),
         ({"conf": Path("plain.yaml")}, "there is nothing to train"),
         ({"conf": Path("train.py")}, "it is a script, not a configuration"),
-        ({"conf": None}, "there is nothing to climb with"),
+        ({"conf": None}, "it names no configuration or script"),
         ({"conf": None, "resume": "a"}, "not the command that began it"),
         ({"script": "train.py"}, "it names two starting points"),
     ],

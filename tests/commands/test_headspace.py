@@ -145,7 +145,7 @@ def test_the_exchange_is_told_against_replayed_batches(
 
 def test_a_machine_that_changes_its_speed_is_named(pretend: Callable[[Rates], Any]) -> None:
     pretend({"baseline": 100, "replayed": 120, "resident": 120, "baseline-again": 90})
-    assert "the baseline changed by -10.0 % from before to after" in asked(NET).text
+    assert "the baseline changed by -10.0 % between its first and last run" in asked(NET).text
     pretend({"baseline": 100, "replayed": 120, "resident": 120, "baseline-again": 101})
     assert "NOTE" not in asked(NET).text
 

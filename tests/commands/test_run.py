@@ -380,7 +380,7 @@ def test_secrets_are_nowhere(fastloop: CommandLine) -> None:
     assert "recipe.mark=user:***@host" in texts["env.json"] and "mark: user:***@host" in texts["config.resolved.yaml"]
     assert set(texts) >= FILES | {"hparams.yaml"} and "recipe.api_key=***" in texts["env.json"]
     assert "api_key: '***'" in texts["hparams.yaml"], "the recipe saves it as a hyperparameter"
-    assert texts["config.resolved.yaml"].splitlines()[1].startswith("# *** stands for a secret")
+    assert texts["config.resolved.yaml"].splitlines()[1].startswith("# *** replaces a secret")
     assert [name for name, text in texts.items() if secret in text] == []
     assert not [each for each in said if secret in each.out + each.err]
 
@@ -570,7 +570,7 @@ def test_a_plan_under_strict(fastloop: CommandLine) -> None:
     said = fastloop("plan", NET, "rungs.pin.enabled=true", "strict=true")
     assert said.code == 2
     assert said.err.splitlines()[0] == "fastloop: got rungs.pin (command line)"
-    why = "  why strict: true makes it an error that this rung cannot apply: needs CUDA"
+    why = "  why with strict: true, a rung that cannot apply is an error: needs CUDA"
     assert said.err.splitlines()[1].startswith(why)
     assert said.err.splitlines()[2] == "  do  write rungs.pin.enabled: false, or strict: false"
 

@@ -48,7 +48,7 @@ def test_a_resolved_section_keeps_the_origin_of_the_line_that_asked_for_it() -> 
 
 FROM_THE_TOP = "write a key from the top, as in ${run.seed}"
 PLAIN = "write a plain value at one of the keys"
-BRACES = "fix the braces, or write \\${ where a plain ${ is meant"
+BRACES = "fix the braces, or write \\${ for a literal ${"
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ BRACES = "fix the braces, or write \\${ where a plain ${ is meant"
         ({"x": 1, "a": "${b}", "b": "${a}"}, "a: '${b}' (my.yaml:2)", "it refers back to itself", PLAIN),
         ({"a": "x${a}"}, "a: 'x${a}' (my.yaml:1)", "it refers back to itself", PLAIN),
         ({"a": {"b": "${a}"}}, "a.b: '${a}' (my.yaml:1)", "it refers back to itself", PLAIN),
-        ({"x": 1, "a": "${b"}, "a: '${b' (my.yaml:2)", "it is not a key inside ${…}", BRACES),
-        ({"a": "${}"}, "a: '${}' (my.yaml:1)", "it is not a key inside ${…}", BRACES),
+        ({"x": 1, "a": "${b"}, "a: '${b' (my.yaml:2)", "the text inside ${…} is not a key", BRACES),
+        ({"a": "${}"}, "a: '${}' (my.yaml:1)", "the text inside ${…} is not a key", BRACES),
         # text under a secret key is not shown, whatever it looks like
         ({"a_key": "${hunter2}"}, "a_key: *** (my.yaml:1)", "there is no such key", FROM_THE_TOP),
-        ({"password": "hun${ter2"}, "password: *** (my.yaml:1)", "it is not a key inside ${…}", BRACES),
+        ({"password": "hun${ter2"}, "password: *** (my.yaml:1)", "the text inside ${…} is not a key", BRACES),
     ],
 )
 def test_what_cannot_be_resolved(values: Any, got: str, why: str, do: str) -> None:

@@ -107,7 +107,7 @@ def test_a_config_can_be_pickled(read: Read) -> None:
 RUNG_KEYS = "rungs has no key worker; it has workers, amp, overlap"
 TOP_KEYS = "it has base, recipe, run, trainer, watch, strict, rehearsal, rungs"
 RESOLVERS = ("only keys are looked up; resolvers are not run", "write the value, or a key as in ${run.seed}")
-SECTION = "is a section with keys of its own"
+SECTION = "is a section, not a single value"
 
 
 REFUSALS = [  # of each kind one or two: what types, keys, bases and YAML refuse is in the tests of those files
@@ -151,19 +151,24 @@ REFUSALS = [  # of each kind one or two: what types, keys, bases and YAML refuse
         "write 0 or more",
     ),
     # keys of the Trainer that are owned elsewhere
-    ("trainer:\n  max_steps: 5", "trainer.max_steps: 5 (my.yaml:2)", "run owns it", "write run.max_steps"),
-    ("trainer: {devices: 2}", "trainer.devices: 2 (my.yaml:1)", "run owns it", "write run.devices"),
-    ("trainer: {accelerator: gpu}", "trainer.accelerator: 'gpu' (my.yaml:1)", "run owns it", "write run.accelerator"),
+    ("trainer:\n  max_steps: 5", "trainer.max_steps: 5 (my.yaml:2)", "the run section sets it", "write run.max_steps"),
+    ("trainer: {devices: 2}", "trainer.devices: 2 (my.yaml:1)", "the run section sets it", "write run.devices"),
+    (
+        "trainer: {accelerator: gpu}",
+        "trainer.accelerator: 'gpu' (my.yaml:1)",
+        "the run section sets it",
+        "write run.accelerator",
+    ),
     (
         "trainer:\n  x: 1\n  callbacks: {a: b}",
         "trainer.callbacks: {'a': 'b'} (my.yaml:3)",
-        "callbacks are objects, and YAML builds none",
+        "callbacks are objects, which YAML cannot create",
         "return them from the module's configure_callbacks",
     ),
     (
         "trainer:\n  precision: 16-mixed\nrungs: {amp: {enabled: true}}",
         "trainer.precision: '16-mixed' (my.yaml:2)",
-        "rungs.amp is enabled and owns it",
+        "rungs.amp is enabled and sets it",
         "write rungs.amp.mode, or delete this line",
     ),
     # interpolation

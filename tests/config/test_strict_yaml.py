@@ -135,7 +135,7 @@ TAG = ("nothing in YAML is built or executed", "write a plain value, or quote te
 TWICE = ("a key may have only one value; with two, one would silently win", "delete one of the two lines")
 NOT_TEXT = "a key is text; this is a number, a boolean or null"
 OPEN = "fix this line, or the open quote or bracket above it"
-DEEP = (f"it nests more than {MAX_DEPTH} deep, or an alias holds itself", "write fewer levels")
+DEEP = (f"it is nested more than {MAX_DEPTH} levels deep, or an alias contains itself", "use fewer levels")
 TOP = ("a configuration must be a mapping", "write keys with values, such as run: {max_steps: 200}")
 
 
@@ -188,7 +188,7 @@ TOP = ("a configuration must be a mapping", "write keys with values, such as run
             "it is not YAML: while scanning a quoted scalar that began on line 1, found unexpected end of stream",
             OPEN,
         ),
-        ("a: 1\nb: \x01\n", "my.yaml:2", "it holds the character U+0001", "delete it"),
+        ("a: 1\nb: \x01\n", "my.yaml:2", "it contains the character U+0001", "delete it"),
         (
             "run: {seed: ${run.max_steps}}\n",
             "my.yaml:1",
@@ -211,7 +211,7 @@ def test_an_alias_bomb_is_refused_before_it_grows(tmp_path: Path) -> None:
     error = refusal(tmp_path, "\n".join(rows))
     assert time.monotonic() - began < 5
     assert error.got == "a3 (my.yaml:4)"
-    assert error.why == f"with its aliases expanded, the file holds over {MAX_NODES} values"
+    assert error.why == f"with its aliases expanded, the file contains over {MAX_NODES} values"
 
 
 def test_too_long_a_list_on_the_command_line() -> None:

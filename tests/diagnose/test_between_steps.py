@@ -40,7 +40,7 @@ def test_from_five_per_cent_on(name: str, ms: float, named: bool) -> None:
         (
             {"num_workers": 4, "persistent_workers": True, "reload_every_n_epochs": 1, "can_keep_workers": False},
             (),
-            "and its workers anew every epoch: leave out reload_dataloaders_every_n_epochs if the data stays",
+            "and its workers every epoch: leave out reload_dataloaders_every_n_epochs if the data stays",
         ),
         ({"num_workers": 4, "persistent_workers": True}, (), "make epochs longer"),
         ({"num_workers": 4, "persistent_workers": True}, ("workers",), "make epochs longer"),
@@ -63,7 +63,7 @@ def test_workers_that_start_anew_each_epoch(loader: dict[str, Any], enabled: tup
         ),
         (
             {"validation_workers": 0, "validation_obstacle": "dataset.archive is an open file handle"},
-            "; the validation loader should have no workers: dataset.archive is an open file handle",
+            "; but leave the validation loader without workers: dataset.archive is an open file handle",
             "give",
         ),
         (

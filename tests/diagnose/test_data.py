@@ -250,13 +250,13 @@ INSTEAD = "decoding takes 4.1 ms an image on one core"
     ("loader", "step", "refused", "patch", "says"),
     [
         (DECODES, 100.0, {}, "workers", f"({INSTEAD});"),  # 60 ms of making by 7 workers, 40 of work
-        (DECODES, 66.0, {}, "dali", f"({INSTEAD}: dali or cache);"),
-        (DECODES, 66.0, {"dali": "no"}, "cache", f"({INSTEAD}: cache);"),
+        (DECODES, 66.0, {}, "dali", f"({INSTEAD}, which dali or cache would shorten);"),
+        (DECODES, 66.0, {"dali": "no"}, "cache", f"({INSTEAD}, which cache would shorten);"),
         (DECODES, 66.0, {"dali": "no", "cache": "no"}, "workers", f"({INSTEAD});"),
         (DECODES, 66.0, {"dali": "no", "cache": "no", "workers": "no"}, None, f"({INSTEAD});"),
-        ({**DECODES, "usable_cpus": 1}, 100.0, {}, "dali", f"({INSTEAD}: dali or cache);"),
-        ({**DECODES, "num_workers": 7}, 100.0, {}, "dali", f"({INSTEAD}: dali or cache);"),
-        ({**DECODES, "num_workers": 7}, 100.0, {"dali": "no"}, "cache", f"({INSTEAD}: cache);"),
+        ({**DECODES, "usable_cpus": 1}, 100.0, {}, "dali", f"({INSTEAD}, which dali or cache would shorten);"),
+        ({**DECODES, "num_workers": 7}, 100.0, {}, "dali", f"({INSTEAD}, which dali or cache would shorten);"),
+        ({**DECODES, "num_workers": 7}, 100.0, {"dali": "no"}, "cache", f"({INSTEAD}, which cache would shorten);"),
         (MAP, 66.0, {}, "workers", f"the next batch was not ready; {ALONE}"),
     ],
 )
@@ -426,20 +426,20 @@ def test_rows_in_memory(enabled: tuple[str, ...], patched: str) -> None:
     """Picking them at once comes before workers, which would pick them one by one elsewhere."""
     finding = only({**MAP, "rows": "TensorDataset"}, enabled=enabled)
     assert finding.patch == {"rungs": {patched: {"enabled": True}}}
-    assert "TensorDataset holds all rows in memory, and they are picked one at a time" in finding.why
+    assert "TensorDataset holds all rows in memory, but they are picked one at a time" in finding.why
     assert ("with the cache rung, all rows of a batch are picked at once" in finding.why) is (patched == "cache")
 
 
 def test_an_engine_that_does_not_keep_up() -> None:
     assert "give it more threads" in only({**MAP, "num_workers": None, "has_engine": True}).why
     assert (
-        "picked at once already"
+        "already picked at once"
         in only(
             {
                 **MAP,
                 "num_workers": None,
                 "has_engine": True,
-                "engine_advice": "all rows of a batch are picked at once already",
+                "engine_advice": "all rows of a batch are already picked at once",
             }
         ).why
     )

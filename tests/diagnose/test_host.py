@@ -268,7 +268,9 @@ def test_a_host_asleep_on_the_cpu(blocked: float | None, named: bool) -> None:
     found = findings(on_cpu(blocked_ms=blocked, host_ms={"forward": 25.0, "backward": 9.0}))
     assert (found[0].bottleneck == "host_other") is named
     if named:
-        assert "off the CPU" in found[0].why and "in forward)" in found[0].why and found[0].patch is None
+        assert (
+            "the host slept or waited for" in found[0].why and "in forward)" in found[0].why and found[0].patch is None
+        )
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,7 @@ def test_on_crowded_cpus_torchs_threads_wait_and_no_host_sleeps(
     parts = {"forward": 16.0, "backward": 20.0, "optimizer": 4.0}
     (finding,) = findings(on_cpu(**parts, blocked_ms=12.0, forward_blocked_ms=in_forward, evidence={"cpu": cpu}))
     assert finding.title == ("CPU OVERSUBSCRIBED" if asleep is None else "HELD UP BY THE HOST")
-    assert asleep is None or f"off the CPU for {asleep:.1f} of 40.0 ms" in finding.why
+    assert asleep is None or f"slept or waited for {asleep:.1f} of 40.0 ms" in finding.why
 
 
 def test_with_several_ranks_a_backward_may_wait_for_the_exchange() -> None:

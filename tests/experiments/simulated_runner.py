@@ -268,7 +268,7 @@ class SimulatedRunner:
         return Found(key=f"rungs.{key}.{names[key]}", best=best, patch=patch, why="made up")
 
     def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Confirmation:
-        self.budget.check("confirming the top", need_s, last=True)
+        self.budget.check("confirming the best stack", need_s, last=True)
         self.now += need_s
         self.done[at] = Result()
         self.confirmed.append(stack)

@@ -65,7 +65,7 @@ MOVED = "is not a multiple of accumulate_grad_batches=4: validation would move; 
         (
             DENSE,
             {"skips_batches": True},
-            "training_step returns no loss for some batches: a merged window would be skipped whole",
+            "training_step returns no loss for some batches: the whole merged window would be skipped",
         ),
         (
             3,
@@ -119,14 +119,14 @@ def test_what_counts_steps_is_named() -> None:
     assert notes == [
         "batch_idx and on_train_batch_* now count optimizer steps: one call for every 4 batches",
         "val_check_interval 8 batches = 2 steps",
-        "limit_train_batches 0.5 still means the loader's own batches",
+        "limit_train_batches 0.5 still counts your loader's batches",
         "scheduler frequencies that count batches still do; max_steps, learning rates and global_step count optimizer"
         " steps, each with the same samples as before",
         "each of your batches is collated as before, but one worker collates 4 in a row, so random draws there differ",
     ]
     draws = LoaderFacts(kind="DataLoader", batches=12, draws_random=("Crop",))
     assert list_changed_counts(Facts(accumulate=4), draws)[-1] == (
-        "samples draw random numbers (Crop) for 4 batches at once now, so they and the model's own draws, such as"
+        "samples now draw random numbers (Crop) for 4 batches at once, so their draws and the model's, such as"
         " dropout, come in a different order"
     )
     quiet = list_changed_counts(Facts(accumulate=4), LoaderFacts(kind="DataLoader", batches=12))

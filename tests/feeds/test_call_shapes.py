@@ -122,11 +122,11 @@ def test_a_storm_is_told_within_a_stated_count() -> None:
         budget.count(captured=False, eager=place % 2 == 1)
     assert not budget.spent, "half of the calls are served"
     budget.count(captured=False, eager=True)
-    assert budget.spent == "none of 2 graphs fitted 26 of the last 50 calls"
+    assert budget.spent == "26 of the last 50 calls matched none of 2 graphs"
     at_once = GraphLimit()
     for _ in range(GRAPHS):
         at_once.count(captured=True, eager=False)
     for _ in range(call_shapes.ENOUGH):
         assert not at_once.spent
         at_once.count(captured=False, eager=True)
-    assert at_once.spent == "none of 2 graphs fitted 10 of the last 10 calls"
+    assert at_once.spent == "10 of the last 10 calls matched none of 2 graphs"

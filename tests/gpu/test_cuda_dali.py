@@ -56,7 +56,7 @@ def test_batches_are_those_of_the_dataset(folder: Path, decode: str, resize: str
 
 
 @pytest.mark.parametrize(
-    ("room", "kept", "why"), [(0.0, "mixed", "if the GPU decodes"), (2.0, "cpu", "GiB are free there")]
+    ("room", "kept", "why"), [(0.0, "mixed", "if the GPU decodes"), (2.0, "cpu", "GiB there, but only")]
 )
 def test_the_gpus_decoder_is_tried_in_mid_training(
     folder: Path, monkeypatch: pytest.MonkeyPatch, room: float, kept: str, why: str

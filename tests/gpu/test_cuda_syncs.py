@@ -84,7 +84,7 @@ def x_of(values: list[float]) -> torch.Tensor:
 KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
     ".item()": lambda x, one, mask: one.item(),
     ".tolist()": lambda x, one, mask: x.tolist(),
-    "truth of a tensor": lambda x, one, mask: 1 if one > 0 else 0,
+    "bool of a tensor": lambda x, one, mask: 1 if one > 0 else 0,
     "int(tensor)": lambda x, one, mask: int(one),
     "float(tensor)": lambda x, one, mask: float(one),
     "a tensor as index or size": lambda x, one, mask: [1, 2][one],
@@ -98,7 +98,7 @@ KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
     "index by a 0-d tensor": lambda x, one, mask: x[one],
     "a tensor as slice bound": lambda x, one, mask: x[:one],
     "unique": lambda x, one, mask: torch.unique(x),
-    "print of a tensor": lambda x, one, mask: repr(x),
+    "printing a tensor": lambda x, one, mask: repr(x),
     "a tensor in an f-string": lambda x, one, mask: f"{one}",
     ".is_nonzero()": lambda x, one, mask: one.is_nonzero(),
     "torch.equal": lambda x, one, mask: torch.equal(x, x.clone()),

@@ -22,7 +22,7 @@ def second(
     return [end, samples, complete, digest, again]
 
 
-SAME = "later ones the same samples in a different order"
+SAME = "later ones have the same samples in a different order"
 UNCOMPARED = "which ones cannot be compared"
 RIGHT = {
     "same": (ledger(second()), ledger(second()), SAME),

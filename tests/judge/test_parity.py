@@ -215,7 +215,7 @@ def test_augmentations_drawn_anew_move_the_loss_as_seeds_do() -> None:
     for redrawn, cause in ((False, "rounding or chance"), (True, "other augmentations")):
         gate = judge_loss(base, unlucky, redrawn=redrawn)
         assert gate.passed is None and gate.detail == {}, "a gap that may well be there is not waved through"
-        assert f"the final loss was higher, and 3 runs cannot tell whether {cause} did that" in gate.why
+        assert f"the final loss was higher, and 3 runs cannot tell whether {cause} caused that" in gate.why
     steady = [[loss + gap for loss in run] for run, gap in zip(base, (0.24, 0.25, 0.26), strict=True)]
     assert judge_loss(base, steady).passed is judge_loss(base, steady, redrawn=True).passed is False
 

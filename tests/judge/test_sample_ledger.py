@@ -135,8 +135,8 @@ def test_another_order_after_the_first_epoch() -> None:
     gate = ledger_gate([(epochs(), another()), (epochs(), another())], reshuffled=True)
     assert gate.passed and gate.detail == {"steps": 10, "reshuffled": True}
     assert gate.why == (
-        "10 optimizer steps with the same backwards and learning rates; the first epoch equal, later ones the same"
-        " samples in a different order"
+        "10 optimizer steps with the same backwards and learning rates; the first epoch is equal, later ones have the"
+        " same samples in a different order"
     )
     strict = ledger_gate([(epochs(), another())])
     assert strict.passed is False and strict.detail == {"step": 3, "differs": "samples"}
@@ -172,7 +172,7 @@ def test_other_samples_in_a_later_epoch() -> None:
 def test_another_order_in_other_micro_batches() -> None:
     rows = [[name, count, 1, rates] for name, count, _, rates in another()["steps"]]
     gate = ledger_gate([(epochs(), another() | {"steps": rows, "planned": [1] * 5})], reshuffled=True, regrouped=True)
-    assert gate.passed and "the backwards of their plans; the first epoch equal" in gate.why
+    assert gate.passed and "as many backwards as planned; the first epoch is equal" in gate.why
 
 
 def test_another_order_of_what_is_known_by_content_is_not_testable() -> None:

@@ -44,7 +44,7 @@ class Autocasting(models.Regression):
         (
             "bf16-mixed",
             {"autocasts": ("Net.training_step",)},
-            "Net.training_step enters autocast itself; precision has one owner",
+            "Net.training_step enters autocast itself; your choice stands",
         ),
         (
             "bf16-mixed",
@@ -244,7 +244,7 @@ def test_validation_after_fit_is_validation_inside_fit() -> None:
         (models.Regression, {"precision": "bf16-mixed"}, STANDS.format("bf16-mixed")),
         (models.Regression, {"precision": "64-true"}, STANDS.format("64-true")),
         (models.Regression, {"plugins": "own"}, STANDS.format("16-mixed")),
-        (Autocasting, {}, "Autocasting.training_step enters autocast itself; precision has one owner"),
+        (Autocasting, {}, "Autocasting.training_step enters autocast itself; your choice stands"),
     ],
 )
 def test_the_users_precision_stands(module: Any, settings: dict[str, Any], reason: str) -> None:  # P7

@@ -61,7 +61,7 @@ class Ready(spellings.Spelling):
         (
             {},
             {"double_backward": ("Net.step",)},
-            "Net.step takes gradients of gradients (create_graph), which fused kernels have not",
+            "Net.step takes gradients of gradients (create_graph), which fused kernels do not support",
         ),
         ({}, {"compiled_by_user": ("net",)}, "net is compiled by your own code, so its graphs cannot be changed"),
     ],
@@ -98,7 +98,10 @@ def test_takes() -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Ready, "net.layers.0 already calls scaled_dot_product_attention, and torch's own backend order stands"),
+        (
+            Ready,
+            "net.layers.0 already calls scaled_dot_product_attention, and with backend: auto torch picks the kernel",
+        ),
         (torch.nn.Tanh, "no inner module has a softmax between two matrix products"),
         (spellings.ReturnsWeights, "no attention was replaced: its weights are also used elsewhere"),
     ],

@@ -81,7 +81,7 @@ def test_hooks_that_may_change_the_training_are_named(micro: int, accumulate: in
         for changing in ((), seen["counts_batches"][:1])
     )
     named = "fewer and larger batches for: M.on_after_backward, M.training_step, which reads batch_idx"
-    loud = "DIFFERENT TRAINING: M.on_after_backward may change weights or gradients, once for every 4 batches"
+    loud = "DIFFERENT TRAINING: M.on_after_backward may change weights or gradients, now once for every 4 batches"
     assert looks.parity == "approximate" and (named in looks.notes) is (micro == 16)
     assert (changes.parity, loud in changes.notes) == (
         ("changes-training", True) if micro == 16 else ("approximate", False)
@@ -143,7 +143,7 @@ def test_the_full_ladder_merges_where_nobody_counts_batches(hooks: tuple[str, ..
         (
             {},
             facts(not_mean_losses=("loss (L1Loss with reduction='sum')",)),
-            "the loss is not a mean over samples: loss (L1Loss with reduction='sum'); if it is a mean, write"
+            "the loss does not look like a mean over samples: loss (L1Loss with reduction='sum'); if it is one, write"
             " batch.loss_is_mean: true",
         ),
         (
@@ -155,19 +155,19 @@ def test_the_full_ladder_merges_where_nobody_counts_batches(hooks: tuple[str, ..
         (
             {"micro_batch": "auto"},
             facts(batchnorms=("net.1",)),
-            "limited by your batches: BatchNorm keeps the statistics of each, and none are accumulated; setting a"
-            " micro-batch yourself changes the training",
+            "limited to your batch size: BatchNorm keeps the statistics of each batch, and gradients are not"
+            " accumulated; setting a micro-batch yourself changes the training",
         ),
         (
             {"micro_batch": "auto"},
             facts(accumulate=4, batchnorms=("net.1",), other_batchnorms=("net.1",)),
-            "limited by your batches: BatchNorm keeps the statistics of each, and net.1 cannot keep merged batches"
-            " apart; setting a micro-batch yourself changes the training",
+            "limited to your batch size: BatchNorm keeps the statistics of each batch, and net.1 cannot keep merged"
+            " batches apart; setting a micro-batch yourself changes the training",
         ),
         (
             {"micro_batch": "auto"},
             facts(1),
-            "limited by your batches of one sample: a larger micro-batch would change the global batch",
+            "limited to your batch size of 1: a larger micro-batch would change the global batch",
         ),
         (
             {"global_batch": 20},
@@ -257,7 +257,7 @@ def test_plan_says_what_changes() -> None:
             {},
             {"step.micro_batch": 4},
             "changes-training",
-            "changes the training and cannot be avoided below your batches of 8: net.1",
+            "changes the training and cannot be avoided below your batch size of 8: net.1",
         ),
         ({"micro_batch": 3}, {"accumulate": 1}, {"step.micro_batch": 3}, "changes-training", "changes the training"),
     ],
@@ -307,7 +307,7 @@ def test_takes() -> None:
     assert verify(Measurement()).why == "no optimizer step ran"
     evidence = {"steps": 3, "changed_steps": 0, "uncut_steps": 0, "problem": None, "micro_batches": [3], "samples": 3}
     assert verify(Measurement(evidence={"batch": evidence})).why == (
-        "batches run whole: none was larger than micro_batch"
+        "batches are not split: none was larger than micro_batch"
     )
     apart = {**evidence, "apart_steps": 1, "apart_why": "a reason"}
     assert verify(Measurement(evidence={"batch": apart})).why == (
@@ -541,20 +541,20 @@ class Normed(Net):
         (
             Summed,
             {},
-            "the loss is not a mean over samples: criterion (MSELoss with reduction='sum'), Summed.__init__ uses"
-            " reduction='sum' or 'none'; if it is a mean, write batch.loss_is_mean: true",
+            "the loss does not look like a mean over samples: criterion (MSELoss with reduction='sum'), Summed.__init__"
+            " uses reduction='sum' or 'none'; if it is one, write batch.loss_is_mean: true",
         ),
         (
             SummedInCode,
             {},
-            "the loss is not a mean over samples: SummedInCode.loss uses reduction='sum' or 'none'; if it is a mean,"
-            " write batch.loss_is_mean: true",
+            "the loss does not look like a mean over samples: SummedInCode.loss uses reduction='sum' or 'none'; if it"
+            " is one, write batch.loss_is_mean: true",
         ),
         (
             Weighted,
             {},
-            "the loss is not a mean over samples: criterion (CrossEntropyLoss divides by its class weights); if it is"
-            " a mean, write batch.loss_is_mean: true",
+            "the loss does not look like a mean over samples: criterion (CrossEntropyLoss divides by its class"
+            " weights); if it is one, write batch.loss_is_mean: true",
         ),
     ],
 )
@@ -620,7 +620,7 @@ def test_two_ranks(case: str, like: str) -> None:
 @pytest.mark.multirank
 def test_two_ranks_agree_on_a_refusal() -> None:
     """Found by one, kept to by both: batch by batch, bit for bit the accumulating run, with one exchange a step."""
-    for rank, (ranks, why) in enumerate(zip(results(), ("another rank must not merge", "planted"), strict=True)):
+    for rank, (ranks, why) in enumerate(zip(results(), ("another rank cannot merge", "planted"), strict=True)):
         ours, plain = ranks["one rank refuses"], ranks["accumulated"]
         assert ours["took"] == {"batch": False} and ours["why"].startswith(why), rank
         assert ours["apart"] == ours["steps"] == plain["steps"] and ours["exchanges"] == plain["exchanges"]

@@ -69,7 +69,7 @@ def test_equal_to_accumulation(micro: int) -> None:
     verdict = ours.verdict("batch")
     assert verdict.took and verdict.parity_class == "approximate"
     whole = micro // 8
-    assert verdict.why.endswith(f"; 5 BatchNorm layers kept up to {whole} batches apart")
+    assert verdict.why.endswith(f"; 5 BatchNorm layers kept separate statistics for up to {whole} batches")
     assert ours.seen("batch")["grouped_norms"] == 5 and ours.seen("batch")["groups"] == whole
     assert ours.module.samples == plain.module.samples and len(plain.module.gradients) == 9
     steps = zip(plain.module.gradients, ours.module.gradients, strict=True)

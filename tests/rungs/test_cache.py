@@ -139,7 +139,7 @@ def test_few_small_pictures_go_to_the_device_before_dali_gets_them(
     steps = ladder.plan(both, dataclasses.replace(given, has_dali=True, cpu_count=16)).steps
     assert [step.rung for step in steps] == ["dali", "cache"]
     assert [step.status for step in steps] == (["skipped", "planned"] if first else ["planned", "skipped"])
-    reason = "a store of pictures loads the samples already" if first else "DALI reads and decodes the files itself"
+    reason = "an image store already loads the samples" if first else "DALI reads and decodes the files itself"
     assert reason in [step.reason for step in steps]
 
 
@@ -149,7 +149,7 @@ def test_few_small_pictures_go_to_the_device_before_dali_gets_them(
         (
             facts(),
             {"store": "device"},
-            "pictures cannot be kept on the device: the dataset was not inspected",
+            "images cannot be kept on the device: the dataset was not inspected",
         ),
         (facts({"is_dataloader": False, "kind": "Own"}), {}, "Own is not a DataLoader: its samples are unknown"),
         (facts({"map_style": False}), {}, "samples of an iterable dataset have no index"),
@@ -167,7 +167,7 @@ def test_few_small_pictures_go_to_the_device_before_dali_gets_them(
         (
             facts(prefix={"names_files": False, "what": "what Mine.load returns"}),
             {"store": "disk"},
-            "it is not known which files Mine.load returns reads, and what disk keeps would go stale",
+            "it is unknown which files Mine.load returns reads, so samples kept in disk would go stale",
         ),
     ],
 )
@@ -249,7 +249,7 @@ def test_says_why_not() -> None:
     verdict = verify(Measurement(evidence={"cache": found}))
     assert verdict.took is False and verdict.why == "none of 5 samples was in the store yet; 2 GB kept in shm"
     changed = verify(Measurement(evidence={"cache": {**found, "changed": 10}})).why
-    assert "; your dataset, changed during the training, made 10 samples itself; 2 GB kept in shm" in changed
+    assert "; your dataset changed in training, so 10 samples bypassed the store; 2 GB kept in shm" in changed
 
 
 def test_off_is_nothing(tmp_path: Path) -> None:

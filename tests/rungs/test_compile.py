@@ -152,7 +152,7 @@ class Breaking(models.Regression):
         ({"mode": "reduce-overhead"}, {"accumulate": 4}, None),
         ({"scope": "blocks"}, {}, "no list of layers repeats a block; write scope: model"),
         ({}, {"device": "cuda", "accumulate": 4}, None),
-        ({}, {"compiled_by_user": ("net", "head")}, "net, head is already compiled by you"),
+        ({}, {"compiled_by_user": ("net", "head")}, "net, head is already compiled by your own code"),
         ({}, {"compiler": None}, "Inductor needs a C++ compiler, and none was found: install gcc or g++"),
         (
             {},
@@ -179,7 +179,7 @@ def test_plan(settings: dict[str, Any], facts: dict[str, Any], reason: str | Non
         return
     change = rung.plan(Facts(**{**FACTS, **facts}))
     assert [(action.keys, action.when) for action in change.actions] == [(("model.compile",), "model")]
-    on_cpu = "compiled dropout draws from the random stream that shuffles, so later epochs are ordered differently"
+    on_cpu = "compiled dropout draws from the random stream that also shuffles, so later epochs have a different order"
     assert change.notes == ("compiles net", *([] if facts.get("device") == "cuda" else [on_cpu]))
     assert change.parity == "approximate" and change.evaluation
 
@@ -508,7 +508,7 @@ def test_a_storm_ends_in_eager_with_its_reason(backend: list[str]) -> None:  # C
     assert len(backend) == 2 and not evidence(watcher, "compile")["limit_hit"]
     assert models.distance(models.weights(ours), models.weights(plain)) < 1e-6
     assert verdict(watcher, "compile").took is False
-    storm = "net: none of 2 graphs fitted 10 of the last 10 calls: eager from then on"
+    storm = "net: 10 of the last 10 calls matched none of 2 graphs: eager from then on"
     assert verdict(watcher, "compile").why.endswith(storm)
 
 
@@ -639,7 +639,7 @@ def test_what_the_user_compiled_is_not_doubled(how: str, backend: list[str]) -> 
     before = module.net._compiled_call_impl if how == "in place" else type(module.net)
     watcher, _ = fit(COMPILE, module)
     assert verdict(watcher, "compile").took is False
-    assert verdict(watcher, "compile").why == "net is already compiled by you"
+    assert verdict(watcher, "compile").why == "net is already compiled by your own code"
     assert before == (module.net._compiled_call_impl if how == "in place" else type(module.net))
 
 

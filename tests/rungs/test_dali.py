@@ -29,7 +29,7 @@ from tests.runs import KeepsTrainers, Run, both, distance, run
 DALI: dict[str, Any] = {"dali": {"threads": 2}}
 STEPS = (RandomResizedCrop(size=(8, 8)), ToTensor(), ToFloat())
 IMAGES = ImageFacts(steps=STEPS, count=100)
-NOTE = "a run resumed in mid-epoch has different crops and flips for the rest of it; DALI keeps no state"
+NOTE = "a run resumed mid-epoch has different crops and flips for the rest of it; DALI keeps no state"
 OWN = "DALI draws its own random numbers: RandomResizedCrop differ on every run"
 
 
@@ -131,7 +131,7 @@ def test_plan_waits_and_keeps_to_the_run() -> None:
             facts({"is_dataloader": False, "kind": "DALIGenericIterator"}),
             "DALIGenericIterator is not a DataLoader: for example, your own DALI iterator is left alone",
         ),
-        ({}, facts({"engine": "threads"}), "threads loads the samples already"),
+        ({}, facts({"engine": "threads"}), "threads already loads the samples"),
         ({}, facts({"images": "it is a list"}), "DALI loads datasets of image files only: it is a list"),
         (
             {},
@@ -307,7 +307,7 @@ def test_validation_stays_the_loaders_where_dali_cannot(folder: Path, which: str
     assert seen["validation_images"] == 0
     if which == "val":
         assert seen["validation_why_plain"].startswith("your own collate_fn")
-        assert "one loader was left alone: your own collate_fn" in ours.verdict("dali").why
+        assert "left one loader as it is: your own collate_fn" in ours.verdict("dali").why
 
 
 @pytest.mark.parametrize("raises", [False, True])

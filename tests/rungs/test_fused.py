@@ -141,7 +141,7 @@ def test_optimizers_that_are_made_anew_are_named() -> None:
 
     watcher, _ = fit(FUSED, seeded(Anew), max_epochs=2)
     assert verdict(watcher, "fused").took is False
-    why = "8 steps were fused, then your code made the optimizers anew: 0 of 1 parameter groups are fused now"
+    why = "8 steps were fused, then your code recreated the optimizers: 0 of 1 parameter groups are fused now"
     assert verdict(watcher, "fused").why == why
 
 

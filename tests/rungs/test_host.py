@@ -29,7 +29,7 @@ CUDA: dict[str, Any] = {"device": "cuda"}
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"device": "cpu"}, "there are none on cpu"),
+        ({"device": "cpu"}, "CUDA graphs need CUDA; this run is on cpu"),
         ({**CUDA, "world_size": 2, "strategy": "DDPStrategy"}, "DDPStrategy exchanges gradients"),
         ({**CUDA, "plain_gradients": False, "strategy": "FSDPStrategy"}, "FSDPStrategy exchanges gradients"),
         ({**CUDA, "automatic_optimization": False}, "manual optimization"),

@@ -75,7 +75,7 @@ def test_plan(settings: dict[str, Any], given: Facts, threads: int) -> None:
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
-        ({"engine": "DALI"}, "DALI loads already"),
+        ({"engine": "DALI"}, "DALI already loads the samples"),
         (
             {"is_dataloader": False, "kind": "list"},
             "list is not a DataLoader: its dataset and sampler are not known",
@@ -86,7 +86,7 @@ def test_plan(settings: dict[str, Any], given: Facts, threads: int) -> None:
         ),
         (
             {"num_workers": 3},
-            "the loader already has 3 workers; your number stands (set num_workers=0 for threads)",
+            "the loader already has 3 workers; your setting stands (set num_workers=0 for threads)",
         ),
         ({"stateful": True}, "DataLoader tracks its own position, which threads would not update"),
         ({"own_iterator": True}, "DataLoader creates its own iterators, which threads would bypass"),
@@ -176,7 +176,7 @@ def test_samples_that_torch_rounds_differently_in_threads_are_not_called_exact(
     assert ours.verdict("nodes").took and (distance(plain, ours) == 0) is still
     assert ours.loop is not None and ours.loop.plan.parity == ("exact" if still else "approximate")
     changes = list_loop_changes(ours.loop.plan, ours.loop.verdicts)
-    said = "samples are rounded differently: torch computes them with 1 thread in the loading threads, with 2 here"
+    said = "samples are rounded differently: torch uses 1 thread in the loading threads, but 2 here"
     assert len(changes) == (not still) and all(said in line for line in changes)
 
 

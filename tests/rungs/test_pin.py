@@ -19,7 +19,7 @@ from fastloop.rungs.pin import Pin
 from tests.runs import Net, batches, both, distance, numbered, run
 
 PIN: dict[str, Any] = {"pin": {}}
-CPU = "needs CUDA; this run is on cpu, where no copy starts in pinned memory"
+CPU = "needs CUDA; this run is on cpu, where there is no copy to speed up"
 
 
 def facts(**loader: Any) -> Facts:
@@ -43,7 +43,7 @@ def test_plan() -> None:
     ("given", "reason"),
     [
         (Facts(), CPU),
-        (Facts(device="mps"), "needs CUDA; this run is on mps, where no copy starts in pinned memory"),
+        (Facts(device="mps"), "needs CUDA; this run is on mps, where there is no copy to speed up"),
         (facts(is_dataloader=False, kind="Own"), "Own is not a DataLoader: pin its batches where you create them"),
         (facts(pin_memory=True), "the loader already pins its memory"),
     ],

@@ -51,7 +51,7 @@ def test_plan() -> None:
     )
     timed = Prefetch(enabled=True).plan(facts({}, timed_hooks=("on_before_batch_transfer",)))
     assert timed.parity == "approximate" and timed.notes == (
-        "your on_before_batch_transfer draws random numbers or reads the step, and now runs ahead of it: either may"
+        "your on_before_batch_transfer draws random numbers or reads the step, and now runs before that step: both may"
         " differ",
     )
     holds = {"holds_training": ("collate_fn.__self__",)}

@@ -175,7 +175,7 @@ def test_a_dataset_that_goes_on_after_its_transform_sends_floats(on_cpu: None, p
         return DataLoader(More(photos().dataset), batch_size=4)
 
     with pytest.warns(
-        UserWarning, match="images are sent as floats: More's __getitem__ gives sample 0 another picture"
+        UserWarning, match="images are sent as floats: More's __getitem__ returns a different image for sample 0"
     ):
         plain, ours = both(PREFETCH, load, Classifier, max_epochs=1)
     assert ours.seen("prefetch")["batches"] == 3 and "byte_batches" not in ours.seen("prefetch")

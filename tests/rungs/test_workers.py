@@ -97,7 +97,7 @@ LITTLE = (
             wants(7),
             [
                 "Bag.__iter__ draws random numbers between samples, and now does so before the training draws its"
-                " own: either may differ",
+                " own: both may differ",
             ],
         ),
         (
@@ -110,7 +110,7 @@ LITTLE = (
             {},
             facts({"asks_process": ("Mine.__getitem__",)}),
             wants(7),
-            ["Mine.__getitem__ asks which process it is in, so samples may differ from a run without workers"],
+            ["Mine.__getitem__ reads its worker or process id, so samples may differ from a run without workers"],
         ),
     ],
 )
@@ -128,8 +128,8 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
     ("settings", "loader", "reason"),
     [
         ({}, {"is_dataloader": False, "kind": "list"}, "list is not a DataLoader: it has no workers to set"),
-        ({}, {"num_workers": 3}, "the loader already has 3 workers; your number stands"),
-        ({"count": 3}, {"num_workers": 3}, "the loader already has 3 workers; your number stands"),
+        ({}, {"num_workers": 3}, "the loader already has 3 workers; your setting stands"),
+        ({"count": 3}, {"num_workers": 3}, "the loader already has 3 workers; your setting stands"),
         (
             {"count": 5},
             {"num_workers": 3, "worker_hazards": ("a is x",)},
@@ -138,33 +138,33 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
         (
             {"grow": True},
             {"num_workers": 3, "start_method": "spawn"},
-            "the loader already has 3 workers; your number stands: workers start by spawn here, which takes long",
+            "the loader already has 3 workers; your setting stands: workers are started with spawn here, which is slow",
         ),
         (
             {"grow": True},
             {"num_workers": 3, "persistent_workers": True, "may_change": ("a is changed by B.c",)},
-            "the loader already has 3 workers; your number stands: new workers would get a newer copy of the dataset"
+            "the loader already has 3 workers; your setting stands: new workers would get a newer copy of the dataset"
             " than yours have: a is changed by B.c",
         ),
         (
             {"grow": True},
             {"num_workers": 3, "sampler_draws": ("Bag.__iter__",)},
-            "the loader already has 3 workers; your number stands: more workers would read the sampler further ahead,"
+            "the loader already has 3 workers; your setting stands: more workers would read the sampler further ahead,"
             " and Bag.__iter__ draws random numbers between samples",
         ),
         (
             {"grow": True},
             {"num_workers": 3, "map_style": False},
-            "the loader already has 3 workers; your number stands: every worker would read an iterable dataset whole,"
-            " and samples would repeat, unless it asks torch.utils.data.get_worker_info for its share; if it does, set"
-            " num_workers yourself",
+            "the loader already has 3 workers; your setting stands: every worker would read the whole iterable dataset"
+            " and repeat its samples, unless the dataset splits itself with torch.utils.data.get_worker_info; if yours"
+            " does, set num_workers yourself",
         ),
-        ({"grow": True}, {"num_workers": 7}, "the loader already has 7 workers; your number stands"),
+        ({"grow": True}, {"num_workers": 7}, "the loader already has 7 workers; your setting stands"),
         (
             {},
             {"map_style": False},
-            "every worker would read an iterable dataset whole, and samples would repeat, unless it asks"
-            " torch.utils.data.get_worker_info for its share; if it does, set num_workers yourself",
+            "every worker would read the whole iterable dataset and repeat its samples, unless the dataset splits"
+            " itself with torch.utils.data.get_worker_info; if yours does, set num_workers yourself",
         ),
         (
             {},
@@ -193,12 +193,12 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
         (
             {"start_method": "spawn"},
             {"spawn_hazard": "dataset.f (<lambda>) cannot be pickled"},
-            "workers start by spawn here, and dataset.f (<lambda>) cannot be pickled",
+            "workers are started with spawn here, and dataset.f (<lambda>) cannot be pickled",
         ),
         (
             {},
             {"spawn_hazard": "dataset.f (<lambda>) cannot be pickled", "start_method": "forkserver"},
-            "workers start by forkserver here, and dataset.f (<lambda>) cannot be pickled",
+            "workers are started with forkserver here, and dataset.f (<lambda>) cannot be pickled",
         ),
     ],
 )
@@ -251,7 +251,7 @@ def test_long_lists_are_packed_or_named() -> None:
     assert "10000000 file names are packed into arrays, which workers share instead of copying" in change.notes
     change = Workers(enabled=True).plan(facts({"long_lists": ("dataset.paths holds 1.2 million Python objects",)}))
     assert "dataset.packed" not in change.wants and change.notes[0] == (
-        "worker memory grows: dataset.paths holds 1.2 million Python objects, and workers copy what they touch;"
+        "worker memory grows: dataset.paths holds 1.2 million Python objects, and each worker copies what it reads;"
         " use arrays"
     )
 
@@ -384,7 +384,7 @@ def test_your_own_workers_are_kept_where_you_or_a_ladder_ask_for_it(
 ) -> None:
     rung, given = Workers(enabled=True, **settings), facts({"num_workers": 3, "batches": 32, **loader}, **run)
     if not kept:
-        with pytest.raises(NotApplicable, match="your number stands"):
+        with pytest.raises(NotApplicable, match="your setting stands"):
             rung.plan(given)
         return
     change = rung.plan(given)
@@ -487,7 +487,7 @@ def test_shared_memory_that_turns_out_too_small_is_said(monkeypatch: pytest.Monk
     plain, ours = both(rungs, partial(batches, 40, shuffle=True, collate_fn=widen), max_epochs=2)
     assert ours.module.samples == plain.module.samples and distance(plain, ours) == 0
     assert ours.verdict("workers").took is True
-    assert "2 workers, each with 1 batches ahead: memory has room for 2 MiB of batches" in ours.verdict("workers").why
+    assert "2 workers with prefetch_factor 1: memory has room for 2 MiB of batches" in ours.verdict("workers").why
 
 
 @pytest.mark.timeout(200)
@@ -545,7 +545,7 @@ def test_takes() -> None:
     assert ours.verdict("workers").why == "2 live worker processes fed the window"
     own = run({"workers": {}}, batches(64, num_workers=1), max_epochs=1)
     assert own.verdict("workers").took is False
-    assert own.verdict("workers").why == "the loader already has a worker; your number stands"
+    assert own.verdict("workers").why == "the loader already has a worker; your setting stands"
     rung = Workers(enabled=True)
     assert rung.verify(Measurement(evidence={"workers": {"live_workers": 0}})).took is False
     assert rung.verify(Measurement()).took is None
@@ -651,9 +651,9 @@ AHEAD = {"num_workers": 3, "batches": 50, "map_style": True}
         ({"changes_within": ("b changes",)}, {}, "b changes"),
         ({"sampler_draws": ("c",)}, {}, "c"),
         ({"not_ahead": "d is shared"}, {}, "d is shared"),
-        ({"worker_hazards": ("e counts",)}, {}, "workers keep state of their own: e counts"),
+        ({"worker_hazards": ("e counts",)}, {}, "each worker keeps its own state: e counts"),
         ({}, {"limit_train_batches": 9}, "limit_train_batches ends epochs before the loader does"),
-        ({}, {"shm_free_bytes": 2**26}, "/dev/shm has room for only 64 MiB, which validation needs then"),
+        ({}, {"shm_free_bytes": 2**26}, "/dev/shm has room for only 64 MiB, and validation needs that"),
     ],
 )
 def test_the_next_epoch_ahead(loader: dict[str, Any], machine: dict[str, Any], obstacle: str | None) -> None:
@@ -808,7 +808,7 @@ def test_samples_that_torch_rounds_differently_in_workers_are_not_called_exact(
     assert ours.verdict("workers").took and (distance(plain, ours) == 0) is is_exact
     assert ours.loop is not None and ours.loop.plan.parity == ("exact" if is_exact else "approximate")
     changes = list_loop_changes(ours.loop.plan, ours.loop.verdicts)
-    said = "samples are rounded differently: torch computes them with 1 thread in workers, with 2 here"
+    said = "samples are rounded differently: torch uses 1 thread in workers, but 2 here"
     assert len(changes) == (not is_exact) and all(said in line for line in changes)
 
 
@@ -818,7 +818,7 @@ def test_where_rounding_cannot_be_tried_the_code_speaks(with_threads: Callable[[
         ours = run({"workers": {"count": 1}}, DataLoader(Saves(data, tmp_path / "made"), 8))
         assert ours.loop is not None and ours.loop.plan.parity == parity
         changes = "".join(list_loop_changes(ours.loop.plan, ours.loop.verdicts))
-        said = "samples may be rounded differently, which could not be tried: Centers.__getitem__ may add up numbers"
+        said = "samples may be rounded differently, which could not be tested: Centers.__getitem__ may sum numbers"
         assert (said in changes) is (parity == "approximate")
 
 
@@ -859,7 +859,7 @@ def test_batches_of_before_a_change_that_was_found_late_are_said() -> None:
     assert ours.loop.plan.parity == "changes-training" and plain.loop is None
     (line,) = list_loop_changes(ours.loop.plan, ours.loop.verdicts)
     assert line.startswith("workers was on for the first steps: ")
-    assert line.endswith("up to 3 batches were made from data as it was before a change")
+    assert line.endswith("up to 3 batches were loaded from data that has changed since")
 
 
 def _fit_with_table(rungs: Any) -> Run:
@@ -1008,7 +1008,7 @@ def test_undo(offspring: Callable[[], list[psutil.Process]]) -> None:
 def test_an_iterable_dataset_is_refused_for_it_would_be_doubled() -> None:
     """D4, with the proof that it would have happened."""
     plain, ours = both(WORKERS, lambda: DataLoader(Stream(), batch_size=8), max_epochs=1)
-    assert str(ours.reason("workers")).startswith("every worker would read an iterable dataset whole")
+    assert str(ours.reason("workers")).startswith("every worker would read the whole iterable dataset")
     assert ours.module.samples == plain.module.samples
     doubled = clone(DataLoader(Stream(), batch_size=8), {"num_workers": 2, "prefetch_factor": 2})
     drawn = sorted(number for batch in doubled for number in batch[2].tolist())
@@ -1031,7 +1031,7 @@ def test_datasets_that_workers_would_break(data: Any, reason: str) -> None:
     ours = run(WORKERS, DataLoader(data(), batch_size=8), max_epochs=1)
     assert ours.reason("workers") == f"the dataset cannot be copied to workers: {reason}"
     assert ours.verdict("workers").took is False and ours.trainer.global_step == 5
-    with pytest.raises(ConfigError, match=r"rungs\.workers\n  why strict: true makes it an error that"):
+    with pytest.raises(ConfigError, match=r"rungs\.workers\n  why with strict: true, a rung that"):
         run(WORKERS, DataLoader(data(), batch_size=8), strict=True)
 
 
@@ -1048,7 +1048,8 @@ def test_spawn_names_what_cannot_travel() -> None:
     spawn = {"workers": {"count": 1, "start_method": "spawn"}}
     ours = run(spawn, DataLoader(Holds(steps=[str.upper, lambda text: text]), batch_size=8), max_epochs=1)
     reason = str(ours.reason("workers"))
-    assert reason.startswith("workers start by spawn here, and dataset.steps[1] (") and "<lambda>) cannot" in reason
+    assert reason.startswith("workers are started with spawn here, and dataset.steps[1] (")
+    assert "<lambda>) cannot" in reason
     assert ours.trainer.global_step == 5
     collate = DataLoader(numbered(16), batch_size=8, collate_fn=lambda rows: torch.utils.data.default_collate(rows))
     assert "collate_fn (" in str(run(spawn, collate, max_epochs=1).reason("workers"))

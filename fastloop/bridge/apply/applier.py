@@ -92,7 +92,7 @@ class Applier:
         except FastLoopError:
             raise
         except Exception as error:
-            self.skip_all(f"this run could not be read: {describe(error)}")
+            self.skip_all(f"this training could not be inspected: {describe(error)}")
             return
         self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
         self._site.graph_steps = self._graph_steps

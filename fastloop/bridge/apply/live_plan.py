@@ -201,6 +201,6 @@ def refuse_skipped(plan: Plan) -> None:
             raise ConfigError(
                 key=f"rungs.{step.rung}",
                 got=f"rungs.{step.rung}",
-                why=f"strict: true makes it an error that this rung cannot apply: {step.reason or 'why is unknown'}",
+                why=f"with strict: true, a rung that cannot apply is an error: {step.reason or 'reason unknown'}",
                 do=f"write rungs.{step.rung}.enabled: false, or strict: false",
             )

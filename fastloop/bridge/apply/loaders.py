@@ -284,13 +284,12 @@ class TrainLoaders:
         if self._merge is not None:
             self._merge.give_up()
             self._merge = None
-            self._give_up("loader.window", "several train loaders cannot be merged into one window")
+            self._give_up("loader.window", "windows of several train loaders cannot be merged")
         if self.staging.feeds and facts.transfer_hooks:
             self.staging.retire_feeds()
             self._give_up(
                 "feed.depth",
-                "several train loaders with transfer hooks of your own: the hooks expect the"
-                " batches of all loaders at once",
+                "with several train loaders, your transfer hooks expect the batches of all of them at once",
             )
 
     def _merge_windows(self, loader: DataLoader[Any], dataset: Any, window: int, facts: Facts) -> dict[str, Any]:

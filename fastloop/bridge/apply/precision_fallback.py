@@ -157,7 +157,7 @@ def _shorten(error: Exception) -> str:
 def _explain_backward(rung: Step, error: Exception) -> FastLoopError:
     return FastLoopError(
         got=f"a backward that fails in lower precision: {_shorten(error)}",
-        why=f"{rung.rung} runs the steps in it, and this one cannot be repeated without",
+        why=f"{rung.rung} lowers the precision, and this step cannot be repeated without it",
         do=f"write rungs.{rung.rung}.enabled: false",
     )
 

@@ -21,7 +21,7 @@ from fastloop.feeds.workers.read_twice import ReadTwice
 from fastloop.feeds.workers.thread_rounding import list_adding
 from fastloop.feeds.workers.tried_workers import TriedWorkers
 from fastloop.records.facts import Facts
-from fastloop.records.plan import Plan
+from fastloop.records.plan import Plan, say_count
 
 MOST_WORKERS = "loader.most_workers"
 """The want for more workers, up to this number."""
@@ -29,10 +29,10 @@ NEXT_EPOCH = "loader.next_epoch"
 """The want for making an epoch's first batches before it begins."""
 _MOST_COMPARED = 4
 """Loaders for which rounding is compared: with reloads, each epoch has others."""
-ROUNDED = "samples are rounded differently: torch computes them with 1 thread in {place}, with {threads} here"
+ROUNDED = "samples are rounded differently: torch uses 1 thread in {place}, but {threads} here"
 UNTRIED = (
-    "samples may be rounded differently, which could not be tried: {function} may add up numbers with torch, which has"
-    " 1 thread in {place}, and {threads} here"
+    "samples may be rounded differently, which could not be tested: {function} may sum numbers with torch, which uses"
+    " 1 thread in {place}, but {threads} here"
 )
 DREW = "samples draw random numbers, and workers draw different ones than a run without workers"
 
@@ -181,12 +181,12 @@ class WorkerProcesses:
     def _own_up(self, batches: int) -> None:
         """Batches of the training may have been made from outdated data."""
         made = "1 batch was" if batches == 1 else f"{batches} batches were"
-        self._weaken("loader.num_workers", f"up to {made} made from data as it was before a change", "changes-training")
+        self._weaken("loader.num_workers", f"up to {made} loaded from data that has changed since", "changes-training")
 
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
         """Continue with fewer workers than planned, or none."""
         if workers:
-            why = f"{workers} workers, each with {ahead} batches ahead: {why}"
+            why = f"{say_count(workers, 'worker')} with prefetch_factor {ahead}: {why}"
             self._fewer = {"num_workers": workers, "prefetch_factor": ahead}, why
         else:
             has_acted = self._tried is not None and self._tried.has_handed_out

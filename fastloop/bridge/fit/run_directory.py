@@ -121,7 +121,7 @@ def dump_resolved(config: Config, where: Path) -> str:
     """Return all values as YAML for ``fastloop run``, with the recipe, if there is one, as the base."""
     text = to_yaml(config)
     if MASK in text:
-        text = f"# {MASK} stands for a secret: give it again on the command line\n{text}"
+        text = f"# {MASK} replaces a secret: pass it again on the command line\n{text}"
     return text if (base := _find_base(config, where)) is None else dump_yaml({"base": base}) + text
 
 

@@ -53,7 +53,7 @@ class PlaceKeeper:
         self._several = True
         if self._kept is not None:
             self._kept = self.saved = None
-            self.warn("with several train loaders, a run resumed in mid-epoch starts that epoch over")
+            self.warn("with several train loaders, a run resumed mid-epoch starts that epoch over")
 
     def let_go(self) -> None:
         """Drop all references to the finished fit: persistent workers hold the sampler, and the sampler holds us."""

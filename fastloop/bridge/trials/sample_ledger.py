@@ -93,7 +93,7 @@ class Ledger(Callback):
             drawn.epoch()  # drops ids of an earlier fit
         self._backwards = Backwards(pl_module)
         if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
-            self.why = "training_step takes its batches itself"
+            self.why = "training_step fetches its own batches"
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         # By optimizer, because one that evaluates its closure several times calls this several times.
@@ -147,7 +147,7 @@ class Ledger(Callback):
                 for stream, content in enumerate(part.streams):
                     self._streams.setdefault((number, stream), []).append(content)
         if first is None and self.why is None:
-            self.why = "more batches were used than the loader was seen to yield"
+            self.why = "the training used more batches than the loader yielded"
         rows = first.samples if first is not None and first.samples is not None else count_samples(batch)
         self._samples = None if self._samples is None or rows is None else self._samples + rows
         self._in_epoch = None if self._in_epoch is None or rows is None else self._in_epoch + rows

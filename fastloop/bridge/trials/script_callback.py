@@ -254,8 +254,8 @@ class Injected(Callback):
         if self.orders.disposable:
             raise FastLoopError(
                 got=f"a FastLoop in the script that turns on {', '.join(on)}",
-                why="this command chooses the rungs of each run, and only one FastLoop may",
-                do="take it out of the script for this command; --config gives both sides its configuration",
+                why="this command chooses the rungs of each run, so the script must not",
+                do="remove it from the script for this command; --config passes its configuration to both sides",
             )
         return True
 

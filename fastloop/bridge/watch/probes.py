@@ -33,7 +33,7 @@ class CountWork:
     def __init__(self, preserve_state: Callable[..., contextlib.AbstractContextManager[object]] | None = None) -> None:
         self._preserve_state = preserve_state
         self._compiled: CompiledWork | None = None
-        self.found: Mapping[str, Any] = {"per_sample": None, "why": "the warm-up was too short to count in"}
+        self.found: Mapping[str, Any] = {"per_sample": None, "why": "the warm-up was too short to count FLOPs"}
         self._module: Any = None
         self._marks: Marks | None = None
         self._count: FlopCount | None = None

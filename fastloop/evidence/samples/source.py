@@ -19,7 +19,7 @@ def read_source(code: Any) -> str:
     That looks at every imported module when it gets its first code object, which takes 0.1 s in a training.
     """
     if not inspect.iscode(code):
-        raise TypeError(f"{code!r} is no code object")
+        raise TypeError(f"{code!r} is not a code object")
     linecache.checkcache(code.co_filename)
     if not (lines := linecache.getlines(code.co_filename)):
         return inspect.getsource(code)  # of a module in an archive

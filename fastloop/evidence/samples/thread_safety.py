@@ -21,7 +21,7 @@ from fastloop.evidence.samples import sample_code, writes
 
 _REASONS: Mapping[str, str] = {
     datasets.SHARED: "is a connection or its client, and replies to several threads would get mixed up",
-    datasets.POOL: "runs its own threads or processes, whose order threads would not keep",
+    datasets.POOL: "runs its own threads or processes, whose order the loading threads would change",
     datasets.DRAWS_ITSELF: "is a random generator, and it would be random which thread draws which number",
     datasets.TRAINING: "is part of the training, which continues while threads load",
     datasets.ITERATOR: "is an iterator, and it would be random which thread gets which item",
@@ -102,7 +102,7 @@ def _find_stores(code: CodeType) -> str | None:
     for each in sample_code.walk_code(code):
         changes = {name for name in each.co_names if writes.is_change(name) or name in writes.FILLS}
         if changes or any(step.opname in stores for step in dis.get_instructions(each)):
-            return f" (something in {each.co_name}, which has no source to read)"
+            return f" (something in {each.co_name}, whose source cannot be read)"
     return None
 
 

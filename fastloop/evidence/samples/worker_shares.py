@@ -51,8 +51,8 @@ def explain_repeats(loader: Any) -> str | None:
         return None
     kind, workers = type(dataset).__name__, loader.num_workers
     return (
-        f"{kind}.__iter__ does not ask torch.utils.data.get_worker_info for its worker's share, so each of the"
-        f" {workers} workers may yield all of it: an epoch would then train every sample {workers} times"
+        f"{kind}.__iter__ does not split its samples with torch.utils.data.get_worker_info, so each of the {workers}"
+        f" workers may yield all of them: an epoch would then train on every sample {workers} times"
     )
 
 

@@ -15,13 +15,13 @@ _SHAPE = "keep the shape: torch.where(mask, x, 0), or multiply by the mask and d
 _MOVE = "create it on the device once and keep it (register_buffer), or copy from pinned memory with non_blocking=True"
 
 _READS = (".item()", ".tolist()", "float(tensor)", "int(tensor)", "complex(tensor)", ".cpu()", ".to('cpu')", ".numpy()")
-_TRUTHS = ("truth of a tensor", ".is_nonzero()", "torch.equal", "torch.allclose", "x in tensor")
+_TRUTHS = ("bool of a tensor", ".is_nonzero()", "torch.equal", "torch.allclose", "x in tensor")
 ADVICE: dict[str, str] = {
     **dict.fromkeys((*_READS, "np.asarray(tensor)", "copy to the host"), _READ),
     **dict.fromkeys(_TRUTHS, _DECIDE),
     **dict.fromkeys(("a tensor as index or size", "index by a 0-d tensor", "a tensor as slice bound"), _SIZE),
     **dict.fromkeys(("boolean mask", "masked_select", "nonzero", "torch.where(mask)"), _SHAPE),
-    "print of a tensor": "print every 50 steps, or keep the detached tensor and print it at the end of the epoch",
+    "printing a tensor": "print every 50 steps, or keep the detached tensor and print it at the end of the epoch",
     "a tensor in an f-string": "format every 50 steps, or keep the detached tensor until the end of the epoch",
     "assignment by boolean mask": "torch.where(mask, new, old), or masked_fill for a single value",
     "unique": "find unique values on the host before the batch is copied, or count with scatter_add",
@@ -33,17 +33,17 @@ ADVICE: dict[str, str] = {
     "copy to the device": _MOVE,
     "linalg with an error check": "the _ex variant (inv_ex, cholesky_ex, solve_ex) does not wait to check for errors",
     "synchronize()": "take it out of the step; time with CUDA events that are read later",
-    "barrier()": "take it out of the step: ranks meet in the gradient exchange anyway",
+    "barrier()": "take it out of the step: ranks already synchronize in the gradient exchange",
     "self.log(prog_bar=True)": "drop prog_bar: the logger still gets the value, every log_every_n_steps",
     "self.log to a logger": "log on_epoch only, or raise log_every_n_steps",
     "self.log(sync_dist=True)": "on_step=False, on_epoch=True reduces once an epoch; or drop sync_dist in training",
     "self.log of a number": "log a tensor that is on the device already, or a number through self.logger.log_metrics",
     "progress bar": "Trainer(enable_progress_bar=False), or a higher refresh rate",
-    "SIGTERM check of Lightning": "nothing in your code: Lightning asks all ranks for a SIGTERM after every batch",
+    "Lightning's SIGTERM check": "nothing in your code: Lightning checks all ranks for a SIGTERM after every batch",
     "loss scaler": "bf16-mixed needs no loss scaler",
     "check for NaN": "detect_anomaly=False outside of debugging",
     "copy of a batch to the device": "pinned memory lets it overlap the step: pin_memory=True in your DataLoader",
-    "callback of Lightning's": "run it less often: every_n_train_steps, every_n_epochs, or its own interval",
+    "Lightning callback": "run it less often: every_n_train_steps, every_n_epochs, or its own interval",
 }
 OUR_ADVICE = "nothing in your code: turn that rung off if it costs more than it saves"
 OTHER_ADVICE = "move it out of the step, or do it every 50 steps"
@@ -54,7 +54,7 @@ _CALLS: dict[str, str] = {
     "numpy": ".numpy()",
     "cpu": ".cpu()",
     "__array__": "np.asarray(tensor)",
-    "__bool__": "truth of a tensor",
+    "__bool__": "bool of a tensor",
     "__int__": "int(tensor)",
     "__float__": "float(tensor)",
     "__complex__": "complex(tensor)",
@@ -63,7 +63,7 @@ _CALLS: dict[str, str] = {
     "is_nonzero": ".is_nonzero()",
     "equal": "torch.equal",
     "allclose": "torch.allclose",
-    "__repr__": "print of a tensor",
+    "__repr__": "printing a tensor",
     "__format__": "a tensor in an f-string",
     "nonzero": "nonzero",
     "argwhere": "nonzero",
@@ -82,7 +82,7 @@ _TEXTS = tuple(
         *((rf"\b{name}\(", what) for name, what in _CALLS.items() if not name.startswith("__")),
         (r"\bfloat\(", "float(tensor)"),
         (r"\bint\(", "int(tensor)"),
-        (r"\bprint\(|\brepr\(", "print of a tensor"),
+        (r"\bprint\(|\brepr\(", "printing a tensor"),
         (r"\brepeat_interleave\(", "repeat_interleave"),
         (r"\bone_hot\(", "one_hot"),
         (r"\.to\(['\"]cpu", ".to('cpu')"),
@@ -91,7 +91,7 @@ _TEXTS = tuple(
         (r"\bwhere\([^,]*\)", "torch.where(mask)"),
         (r"\bbackward\(|\bgrad\(", "in the backward"),
         (r"\]\s*=[^=]", "assignment by boolean mask"),
-        (r"^\s*(if|while|assert|not)\b|[<>]=?|==|!=", "truth of a tensor"),
+        (r"^\s*(if|while|assert|not)\b|[<>]=?|==|!=", "bool of a tensor"),
         (r"\[", "boolean mask"),
     )
 )
@@ -100,10 +100,10 @@ _LOG_CAUSES = {
     "logger": "self.log to a logger",
     "sync_dist": "self.log(sync_dist=True)",
     "number": "self.log of a number",
-    "sigterm": "SIGTERM check of Lightning",
+    "sigterm": "Lightning's SIGTERM check",
     "scaler": "loss scaler",
     "checks": "check for NaN",
-    "callback": "callback of Lightning's",
+    "callback": "Lightning callback",
     "transfer": "copy of a batch to the device",
 }
 
@@ -132,7 +132,7 @@ def guess(text: str, through: tuple[str, ...]) -> str:
     for function in through:
         if function in _CALLS:
             return _CALLS[function]
-    return next((what for pattern, what in _TEXTS if pattern.search(text)), "a synchronisation")
+    return next((what for pattern, what in _TEXTS if pattern.search(text)), "a synchronization")
 
 
 def name_cause(kind: str, name: str | None) -> str:

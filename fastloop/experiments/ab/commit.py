@@ -63,9 +63,7 @@ def compare_with(ref: str, arm: ScriptArm, *, aa: bool, say: Progress) -> Iterat
             do="name another commit, such as main or HEAD~1; or use --aa for an A/A test",
         )
     with private_directory() as private, tree.checked_out(commit, private / tree.top.name) as other:
-        say(
-            f"base: {ref} ({commit[:7]}), in a git worktree of its own; the working tree differs in {_count(differing)}"
-        )
+        say(f"base: {ref} ({commit[:7]}), in a separate git worktree; the working tree differs in {_count(differing)}")
         for line in tree.describe_gaps(commit):
             say(line)
         before = tree.fingerprint(commit)

@@ -64,10 +64,10 @@ def judge_ledgers(pairs: Sequence[tuple[Trial, Trial]], parity_class: Parity) ->
         for name in sorted(names):
             left, right = load(base.run_dir / name, Ledger), load(arm.run_dir / name, Ledger)
             if left is None or right is None:
-                return Gate(name="ledger", passed=None, why=f"a run left no {name}")
+                return Gate(name="ledger", passed=None, why=f"a run wrote no {name}")
             found.append((left, right))
     if not found:
-        return Gate(name="ledger", passed=None, why="no run left a ledger")
+        return Gate(name="ledger", passed=None, why="no run wrote a ledger")
     return parity.judge_ledger(
         found,
         regrouped=any(regroups(base) or regroups(arm) for base, arm in pairs),

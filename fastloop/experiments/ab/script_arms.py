@@ -142,7 +142,7 @@ class ScriptArm:
                 raise make_fault(
                     key,
                     origin,
-                    f"{section} describes a run, and a script sets up its own",
+                    f"{section} describes a run, but a script sets up its own",
                     "write only rungs, watch or strict; the script's own settings go into --args",
                 )
         return config

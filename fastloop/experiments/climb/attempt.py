@@ -207,7 +207,7 @@ class _Screen:
             return "parity", f"an optimizer step has {result.global_batch} samples, not {base.global_batch}"
         changing = [rung for rung in rungs if result.classes.get(rung) == CHANGES_TRAINING]
         if changing and CHANGES_TRAINING not in self.context.known.start.allow:
-            return "class", f"{changing[0]} changes the training: --allow changes-training"
+            return "class", f"{changing[0]} changes the training, which needs --allow changes-training"
         return None
 
     def _drop_idle(self, row: Attempt) -> Attempt:

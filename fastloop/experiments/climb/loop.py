@@ -129,7 +129,7 @@ class Climb(Measured):
             f"{place}/run-{number}",
             top,
             Ask(seed=number, steps=took.steps, warmup=took.warmup),
-            what=f"the top, run {number + 1}",
+            what=f"the best stack, run {number + 1}",
             need_s=took.seconds(costs.now_ms, self.context.top_start_s),
         )
         if not result.ok or not result.step_ms:

@@ -251,7 +251,7 @@ class Measured:
         self.notes.pop(key, None)
         if self.start.on_cuda and rest_ms and copies_ms is not None and copies_ms < COPIES_SHOW * rest_ms:
             self.costs = self.costs.but(resident_ms=rest_ms)
-            self.notes[key] = f"as replayed: copies take {copies_ms:.2g} ms of {rest_ms:.3g} ms"
+            self.notes[key] = f"same as replayed: copies take {copies_ms:.2g} ms of {rest_ms:.3g} ms"
             if not self.stack:
                 self.ceilings["resident"] = self.ceilings["replayed"]
         elif (result := self._measure_without("resident")) is not None:
@@ -305,8 +305,8 @@ class Measured:
         if above > ABOVE:
             figure = f"{rate:,.{0 if rate >= 100 else 1}f}"
             self.notes[key] = (
-                f"no ceiling: it was slower twice without these costs ({figure} samples/s), so something else"
-                " disturbed this machine; it counts as equally fast"
+                f"no ceiling: two trials without these costs were slower ({figure} samples/s), so something else"
+                " disturbed this machine; they count as equally fast"
             )
         if above <= 1:
             return result

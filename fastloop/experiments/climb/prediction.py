@@ -165,7 +165,7 @@ def _predict_one(context: Context, candidate: Candidate, settings: Patch, at: st
         then=then,
         saved_ms=predict_saved_ms(costs, then),
         ended="class" if barred else None,
-        why="it changes the training: --allow changes-training" if barred else "",
+        why="it changes the training, which needs --allow changes-training" if barred else "",
         start_s=max(context.start_s, result.start_s),
         parity_class=weakest,
     )

@@ -161,7 +161,7 @@ class ProcessRunner:
         sides = list_sides([self._make_arm("naive", {}), self._make_arm("top", stack)], aa=False)
         for side in sides:
             side.folder = self.place / at / side.folder
-        limits = self._begin("confirming the top", need_s, last=True)
+        limits = self._begin("confirming the best stack", need_s, last=True)
         settings = Settings(
             runs=CONFIRM_RUNS,
             steps=length.steps,

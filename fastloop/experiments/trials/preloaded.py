@@ -238,7 +238,7 @@ def _find_early_variable(files: set[Path], folders: Sequence[Path], known: Colle
         for node in nodes:
             text = node.value if isinstance(node, ast.Constant) else None
             if isinstance(text, str) and text.isidentifier() and text.isupper() and become.is_read_when_loaded(text):
-                return f"{file.name} names {text}, which is read as a library is loaded"
+                return f"{file.name} names {text}, which a library reads when it is imported"
             found = set[Path]()
             if isinstance(node, ast.Import):
                 found = {path for each in node.names for path in _list_modules(folders, each.name, known)}

@@ -117,7 +117,7 @@ class _Reader:
             # Ask for the code object's source: for a decorated function, getsource would return the inner function's.
             tree = ast.parse(textwrap.dedent(read_source(function.__code__)))
         except (OSError, TypeError, SyntaxError):
-            raise NoFingerprint(f"there is no source of {name} to read") from None
+            raise NoFingerprint(f"the source of {name} cannot be read") from None
         me = function.__code__.co_varnames[0]
         uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == me]
         members = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]

@@ -113,7 +113,7 @@ def open_store(
             place.leave(remove=True)
             place = places.enter(root, name, lambda draft: _make(draft, capacity, samples, info))
     except OSError as error:
-        raise NotApplicable(f"no store can be made in {root}: {error.strerror or error}") from None
+        raise NotApplicable(f"no store can be created in {root}: {error.strerror or error}") from None
     return MappedStore(place, remove=remove)
 
 

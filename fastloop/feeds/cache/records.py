@@ -127,7 +127,7 @@ def _describe_array(value: Any, buffers: list[bytes]) -> Any:
     if value.dtype.kind not in "biufcSU" or value.dtype.hasobject:
         raise CannotKeep(f"an array of {value.dtype}")
     if not value.flags.c_contiguous:
-        raise CannotKeep("an array that is a view in another order: make it contiguous")
+        raise CannotKeep("an array that is not contiguous: make it contiguous")
     buffers.append(value.tobytes())
     return {"a" if type(value) is numpy.ndarray else "n": [value.dtype.str, list(value.shape), len(buffers[-1])]}
 
@@ -149,7 +149,7 @@ def _describe_tensor(value: Any, buffers: list[bytes]) -> Any:
     if value.device.type != "cpu" or value.layout is not torch.strided or value.requires_grad or value.is_quantized:
         raise CannotKeep("a tensor that is on a device, sparse, quantized or requires gradients")
     if value.is_conj() or value.is_neg() or not value.is_contiguous():
-        raise CannotKeep("a tensor that is a view in another order: make it contiguous()")
+        raise CannotKeep("a tensor that is not contiguous: make it contiguous()")
     buffers.append(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
     return {"T": [str(value.dtype).removeprefix("torch."), list(value.shape), len(buffers[-1])]}
 
@@ -170,7 +170,7 @@ def _describe_picture(value: Any, buffers: list[bytes]) -> Any:
     if type(value) is not pillow.Image:
         raise CannotKeep(f"a {type(value).__name__}, which is still tied to its file: convert() it first")
     if value.mode not in _PICTURES:
-        raise CannotKeep(f"a picture of mode {value.mode}: convert() it first")
+        raise CannotKeep(f"an image of mode {value.mode}: convert() it first")
     buffers.append(value.tobytes())
     about = [value.mode, list(value.size), len(buffers[-1])]
     return {"p": [*about, _describe(dict(value.info), buffers)]}

@@ -89,7 +89,7 @@ class SampleCache:
         try:
             return ask()
         except CannotKeep as reason:
-            self._warn(f"samples that hold {reason} are not kept")
+            self._warn(f"samples are not cached if they contain {reason}")
         except StoreFull as reason:
             why = f" ({reason})" if str(reason) else ""
             self._warn(f"the sample store is full{why}: samples that are not in it are loaded each time")

@@ -84,7 +84,7 @@ class DecoderChoice:
         if self.now == self.first:
             if waited >= WAITS * took:
                 return self._change(self.other)
-            self._settle(f"training waits for pictures for {waited / took:.0%} of its time")
+            self._settle(f"training waits for images for {waited / took:.0%} of its time")
             return None
         before, after = self._ms[self.first], self._ms[self.other]
         self._settle(
@@ -122,7 +122,7 @@ def check_room(device: torch.device, source: ImageSource, pictures: int) -> None
     needed = 3 * max(pixels) * pictures
     free, total = torch.cuda.mem_get_info(device)
     if free < max(ROOM * total, SPARE * needed):
-        raise NotApplicable(f"{free / 2**30:.1f} GiB are free there, and pictures may take {needed / 2**30:.1f}")
+        raise NotApplicable(f"images may take {needed / 2**30:.1f} GiB there, but only {free / 2**30:.1f} are free")
 
 
 def _name(decoder: str) -> str:

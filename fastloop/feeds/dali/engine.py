@@ -141,7 +141,7 @@ class DaliLoader:
                 if request is not None:
                     yield self._make_plainly(request, why)
             while (request := self._queue.draw()) is not None:  # only after DALI failed MOST_FAILURES times in a row
-                yield self._make_plainly(request, f"{MOST_FAILURES} batches in a row")
+                yield self._make_plainly(request, f"DALI failed on {MOST_FAILURES} batches in a row")
             if self._queue.failed is not None:
                 raise self._queue.failed
         finally:
@@ -186,7 +186,7 @@ class DaliLoader:
         self._pipeline = None
         return FastLoopError(
             got=self._describe_wait(waited_s),
-            why=f"a training that gets no batch for {tried_workers.LIMIT_S:.0f} s would wait forever",
+            why=f"training waits at most {tried_workers.LIMIT_S:.0f} s for a batch",
             do="see whether these files can be read (a pipe, a drive that does not answer); if they can, write"
             f" {self._turn_off}",
         )

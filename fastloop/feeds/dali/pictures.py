@@ -43,7 +43,7 @@ def find_obstacle(images: ImageFacts | str) -> str | None:
     if isinstance(images, str):
         return f"DALI loads datasets of image files only: {images}"
     if images.unknown is not None:
-        return f"{images.unknown} is a transform that DALI has no counterpart for"
+        return f"DALI has no counterpart for the transform {images.unknown}"
     if not images.count:
         return "the dataset is empty"
     if not any(isinstance(step, ToTensor) for step in images.steps):

@@ -122,7 +122,7 @@ def compare(wanted: torch.Tensor, made: torch.Tensor) -> PixelDeviation:
         NotApplicable: their shapes differ.
     """
     if wanted.shape != made.shape:
-        raise NotApplicable(f"DALI's pictures have the shape {list(made.shape)}, the samples {list(wanted.shape)}")
+        raise NotApplicable(f"DALI's images have the shape {list(made.shape)}, but the samples {list(wanted.shape)}")
     apart = made - wanted
     first, second = (values.transpose(0, 1).flatten(1).double() for values in (wanted, made))
     center = first - first.mean(dim=1, keepdim=True)

@@ -143,12 +143,12 @@ def make_engine(
         needs = "install triton" if isinstance(error, ImportError) else "Triton needs a C compiler (gcc)"
         why = f"Triton's kernels do not run ({type(error).__name__}: {error}); {needs}"
         if recipe.resized is not None:
-            raise NotApplicable(f"{why}, and only they resize pictures there") from error
-        say(f"{why}; pictures are cut by torch's operations instead")
+            raise NotApplicable(f"images can only be resized there by Triton: {why}") from error
+        say(f"{why}; torch's own operations crop the images instead")
         pictures.fused = False
         prove(engine, dataset, source)
     say(
-        f"{kept['pictures']:,} pictures, {kept['kept_bytes'] / 1e9:.3g} GB of at most {most_bytes / 1e9:.3g} GB, are on"
+        f"{kept['pictures']:,} images ({kept['kept_bytes'] / 1e9:.3g} GB of at most {most_bytes / 1e9:.3g} GB) are on"
         f" the device after {kept['fill_s']:.1f} s"
     )
     return engine
@@ -157,11 +157,11 @@ def make_engine(
 def _check_sizes(pictures: Pictures, recipe: Recipe) -> None:
     crop = recipe.crop
     if crop is None and len(np.unique(pictures.sizes, axis=0)) > 1:
-        raise NotApplicable("the pictures differ in size, and no crop makes them equal")
+        raise NotApplicable("the images differ in size, and no crop makes them equal")
     if isinstance(crop, RandomCrop):
         left, top, right, bottom = crop.padding
         if (pictures.sizes + [top + bottom, left + right] < crop.size).any():
-            raise NotApplicable(f"there are pictures smaller than the crop of {crop.size[0]} x {crop.size[1]}")
+            raise NotApplicable(f"some images are smaller than the crop of {crop.size[0]} x {crop.size[1]}")
 
 
 def prove(engine: DeviceEngine, dataset: Any, source: ImageSource) -> None:

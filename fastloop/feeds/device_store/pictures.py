@@ -144,17 +144,17 @@ def fill(
         expected = kept_bytes * len(order) // len(shapes) if len(shapes) >= LOOKED_AT else kept_bytes
         if expected > most_bytes:
             raise NotApplicable(
-                f"{len(order):,} pictures take about {expected / 1e9:.2g} GB, and {most_bytes / 1e9:.2g} GB of"
-                " the device's memory may be used"
+                f"{len(order):,} images take about {expected / 1e9:.2g} GB, but may take at most"
+                f" {most_bytes / 1e9:.2g} GB of the device's memory"
             )
         if kept_bytes - moved_bytes >= CHUNK_BYTES or len(shapes) == len(order):
             chunks.append(torch.cat(waiting).to(device))
             waiting, moved_bytes = [], kept_bytes
         if not spoke and time.monotonic() - began > QUIET_S:
             spoke = True
-            say(f"decoding {len(order):,} pictures once, to keep them on the device")
+            say(f"decoding {len(order):,} images once, to keep them on the device")
     if odd := next((shape for shape in shapes if len(shape) != 3 or shape[0] != 3), None):
-        raise NotApplicable(f"a picture of shape {list(odd)}, not [3, height, width]")
+        raise NotApplicable(f"an image of shape {list(odd)}, not [3, height, width]")
     return Pictures(torch.cat(chunks), np.array(shapes, dtype=np.int64)[:, 1:], slots, labels.to(device))
 
 

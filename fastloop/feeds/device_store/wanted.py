@@ -103,7 +103,7 @@ def plan_on_device(facts: Facts, loader: LoaderFacts, most_bytes: int | None = N
         NotApplicable: batches made there might differ from the loader's.
     """
     if (why := explain_no_engine(facts, loader)) is not None:
-        raise NotApplicable(f"pictures cannot be kept on the device: {why}")
+        raise NotApplicable(f"images cannot be kept on the device: {why}")
     little_shm = facts.shm_free_bytes is not None and facts.shm_free_bytes < LITTLE_SHM_BYTES
     workers = 0 if loader.worker_hazards or little_shm else facts.cpu_count // max(1, facts.local_ranks)
     want = PicturesOnDevice(device=facts.device, most_bytes=most_bytes, workers=workers if workers > 1 else 0)
@@ -114,11 +114,11 @@ def plan_on_device(facts: Facts, loader: LoaderFacts, most_bytes: int | None = N
     if loader.num_workers and loader.draws_random:
         parity = "approximate"
         notes.append(
-            f"crops and flips are drawn as without your {loader.num_workers} workers, which are not started: with them"
-            " they would differ on every run"
+            f"your {loader.num_workers} workers are not started: crops and flips are drawn as without workers (with"
+            " workers they would differ on every run)"
         )
     there = facts.device == "cuda"
-    elsewhere = dataclasses.replace(loader, engine="a store of pictures", on_device=there, num_workers=0)
+    elsewhere = dataclasses.replace(loader, engine="an image store", on_device=there, num_workers=0)
     return Change(wants={"loader.engine": want}, parity=parity, notes=tuple(notes), facts={"loader": elsewhere})
 
 
@@ -129,7 +129,7 @@ def explain_no_engine(facts: Facts, loader: LoaderFacts) -> str | None:
     if (why := explain_own_batches(facts, loader)) is not None:
         return why
     if facts.reload_every_n_epochs:
-        return "the Trainer reloads its loaders, and all pictures would be decoded again"
+        return "the Trainer reloads its loaders, and all images would be decoded again"
     if facts.device == "cpu" and any(isinstance(step, RandomResizedCrop) for step in loader.images.steps):
         return "this run is on cpu, where Pillow resizes faster"
     draws = count_draws(loader, facts)
@@ -150,7 +150,7 @@ def explain_own_batches(facts: Facts, loader: LoaderFacts) -> str | None:
     if facts.transfer_hooks:
         return f"your {facts.transfer_hooks[0]} needs batches before they are on the device"
     if loader.engine is not None:
-        return f"{loader.engine} loads already"
+        return f"{loader.engine} already loads the samples"
     if loader.custom_collate or loader.own_iterator or not loader.auto_collates or loader.stateful:
         return "your code builds the batches or tracks their position"
     if loader.may_change:

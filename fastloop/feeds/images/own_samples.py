@@ -56,7 +56,8 @@ def _compare(dataset: Any, make: Callable[[int], Any], collate: Callable[[Any], 
         try:
             made, redrawn = _draw(make, index)
         except Exception as error:
-            raise NotApplicable(f"sample {index} of {name} cannot be made in its place: {describe(error)}") from error
+            why = f"sample {index} of {name} cannot be made without its __getitem__: {describe(error)}"
+            raise NotApplicable(why) from error
         if (part := find_difference(own, made)) is not None:
             raise NotApplicable(explain(dataset, part, index))
         if drawn != redrawn:
@@ -71,7 +72,8 @@ def _draw(make: Callable[[int], Any], index: int) -> tuple[Any, Any]:
 
 def explain(dataset: Any, part: str, index: int) -> str:
     """Say which part of a dataset's own sample differs from the one made in its place."""
-    return f"{type(dataset).__name__}'s __getitem__ gives sample {index} another {part} than {METHOD} and transform do"
+    name = type(dataset).__name__
+    return f"{name}'s __getitem__ returns a different {part} for sample {index} than {METHOD} and transform do"
 
 
 def find_difference(one: Any, other: Any) -> str | None:
@@ -79,9 +81,7 @@ def find_difference(one: Any, other: Any) -> str | None:
     forms = [(type(each), len(each)) if isinstance(each, (list, tuple)) else None for each in (one, other)]
     if forms[0] != forms[1] or forms[0] is None or len(one) != 2:
         return "form"
-    return next(
-        (part for part, *pair in zip(("picture", "label"), one, other, strict=True) if not is_same(*pair)), None
-    )
+    return next((part for part, *pair in zip(("image", "label"), one, other, strict=True) if not is_same(*pair)), None)
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -234,7 +234,7 @@ class _Epoch(Iterator[Any]):
             if waited_s >= tried_workers.LIMIT_S:
                 raise FastLoopError(
                     got=where,
-                    why=f"a training that gets no batch for {tried_workers.LIMIT_S:.0f} s would wait forever",
+                    why=f"training waits at most {tried_workers.LIMIT_S:.0f} s for a batch",
                     do="look at that line; if it works without threads (locks that one thread holds and another"
                     f" waits for), write {self._engine.turn_off}",
                 )

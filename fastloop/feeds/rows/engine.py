@@ -39,7 +39,7 @@ class RowEngine:
 
     begins_at_iter = True
     advice = (
-        "all rows of a batch are picked at once already; a larger batch (which changes the training) needs fewer picks"
+        "all rows of a batch are already picked at once; a larger batch (which changes the training) needs fewer picks"
     )
 
     def __init__(
@@ -81,7 +81,7 @@ class RowEngine:
         places = places.astype(np.int64)
         outside = places[(places >= rows.count) | (places < -rows.count)]
         if outside.size:
-            raise IndexError(f"the sampler asks for sample {outside[0]:,} of a dataset of {rows.count:,}")
+            raise IndexError(f"the sampler requested sample {outside[0]:,} of a dataset of {rows.count:,}")
         places = np.where(places < 0, places + rows.count, places)
         if rows.places is not None:
             places = rows.places[places]
@@ -208,7 +208,7 @@ def check_room(rows: Rows, device: torch.device, most_bytes: int) -> None:
     """Raise NotApplicable if more than `most_bytes` of rows would have to be copied to the device."""
     need = 0 if device.type == "cpu" else rows.count_bytes()
     if need > most_bytes:
-        raise NotApplicable(f"the rows take {need / 1e9:.3g} GB, and they may take {most_bytes / 1e9:.3g} GB there")
+        raise NotApplicable(f"the rows take {need / 1e9:.3g} GB, but may take at most {most_bytes / 1e9:.3g} GB there")
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -116,7 +116,7 @@ def _read_whole(dataset: Any) -> Rows:
         raise NotRows(f"{type(dataset).__name__}'s samples hold no rows")
     count = len(dataset)
     if any(len(column.values) != count for column in columns):  # negative indices would count from another end
-        raise NotRows(f"{type(dataset).__name__} says that it has {count:,} samples, but it holds more or fewer rows")
+        raise NotRows(f"{type(dataset).__name__} has a length of {count:,}, but a different number of rows")
     return Rows(form, count, names=names)
 
 
@@ -163,7 +163,7 @@ def _read_class(dataset: Any) -> tuple[Any, tuple[str, ...]]:
         raise NotRows(f"{kind.__name__} is not a TensorDataset, and its __getitem__ is not plain Python")
     looks_up = {"__getattribute__", "__getattr__"}
     if any(looks_up & set(vars(each)) for each in kind.__mro__ if each is not object):
-        raise NotRows(f"{kind.__name__} looks its attributes up in its own way")
+        raise NotRows(f"{kind.__name__} defines __getattr__ or __getattribute__")
     try:
         parsed = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError) as error:

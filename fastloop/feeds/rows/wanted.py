@@ -59,7 +59,7 @@ def explain_no_rows(facts: Facts, loader: LoaderFacts) -> str | None:
     if elsewhere := [each for each in loader.rows.devices if each not in ("cpu", facts.device)]:
         return f"{loader.rows.what} holds tensors on {elsewhere[0]}, and this run is on {facts.device}"
     if facts.reload_every_n_epochs:
-        return "the Trainer reloads its loaders, and each copy of the rows would stay"
+        return "the Trainer reloads its loaders, and each copy of the rows would stay in memory"
     if loader.changes_within:
         return f"training changes the data: {loader.changes_within[0]}"
     return explain_own_batches(facts, loader)

@@ -80,7 +80,8 @@ class CudaRecorder:
             free, _ = torch.cuda.mem_get_info(self._device)
             if free >= ROOM * taken:
                 return None
-            return f"a recording takes {taken / GIB:.1f} GiB, an eager step as much, and {free / GIB:.1f} GiB are free"
+            taken_gib, free_gib = taken / GIB, free / GIB
+            return f"a recording takes {taken_gib:.1f} GiB, an eager step as much, but only {free_gib:.1f} GiB are free"
 
         return explain
 

@@ -46,7 +46,7 @@ class FreshWorkers:
             self.restarts, self.reason = self.restarts + 1, changed
             loader.__dict__["_iterator"] = None
             if self.restarts == 1:
-                self._tell(f"{changed}, so the dataset's workers are restarted between epochs")
+                self._tell(f"{changed}, so the loader's workers are restarted between epochs")
         self._mark = StateMark(dataset=loader.dataset, collate_fn=loader.collate_fn)
         return self._epochs(loader, begin)
 

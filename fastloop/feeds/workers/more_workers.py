@@ -220,7 +220,7 @@ class MoreWorkers:
         """Report whether more workers make batches come faster; return the old number of workers if not, else None."""
         if self.is_faster is not None or (now_s := pace.batch_s) is None or (was_s := before.batch_s) is None:
             return None
-        figures = f"a batch every {1e3 * now_s:.3g} ms, every {1e3 * was_s:.3g} ms before"
+        figures = f"a batch every {1e3 * now_s:.3g} ms instead of {1e3 * was_s:.3g} ms"
         self.is_faster = now_s * LEAST_GAIN <= was_s
         if self.is_faster:
             self.change = f"{pace.workers} workers instead of {before.workers}: {figures}"

@@ -51,7 +51,7 @@ LATE_S = 10.0
 """The same for one that it cannot: samples that take so long make the first batch take longer."""
 MOST_S = 30
 """The process ends itself after this time, wherever it is."""
-ANOTHER, FROZEN = "is another one when it is read again", "is drawn at random at first, and stays as it was"
+ANOTHER, FROZEN = "differs when it is read again", "is random when first read, and stays the same from then on"
 _WHOLE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """Samplers whose indices are those of the dataset."""
 _WRITES = re.compile(

@@ -252,7 +252,7 @@ class TriedWorkers:
             if waited_s >= LIMIT_S:
                 raise FastLoopError(
                     got=f"no batch for {waited_s:.0f} s: {self._find_place(source)}",
-                    why=f"a training that gets no batch for {LIMIT_S:.0f} s would wait forever",
+                    why=f"training waits at most {LIMIT_S:.0f} s for a batch",
                     do="look at that line; if it works without workers (locks and threads do not survive a fork),"
                     f" write {self._turn_off}",
                 )
@@ -300,7 +300,7 @@ class TriedWorkers:
         if fitting == (workers, ahead):
             return None
         room, size = (self._room_bytes or 0) / 2**20, self._batch_bytes / 2**20
-        return _Fewer(*fitting, f"memory has room for {room:.0f} MiB of batches, and one takes {size:.1f} MiB")
+        return _Fewer(*fitting, f"memory has room for {room:.0f} MiB of batches, but one takes {size:.1f} MiB")
 
     def _find_stale(self) -> _Fewer | None:
         """Return settings without workers if something has changed what they hold copies of."""

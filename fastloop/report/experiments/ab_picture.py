@@ -70,13 +70,13 @@ def chart_ratios(result: ExperimentResult) -> Chart:
     rows = [_draw_ratio(arm, comparisons.get(arm.name), index, band) for index, arm in enumerate(result.arms)]
     said = "; ".join(f"{arm.name} {row.value}" for arm, row in zip(result.arms, rows, strict=True))
     return Chart(
-        alt_text=f"Rate of each arm over the base's: {said}.",
+        alt_text=f"Rate of each arm relative to the base: {said}.",
         rows=tuple(rows),
         low=low,
         high=high,
         unit="x",
         ticks=choose_ticks(low, high, 5) if len(rows) > 1 else (),
-        note=f"Rate over the base's. Shaded: within \u00b1{result.band_pct:g} %, which counts as no difference.",
+        note=f"Rate relative to the base. Shaded: within \u00b1{result.band_pct:g} %, which counts as no difference.",
         is_stacked=True,
     )
 

@@ -45,7 +45,7 @@ def draw(climb: ClimbFile) -> tuple[Chart, ...]:
         high=high,
         ticks=choose_ticks(0, high),
         legend=tuple(legend),
-        note="Samples per second. Faint: what the climb had before the attempt. Hatched: rolled back.",
+        note="Samples per second. Faint: the rate before the attempt. Hatched: rolled back.",
         is_stacked=True,
     )
     return (chart,)

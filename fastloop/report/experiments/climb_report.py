@@ -26,7 +26,7 @@ APART = 1.15
 """If the speed-ups of the climb's own runs and of the fresh runs differ by more than this factor, both are reported."""
 SHORT_S = 120.0
 """Shorter times are written in seconds."""
-CLOSING = "Quote only the confirmed ratio: it comes from fresh runs that took no part in choosing."
+CLOSING = "Quote only the confirmed ratio: it comes from fresh runs that were not used to choose rungs."
 
 
 def write_lines(climb: ClimbFile) -> list[str]:
@@ -168,7 +168,7 @@ def _explain(climb: ClimbFile) -> str:
     if broken := select_broken(back):
         return f"Faster, but parity failed: {', '.join(each.name for each in broken)}"
     if (unanswered := select_unanswered(back)) and not climb.partial:
-        return f"No answer on {', '.join(each.name for each in unanswered)}"
+        return f"No clear result for {', '.join(each.name for each in unanswered)}"
     return (climb.stopped or "no rung was tried").removeprefix("nothing to gain: ")
 
 
@@ -235,8 +235,8 @@ def _make_ceiling_table(climb: ClimbFile) -> Table:
     rows = [(name, format_number(first.get(name)), format_number(last.get(name))) for name in {**first, **last}]
     notes = "".join(f"; {name} {how}" for name, how in climb_rows.list_notes(climb).items())
     note = (
-        f"Each is from a trial with a cost removed{notes}. Rungs that speed up the computation itself can take the"
-        " top beyond the naive ceilings, which were measured without them."
+        f"Each is from a trial with a cost removed{notes}. Rungs that speed up the computation itself can lift the"
+        " top above the naive ceilings, which were measured without them."
     )
     return Table(
         "Ceilings",

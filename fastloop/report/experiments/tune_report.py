@@ -50,8 +50,8 @@ def _split_headline(tuning: TuningFile) -> tuple[str, str]:
         return "NOT FINISHED", key
     others = [point for point in tuning.points if point.value != tuning.as_it_is]
     if tuning.points and not others and _ran(tuning.points[0]):
-        return "NOTHING TRIED OF", key
-    return ("NOTHING TO GAIN FROM" if any(map(_ran, others)) else "NO VALUE RAN OF"), key
+        return "NOTHING TRIED FOR", key
+    return ("NOTHING TO GAIN FROM" if any(map(_ran, others)) else "NO VALUE RAN FOR"), key
 
 
 def make_document(tuning: TuningFile) -> Document:

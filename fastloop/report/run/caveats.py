@@ -35,7 +35,7 @@ def _list_resumed(seen: Measurement) -> list[str]:
     if not (found := seen.evidence.get("resumed")):
         return []
     return [
-        f"training went on after batch {found['batches']} of epoch {found['epoch']}, with the samples that were left;"
+        f"training resumed after batch {found['batches']} of epoch {found['epoch']}, with the remaining samples;"
         " without fastloop, the sampler would have started over"
     ]
 
@@ -45,7 +45,7 @@ def _list_skipped_steps(seen: Measurement) -> list[str]:
     if not (skipped := (seen.evidence.get("model") or {}).get("skipped_steps")):
         return []
     steps = say_count(skipped, "optimizer step")
-    return [f"the loss scaler skipped {steps} whose gradients overflowed float16; schedulers moved on all the same"]
+    return [f"the loss scaler skipped {steps} whose gradients overflowed float16; schedulers advanced anyway"]
 
 
 def _list_missing_trace(seen: Measurement) -> list[str]:
@@ -73,7 +73,7 @@ def _list_disturbances(seen: Measurement) -> list[str]:
     now = seen.samples_per_s
     slow = [(name, rate) for name in CEILINGS if now and (rate := seen.ceilings.get(name)) and rate < DISTURBED * now]
     return [
-        f"the trial {name} was slower than the unchanged run, {rate:,.0f} to {now:,.0f} samples/s:"
+        f"the trial {name} was slower than the unchanged run ({rate:,.0f} instead of {now:,.0f} samples/s):"
         " something else on the machine disturbed it; run it again"
         for name, rate in slow
     ]
@@ -84,8 +84,8 @@ def _list_drift(seen: Measurement) -> list[str]:
     if not drifted:
         return []
     last = drifted[-1]
-    longer = f"took {last['change_pct']:.0f} % longer than in the window"
-    return [f"the step at {last.get('step')} {longer}{f': {why}' if (why := last.get('why')) else ''}"]
+    longer = f"a step took {last['change_pct']:.0f} % longer at step {last.get('step')} than in the timed window"
+    return [f"{longer}{f': {why}' if (why := last.get('why')) else ''}"]
 
 
 # -- where the loop waits for its device, in one line: the result of ``fastloop diagnose --syncs`` ---------------------

@@ -207,7 +207,7 @@ def test_it_is_planned_applied_verified_and_undone(house: Path, found: dict[str,
 
 
 def test_its_card_refuses_a_key_of_the_trainer(found: dict[str, Any]) -> None:
-    assert found["refused"] == "rungs.dummy is enabled and owns it"
+    assert found["refused"] == "rungs.dummy is enabled and sets it"
 
 
 def test_the_files_of_a_run_name_it(house: Path, found: dict[str, Any]) -> None:

@@ -144,7 +144,7 @@ def test_several_loaders_with_transfer_hooks(monkeypatch: pytest.MonkeyPatch, re
     """The hooks expect one batch of all loaders: the feed is given up, and the plain run's calls remain."""
     feed_on_cpu(monkeypatch)
     plain, ours = both({**WORKERS, "prefetch": {}}, two, Two, max_epochs=3, reload_dataloaders_every_n_epochs=reload)
-    assert str(ours.reason("prefetch")).startswith("several train loaders with transfer hooks of your own")
+    assert str(ours.reason("prefetch")).startswith("with several train loaders, your transfer hooks expect")
     assert same(plain, ours) and ours.module.calls == plain.module.calls and len(plain.module.calls) == 45
     assert ours.verdict("workers").took and ours.seen("prefetch")["batches"] == 0
 

@@ -80,7 +80,7 @@ def test_a_stream_that_each_worker_yields_whole_is_noted(workers: int) -> None:
     trainer.fit(Short(), DataLoader(Stream(), 4, num_workers=workers))
     assert trainer.global_step == 2 * workers * 2 and watch.measurement is not None
     said = watch.measurement.evidence["loader"].get("repeats")
-    assert (said is None) if workers == 1 else "Stream.__iter__" in said and "train every sample 2 times" in said
+    assert (said is None) if workers == 1 else "Stream.__iter__" in said and "train on every sample 2 times" in said
 
 
 def test_a_run_whose_facts_cannot_be_read_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,11 @@ class Both(Short):
 
 @pytest.mark.parametrize(
     ("workers", "told"),
-    [((1, 0), {"'rows' (Rows)": None}), ((0, 1), {"'stream' (Stream)": "would read an iterable"}), ((1, 1), None)],
+    [
+        ((1, 0), {"'rows' (Rows)": None}),
+        ((0, 1), {"'stream' (Stream)": "would read the whole iterable"}),
+        ((1, 1), None),
+    ],
 )
 def test_the_loader_without_workers_is_named_among_several(workers: tuple[int, int], told: Any) -> None:
     """The advice was to shard a stream that had workers."""
@@ -242,5 +246,7 @@ def test_what_the_loader_cannot_have_is_not_advised(
     finding = watch.findings[0]
     feed = "cache" if own_collate else "dali"
     assert finding.bottleneck == "data_wait" and finding.patch == {"rungs": {feed: {"enabled": True}}}
-    assert f"ms an image on one core: {'cache' if own_collate else 'dali or cache'});" in finding.why
+    assert (
+        f"ms an image on one core, which {'cache' if own_collate else 'dali or cache'} would shorten);" in finding.why
+    )
     assert fit(finding.patch).verdicts[0].took is True

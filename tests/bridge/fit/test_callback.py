@@ -89,7 +89,7 @@ def test_an_unknown_ladder_is_refused_with_a_suggestion() -> None:
 def test_strict_raises_before_the_first_step(strict: str) -> None:
     config = {"strict": strict == "in the config", "rungs": {"overlap": {"enabled": True}}}
     loop, module = FastLoop(config, strict=None if config["strict"] else True), Regression()
-    with pytest.raises(ConfigError, match=r"rungs\.overlap\n  why strict: true makes it an error that") as error:
+    with pytest.raises(ConfigError, match=r"rungs\.overlap\n  why with strict: true, a rung that") as error:
         trainer(callbacks=[loop]).fit(module, loader())
     assert module.losses == [] and "needs DDP" in error.value.why and loop.measurement is None
     fit(FastLoop(config, strict=False))  # the argument wins over the config
@@ -97,7 +97,7 @@ def test_strict_raises_before_the_first_step(strict: str) -> None:
 
 def test_strict_covers_what_waits_for_the_loader() -> None:
     module = Regression()
-    with pytest.raises(ConfigError, match=r"rungs\.workers\n  why strict: true makes it an error that"):
+    with pytest.raises(ConfigError, match=r"rungs\.workers\n  why with strict: true, a rung that"):
         trainer(callbacks=[FastLoop(WORKERS, strict=True)]).fit(module, loader(num_workers=1))
     assert module.losses == []
 

@@ -54,7 +54,7 @@ def test_several_train_loaders_keep_no_place(several: bool, monkeypatch: pytest.
     loader = DataLoader(pairs(), batch_size=8)
     made = planned(monkeypatch, {"a": loader, "b": loader} if several else loader, "rungs.workers.enabled=true")
     (step,) = made.plan.steps
-    notes = [note for note in step.change.notes if "resumed in mid-epoch starts that epoch over" in note]
+    notes = [note for note in step.change.notes if "resumed mid-epoch starts that epoch over" in note]
     assert step.status == "planned" and [note.rpartition(": ")[2] for note in notes] == (
         ["Lightning counts the batches of 2 train loaders as one"] if several else []
     )

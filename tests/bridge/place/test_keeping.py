@@ -49,7 +49,7 @@ def notes(loop: FastLoop) -> list[str]:
     return [note for step in loop.plan.planned for note in step.change.notes]
 
 
-LOST = "a run resumed in mid-epoch starts that epoch over: "
+LOST = "a run resumed mid-epoch starts that epoch over: "
 
 
 @pytest.mark.parametrize(

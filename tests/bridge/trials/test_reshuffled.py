@@ -103,7 +103,7 @@ def compared(
 
 def test_augmentations_in_workers_leave_another_shuffle(tmp_path: Path) -> None:
     gate = compared(tmp_path / "a", augmented, rungs=WORKERS)
-    assert gate.passed and "the first epoch equal, later ones the same samples in a different order" in gate.why
+    assert gate.passed and "the first epoch is equal, later ones have the same samples in a different order" in gate.why
     assert gate.detail == {"steps": 6, "reshuffled": True}
     strict = compared(tmp_path / "b", augmented, rungs=WORKERS, reshuffled=False)
     assert strict.passed is False and strict.detail == {"step": 4, "differs": "samples"}
@@ -118,7 +118,7 @@ def test_short_last_batches_that_are_dropped(tmp_path: Path) -> None:
 
 def test_an_epoch_cut_short_has_as_many_samples(tmp_path: Path) -> None:
     gate = compared(tmp_path, augmented, epochs=-1, rungs=WORKERS, max_steps=4)
-    assert gate.passed and "the next one, cut short, as many samples" in gate.why, gate
+    assert gate.passed and "the next one, cut short, has as many samples" in gate.why, gate
 
 
 def test_the_same_once_more_is_equal_throughout(tmp_path: Path) -> None:

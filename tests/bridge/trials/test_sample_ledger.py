@@ -225,7 +225,7 @@ def test_replayed_batches_and_a_step_that_takes_its_own(tmp_path: Path) -> None:
             return super().training_step(batch, 0)
 
     found, _ = ledger(tmp_path, Iterates, accumulate_grad_batches=1)
-    assert found["ids"] is None and "takes its batches itself" in found["why"] and found["steps"][0][0] is None
+    assert found["ids"] is None and "fetches its own batches" in found["why"] and found["steps"][0][0] is None
     assert found["steps"][0][2] == 1
 
 

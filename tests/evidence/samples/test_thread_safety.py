@@ -209,7 +209,7 @@ def typed(source: str) -> Any:
         ),
         (
             typed("class Typed(Items):\n  def __getitem__(self, index):\n    self.x = index\n    return index")(),
-            f"dataset (something in __getitem__, which has no source to read) {WRITTEN}",
+            f"dataset (something in __getitem__, whose source cannot be read) {WRITTEN}",
         ),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_stream_without_shares_is_named_and_really_comes_as_often(workers: int
     for dataset in (Stream(), Lines(tmp_path / "lines")):
         loader = DataLoader(dataset, 4, num_workers=workers)
         assert str(explain_repeats(loader)).endswith(
-            f"each of the {workers} workers may yield all of it: an epoch would then train every sample {workers} times"
+            f" workers may yield all of them: an epoch would then train on every sample {workers} times"
         )
         assert sum(len(batch) for batch in loader) == workers * 12
 

@@ -44,7 +44,7 @@ def here(line: int, row: Row) -> bool:
 KINDS = {
     ".item()": lambda: S.item(),
     ".tolist()": lambda: X.tolist(),
-    "truth of a tensor": lambda: 1 if S > 1 else 0,
+    "bool of a tensor": lambda: 1 if S > 1 else 0,
     "int(tensor)": lambda: int(S),
     "float(tensor)": lambda: float(S),
     "complex(tensor)": lambda: complex(S),
@@ -60,7 +60,7 @@ KINDS = {
     "index by a 0-d tensor": lambda: X[ONE],
     "a tensor as slice bound": lambda: X[:ONE],
     "unique": lambda: torch.unique(X),
-    "print of a tensor": lambda: repr(X),
+    "printing a tensor": lambda: repr(X),
     "a tensor in an f-string": lambda: f"{S:.2f}",
     ".is_nonzero()": lambda: S.is_nonzero(),
     "torch.equal": lambda: torch.equal(X, X),
@@ -89,8 +89,8 @@ def test_other_ways_to_write_the_same() -> None:
     assert [row["what"] for row in hunted(lambda: (X.unique(), torch.argwhere(X), torch.unique_consecutive(X)))] == [
         "unique, nonzero"
     ]
-    assert hunted(lambda: print(S, file=io.StringIO()))[0]["what"] == "print of a tensor"
-    assert hunted(lambda: max(S, ONE))[0]["what"] == "truth of a tensor"
+    assert hunted(lambda: print(S, file=io.StringIO()))[0]["what"] == "printing a tensor"
+    assert hunted(lambda: max(S, ONE))[0]["what"] == "bool of a tensor"
     assert hunted(lambda: X[[True, False, True]])[0]["what"] == "boolean mask"
     assert hunted(lambda: X[None, MASK])[0]["what"] == "boolean mask"
     assert hunted(lambda: range(ONE))[0]["what"] == "a tensor as index or size"
@@ -194,7 +194,7 @@ def test_the_backward_is_hunted_too() -> None:
     x = torch.ones(3, requires_grad=True)
     x.register_hook(lambda grad: print(grad.sum(), file=io.StringIO()))
     rows = hunted(lambda: Reads.apply(x).sum().backward())
-    assert {row["what"] for row in rows} == {".item()", "print of a tensor"}
+    assert {row["what"] for row in rows} == {".item()", "printing a tensor"}
     item = next(row for row in rows if row["what"] == ".item()")
     assert here(Reads.backward.__code__.co_firstlineno + 2, item)
     assert x.grad is not None and x.grad.tolist() == [2.0, 2.0, 2.0]
@@ -280,7 +280,7 @@ def test_compiled_code_is_looked_into_under_force_eager() -> None:
     compiled = torch.compile(step, backend="eager")
     with torch.compiler.set_stance("force_eager"):
         (row,) = hunted(lambda: compiled(X))
-    assert row["what"] == "truth of a tensor" and here(step.__code__.co_firstlineno + 1, row)
+    assert row["what"] == "bool of a tensor" and here(step.__code__.co_firstlineno + 1, row)
     torch._dynamo.reset()
 
 
@@ -297,7 +297,7 @@ def test_on_cuda_host_tensors_do_not_count(monkeypatch: pytest.MonkeyPatch) -> N
         warned(X)  # what the debug mode says counts, whatever the function
         warnings.warn("called a synchronizing CUDA operation (planted)", stacklevel=1)
     rows = hunt.tally.rows(1)
-    assert [row["what"] for row in rows] == ["torch.warned", "a synchronisation"]
+    assert [row["what"] for row in rows] == ["torch.warned", "a synchronization"]
     assert rows[0]["ms_per_step"] >= 0 and rows[1]["ms_per_step"] is None
 
 
@@ -394,7 +394,7 @@ def test_what_a_callback_of_lightnings_reads_is_the_callbacks(given: dict[str, A
     saves = ModelCheckpoint(tmp_path, **given)
     rows = lightning_rows(Logs(), callbacks=[saves], enable_checkpointing=True)
     (row,) = [row for row in rows if "callback" in row["what"]]
-    assert (row["where"], row["what"]) == (name, "callback of Lightning's") and row["per_step"] >= 0.5
+    assert (row["where"], row["what"]) == (name, "Lightning callback") and row["per_step"] >= 0.5
     assert not any("model_checkpoint.py" in row["where"] for row in rows) and "every_n_train_steps" in row["instead"]
 
 
@@ -402,7 +402,7 @@ def test_one_that_a_user_extends_is_the_users_line(tmp_path: Any) -> None:
     saves = OwnCheckpoint(tmp_path, every_n_train_steps=1, monitor="shown")
     rows = lightning_rows(Logs(), callbacks=[saves], enable_checkpointing=True)
     line = OwnCheckpoint._save_topk_checkpoint.__code__.co_firstlineno + 1
-    assert any(here(line, row) and row["what"] == "callback of Lightning's" for row in rows), rows
+    assert any(here(line, row) and row["what"] == "Lightning callback" for row in rows), rows
 
 
 def test_sync_dist_is_the_log_lines(tmp_path: Any) -> None:

@@ -20,8 +20,8 @@ from fastloop.evidence.sync.table import ADVICE, guess, is_known, name_call, nam
         ("self.total += float(loss)", "float(tensor)"),
         ("x[mask]", "boolean mask"),
         ("x[mask] = y", "assignment by boolean mask"),
-        ("if loss > 3:", "truth of a tensor"),
-        ("print(loss)", "print of a tensor"),
+        ("if loss > 3:", "bool of a tensor"),
+        ("print(loss)", "printing a tensor"),
         ("x.nonzero()", "nonzero"),
         ("torch.where(x > 1)", "torch.where(mask)"),
         ("batch.to(self.device)", "copy to the device"),
@@ -29,7 +29,7 @@ from fastloop.evidence.sync.table import ADVICE, guess, is_known, name_call, nam
         ("x.unique()", "unique"),
         ("torch.tensor(3.0, device=x.device)", "torch.tensor on the device"),
         ("loss.backward()", "in the backward"),
-        ("foo(x)", "a synchronisation"),
+        ("foo(x)", "a synchronization"),
     ],
     ids=str,
 )
@@ -38,7 +38,7 @@ def test_a_line_is_enough_to_guess_from(text: str, what: str) -> None:
 
 
 def test_torchs_own_functions_say_more_than_the_line() -> None:
-    assert guess("show(loss)", ("__repr__", "_str")) == "print of a tensor"
+    assert guess("show(loss)", ("__repr__", "_str")) == "printing a tensor"
     assert guess("show(loss.item())", ("nothing_known",)) == ".item()"
 
 

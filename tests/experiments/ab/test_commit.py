@@ -154,7 +154,7 @@ def test_the_base_has_the_commits_files_and_the_data(jobs: Path, monkeypatch: py
         assert base.place.search_path.split(":") == [str(tree / "jobs"), "relative", "/elsewhere", str(tree / "src")]
         assert base.command == (sys.executable, "train.py") and ours.place.cwd is None
         assert ours.name == "working tree with 2 changed files"
-    assert said and said[0].endswith("in a git worktree of its own; the working tree differs in 2 files")
+    assert said and said[0].endswith("in a separate git worktree; the working tree differs in 2 files")
     assert not left(jobs) and (jobs / "data" / "scale.txt").exists(), "the link went, not what it led to"
 
 

@@ -58,7 +58,7 @@ def test_a_rank_that_ended_badly_is_no_rank_that_saw_the_same(tmp_path: Path) ->
     both = [Measurement(world_size=2)] * 2
     pairs = [tuple(replace(each, measurement=seen) for each, seen in zip((base, arm), both, strict=True))]
     gate = parity_gates.judge_ledgers(pairs, "exact")  # type: ignore[arg-type]
-    assert gate.passed is None and gate.is_testable and gate.why == "a run left no ledger-1.json", "it was killed"
+    assert gate.passed is None and gate.is_testable and gate.why == "a run wrote no ledger-1.json", "it was killed"
     for side in (base, arm):
         content = json.loads((side.run_dir / "ledger.json").read_text()) | {"rank": 1, "partial": side is arm}
         rewrite(side, "ledger-1.json", content)

@@ -282,7 +282,7 @@ def test_the_configuration_is_the_callbacks(tmp_path: Path) -> None:
         arm(more=("patch.yaml",)).config()
     for override in ("run.max_steps=5", "recipe.size=tiny"):
         with pytest.raises(
-            ConfigError, match=r"\(command line\)\n  why (run|recipe) describes a run, and a script sets"
+            ConfigError, match=r"\(command line\)\n  why (run|recipe) describes a run, but a script sets"
         ):
             arm(overrides=(override,)).config()
     with pytest.raises(ConfigError, match=r"rungs\.worker \(command line\)"):

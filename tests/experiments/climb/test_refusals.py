@@ -35,14 +35,14 @@ def measured(**content: Any) -> Measurement:
 @pytest.mark.parametrize(
     ("measurement", "rung", "why"),
     [
-        (read_result(LOADER | {"num_workers": 4}), "workers", "the loader already has 4 workers; your number stands"),
-        (read_result(LOADER | {"map_style": False}), "workers", "every worker would read an iterable dataset whole"),
+        (read_result(LOADER | {"num_workers": 4}), "workers", "the loader already has 4 workers; your setting stands"),
+        (read_result(LOADER | {"map_style": False}), "workers", "every worker would read the whole iterable dataset"),
         (read_result(LOADER | {"pin_memory": True}), "pin", "the loader already pins its memory"),
         (read_result(precision="bf16-mixed"), "amp", "the Trainer already uses precision bf16-mixed"),
         (read_result(model=MODEL | {"attends_by_hand": 0}), "attention", "no inner module has a softmax between two"),
         (read_result(model=MODEL | {"classes": 0}), "loss", "no layer has 8,192 outputs or more"),
         (read_result(model=MODEL | {"convs": 0}), "layout", "the model has no 2-D convolution"),
-        (read_result(model=MODEL | {"compiled": True}), "compile", "the model is already compiled by you"),
+        (read_result(model=MODEL | {"compiled": True}), "compile", "the model is already compiled by your own code"),
     ],
 )
 def test_what_shows_has_the_reason_of_the_plan(measurement: Measurement, rung: str, why: str) -> None:

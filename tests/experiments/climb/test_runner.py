@@ -200,7 +200,7 @@ def test_a_rung_that_the_configuration_forbids_is_no_end(world: World, clock: Cl
     bench, _ = made(tmp_path, clock)
     bench.start = bench.start.change("net", "trainer.precision=32-true")
     found = run(bench)
-    assert "trainer.precision" in found.skipped["amp"] and "rungs.amp is enabled and owns it" in found.skipped["amp"]
+    assert "trainer.precision" in found.skipped["amp"] and "rungs.amp is enabled and sets it" in found.skipped["amp"]
     assert world.asked == [] and list(tmp_path.iterdir()) == []
 
 

@@ -165,7 +165,7 @@ def test_where_that_does_not_work_all_are_trained_with(breaks: str, tuned: Calla
 
 
 def test_a_rung_that_does_not_apply_is_not_tried_again(tuned: Callable[..., Tuned]) -> None:
-    skipped = {"workers": "the loader already has 4 workers; your number stands"}
+    skipped = {"workers": "the loader already has 4 workers; your setting stands"}
     world = World(workers({0: 40, 1: 40, 2: 40}), skipped=skipped)
     found = tuned(world, "workers")
     assert world.asked == ["as-it-is", "workers-1"] and found.patch is None and found.best is None

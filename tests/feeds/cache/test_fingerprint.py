@@ -217,7 +217,7 @@ def test_what_has_none_is_named(name: str, value: Any, why: str) -> None:
 def test_code_without_source_has_none() -> None:
     scope: dict[str, Any] = {}
     exec("def load(self, index): return self.value", scope)
-    with pytest.raises(NoFingerprint, match="there is no source of load to read"):
+    with pytest.raises(NoFingerprint, match="the source of load cannot be read"):
         read_method(Plain(value=1), scope["load"])
 
 

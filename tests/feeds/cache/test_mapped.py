@@ -213,7 +213,7 @@ def test_no_room_for_the_table_is_said(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(mapped.os, "posix_fallocate", full)
-    with pytest.raises(NotApplicable, match=r"no store can be made in .*: No space left on device"):
+    with pytest.raises(NotApplicable, match=r"no store can be created in .*: No space left on device"):
         make(tmp_path / "s")
     assert list((tmp_path / "s").iterdir()) == []
 

@@ -90,7 +90,7 @@ def test_a_sample_that_cannot_be_kept_is_handed_on(recwarn: pytest.WarningsRecor
     cache = SampleCache(Memory(), 1.0)
     odd = object()
     assert cache.fetch(key(0), lambda: odd) is odd and epoch(cache, 3)[1:] == [[1], [2]]
-    assert "samples that hold a builtins.object are not kept" in str(recwarn.pop().message)
+    assert "samples are not cached if they contain a builtins.object" in str(recwarn.pop().message)
     assert cache.evidence()["not_kept"] == 1
 
 

@@ -191,9 +191,9 @@ class Draws(Named):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Mirrors, "gives sample 0 another picture than image_path_and_label and transform do"),
-        (Relabels, "gives sample 0 another label than image_path_and_label and transform do"),
-        (ToLists, "gives sample 0 another form than image_path_and_label and transform do"),
+        (Mirrors, "returns a different image for sample 0 than image_path_and_label and transform do"),
+        (Relabels, "returns a different label for sample 0 than image_path_and_label and transform do"),
+        (ToLists, "returns a different form for sample 0 than image_path_and_label and transform do"),
         (Draws, "draws other random numbers than its transform"),
     ],
 )

@@ -240,7 +240,7 @@ def test_what_recompiles_for_ever_ends_in_eager() -> None:
     for _ in range(30):
         torch.testing.assert_close(module(batch(7)), plain(batch(7)))
     assert call.graphs == call_shapes.GRAPHS and module.step == 30
-    assert call.spent == "net: none of 2 graphs fitted 10 of the last 10 calls"
+    assert call.spent == "net: 10 of the last 10 calls matched none of 2 graphs"
     assert (call.budgets[True].calls, call.budgets[True].eager) == (30, 30 - call_shapes.GRAPHS)
 
 

@@ -86,9 +86,7 @@ def test_what_dali_cannot_play_comes_from_the_dataset(folder: Path, monkeypatch:
         assert read_sizes(ours.load(0)) == read_sizes(ours.load(0)) == [8] * 5
     seen = ours.evidence()
     assert len(said) == 1 and seen["images"] == 20 and seen["plain_batches"] == 10
-    assert seen["why_plain"] == (
-        "the transforms were changed: RandomErasing is a transform that DALI has no counterpart for"
-    )
+    assert seen["why_plain"] == ("the transforms were changed: DALI has no counterpart for the transform RandomErasing")
     dataset.transform = resize(12)
     assert read_sizes(ours.load(0)) == [12] * 5 and ours.plain_batches == 10
     monkeypatch.setattr(changed_steps, "check_pixels", lambda *_: 1 / 0)

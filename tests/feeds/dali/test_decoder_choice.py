@@ -71,7 +71,7 @@ def test_without_waits_nothing_is_tried() -> None:
     """A host that runs ahead waits for pictures even if the device is the limit; then both are compared."""
     training = Training({"cpu": 0.05, "mixed": 0.06}, {"cpu": 0.02, "mixed": 0.01})
     assert set(training.run(3 * ROUND)) == {"cpu"}
-    assert training.choice.evidence()["decode_why"] == "training waits for pictures for 0% of its time"
+    assert training.choice.evidence()["decode_why"] == "training waits for images for 0% of its time"
 
 
 def test_what_is_told() -> None:
@@ -99,7 +99,7 @@ def test_one_that_does_not_work_is_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "side", "why"), [(8.0, 100, None), (7.9, 100, "7.9 GiB are free there"), (20.0, 6_000, "may take 10.1")]
+    ("free", "side", "why"), [(8.0, 100, None), (7.9, 100, "but only 7.9 are free"), (20.0, 6_000, "may take 10.1")]
 )
 def test_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, side: int, why: str | None) -> None:
     """A tenth of 80 GiB, and twice what the largest of the pictures would take: 100 of them, whole."""

@@ -52,7 +52,7 @@ def test_steps(steps: tuple[Any, ...], reason: str | None) -> None:
 def test_what_is_no_dataset_of_known_steps() -> None:
     assert find_obstacle("it is a list") == "DALI loads datasets of image files only: it is a list"
     unknown = ImageFacts(steps=(CROP,), unknown="Mixup", count=3)
-    assert find_obstacle(unknown) == "Mixup is a transform that DALI has no counterpart for"
+    assert find_obstacle(unknown) == "DALI has no counterpart for the transform Mixup"
     assert find_obstacle(ImageFacts(steps=(CROP, *END))) == "the dataset is empty"
 
 

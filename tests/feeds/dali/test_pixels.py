@@ -153,7 +153,7 @@ def test_a_dataset_whose_labels_are_others_than_it_says(folder: Path) -> None:
     assert check(dataset).samples > 0
     for labels in (lambda index: (19 - index,), lambda index: (index, index), lambda index: (float(index),)):
         dataset.labels = labels
-        with pytest.raises(NotApplicable, match="Relabeled's __getitem__ gives sample 0 another label than image_path"):
+        with pytest.raises(NotApplicable, match="Relabeled's __getitem__ returns a different label for sample 0"):
             check(dataset)
 
 
@@ -191,7 +191,7 @@ def test_shapes_and_flat_pictures() -> None:
     flat = torch.full((2, 3, 4, 4), 100.0)
     assert compare(flat, flat).find_fault(1.0) is None
     assert compare(flat, flat + 3).find_fault(1.0) == "red is off by +3.0 levels and +0.0 % of its contrast"
-    with pytest.raises(NotApplicable, match=r"have the shape \[2, 3, 4, 4\], the samples \[2, 3, 5, 5\]"):
+    with pytest.raises(NotApplicable, match=r"have the shape \[2, 3, 4, 4\], but the samples \[2, 3, 5, 5\]"):
         compare(torch.zeros(2, 3, 5, 5), flat)
 
 

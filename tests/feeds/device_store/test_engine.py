@@ -107,7 +107,7 @@ def test_another_crop_shows(tmp_path: Path) -> None:
 def test_where_kernels_do_not_run(tmp_path: Path) -> None:
     """Triton raises on the CPU as it does without a compiler: late."""
     loader = DataLoader(datasets.ImageFolder(draw_folder(tmp_path), TRANSFORMS["resized"]()), batch_size=5)
-    with pytest.raises(NotApplicable, match=r"Triton's kernels do not run \(.*a C compiler.*only they resize"):
+    with pytest.raises(NotApplicable, match=r"only be resized there by Triton: .* do not run \(.*a C compiler"):
         make(loader)
 
 
@@ -127,7 +127,7 @@ def test_pictures_are_cut_without_kernels_too(tmp_path: Path) -> None:
     said: list[str] = []
     loader = DataLoader(datasets.ImageFolder(draw_folder(tmp_path), TRANSFORMS["cifar10"]()), batch_size=5)
     engine = make(loader, say=said.append)
-    assert not engine.pictures.fused and "do not run" in said[0] and "cut by torch's operations" in said[0]
+    assert not engine.pictures.fused and "do not run" in said[0] and "torch's own operations crop the images" in said[0]
     expect_same(loader, engine)
 
 
@@ -151,16 +151,16 @@ def test_processes_decode_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     before = torch.get_rng_state()
     engine = make(loader, workers=2, say=said.append)
     assert torch.equal(before, torch.get_rng_state()), "filling uses up no random number of the training's"
-    assert len(said) == 2 and said[0] == "decoding 40 pictures once, to keep them on the device"
-    assert said[1].startswith("40 pictures, 0.00") and "of at most 1.07 GB, are on the device" in said[1]
+    assert len(said) == 2 and said[0] == "decoding 40 images once, to keep them on the device"
+    assert said[1].startswith("40 images (0.00") and "of at most 1.07 GB) are on the device" in said[1]
     expect_same(loader, engine)
 
 
 @pytest.mark.parametrize(
     ("transform", "settings", "why"),
     [
-        ("cifar10", {"most_bytes": 20_000}, "12 pictures take about .* GB, and 2e-05 GB of the device's memory"),
-        ("too large a crop", {}, "pictures smaller than the crop of 60 x 60"),
+        ("cifar10", {"most_bytes": 20_000}, "12 images take about .* GB, but may take at most 2e-05 GB of the"),
+        ("too large a crop", {}, "images are smaller than the crop of 60 x 60"),
         ("no size", {}, "differ in size, and no crop"),
     ],
 )

@@ -58,10 +58,10 @@ def test_plan() -> None:
     assert change.notes == ("decodes all 50,000 samples once and keeps them on the device, in at most 25% of what is"
                             " free there",)  # fmt: skip
     left = change.facts["loader"]
-    assert (left.engine, left.on_device, left.num_workers) == ("a store of pictures", True, 0)
+    assert (left.engine, left.on_device, left.num_workers) == ("an image store", True, 0)
     assert "in at most 3 GB" in plan(most_bytes=3 * 10**9).notes[0]
     busy = plan(num_workers=3)
-    assert busy.parity == "approximate" and "your 3 workers, which are not started" in busy.notes[1]
+    assert busy.parity == "approximate" and "your 3 workers are not started" in busy.notes[1]
     assert plan(num_workers=3, draws_random=()).parity == "exact"
     for given in (plan(worker_hazards=("an open file",)), plan(dataclasses.replace(CUDA, shm_free_bytes=2**20))):
         assert given.wants["loader.engine"].workers == 0
@@ -84,7 +84,7 @@ def test_plan() -> None:
         ({"transfer_hooks": ("on_before_batch_transfer",)}, {}, "your on_before_batch_transfer needs"),
         ({"reload_every_n_epochs": 1}, {}, "would be decoded again"),
         ({}, {"images": "TensorDataset is not an ImageFolder"}, "TensorDataset is not an ImageFolder"),
-        ({}, {"engine": "DALI"}, "DALI loads already"),
+        ({}, {"engine": "DALI"}, "DALI already loads the samples"),
         ({}, {"custom_collate": True}, "your code builds the batches"),
         (
             {"max_epochs": 1},
@@ -98,7 +98,7 @@ def test_plan() -> None:
     ],
 )
 def test_plan_refuses(facts: dict[str, Any], loader: dict[str, Any], why: str) -> None:
-    with pytest.raises(NotApplicable, match="pictures cannot be kept on the device: ") as refused:
+    with pytest.raises(NotApplicable, match="images cannot be kept on the device: ") as refused:
         plan(dataclasses.replace(CUDA, **facts), **loader)
     assert why in str(refused.value)
 
@@ -129,7 +129,7 @@ def test_the_rung_asks_for_it() -> None:
     assert change.wants == {"loader.engine": PicturesOnDevice(device="cuda", most_bytes=2 * 10**9, workers=4)}
     seen = {"device_batches": 7, "pictures": 50_000, "kept_bytes": 154_000_000, "fill_s": 3.0}
     taken = cache.verify(Measurement(evidence={"cache": seen}))
-    assert taken.took and taken.why == "7 batches made on the device from 50,000 pictures there (0.154 GB)"
+    assert taken.took and taken.why == "7 batches made on the device from 50,000 images kept there (0.154 GB)"
     assert cache.verify(Measurement(evidence={"cache": {**seen, "device_batches": 0}})).took is False
 
 
@@ -244,7 +244,7 @@ def test_dali_loads_where_the_device_would_have_gone_first_and_fails(
     if differs:
         assert "differs from the dataset's" in str(ours.reason("cache")) and ours.seen("dali")["images"] > 0
     else:
-        assert ours.reason("dali") == "a store of pictures loads the samples already"
+        assert ours.reason("dali") == "an image store already loads the samples"
 
 
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n no picture"])

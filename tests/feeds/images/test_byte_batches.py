@@ -147,7 +147,7 @@ def test_a_dataset_that_goes_on_after_its_transform_is_refused(folder: Path) -> 
             image, label = super().__getitem__(index)
             return (image + 0 * torch.rand(1) if image.is_floating_point() else image), label
 
-    for kind, why in ((More, "gives sample 0 another picture than"), (Draws, "draws other random numbers than")):
+    for kind, why in ((More, "returns a different image for sample 0"), (Draws, "draws other random numbers than")):
         before = torch.get_rng_state()
         own = kind(folder, v1.Compose([v1.Resize((8, 8)), v1.ToTensor()]))
         with pytest.raises(NotApplicable, match=f"{kind.__name__}'s __getitem__ {why}"):

@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "text": (Names, "Names.names is a list, but not of numbers of one kind"),
     "a property": (Property, "Property.rows is not an attribute of the object itself"),
     "whole batches": (Whole, "its __getitem__ is not plain Python"),
-    "attributes": (Looks, "Looks looks its attributes up in its own way"),
+    "attributes": (Looks, "Looks defines __getattr__ or __getattribute__"),
     "a type that torch chooses": (Guessed, "torch.tensor(self.labels[index])"),
     "another torch": (OwnTensor, "FakeTorch.tensor(self.x[index])"),
     "a TensorDataset of yours": (lambda: MoreTensors(Held().x), "does more than pick rows"),
@@ -240,7 +240,7 @@ def test_facts() -> None:
     assert read_facts(Subset(Tuples(), [1, 2])) == RowFacts(what="Tuples", count=2, devices=("cpu",))
     longer = Tuples()
     longer.labels = longer.labels[:-1]
-    assert str(read_facts(longer)) == "Tuples says that it has 23 samples, but it holds more or fewer rows"
+    assert str(read_facts(longer)) == "Tuples has a length of 23, but a different number of rows"
 
 
 class Slots:

@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[Facts, str]] = {
     "own collate function": (facts({"custom_collate": True}), "your code builds the batches"),
     "own transfer": (facts(transfer_hooks=("on_before_batch_transfer",)), "needs batches before they are on the"),
     "a sampler that looks": (facts({"sampler_hazards": ("it reads losses",)}), "it reads losses"),
-    "an engine": (facts({"engine": "DALI"}), "DALI loads already"),
+    "an engine": (facts({"engine": "DALI"}), "DALI already loads the samples"),
     "loaders made anew": (facts(reload_every_n_epochs=1), "each copy of the rows would stay"),
     "mps": (facts(device="mps"), "this run is on mps"),
 }

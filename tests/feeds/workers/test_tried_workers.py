@@ -287,7 +287,7 @@ def test_a_batch_that_is_too_heavy_leaves_fewer_workers(batches_of_room: int, le
     loader, steps = tried(room_bytes=batches_of_room * BATCH_BYTES)
     assert read(loader) == expected()
     assert [step[:2] for step in steps.down] == ([] if left is None else [left])
-    assert all("of batches, and one takes 0.0 MiB" in step[2] for step in steps.down)
+    assert all("of batches, but one takes 0.0 MiB" in step[2] for step in steps.down)
     assert loader.num_workers == (3 if left is None else left[0])
 
 

@@ -127,7 +127,7 @@ def test_without_an_answer_it_is_not_nothing_to_gain(ended: str) -> None:
     open_, other = (rung(name, 743, 200, kept=False, **{"try": name}) for name in ("amp", "pin"))
     content = climb([open_ | {"ended": ended}, other | {"ended": "not_faster"}], 743.0)
     assert climb_report.describe_verdict(opened(content)) == "NOTHING KEPT, SOME INCONCLUSIVE"
-    assert climb_report.write_lines(opened(content))[1] == "WHY      No answer on amp"
+    assert climb_report.write_lines(opened(content))[1] == "WHY      No clear result for amp"
     assert '<header class="unknown">' in draw_reports(climb_report.make_document(opened(content)))["report.html"]
     answered = climb([open_ | {"ended": ended}, open_ | {"ended": "not_faster"}], 743.0)
     assert climb_report.describe_verdict(opened(answered)) == "NOTHING TO GAIN"
@@ -194,14 +194,14 @@ def ceilings(content: dict[str, Any]) -> Table:
 def test_a_ceiling_that_no_trial_has_measured_says_so() -> None:
     measured = CLIMBS["climbed"]()
     assert ceilings(measured).note.startswith("Each is from a trial with a cost removed. ")
-    notes = {"resident": "as replayed: copies take 1 ms", "resident_top": "as replayed: copies take 2 ms"}
+    notes = {"resident": "same as replayed: copies take 1 ms", "resident_top": "same as replayed: copies take 2 ms"}
     content = measured | {"ceilings_notes": notes}
     assert ceilings(content).note.startswith(
-        "Each is from a trial with a cost removed; resident batch as replayed: copies take 1 ms; resident batch of the"
-        " top as replayed: copies take 2 ms. "
+        "Each is from a trial with a cost removed; resident batch same as replayed: copies take 1 ms; resident batch of"
+        " the top same as replayed: copies take 2 ms. "
     )
     assert any(
-        line.endswith("resident batch 2,720 (as replayed: copies take 1 ms) samples/s")
+        line.endswith("resident batch 2,720 (same as replayed: copies take 1 ms) samples/s")
         for line in climb_report.write_lines(opened(content))
     )
     text = draw_reports(climb_report.make_document(opened(content)))

@@ -25,7 +25,7 @@ def test_no_doubt(kernels: Any) -> None:
 
 def test_an_epoch_that_was_continued_is_said() -> None:
     (note,) = caveats.list_caveats(seen(evidence={"resumed": {"epoch": 2, "batches": 7}}))
-    assert note.startswith("training went on after batch 7 of epoch 2")
+    assert note.startswith("training resumed after batch 7 of epoch 2")
 
 
 def test_a_trace_that_was_asked_for_and_is_not_there_is_said() -> None:
@@ -72,7 +72,7 @@ def test_long_steps_are_told_of_once(parts: Any, pauses: Any, told: str) -> None
 
 def test_a_trial_that_is_slower_than_the_run_is_said() -> None:
     (note,) = caveats.list_caveats(seen(ceilings={"replayed": 67.0, "resident": 499.0, "no_exchange": None}))
-    assert note.startswith("the trial replayed was slower than the unchanged run, 67 to 500 samples/s")
+    assert note.startswith("the trial replayed was slower than the unchanged run (67 instead of 500 samples/s)")
     assert "resident" not in note
     assert caveats.list_caveats(Measurement(ceilings={"replayed": 67.0})) == []
 
@@ -80,7 +80,7 @@ def test_a_trial_that_is_slower_than_the_run_is_said() -> None:
 def test_a_drift_is_said_with_what_it_came_with_and_after_the_state() -> None:
     drift = ({"step": 9, "change_pct": 4.0}, {"step": 70, "change_pct": 12.4, "why": "clocks"})
     assert caveats.list_caveats(seen(drift=drift, state=("hot",))) == [
-        "hot; the step at 70 took 12 % longer than in the window: clocks"
+        "hot; a step took 12 % longer at step 70 than in the timed window: clocks"
     ]
     assert caveats.list_caveats(seen(drift=drift[:1])) == []
 

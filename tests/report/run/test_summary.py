@@ -239,7 +239,7 @@ def test_at_most_twelve_lines_and_no_reason_left_out(inactive: int, unknown: int
 
 def test_rungs_whose_reasons_begin_alike_share_a_line() -> None:
     reasons = {
-        "pin": "needs CUDA; this run is on cpu, where no copy starts in pinned memory",
+        "pin": "needs CUDA; this run is on cpu, where there is no copy to speed up",
         "overlap": "needs DDP with several devices; the strategy is SingleDeviceStrategy",
         "prefetch": "needs CUDA; this run is on cpu, where there is no copy to overlap",
     }
@@ -334,7 +334,7 @@ def test_the_first_screen_of_the_naive_gpt2() -> None:
         ">= 36.2 TFLOP/s: at least 54 % of fp32 and 3.66 % of bf16",
         "tensor cores 0 % active",
         "41,472 tokens/s",
-        "NOTE     the board is at its power limit; the step at 590 took 12 % longer than in the window: SM clock",
+        "NOTE     the board is at its power limit; a step took 12 % longer at step 590 than in the timed window: SM",
         "\nLATER    amp",
     ):
         assert words in text

@@ -75,13 +75,13 @@ def explain_unknown(trainer: Any, module: Any) -> str | None:
     if logging.getLogger(f"{space}.trainer.call").isEnabledFor(logging.DEBUG):
         return "Lightning logs each call of a hook"
     if any("__setattr__" in vars(kind) for kind in owner.__mro__[: owner.__mro__.index(torch.nn.Module)]):
-        return f"{owner.__name__} stores its attributes in its own way"
+        return f"{owner.__name__} defines __setattr__"
     try:
         if (name := next(_list_overrides(trainer, module, space), None)) is not None:
-            return f"{name} is not Lightning's own"
+            return f"{name} is overridden"
         digest = _digest(tuple(_list_functions(trainer, space)))
     except (AttributeError, OSError, TypeError) as error:
-        return f"the text of Lightning's loop cannot be read: {error}"
+        return f"the source of Lightning's loop cannot be read: {error}"
     return None if digest in KNOWN else f"fastloop does not know this Lightning version's loop ({digest})"
 
 

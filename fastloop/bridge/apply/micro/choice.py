@@ -181,7 +181,7 @@ class PieceChoice:
         ):  # see `_agree`
             return
         skipped = (
-            f"training_step returned no loss for a merged window ({len(window.sizes)} of your batches), which was lost"
+            f"training_step returned no loss for a merged window, so {len(window.sizes)} of your batches were skipped"
         )
         self.refused = f"from optimizer step {trainer.global_step + 1} on, {skipped}"
         self._weaken("step.micro_batch", self.refused, "changes-training")
@@ -202,7 +202,7 @@ class PieceChoice:
             self._refuse(strategy, found if is_first else self._find_late(trainer, None, found), is_first=is_first)
             if self.refused is not None:
                 self._problem = self.refused
-                self._warn(f"{self.rung}: batches run whole: {self.refused}")
+                self._warn(f"{self.rung}: batches are not split: {self.refused}")
                 self.uncut, self._changed = self.uncut + 1, 0 if is_first else self._changed - (len(pieces) > 1)
                 self._largest = () if is_first else self._largest
                 return whole
@@ -299,7 +299,7 @@ class PieceChoice:
     def _agree(self, strategy: Any, reason: str | None) -> str | None:
         """Why windows are not merged in this run: the same decision on all ranks."""
         if not strategy.reduce_boolean_decision(reason is None, all=True):
-            reason = reason or "another rank must not merge its first window"
+            reason = reason or "another rank cannot merge its first window"
         if reason is not None:
             self._check_strict(reason, "batch by batch")
         return reason
@@ -324,7 +324,7 @@ class PieceChoice:
         if strategy.reduce_boolean_decision(fits, all=True):
             return None
         names = ", ".join(held)
-        return f"micro-batches of {self.micro} do not fit without {names}, which start after the first step"
+        return f"micro-batches of {self.micro} only fit once these rungs start, after the first step: {names}"
 
     # -- cutting ----------------------------------------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class PieceChoice:
         last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self._misfit or not (rows == self.whole[0] or (last and rows == self.whole[1])):
             self._misfit = True
-            raise CannotRegroup(f"the loader's batches have {self.whole[0]} samples, and the first tensor {rows} rows")
+            raise CannotRegroup(f"the loader's batches have {self.whole[0]} samples, but the first tensor {rows} rows")
 
     def _check_strict(self, reason: str, otherwise: str) -> None:
         if self._strict:

@@ -84,7 +84,7 @@ def explain_difference(
     if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
         return mixed
     _note_unequal(strategy, seen, own, merged, note)
-    changed = seen.changed and f"training_step changes {seen.changed}: once a window instead of once a batch"
+    changed = seen.changed and f"training_step changes {seen.changed}: once per window instead of once per batch"
     if changed or not compares:
         return changed
     together = sum((piece.weight * each for piece, each in zip(merged, seen.others, strict=True)), torch.zeros(()))
@@ -116,9 +116,9 @@ def weigh_pieces(
             return weigh_pieces(strategy, first.batch, cut(first.batch, -(-first.samples // 2)), take_loss, note)
         return f"{UNKNOWN} whole and split gradients: {_describe_or_raise(strategy, error)}", None
     if seen.changed is not None:
-        return f"training_step changes {seen.changed}: once for each piece instead of once a batch", None
+        return f"training_step changes {seen.changed}: once per micro-batch instead of once per batch", None
     judged = _judge(strategy, seen.own, [piece.weight for piece in pieces], seen.others[0])
-    what = "the loss compares samples or is not a mean over them: the gradient of the pieces"
+    what = "the loss compares samples or is not a mean over them: the gradient of the micro-batches"
     why = _explain(seen, *judged, "whole and split", what)
     if why is not None and judged[0] is not None:
         return why, None

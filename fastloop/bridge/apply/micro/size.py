@@ -104,7 +104,7 @@ class PieceSize:
         if found is None or found.uncompiled is None or search.compiles is None or self._is_planned(search.compiles):
             return
         self.samples = found.uncompiled
-        refused = f"{self.samples} because {search.compiles} was refused: {found.size} was for the compiled model"
+        refused = f"{self.samples} because {search.compiles} was refused, and {found.size} was for the compiled model"
         why = f"{found.why}; {refused}"
         self._found = replace(found, size=self.samples, uncompiled=None, why=why)
         search.remember(self.samples)

@@ -69,8 +69,8 @@ class Terms:
         batches = self.steps_left * self.batches_per_step
         if judge.REHEARSAL_SHARE * batches >= plays:
             return None
-        left = "one batch that is" if round(batches) == 1 else f"{batches:,.0f} batches that are"
-        return f"this run is too short to try it: trying may take 5 % of the {left} left"
+        left = "one batch" if round(batches) == 1 else f"{batches:,.0f} batches"
+        return f"this run is too short to try it: trying may take 5 % of the remaining run, which is {left}"
 
     def explain_no_time(self, spent_s: float, needed_s: float, batch_ms: float, kept_s: float = 0.0) -> str | None:
         """Why there is no time for a trial of `needed_s` seconds after those already made, in a run whose batches take
@@ -188,7 +188,7 @@ class TrialBudget:
         if known is not None:
             return f"it already failed on {known.date}: {known.why}; to try it again, delete {self.memory.path}"
         if is_costly(step) and captured:
-            return f"your own code compiles parts of a step already: {captured} graphs in the first one"
+            return f"your own code already compiles parts of the step: {captured} graphs in the first one"
         if not self.terms.weighs_costs or step.change.rehearse != "modules":
             return None
         if self._must_pay_back(step):

@@ -170,7 +170,7 @@ class Rehearsal:
         """Play the unchanged modules and take their time. Returns why it failed, or None."""
         try:
             with (
-                announced("playing the calls of the first step again", self.handle.say),
+                announced("replaying the calls of the first step", self.handle.say),
                 limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"),
             ):
                 if self.site.trainer.world_size > 1 and not self.site.facts.compiled_by_user and not self._unchanged:

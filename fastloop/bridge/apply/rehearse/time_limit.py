@@ -221,8 +221,8 @@ def _may_raise_in(frame: FrameType | None, within: FrameType | None) -> bool:
 
 def _end_process(seconds: float, cause: str, do: str) -> None:
     sys.stderr.write(
-        f"fastloop: got {cause} that has hung for {seconds:.0f} s\n  why native code does not return, and nothing else"
-        " can end it\n"
+        f"fastloop: got {cause}, which has hung for {seconds:.0f} s\n"
+        "  why it is stuck in native code, which only ending the process can stop\n"
         f"  do  {do}\n"
     )
     sys.stderr.flush()

@@ -106,7 +106,7 @@ class GraphedSteps:
         """Return the training_step to run for a batch in one piece. It may be replayed only if batches run so
         (`runs_whole`; None: not decided yet)."""
         if runs_whole is False and self.refused is None:
-            self.refused = "batches run in several pieces"
+            self.refused = "batches are split into micro-batches"
             self._drop()
         return partial(self.run, step) if runs_whole else step
 
@@ -201,7 +201,7 @@ class GraphedSteps:
             if key != before:
                 self._unlike += 1
                 if self._unlike > MOST_SHAPES:
-                    self.refused = "batch shapes or values other than tensors change every time"
+                    self.refused = "batch shapes, or values that are not tensors, change every time"
                 return False
             self._try(step, args)
         return self._step is not None
@@ -284,7 +284,7 @@ class GraphedSteps:
         kept.capture_module(module)
         functions = list_step_functions(module, kept)
         if (outside := find_outside(functions)) is not None:
-            return f"training_step uses {outside}, which a replay would not"
+            return f"training_step uses {outside}, which a replay would skip"
         for variables, name in list_outer_values(functions, set()):
             kept.capture(variables[name])
 
@@ -363,7 +363,7 @@ class GraphedSteps:
         eager_ms, replay_ms = min(first.ms, second.ms), min(replayed.ms, again.ms)
         self._seen = {"deviation": deviation.largest, "eager_ms": eager_ms, "replay_ms": replay_ms}
         if judge.ROUNDINGS * noise.largest > judge.NO_GATE:
-            return f"two runs of the step from the same state differ by {noise.largest:.2g}: nothing can be compared"
+            return f"two runs of the step from the same state differ by {noise.largest:.2g}, too much to judge a replay"
         precision = find_precision(self._site.trainer, self._site.module)
         if not judge.is_close(deviation, precision):
             fault, _ = judge.find_fault(deviation, noise, precision)

@@ -39,7 +39,7 @@ class StepWatch:
     def notice(self, what: str | None) -> None:
         """Remember as the fault what the step used or changed; only the first is kept."""
         if what is not None and self.fault is None:
-            self.fault = f"training_step uses or changes {what}, which a replay would not"
+            self.fault = f"training_step uses or changes {what}, which a replay would skip"
 
     def find_host_draws(self) -> None:
         """Notice random numbers that were drawn on the host."""

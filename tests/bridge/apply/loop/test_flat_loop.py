@@ -434,7 +434,7 @@ class KeepsAttributes(models.Regression):
     [
         "SimpleProfiler records every hook",
         "logs each call",
-        "KeepsAttributes stores its attributes",
+        "KeepsAttributes defines __setattr__",
         "fastloop does not know",
         "text",
         "is wrapped",
@@ -451,7 +451,7 @@ def test_what_is_unusual_is_refused(why: str, monkeypatch: pytest.MonkeyPatch, s
         monkeypatch.setattr(L.Callback, "on_train_batch_end", functools.wraps(own)(lambda *args: own(*args)))
     if why == "text":
         monkeypatch.setattr(known_loops, "_digest", _raise)
-    module = seeded(KeepsAttributes if "stores" in why else models.Regression)
+    module = seeded(KeepsAttributes if "defines" in why else models.Regression)
     watcher, trainer = fit(THIN, module, **more)
     assert why in evidence(watcher, "host")["loop_refused"] and not short
     assert trainer.global_step == 8

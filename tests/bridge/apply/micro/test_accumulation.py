@@ -157,7 +157,7 @@ def test_several_train_loaders_are_given_up(train: Any, second: Any, settings: d
         return {"a": train(), "b": second()}
 
     plain, merged = both(MERGE, two, Two, **{"max_epochs": 3, **ACCUMULATE, **settings})
-    assert merged.reason("batch") == "several train loaders cannot be merged into one window"
+    assert merged.reason("batch") == "windows of several train loaders cannot be merged"
     assert merged.record.hooks == plain.record.hooks and distance(plain, merged) == 0
     assert merged.trainer.global_step == plain.trainer.global_step
 
@@ -180,7 +180,10 @@ class Shows(Skips):
 def test_a_step_that_skips_batches() -> None:
     """Where its code shows it, nothing is merged; else a window is lost, and the later ones run batch by batch."""
     plain, merged = both(MERGE, EVEN, Shows, max_epochs=2, **ACCUMULATE)
-    assert merged.verdict("batch").took is False and "would be skipped whole" in merged.verdict("batch").why
+    assert (
+        merged.verdict("batch").took is False
+        and "the whole merged window would be skipped" in merged.verdict("batch").why
+    )
     assert distance(plain, merged) == 0
     with pytest.warns(UserWarning, match="training_step returned no loss for a merged window"):
         found = run({"batch": {"micro_batch": 32}}, EVEN(), Skips, max_epochs=4, **ACCUMULATE)
@@ -529,4 +532,4 @@ def test_a_first_step_that_only_rungs_make_fit_runs_batch_by_batch(fits: bool, m
     seen = ours.seen("batch")
     assert tried == [16] and ours.verdict("amp").took and ours.verdict("batch").took and ours.trainer.global_step == 6
     assert (seen["apart_steps"], seen["changed_steps"]) == ((0, 6) if fits else (1, 5)), seen
-    assert fits or "micro-batches of 16 do not fit without amp, which start after the first step" in seen["apart_why"]
+    assert fits or "micro-batches of 16 only fit once these rungs start, after the first step: amp" in seen["apart_why"]

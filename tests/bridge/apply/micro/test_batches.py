@@ -250,14 +250,14 @@ def images() -> DataLoader[Any]:
     ("train", "module", "why"),
     [
         (batches, Ragged, "a tensor of shape (5, 2) in a batch of 8 samples"),
-        (images, Images, "the loader's batches have 8 samples, and the first tensor 3 rows"),
+        (images, Images, "the loader's batches have 8 samples, but the first tensor 3 rows"),
     ],
 )
 def test_a_batch_that_cannot_be_cut_runs_whole(train: Any, module: Any, why: str) -> None:
     micro = {"batch": {"micro_batch": 2}}
     plain, split = both(micro, train, module, max_epochs=2)
     verdict = split.verdict("batch")
-    assert verdict.took is False and verdict.why == f"batches run whole: {why}"
+    assert verdict.took is False and verdict.why == f"batches are not split: {why}"
     assert distance(plain, split) == 0
     before = module()
     start = {name: tensor.clone() for name, tensor in before.state_dict().items()}
@@ -290,7 +290,7 @@ def test_a_loss_that_compares_samples_is_not_cut() -> None:
     plain, split = both(SPLIT, batches, Contrast, max_epochs=5)
     verdict = split.verdict("batch")
     assert verdict.took is False and distance(plain, split) == 0
-    assert "the loss compares samples or is not a mean over them: the gradient of the pieces differs by" in verdict.why
+    assert "the loss compares samples or is not a mean over them: the gradient of the micro-batches diff" in verdict.why
     # The control: cut without a look, it trains something else.
     assert distance(plain, run(BLIND, batches(), Contrast, max_epochs=5)) > 1e-2
 

@@ -19,7 +19,7 @@ from fastloop.feeds.batch_tree import BatchWindow
 from tests.runs import Net, batches, run
 
 MERGE, ACCUMULATE = {"batch": {"micro_batch": 16}}, {"accumulate_grad_batches": 4}
-ROOM = "micro-batches of 4 do not fit without amp, which start after the first step"
+ROOM = "micro-batches of 4 only fit once these rungs start, after the first step: amp"
 
 
 class Ranks:

@@ -17,8 +17,8 @@ from fastloop.bridge.apply.micro import gradient_check
 from tests.runs import Net, batches, both, distance, run
 
 EVEN = partial(batches, 96)
-SPLIT: Any = ({"batch": {"micro_batch": 2}}, {}, "for each piece instead of once a batch")
-MERGED: Any = ({"batch": {"micro_batch": 32}}, {"accumulate_grad_batches": 4}, "a window instead of once a batch")
+SPLIT: Any = ({"batch": {"micro_batch": 2}}, {}, "per micro-batch instead of once per batch")
+MERGED: Any = ({"batch": {"micro_batch": 32}}, {"accumulate_grad_batches": 4}, "per window instead of once per batch")
 WAYS = pytest.mark.parametrize(("rungs", "settings", "how"), [SPLIT, MERGED], ids=["split", "merged"])
 
 

@@ -104,9 +104,9 @@ def test_auto_is_the_run_with_its_number_written_by_hand(
     assert list_traces(by_hand, ours) == set() and torch.equal(draws, ours_draws)
     assert by_hand[1].logged and ours[0].verdict("batch").took is True
     assert ours[0].verdict("batch").why == (
-        "4 loader batches (32 samples) ran as micro-batches of 16/16; 1 BatchNorm layer kept up to 2 batches apart; auto"
-        " took 16: samples/s by size 8: 1,000, 16: 1,600, 32: 1,333; the sizes are limited by the samples of your"
-        " optimizer step, not by memory"
+        "4 loader batches (32 samples) ran as micro-batches of 16/16; 1 BatchNorm layer kept separate statistics for up"
+        " to 2 batches; auto chose 16: samples/s by size 8: 1,000, 16: 1,600, 32: 1,333; the sizes are limited by the"
+        " samples of your optimizer step, not by memory"
     )
     # The control: without the guards every trace shows.
     monkeypatch.setattr(micro_search, "preserve_state", lambda *_modules: torch.enable_grad())
@@ -260,7 +260,7 @@ def test_the_users_own_batches_stay_where_they_are_the_fastest(timed: dict[int, 
     )
     plain, ours = both(AUTO, EVEN, max_epochs=1)
     assert ours.verdict("batch").why.startswith(
-        "batches run whole: keeping your micro-batch size: samples/s by size 2:"
+        "batches are not split: keeping your micro-batch size: samples/s by size 2:"
     )
     assert distance(plain, ours) == 0 and ours.record.hooks == plain.record.hooks
 
@@ -606,7 +606,7 @@ def test_a_refused_compile_brings_the_other_size(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("no compiler today")
 
     plain = run(None, EVEN(), Normed, **ACCUMULATE)
-    for said in ("8 because compile was refused: 32 was for the compiled model", "keeping your micro-batch size"):
+    for said in ("8 because compile was refused, and 32 was for the compiled model", "keeping your micro-batch size"):
         ours = fit_compiled(monkeypatch, fail)
         assert "no compiler today" in (ours.reason("compile") or "") and said in ours.verdict("batch").why
         assert ours.seen("batch")["micro_batch"] == 8 and ours.verdict("batch").took is False

@@ -36,7 +36,7 @@ def test_nothing_is_played_where_three_plays_are_more_than_the_share(
     loop, _, _ = fit(config("amp"), steps=steps, by_ladder=("amp",))
     took, why = read(loop)
     assert bool(calls) is plays
-    assert plays or (took is False and f"5 % of the {steps - 1} batches that are left" in why)
+    assert plays or (took is False and f"5 % of the remaining run, which is {steps - 1} batches" in why)
 
 
 @LATER

@@ -470,7 +470,7 @@ def test_what_the_users_code_compiles_is_not_compiled_twice(
     took, why = read(loop)
     assert took is (own in (compile_nothing, run_our_kernel)), why
     assert own is not run_our_kernel or module.captured[0] == 1, "it was captured in the first step"
-    assert took or "your own code compiles parts of a step already" in why
+    assert took or "your own code already compiles parts of the step" in why
     assert "compiles" not in read(loop, "layout")[1]
 
 
@@ -645,7 +645,7 @@ def test_every_play_is_announced_should_it_take_long(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rehearsal, "announced", announced)
     plant(monkeypatch, lambda old: old)
     fit(config("amp"))
-    assert said == ["playing the calls of the first step again", "trying amp on the calls of the first step"]
+    assert said == ["replaying the calls of the first step", "trying amp on the calls of the first step"]
 
 
 def test_a_capture_that_takes_longer_than_its_share_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

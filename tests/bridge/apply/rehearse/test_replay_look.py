@@ -196,7 +196,7 @@ def test_a_short_run_keeps_time_for_recording_a_step(
     seen, step = loop.measurement.evidence["host"], read_step(loop, "amp")
     assert (seen["replayed_steps"] > 20) is keeps, seen["graph_refused"]
     assert (step.status == "planned") is (tried or not keeps)
-    assert step.reason is None or "s kept for recording a step" in step.reason
+    assert step.reason is None or "s are reserved for recording a step" in step.reason
     assert loop.measurement.one_time_s["rehearsal"] <= 0.05 * 0.1 * steps
 
 

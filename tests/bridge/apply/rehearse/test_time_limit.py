@@ -186,7 +186,7 @@ def test_what_does_not_hear_is_ended_with_its_cause() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 1
-    assert "got the rehearsal of amp that has hung" in ended.stderr and "rungs.amp.enabled: false" in ended.stderr
+    assert "got the rehearsal of amp, which has hung" in ended.stderr and "rungs.amp.enabled: false" in ended.stderr
     assert "time.sleep" in ended.stderr or "line 6 in <module>" in ended.stderr, "and where"
 
 

@@ -536,7 +536,7 @@ class Environment(Step):
 def test_what_nobody_can_look_at_before_each_step_forbids_a_recording(kind: Any, what: str) -> None:
     watcher, _, _ = run(GRAPH, seeded(kind))
     found = evidence(watcher, "host")
-    assert found["graph_refused"] == f"training_step uses {what}, which a replay would not"
+    assert found["graph_refused"] == f"training_step uses {what}, which a replay would skip"
     assert found["replayed_steps"] == 0
 
 
@@ -583,7 +583,7 @@ def test_batches_that_a_rung_leaves_whole_are_replayed(batch: dict[str, Any], re
     watcher, _, _ = run({**GRAPH, "batch": batch}, ours)
     found = evidence(watcher, "host")
     assert (found["replayed_steps"] > 15) is replayed
-    assert replayed or found["graph_refused"] == "batches run in several pieces"
+    assert replayed or found["graph_refused"] == "batches are split into micro-batches"
 
 
 @pytest.mark.parametrize("size", [32, 16, "auto"], ids=["one piece", "two pieces", "searched"])
@@ -598,7 +598,7 @@ def test_merged_windows_are_replayed_where_they_run_in_one_piece(size: Any) -> N
     if len(pieces) == 1:
         assert found["replayed_steps"] == 22, "the first is compared, and the second decides the shape"
     else:
-        assert (found["replayed_steps"], found["graph_refused"]) == (0, "batches run in several pieces")
+        assert (found["replayed_steps"], found["graph_refused"]) == (0, "batches are split into micro-batches")
     assert same(models.weights(ours), models.weights(merged)) and ours.ended == merged.ended
 
 
@@ -654,7 +654,7 @@ def test_a_generator_that_the_model_owns_is_noticed(kind: Any) -> None:
         each.source = torch.Generator().manual_seed(0) if kind is torch.Generator else kind(0)
     watcher, _, _ = run(GRAPH, ours)
     run(None, plain)
-    assert "that the model keeps, which a replay would not" in evidence(watcher, "host")["graph_refused"]
+    assert "that the model keeps, which a replay would skip" in evidence(watcher, "host")["graph_refused"]
     assert draw(ours) == draw(plain), "it stands where a plain run leaves it"
 
 
