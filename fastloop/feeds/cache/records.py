@@ -148,7 +148,9 @@ def _describe_tensor(value: Any, buffers: list[bytes]) -> Any:
         return None
     if value.device.type != "cpu" or value.layout is not torch.strided or value.requires_grad or value.is_quantized:
         raise CannotKeep("a tensor that is on a device, sparse, quantized or requires gradients")
-    if value.is_conj() or value.is_neg() or not value.is_contiguous():
+    if value.is_conj() or value.is_neg():
+        raise CannotKeep("a tensor that is conjugated or negated lazily: call resolve_conj() or resolve_neg()")
+    if not value.is_contiguous():
         raise CannotKeep("a tensor that is not contiguous: make it contiguous()")
     buffers.append(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
     return {"T": [str(value.dtype).removeprefix("torch."), list(value.shape), len(buffers[-1])]}

@@ -88,6 +88,7 @@ class Text(str):
         (np.array([object()]), "an array of object"),
         (np.zeros((3, 4)).T, "not contiguous"),
         (torch.zeros(3, 4).T, "not contiguous"),
+        (torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
         (torch.zeros(2, requires_grad=True), "requires gradients"),
         (torch.nn.Parameter(torch.zeros(2)), "Parameter"),
         (picture().convert("P"), "mode P"),
