@@ -45,6 +45,8 @@ def explain_no_merge(facts: Facts, loader: LoaderFacts) -> str | None:
         )
     if facts.skips_batches:
         return "training_step returns no loss for some batches: the whole merged window would be skipped"
+    if facts.reads_batch_counts:
+        return f"{facts.reads_batch_counts[0]}, which changes if windows are merged"
     if loader.stateful:
         return f"{loader.kind} keeps its own position for resuming, which merging would shift"
     if loader.batches is None:

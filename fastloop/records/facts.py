@@ -170,6 +170,8 @@ class Facts:
     """Those of these hooks that may change weights or gradients, as far as their code shows."""
     skips_batches: bool = False
     """``training_step`` returns no loss for some batches, as its code shows."""
+    reads_batch_counts: tuple[str, ...] = ()
+    """What the module reads of the Trainer's own numbers of batches, which are others where windows are merged."""
     accumulate: int = 1
     """Batches per optimizer step as the Trainer counts them."""
     accumulation_scheduled: bool = False

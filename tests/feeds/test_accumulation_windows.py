@@ -68,6 +68,11 @@ MOVED = "is not a multiple of accumulate_grad_batches=4: validation would move; 
             "training_step returns no loss for some batches: the whole merged window would be skipped",
         ),
         (
+            DENSE,
+            {"reads_batch_counts": ("Net.training_step reads trainer.is_last_batch",)},
+            "Net.training_step reads trainer.is_last_batch, which changes if windows are merged",
+        ),
+        (
             3,
             {},
             "an epoch has 3 batches, fewer than the 4 of one window, so accumulation is already cut short;"

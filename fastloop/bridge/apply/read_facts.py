@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply.read_model import list_methods, overrides, read_module
+from fastloop.bridge.apply.read_model import list_methods, list_read_counts, overrides, read_module
 from fastloop.evidence import loader_queue, machine
 from fastloop.evidence.batches import sampler_hazards
 from fastloop.evidence.batches.given_batches import list_batch_changes
@@ -82,6 +82,7 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
         counts_batches=tuple(_find_batch_counters(trainer, module)),
         changes_by_batch=tuple(_find_changing(trainer, module)),
         skips_batches=may_skip(module),
+        reads_batch_counts=tuple(list_read_counts(module)),
         transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None),
         timed_hooks=tuple(
             hook for hook in TRANSFER_HOOKS[:2] if between_batches.depends_on_time(find_hook_owner(trainer, hook), hook)

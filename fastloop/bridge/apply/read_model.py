@@ -38,6 +38,11 @@ _SCALED = (".training_step", ".backward", ".on_after_backward")
 _UNSCALED = (".on_before_optimizer_step", ".on_before_zero_grad", ".configure_gradient_clipping")
 """Hooks that run after a loss scaler has unscaled the gradients."""
 _BEFORE_STEPS = re.compile(r"__init__|prepare_data|setup|configure_\w+|\w+_dataloader")
+_COUNTS = re.compile(
+    r"\btrainer\.(accumulate_grad_batches|num_training_batches|is_last_batch|train_dataloader)\b"
+    r"|\b(total_batch_idx|batch_progress)\b"
+)
+"""The Trainer's numbers of batches, in a method's source."""
 _BEFORE_STEPS_OR_FORWARD = re.compile(rf"{_BEFORE_STEPS.pattern}|forward")
 
 
@@ -115,7 +120,9 @@ def _find_other_losses(module: torch.nn.Module, named: dict[str, torch.nn.Module
                 yield f"{name} ({type(part).__name__} divides by its class weights)"
     for method in list_methods(module, r"""reduction\s*=\s*["'](sum|none)["']"""):
         yield f"{method} uses reduction='sum' or 'none'"
-    for method in list_methods(module, r"\b(cross_entropy|nll_loss)\(.*\bweight\s*="):
+    made = r"\b(CrossEntropyLoss|NLLLoss)\((weight=|\w+[^=\w])"  # those made in __init__ are modules, seen above
+    steps = [each for each in list_methods(module, made) if not each.endswith(".__init__")]
+    for method in dict.fromkeys([*list_methods(module, r"\b(cross_entropy|nll_loss)\(.*\bweight\s*="), *steps]):
         yield f"{method} divides by its class weights"
 
 
@@ -227,6 +234,13 @@ def list_methods(module: torch.nn.Module, pattern: str) -> list[str]:
         for name, source in _read_user_methods(module)
         if not name.startswith(("validation", "test", "predict")) and re.search(pattern, source)
     ]
+
+
+def list_read_counts(module: torch.nn.Module) -> Iterator[str]:
+    """Say which of the module's methods read which of the Trainer's numbers of batches during the training."""
+    for name, source in _read_user_methods(module):
+        if not _BEFORE_STEPS.fullmatch(name) and (found := _COUNTS.search(source)):
+            yield f"{type(module).__name__}.{name} reads {found[0]}"
 
 
 def list_ignored_labels(module: torch.nn.Module) -> set[int]:

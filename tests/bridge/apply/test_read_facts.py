@@ -476,9 +476,26 @@ class Weighted(Regression):
         return torch.nn.functional.cross_entropy(self.net(x), y, weight=torch.ones(1))
 
 
+class WeightedAnew(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return torch.nn.CrossEntropyLoss(self.weights)(self.net(x), y)
+
+
+class Unweighted(Regression):
+    def __init__(self, weights: Any = None) -> None:
+        super().__init__()
+        self.criterion = torch.nn.CrossEntropyLoss(weights)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return torch.nn.CrossEntropyLoss(ignore_index=3)(self.net(x), y)
+
+
 def test_comments_are_no_code_and_weighted_losses_are_seen() -> None:
-    assert facts(Talks()).autocasts == () == facts(Talks()).not_mean_losses
-    assert facts(Weighted()).not_mean_losses == ("Weighted.training_step divides by its class weights",)
+    assert facts(Talks()).autocasts == () == facts(Talks()).not_mean_losses == facts(Unweighted()).not_mean_losses
+    for module in (Weighted, WeightedAnew):
+        assert facts(module()).not_mean_losses == (f"{module.__name__}.training_step divides by its class weights",)
 
 
 class Unsized(BatchSampler):

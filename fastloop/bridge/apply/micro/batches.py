@@ -76,11 +76,13 @@ class MicroBatches:
                     outputs.append(step(piece.batch, *more))
                     if (loss := get_loss(outputs[-1])) is not None:
                         _run_backward(strategy, trainer, module, piece.weigh(loss))
-        logs.flush(hides_rows=self.windows.find_apart(batch) is not None)
         held = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
         skipped = [get_loss(output) is None for output in outputs]
+        if any(skipped) and self.windows.sampler is None and trainer.world_size == 1:
+            return self._run_whole(trainer, step, batch, rest)
+        logs.flush(hides_rows=self.windows.find_apart(batch) is not None)
         if all(skipped) or (any(skipped) and not self.apart):
             self._skip(trainer, batch)
             return None  # the user skips this batch; Lightning then runs no backward
@@ -102,6 +104,14 @@ class MicroBatches:
         call modules during the backward."""
         if self._groups is not None:
             self._groups.begin(1)
+
+    def _run_whole(self, trainer: Any, step: Callable[..., Any], batch: Any, rest: Sequence[Any]) -> Any:
+        """Run the user's batch in one piece: a piece without a loss does not say whether the batch has one."""
+        self.choice.note_no_loss()
+        output = step(batch, *rest)
+        if get_loss(output) is None:
+            self._skip(trainer, batch)
+        return output
 
     def _skip(self, trainer: Any, batch: Any) -> None:
         """The user's step returned no loss, so there is no backward."""

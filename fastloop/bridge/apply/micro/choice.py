@@ -187,6 +187,11 @@ class PieceChoice:
         self._weaken("step.micro_batch", self.refused, "changes-training")
         self._warn_apart(self.refused)
 
+    def note_no_loss(self) -> None:
+        """Count a batch that was cut, and then ran whole because training_step returned no loss for a piece."""
+        self.uncut, self._changed = self.uncut + 1, self._changed - 1
+        self._problem = self._problem or "training_step returned no loss for a piece, so the whole batch was asked"
+
     # -- one of the user's batches, in pieces -----------------------------------------------------------------------
 
     def _split(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> list[Piece]:

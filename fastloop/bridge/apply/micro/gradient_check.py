@@ -38,6 +38,9 @@ UNKNOWN = "could not compare"
 LOGGED_ALIKE = {"fp64": 1e-3, "fp32": 1e-3, "tf32": 5e-3, "fp16": 5e-3, "bf16": 3e-2}
 """Relative difference, by precision, up to which two ways to compute a logged mean give the same value."""
 
+TELLING = 4
+"""Least number of pieces in which no count of tokens fits by chance."""
+
 
 class _Sampled(NamedTuple):
     """Sampled elements of gradients [n], on the host."""
@@ -128,12 +131,28 @@ def weigh_pieces(
     best = _find_fitting(strategy, seen, pieces, [] if named is None else [named])
     if best is None and why is not None:
         best = _find_fitting(strategy, seen, pieces, list_token_counters(batch, strategy.lightning_module, ignored))
+        if best is not None and len(pieces) < TELLING:
+            best = _confirm(strategy, whole, pieces[0].samples, take_loss, best)
     if best is None:
         if why is None:
             _note_unequal(strategy, seen, pieces, [whole], note)
         return why, None
     _note_unequal(strategy, seen, pieces, [whole], note, by_weight=best.names)
     return None, best
+
+
+def _confirm(strategy: Any, whole: Piece, size: int, take_loss: TakeLoss, found: Weighing) -> Weighing | None:
+    """The weighting if it also fits in smaller pieces: one of many counts may fit two or three by chance."""
+    smaller = cut(whole.batch, max(1, size * 2 // 3))
+    if max(piece.samples for piece in smaller) == size:
+        return found
+    try:
+        with _within_rank(strategy):
+            seen = _sample(strategy, smaller, [whole], take_loss)
+    except Exception as error:
+        _describe_or_raise(strategy, error)
+        return None
+    return found if _find_fitting(strategy, seen, smaller, [found.counter]) is not None else None
 
 
 def _within_rank(strategy: Any) -> contextlib.AbstractContextManager[Any]:

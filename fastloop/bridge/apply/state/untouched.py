@@ -26,6 +26,7 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
+from fastloop.bridge.apply.state.contents import keep_contents
 from fastloop.bridge.apply.state.flags import keep_flags
 from fastloop.bridge.apply.state.names import READERS, list_inner, restore_names
 from fastloop.bridge.apply.state.outer import list_changeable, restore_variable
@@ -313,8 +314,7 @@ class StateSnapshot:
             return
         if torch._debug_has_internal_overlap(tensor) == 1:
             return  # expanded: nothing can write to it in place
-        # Even if its version has not changed: batch normalization writes its running statistics without changing it.
-        self._undos.append(partial(tensor.detach().copy_, tensor.detach().clone()))
+        self._undos.append(keep_contents(tensor))
 
     def _capture_stream(self, owner: Any, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         before = read()

@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.micro import accumulation, choice, search
 from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.bridge.apply.micro.choice import PieceChoice
@@ -190,6 +191,30 @@ def test_a_step_that_skips_batches() -> None:
     assert found.seen("batch")["apart_steps"] >= 9
     assert "from optimizer step" in found.verdict("batch").why
     assert found.loop is not None and found.loop.plan.step("batch").change.parity == "changes-training"  # type: ignore[union-attr]
+
+
+class Divides(Net):
+    """Divides its loss as one does with manual optimization."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) / self.trainer.accumulate_grad_batches
+
+
+class Ramps(Net):
+    """Weights its loss by the place in the epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (batch_idx + 1) / self.trainer.num_training_batches
+
+
+@pytest.mark.parametrize("module", [Divides, Ramps])
+def test_a_step_that_reads_the_trainers_numbers_of_batches(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ours = both(MERGE, EVEN, module, **ACCUMULATE)
+    name = "accumulate_grad_batches" if module is Divides else "num_training_batches"
+    assert f"training_step reads trainer.{name}, which is another number" in ours.verdict("batch").why
+    assert distance(plain, ours) == 0
+    monkeypatch.setattr(read_facts, "list_read_counts", lambda _module: ())
+    assert distance(plain, run(MERGE, EVEN(), module, **ACCUMULATE)) > 1e-2, "the control"
 
 
 class Extra(Net):

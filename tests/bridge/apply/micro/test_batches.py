@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import DataLoader, Dataset
 
+from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.errors import FastLoopError
 from tests.runs import Net, Run, batches, both, distance, numbered, run
 
@@ -218,6 +219,30 @@ def test_training_step_returning_none_skips_the_batch() -> None:
     plain, split = both(SPLIT, partial(batches, 40), Skips, max_epochs=3)
     assert distance(plain, split) < 1e-6 and split.record.hooks == plain.record.hooks
     assert distance(plain, run(None, batches(40), max_epochs=3)) > 1e-3
+
+
+class SkipsSome(Net):
+    """Skips batches whose targets are low on average, and those of fewer than `least` samples."""
+
+    least = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch[1].mean() < 0 or len(batch[1]) < self.least else loss
+
+
+class SkipsSmall(SkipsSome):
+    least = 4
+
+
+@pytest.mark.parametrize("module", [SkipsSome, SkipsSmall])
+def test_a_piece_without_a_loss_does_not_decide_for_its_batch(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, rungs = {"max_epochs": 2, "gradient_clip_val": 0.1}, {"batch": {"micro_batch": 3, "loss_is_mean": True}}
+    plain, split = (run(each, batches(40, shuffle=False), module, **settings) for each in (None, rungs))
+    assert 0 < plain.trainer.global_step <= 10 and distance(plain, split) < 1e-6
+    assert "returned no loss for a piece" in split.verdict("batch").why
+    monkeypatch.setattr(MicroBatches, "_run_whole", lambda self, trainer, step, batch, rest: self._skip(trainer, batch))
+    assert distance(plain, run(rungs, batches(40), module, **settings)) > 1e-3, "the control"
 
 
 class Ragged(Net):

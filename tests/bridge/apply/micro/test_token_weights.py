@@ -15,6 +15,8 @@ from fastloop.bridge.apply.micro import gradient_check
 from fastloop.feeds.token_counts import list_token_counters
 from tests.bridge.apply.micro.test_gradient_check import WORDS, Tagger, sentences
 from tests.bridge.apply.micro.test_piece_logs import Memory
+from tests.models import pairs
+from tests.runs import Net as Plain
 from tests.runs import distance, run
 
 SPLIT, BLIND = {"batch": {"micro_batch": 3}}, {"batch": {"micro_batch": 3, "loss_is_mean": True}}
@@ -138,6 +140,29 @@ def test_labels_that_the_code_ignores_by_number(full: int, monkeypatch: pytest.M
     monkeypatch.setattr(gradient_check, "list_ignored_labels", lambda _: set())
     blind = run(SPLIT, labels(full), Labels, max_epochs=2)
     assert not blind.verdict("batch").took or distance(plain, blind) > 1e-4, "the control"
+
+
+class ByChance(Plain):
+    """A mean over weighted samples. In the first batch's halves, by chance, weights add up as its mask's entries do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, weights, _ = batch
+        return ((self.net(x) - y).square()[:, 0] * weights).sum() / weights.sum()
+
+
+def by_chance() -> DataLoader[Any]:
+    x, y = pairs(12).tensors
+    weights = torch.tensor([1.0, 2, 3, 1, 1, 1, 1, 5, 1, 3, 1, 1])
+    mask = torch.arange(3) < torch.tensor([2, 2, 2, 1, 1, 1, 1, 1, 1, 3, 3, 3])[:, None]
+    return DataLoader(TensorDataset(x, y, weights, mask), batch_size=6)
+
+
+def test_a_count_that_fits_two_pieces_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ours = (run(rungs, by_chance(), ByChance, max_epochs=2) for rungs in (None, SPLIT))
+    assert "batches run whole: the loss compares samples" in ours.verdict("batch").why and distance(plain, ours) == 0
+    monkeypatch.setattr(gradient_check, "TELLING", 0)
+    wrong = run(SPLIT, by_chance(), ByChance, max_epochs=2)
+    assert "weighted by" in wrong.verdict("batch").why and distance(plain, wrong) > 1e-3, "the control"
 
 
 def test_what_could_be_counted() -> None:
