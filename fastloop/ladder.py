@@ -186,7 +186,7 @@ def regroups(rungs: Iterable[str]) -> bool:
 
 
 def read_manual(name: str) -> str:
-    """Return the manual page of a rung: its module's docstring."""
+    """Return the manual page of a rung: its module's docstring; empty under ``python -OO``, which drops it."""
     module = inspect.getmodule(type(getattr(Ladder(), name)))
     return inspect.getdoc(module) or ""
 
@@ -196,6 +196,6 @@ def list_left_out(ladder: Ladder) -> str:
     lines = []
     for name, rung in ladder.rungs():
         if not rung.enabled:
-            first = read_manual(name).splitlines()[0]
+            first = read_manual(name).partition("\n")[0]
             lines.append(f"* `rungs.{name}`: {first} Try it with `--config {name}`.")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ import pytest
 
 from fastloop import ladder as ladders
 from fastloop.errors import ConfigError, NotApplicable
-from fastloop.ladder import Ladder, plan, read_manual, verify
+from fastloop.ladder import Ladder, list_left_out, plan, read_manual, verify
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Step, Verdict
@@ -219,6 +219,19 @@ def test_every_manual_page_has_its_headings(name: str) -> None:
     assert lines[0].endswith(".") and not lines[1]
     starts = [line[: len(heading)] for line in lines[2:] for heading in HEADINGS if line.startswith(heading)]
     assert tuple(starts) == HEADINGS
+
+
+def test_rungs_left_out_are_listed_even_without_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python -OO`` drops docstrings, and with them the manual pages."""
+    with_pages = list_left_out(Ladder()).splitlines()
+    assert all(
+        line.startswith(f"* `rungs.{name}`: {read_manual(name).splitlines()[0]}")
+        for line, name in zip(with_pages, NAMES, strict=True)
+    )
+    monkeypatch.setattr(ladders.inspect, "getdoc", lambda _module: None)
+    assert [line.partition(":")[0] for line in list_left_out(Ladder()).splitlines()] == [
+        f"* `rungs.{name}`" for name in NAMES
+    ]
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)

@@ -236,6 +236,8 @@ class Facts:
     """Submodules of a class that repeats in a list of layers, grouped by equal shapes."""
     detaches_grads: tuple[str, ...] = ()
     """Methods that call ``grad.detach_()``, which gradient bucket views forbid."""
+    keeps_grads: tuple[str, ...] = ()
+    """Under DDP, the user's functions that keep gradients themselves, which gradient bucket views overwrite."""
     refused_losses: tuple[str, ...] = ()
     """Modules and methods that call `binary_cross_entropy`, which torch rejects under autocast on CUDA."""
     handles_grads: tuple[str, ...] = ()

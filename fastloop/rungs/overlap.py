@@ -80,6 +80,11 @@ class Overlap:
                 f"{', '.join(facts.detaches_grads)} calls detach_() on gradients, which bucket views"
                 " forbid; set gradients to None, or gradient_as_bucket_view: false"
             )
+        if self.gradient_as_bucket_view and facts.keeps_grads:
+            raise NotApplicable(
+                f"{', '.join(facts.keeps_grads)} keeps or returns gradients, and in bucket views the next backward"
+                " overwrites them; keep copies (grad.clone()), or set gradient_as_bucket_view: false"
+            )
         if self.comm_hook != "none" and facts.user_comm_hook:
             raise NotApplicable("the strategy already has your own ddp_comm_hook, which stays")
         actions = [Action(when="before_wrap", do=self._set_keywords), Action(when="wrapped", do=_read_back)]

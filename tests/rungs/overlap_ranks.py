@@ -51,6 +51,18 @@ class Detaching(Wide):
                 parameter.grad.detach_()
 
 
+class Keeping(Wide):
+    """Steps away from the last step's gradients, which it keeps."""
+
+    kept: list[Any] | None = None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [parameter.grad for parameter in self.parameters()]
+        for parameter, last in zip(self.parameters(), self.kept or (), strict=False):
+            parameter.grad = parameter.grad - 0.3 * last
+        self.kept = grads
+
+
 class Detaches(L.Callback):
     """The same out of the sight of whoever reads the module's code."""
 
@@ -157,6 +169,9 @@ def cases() -> dict[str, Any]:
         ),
         "twice": lambda n: case(n, one, fits=2),
         "detaching": lambda n: case(n, view, module=Detaching),
+        "keeping": lambda n: case(n, view, module=Keeping),
+        "keeping_plain": lambda n: case(n, None, module=Keeping),
+        "keeping_views": lambda n: case(n, None, module=Keeping, strategy=DDPStrategy(gradient_as_bucket_view=True)),
         "detached_unseen": lambda n: case(n, view, callbacks=(Detaches(),)),
         "unused": lambda n: case(n, view, module=Unused),
         "after_errors": lambda n: case(n, one),

@@ -27,7 +27,10 @@ DETACHES = (
     "Net.step calls detach_() on gradients, which bucket views forbid; set gradients to None, or"
     " gradient_as_bucket_view: false"
 )
-
+KEEPS = (
+    "Net.step keeps or returns gradients, and in bucket views the next backward overwrites them; keep copies"
+    " (grad.clone()), or set gradient_as_bucket_view: false"
+)
 
 SETTINGS = [((), "before_wrap"), ((), "wrapped")]
 """Keys and moments of the actions that set DDP's keywords and read them back."""
@@ -77,6 +80,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         ({"static_graph": True}, {"micro_batches": True}, SEVERAL),
         ({"static_graph": True}, {"accumulation_scheduled": True}, SEVERAL),
         ({}, {"detaches_grads": ("Net.step",)}, DETACHES),
+        ({}, {"keeps_grads": ("Net.step",)}, KEEPS),
+        ({"gradient_as_bucket_view": False}, {"keeps_grads": ("Net.step",)}, {"ddp.gradient_as_bucket_view": False}),
         (
             {"comm_hook": "bf16"},
             {"user_comm_hook": True},
@@ -266,6 +271,13 @@ def test_unused_parameters_are_named_beside_lightnings_text(ranks: Ranks) -> Non
 
 
 @pytest.mark.multirank
+def test_gradients_that_the_module_keeps_stay_what_they_were(ranks: Ranks) -> None:
+    took, why = ranks["keeping"]["verdicts"]["overlap"]
+    assert took is False and why == KEEPS.replace("Net.step", "Keeping.on_before_optimizer_step")
+    assert ranks.distance("keeping_plain", "keeping") == 0.0
+    assert ranks.distance("keeping_plain", "keeping_views") > 1e-6  # bucket views would have changed them
+
+
 def test_gradients_detached_out_of_sight_get_a_hint(ranks: Ranks) -> None:  # R2
     assert "Can't detach views in-place" in ranks["detached_unseen"]["error"]
     (line,) = [line for line in ranks["detached_unseen"]["warnings"] if "detached" in line]

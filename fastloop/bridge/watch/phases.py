@@ -15,7 +15,8 @@ from typing import Any
 from fastloop.bridge import namespaces
 from fastloop.evidence.clock.step_clock import RARE, Clock
 
-NEXT = "[_TrainingEpochLoop].train_dataloader_next"
+NEXT = "].train_dataloader_next"
+"""The end of an action's name; before it is the name of the loop's class, which may be the user's."""
 BODY = "run_training_batch"
 PIECE = "[fastloop]"
 """Prefix of the phases that fastloop's own code runs inside one of Lightning's calls."""

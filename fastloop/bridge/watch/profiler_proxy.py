@@ -52,7 +52,7 @@ class WatchingProfiler:
         return (return_itself, (self.__dict__["profiler"],))
 
     def start(self, action_name: str) -> None:
-        if action_name == NEXT:
+        if action_name.endswith(NEXT):
             self._asks()
         else:
             self._begun[action_name] = ours = self._phase(action_name)
@@ -63,7 +63,7 @@ class WatchingProfiler:
     def stop(self, action_name: str) -> None:
         if not self._passes:
             self.profiler.stop(action_name)
-        if action_name == NEXT:
+        if action_name.endswith(NEXT):
             self._gets()
         elif (ours := self._begun.pop(action_name, None)) is not None:
             ours.__exit__(None, None, None)

@@ -22,9 +22,16 @@ _LIBRARIES = ("torch.", "torchvision.", "torchmetrics.", "fastloop.", "lightning
 
 
 def list_views(starts: Iterable[Any], *, in_modules: bool = True) -> Iterator[str]:
-    """Names of functions that call ``view``, among these functions and objects and the user's code that they name.
+    """Names of functions that call ``view``, see `walk_functions`. Code compiled to C has no names."""
+    for function in walk_functions(starts, in_modules=in_modules):
+        if _CALLS.intersection(list_names(function)):
+            yield function.__qualname__
 
-    Functions of installed packages are examined but not followed. Code compiled to C has no names.
+
+def walk_functions(starts: Iterable[Any], *, in_modules: bool = True) -> Iterator[types.FunctionType]:
+    """The functions among these functions and objects and the user's code that they name.
+
+    Functions of installed packages are among them, but are not followed.
 
     Args:
         in_modules: whether to also look into classes of torch modules.
@@ -41,10 +48,9 @@ def list_views(starts: Iterable[Any], *, in_modules: bool = True) -> Iterator[st
         seen.add(id(item))
         is_users = not sample_code.is_installed(item)
         if inspect.isfunction(item):
-            names = set(list_names(item))
-            if names & _CALLS:
-                yield item.__qualname__
+            yield item
             if is_users:
+                names = set(list_names(item))
                 outer = [value for _, value in (*sample_code.list_globals(item), *sample_code.list_closure(item))]
                 queue.extend(value for value in outer if not inspect.ismodule(value))
                 queue.extend(vars(each).get(name) for each in outer if inspect.ismodule(each) for name in names)

@@ -78,6 +78,22 @@ def test_fetches_and_phases_are_heard_of_and_nothing_else(kind: type) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("action", "heard"),
+    [
+        ("[_TrainingEpochLoop].train_dataloader_next", ["ask", "got"]),
+        ("[LoopOfTheUsers].train_dataloader_next", ["ask", "got"]),
+        ("[_EvaluationLoop].val_next", []),
+    ],
+)
+def test_batches_are_counted_in_a_loop_of_any_class(action: str, heard: list[str]) -> None:
+    ours = Ours()
+    profiler = ours(PassThroughProfiler())
+    profiler.start(action)
+    profiler.stop(action)
+    assert ours.made == heard
+
+
 def test_a_profiler_of_the_user_gets_every_call_and_every_write() -> None:
     inner = SimpleProfiler()
     profiler = Ours()(inner)
