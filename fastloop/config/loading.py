@@ -29,7 +29,7 @@ from fastloop.config.layers import (
     to_plain_values,
 )
 from fastloop.config.schema import build, check_keys, check_type, find_origin, make_fault
-from fastloop.config.shipped import OF_RUN, find_shipped
+from fastloop.config.shipped import OF_RUN, Kind, find_shipped
 from fastloop.config.strict_yaml import Origin
 from fastloop.errors import ConfigError
 from fastloop.records.secrets import make_scrubber
@@ -141,6 +141,7 @@ def load(
     overrides: Sequence[str] = (),
     cwd: Path | None = None,
     ladder_class: type[Any] | None = None,
+    suggested: Sequence[Kind] = ("recipes",),
 ) -> Config:
     """Read a configuration: defaults < its bases, left to right < the file itself < ``more`` < ``overrides``.
 
@@ -150,12 +151,13 @@ def load(
         overrides: ``key=value`` arguments; one argument may hold several, separated by commas.
         cwd: where relative paths start; default: the working directory.
         ladder_class: the record of all rungs; default: `fastloop.ladder.Ladder`.
+        suggested: the kinds whose names may be suggested for a mistyped one.
 
     Raises:
         ConfigError: for any error, with file, line and full key.
     """
     cwd = cwd or Path.cwd()
-    files = read_file_layers(conf, cwd, suggested=("recipes",))
+    files = read_file_layers(conf, cwd, suggested=suggested)
     layers = [*files, *(read_patch_layer(text, cwd) for text in more), *override_layers(overrides)]
     recipe = _find_recipe_layer(files)
     named = recipe.path if recipe is not None and Path(conf).name == OF_RUN else None  # a run's own names none
