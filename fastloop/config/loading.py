@@ -203,14 +203,13 @@ def require_recipe(config: Config) -> Path:
     """
     if config.recipe_file is None:
         recipes = ", ".join(find_shipped("recipes"))
-        patch = any(config.written in find_shipped(kind) for kind in ("ladders", "climbs", "rungs"))
-        raise ConfigError(
-            got=config.written,
-            do=f"write one of {recipes}, with --config {config.written}"
-            if patch
-            else f"write base: with one of {recipes}",
-            why="neither it nor its bases name a recipe, so there is nothing to train",
-        )
+        do = f"write base: with one of {recipes}"
+        if any(config.written in find_shipped(kind) for kind in ("ladders", "climbs", "rungs")):
+            do = f"write one of {recipes}, with --config {config.written}"
+        elif Path(config.written).name == OF_RUN:
+            do = f"write fastloop exec --config {config.written} -- python train.py: a script was trained with it"
+        why = "neither it nor its bases name a recipe, so there is nothing to train"
+        raise ConfigError(got=config.written, why=why, do=do)
     return config.recipe_file
 
 
