@@ -20,13 +20,29 @@ from fastloop.errors import ConfigError
 from fastloop.records.secrets import make_scrubber
 from fastloop.records.store import Record
 
+
+def _refuse_option(_: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """Return an option's value unless it is the next option, or the ``--`` before a command, which it would swallow."""
+    if value is not None and value.startswith("--"):
+        name = option.opts[0]
+        do = f"write {name} {option.metavar}, or drop {name}"
+        raise ConfigError(got=f"{name} {value}", why=f"{name} needs a value, and {value} is an option", do=do)
+    return value
+
+
 _json = click.option(
-    "--json", "json_to", metavar="FILE|-", help="Write one JSON object to FILE, or to stdout with '-'."
+    "--json",
+    "json_to",
+    metavar="FILE|-",
+    callback=_refuse_option,
+    help="Write one JSON object to FILE, or to stdout with '-'.",
 )
 _more = click.option(
     "--config", "more", multiple=True, metavar="MORE.yaml", help="Merge a file, rung or ladder on top."
 )
-_out = click.option("--out", metavar="DIR", help="Run directory; default fastloop-runs/<name>/<utc>.")
+_out = click.option(
+    "--out", metavar="DIR", callback=_refuse_option, help="Run directory; default fastloop-runs/<name>/<utc>."
+)
 _force = click.option("--force", is_flag=True, help="Write into a non-empty DIR, replacing an earlier run.")
 _limit = click.option(
     "--limit",

@@ -150,6 +150,18 @@ MISTYPED = [
         "fastloop run has no option --recipe.size",
         "write recipe.size=…, without dashes",
     ),
+    (
+        "exec --json -- python train.py",
+        "--json --",
+        "--json needs a value, and -- is an option",
+        "write --json FILE|-, or drop --json",
+    ),
+    (
+        "run cifar10 --out --force",
+        "--out --force",
+        "--out needs a value, and --force is an option",
+        "write --out DIR, or drop --out",
+    ),
     ("rungs amp --json", "--json", "Option '--json' requires an argument.", "write a value after --json, or drop it"),
     (
         "ab cifar10 --vs amp --args --lr=1",
@@ -157,6 +169,8 @@ MISTYPED = [
         "only a script takes arguments",
         "write --script train.py as well, or key=value for a configuration",
     ),
+    ("config diff safe fulll", "'fulll'", "no recipe, ladder, climb or rung has this name", "write full"),
+    ("config show sfae", "'sfae'", "no recipe, ladder, climb or rung has this name", "write safe"),
     ("config show cifar10 recipe.sise=tiny", "recipe.sise (command line)", "recipe has no key sise", "write size"),
     (
         "config show cifar10 trainer.benchmrak=true",
@@ -258,7 +272,10 @@ READING = [
 
 
 @pytest.mark.parametrize("arguments", READING, ids=typed_as)
-def test_json_to_stdout_and_all_else_to_stderr(arguments: list[str], fastloop: CommandLine) -> None:
+def test_json_to_stdout_and_all_else_to_stderr(
+    arguments: list[str], fastloop: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastloop.commands.console.SLOW_S", 60.0)  # a busy machine is no other answer
     plain = fastloop(*arguments)
     said = fastloop(*arguments, "--json", "-")
     assert said.code == plain.code

@@ -12,12 +12,13 @@ from fastloop.bridge.fit.trainer_arguments import check_trainer_arguments
 from fastloop.commands.console import Answer
 from fastloop.config.loading import Config, diff, load, require_checkpoint, require_recipe, show
 from fastloop.config.schema import check_keys, find_origin, spell
+from fastloop.config.shipped import KINDS
 from fastloop.records import store
 
 
 def show_config(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> Answer:
     """Show every value and where it was set; secrets are masked."""
-    config = load(conf, more=more, overrides=overrides)
+    config = load(conf, more=more, overrides=overrides, suggested=KINDS)
     _check_free_keys(config)
     rows = show(config)
     width = min(44, max(len(f"{key}: {spell(value)}") for key, value, _ in rows))
@@ -28,7 +29,7 @@ def show_config(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> 
 
 def diff_configs(a: str, b: str) -> Answer:
     """Show the keys whose values differ. Lists are compared whole, because merging replaces them whole."""
-    rows = diff(load(a), load(b))
+    rows = diff(load(a, suggested=KINDS), load(b, suggested=KINDS))
     text = "\n".join(f"{key}: {spell(left)} -> {spell(right)}" for key, left, right in rows) or "no difference"
     content = [{"key": key, "a": left, "b": right} for key, left, right in rows]
     return Answer(text=text, json={"schema": store.SCHEMA, "run_dir": None, "differences": content})

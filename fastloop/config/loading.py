@@ -29,7 +29,7 @@ from fastloop.config.layers import (
     to_plain_values,
 )
 from fastloop.config.schema import build, check_keys, check_type, find_origin, make_fault
-from fastloop.config.shipped import OF_RUN, find_shipped
+from fastloop.config.shipped import OF_RUN, Kind, find_shipped
 from fastloop.config.strict_yaml import Origin
 from fastloop.errors import ConfigError
 from fastloop.records.secrets import make_scrubber
@@ -144,6 +144,7 @@ def load(
     overrides: Sequence[str] = (),
     cwd: Path | None = None,
     ladder_class: type[Any] | None = None,
+    suggested: Sequence[Kind] = ("recipes",),
 ) -> Config:
     """Read a configuration: defaults < its bases, left to right < the file itself < ``more`` < ``overrides``.
 
@@ -153,12 +154,13 @@ def load(
         overrides: ``key=value`` arguments; one argument may hold several, separated by commas.
         cwd: where relative paths start; default: the working directory.
         ladder_class: the record of all rungs; default: `fastloop.ladder.Ladder`.
+        suggested: the kinds whose names may be suggested for a mistyped one.
 
     Raises:
         ConfigError: for any error, with file, line and full key.
     """
     cwd = cwd or Path.cwd()
-    files = read_file_layers(conf, cwd, suggested=("recipes",))
+    files = read_file_layers(conf, cwd, suggested=suggested)
     layers = [*files, *(read_patch_layer(text, cwd) for text in more), *override_layers(overrides)]
     recipe = _find_recipe_layer(files)
     named = recipe.path if recipe is not None and Path(conf).name == OF_RUN else None  # a run's own names none
@@ -204,14 +206,13 @@ def require_recipe(config: Config) -> Path:
     """
     if config.recipe_file is None:
         recipes = ", ".join(find_shipped("recipes"))
-        patch = any(config.written in find_shipped(kind) for kind in ("ladders", "climbs", "rungs"))
-        raise ConfigError(
-            got=config.written,
-            do=f"write one of {recipes}, with --config {config.written}"
-            if patch
-            else f"write base: with one of {recipes}",
-            why="neither it nor its bases name a recipe, so there is nothing to train",
-        )
+        do = f"write base: with one of {recipes}"
+        if any(config.written in find_shipped(kind) for kind in ("ladders", "climbs", "rungs")):
+            do = f"write one of {recipes}, with --config {config.written}"
+        elif Path(config.written).name == OF_RUN:
+            do = f"write fastloop exec --config {config.written} -- python train.py: a script was trained with it"
+        why = "neither it nor its bases name a recipe, so there is nothing to train"
+        raise ConfigError(got=config.written, why=why, do=do)
     return config.recipe_file
 
 

@@ -6,7 +6,15 @@ from fastloop.diagnose.attribution import COMPUTE, WORTH_NAMING_PCT, Attribution
 from fastloop.diagnose.finding import ORDINARY_MS, weigh
 from fastloop.diagnose.remedies import NO_RUNG, Remedy, Rungs
 from fastloop.records.plan import Finding
-from fastloop.records.readings import ANOMALY_MODE, CPU_WORTH_PCT, convolves, is_crowded, read_activity, to_number
+from fastloop.records.readings import (
+    ANOMALY_MODE,
+    CPU_WORTH_PCT,
+    convolves,
+    is_crowded,
+    read_activity,
+    read_requested_garbage,
+    to_number,
+)
 
 TINY_STEP_MS = 5.0
 """Below this, a CPU step is short compared with the overhead of any training loop."""
@@ -155,7 +163,8 @@ def find_callbacks_logging(step: Attribution, rungs: Rungs) -> Finding | None:
     facts = f"hooks and logging blocked the {step.device} for {cost.time}{slowest}"
     is_logging, is_short = _is_mostly(hooks, ("self.log",)), (spent or 0.0) <= MOST_LOOP_MS
     title, cause = "", "log_calls" if is_logging and is_short else None
-    advice = "run them every N steps (log_every_n_steps, a callback's own interval)"
+    requested = _advise_no_garbage(step, spent or 0.0)
+    advice = requested or "run them every N steps (log_every_n_steps, a callback's own interval)"
     if _is_mostly(hooks, HOOKS_AROUND_TRANSFER):
         title = "HELD UP BY A TRANSFER HOOK"
         advice = (
@@ -221,7 +230,8 @@ def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
             aside,
             f"training_step takes {step.format_ms(step.parts_ms.get('forward', 0.0))}, its backward only"
             f" {step.parts_ms.get('backward', 0.0):.1f}: about {aside:.1f} ms of it is work without gradients",
-            "a profiler shows which lines; log and compute metrics only every N steps, and prepare data in the"
+            _advise_no_garbage(step, aside)
+            or "a profiler shows which lines; log and compute metrics only every N steps, and prepare data in the"
             " dataset; cache the outputs of frozen parts for repeated samples",
             None,
         ),
@@ -251,6 +261,12 @@ def _measure_excess_ms(step: Attribution) -> float:
     """Return by how much the forward exceeds the backward, not counting sleep."""
     asleep = (step.inside.blocked if step.inside else None) or 0.0
     return step.parts_ms.get("forward", 0.0) - step.parts_ms.get("backward", 0.0) - asleep
+
+
+def _advise_no_garbage(step: Attribution, of_ms: float) -> str | None:
+    """Advise against the user's own garbage collection if it takes at least half of this time."""
+    line, ms = read_requested_garbage(step.measured)
+    return f"most of it is {line}: call it once an epoch, or not at all" if 2 * ms >= of_ms > 0 else None
 
 
 def find_anomaly_mode(step: Attribution) -> Finding | None:

@@ -26,6 +26,8 @@ OPTIMIZER = "optimizer"
 save."""
 ANOMALY_MODE = "anomaly_mode"
 """Among the evidence: the autograd engine looked for anomalies; absent if it did not."""
+REQUESTED_GARBAGE = "requested_garbage_collection"
+"""Among the evidence: the line whose explicit ``gc.collect()`` takes longest, and its host time per step."""
 OFTEN = 0.5
 """Synchronizations per step above which a line counts as a cost of each step."""
 FEW_WORKERS, MORE_WORTH = "few_workers", 1.25
@@ -102,6 +104,12 @@ def read_garbage_ms(seen: Measurement) -> float:
     """Time per step of Python's garbage collector, a part of ``host_other``; 0 if none was measured."""
     found = seen.evidence.get("garbage_collection") or {}
     return min(to_number(found.get("ms_per_step")) or 0.0, to_number(seen.parts_ms.get("host_other")) or 0.0)
+
+
+def read_requested_garbage(seen: Measurement) -> tuple[str, float]:
+    """Return the user's own garbage collection that takes longest, and its host time per step in ms; 0 without one."""
+    found = seen.evidence.get(REQUESTED_GARBAGE) or {}
+    return f"gc.collect() at {found.get('where')}", to_number(found.get("ms_per_step")) or 0.0
 
 
 def is_beyond(seen: Measurement, ceiling: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fastloop.records.plan import Verdict
+from fastloop.report.run.caveats import list_caveats
 from tests.diagnose.scenes import cifar10_launches, findings, gpt2_naive, on_cpu, scene, with_trace
 
 ITEM = {"where": "train.py:40", "what": ".item()", "per_step": 1.0, "ms_per_step": 2.0, "instead": "log it detached"}
@@ -481,3 +482,33 @@ def test_anomaly_mode_is_named_as_what_it_is_and_first(seen: Any, share: float |
 def test_a_hook_takes_no_longer_than_all_hooks() -> None:
     (finding,) = findings(on_cpu(callbacks_logging=10.0, hooks_ms={"self.log": 12.0}))
     assert "(slowest: self.log 10.00 ms)" in finding.why
+
+
+REQUESTED = {"evidence": {"requested_garbage_collection": {"where": "train.py:42", "ms_per_step": 20.0}}}
+COLLECTS, ADVICE = "gc.collect() at train.py:42", "most of it is gc.collect() at train.py:42: call it once an epoch"
+
+
+@pytest.mark.parametrize(
+    ("parts", "evidence", "is_named"),
+    [
+        ({"forward": 30.0, "backward": 5.0, "optimizer": 1.0}, REQUESTED, True),
+        ({"forward": 30.0, "backward": 5.0, "optimizer": 1.0}, {}, False),
+        ({"callbacks_logging": 30.0, "hooks_ms": {"Tidy.on_train_batch_end": 30.0}}, REQUESTED, True),
+        ({"callbacks_logging": 30.0, "hooks_ms": {"Tidy.on_train_batch_end": 30.0}}, {}, False),
+        ({"data_wait": 30.0}, REQUESTED, False),
+    ],
+    ids=["step", "other work in the step", "hook", "another hook", "elsewhere"],
+)
+def test_a_line_that_collects_garbage_in_each_step_is_what_to_change(
+    parts: dict[str, Any], evidence: dict[str, Any], is_named: bool
+) -> None:
+    seen = on_cpu(blocked_ms=0.0, **parts, **evidence)
+    (finding, *others) = findings(seen)
+    assert (ADVICE in finding.why) is is_named
+    note = [f"{COLLECTS} takes 20.0 ms of each step" in text for text in list_caveats(seen, (finding, *others))]
+    assert note == ([True] if evidence and not is_named else []), "said once"
+
+
+def test_garbage_collected_for_a_small_share_of_the_step_is_not_worth_a_word() -> None:
+    seldom = {"requested_garbage_collection": {"where": "train.py:42", "ms_per_step": 1.0}}
+    assert list_caveats(on_cpu(data_wait=20.0, evidence=seldom)) == []

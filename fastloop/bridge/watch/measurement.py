@@ -24,6 +24,7 @@ from fastloop.evidence.clock.step_account import COMPUTE
 from fastloop.evidence.clock.step_clock import EVERY, FIRST_IN_DETAIL, Window
 from fastloop.evidence.gpu import efficiency
 from fastloop.records.measurement import GPU_READINGS, PARTS, Measurement
+from fastloop.records.readings import REQUESTED_GARBAGE
 
 SAMPLED = ("h2d", *COMPUTE)
 """Parts that are known only from steps marked in detail."""
@@ -75,6 +76,10 @@ def build_measurement(watch: Watch, about: Mapping[str, Any], evidence: Mapping[
     }
     if watch.garbage.passes:
         evidence = {**evidence, GARBAGE: {"ms_per_step": 1e3 * window.garbage_s, "passes": watch.garbage.passes}}
+    if asked := watch.garbage.requested_s:
+        where = max(asked, key=asked.__getitem__)
+        ms = 1e3 * asked[where] / window.steps
+        evidence = {**evidence, REQUESTED_GARBAGE: {"where": where, "ms_per_step": ms}}
     if (long := find_pauses(window.step_s)) is not None:
         evidence = {**evidence, PAUSES: {"ms_per_step": 1e3 * long.s_per_step, "steps": long.steps}}
     common["evidence"] = evidence

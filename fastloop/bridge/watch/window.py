@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from fastloop.evidence.clock.gc_pauses import Garbage
 from fastloop.evidence.clock.loss_log import LossLog
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.clock.step_clock import Clock, Window
+from fastloop.evidence.sync.call_site import find_site
 
 ENOUGH_STEPS = 200
 """If extras follow and the length of the fit is unknown, the window ends after this many steps, once ten times the
@@ -77,7 +79,7 @@ class Watch:
         self.device, self.settings, self._owed, self.board = device, settings, owed, board
         self.clock = Clock(device, settings.warmup_steps, one_time=one_time)
         self._note_costs = note_costs
-        self.marks, self.garbage = Marks(self.clock), Garbage(self.clock)
+        self.marks, self.garbage = Marks(self.clock), Garbage(self.clock, _name_caller)
         self.losses, self.tokens = LossLog(), Tokens()
         self.ends_at: int | None = None
         """Optimizer steps that this fit will make; None if the Trainer does not know."""
@@ -226,3 +228,9 @@ class Watch:
             self.board_seen = self.board.stop()
         if self.drift_checks is not None:
             self.drift_checks.reference(self.window, self.clock.total_steps)
+
+
+def _name_caller(frame: FrameType | None) -> str | None:
+    """Return the line of other code that called from here; None if it was fastloop."""
+    site = find_site(frame)
+    return None if site.ours else site.where

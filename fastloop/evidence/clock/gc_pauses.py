@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -22,11 +23,19 @@ WHOLE = 2
 class Garbage:
     """Adds the host time of passes to a clock's `collected_s`, from ``start`` to ``stop``.
 
-    An explicit ``gc.collect()`` is charged to the hook or phase that calls it.
+    An explicit ``gc.collect()`` is charged to the hook or phase that calls it, and its time is noted by its line.
+
+    Args:
+        name_caller: returns the line to blame for a call from this frame, such as ``train.py:42``; None if nobody is.
     """
 
-    def __init__(self, clock: step_clock.Clock) -> None:
+    def __init__(
+        self, clock: step_clock.Clock, name_caller: Callable[[FrameType | None], str | None] = lambda _: None
+    ) -> None:
         self.passes = 0
+        self.requested_s: defaultdict[str, float] = defaultdict(float)
+        """Host time of explicit passes, by the line that calls for them."""
+        self._name_caller = name_caller
         self._clock, self._since = clock, 0.0
 
     def start(self) -> None:
@@ -42,9 +51,12 @@ class Garbage:
             self._since = step_clock.now()
         elif self._since:
             took, self._since = step_clock.now() - self._since, 0.0
-            if info.get("generation") != WHOLE or not _was_requested(sys._getframe().f_back):
+            caller = sys._getframe().f_back
+            if info.get("generation") != WHOLE or not _was_requested(caller):
                 self.passes += 1
                 self._clock.collected_s += took
+            elif (line := self._name_caller(caller)) is not None:
+                self.requested_s[line] += took
 
 
 def _was_requested(frame: FrameType | None) -> bool:

@@ -64,6 +64,10 @@ def suggest_next(trial: Trial) -> str | None:
         return "see above where its processes were, and find what they wait for"
     if cause.startswith("exceeded its time limit"):
         return "give it more time with --limit SECONDS, or fewer steps"
+    if cause.endswith("EOFError: EOF when reading a line"):
+        return "pass what the script asks for as arguments: a trial has no terminal to answer at"
+    if re.search(r"arguments are required|Missing (option|argument)", cause):
+        return "pass the script's arguments with --args"
     if "before the window" in cause:
         return "train longer, or open the window sooner with watch.warmup_steps=3"
     if "a climb needs" in cause:

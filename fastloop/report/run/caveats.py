@@ -7,14 +7,18 @@ from typing import Any
 
 from fastloop.records.measurement import CEILINGS, DISTURBED, Measurement, measure_unevenness
 from fastloop.records.plan import Finding, say_count
+from fastloop.records.readings import read_requested_garbage, read_step_ms
 
 DRIFTED_PCT = 10.0
+WORTH_A_NOTE = 0.05
+"""Smallest share of the step for which the user's own garbage collection is named."""
 LONG_STEPS = ("the mean step is", "were so long that")
 """Phrases in a finding about a few long steps."""
 
 
 def list_caveats(seen: Measurement, findings: Sequence[Finding] = ()) -> list[str]:
-    """Return the reasons to doubt the figures, as one text, without those that findings mention; empty if none."""
+    """Return the reasons to doubt the figures, and costs that lie in several parts of the step, as one text, without
+    those that findings mention; empty if none."""
     is_named = any(words in finding.why for finding in findings for words in LONG_STEPS)
     repeats = (seen.evidence.get("loader") or {}).get("repeats")
     caveats = [
@@ -24,6 +28,7 @@ def list_caveats(seen: Measurement, findings: Sequence[Finding] = ()) -> list[st
         *_list_skipped_steps(seen),
         *_list_missing_trace(seen),
         *([] if is_named else list_unevenness(seen)),
+        *_list_requested_garbage(seen, findings),
         *_list_disturbances(seen),
         *_list_drift(seen),
     ]
@@ -46,6 +51,14 @@ def _list_skipped_steps(seen: Measurement) -> list[str]:
         return []
     steps = say_count(skipped, "optimizer step")
     return [f"the loss scaler skipped {steps} whose gradients overflowed float16; schedulers advanced anyway"]
+
+
+def _list_requested_garbage(seen: Measurement, findings: Sequence[Finding]) -> list[str]:
+    """Report a line that collects garbage for a twentieth of the step or more, unless a finding names it."""
+    line, ms = read_requested_garbage(seen)
+    if not ms or ms < WORTH_A_NOTE * (read_step_ms(seen) or ms) or any(line in finding.why for finding in findings):
+        return []
+    return [f"{line} takes {ms:.1f} ms of each step"]
 
 
 def _list_missing_trace(seen: Measurement) -> list[str]:

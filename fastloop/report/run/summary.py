@@ -60,7 +60,7 @@ STYLES = {
 """Styles by the name of the part."""
 MOST_LINES = 12
 TOLD = 2
-"""Number of findings, from the first, whose reasons the summary shows."""
+"""Number of findings, from the first, whose reasons the summary shows; that of growing memory is always shown."""
 WORTH_A_WORD_S = 0.05
 """One-time costs below this are not named."""
 BAR_CELLS = 22
@@ -287,8 +287,8 @@ def _round(steps: float) -> float:
 
 
 def _list_reasons(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
-    also = [f"also {title}: " for title in titles[1:TOLD]]
-    return [f"  {start}{finding.why}" for start, finding in zip(["", *also], findings[:TOLD], strict=False)]
+    told = [place for place, each in enumerate(findings) if place < TOLD or each.bottleneck == "memory_creep"]
+    return [f"  {f'also {titles[place]}: ' if place else ''}{findings[place].why}" for place in told]
 
 
 def select_known(parts: Mapping[str, float | None]) -> dict[str, float]:

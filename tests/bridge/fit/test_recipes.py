@@ -114,6 +114,15 @@ def test_no_recipe() -> None:
     assert caught.value.got == "safe" and "cifar10, gpt2, resnet50" in caught.value.do
 
 
+@pytest.mark.parametrize(("file", "do"), [("config.resolved.yaml", "fastloop exec --config"), ("my.yaml", "base:")])
+def test_what_a_script_was_trained_with_trains_one_again(file: str, do: str, here: Path) -> None:
+    """Its run directory has a configuration to run again, which then named nothing to train."""
+    (here / file).write_text("rungs: {host: {enabled: true}}\n")
+    with pytest.raises(ConfigError, match="there is nothing to train") as caught:
+        recipes.build_recipe(load(file))
+    assert do in caught.value.do
+
+
 @pytest.mark.parametrize("own", [True, False], ids=["own", "shipped"])
 def test_another_process_can_unpickle_what_it_defines(own: bool, here: Path, quick_starts: None) -> None:
     """As a loader's worker has to that starts by spawn."""

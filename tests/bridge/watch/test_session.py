@@ -554,3 +554,32 @@ def test_a_pass_of_the_garbage_collector_is_not_the_loaders(
     assert ("garbage collection took" in loop.findings[0].why) is listens
     step_ms = loop.measurement.step_ms["mean"]
     assert abs(loop.measurement.parts_ms["unexplained"]) < max(1.0, 0.1 * step_ms), "beside other work some is"
+
+
+class Tidies(Regression):
+    """Collects garbage by itself in every step, or not at all."""
+
+    def __init__(self, often: bool) -> None:
+        super().__init__()
+        self.often = often
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.often:
+            gc.collect()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("often", [True, False])
+def test_a_line_that_collects_garbage_is_named(often: bool) -> None:
+    host = {"enabled": True, "gc_every_steps": 4}
+    loop = FastLoop({"watch": {"warmup_steps": 5}, "rungs": {"host": host}}, quiet=True)
+    pairs = torch.utils.data.TensorDataset(torch.ones(120, 8), torch.ones(120, 1))
+    trainer(callbacks=[loop]).fit(Tidies(often), torch.utils.data.DataLoader(pairs, batch_size=8))
+    assert loop.measurement is not None
+    found = loop.measurement.evidence.get("requested_garbage_collection")
+    if not often:
+        assert found is None, "the rung's own passes are not the user's"
+        return
+    line = Tidies.training_step.__code__.co_firstlineno + 2
+    assert found is not None and str(found["where"]).endswith(f"test_session.py:{line}") and found["ms_per_step"] > 0
+    assert f"gc.collect() at {found['where']}" in loop.findings[0].why

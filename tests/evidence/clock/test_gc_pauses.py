@@ -73,6 +73,20 @@ def test_what_somebody_asks_for_stays_with_who_asked(clock: Any, slow: None) -> 
         garbage.stop()
 
 
+def test_who_asks_for_passes_is_noted_with_their_time(clock: Any, slow: None) -> None:
+    garbage, nobody = Garbage(clock, lambda frame: frame and frame.f_code.co_name), Garbage(clock)
+    for each in (garbage, nobody):
+        each.start()
+        try:
+            gc.collect()
+            (lambda: collects())()
+            gc.collect()
+        finally:
+            each.stop()
+    assert garbage.requested_s == {"test_who_asks_for_passes_is_noted_with_their_time": 1.0}
+    assert nobody.requested_s == {} and nobody.passes == garbage.passes == 1
+
+
 def test_real_time_of_a_real_pass(clock: Any) -> None:
     def many() -> Any:
         return [[number] for number in range(200_000)]

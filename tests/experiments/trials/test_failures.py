@@ -66,6 +66,9 @@ def trial(cause: str | None, tail: str = "", code: int = 1) -> Trial:
         ("exceeded its time limit of 60 s at step 7; it was ended", "--limit SECONDS"),
         ("the fit of train ended after 8 steps, before the window, which opens after 20", "watch.warmup_steps=3"),
         ("train ended with exit code 2 before it made a Trainer", "with --args"),
+        ("exit code 2: train.py: error: the following arguments are required: --data", "with --args"),
+        ("exit code 2: Error: Missing option '--data'.", "with --args"),
+        ("exit code 1: EOFError: EOF when reading a line", "as arguments"),
     ],
 )
 def test_a_failure_says_what_to_do_next(cause: str, do: str) -> None:

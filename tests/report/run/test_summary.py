@@ -345,6 +345,16 @@ def test_a_finding_s_title_is_said() -> None:
     assert lines[0].startswith("fastloop A 82 %   ") and lines[2].startswith("  also B C: ")
 
 
+@pytest.mark.parametrize("before", [1, 2, 4])
+def test_growing_memory_is_told_however_many_findings_come_before_it(before: int) -> None:
+    """It comes last, because it costs no time until it ends the training."""
+    creep = Finding(bottleneck="memory_creep", share_pct=None, why="Net.history keeps graphs", title="MEMORY GROWS")
+    others = [dataclasses.replace(WAITS, title=f"OTHER {number}", why=f"why {number}") for number in range(before)]
+    told = [line for line in summary.write_lines(SEEN, Plan(), [], [*others, creep]) if line.startswith("  ")]
+    assert told[-1] == "  also MEMORY GROWS: Net.history keeps graphs"
+    assert len(told) == min(before, summary.TOLD) + 1, "other findings stay in the report"
+
+
 def test_every_part_has_a_letter_of_its_own() -> None:
     assert set(summary.STYLES) == set(PARTS)
     letters = [style.short[0] for style in summary.STYLES.values()]
