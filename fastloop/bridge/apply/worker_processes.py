@@ -117,7 +117,12 @@ class WorkerProcesses:
             )
             epochs = self._more.batches
         if settings.get("persistent_workers") and not loader.persistent_workers:
-            self._fresh = FreshWorkers(tell=self._say, epochs=epochs, twice=twice if loader.num_workers else None)
+            self._fresh = FreshWorkers(
+                tell=self._say,
+                epochs=epochs,
+                twice=twice if loader.num_workers else None,
+                is_training=self._is_training,
+            )
             epochs = self._fresh.batches
         begins_early = NEXT_EPOCH in plan.wants and settings.get("in_order", getattr(loader, "in_order", True))
         return self._begin_early(loader, epochs) if begins_early else epochs
