@@ -13,6 +13,7 @@ from fastloop.errors import let_through
 from fastloop.evidence import loader_queue
 from fastloop.feeds.batch_tree import is_container, may_hide_tensors, rebuild, walk_storage
 from fastloop.feeds.lazy_loader import LazyLoader
+from fastloop.feeds.made_anew import MadeAnew
 
 
 class _Staged(NamedTuple):
@@ -31,6 +32,8 @@ class DeviceFeed(LazyLoader):
         device: target of the copies. On the CPU the feed only reads ahead (for tests).
         stage: moves one batch to the device and runs the user's transfer hooks; called on the side stream.
         count: returns how many batches the loop requests; the feed reads no more. None: it reads to the end.
+        watch: begins to watch an epoch for changes of what its samples are read from; None if they cannot matter.
+        step_down: receives the reason why no more batches are read ahead, and how many may be outdated.
         start: arguments of LazyLoader.
     """
 
@@ -40,6 +43,8 @@ class DeviceFeed(LazyLoader):
         "device",
         "stage",
         "count",
+        "watch",
+        "step_down",
         "retired",
         "stream",
         "hides_tensors",
@@ -54,10 +59,13 @@ class DeviceFeed(LazyLoader):
         device: torch.device,
         stage: Callable[[Any], Any],
         count: Callable[[], int | None] = lambda: None,
+        watch: Callable[[], MadeAnew] | None = None,
+        step_down: Callable[[str, int], None] = lambda _why, _outdated: None,
         **start: Any,
     ) -> None:
         super().__init__(inner, **start)
         self.depth, self.device, self.stage, self.count = depth, device, stage, count
+        self.watch, self.step_down = watch, step_down
         self.retired = False
         """If true, the feed passes batches through unchanged, from its next start on."""
         self.stream: Any = None
@@ -75,8 +83,16 @@ class DeviceFeed(LazyLoader):
             return
         call, exhausted = 0, False
         failed: Exception | None = None
+        anew = None if self.watch is None else self.watch()
         while True:
             call += 1
+            if anew is not None and ready and (found := anew.find_change(len(ready))) is not None:
+                self.depth = 0
+                self.step_down(*found)
+            if anew is not None and anew.due:
+                ready.clear()
+                yield self._hand_out(self._copy(anew.make_due(), call), call)
+                continue
             # Two at a time until the feed is full: filling it at once would delay the first step.
             for _ in range(2):
                 if exhausted or len(ready) > self.depth:
@@ -91,11 +107,15 @@ class DeviceFeed(LazyLoader):
                     exhausted, failed = True, self._name_death(error)
                     break
                 self._note_fetched()
+                if anew is not None:
+                    anew.note_fetched()
                 ready.append(self._copy(batch, call))
             if not ready:
                 if failed is not None:
                     raise failed
                 return
+            if anew is not None:
+                anew.note_handed_out()
             yield self._hand_out(ready.popleft(), call)
 
     def _name_death(self, error: Exception) -> Exception:

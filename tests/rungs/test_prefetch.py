@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fastloop import FastLoop
@@ -23,7 +23,7 @@ from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.prefetch import Prefetch
-from tests.runs import KeepsTrainers, Net, Run, batches, both, distance, feed_on_cpu, numbered, run
+from tests.runs import Holds, KeepsTrainers, Net, Run, batches, both, distance, feed_on_cpu, numbered, run
 
 PREFETCH: dict[str, Any] = {"prefetch": {"depth": 2}}
 CPU = "needs CUDA; this run is on cpu, where there is no copy to overlap"
@@ -160,6 +160,39 @@ def test_parity(on_cpu: None, workers: int, settings: dict[str, Any]) -> None:
         expected = [number for name, number in plain.module.calls if name == hook]
         # Batches that were fetched ahead and not used any more had their first two hooks.
         assert called == expected or (hook in ("before", "transfer") and settings)
+
+
+class Reads(Holds):
+    def __getitem__(self, index: int) -> Any:
+        x, *rest = super().__getitem__(index)
+        return (x + self.level, *rest)
+
+
+class Raises(Net):
+    """Changes the data in a way that no reading of its code finds."""
+
+    data: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step in (2, 8):
+            exec("self.data[0].level += 1")
+        return super().training_step(batch, batch_idx)
+
+
+def read_levels(dataset: Any) -> DataLoader[Any]:
+    Raises.data = [dataset]
+    return DataLoader(dataset, 4, shuffle=True)
+
+
+@pytest.mark.parametrize("rungs", [{}, {"workers": {"count": 1}}, {"nodes": {"threads": 2}}])
+def test_batches_on_the_device_are_made_anew_once_their_data_changed(on_cpu: None, rungs: dict[str, Any]) -> None:
+    plain, ours = both({**PREFETCH, **rungs}, lambda: read_levels(Reads(level=0)), Raises, max_epochs=2)
+    assert distance(plain, ours) == 0 and ours.module.samples == plain.module.samples
+    assert "dataset changed while batches waited on the device" in str(ours.reason("prefetch"))
+    assert all("dataset changed while" in str(ours.reason(rung)) for rung in rungs)
+    assert ours.loop is not None and ours.loop.plan.parity == "exact"
+    again, _ = both(PREFETCH, lambda: read_levels(Reads(level=1)), Raises, max_epochs=2)
+    assert distance(plain, again) > 0, "else this test shows nothing"
 
 
 def test_hooks_run_in_order_and_ahead(on_cpu: None) -> None:

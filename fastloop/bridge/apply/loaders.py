@@ -28,6 +28,7 @@ from fastloop.feeds.lazy_loader import (
     name_sampler,
     read_like_workers,
 )
+from fastloop.feeds.made_anew import watch_loader
 from fastloop.feeds.place.kept_order import EpochPlace
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 from fastloop.feeds.workers.tried_workers import end_workers
@@ -144,6 +145,8 @@ class TrainLoaders:
                 changed,
                 depth,
                 count=asked if bounded is None else lambda: None,  # else the bounded sampler ends the epoch
+                watch=watch_loader(changed, loader),
+                step_down=partial(self._workers.leave, "feed.depth"),
                 keeps_iterator=keeps_iterator,
                 epochs=epochs,
                 engine=engine,
@@ -199,6 +202,8 @@ class TrainLoaders:
             read_like_workers(engine, loader)
         if hasattr(engine, "wants_channels_last"):
             engine.wants_channels_last = self.staging.wants_channels_last
+        if hasattr(engine, "step_down"):
+            engine.step_down = partial(self._workers.leave, "loader.engine")
         return engine
 
     def check_engines(self, loader: Any, plan: Plan, plan_anew: Callable[[Plan, str], Plan]) -> Plan:

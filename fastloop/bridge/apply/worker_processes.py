@@ -117,7 +117,12 @@ class WorkerProcesses:
             )
             epochs = self._more.batches
         if settings.get("persistent_workers") and not loader.persistent_workers:
-            self._fresh = FreshWorkers(tell=self._say, epochs=epochs, twice=twice if loader.num_workers else None)
+            self._fresh = FreshWorkers(
+                tell=self._say,
+                epochs=epochs,
+                twice=twice if loader.num_workers else None,
+                is_training=self._is_training,
+            )
             epochs = self._fresh.batches
         begins_early = NEXT_EPOCH in plan.wants and settings.get("in_order", getattr(loader, "in_order", True))
         return self._begin_early(loader, epochs) if begins_early else epochs
@@ -178,10 +183,17 @@ class WorkerProcesses:
         """Workers would work but are not worth it in this run; the verdict says so."""
         self._give_up("loader.num_workers", why, is_refusal=False, has_acted=True)
 
-    def _own_up(self, batches: int) -> None:
+    def _own_up(self, batches: int, key: str = "loader.num_workers") -> None:
         """Batches of the training may have been made from outdated data."""
         made = "1 batch was" if batches == 1 else f"{batches} batches were"
-        self._weaken("loader.num_workers", f"up to {made} loaded from data that has changed since", "changes-training")
+        self._weaken(key, f"up to {made} loaded from data that has changed since", "changes-training")
+
+    def leave(self, key: str, why: str, outdated: int) -> None:
+        """What this setting put in place loads no more batches ahead; so many of those it gave may be outdated."""
+        if outdated:
+            self._own_up(outdated, key)
+        self._give_up(key, why, has_acted=True)
+        self._warn(f"no batches are loaded ahead from now on: {why}")
 
     def _step_down(self, workers: int, ahead: int, why: str) -> None:
         """Continue with fewer workers than planned, or none."""

@@ -350,23 +350,24 @@ def _get_function(member: Any) -> Any:
 
 def _list_called_names(held: Sequence[Any]) -> set[str]:
     """Names of the methods that samples may call on any of these objects: entries, and all that functions with such
-    names name in turn, those of installed packages too."""
+    names name in turn, those of installed packages too, with the strings of those that call ``getattr``."""
     names = set(sample_code.ENTRIES)
     for _, _, function in list_running([("", item) for item in held]):
         names.update(sample_code.list_names(function.__code__))
-    for item in held:  # methods that are kept as attributes
-        names.update(each.__name__ for each in _read_attributes(item).values() if inspect.isroutine(each))
+    for item in held:  # methods that are kept as attributes, and names for ``getattr``
+        kept = _read_attributes(item).values()
+        names.update(each.__name__ for each in kept if inspect.isroutine(each))
+        names.update(each for each in kept if isinstance(each, str))
     bases = dict.fromkeys(base for item in held for base in type(item).__mro__ if sample_code.is_packaged(base))
-    members = [
-        (name, function) for base in bases for name, each in vars(base).items() if (function := _get_function(each))
-    ]
-    left = members
+    left = [(name, made) for base in bases for name, each in vars(base).items() if (made := _get_function(each))]
     while left:
         reached, left = [each for each in left if each[0] in names], [each for each in left if each[0] not in names]
         if not reached:
             break
         for _, function in reached:
-            names.update(sample_code.list_names(function.__code__))
+            named = set(sample_code.list_names(function.__code__))
+            consts = {each for code in sample_code.walk_code(function.__code__) for each in code.co_consts}
+            names |= named - {"getattr"} | (consts if "getattr" in named else set())
     return names
 
 

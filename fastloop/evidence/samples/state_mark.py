@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import inspect
 import mmap
@@ -37,6 +38,8 @@ _SHIFTS = 8
 """Looks after which these are the same numbers again."""
 _SHARED = (SynchronizedBase, ctypes.Array, ctypes._SimpleCData)
 """Values in memory that processes share: workers see changes there, but have read ahead."""
+_CACHE = ".<cache>"
+"""The results of an ``lru_cache``: one more is no change, but what a result holds may change."""
 _INSIDE = ("inner", "dataset")
 """Attributes by which our own objects hold the user's."""
 
@@ -84,6 +87,13 @@ class StateMark:
                 return path
         return None
 
+    def renew(self) -> None:
+        """Forget changes made until now, except those in large arrays, which may be older."""
+        for place, part in enumerate(self._parts):
+            if not part.is_sampled:
+                with contextlib.suppress(Exception):  # `find_change` leaves such a part out
+                    self._parts[place] = part._replace(held=part.read())
+
 
 def _is_same(now: Any, then: Any) -> bool:
     return now is then or (type(now) is type(then) and isinstance(now, _PLAIN) and now == then)
@@ -107,7 +117,7 @@ def _walk(roots: dict[str, Any]) -> Iterator[_Part]:
                 continue
             if isinstance(item, _SHARED) and path.rpartition(".")[2] in _list_written(known.values()):
                 continue
-            read = _find_reader(item)
+            read = None if path.endswith(_CACHE) else _find_reader(item)
             part = None if read is None else _Part(path, read, read(), isinstance(read, _Sampled))
             members = [(f"{path}{step}", member) for step, member in _list_members(item)]
         except Exception as error:

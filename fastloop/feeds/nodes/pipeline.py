@@ -1,7 +1,8 @@
 """Runs a DataLoader's epochs in a torchdata.nodes pipeline of threads, with its dataset, sampler and collate function.
 
 The order is deterministic: the loop draws from the sampler, a fixed number of batches ahead, and takes the batches in
-that order. Thread timing only decides when a batch is ready.
+that order. Thread timing only decides when a batch is ready. If something changes what the dataset holds while batches
+are waiting, these are made anew, and from then on each batch is made when it is due, as without threads.
 Source: https://docs.pytorch.org/data/0.11/torchdata.nodes.html
 """
 
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, Subset
 from torchdata.nodes import BaseNode, ParallelMapper
 
 from fastloop.errors import FastLoopError
+from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.feeds.nodes.own_draws import draw_own
 from fastloop.feeds.workers import tried_workers
 from fastloop.feeds.workers.whereabouts import find_thread
@@ -39,6 +41,10 @@ class ThreadEngine:
         own_draws: whether samples draw torch's random numbers, so that each batch gets a separate generator.
         turn_off: the configuration key that turns threads off, as the user writes it.
         warn: shows the user one line.
+
+    Attributes:
+        step_down: receives the reason why threads load no more batches, and how many batches that were handed out may
+            have been made from outdated data.
     """
 
     has_one_thread_each = True
@@ -56,6 +62,8 @@ class ThreadEngine:
         self.own_draws = own_draws
         self.loader, self.threads, self.turn_off, self.warn = loader, threads, turn_off, warn
         self.seen = {"threads": 0, "samples": 0}
+        self.step_down: Callable[[str, int], None] = lambda _why, _outdated: None
+        self.loads_when_due = False
         self._live: weakref.WeakSet[_Epoch] = weakref.WeakSet()
 
     def load(self, seed: int) -> Iterator[Any]:
@@ -172,15 +180,17 @@ class _Epoch(Iterator[Any]):
         self._node: Any = None
         self._waiting: deque[_Task] = deque()
         self._threads: set[int] = set()
-        self._over = False
+        self._handed_out = 0
+        self._mark: StateMark | None = None
+        self._over, self._has_started = False, False
 
     def __next__(self) -> Any:
         if self._over:
             raise StopIteration
         try:
-            if self._node is None:
+            if not self._has_started:
                 self._start()
-            return self._take()
+            return self._make_due() if self._engine.loads_when_due else self._take()
         except BaseException:
             self.close()
             raise
@@ -191,14 +201,17 @@ class _Epoch(Iterator[Any]):
         self._indices: Iterator[Any] | None = iter(sampler)
         self._refused: Exception | None = None
         self._load, self._tasks = _Load(loader), _Tasks()
+        self._has_started = True
+        if self._engine.loads_when_due:
+            return
         self._owner, self._torch_threads = threading.get_ident(), torch.get_num_threads()
         self._node = ParallelMapper(self._tasks, self._load, self._engine.threads, snapshot_frequency=0)
         self._node.reset()  # starts its threads
-        self._fill()
+        self._fill(AHEAD * self._engine.threads)
 
-    def _fill(self) -> None:
-        """Draw from the sampler, in this thread, until enough batches are in progress."""
-        while self._indices is not None and len(self._waiting) < AHEAD * self._engine.threads:
+    def _fill(self, most: int) -> None:
+        """Draw from the sampler, in this thread, until this many batches are in progress."""
+        while self._indices is not None and len(self._waiting) < most:
             try:
                 task = _Task(copy.copy(next(self._indices)), self._seed)  # some samplers reuse one list
             except Exception as error:  # raised after the batches before it
@@ -213,15 +226,40 @@ class _Epoch(Iterator[Any]):
             raise self._refused or StopIteration
         task = self._waiting[0]
         self._wait_for(task)
+        if self._is_outdated():
+            return self._make_due()
         next(self._node)  # returns this task, since they come in order
         self._waiting.popleft()
         # Clear the task's references: its thread holds the task until the next one, and so does the error.
         batch, error, task.batch, task.error = task.batch, task.error, None, None
         if error is not None:
             raise self._name_samples(error, task)
-        self._fill()
+        self._fill(AHEAD * self._engine.threads)
         self._note(task)
+        self._handed_out += 1
         return batch
+
+    def _is_outdated(self) -> bool:
+        """Whether waiting batches were made before something changed what the dataset holds; then the threads end."""
+        if self._mark is None:  # what the first samples leave behind, such as a library's own caches, is no change
+            self._mark = StateMark(dataset=self._load.dataset, collate_fn=self._load.collate)
+        if (changed := self._mark.find_change()) is None:
+            return False
+        self._end_threads()
+        self._engine.loads_when_due, self._load = True, _Load(self._engine.loader)
+        why = f"{changed} changed while batches were being loaded, and threads had loaded some of them before that"
+        self._engine.step_down(why, self._handed_out if self._mark.is_late else 0)
+        return True
+
+    def _make_due(self) -> Any:
+        """Make the next batch here, from the indices that were drawn for it."""
+        self._fill(1)
+        if not self._waiting:
+            raise self._refused or StopIteration
+        task = self._load(self._waiting.popleft())
+        if task.error is not None:
+            raise task.error
+        return task.batch
 
     def _wait_for(self, task: _Task) -> None:
         begun, said = time.monotonic(), False
@@ -261,10 +299,13 @@ class _Epoch(Iterator[Any]):
     def close(self) -> None:
         """End the threads: each finishes its current sample."""
         self._over = True
+        self._waiting.clear()
+        self._end_threads()
+
+    def _end_threads(self) -> None:
         if self._node is None:
             return
         self._load.stopped = True
-        self._waiting.clear()
         self._tasks.put.put(None)
         self._node = None  # it joins its threads when it is deleted
         if threading.get_ident() == self._owner:

@@ -26,12 +26,19 @@ class FreshWorkers:
         tell: receives a line the first time that the workers are restarted.
         epochs: makes the batches of an epoch.
         twice: a check whether reading a sample changes it; None if that does not matter.
+        is_training: whether the training itself requests an epoch now, not a callback.
     """
 
     def __init__(
-        self, *, tell: Callable[[str], None], epochs: Epochs = begin_unchanged, twice: ReadTwice | None = None
+        self,
+        *,
+        tell: Callable[[str], None],
+        epochs: Epochs = begin_unchanged,
+        twice: ReadTwice | None = None,
+        is_training: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._tell, self._epochs, self._twice = tell, epochs, twice
+        self._tell, self._epochs, self._twice, self._is_training = tell, epochs, twice, is_training
+        self._is_read = False
         self.kept = self.restarts = 0
         self.reason: str | None = None
         self._mark: StateMark | None = None
@@ -39,6 +46,8 @@ class FreshWorkers:
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the batches of one epoch, which begins with this call; `begin` makes the loader's iterator."""
         kept = loader._iterator
+        if self._is_read and kept is not None and not self._is_training():
+            return _begin_apart(loader, begin)
         changed = None if self._mark is None or kept is None else self._find_change()
         self.kept += kept is not None and changed is None
         if kept is not None and changed is not None:
@@ -48,7 +57,14 @@ class FreshWorkers:
             if self.restarts == 1:
                 self._tell(f"{changed}, so the loader's workers are restarted between epochs")
         self._mark = StateMark(dataset=loader.dataset, collate_fn=loader.collate_fn)
-        return self._epochs(loader, begin)
+        return self._read(self._epochs(loader, begin))
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._is_read = True
+        try:
+            yield from batches
+        finally:
+            self._is_read = False
 
     def may_keep(self) -> bool:
         """Whether reading a sample is not known to change it, and no answer to that is still to come."""
@@ -61,3 +77,14 @@ class FreshWorkers:
             return self._twice.find_change()[1] or PENDING
         changed = None if self._mark is None else self._mark.find_change()
         return None if changed is None else f"{changed} changes between epochs"
+
+
+def _begin_apart(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Start an iterator with workers of its own, for a callback that reads a loader in mid-epoch. From a loader that
+    keeps its workers, torch would return the one iterator that the training is reading, started anew."""
+    own = {name: loader.__dict__[name] for name in ("persistent_workers", "_iterator")}
+    loader.__dict__.update(persistent_workers=False, _iterator=None)
+    try:
+        return begin()
+    finally:
+        loader.__dict__.update(own)

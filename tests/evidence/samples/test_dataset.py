@@ -286,6 +286,22 @@ class Base:
     @property
     def noise(self):
         return random.random()
+
+
+class Looks(Table):
+    def __init__(self, op):
+        self.op = op
+
+    def __getitem__(self, index):
+        return getattr(self, "rows")[index]
+
+    def __call__(self, index):
+        return getattr(self, self.op)()
+
+
+class Draws(Table):
+    def __getitem__(self, index):
+        return getattr(self, "sample")()
 """
 
 
@@ -307,6 +323,9 @@ def test_of_an_installed_class_only_what_samples_run_counts(tmp_path: Path, monk
     assert draws_random(Extends()) == ("Extends._augment",)
     assert draws_random(Items(table=package.Table())) == ()
     assert draws_random(Items(transform=package.Augments())) == ("Augments.choose",)
+    assert draws_random(Items(table=package.Looks("rows"))) == (), "getattr, of something else"
+    assert draws_random(Items(table=package.Draws())) == ("Draws.sample",)
+    assert draws_random(Items(table=package.Looks("sample"))) == ("Looks.sample",)
     assert draws_random(Samples(table=package.Table())) == ("Samples.__getitem__", "Table.sample")
     monkeypatch.delitem(sys.modules, "tables_of_a_package")
 

@@ -167,6 +167,41 @@ def test_what_code_reads_elsewhere_is_seen(change: Callable[[Any], Any]) -> None
     assert mark.find_change() is not None
 
 
+@functools.lru_cache(maxsize=8)
+def remember(index: int) -> Any:
+    return [index]
+
+
+class Remembers(Reads):
+    def __getitem__(self, index: int) -> Any:
+        return remember(index)
+
+
+def test_one_more_result_in_a_cache_is_no_change() -> None:
+    data = Remembers()
+    for kept in (remember, read_settings):
+        kept.cache_clear()
+    data[0]
+    mark = StateMark(dataset=data)
+    data[1]
+    assert mark.find_change() is None and remember.cache_info().currsize == 2
+
+
+def test_changes_until_a_renewal_are_forgotten_but_not_those_in_large_arrays() -> None:
+    data: Any = types.SimpleNamespace(level=0, notes={}, table=np.zeros(100_000))
+    mark = StateMark(dataset=data)
+    data.level, data.notes["new"] = 1, 2
+    assert mark.find_change() is not None
+    mark.renew()
+    assert mark.find_change() is None
+    data.level = 2
+    assert mark.find_change() is not None
+    mark.renew()
+    data.table += 1
+    mark.renew()
+    assert mark.find_change() == "dataset.table" and mark.is_late
+
+
 SHARED, COUNTED = multiprocessing.Value("d", 0.0), multiprocessing.RawArray("i", 3)
 
 

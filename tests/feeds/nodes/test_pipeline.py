@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, Subset
@@ -306,6 +308,81 @@ def test_a_loader_that_pins_does_so_in_the_threads_for_the_loops_device(monkeypa
     loader, _ = threaded(2, pin_memory=True)
     names = {name for name, _ in loader}
     assert set(devices.values()) == {3} and names == set(devices) and "MainThread" not in names
+
+
+# -- data that the training changes ------------------------------------------------------------------------------------
+
+
+class Levels(Numbers):
+    """Samples read what a training may change out of sight of code reading."""
+
+    def __init__(self, rows: int = 42) -> None:
+        self.level = 0
+        self.table = np.zeros(rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), index + self.level + self.table[index])
+
+
+def train(loader: Any, dataset: Levels, change: Any) -> list[list[Any]]:
+    """Two epochs; after the third batch of the first, the training changes the dataset."""
+    seen: list[list[Any]] = [[], []]
+    for epoch in seen:
+        for batch in loader:
+            epoch.append(batch.tolist())
+            if len(seen[0]) == 3:
+                change(dataset)
+    return seen
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda dataset: setattr(dataset, "level", 100), "dataset"),
+        (lambda dataset: dataset.table.__iadd__(100), "dataset.table"),
+        (lambda dataset: None, None),
+    ],
+)
+def test_waiting_batches_are_made_anew_once_the_training_changed_their_data(
+    change: Any, place: str | None, threads: int
+) -> None:
+    dataset, told = Levels(), list[tuple[str, int]]()
+    loader, engine = threaded(threads, dataset, shuffle=True)
+    engine.step_down = lambda *how: told.append(how)
+    torch.manual_seed(3)
+    ours = train(loader, dataset, change)
+    torch.manual_seed(3)
+    again = Levels()
+    assert ours == train(DataLoader(again, 4, shuffle=True), again, change)
+    why = f"{place} changed while batches were being loaded, and threads had loaded some of them before that"
+    assert told == ([] if place is None else [(why, 0)]), "said once"
+    assert engine.loads_when_due is (place is not None)
+    assert engine.evidence()["samples"] == (84 if place is None else 12)
+
+
+def test_a_change_in_a_large_table_that_is_seen_late_is_owned_up() -> None:
+    dataset, told = Levels(10**5), list[tuple[str, int]]()
+    loader, engine = threaded(2, dataset)
+    engine.step_down = lambda *how: told.append(how)
+    train(loader, dataset, lambda each: each.table.__iadd__(1))
+    assert len(told) == 1 and told[0][0].startswith("dataset.table changed") and told[0][1] == 3
+
+
+def test_what_samples_remember_by_lru_cache_is_no_change() -> None:
+    loader, engine = threaded(2, Remembers())
+    engine.step_down = lambda *how: pytest.fail(str(how))
+    assert [len(list(loader)) for _ in range(2)] == [11, 11] and not engine.loads_when_due
+
+
+@functools.lru_cache(maxsize=64)
+def remember(index: int) -> torch.Tensor:
+    return torch.full((3,), index)
+
+
+class Remembers(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return remember(index) + 0
 
 
 # -- pictures that are none --------------------------------------------------------------------------------------------

@@ -51,3 +51,27 @@ def test_they_start_anew_where_the_dataset_has_changed(looks: bool, monkeypatch:
     assert (ours == plain) is looks
     assert len(said) == looks and (pids[0] != pids[1]) is looks and pids[1] == pids[2]
     del loader._iterator
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_callback_that_reads_in_mid_epoch_gets_workers_of_its_own(is_told: bool) -> None:
+    def read_twice(loader: Any, callback: list[bool]) -> list[Any]:
+        torch.manual_seed(3)
+        seen = []
+        for _ in range(2):
+            for place, batch in enumerate(loader):
+                seen.append(batch.tolist())
+                if place == 1:
+                    callback[0] = True
+                    seen.append(next(iter(loader)).tolist())
+                    callback[0] = False
+        return seen
+
+    callback = [False]
+    loader = DataLoader(Levels(), 2, shuffle=True, num_workers=1, persistent_workers=True)
+    fresh = FreshWorkers(tell=pytest.fail, is_training=lambda: not (is_told and callback[0]))
+    ours = read_twice(LazyLoader(loader, epochs=fresh.batches), callback)
+    plain = read_twice(DataLoader(Levels(), 2, shuffle=True, num_workers=1), callback)
+    assert (ours == plain) is is_told, "else torch starts the training's own iterator anew"
+    assert fresh.kept == 1 + 2 * (not is_told) and loader._iterator is not None
+    del loader._iterator

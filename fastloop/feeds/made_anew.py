@@ -1,0 +1,104 @@
+"""Batches that wait on the device, made anew if something changes what their samples were read from.
+
+A run without a feed makes each batch when it is due, from what its dataset holds then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, ClassVar
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from fastloop.evidence.samples.state_mark import StateMark
+from fastloop.feeds.lazy_loader import Disguised, makes_iterators, name_sampler
+
+
+class DrawnIndices(Disguised):
+    """Stands in for a loader's (batch) sampler, and keeps the indices that the last ``iter`` has drawn."""
+
+    _OWN: ClassVar[Collection[str]] = ("inner", "drawn")
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.drawn = inner, deque[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn: deque[Any] | None = None
+        for indices in self.inner:
+            if drawn is None:  # not before: torch calls `iter` twice with workers
+                self.drawn = drawn = deque()
+            drawn.append(copy.copy(indices))  # some samplers reuse one list
+            yield indices
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.copy, (self.inner,)  # copies and pickles of its loader have no part in this run
+
+
+class MadeAnew:
+    """Finds out during one epoch whether waiting batches are outdated, and makes them anew.
+
+    Args:
+        loader: its own sampler must be a `DrawnIndices`; another loader's batches can only be owned up to.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader, self._handed_out = loader, 0
+        self._mark: StateMark | None = None
+        self._drawn: deque[Any] | None = None
+        self.due = deque[Any]()
+        """Indices of the batches that have to be made anew, each when it is due."""
+
+    def note_fetched(self) -> None:
+        """A batch was fetched. What its samples left behind in this process is no change."""
+        if self._mark is None:
+            sampler = getattr(self._loader, name_sampler(self._loader))
+            self._drawn = sampler.drawn if type(sampler) is DrawnIndices else None
+            self._mark = StateMark(dataset=self._loader.dataset, collate_fn=self._loader.collate_fn)
+        elif not self._loader.num_workers:
+            self._mark.renew()
+
+    def note_handed_out(self) -> None:
+        """The training got a batch."""
+        self._handed_out += 1
+        if self._drawn:
+            self._drawn.popleft()
+
+    def find_change(self, waiting: int) -> tuple[str, int] | None:
+        """Return why the waiting batches are outdated, and how many batches the training may use that are; None if
+        nothing has changed. The waiting ones become `due`, where they can be made anew."""
+        changed = None if self._mark is None else self._mark.find_change()
+        if self._mark is None or changed is None:
+            return None
+        why = f"{changed} changed while batches waited on the device"
+        is_late, self._mark = self._mark.is_late, None
+        outdated = self._handed_out if is_late else 0
+        is_theirs = is_late and not self._loader.num_workers  # samples may have changed it themselves, here
+        if is_theirs or self._drawn is None or len(self._drawn) < waiting:
+            return why, outdated + waiting
+        self.due.extend(self._drawn.popleft() for _ in range(waiting))
+        return why, outdated
+
+    def make_due(self) -> Any:
+        """Make the next due batch in this process."""
+        loader, indices = self._loader, self.due.popleft()
+        dataset: Any = loader.dataset
+        if loader.batch_sampler is None:
+            return loader.collate_fn(dataset[indices])
+        fetches_all = bool(getattr(dataset, "__getitems__", None))
+        return loader.collate_fn(dataset.__getitems__(indices) if fetches_all else [dataset[each] for each in indices])
+
+
+Begin = Callable[[], MadeAnew]
+
+
+def watch_loader(loader: Any, own: Any) -> Begin | None:
+    """Prepare our copy of the user's `own` loader; returns what begins to watch an epoch. None if its batches cannot be
+    outdated (the user's workers hold older copies in a plain run, too) or nothing is known of them."""
+    if not isinstance(loader, DataLoader) or loader is own or own.num_workers or makes_iterators(type(own)):
+        return None
+    if not isinstance(loader.dataset, IterableDataset):
+        name = name_sampler(loader)
+        loader.__dict__[name] = DrawnIndices(getattr(loader, name))
+    return lambda: MadeAnew(loader)
