@@ -1,7 +1,8 @@
-"""Finds code that keeps gradients themselves, instead of copies, for longer than a function runs.
+"""Finds code that keeps gradients themselves, instead of copies, for longer than a function runs, or moves them.
 
 By default each backward makes new gradients. In gradient bucket views it writes over those of the last step instead,
-which changes what such code has kept.
+which changes what such code has kept, and ranks exchange the buckets' memory, which is not that of a gradient whose
+``data`` was replaced.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.SetComp, 
 
 
 def list_keepers(owners: Sequence[Any]) -> Iterator[str]:
-    """Names of the user's functions that keep or return gradients, among those of these objects and the code that they
-    name."""
+    """Names of the user's functions that keep, return or move gradients, among those of these objects and the code that
+    they name."""
     functions = [value for owner in owners for value in vars(owner).values() if inspect.isroutine(value)]
     for function in picture_views.walk_functions([*owners, *functions]):
         if sample_code.is_installed(function) or not {"grad", "getattr"} & {*picture_views.list_names(function)}:
@@ -46,7 +47,8 @@ def list_keepers(owners: Sequence[Any]) -> Iterator[str]:
 
 
 def _keeps(tree: ast.AST) -> bool:
-    """Whether a gradient gets out of this function: into an attribute, into a container from outside, or returned."""
+    """Whether a gradient gets out of this function (into an attribute, into a container from outside, or returned) or
+    into other memory."""
     nodes = [*ast.walk(tree)]
     held, own, before = set[str](), {*_list_own(nodes)}, -1
     while before < len(held):
@@ -59,7 +61,16 @@ def _keeps(tree: ast.AST) -> bool:
                 elif not (isinstance(target, ast.Attribute) and target.attr == "grad"):
                     return True
     results = (node.value for node in nodes if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)))
-    return any(_holds(value, held) for value in results)
+    return any(_holds(value, held) for value in results) or any(_moves(node, held) for node in nodes)
+
+
+def _moves(node: ast.AST, held: set[str]) -> bool:
+    """Whether this gives a gradient other memory: ``grad.data = new`` or ``grad.set_(new)``."""
+    if isinstance(node, ast.Assign):  # `grad.data += more` gives it its own memory again
+        moved = [target for target in _spread(node.targets) if getattr(target, "attr", "") == "data"]
+    else:
+        moved = [node] if isinstance(node, ast.Attribute) and node.attr == "set_" else []
+    return any(_holds(each.value, held) for each in moved)  # type: ignore[attr-defined]
 
 
 def _list_targets(node: ast.AST, held: set[str]) -> Iterator[ast.AST]:

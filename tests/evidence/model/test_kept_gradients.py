@@ -78,6 +78,16 @@ def keep_later(self: Any) -> None:
     self.weight.register_post_accumulate_grad_hook(lambda weight: self.before.append(weight.grad))
 
 
+def move(self: Any) -> None:
+    for each in self.parameters():
+        each.grad.data = each.grad.data.clamp(-1, 1)
+
+
+def move_by_call(self: Any) -> None:
+    for grad in [each.grad for each in self.parameters()]:
+        grad.set_(grad.clone())
+
+
 def copy_list(self: Any) -> None:
     self.before = [each.grad.clone() for each in self.parameters()]
     self.deep = copy.deepcopy([each.grad for each in self.parameters()])
@@ -97,6 +107,9 @@ def change(self: Any) -> None:
             each.grad = each.grad.clamp(-1, 1)
             each.grad[0] = 0
             each.grad.data.add_(each, alpha=1e-4)
+            each.grad.data += 1e-4 * each
+            each.grad.data[:] = each.grad.data.clone()
+            each.data = each.data - 0.1 * each.grad
 
 
 def differentiate(self: Any) -> Any:
@@ -115,7 +128,19 @@ def find(function: Callable[..., Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "function", [keep_list, keep_flat, keep_in_helper, keep_by_name, keep_as, keep_first, give_back, keep_later]
+    "function",
+    [
+        keep_list,
+        keep_flat,
+        keep_in_helper,
+        keep_by_name,
+        keep_as,
+        keep_first,
+        give_back,
+        keep_later,
+        move,
+        move_by_call,
+    ],
 )
 def test_functions_that_keep_gradients_are_found(function: Callable[..., Any]) -> None:
     assert find(function) == [function.__qualname__]
