@@ -22,7 +22,11 @@ _SAME = (
 )
 """Attributes and methods of a gradient, or of what holds gradients, whose result may be or hold the same memory."""
 _PASS_ON = {"list", "tuple", "dict", "zip", "enumerate", "filter", "map", "reversed", "sorted", "iter", "next"}
-_PUT = {"append", "appendleft", "add", "extend", "insert", "update", "setdefault", "put", "setattr"}
+_PUT = {"append", "appendleft", "add", "extend", "insert", "update", "setdefault", "put", "setattr"} | {
+    "vector_to_parameters"
+}
+"""Calls that put an argument elsewhere; torch's ``vector_to_parameters`` sets the ``data`` of what it is given."""
+_BACKWARD = {"backward", "manual_backward"}
 _PARTS: dict[type[ast.AST], tuple[str, ...]] = {
     **dict.fromkeys((ast.Subscript, ast.Starred, ast.NamedExpr, ast.DictComp), ("value",)),
     **dict.fromkeys((ast.ListComp, ast.SetComp, ast.GeneratorExp), ("elt",)),
@@ -38,7 +42,9 @@ _DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.SetComp, 
 def list_keepers(owners: Sequence[Any]) -> Iterator[str]:
     """Names of the user's functions that keep, return or move gradients, among those of these objects and the code that
     they name."""
-    functions = [value for owner in owners for value in vars(owner).values() if inspect.isroutine(value)]
+    functions = [
+        value for owner in owners for value in getattr(owner, "__dict__", {}).values() if inspect.isroutine(value)
+    ]
     for function in picture_views.walk_functions([*owners, *functions]):
         if sample_code.is_installed(function) or not {"grad", "getattr"} & {*picture_views.list_names(function)}:
             continue
@@ -48,7 +54,7 @@ def list_keepers(owners: Sequence[Any]) -> Iterator[str]:
 
 def _keeps(tree: ast.AST) -> bool:
     """Whether a gradient gets out of this function (into an attribute, into a container from outside, or returned) or
-    into other memory."""
+    into other memory, or is in a local variable of a function that calls ``backward``."""
     nodes = [*ast.walk(tree)]
     held, own, before = set[str](), {*_list_own(nodes)}, -1
     while before < len(held):
@@ -60,6 +66,8 @@ def _keeps(tree: ast.AST) -> bool:
                     held.add(root)
                 elif not (isinstance(target, ast.Attribute) and target.attr == "grad"):
                     return True
+    if held and any(isinstance(node, ast.Attribute) and node.attr in _BACKWARD for node in nodes):
+        return True
     results = (node.value for node in nodes if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)))
     return any(_holds(value, held) for value in results) or any(_moves(node, held) for node in nodes)
 

@@ -88,6 +88,29 @@ def move_by_call(self: Any) -> None:
         grad.set_(grad.clone())
 
 
+def move_to_vector(self: Any) -> None:
+    vector = torch.cat([each.grad.flatten() for each in self.parameters()])
+    torch.nn.utils.vector_to_parameters(vector / vector.norm(), [each.grad for each in self.parameters()])
+
+
+def keep_through_backward(self: Any) -> None:
+    found = []
+    for loss in self.losses():
+        self.zero_grad()
+        self.manual_backward(loss)
+        found.append([each.grad for each in self.parameters()])
+    for each, *grads in zip(self.parameters(), *found, strict=True):
+        each.grad = sum(grads)
+
+
+def sharpen(self: Any) -> None:
+    self.manual_backward(self.loss())
+    steps = [0.05 * each.grad for each in self.parameters()]
+    for each, step in zip(self.parameters(), steps, strict=True):
+        each.data.add_(step)
+    self.manual_backward(self.loss())
+
+
 def copy_list(self: Any) -> None:
     self.before = [each.grad.clone() for each in self.parameters()]
     self.deep = copy.deepcopy([each.grad for each in self.parameters()])
@@ -140,13 +163,15 @@ def find(function: Callable[..., Any]) -> list[str]:
         keep_later,
         move,
         move_by_call,
+        move_to_vector,
+        keep_through_backward,
     ],
 )
 def test_functions_that_keep_gradients_are_found(function: Callable[..., Any]) -> None:
     assert find(function) == [function.__qualname__]
 
 
-@pytest.mark.parametrize("function", [copy_list, log_norm, change, differentiate, choose_copier])
+@pytest.mark.parametrize("function", [copy_list, log_norm, change, differentiate, sharpen, choose_copier])
 def test_copies_and_what_is_computed_from_gradients_are_no_gradients(function: Callable[..., Any]) -> None:
     assert find(function) == []
 
