@@ -91,10 +91,19 @@ def _list_targets(node: ast.AST, held: set[str]) -> Iterator[ast.AST]:
         yield node.target  # else it may be a sum
     elif (
         isinstance(node, ast.Call)
-        and getattr(node.func, "attr", getattr(node.func, "id", "")) in _PUT
+        and (getattr(node.func, "attr", getattr(node.func, "id", "")) in _PUT or _is_own(node.func))
         and any(_holds(each, held) for each in node.args)
     ):
         yield node.func if isinstance(node.func, ast.Attribute) else node
+
+
+def _is_own(called: ast.AST) -> bool:
+    """Whether this is a method of the object itself that may keep its arguments: not one of Lightning's for values."""
+    return (
+        isinstance(called, ast.Attribute)
+        and getattr(called.value, "id", "") == "self"
+        and not called.attr.startswith(("log", "print", "all_gather"))
+    )
 
 
 def _spread(targets: Iterable[ast.AST]) -> Iterator[ast.AST]:

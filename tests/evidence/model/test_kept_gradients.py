@@ -93,6 +93,11 @@ def move_to_vector(self: Any) -> None:
     torch.nn.utils.vector_to_parameters(vector / vector.norm(), [each.grad for each in self.parameters()])
 
 
+def keep_elsewhere(self: Any) -> None:
+    grads = [each.grad for each in self.parameters()]
+    self.remember(grads)
+
+
 def keep_through_backward(self: Any) -> None:
     found = []
     for loss in self.losses():
@@ -121,6 +126,8 @@ def log_norm(self: Any) -> None:
     self.norm = torch.stack([grad.norm() for grad in grads]).norm()
     self.worst = max(float(grad.abs().max()) for grad in grads)
     self.total += self.weight.grad
+    self.logger.experiment.add_histogram("grad", self.weight.grad)
+    self.log("grad", self.all_gather(self.weight.grad).norm())
 
 
 def change(self: Any) -> None:
@@ -165,6 +172,7 @@ def find(function: Callable[..., Any]) -> list[str]:
         move_by_call,
         move_to_vector,
         keep_through_backward,
+        keep_elsewhere,
     ],
 )
 def test_functions_that_keep_gradients_are_found(function: Callable[..., Any]) -> None:
