@@ -237,7 +237,7 @@ class Facts:
     detaches_grads: tuple[str, ...] = ()
     """Methods that call ``grad.detach_()``, which gradient bucket views forbid."""
     keeps_grads: tuple[str, ...] = ()
-    """Under DDP, the user's functions that keep gradients themselves, which gradient bucket views overwrite."""
+    """Under DDP, the user's functions that keep gradients themselves or replace their data."""
     refused_losses: tuple[str, ...] = ()
     """Modules and methods that call `binary_cross_entropy`, which torch rejects under autocast on CUDA."""
     handles_grads: tuple[str, ...] = ()

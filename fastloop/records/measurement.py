@@ -124,7 +124,7 @@ class Measurement:
     of the exchange, compare ``replayed`` with ``no_exchange``, never with the unchanged run."""
     ranks: tuple[Mapping[str, Any], ...] = ()
     """Per rank: ``rank``, ``host``, and its own measurements, such as ``step_ms`` and ``parts_ms``, as above;
-    ``ended_by``: the exception its fit ended with. Empty for one rank."""
+    ``ended_by`` and ``died_of``: the exception its fit ended with. Empty for one rank."""
     drift: tuple[Mapping[str, Any], ...] = ()
     """Later measurements of the step: ``at_s``, ``step``, ``step_ms``, ``change_pct``, ``why``."""
     state: tuple[str, ...] = ()

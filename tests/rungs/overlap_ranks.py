@@ -63,6 +63,14 @@ class Keeping(Wide):
         self.kept = grads
 
 
+class Moving(Wide):
+    """Halves gradients by giving them other memory."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.data = parameter.grad.data * 0.5
+
+
 class Detaches(L.Callback):
     """The same out of the sight of whoever reads the module's code."""
 
@@ -169,9 +177,13 @@ def cases() -> dict[str, Any]:
         ),
         "twice": lambda n: case(n, one, fits=2),
         "detaching": lambda n: case(n, view, module=Detaching),
-        "keeping": lambda n: case(n, view, module=Keeping),
-        "keeping_plain": lambda n: case(n, None, module=Keeping),
-        "keeping_views": lambda n: case(n, None, module=Keeping, strategy=DDPStrategy(gradient_as_bucket_view=True)),
+        **{
+            f"{name}{suffix}": lambda n, module=module, rungs=rungs, viewed=viewed: case(
+                n, rungs, module=module, strategy=DDPStrategy(gradient_as_bucket_view=viewed)
+            )
+            for name, module in (("keeping", Keeping), ("moving", Moving))
+            for suffix, rungs, viewed in (("", view, False), ("_plain", None, False), ("_views", None, True))
+        },
         "detached_unseen": lambda n: case(n, view, callbacks=(Detaches(),)),
         "unused": lambda n: case(n, view, module=Unused),
         "after_errors": lambda n: case(n, one),

@@ -28,8 +28,8 @@ DETACHES = (
     " gradient_as_bucket_view: false"
 )
 KEEPS = (
-    "Net.step keeps or returns gradients, and in bucket views the next backward overwrites them; keep copies"
-    " (grad.clone()), or set gradient_as_bucket_view: false"
+    "Net.step keeps or returns gradients or replaces their data, but bucket views need their memory again; keep copies"
+    " (grad.clone()), write grad.copy_(new) for grad.data = new, or set gradient_as_bucket_view: false"
 )
 
 SETTINGS = [((), "before_wrap"), ((), "wrapped")]
@@ -271,13 +271,18 @@ def test_unused_parameters_are_named_beside_lightnings_text(ranks: Ranks) -> Non
 
 
 @pytest.mark.multirank
-def test_gradients_that_the_module_keeps_stay_what_they_were(ranks: Ranks) -> None:
-    took, why = ranks["keeping"]["verdicts"]["overlap"]
-    assert took is False and why == KEEPS.replace("Net.step", "Keeping.on_before_optimizer_step")
-    assert ranks.distance("keeping_plain", "keeping") == 0.0
-    assert ranks.distance("keeping_plain", "keeping_views") > 1e-6  # bucket views would have changed them
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [("keeping", "Keeping.on_before_optimizer_step"), ("moving", "Moving.on_before_optimizer_step")],
+)
+def test_gradients_that_the_module_keeps_or_moves_stay_what_they_were(ranks: Ranks, case: str, method: str) -> None:
+    took, why = ranks[case]["verdicts"]["overlap"]
+    assert took is False and why == KEEPS.replace("Net.step", method)
+    assert ranks.distance(f"{case}_plain", case) == 0.0
+    assert ranks.distance(f"{case}_plain", f"{case}_views") > 1e-6  # bucket views would have changed them
 
 
+@pytest.mark.multirank
 def test_gradients_detached_out_of_sight_get_a_hint(ranks: Ranks) -> None:  # R2
     assert "Can't detach views in-place" in ranks["detached_unseen"]["error"]
     (line,) = [line for line in ranks["detached_unseen"]["warnings"] if "detached" in line]

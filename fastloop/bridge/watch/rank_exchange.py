@@ -7,9 +7,10 @@ without waiting; only rank 0 waits for the others' records, and gives up after a
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch.distributed
@@ -19,6 +20,8 @@ LIMIT_S = 20.0
 PARTIAL_LIMIT_S = 3.0
 """The same after an exception or an interrupt, when some ranks may never answer."""
 _PAUSE_S = 0.05
+_LOST_OTHERS = re.compile(r"gloo|nccl|pair closure|Connection (closed|reset) by peer", re.IGNORECASE)
+"""What errors say that end a rank's fit because another rank is gone or stuck."""
 
 
 class Ranks:
@@ -98,6 +101,19 @@ class Ranks:
         except ValueError:
             self.why = f"the record of rank {rank} cannot be read"
             return {}
+
+
+def name_cause(own: str | None, ranks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return what the fit died of: if rank 0 only lost the others, the first other rank's own error, with its rank.
+
+    Args:
+        own: the error that ended rank 0's fit, if any.
+        ranks: all ranks' records, with ``died_of``.
+    """
+    if own is None or not _LOST_OTHERS.search(own):
+        return own
+    others = (f"rank {each['rank']}: {each['died_of']}" for each in ranks if each.get("died_of"))
+    return next((other for other in others if not _LOST_OTHERS.search(other)), own)
 
 
 def find_default_store() -> Any:

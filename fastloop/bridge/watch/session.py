@@ -19,7 +19,7 @@ from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts, sum
 from fastloop.bridge.watch.phases import list_empty_hook_actions
 from fastloop.bridge.watch.probes import CountWork, FindSyncs, HuntSyncs, TraceProbe
 from fastloop.bridge.watch.profiler_proxy import WatchingProfiler
-from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks
+from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks, name_cause
 from fastloop.bridge.watch.window import Probe, Watch
 from fastloop.config.loading import WatchSettings
 from fastloop.errors import quote
@@ -42,7 +42,18 @@ LOADER = "loader"
 SYNCS = "syncs"
 """Key in the evidence: the number of steps in which every synchronization was hunted."""
 
-_OF_RANK = ("step_ms", "parts_ms", "host_ms", "blocked_ms", "samples_per_s", "lead_ms", "gpu", "steps", "partial")
+_OF_RANK = (
+    "step_ms",
+    "parts_ms",
+    "host_ms",
+    "blocked_ms",
+    "samples_per_s",
+    "lead_ms",
+    "gpu",
+    "steps",
+    "partial",
+    "died_of",
+)
 CROWDED_PCT = 20
 """Share of the fit spent waiting for a CPU, above which the report mentions the machine's load."""
 REPLACED = "the Trainer's profiler was replaced during the fit, and nothing was recorded after that"
@@ -307,7 +318,8 @@ class Session:
             return seen
         found = self._ranks.gather(record_of_rank(seen, raised), LIMIT_S if raised is None else PARTIAL_LIMIT_S)
         why = self._ranks.why if self._ranks.rank == 0 else None
-        return dataclasses.replace(seen, ranks=found, state=(*seen.state, *([why] if why else [])))
+        died_of, state = name_cause(seen.died_of, found), (*seen.state, *([why] if why else []))
+        return dataclasses.replace(seen, ranks=found, died_of=died_of, state=state)
 
     def _read_board(self) -> Mapping[str, Any]:
         """Current memory use, and a few NVML readings if there is a GPU."""

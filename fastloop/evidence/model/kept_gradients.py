@@ -1,7 +1,8 @@
-"""Finds code that keeps gradients themselves, instead of copies, for longer than a function runs.
+"""Finds code that keeps gradients themselves, instead of copies, for longer than a function runs, or moves them.
 
 By default each backward makes new gradients. In gradient bucket views it writes over those of the last step instead,
-which changes what such code has kept.
+which changes what such code has kept, and ranks exchange the buckets' memory, which is not that of a gradient whose
+``data`` was replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ _SAME = (
 )
 """Attributes and methods of a gradient, or of what holds gradients, whose result may be or hold the same memory."""
 _PASS_ON = {"list", "tuple", "dict", "zip", "enumerate", "filter", "map", "reversed", "sorted", "iter", "next"}
-_PUT = {"append", "appendleft", "add", "extend", "insert", "update", "setdefault", "put", "setattr"}
+_PUT = {"append", "appendleft", "add", "extend", "insert", "update", "setdefault", "put", "setattr"} | {
+    "vector_to_parameters"
+}
+"""Calls that put an argument elsewhere; torch's ``vector_to_parameters`` sets the ``data`` of what it is given."""
+_BACKWARD = {"backward", "manual_backward"}
 _PARTS: dict[type[ast.AST], tuple[str, ...]] = {
     **dict.fromkeys((ast.Subscript, ast.Starred, ast.NamedExpr, ast.DictComp), ("value",)),
     **dict.fromkeys((ast.ListComp, ast.SetComp, ast.GeneratorExp), ("elt",)),
@@ -35,9 +40,11 @@ _DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.SetComp, 
 
 
 def list_keepers(owners: Sequence[Any]) -> Iterator[str]:
-    """Names of the user's functions that keep or return gradients, among those of these objects and the code that they
-    name."""
-    functions = [value for owner in owners for value in vars(owner).values() if inspect.isroutine(value)]
+    """Names of the user's functions that keep, return or move gradients, among those of these objects and the code that
+    they name."""
+    functions = [
+        value for owner in owners for value in getattr(owner, "__dict__", {}).values() if inspect.isroutine(value)
+    ]
     for function in picture_views.walk_functions([*owners, *functions]):
         if sample_code.is_installed(function) or not {"grad", "getattr"} & {*picture_views.list_names(function)}:
             continue
@@ -46,7 +53,8 @@ def list_keepers(owners: Sequence[Any]) -> Iterator[str]:
 
 
 def _keeps(tree: ast.AST) -> bool:
-    """Whether a gradient gets out of this function: into an attribute, into a container from outside, or returned."""
+    """Whether a gradient gets out of this function (into an attribute, into a container from outside, or returned) or
+    into other memory, or is in a local variable of a function that calls ``backward``."""
     nodes = [*ast.walk(tree)]
     held, own, before = set[str](), {*_list_own(nodes)}, -1
     while before < len(held):
@@ -58,8 +66,19 @@ def _keeps(tree: ast.AST) -> bool:
                     held.add(root)
                 elif not (isinstance(target, ast.Attribute) and target.attr == "grad"):
                     return True
+    if held and any(isinstance(node, ast.Attribute) and node.attr in _BACKWARD for node in nodes):
+        return True
     results = (node.value for node in nodes if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)))
-    return any(_holds(value, held) for value in results)
+    return any(_holds(value, held) for value in results) or any(_moves(node, held) for node in nodes)
+
+
+def _moves(node: ast.AST, held: set[str]) -> bool:
+    """Whether this gives a gradient other memory: ``grad.data = new`` or ``grad.set_(new)``."""
+    if isinstance(node, ast.Assign):  # `grad.data += more` gives it its own memory again
+        moved = [target for target in _spread(node.targets) if getattr(target, "attr", "") == "data"]
+    else:
+        moved = [node] if isinstance(node, ast.Attribute) and node.attr == "set_" else []
+    return any(_holds(each.value, held) for each in moved)  # type: ignore[attr-defined]
 
 
 def _list_targets(node: ast.AST, held: set[str]) -> Iterator[ast.AST]:
@@ -72,10 +91,19 @@ def _list_targets(node: ast.AST, held: set[str]) -> Iterator[ast.AST]:
         yield node.target  # else it may be a sum
     elif (
         isinstance(node, ast.Call)
-        and getattr(node.func, "attr", getattr(node.func, "id", "")) in _PUT
+        and (getattr(node.func, "attr", getattr(node.func, "id", "")) in _PUT or _is_own(node.func))
         and any(_holds(each, held) for each in node.args)
     ):
         yield node.func if isinstance(node.func, ast.Attribute) else node
+
+
+def _is_own(called: ast.AST) -> bool:
+    """Whether this is a method of the object itself that may keep its arguments: not one of Lightning's for values."""
+    return (
+        isinstance(called, ast.Attribute)
+        and getattr(called.value, "id", "") == "self"
+        and not called.attr.startswith(("log", "print", "all_gather"))
+    )
 
 
 def _spread(targets: Iterable[ast.AST]) -> Iterator[ast.AST]:

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed
 
 from fastloop.bridge.watch import rank_exchange
-from fastloop.bridge.watch.rank_exchange import Ranks, find_default_store
+from fastloop.bridge.watch.rank_exchange import Ranks, find_default_store, name_cause
 from tests.bridge.launch import python
 
 PROGRAM = Path(__file__).with_name("gather_ranks.py")
@@ -50,6 +50,29 @@ def test_all_records_come_in_order_with_rank_and_host(store: Any) -> None:
     assert [(record["rank"], record["step_ms"]) for record in found] == [(0, 10.0), (1, 11.0), (2, 12.0)]
     assert found[1]["parts_ms"] == {"h2d": None} and all(record["host"] for record in found)
     assert made[0].missing == () and made[0].why is None
+
+
+GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:73"
+
+
+@pytest.mark.parametrize(
+    ("deaths", "cause"),
+    [
+        ([GLOO, "ValueError: bad data"], "rank 1: ValueError: bad data"),
+        ([GLOO, "RuntimeError: Application timeout caused pair closure", "KeyError: 3"], "rank 2: KeyError: 3"),
+        (["DistBackendError: NCCL error: remote process exited", "IndexError"], "rank 1: IndexError"),
+        ([GLOO, GLOO], GLOO),
+        ([GLOO, None], GLOO),
+        (["KeyError: 3", "ValueError: bad data"], "KeyError: 3"),
+        ([None, "ValueError: bad data"], None),
+    ],
+)
+def test_the_cause_is_the_error_of_a_rank_that_did_not_just_lose_the_others(
+    deaths: list[str | None], cause: str | None
+) -> None:
+    records = [{"rank": rank, "died_of": death} for rank, death in enumerate(deaths)]
+    assert name_cause(deaths[0], records) == cause
+    assert name_cause(deaths[0], ()) == deaths[0], "nobody else was heard of"
 
 
 def test_rank_0_waits_for_one_that_is_late(store: Any) -> None:

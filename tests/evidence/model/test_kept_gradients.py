@@ -78,6 +78,44 @@ def keep_later(self: Any) -> None:
     self.weight.register_post_accumulate_grad_hook(lambda weight: self.before.append(weight.grad))
 
 
+def move(self: Any) -> None:
+    for each in self.parameters():
+        each.grad.data = each.grad.data.clamp(-1, 1)
+
+
+def move_by_call(self: Any) -> None:
+    for grad in [each.grad for each in self.parameters()]:
+        grad.set_(grad.clone())
+
+
+def move_to_vector(self: Any) -> None:
+    vector = torch.cat([each.grad.flatten() for each in self.parameters()])
+    torch.nn.utils.vector_to_parameters(vector / vector.norm(), [each.grad for each in self.parameters()])
+
+
+def keep_elsewhere(self: Any) -> None:
+    grads = [each.grad for each in self.parameters()]
+    self.remember(grads)
+
+
+def keep_through_backward(self: Any) -> None:
+    found = []
+    for loss in self.losses():
+        self.zero_grad()
+        self.manual_backward(loss)
+        found.append([each.grad for each in self.parameters()])
+    for each, *grads in zip(self.parameters(), *found, strict=True):
+        each.grad = sum(grads)
+
+
+def sharpen(self: Any) -> None:
+    self.manual_backward(self.loss())
+    steps = [0.05 * each.grad for each in self.parameters()]
+    for each, step in zip(self.parameters(), steps, strict=True):
+        each.data.add_(step)
+    self.manual_backward(self.loss())
+
+
 def copy_list(self: Any) -> None:
     self.before = [each.grad.clone() for each in self.parameters()]
     self.deep = copy.deepcopy([each.grad for each in self.parameters()])
@@ -88,6 +126,8 @@ def log_norm(self: Any) -> None:
     self.norm = torch.stack([grad.norm() for grad in grads]).norm()
     self.worst = max(float(grad.abs().max()) for grad in grads)
     self.total += self.weight.grad
+    self.logger.experiment.add_histogram("grad", self.weight.grad)
+    self.log("grad", self.all_gather(self.weight.grad).norm())
 
 
 def change(self: Any) -> None:
@@ -97,6 +137,9 @@ def change(self: Any) -> None:
             each.grad = each.grad.clamp(-1, 1)
             each.grad[0] = 0
             each.grad.data.add_(each, alpha=1e-4)
+            each.grad.data += 1e-4 * each
+            each.grad.data[:] = each.grad.data.clone()
+            each.data = each.data - 0.1 * each.grad
 
 
 def differentiate(self: Any) -> Any:
@@ -115,13 +158,28 @@ def find(function: Callable[..., Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "function", [keep_list, keep_flat, keep_in_helper, keep_by_name, keep_as, keep_first, give_back, keep_later]
+    "function",
+    [
+        keep_list,
+        keep_flat,
+        keep_in_helper,
+        keep_by_name,
+        keep_as,
+        keep_first,
+        give_back,
+        keep_later,
+        move,
+        move_by_call,
+        move_to_vector,
+        keep_through_backward,
+        keep_elsewhere,
+    ],
 )
 def test_functions_that_keep_gradients_are_found(function: Callable[..., Any]) -> None:
     assert find(function) == [function.__qualname__]
 
 
-@pytest.mark.parametrize("function", [copy_list, log_norm, change, differentiate, choose_copier])
+@pytest.mark.parametrize("function", [copy_list, log_norm, change, differentiate, sharpen, choose_copier])
 def test_copies_and_what_is_computed_from_gradients_are_no_gradients(function: Callable[..., Any]) -> None:
     assert find(function) == []
 
