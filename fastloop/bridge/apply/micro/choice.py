@@ -237,11 +237,12 @@ class PieceChoice:
         """
         reason, mine = None, None
         if halves:
-            batch = pieces[0].batch
             try:
-                pieces = cut(batch, -(-pieces[0].samples // 2))
+                halved = cut(pieces[0].batch, -(-pieces[0].samples // 2))
             except CannotRegroup:
-                pieces = ()  # another rank may have found something: `gather` needs all
+                halved = []  # another rank may have found something: `gather` needs all
+            if len(halved) != 1:  # pieces of up to three samples have no halves
+                batch, pieces = pieces[0].batch, halved
         if len(pieces) > 1:
             with self._one_time.span("rehearsal"):
                 reason, mine = weigh_pieces(

@@ -424,8 +424,9 @@ class LateStd(Net):
         (MERGE, sentences_padded_late, Tagger, ACCUMULATE),
         (MERGE, partial(batches, 192), LateStd, ACCUMULATE),
         ({"batch": {"micro_batch": 4}}, EVEN, LateStd, {}),
+        ({"batch": {"micro_batch": 3}}, EVEN, LateStd, {}),
     ],
-    ids=["padding", "coupled, merged", "coupled, split"],
+    ids=["padding", "coupled, merged", "coupled, split", "coupled, in pieces without halves"],
 )
 def test_a_loss_that_differs_later_is_found(rungs: Any, load: Any, kind: Any, settings: Any) -> None:
     """On the fourth window or batch; the first shows nothing."""
