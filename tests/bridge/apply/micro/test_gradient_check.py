@@ -345,13 +345,15 @@ def test_a_recorder_of_calls_sees_the_step_alone() -> None:
 
 
 class LogsRoots(Net):
-    """Logs a mean over samples, a root of one, and an extreme."""
+    """Logs a mean over samples, a root of one, the extreme of means, an extreme over samples, and a sum over them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("mse", loss)
         self.log("rmse", loss.sqrt())
         self.log("most", loss, reduce_fx="max")
+        self.log("largest", batch[0].max(), reduce_fx="max")
+        self.log("samples", float(len(batch[0])), reduce_fx=torch.sum)
         return loss
 
 
@@ -359,12 +361,12 @@ class LogsRoots(Net):
     ("rungs", "settings"), [({"batch": {"micro_batch": 2}}, {}), (MERGE, ACCUMULATE)], ids=["split", "merged"]
 )
 def test_logged_values_that_are_no_means_over_samples_are_named(rungs: Any, settings: Any) -> None:
-    with pytest.warns(UserWarning, match="logged values that are not means over samples will differ .*: rmse$"):
+    with pytest.warns(UserWarning, match="logged values that are not means over samples will differ .*: rmse, most$"):
         ours = run(rungs, EVEN(), LogsRoots, **settings)
-    assert ours.seen("batch")["unequal_logs"] == ["rmse"]
+    assert ours.seen("batch")["unequal_logs"] == ["rmse", "most"]
     assert (
         ours.verdict("batch").took
-        and "logged values that are not means over samples differ: rmse" in ours.verdict("batch").why
+        and "logged values that are not means over samples differ: rmse, most" in ours.verdict("batch").why
     )
     honest = run(rungs, EVEN(), Net, **settings)
     assert honest.seen("batch")["unequal_logs"] == [] and "logged values" not in honest.verdict("batch").why
