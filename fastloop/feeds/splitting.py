@@ -10,6 +10,8 @@ import torch
 
 from fastloop.feeds.batch_tree import CannotRegroup, count_rows, is_container, iterate_tensors, rebuild
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class Piece(NamedTuple):
     """One micro-batch."""
@@ -135,8 +137,9 @@ def sum_losses(outputs: Sequence[Any], pieces: Sequence[Piece]) -> torch.Tensor:
 def join(outputs: Sequence[Any], pieces: Sequence[Piece], loss: torch.Tensor) -> Any:
     """Build the output of training_step for the whole batch: the step's loss, and the other members joined.
 
-    Tensors and lists with one entry per sample are concatenated, floating-point scalars averaged by samples, also
-    inside mappings; for anything else, the last piece's is used.
+    Tensors and lists with one entry per sample are concatenated, floating-point scalars averaged by samples, counts
+    added up, also inside mappings; for anything else, the last piece's is used. A count is an integer scalar; a plain
+    number that is the same in all pieces is none, unless it is their size.
     """
     if not isinstance(outputs[-1], Mapping):
         return loss
@@ -159,6 +162,13 @@ def _join_member(members: Sequence[Any], pieces: Sequence[Piece]) -> Any:
             return torch.cat(list(members))
         if all(member.dim() == 0 and member.is_floating_point() for member in members):
             return average(members, [piece.samples for piece in pieces])
+        if all(member.dim() == 0 and member.dtype in _INTEGERS for member in members):
+            return sum(members[1:], start=members[0])
+    sizes = [piece.samples for piece in pieces]
+    if all(type(member) is float for member in members):
+        return average(members, sizes)
+    if all(type(member) is int for member in members) and (list(members) == sizes or len(set(members)) > 1):
+        return sum(members)
     return members[-1]
 
 

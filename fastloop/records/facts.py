@@ -172,6 +172,8 @@ class Facts:
     """``training_step`` returns no loss for some batches, as its code shows."""
     reads_batch_counts: tuple[str, ...] = ()
     """What the module reads of the Trainer's own numbers of batches, which are others where windows are merged."""
+    varies_by_epoch: bool = False
+    """The user's code reads the number of the epoch, or has a hook at its start: the loss may change there."""
     accumulate: int = 1
     """Batches per optimizer step as the Trainer counts them."""
     accumulation_scheduled: bool = False

@@ -139,7 +139,7 @@ class Attention:
             causal = f", {evidence['causal']} of them causal without a mask" if evidence["causal"] else ""
             why.append(f"{say_count(count, 'attention')} in captured graphs became one fused call each{causal}")
         if count and (calls := evidence["calls"]):
-            why.append(f"{say_count(calls, 'call')} of {say_count(evidence['modules'], 'module')} ran this way")
+            why.append(f"{say_count(calls, 'call')} of {say_count(evidence['modules'], 'module')} ran in such graphs")
         if hooked := evidence.get("hooked"):
             why.append(
                 f"{say_count(hooked, 'call')} ran your own attention: hooks were added after the graphs were made"

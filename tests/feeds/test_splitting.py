@@ -150,7 +150,12 @@ def test_join_gives_back_what_the_whole_batch_would_have() -> None:
             "mean": piece.batch[:, 0].mean(),
             "names": ["n"] * piece.samples,
             "deep": {"rows": piece.batch},
-            "count": torch.tensor(3),
+            "count": (piece.batch[:, 0] > 5).sum(),
+            "plain_count": int((piece.batch[:, 0] > 5).sum()),
+            "size": len(piece.batch),
+            "plain_mean": float(piece.batch[:, 0].mean()),
+            "epoch": 3,
+            "is_last": True,
             "kind": "k",
         }
         for piece in pieces
@@ -160,7 +165,11 @@ def test_join_gives_back_what_the_whole_batch_would_have() -> None:
     assert torch.equal(joined["rows"], x()) and torch.equal(joined["deep"]["rows"], x())
     assert joined["mean"] == pytest.approx(float(x()[:, 0].mean()))
     assert float(outputs[-1]["mean"]) != pytest.approx(float(x()[:, 0].mean()))
-    assert joined["names"] == ["n"] * 10 and joined["kind"] == "k" and joined["count"] == 3
+    assert joined["names"] == ["n"] * 10 and joined["kind"] == "k" and joined["is_last"] is True
+    assert joined["plain_mean"] == pytest.approx(float(x()[:, 0].mean()))
+    assert joined["count"] == joined["plain_count"] == int((x()[:, 0] > 5).sum()) == 7
+    assert joined["size"] == 10 and joined["epoch"] == 3
+    assert joined["count"] != outputs[-1]["count"] and joined["size"] != outputs[-1]["size"], "the control"
 
 
 def test_join_survives_members_that_only_some_pieces_have() -> None:

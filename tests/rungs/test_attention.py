@@ -85,7 +85,7 @@ def test_takes() -> None:
     assert found["modules"] == 2 and found["causal"] == found["replaced"] >= 1
     assert found["calls"] == 2 * (trainer.global_step + 2), "every call of training and validation ran so"
     assert verdict(watcher, "attention").took is True
-    assert f"{found['calls']} calls of 2 modules ran this way" in verdict(watcher, "attention").why
+    assert f"{found['calls']} calls of 2 modules ran in such graphs" in verdict(watcher, "attention").why
     inside = float(trainer.callback_metrics["val_loss"])
     trainer.validate(module, models.loader(16), verbose=False)
     assert float(trainer.callback_metrics["val_loss"]) == inside

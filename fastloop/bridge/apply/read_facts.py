@@ -85,6 +85,8 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
         changes_by_batch=tuple(_find_changing(trainer, module)),
         skips_batches=may_skip(module),
         reads_batch_counts=tuple(list_read_counts(module)),
+        varies_by_epoch=bool(list_methods(module, r"\bcurrent_epoch\b"))
+        or any(_list_overriding(trainer, module, ("on_train_epoch_start",))),
         transfer_hooks=tuple(hook for hook in TRANSFER_HOOKS if find_hook_owner(trainer, hook) is not None),
         timed_hooks=tuple(
             hook for hook in TRANSFER_HOOKS[:2] if between_batches.depends_on_time(find_hook_owner(trainer, hook), hook)
@@ -95,21 +97,21 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
     )
 
 
-def _list_counted_hooks(trainer: Any, module: Any) -> Iterator[tuple[Any, str]]:
+def _list_overriding(trainer: Any, module: Any, hooks: Sequence[str] = COUNTED_HOOKS) -> Iterator[tuple[Any, str]]:
     for owner in (module, *trainer.callbacks):
         source = type(owner).__module__
         if not source.startswith("fastloop.") or ".recipe_modules." in source:
-            yield from ((owner, hook) for hook in COUNTED_HOOKS if overrides(owner, hook))
+            yield from ((owner, hook) for hook in hooks if overrides(owner, hook))
 
 
 def _find_changing(trainer: Any, module: Any) -> Iterator[str]:
-    for owner, hook in _list_counted_hooks(trainer, module):
+    for owner, hook in _list_overriding(trainer, module):
         if may_change_training(owner, hook):
             yield f"{type(owner).__name__}.{hook}"
 
 
 def _find_batch_counters(trainer: Any, module: Any) -> Iterator[str]:
-    yield from (f"{type(owner).__name__}.{hook}" for owner, hook in _list_counted_hooks(trainer, module))
+    yield from (f"{type(owner).__name__}.{hook}" for owner, hook in _list_overriding(trainer, module))
     step = getattr(module, "training_step", None)
     for name in list(inspect.signature(step).parameters)[1:2] if callable(step) else ():
         if list_methods(module, rf"def training_step\(.*\b{name}\b(.|\n)*\b{name}\b"):

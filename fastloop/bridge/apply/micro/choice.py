@@ -24,6 +24,9 @@ from fastloop.feeds.splitting import Piece, cut, cut_at
 
 RARER = 4
 """Each comparison of gradients comes this many times as many batches after the first as the one before."""
+FEW, SELDOM = 8, 128
+"""Gradients are also compared in the first batch of an epoch, until there are this many comparisons, and one more for
+each so many batches."""
 LIMITED = ("cuda",)
 """Devices on which a step is tried before it may run out of memory."""
 
@@ -45,6 +48,7 @@ class PieceChoice:
         strict: a batch that cannot be cut or merged is an error, raised before anything is computed from it.
         compares: the first window's gradient decides whether windows are merged, or batches cut; if False, they always
             are.
+        by_epoch: the loss may be another one in other epochs, so that gradients are compared there as well.
         warn: receives one line for the user.
         weaken: receives the key of a setting that turned out to have changed the training, how, and that class.
         one_time: collects one-time costs, which belong to no step.
@@ -62,6 +66,7 @@ class PieceChoice:
         one_time: OneTime,
         strict: bool = False,
         compares: bool = True,
+        by_epoch: bool = False,
         warn: Callable[[str], None] = lambda _line: None,
         weaken: Callable[..., None] = lambda *_told: None,
         list_held: Callable[[], Collection[str]] = tuple,
@@ -70,7 +75,8 @@ class PieceChoice:
     ) -> None:
         self.rung, self._strict, self._warn, self._weaken = rung, strict, warn, weaken
         self._compares, self._undecided = compares, compares or groups is not None
-        self._seen, self._next = 0, 1
+        self._seen, self._next, self._by_epoch = 0, 1, by_epoch
+        self._epoch, self._compared = 0, [0]
         self._one_time, self._list_held = one_time, list_held
         self.groups = groups
         self.windows = MergedWindows()
@@ -147,21 +153,24 @@ class PieceChoice:
             self.refused = self._apart_why = self._size.kept
             self._undecided = False
 
-    def _is_due(self) -> bool:
+    def _is_due(self, trainer: Any) -> bool:
         """Whether gradients are compared on this batch or window: the first, and rarer ones later, for a loss may
-        change its kind, and the first samples may have no padding."""
+        change its kind, perhaps with the epoch, and the first samples may have no padding."""
         if self.refused is not None or not (self._undecided or self._compares):
             return False
         self._seen += 1
-        is_due = self._seen >= self._next
-        self._next = self._seen * RARER if is_due else self._next
+        is_rare, self._epoch, last = self._seen >= self._next, trainer.current_epoch, self._epoch
+        self._next = self._seen * RARER if is_rare else self._next
+        has_room = len(self._compared) <= FEW + self._seen // SELDOM
+        is_due = is_rare or (self._by_epoch and self._epoch != last and has_room)
+        self._compared += [self._seen] if is_due else []
         return is_due
 
     def _find_late(self, trainer: Any, reason: str | None, found: str | None) -> str | None:
         """What a later comparison found; None if this batch could not be compared."""
         if reason is not None or found is None or found.startswith(UNKNOWN):
             return None
-        unseen = self._seen - self._seen // RARER - 1
+        unseen = self._seen - self._compared[-2] - 1
         before = f"; the {unseen} before it were not compared, and may have changed the training" if unseen else ""
         return f"from optimizer step {trainer.global_step + 1} on, {found}{before}"
 
@@ -201,7 +210,7 @@ class PieceChoice:
             self._steps, self.uncut = self._steps + 1, self.uncut + 1
             return whole
         pieces = self._cut(batch, trainer, None)
-        if (len(pieces) > 1 or trainer.world_size > 1) and self._is_due():
+        if (len(pieces) > 1 or trainer.world_size > 1) and self._is_due(trainer):
             is_first, self._undecided = self._undecided, False
             found = self._weigh(strategy, trainer, batch, pieces, rest, halves=not is_first)
             self._refuse(strategy, found if is_first else self._find_late(trainer, None, found), is_first=is_first)
@@ -228,11 +237,12 @@ class PieceChoice:
         """
         reason, mine = None, None
         if halves:
-            batch = pieces[0].batch
             try:
-                pieces = cut(batch, -(-pieces[0].samples // 2))
+                halved = cut(pieces[0].batch, -(-pieces[0].samples // 2))
             except CannotRegroup:
-                pieces = ()  # another rank may have found something: `gather` needs all
+                halved = []  # another rank may have found something: `gather` needs all
+            if len(halved) != 1:  # pieces of up to three samples have no halves
+                batch, pieces = pieces[0].batch, halved
         if len(pieces) > 1:
             with self._one_time.span("rehearsal"):
                 reason, mine = weigh_pieces(
@@ -271,7 +281,7 @@ class PieceChoice:
         own, reason = self._list_own(batch, window)
         no_room = self._explain_no_room(strategy, batch, window, rest, tries=reason is None)
         reason = reason or no_room
-        if no_room is not None or not self._is_due():
+        if no_room is not None or not self._is_due(trainer):
             return own, reason
         is_first, self._undecided, found = self._undecided, False, reason
         if reason is None:

@@ -38,6 +38,7 @@ UNKNOWN = "could not compare"
 LOGGED_ALIKE = {"fp64": 1e-3, "fp32": 1e-3, "tf32": 5e-3, "fp16": 5e-3, "bf16": 3e-2}
 """Relative difference, by precision, up to which two ways to compute a logged mean give the same value."""
 
+REDUCED: dict[str, Callable[[Iterable[float]], float]] = {"min": min, "max": max, "sum": sum}
 TELLING = 4
 """Least number of pieces in which no count of tokens fits by chance."""
 
@@ -50,7 +51,9 @@ class _Sampled(NamedTuple):
     drew: bool
     """Whether training_step draws random numbers."""
     logged: list[dict[str, float]]
-    """Logged values that are to be averaged, of each piece: first of `own`, then of `others`."""
+    """Logged values of each piece: first of `own`, then of `others`."""
+    reduced: dict[str, str]
+    """How Lightning reduces those of them that are not to be averaged."""
     changed: str | None
     """What training_step keeps and would change otherwise in `others` than in `own`; None if there is nothing."""
 
@@ -170,7 +173,8 @@ def _find_fitting(
         weights = counter.weigh([piece.batch for piece in pieces]).tolist()
         if _judge(strategy, seen.own, weights, seen.others[0]) == (None, None):
             distance = measure_difference(seen.own, weights, seen.others[0])
-            names = _find_token_means(seen.logged, [piece.samples for piece in pieces], weights)
+            means = [{name: each[name] for name in each if name not in seen.reduced} for each in seen.logged]
+            names = _find_token_means(means, [piece.samples for piece in pieces], weights)
             found.setdefault(distance.apart if distance else 0.0, Weighing(counter, names))
     return found[min(found)] if found else None
 
@@ -206,8 +210,8 @@ def _note_unequal(
     note: Note,
     by_weight: Collection[str] = (),
 ) -> None:
-    """Note each logged value whose mean over samples differs between the `own` pieces and the others. Values in
-    `by_weight` are left out: they are other means."""
+    """Note each logged value whose mean over samples, or sum or extreme, differs between the `own` pieces and the
+    others. Values in `by_weight` are left out: they are other means."""
     if seen.drew:
         return  # it may differ for that reason
     limit = LOGGED_ALIKE[find_precision(strategy.lightning_module.trainer, strategy.lightning_module)]
@@ -215,8 +219,11 @@ def _note_unequal(
     for name in {**parts[0][0], **parts[1][0]}:
         if name in by_weight or not all(name in each for part in parts for each in part):
             continue
+        reduce = REDUCED.get(seen.reduced.get(name, ""))
         first, second = (
-            average([each[name] for each in part], [piece.samples for piece in pieces])
+            reduce(each[name] for each in part)
+            if reduce is not None
+            else average([each[name] for each in part], [piece.samples for piece in pieces])
             for part, pieces in zip(parts, (own, others), strict=True)
         )
         if abs(first - second) > limit * max(abs(first), abs(second)):
@@ -261,12 +268,13 @@ def _sample(
     def note(name: str, value: Any, *_args: Any, reduce_fx: Any = "mean", **_named: Any) -> None:
         if isinstance(value, torch.Tensor):
             value = value.detach()
-        if getattr(reduce_fx, "__name__", reduce_fx) not in ("mean", "avg"):
-            return
+        if (how := str(getattr(reduce_fx, "__name__", reduce_fx))) not in ("mean", "avg"):
+            reduced[name] = how
         if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             logged[-1][name] = float(value)
 
     logged: list[dict[str, float]] = []
+    reduced: dict[str, str] = {}
     with quiet(strategy, note), _without_chance(module), preserve_parameters(module.parameters()):
         with preserve_state(module) as kept, nullcontext() if means is None else means.looking():
             state, before = KeptState(module, kept), read_streams(strategy.root_device)
@@ -274,7 +282,7 @@ def _sample(
             streams = keep_random_streams()
             first.append(sample(own[-1], len(own) - 1))
             drew = not all(map(torch.equal, before, read_streams(strategy.root_device)))
-            after, known = state.read(), list(logged)
+            after, known, kinds = state.read(), list(logged), dict(reduced)
         logged.clear()
         with preserve_state(module), nullcontext() if means is None else means.looking():
             second = [sample(piece, 0) for piece in others]
@@ -282,7 +290,7 @@ def _sample(
         limit = LOGGED_ALIKE[find_precision(module.trainer, module)]
         changed = state.find_changed(after, whole, limit)
         changed = state.leave_out_forgotten(changed, after, run_last, limit)
-    return _Sampled(first, second, drew, known, state.name(changed))
+    return _Sampled(first, second, drew, known, kinds, state.name(changed))
 
 
 def _judge(

@@ -35,6 +35,7 @@ def make_choice(
         rung=rung,
         strict=live.strict,
         compares=not wants.get("step.loss_is_mean"),
+        by_epoch=site.facts.varies_by_epoch,
         warn=warn,
         weaken=live.weaken,
         one_time=one_time,

@@ -49,7 +49,7 @@ def choose_windows(ranks: Any, windows: Sequence[Any], held: Sequence[Sequence[s
     for number, batch in enumerate(windows):
         waiting[:] = held[number]
         shown = made.windows.show(batch, made.refused) if isinstance(batch, BatchWindow) else batch
-        trainer = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=number))
+        trainer = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=number), current_epoch=0)
         pieces, apart = made.choose(ranks, trainer, shown, (number,))
         found.append((apart, len(pieces), made.evidence()["apart_why"]))
     return found

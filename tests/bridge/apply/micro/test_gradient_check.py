@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import Logger
@@ -344,13 +345,15 @@ def test_a_recorder_of_calls_sees_the_step_alone() -> None:
 
 
 class LogsRoots(Net):
-    """Logs a mean over samples, a root of one, and an extreme."""
+    """Logs a mean over samples, a root of one, the extreme of means, an extreme over samples, and a sum over them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("mse", loss)
         self.log("rmse", loss.sqrt())
         self.log("most", loss, reduce_fx="max")
+        self.log("largest", batch[0].max(), reduce_fx="max")
+        self.log("samples", float(len(batch[0])), reduce_fx=torch.sum)
         return loss
 
 
@@ -358,12 +361,12 @@ class LogsRoots(Net):
     ("rungs", "settings"), [({"batch": {"micro_batch": 2}}, {}), (MERGE, ACCUMULATE)], ids=["split", "merged"]
 )
 def test_logged_values_that_are_no_means_over_samples_are_named(rungs: Any, settings: Any) -> None:
-    with pytest.warns(UserWarning, match="logged values that are not means over samples will differ .*: rmse$"):
+    with pytest.warns(UserWarning, match="logged values that are not means over samples will differ .*: rmse, most$"):
         ours = run(rungs, EVEN(), LogsRoots, **settings)
-    assert ours.seen("batch")["unequal_logs"] == ["rmse"]
+    assert ours.seen("batch")["unequal_logs"] == ["rmse", "most"]
     assert (
         ours.verdict("batch").took
-        and "logged values that are not means over samples differ: rmse" in ours.verdict("batch").why
+        and "logged values that are not means over samples differ: rmse, most" in ours.verdict("batch").why
     )
     honest = run(rungs, EVEN(), Net, **settings)
     assert honest.seen("batch")["unequal_logs"] == [] and "logged values" not in honest.verdict("batch").why
@@ -423,8 +426,9 @@ class LateStd(Net):
         (MERGE, sentences_padded_late, Tagger, ACCUMULATE),
         (MERGE, partial(batches, 192), LateStd, ACCUMULATE),
         ({"batch": {"micro_batch": 4}}, EVEN, LateStd, {}),
+        ({"batch": {"micro_batch": 3}}, EVEN, LateStd, {}),
     ],
-    ids=["padding", "coupled, merged", "coupled, split"],
+    ids=["padding", "coupled, merged", "coupled, split", "coupled, in pieces without halves"],
 )
 def test_a_loss_that_differs_later_is_found(rungs: Any, load: Any, kind: Any, settings: Any) -> None:
     """On the fourth window or batch; the first shows nothing."""
@@ -437,6 +441,46 @@ def test_a_loss_that_differs_later_is_found(rungs: Any, load: Any, kind: Any, se
     assert ours.verdict("batch").parity_class == "changes-training" and ours.loop is not None
     step = ours.loop.plan.step("batch")
     assert step is not None and "may have changed" in step.change.notes[-1]
+
+
+class NewEpoch(Net):
+    """Its loss couples the samples from the third epoch on."""
+
+    coupled_from = 2
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        out = self.net(batch[0])
+        loss = (out - batch[1]).square().mean()
+        return loss + (out.std() if self.current_epoch >= self.coupled_from else 0)
+
+
+class Grown(Net):
+    """Where a callback changes the module as an epoch starts."""
+
+    is_coupled = False
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        out = self.net(batch[0])
+        return (out - batch[1]).square().mean() + (out.std() if self.is_coupled else 0)
+
+
+class Grows(L.Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.is_coupled = trainer.current_epoch >= 2
+
+
+@pytest.mark.parametrize(
+    ("rungs", "settings", "step"), [(MERGE, ACCUMULATE, 7), ({"batch": {"micro_batch": 4}}, {}, 25)]
+)
+@pytest.mark.parametrize(("kind", "callbacks"), [(NewEpoch, []), (Grown, [Grows()])])
+def test_a_loss_that_differs_in_later_epochs_is_found_as_they_start(
+    kind: Any, callbacks: Any, rungs: Any, settings: Any, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, ours = (run(each, EVEN(), kind, max_epochs=4, callbacks=callbacks, **settings) for each in (None, rungs))
+    assert f"from optimizer step {step} on, the loss" in ours.verdict("batch").why and distance(plain, ours) < 1e-6
+    monkeypatch.setattr("fastloop.bridge.apply.micro.choice.FEW", 0)
+    blind = run(rungs, EVEN(), kind, max_epochs=4, callbacks=callbacks, **settings)
+    assert distance(plain, blind) > 1e-4, "the control"
 
 
 def test_comparisons_get_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
