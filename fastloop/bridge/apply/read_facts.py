@@ -97,7 +97,7 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
     )
 
 
-def _list_overriding(trainer: Any, module: Any, hooks: Sequence[str] = COUNTED_HOOKS) -> Iterator[tuple[Any, str]]:
+def _list_overriding(trainer: Any, module: Any, hooks: Sequence[str]) -> Iterator[tuple[Any, str]]:
     for owner in (module, *trainer.callbacks):
         source = type(owner).__module__
         if not source.startswith("fastloop.") or ".recipe_modules." in source:
@@ -105,13 +105,13 @@ def _list_overriding(trainer: Any, module: Any, hooks: Sequence[str] = COUNTED_H
 
 
 def _find_changing(trainer: Any, module: Any) -> Iterator[str]:
-    for owner, hook in _list_overriding(trainer, module):
+    for owner, hook in _list_overriding(trainer, module, COUNTED_HOOKS):
         if may_change_training(owner, hook):
             yield f"{type(owner).__name__}.{hook}"
 
 
 def _find_batch_counters(trainer: Any, module: Any) -> Iterator[str]:
-    yield from (f"{type(owner).__name__}.{hook}" for owner, hook in _list_overriding(trainer, module))
+    yield from (f"{type(owner).__name__}.{hook}" for owner, hook in _list_overriding(trainer, module, COUNTED_HOOKS))
     step = getattr(module, "training_step", None)
     for name in list(inspect.signature(step).parameters)[1:2] if callable(step) else ():
         if list_methods(module, rf"def training_step\(.*\b{name}\b(.|\n)*\b{name}\b"):
