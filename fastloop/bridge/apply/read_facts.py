@@ -21,7 +21,7 @@ from fastloop.evidence.model.batch_hooks import may_change_training
 from fastloop.evidence.model.kept_gradients import list_keepers
 from fastloop.evidence.model.own_counters import list_step_counters
 from fastloop.evidence.model.skipped_batches import may_skip
-from fastloop.evidence.samples import between_batches, thread_safety
+from fastloop.evidence.samples import between_batches, random_draws, thread_safety
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples.before_epoch import explain_not_ahead
 from fastloop.evidence.samples.between_epochs import list_changers, list_changes_within, list_remembered
@@ -228,8 +228,8 @@ def _read_code_facts(loader: DataLoader[Any], others: Sequence[Any]) -> dict[str
     thread_hazards = thread_safety.find_thread_hazards(data, collate)
     changed_batches = _list_batch_changes(loader, others)
     return {
-        "draws_random": datasets.draws_random(data, collate),
-        "init_draws": datasets.list_init_draws(init),
+        "draws_random": random_draws.draws_random(data, collate),
+        "init_draws": random_draws.list_init_draws(init),
         "asks_process": datasets.list_asking(data, collate),
         "shared_draws": thread_safety.list_shared_draws(data, collate),
         "worker_hazards": worker_hazards,

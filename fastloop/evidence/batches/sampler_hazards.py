@@ -12,7 +12,8 @@ import torch
 
 from fastloop.evidence.samples import sample_code, writes
 from fastloop.evidence.samples.between_batches import is_changeable, list_running
-from fastloop.evidence.samples.dataset import DRAWS, walk
+from fastloop.evidence.samples.dataset import walk
+from fastloop.evidence.samples.random_draws import DRAWS
 
 _SETS_EPOCH = ("set_epoch", "state_dict")
 _TRAINING = ("Module", "Trainer", "Optimizer", "Callback")

@@ -14,7 +14,8 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from fastloop.evidence.samples import sample_code
-from fastloop.evidence.samples.dataset import draws_random, draws_random_numbers, walk
+from fastloop.evidence.samples.dataset import walk
+from fastloop.evidence.samples.random_draws import draws_random, draws_random_numbers
 
 BY_DATA = re.compile(r"(\w*_)?(dataset|dataloader|datamodule|sampler)s?\w*")
 """Names through which a hook accesses the data."""

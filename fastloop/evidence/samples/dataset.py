@@ -8,9 +8,8 @@ import gc
 import inspect
 import io
 import logging
-import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -88,21 +87,7 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
 """Packages whose objects are connections or lead to one."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 _EPOCH_NAMES = ("epoch", "_epoch", "current_epoch")
-DRAWS = re.compile(
-    r"random|rand(n|int|range|perm|bytes)?|randn?_like|getrandbits|shuffle|choices?|r?sample|rvs|\w+variate|permut(ed|ation)"
-    r"|uniform|normal|gauss|bernoulli|multinomial|default_rng|RandomState|dropout"
-    r"|(exponential|cauchy|geometric|random|uniform|bernoulli|(log_|trunc_)?normal)_"
-    r"|initial_seed"
-)
-"""Names of functions that draw random numbers, or give their seed."""
-_SEEDS = {"random", "initial_seed", "default_rng", "RandomState"}
-"""Names that also stand where generators are only seeded."""
 _ASKS_PROCESS = {"get_worker_info", "current_process", "parent_process"}
-_RANDOM_TRANSFORMS = re.compile(
-    r"Random|ColorJitter|(\w*Dropout)|(Auto|Rand)Augment|TrivialAugment|AugMix|MixUp|CutMix|ElasticTransform|Gaussian(Blur|Noise)|JPEG"
-)
-_BEFORE_SAMPLES = ("__init__", "__new__", "__len__", "__setstate__", "setup", "prepare_data")
-"""Methods that run before the first sample is requested: their random draws happen in the main process either way."""
 
 
 def walk(root: Any, name: str = "dataset") -> Iterator[tuple[str, Any]]:
@@ -147,12 +132,12 @@ def list_members(item: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(item, functools._lru_cache_wrapper):
         kept = (each for each in gc.get_referents(item) if each is not vars(item))  # results, or a dict of them
         yield from ((".<cache>", each) for each in islice(kept, _MOST_MEMBERS))
-    yield from ((f".{name}", value) for name, value in islice(_read_attributes(item).items(), _MOST_MEMBERS))
+    yield from ((f".{name}", value) for name, value in islice(read_attributes(item).items(), _MOST_MEMBERS))
     if inspect.isfunction(item):
         yield from ((f".<closure {name}>", value) for name, value in sample_code.list_closure(item))
 
 
-def _read_attributes(item: Any) -> dict[str, Any]:
+def read_attributes(item: Any) -> dict[str, Any]:
     kind: type = type(item)
     slots = {name: value for name, slot in _list_slots(kind) if (value := _read_slot(slot, item)) is not None}
     try:
@@ -224,7 +209,7 @@ def list_running(held: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
 
 def _list_class_values(function: Any, owner: Any) -> Iterator[tuple[str, Any]]:
     """Attributes of the user's classes themselves, if the function names them."""
-    hidden = set(_read_attributes(owner))
+    hidden = set(read_attributes(owner))
     for base in type(owner).__mro__:
         if not sample_code.is_installed(base):
             names = set(sample_code.list_names(function.__code__)) - hidden
@@ -236,7 +221,7 @@ def _read_state(function: Any, state: str, item: Any) -> Any:
     """The value of state that a function of this object touches: ``.fd``, or `` (the outer FD)``; None if it is
     unknown."""
     if state.startswith("."):
-        return _read_attributes(item).get(state[1:], inspect.getattr_static(type(item), state[1:], None))
+        return read_attributes(item).get(state[1:], inspect.getattr_static(type(item), state[1:], None))
     outer = sample_code.read_outer(function)
     return outer.get(state.removeprefix(" (the outer ").removesuffix(")"))
 
@@ -292,95 +277,7 @@ def _find_epoch_state(item: Any) -> str | None:
         return None
     if callable(getattr(item, "set_epoch", None)):
         return ".set_epoch()"
-    return next((f".{name}" for name in _EPOCH_NAMES if name in _read_attributes(item)), None)
-
-
-def draws_random(*roots: Any) -> tuple[str, ...]:
-    """Names of transforms and functions reachable from the dataset whose code draws random numbers."""
-    items = [item for root in roots for _, item in walk(root)]
-    return list_draws(items, items)
-
-
-def list_init_draws(init: Any) -> tuple[str, ...]:
-    """The functions of a ``worker_init_fn`` that draw random numbers other than seeds."""
-    drawing = (
-        function
-        for _, _, function in list_running(list(walk(init, "worker_init_fn")))
-        if any(DRAWS.fullmatch(name) for name in {*sample_code.list_names(function.__code__)} - _SEEDS)
-    )
-    return tuple(dict.fromkeys(function.__qualname__ for function in drawing))
-
-
-def list_draws(items: Sequence[Any], held: Sequence[Any]) -> tuple[str, ...]:
-    """Names of the transforms and functions among `items` that draw random numbers, in samples made of all `held`."""
-    ones = {item if inspect.isfunction(item) else type(item): item for item in items}.values()  # one of each class
-    found = [item for item in ones if _find_draw(item, None) is not None]
-    is_packaged = any(sample_code.is_packaged(base) for item in found for base in type(item).__mro__)
-    called = _list_called_names(held) if is_packaged else None  # takes long in large datasets
-    return tuple(dict.fromkeys(name for item in found if (name := _find_draw(item, called)) is not None))
-
-
-def _find_draw(item: Any, called: set[str] | None) -> str | None:
-    """The name of a transform or function that draws random numbers; None if it draws none. Of an installed package's
-    class only what is `called` counts: a table has a method ``sample``, and a dataset one that shuffles it."""
-    kind: type = type(item)
-    if inspect.isfunction(item):
-        return item.__qualname__.split(".")[-1] if draws_random_numbers(item) else None
-    if _RANDOM_TRANSFORMS.match(kind.__name__):
-        return kind.__name__
-    for base in kind.__mro__:
-        if sample_code.is_framework(base):
-            continue
-        counts = called if called is not None and sample_code.is_packaged(base) and "getattr" not in called else None
-        for name, member in vars(base).items():
-            function = _get_function(member)
-            if name in _BEFORE_SAMPLES or (counts is not None and name not in counts):
-                continue
-            if function is not None and draws_random_numbers(function):
-                return f"{kind.__name__}.{name}"
-    return None
-
-
-def _get_function(member: Any) -> Any:
-    """The function behind a member of a class, a property's too; None if there is none."""
-    member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-    function = inspect.unwrap(member) if callable(member) else None
-    return function if inspect.isfunction(function) else None
-
-
-def _list_called_names(held: Sequence[Any]) -> set[str]:
-    """Names of the methods that samples may call on any of these objects: entries, and all that functions with such
-    names name in turn, those of installed packages too, with the strings of those that call ``getattr``."""
-    names = set(sample_code.ENTRIES)
-    for _, _, function in list_running([("", item) for item in held]):
-        names.update(sample_code.list_names(function.__code__))
-    for item in held:  # methods that are kept as attributes, and names for ``getattr``
-        kept = _read_attributes(item).values()
-        names.update(each.__name__ for each in kept if inspect.isroutine(each))
-        names.update(each for each in kept if isinstance(each, str))
-    bases = dict.fromkeys(base for item in held for base in type(item).__mro__ if sample_code.is_packaged(base))
-    left = [(name, made) for base in bases for name, each in vars(base).items() if (made := _get_function(each))]
-    while left:
-        reached, left = [each for each in left if each[0] in names], [each for each in left if each[0] not in names]
-        if not reached:
-            break
-        for _, function in reached:
-            named = set(sample_code.list_names(function.__code__))
-            consts = {each for code in sample_code.walk_code(function.__code__) for each in code.co_consts}
-            names |= named - {"getattr"} | (consts if "getattr" in named else set())
-    return names
-
-
-def draws_random_numbers(function: Any, depth: int = 3) -> bool:
-    """Whether a function names a way to draw random numbers, itself or in the user's functions that it names."""
-    names = set(sample_code.list_names(function.__code__))
-    if any(DRAWS.fullmatch(name) for name in names):
-        return True
-    called = [function.__globals__.get(name) for name in names] if depth else []
-    return any(
-        inspect.isfunction(other) and not sample_code.is_framework(other) and draws_random_numbers(other, depth - 1)
-        for other in called
-    )
+    return next((f".{name}" for name in _EPOCH_NAMES if name in read_attributes(item)), None)
 
 
 def sample_bytes(dataset: Any) -> int | None:

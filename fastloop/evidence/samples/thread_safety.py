@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastloop.evidence.samples import dataset as datasets
-from fastloop.evidence.samples import sample_code, writes
+from fastloop.evidence.samples import random_draws, sample_code, writes
 
 _REASONS: Mapping[str, str] = {
     datasets.SHARED: "is a connection or its client, and replies to several threads would get mixed up",
@@ -67,7 +67,7 @@ def find_thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
 def list_shared_draws(*roots: Any) -> tuple[str, ...]:
     """The results of `draws_random` that cannot get one generator per thread."""
     held = [item for root in roots for _, item in datasets.walk(root)]
-    return datasets.list_draws([item for item in held if not _draws_by_torch(type(item))], held)
+    return random_draws.list_draws([item for item in held if not _draws_by_torch(type(item))], held)
 
 
 def _draws_by_torch(kind: type) -> bool:
@@ -82,7 +82,7 @@ def _list_hazards(function: Any, kind: type) -> Iterator[str]:
     for name in names:
         if isinstance(inspect.getattr_static(kind, name, None), functools.cached_property):
             yield f".{name} {_WRITTEN}"
-    if datasets.draws_random_numbers(function):
+    if random_draws.draws_random_numbers(function):
         yield f" ({function.__qualname__}) {_DRAWN}"
     for package in sorted(_NOT_FOR_THREADS.intersection(names)):
         yield f" ({function.__qualname__}) uses {package}, which is not thread-safe"
@@ -111,7 +111,7 @@ def _find_installed(item: Any) -> str | None:
     function = inspect.getattr_static(type(item), "__getitem__", None)
     if not inspect.isfunction(function) or not sample_code.is_installed(function):
         return None
-    if datasets.draws_random_numbers(function):
+    if random_draws.draws_random_numbers(function):
         return f" ({type(item).__name__}) {_DRAWN}"
     written = _find_write(function, type(item))
     return None if written is None else f"{written} {_WRITTEN}"

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastloop.evidence.samples import dataset as datasets
-from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples import random_draws, sample_code
 
 _TELLS_WORKERS = {"get_worker_info", "current_process", "parent_process", "getpid", "environ", "getenv"}
 """Names of what a stream may ask for its share."""
@@ -37,7 +37,7 @@ def explain_repeats(loader: Any) -> str | None:
     dataset = loader.dataset
     if loader.num_workers < 2 or not isinstance(dataset, IterableDataset) or loader.worker_init_fn is not None:
         return None
-    if sample_code.is_installed(type(dataset)) or datasets.draws_random(dataset):
+    if sample_code.is_installed(type(dataset)) or random_draws.draws_random(dataset):
         return None
     held = list(datasets.walk(dataset))
     functions = [function for _, _, function in datasets.list_running(held)]

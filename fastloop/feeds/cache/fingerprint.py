@@ -19,7 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from fastloop.evidence.samples import sample_code, writes
-from fastloop.evidence.samples.dataset import draws_random
+from fastloop.evidence.samples.random_draws import draws_random
 from fastloop.evidence.samples.source import read_source
 
 _MOST_DEPTH, _LONG = 12, 100

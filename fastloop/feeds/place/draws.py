@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.dataset import walk
-from fastloop.evidence.samples.system_seeds import find_system_seed
+from fastloop.evidence.samples.random_draws import find_system_seed
 from fastloop.feeds.lazy_loader import draw_seed, name_sampler
 
 Order = dict[str, dict[str, Any]]

@@ -10,7 +10,6 @@ import queue
 import random
 import socket
 import sqlite3
-import sys
 import types
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,8 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fastloop.evidence.samples import dataset as dataset_module
-from fastloop.evidence.samples.dataset import draws_random, find_worker_hazards, list_asking, list_long, walk
+from fastloop.evidence.samples.dataset import find_worker_hazards, list_asking, list_long, walk
+from fastloop.evidence.samples.random_draws import draws_random
 
 
 class Items(Dataset):
@@ -193,141 +193,6 @@ def test_walking_is_bounded_and_ends_in_circles() -> None:
     wide = Items(ring=ring, deep=deep, many=[[number] for number in range(10_000)])
     paths = [path for path, _ in walk(wide)]
     assert len(paths) < 300 and "dataset.ring" in paths and "dataset.ring.ring" not in paths
-
-
-class Noisy(Items):
-    def __getitem__(self, index: int) -> float:
-        return index + random.random()
-
-
-class Flip:
-    def __call__(self, image: Any) -> Any:
-        return image if np.random.rand() < 0.5 else -image
-
-
-class Steady:
-    def __call__(self, image: Any) -> Any:
-        return image
-
-
-def jitter(image: Any) -> Any:
-    return image + torch.randn(1)
-
-
-def test_random_draws_are_found_in_code() -> None:
-    from torchvision import transforms
-
-    assert draws_random(Noisy()) == ("Noisy.__getitem__",)
-    assert draws_random(Items(transform=Flip())) == ("Flip.__call__",)
-    assert draws_random(Items(transform=jitter)) == ("jitter",)
-    assert draws_random(Items(transform=lambda image: random.choice(image))) == ("<lambda>",)
-    assert draws_random(Items(), jitter) == ("jitter",)
-    composed = transforms.Compose([transforms.Resize(8), transforms.RandomCrop(8), transforms.ToTensor()])
-    assert draws_random(Items(transform=composed)) == ("RandomCrop",)
-    assert draws_random(Subset(Noisy(), [0])) == ("Noisy.__getitem__",)
-    still = transforms.Compose([transforms.Resize(8), transforms.CenterCrop(8)])
-    assert draws_random(Items(transform=still), torch.utils.data.default_collate) == ()
-    assert draws_random(Items(transform=Steady()), TensorDataset(torch.zeros(1))) == ()
-
-
-class Child(Noisy):
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index) + 1
-
-
-class Deep(Items):
-    def __getitem__(self, index: int) -> Any:
-        return twice_removed(index)
-
-
-def twice_removed(index: Any) -> Any:
-    return jitter(index)
-
-
-class ShuffledOnce(Items):
-    def __init__(self) -> None:
-        super().__init__()
-        self.order = torch.randperm(4)
-
-
-def test_random_draws_are_found_behind_super_and_helper_functions() -> None:
-    assert draws_random(Child()) == ("Child.__getitem__",)
-    assert draws_random(Deep()) == ("Deep.__getitem__",)
-    assert draws_random(ShuffledOnce()) == ()  # drawn before any sample, in the main process either way
-
-
-TABLES = """
-import random
-
-class Table:
-    def __getitem__(self, index):
-        return self.get(index)
-
-    def get(self, index):
-        return index
-
-    def sample(self):
-        return random.choice([1, 2])
-
-class Augments:
-    def __call__(self, image):
-        return image * self.choose()
-
-    def choose(self):
-        return random.random()
-
-class Base:
-    def __getitem__(self, index):
-        return self._augment(index) + self.noise
-
-    def _augment(self, index):
-        return index + random.random()
-
-    @property
-    def noise(self):
-        return random.random()
-
-
-class Looks(Table):
-    def __init__(self, op):
-        self.op = op
-
-    def __getitem__(self, index):
-        return getattr(self, "rows")[index]
-
-    def __call__(self, index):
-        return getattr(self, self.op)()
-
-
-class Draws(Table):
-    def __getitem__(self, index):
-        return getattr(self, "sample")()
-"""
-
-
-def test_of_an_installed_class_only_what_samples_run_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table has a method ``sample``; a transform draws in a method that its call names."""
-    (tmp_path / "tables_of_a_package.py").write_text(TABLES)
-    (tmp_path / "tables-1.dist-info").mkdir()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import tables_of_a_package as package  # type: ignore[import-not-found]
-
-    class Samples(Items):
-        def __getitem__(self, index: int) -> Any:
-            return self.table.sample()
-
-    class Extends(package.Base):  # type: ignore[misc]
-        def __getitem__(self, index: int) -> Any:
-            return super().__getitem__(index)
-
-    assert draws_random(Extends()) == ("Extends._augment",)
-    assert draws_random(Items(table=package.Table())) == ()
-    assert draws_random(Items(transform=package.Augments())) == ("Augments.choose",)
-    assert draws_random(Items(table=package.Looks("rows"))) == (), "getattr, of something else"
-    assert draws_random(Items(table=package.Draws())) == ("Draws.sample",)
-    assert draws_random(Items(table=package.Looks("sample"))) == ("Looks.sample",)
-    assert draws_random(Samples(table=package.Table())) == ("Samples.__getitem__", "Table.sample")
-    monkeypatch.delitem(sys.modules, "tables_of_a_package")
 
 
 # -- what copies in workers would mix up or change -------------------------------------------------------------------
@@ -672,25 +537,3 @@ def test_long_lists_are_told_with_their_place(monkeypatch: pytest.MonkeyPatch) -
         "dataset.inner.by_name holds 0.0 million Python objects",
     )
     assert list_long(table) == expected and list_long(TensorDataset(torch.zeros(60))) == ()
-
-
-DRAWING = [
-    lambda x: x + torch.empty(3).normal_(0, 0.1),
-    lambda x: x + torch.empty_like(x).uniform_(-1, 1),
-    lambda x: x.exponential_(),
-    lambda x: torch.nn.functional.dropout(x, 0.2, True),
-    lambda x: x * random.getrandbits(1),
-    lambda x: x * random.betavariate(1, 1),
-    lambda x: x + torch.distributions.Normal(0.0, 0.1).rsample((3,)),
-]
-
-
-@pytest.mark.parametrize("draws", DRAWING)
-def test_ways_to_draw(draws: Any) -> None:
-    assert draws_random(Items(transform=draws)) == ("<lambda>",)
-    assert draws_random(Items(transform=lambda x: x.normal())) == ("<lambda>",) and draws_random(Items()) == ()
-    assert draws_random(Items(transform=lambda x: x.normalize())) == ()
-
-
-def test_a_dropout_layer_of_the_dataset_draws() -> None:
-    assert draws_random(Items(transform=torch.nn.Dropout(0.2))) == ("Dropout",)

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from fastloop.evidence.samples.dataset import draws_random
+from fastloop.evidence.samples.random_draws import draws_random
 from fastloop.evidence.samples.thread_safety import find_thread_hazards, list_shared_draws
 
 COUNT = {"samples": 0}
