@@ -83,7 +83,7 @@ class Overlap:
         if self.gradient_as_bucket_view and facts.keeps_grads:
             raise NotApplicable(
                 f"{', '.join(facts.keeps_grads)} keeps or returns gradients or replaces their data, but bucket views"
-                " need their memory again; keep copies (grad.clone()), write grad.copy_(new) for grad.data = new, or"
+                " reuse their memory; keep copies (grad.clone()), write grad.copy_(new) for grad.data = new, or"
                 " set gradient_as_bucket_view: false"
             )
         if self.comm_hook != "none" and facts.user_comm_hook:

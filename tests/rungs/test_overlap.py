@@ -28,7 +28,7 @@ DETACHES = (
     " gradient_as_bucket_view: false"
 )
 KEEPS = (
-    "Net.step keeps or returns gradients or replaces their data, but bucket views need their memory again; keep copies"
+    "Net.step keeps or returns gradients or replaces their data, but bucket views reuse their memory; keep copies"
     " (grad.clone()), write grad.copy_(new) for grad.data = new, or set gradient_as_bucket_view: false"
 )
 

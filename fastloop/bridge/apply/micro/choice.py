@@ -199,7 +199,7 @@ class PieceChoice:
     def note_no_loss(self) -> None:
         """Count a batch that was cut, and then ran whole because training_step returned no loss for a piece."""
         self.uncut, self._changed = self.uncut + 1, self._changed - 1
-        self._problem = self._problem or "training_step returned no loss for a piece, so the whole batch was asked"
+        self._problem = self._problem or "training_step returned no loss for a micro-batch, so its batch ran whole"
 
     # -- one of the user's batches, in pieces -----------------------------------------------------------------------
 
