@@ -39,7 +39,7 @@ class Pin:
     def plan(self, facts: Facts) -> Change:
         """Request ``pin_memory`` if it can have an effect and is not already on."""
         if facts.device != "cuda":
-            raise NotApplicable(f"needs CUDA; this run is on {facts.device}, where there is no copy to speed up")
+            raise NotApplicable(f"needs CUDA; this run is on {facts.device}, where nothing is copied to a device")
         if facts.loader is None:
             return Change(waits_for="the train loader", may_want=("loader.pin_memory",))
         if not facts.loader.is_dataloader:

@@ -19,7 +19,7 @@ from fastloop.rungs.pin import Pin
 from tests.runs import Net, batches, both, distance, numbered, run
 
 PIN: dict[str, Any] = {"pin": {}}
-CPU = "needs CUDA; this run is on cpu, where there is no copy to speed up"
+CPU = "needs CUDA; this run is on cpu, where nothing is copied to a device"
 
 
 def facts(**loader: Any) -> Facts:
@@ -43,7 +43,7 @@ def test_plan() -> None:
     ("given", "reason"),
     [
         (Facts(), CPU),
-        (Facts(device="mps"), "needs CUDA; this run is on mps, where there is no copy to speed up"),
+        (Facts(device="mps"), "needs CUDA; this run is on mps, where nothing is copied to a device"),
         (facts(is_dataloader=False, kind="Own"), "Own is not a DataLoader: pin its batches where you create them"),
         (facts(pin_memory=True), "the loader already pins its memory"),
     ],

@@ -239,7 +239,7 @@ def test_at_most_twelve_lines_and_no_reason_left_out(inactive: int, unknown: int
 
 def test_rungs_whose_reasons_begin_alike_share_a_line() -> None:
     reasons = {
-        "pin": "needs CUDA; this run is on cpu, where there is no copy to speed up",
+        "pin": "needs CUDA; this run is on cpu, where nothing is copied to a device",
         "overlap": "needs DDP with several devices; the strategy is SingleDeviceStrategy",
         "prefetch": "needs CUDA; this run is on cpu, where there is no copy to overlap",
     }
