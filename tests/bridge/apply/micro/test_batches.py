@@ -240,7 +240,7 @@ def test_a_piece_without_a_loss_does_not_decide_for_its_batch(module: Any, monke
     settings, rungs = {"max_epochs": 2, "gradient_clip_val": 0.1}, {"batch": {"micro_batch": 3, "loss_is_mean": True}}
     plain, split = (run(each, batches(40, shuffle=False), module, **settings) for each in (None, rungs))
     assert 0 < plain.trainer.global_step <= 10 and distance(plain, split) < 1e-6
-    assert "returned no loss for a piece" in split.verdict("batch").why
+    assert "returned no loss for a micro-batch" in split.verdict("batch").why
     monkeypatch.setattr(MicroBatches, "_run_whole", lambda self, trainer, step, batch, rest: self._skip(trainer, batch))
     assert distance(plain, run(rungs, batches(40), module, **settings)) > 1e-3, "the control"
 

@@ -74,7 +74,7 @@ def logged(rungs: Any, module: Any, **settings: Any) -> tuple[Any, list[Any]]:
             {"gradient_clip_val": 0.05, "accumulate_grad_batches": 4},
             "entries of tensor 2 of the batch that are not -100",
         ),
-        (Causal, {}, "entries of tensor 2 of the batch that are not -100 from the second token on"),
+        (Causal, {}, "entries of tensor 2 of the batch that are not -100, from the second token on"),
     ],
 )
 def test_token_means(module: Any, settings: Any, counted: str) -> None:
@@ -159,7 +159,7 @@ def by_chance() -> DataLoader[Any]:
 
 def test_a_count_that_fits_two_pieces_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ours = (run(rungs, by_chance(), ByChance, max_epochs=2) for rungs in (None, SPLIT))
-    assert "batches run whole: the loss compares samples" in ours.verdict("batch").why and distance(plain, ours) == 0
+    assert "not split: the loss compares samples" in ours.verdict("batch").why and distance(plain, ours) == 0
     monkeypatch.setattr(gradient_check, "TELLING", 0)
     wrong = run(SPLIT, by_chance(), ByChance, max_epochs=2)
     assert "weighted by" in wrong.verdict("batch").why and distance(plain, wrong) > 1e-3, "the control"
