@@ -43,7 +43,7 @@ def test_pictures_are_planned_as_bytes() -> None:
     ("given", "why"),
     [
         ({"images": "TensorDataset is not an ImageFolder"}, "TensorDataset is not an ImageFolder"),
-        ({"images": ImageFacts(steps=PHOTOS.steps, unknown="RandomErasing")}, "RandomErasing is not known"),
+        ({"images": ImageFacts(steps=PHOTOS.steps, unknown="RandomErasing")}, "does not know RandomErasing"),
         ({"images": ImageFacts(steps=(ToTensor(),))}, "no transform converts them to floats"),
         (
             {"images": ImageFacts(steps=(*PHOTOS.steps, PHOTOS.steps[0]))},
