@@ -84,10 +84,17 @@ class StandInDataset(Disguised):
         return type(self), tuple(getattr(self, name) for name in self._OWN)
 
 
+class SameOrder(Disguised):
+    """The same for a loader's (batch) sampler, whose indices it passes on as they are, all or some."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.copy, (self.inner,)  # copies and pickles of its loader have no part in this run
+
+
 # -- stops after an epoch's last batch, without requesting one more ----------------------------------------------------
 
 
-class Bounded(Disguised):
+class Bounded(SameOrder):
     """Stands in for a loader's (batch) sampler, and is not read past an epoch's last batch.
 
     Some samplers count their epochs, or draw from their own generator, after the last index or with each one. If they
@@ -107,9 +114,6 @@ class Bounded(Disguised):
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.inner), self.count())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return copy.copy, (self.inner,)  # copies and pickles of its loader have no part in this run
 
 
 class ReadAhead(StandIn):

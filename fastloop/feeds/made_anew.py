@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, _DatasetKind
 
 from fastloop.evidence.samples.state_mark import StateMark
-from fastloop.feeds.lazy_loader import Disguised, makes_iterators, name_sampler
+from fastloop.feeds.lazy_loader import SameOrder, makes_iterators, name_sampler
 
 
-class DrawnIndices(Disguised):
+class DrawnIndices(SameOrder):
     """Stands in for a loader's (batch) sampler, and keeps the indices that the last ``iter`` has drawn."""
 
     _OWN: ClassVar[Collection[str]] = ("inner", "drawn")
@@ -31,9 +31,6 @@ class DrawnIndices(Disguised):
                 self.drawn = drawn = deque()
             drawn.append(copy.copy(indices))  # some samplers reuse one list
             yield indices
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return copy.copy, (self.inner,)  # copies and pickles of its loader have no part in this run
 
 
 class MadeAnew:
@@ -82,12 +79,10 @@ class MadeAnew:
 
     def make_due(self) -> Any:
         """Make the next due batch in this process."""
-        loader, indices = self._loader, self.due.popleft()
-        dataset: Any = loader.dataset
-        if loader.batch_sampler is None:
-            return loader.collate_fn(dataset[indices])
-        fetches_all = bool(getattr(dataset, "__getitems__", None))
-        return loader.collate_fn(dataset.__getitems__(indices) if fetches_all else [dataset[each] for each in indices])
+        loader: Any = self._loader
+        kind: Any = _DatasetKind
+        how = (loader._dataset_kind, loader.dataset, loader._auto_collation, loader.collate_fn, loader.drop_last)
+        return kind.create_fetcher(*how).fetch(self.due.popleft())
 
 
 Begin = Callable[[], MadeAnew]

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.lazy_loader import clone
 from fastloop.feeds.made_anew import DrawnIndices, watch_loader
+from fastloop.feeds.workers.next_epoch import find_sampler
 
 
 class Levels(Dataset[Any]):
@@ -128,6 +129,7 @@ def test_the_users_loader_stays_and_looks_the_same() -> None:
     assert type(own.batch_sampler) is BatchSampler and type(ours.batch_sampler) is DrawnIndices
     assert isinstance(ours.batch_sampler, BatchSampler) and type(copy.copy(ours).batch_sampler) is DrawnIndices
     assert type(copy.deepcopy(ours.batch_sampler)) is BatchSampler
+    assert find_sampler(ours.batch_sampler) is own.batch_sampler, "whose order can be predicted"
 
 
 def test_loaders_whose_batches_cannot_be_outdated_or_are_unknown_are_left_alone() -> None:

@@ -12,12 +12,13 @@ import lightning as L
 import psutil
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fastloop import FastLoop
 from fastloop.bridge.apply.staging import Staging
+from fastloop.bridge.watch.loader_state import read_batch_sizes
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.records.facts import Facts, LoaderFacts
@@ -193,6 +194,16 @@ def test_batches_on_the_device_are_made_anew_once_their_data_changed(on_cpu: Non
     assert ours.loop is not None and ours.loop.plan.parity == "exact"
     again, _ = both(PREFETCH, lambda: read_levels(Reads(level=1)), Raises, max_epochs=2)
     assert distance(plain, again) > 0, "else this test shows nothing"
+
+
+def test_the_order_and_the_sizes_of_batches_are_known_behind_the_feed(on_cpu: None) -> None:
+    """Workers make the next epoch's first batches, and samples are counted as the loader draws them."""
+    sizes = []
+    look = LambdaCallback(on_train_batch_end=lambda trainer, *_: sizes.append(read_batch_sizes(trainer)))
+    rungs = {**PREFETCH, "workers": {"count": 2, "persistent": True, "across_epochs": True}}
+    ours = run(rungs, batches(60, shuffle=True), max_epochs=4, callbacks=(look,))
+    assert ours.seen("prefetch")["batches"] == 32 and set(sizes) == {(8, 4)}
+    assert "3 epochs started with prefetched batches" in ours.verdict("workers").why
 
 
 def test_hooks_run_in_order_and_ahead(on_cpu: None) -> None:

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from fastloop.feeds.batch_tree import count_samples, iterate_tensors
-from fastloop.feeds.lazy_loader import Bounded, LazyLoader, PassesOn, ReadAhead, StandIn, clone
+from fastloop.feeds.lazy_loader import LazyLoader, PassesOn, ReadAhead, SameOrder, StandIn, clone
 from fastloop.feeds.window_batches import WindowSampler
 
 Source = Literal["sampler", "content"]
@@ -143,7 +143,7 @@ def _draws_ids(loader: Any) -> bool:
 
 def _keeps_own_order(sampler: Any) -> bool | None:
     """Whether the sample order is independent of other random draws, such as augmentations; None if unknown."""
-    while isinstance(sampler, (WindowSampler, Bounded, ReadAhead)):
+    while isinstance(sampler, (WindowSampler, SameOrder, ReadAhead)):
         sampler = sampler.inner
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler

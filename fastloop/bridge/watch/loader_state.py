@@ -11,7 +11,7 @@ from fastloop.evidence import loader_queue, machine
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.images import decode_time
 from fastloop.feeds.images.byte_batches import find_user_dataset
-from fastloop.feeds.lazy_loader import Bounded, LazyLoader, ReadAhead
+from fastloop.feeds.lazy_loader import LazyLoader, ReadAhead, SameOrder
 from fastloop.feeds.rows.reading import read_facts as read_rows
 from fastloop.records.facts import RowFacts
 
@@ -86,7 +86,8 @@ def read_batch_sizes(trainer: Any) -> tuple[int, ...]:
     several loaders, or without torch's own batch sampler."""
     found = find_loaders(trainer)
     sampler = getattr(found[0], "batch_sampler", None) if len(found) == 1 else None
-    sampler = sampler.inner if isinstance(sampler, (Bounded, ReadAhead)) else sampler
+    while isinstance(sampler, (SameOrder, ReadAhead)):
+        sampler = sampler.inner
     if type(sampler) is not BatchSampler:
         return ()
     size = sampler.batch_size

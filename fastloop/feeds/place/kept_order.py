@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, TypedDict
 
-from fastloop.feeds.lazy_loader import Disguised
+from fastloop.feeds.lazy_loader import SameOrder
 from fastloop.feeds.place.draws import Draws, Order
 
 _END = object()
@@ -29,7 +28,7 @@ class EpochPlace(TypedDict):
     """Random state that the epoch's order is drawn from."""
 
 
-class KeptOrder(Disguised):
+class KeptOrder(SameOrder):
     """Stands in for a loader's batch sampler, or for its sampler if that loader makes no batches.
 
     Skips by index, without loading samples. Draws nothing before the first index is requested. Each epoch may be drawn
@@ -73,9 +72,6 @@ class KeptOrder(Disguised):
             self._digests.append(_digest(batch, self._digests[-1]))
             if number >= skipped:
                 yield batch
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return copy.copy, (self.inner,)  # copies and pickles of its loader have no part in this run
 
     def digest(self, batches: int) -> int | None:
         """Return the digest of the indices in the epoch's first `batches`; None if fewer were drawn, which means that

@@ -25,14 +25,13 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from fastloop.feeds.lazy_loader import Bounded, Disguised, draw_seed, name_sampler
-from fastloop.feeds.place.kept_order import KeptOrder
+from fastloop.feeds.lazy_loader import Disguised, SameOrder, draw_seed, name_sampler
 from fastloop.feeds.workers.pending_indices import PendingIndices
 
 _KNOWN = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _DRAWN_FROM = ("data_source", "dataset", "indices", "weights")
 """Their attributes that have as many members as the order that they draw."""
-_STAND_INS = (Bounded, KeptOrder, PendingIndices)
+_STAND_INS = (SameOrder, PendingIndices)
 _MOST_SAMPLES = 2**22
 """A longer order takes torch more than half a second to draw."""
 
