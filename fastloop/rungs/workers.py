@@ -139,6 +139,10 @@ CARD = Card(
     batches_ready=lambda settings, workers: workers * read_int(settings, "prefetch_factor", 2),
     plan_shows_refusal=True,
     loads_elsewhere=True,
+    explains={
+        "DataLoader worker (pid": "a worker that rungs.workers started was killed, most often because memory ran out:"
+        " set a lower rungs.workers.count and continue from your last checkpoint"
+    },
 )
 
 

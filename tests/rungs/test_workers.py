@@ -492,7 +492,7 @@ def test_shared_memory_that_turns_out_too_small_is_said(monkeypatch: pytest.Monk
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("attempt", range(3))
-def test_a_killed_worker_is_torchs_to_tell(attempt: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_worker_is_torchs_to_tell(attempt: int) -> None:
     """Its signal comes wherever the main thread is: in the loop, in our hooks, in the loader."""
 
     killed: list[Any] = []
@@ -509,6 +509,7 @@ def test_a_killed_worker_is_torchs_to_tell(attempt: int, capsys: pytest.CaptureF
         ours = run(WORKERS, batches(400), Kills)
         raise AssertionError(f"{killed} {ours.trainer.state} {ours.trainer.global_step} {ours.loop and ours.loop.plan}")
     assert len(killed) == 2
+    assert any("set a lower rungs.workers.count" in str(warning.message) for warning in warned)
     assert not any("stopped watching" in str(warning.message) for warning in warned)
 
 
