@@ -1,6 +1,6 @@
 """A time limit for work in the user's own process: raises in Python code; ends the process if native code hangs.
 
-SIGTERM also ends such work. The user's own alarm rings in it.
+SIGTERM also ends such work, and so does an alarm of the user's own.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import math
 import os
 import signal
 import sys
@@ -30,9 +29,6 @@ REPEAT_S = 20.0
 RETRY_S, AGAIN_S, MOST_LATE_S = 1e-3, 1.0, 5.0
 """Seconds until another try if nothing may be raised where the work is now; until a check whether native code ignored
 the exception, which is then raised again; and after the limit, until it is raised anywhere."""
-EARLY_S = 1e-3
-"""A timer may ring before its time by no more than this."""
-_Handler = Callable[[int, FrameType | None], Any]
 _WHOLE = frozenset({"__enter__", "__exit__", "__del__", "__torch_dispatch__", "run_node"})
 """Functions that nothing may interrupt: they change a mode, or run below native code that expects no exception."""
 _CALLED_BACK = (
@@ -70,30 +66,28 @@ def limited(seconds: float, *, cause: str, do: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raise by a signal, which also interrupts waiting for a lock. Only the main thread receives signals."""
-    if threading.current_thread() is not threading.main_thread():
+    """Raise by a signal, which also interrupts waiting for a lock. Only the main thread receives signals, and an alarm
+    of the user's own keeps its timer and its handler."""
+    is_main = threading.current_thread() is threading.main_thread()
+    is_used = signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL or signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    if not is_main or is_used:
         with _interrupted(seconds):
             yield
         return
 
-    within, limit, is_over, theirs = _find_caller(), time.monotonic() + seconds, False, _TheirAlarm()
+    within, latest, is_over = _find_caller(), time.monotonic() + seconds + MOST_LATE_S, False
     raised: weakref.ref[TimeLimit] | None = None
 
-    def ring(number: int, frame: FrameType | None) -> None:
+    def ring(_number: int, frame: FrameType | None) -> None:
         nonlocal raised
         if is_over:
             return
-        waits_since = theirs.note_signal(limit)
-        if theirs.is_raising or (raised is not None and raised() is not None):
+        if raised is not None and raised() is not None:
             # An exception is on its way out: nothing may interrupt what puts things back.
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
             return
-        latest = MOST_LATE_S + (limit if waits_since is None else waits_since)
         if time.monotonic() < latest and not _may_raise_in(frame, within):
             signal.setitimer(signal.ITIMER_REAL, RETRY_S)
-            return
-        if waits_since is not None:
-            theirs.pass_on(number, frame, ring, limit)
             return
         error = TimeLimit(f"it took longer than {seconds:.3g} s")
         raised = weakref.ref(error)
@@ -103,72 +97,14 @@ def _alarm(seconds: float) -> Iterator[None]:
         finally:
             del error  # its own traceback would keep it alive
 
-    theirs.replace(ring, limit)
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         is_over = True  # first: nothing can interrupt an assignment
-        theirs.put_back()
-
-
-class _TheirAlarm:
-    """The user's own SIGALRM, with its handler and timer, while our limit uses both. It still rings on time, or a
-    little later where nothing may be raised, since the user's handler may raise. If what it raised was ignored, as
-    torch does in parts of a compile, it rings again."""
-
-    def __init__(self) -> None:
-        self._handler: _Handler | int | None = signal.SIG_DFL
-        self._due, self._every_s = math.inf, 0.0
-        self._waits_since: float | None = None
-        self._raising: weakref.ref[object] | None = None
-
-    @property
-    def is_raising(self) -> bool:
-        """Whether what the user's handler raised is on its way out."""
-        return self._raising is not None and self._raising() is not None
-
-    def replace(self, ring: _Handler, limit: float) -> None:
-        """Let `ring` handle the signal, which comes at `limit`, or at the user's own time if that is earlier."""
-        self._handler = signal.getsignal(signal.SIGALRM)
-        left, self._every_s = signal.setitimer(signal.ITIMER_REAL, 0)
-        now = time.monotonic()
-        self._due = now + left if left else math.inf
-        signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, max(RETRY_S, min(limit, self._due) - now))
-
-    def put_back(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL if self._handler is None else self._handler)  # None: set from C
-        due = self._due if self._waits_since is None or self.is_raising else self._waits_since
-        if due < math.inf:
-            signal.setitimer(signal.ITIMER_REAL, max(1e-3, due - time.monotonic()), self._every_s)
-
-    def note_signal(self, limit: float) -> float | None:
-        """Return since when a signal of the user's waits; None if none does. One that came before `limit` is theirs."""
-        now = time.monotonic()
-        if self._waits_since is None and (now < limit - EARLY_S or now >= self._due - EARLY_S):
-            self._waits_since = now
-        return self._waits_since
-
-    def pass_on(self, number: int, frame: FrameType | None, ring: _Handler, limit: float) -> None:
-        """Call the user's handler, which finds its own timer, and may change that and the handler."""
-        late_s, self._waits_since = time.monotonic() + EARLY_S - self._due, None
-        if late_s >= 0:  # an interval's next time; those that it missed came as one
-            self._due += self._every_s * (1 + late_s // self._every_s) if self._every_s else math.inf
-        self.put_back()
-        mark = set[object]()  # lives as long as this frame, which an exception's traceback keeps
-        self._raising = weakref.ref(mark)
-        try:
-            if callable(self._handler):
-                self._handler(number, frame)
-            else:
-                signal.raise_signal(number)  # the system's own, which ends the process, or none
-        except BaseException:
-            self._waits_since = time.monotonic()
-            limit = self._waits_since + AGAIN_S
-            raise
-        finally:
-            self.replace(ring, limit)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

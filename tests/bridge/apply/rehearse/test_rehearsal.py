@@ -545,6 +545,7 @@ def test_two_that_break_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rehearsed == plain
 
 
+@pytest.mark.usefixtures("no_alarm")
 def test_a_hang_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -561,6 +562,7 @@ def test_a_hang_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(loop) == (False, "it took longer than 1 s") and rehearsed == plain
 
 
+@pytest.mark.usefixtures("no_alarm")
 def test_a_compile_that_reached_its_limit_is_expected_to_take_as_long_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Expected are 10 ms, and it is stopped after a second. The control: the first run tries it."""
     tried: list[int] = []
