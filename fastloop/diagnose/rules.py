@@ -92,8 +92,8 @@ def _join_by_patch(found: list[Finding], *, has_died: bool) -> list[Finding]:
     joined: list[Finding] = []
     for first, *others in sorted(groups.values(), key=lambda group: -sum(each.share_pct or 0.0 for each in group)):
         same = ", ".join(f"{each.title} ({each.share_pct or 0:.0f} % of the step)" for each in others)
-        told = (f"the same patch also addresses {same}",) if others and not has_died else ()
-        joined += [dataclasses.replace(first, detail=(*first.detail, *told)), *others]
+        notes = (f"the same patch also addresses {same}",) if others and not has_died else ()
+        joined += [dataclasses.replace(first, detail=(*first.detail, *notes)), *others]
     return joined
 
 

@@ -131,10 +131,10 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
 
 def _advise_each(without_workers: Mapping[str, str | None]) -> str:
     """Return advice about those of several loaders that have no workers, each with why it cannot have any."""
-    told = [
+    obstacles = [
         f"your loader {each} has no workers: {why or 'set its num_workers'}" for each, why in without_workers.items()
     ]
-    return "; ".join([*told, *([] if None in without_workers.values() else ["make samples and batches cheaper"])])
+    return "; ".join([*obstacles, *([] if None in without_workers.values() else ["make samples and batches cheaper"])])
 
 
 def find_h2d(step: Attribution, rungs: Rungs) -> Finding | None:

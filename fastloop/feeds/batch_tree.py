@@ -196,11 +196,11 @@ def _read_own_count(batch: Any) -> int | None:
         if _reads_device(batch):
             return None
         for name in ("batch_size", "num_graphs"):
-            told = getattr(batch, name, None)
-            if isinstance(told, tuple) and told:  # a TensorDict's is a shape
-                told = told[0]
-            if isinstance(told, int) and not isinstance(told, bool) and told > 0:
-                return told
+            size = getattr(batch, name, None)
+            if isinstance(size, tuple) and size:  # a TensorDict's is a shape
+                size = size[0]
+            if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+                return size
     return None
 
 

@@ -29,7 +29,7 @@ class DeviceFeed(LazyLoader):
     Args:
         inner: the user's loader, or our copy of it.
         depth: batches on the device ahead of the current one.
-        device: target of the copies. On the CPU the feed only reads ahead (for tests).
+        device: target of the copies. On the CPU nothing is copied; the feed only reads ahead.
         stage: moves one batch to the device and runs the user's transfer hooks; called on the side stream.
         count: returns how many batches the loop requests; the feed reads no more. None: it reads to the end.
         watch: begins to watch an epoch for changes of what its samples are read from; None if they cannot matter.

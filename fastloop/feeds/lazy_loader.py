@@ -48,7 +48,7 @@ class PassesOn:
 
 
 class StandIn(PassesOn):
-    """The same, with a length."""
+    """Forwards to `inner`, and has its length."""
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -72,7 +72,7 @@ class Disguised(StandIn):
 
 
 class StandInDataset(Disguised):
-    """The same for a map-style dataset. ``_OWN`` follows the order of the arguments of ``__init__``."""
+    """Stands in for a map-style dataset. `_OWN` names the attributes in the order of the arguments of ``__init__``."""
 
     def __getitem__(self, index: Any) -> Any:
         return self.inner[index]
@@ -85,10 +85,10 @@ class StandInDataset(Disguised):
 
 
 class SameOrder(Disguised):
-    """The same for a loader's (batch) sampler, whose indices it passes on as they are, all or some."""
+    """Stands in for a loader's (batch) sampler, and passes on its indices unchanged, all or some."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copy.copy, (self.inner,)  # copies and pickles of its loader have no part in this run
+        return copy.copy, (self.inner,)  # copies and pickles are of the user's sampler
 
 
 # -- stops after an epoch's last batch, without requesting one more ----------------------------------------------------

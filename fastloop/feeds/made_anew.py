@@ -37,7 +37,7 @@ class MadeAnew:
     """Finds out during one epoch whether waiting batches are outdated, and makes them anew.
 
     Args:
-        loader: its own sampler must be a `DrawnIndices`; another loader's batches can only be owned up to.
+        loader: if its sampler is no `DrawnIndices`, outdated batches are not made anew, only counted for the report.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:

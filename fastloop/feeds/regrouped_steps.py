@@ -162,8 +162,8 @@ def _list_norm_notes(facts: Facts, loader: LoaderFacts, micro: Size, *, groups: 
     if micro != "auto" and micro < (loader.batch_size or 0):
         changes += f" and cannot be avoided below your batch size of {loader.batch_size}"
     keep = "keeps" if one else "keep"
-    told = f"{keep} separate statistics for each of your batches" if groups else changes
-    notes = [f"{say_count(len(facts.batchnorms), 'BatchNorm layer')} {told}: {names}"]
+    what = f"{keep} separate statistics for each of your batches" if groups else changes
+    notes = [f"{say_count(len(facts.batchnorms), 'BatchNorm layer')} {what}: {names}"]
     if facts.other_batchnorms and batch_norm == "groups":
         other = facts.other_batchnorms[0]
         kinds = "synchronized, not torch's own BatchNorm, or an InstanceNorm with running statistics"

@@ -83,7 +83,7 @@ def find_fault(
     """
     if not all(each.finite for each in (seen, *(draws.changed if draws else ()))):
         return "outputs or gradients are not finite numbers", None
-    told: list[float] = []
+    deviations: list[float] = []
     for name in ("outputs", "gradients"):
         value, noise = getattr(seen, name), getattr(rounding, name)
         if value is None:
@@ -98,10 +98,10 @@ def find_fault(
         elif limit > NO_GATE:  # rounding alone scatters them: no limit would be meaningful
             fault = _find_gross_fault(name, value, seen)
         else:
-            told.append(value)
+            deviations.append(value)
         if fault is not None:
             return fault, value
-    return None, max(told, default=None)
+    return None, max(deviations, default=None)
 
 
 def _find_gross_fault(name: str, apart: float, seen: Deviation) -> str | None:
@@ -130,8 +130,8 @@ def _find_fault_of_draws(name: str, draws: Draws) -> str | None:
         [getattr(each, f"{name}_cosine") for each in plays] for plays in (draws.usual, draws.changed)
     )
     if fmean(cosines) - fmean(new_cosines) > COSINE and _differ(cosines, new_cosines):
-        told = f"their mean cosine is {fmean(new_cosines):.2g}, and that of other draws {fmean(cosines):.2g}"
-        return f"{name} point in another direction: {told}"
+        why = f"their mean cosine is {fmean(new_cosines):.2g}, and that of other draws {fmean(cosines):.2g}"
+        return f"{name} point in another direction: {why}"
     return None
 
 

@@ -225,8 +225,8 @@ class Cache:
             why += f", {_format_gb(found['kept_bytes'])} on the device" if found["kept_bytes"] else ""
             return Verdict(took=batches > 0, why=why)
         if (batches := found.get("device_batches")) is not None:
-            told = f"{found['pictures']:,} images kept there ({_format_gb(found['kept_bytes'])})"
-            return Verdict(took=batches > 0, why=f"{say_count(batches, 'batch')} made on the device from {told}")
+            kept = f"{found['pictures']:,} images kept there ({_format_gb(found['kept_bytes'])})"
+            return Verdict(took=batches > 0, why=f"{say_count(batches, 'batch')} made on the device from {kept}")
         hits, misses = found.get("hits", 0), found.get("misses", 0)
         if not hits + misses:
             return Verdict(took=False, why="no sample was requested")

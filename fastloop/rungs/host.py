@@ -108,29 +108,29 @@ class Host:
         evidence = seen.evidence.get("host", {})
         if not evidence:
             return Verdict(took=None, why="no step ran")
-        replays, told = evidence.get("replayed_steps", 0), []
+        replays, parts = evidence.get("replayed_steps", 0), []
         if replays:
-            told.append(f"{say_count(replays, 'step')} replayed, {evidence['eager_steps']:,} ran eagerly")
-            told.append(f"a replay deviates by {evidence['deviation']:.2g}")
+            parts.append(f"{say_count(replays, 'step')} replayed, {evidence['eager_steps']:,} ran eagerly")
+            parts.append(f"a replay deviates by {evidence['deviation']:.2g}")
             if updates := evidence.get("replayed_updates"):
-                told.append(f"{say_count(updates, 'update')} of the optimizer replayed")
+                parts.append(f"{say_count(updates, 'update')} of the optimizer replayed")
             elif why := evidence.get("update_refused"):
-                told.append(f"no update of the optimizer was replayed: {why}")
+                parts.append(f"no update of the optimizer was replayed: {why}")
         elif "replayed_steps" in evidence:
-            told.append(f"no step was replayed: {evidence.get('graph_refused') or 'too few steps'}")
+            parts.append(f"no step was replayed: {evidence.get('graph_refused') or 'too few steps'}")
         if replays and (why := evidence.get("graph_refused")):
-            told.append(f"no step was replayed after that: {why}")
+            parts.append(f"no step was replayed after that: {why}")
         words = {
             "flat_batches": ("batch", "took the short path through Lightning's loop"),
             "moves_left_out": ("device move", "of logged values skipped"),
             "gc_passes": ("garbage collection", "at chosen steps"),
         }
-        told += ["hooks were called directly"] if evidence.get("direct_hooks") else []
-        told += [f"{say_count(n, noun)} {rest}" for name, (noun, rest) in words.items() if (n := evidence.get(name))]
-        told += [evidence[why] for why in ("loop_refused", "gc_refused") if why in evidence]
+        parts += ["hooks were called directly"] if evidence.get("direct_hooks") else []
+        parts += [f"{say_count(n, noun)} {rest}" for name, (noun, rest) in words.items() if (n := evidence.get(name))]
+        parts += [evidence[why] for why in ("loop_refused", "gc_refused") if why in evidence]
         is_mostly = 2 * replays >= evidence.get("eager_steps", 0) and replays > 0  # a few replays make no run faster
         took = is_mostly or (self.step_graph is not True and any(map(evidence.get, (*words, "direct_hooks"))))
-        return Verdict(took=took, why="; ".join(told) or "there was no overhead it could remove")
+        return Verdict(took=took, why="; ".join(parts) or "there was no overhead it could remove")
 
     def _graph_the_steps(self, site: Site) -> Applied:
         return site.graph_steps(self.step_graph is True)

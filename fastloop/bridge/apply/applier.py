@@ -208,7 +208,7 @@ class Applier:
     @property
     def is_trying(self) -> bool:
         """Whether `rehearse` has something to do before the next batch."""
-        return self.rung_trials is not None and self.rung_trials.has_more
+        return self.rung_trials is not None and self.rung_trials.has_trials_left
 
     def to_device(self, batch: Any, move: Callable[[Any], Any], dataloader_idx: int) -> Any:
         """Move a batch to the device, unless a feed has already done so."""
@@ -359,7 +359,7 @@ class Applier:
             self._site,
             asked=asked,
             terms=self.terms,
-            is_ready=lambda: self.rung_trials is None or self.rung_trials.is_over,
+            is_ready=lambda: self.rung_trials is None or self.rung_trials.eager_trials_are_over,
             one_time=self.one_time,
         )
 

@@ -174,7 +174,7 @@ class WorkerProcesses:
             turn_off=f"rungs.{owner}.enabled: false",
             free_cpus=plan.wants.get("launch.free_cpus", 0),
             leave_out=self._leave_out if owner in self._by_ladder else None,
-            own_up=self._own_up,
+            report_outdated=self._report_outdated,
             twice=None if replaces else twice,
         )
         return self._tried.batches
@@ -183,7 +183,7 @@ class WorkerProcesses:
         """Workers would work but are not worth it in this run; the verdict says so."""
         self._give_up("loader.num_workers", why, is_refusal=False, has_acted=True)
 
-    def _own_up(self, batches: int, key: str = "loader.num_workers") -> None:
+    def _report_outdated(self, batches: int, key: str = "loader.num_workers") -> None:
         """Batches of the training may have been made from outdated data."""
         made = "1 batch was" if batches == 1 else f"{batches} batches were"
         self._weaken(key, f"up to {made} loaded from data that has changed since", "changes-training")
@@ -191,7 +191,7 @@ class WorkerProcesses:
     def leave(self, key: str, why: str, outdated: int) -> None:
         """What this setting put in place loads no more batches ahead; so many of those it gave may be outdated."""
         if outdated:
-            self._own_up(outdated, key)
+            self._report_outdated(outdated, key)
         self._give_up(key, why, has_acted=True)
         self._warn(f"no batches are loaded ahead from now on: {why}")
 

@@ -78,16 +78,16 @@ def _explain_without_workers(
 ) -> dict[str, Any]:
     """Say why loaders without workers cannot have any, or None where they can: those for validation, and each of
     several train loaders."""
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if seen.get("validation_workers") == 0:
         idle = [each for each in loader_state.find_validation_loaders(trainer) if each.num_workers == 0]
         whys = [_find_obstacle(trainer, facts, loader) for loader in idle]
-        told["validation_obstacle"] = next(filter(None, whys), None)
+        found["validation_obstacle"] = next(filter(None, whys), None)
     changed = None if applier is None else applier.loaders
     for name, loader in loader_state.list_without_workers(trainer):
         own = loader if changed is None else changed.find_original(loader)
-        told.setdefault("without_workers", {})[name] = _find_obstacle(trainer, facts, own)
-    return told
+        found.setdefault("without_workers", {})[name] = _find_obstacle(trainer, facts, own)
+    return found
 
 
 def _find_obstacle(trainer: Any, facts: Facts, loader: Any) -> str | None:

@@ -166,14 +166,14 @@ def find_validation_loaders(trainer: Any) -> list[Any]:
 def _describe_validation(trainer: Any) -> dict[str, Any]:
     """Describe the validation loaders: the fewest workers, and whether all loaders keep theirs; the dataset's class if
     all have rows in memory; or only that one has an engine. Empty without validation loaders."""
-    found = find_validation_loaders(trainer)
-    if any(_find_engine(loader) is not None for loader in found):
+    loaders = find_validation_loaders(trainer)
+    if any(_find_engine(loader) is not None for loader in loaders):
         return {"validation_has_engine": True}
-    rows = [read_rows(getattr(loader, "dataset", None)) for loader in found]
+    rows = [read_rows(getattr(loader, "dataset", None)) for loader in loaders]
     names = [each.what for each in rows if isinstance(each, RowFacts)]
-    told: dict[str, Any] = {"validation_rows": names[0]} if names and len(names) == len(rows) else {}
-    workers = [count for loader in found if (count := getattr(loader, "num_workers", None)) is not None]
-    if not workers or len(workers) < len(found):
-        return told
-    keeps = all(bool(getattr(loader, "persistent_workers", False)) for loader in found)
-    return {**told, "validation_workers": min(workers), "validation_keeps_workers": keeps}
+    found: dict[str, Any] = {"validation_rows": names[0]} if names and len(names) == len(rows) else {}
+    workers = [count for loader in loaders if (count := getattr(loader, "num_workers", None)) is not None]
+    if not workers or len(workers) < len(loaders):
+        return found
+    keeps = all(bool(getattr(loader, "persistent_workers", False)) for loader in loaders)
+    return {**found, "validation_workers": min(workers), "validation_keeps_workers": keeps}

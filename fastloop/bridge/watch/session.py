@@ -194,12 +194,12 @@ class Session:
                 counts = [count_samples(each) for each in self._take_apart(batch) if each is not None]
                 if None not in counts:
                     return sum(filter(None, counts))
-        size, told = count_rows(batch), None
+        size, logged = count_rows(batch), None
         if self._logs is not None:
-            told, self._logs.batch_size = self._logs.batch_size, None
+            logged, self._logs.batch_size = self._logs.batch_size, None
         if size and size in self._drawn[:1]:
             return size
-        return count_samples(batch, (told, *(self._drawn[1:] if trainer.is_last_batch else self._drawn[:1])))
+        return count_samples(batch, (logged, *(self._drawn[1:] if trainer.is_last_batch else self._drawn[:1])))
 
     def validation_starts(self) -> None:
         """Attribute compiles until now to training."""

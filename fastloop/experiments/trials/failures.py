@@ -110,13 +110,13 @@ def explained(config: Config, where: Path) -> Iterator[None]:
         raise Failed(f"fastloop: interrupted{partial()}" if is_first_rank() else "", exit_code=130) from None
     except SystemExit as error:
         if not isinstance(error.code, int) or error.code not in TERMINATED:
-            told = f"fastloop: the run failed: its own code called sys.exit({error.code!r}){partial()}"
-            raise Failed(hide(told) if is_first_rank() else "") from None
+            text = f"fastloop: the run failed: its own code called sys.exit({error.code!r}){partial()}"
+            raise Failed(hide(text) if is_first_rank() else "") from None
         raise Failed(f"fastloop: terminated{partial()}" if is_first_rank() else "", exit_code=error.code) from None
     except Exception as error:
-        told = "".join(traceback.format_exception(error)).rstrip("\n")
+        text = "".join(traceback.format_exception(error)).rstrip("\n")
         last = f"fastloop: the run failed: {type(error).__name__}: {error}{partial()}"
-        raise Failed(hide(f"{told}\n{last}")) from None
+        raise Failed(hide(f"{text}\n{last}")) from None
 
 
 def _measure_written(path: Path) -> int | None:

@@ -131,11 +131,11 @@ def read_events(private: Path) -> list[ScriptEvent]:
         lines = (private / EVENTS).read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    told = []
+    events = []
     for line in lines:
         with contextlib.suppress(ValueError):  # truncated, because a rank was killed
-            told.append(decode(json.loads(line), ScriptEvent))
-    return [event for event in told if event is not None]
+            events.append(decode(json.loads(line), ScriptEvent))
+    return [event for event in events if event is not None]
 
 
 def make_orders(config: Config, out: Path, name: str | None = None) -> ScriptOrders:

@@ -279,13 +279,13 @@ def _describe_ranks(folder: Path) -> str:
     beats = {int(path.suffix[1:] or 0): _read_beat(path) for path in folder.glob(f"{BEAT}*")}
     furthest = max((step for step, _, _ in beats.values() if step is not None), default=None)
     states = {rank: _describe_process(process) for rank, (_, _, process) in beats.items()}
-    told = [
+    positions = [
         f"rank {rank}{f' (process {process})' if process else ''} {states[rank] or 'is behind'} at step {step}"
         for rank, (step, _, process) in sorted(beats.items())
         if states[rank] or step != furthest
     ]
-    others = f", the others at step {furthest}" if len(beats) > len(told) else ""
-    return f"; {', '.join(told)}{others}" if told else ""
+    others = f", the others at step {furthest}" if len(beats) > len(positions) else ""
+    return f"; {', '.join(positions)}{others}" if positions else ""
 
 
 def _describe_process(process: int | None) -> str | None:

@@ -102,10 +102,10 @@ def _describe(value: Any, buffers: list[bytes]) -> Any:
     raise CannotKeep(f"a {kind.__module__}.{kind.__qualname__}")
 
 
-def _restore(told: Any, take: Callable[[int], memoryview]) -> Any:
-    if not isinstance(told, dict):
-        return told
-    ((kind, what),) = told.items()
+def _restore(described: Any, take: Callable[[int], memoryview]) -> Any:
+    if not isinstance(described, dict):
+        return described
+    ((kind, what),) = described.items()
     if kind == "b":
         return bytes(take(what))
     if kind == "l":

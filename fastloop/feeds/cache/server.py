@@ -171,9 +171,9 @@ def read_room(url: str) -> int | None:
     """
     with contextlib.closing(connect(url)) as client:
         nodes = client.info("memory")
-    told = [nodes] if "used_memory" in nodes else list(nodes.values())
-    limits = [each.get("maxmemory") or each.get("total_system_memory") for each in told]
-    rooms = [limit - each["used_memory"] for limit, each in zip(limits, told, strict=True) if limit]
+    infos = [nodes] if "used_memory" in nodes else list(nodes.values())
+    limits = [each.get("maxmemory") or each.get("total_system_memory") for each in infos]
+    rooms = [limit - each["used_memory"] for limit, each in zip(limits, infos, strict=True) if limit]
     return max(0, sum(rooms)) if rooms else None
 
 

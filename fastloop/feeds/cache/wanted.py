@@ -74,8 +74,8 @@ class KeptSamples:
         }
         if self.store == "redis":
             assert self.url is not None
-            told = server.read_room(self.url) if self.budget_bytes is None else None
-            room = self.budget_bytes if told is None else int(_SHARE_OF_SERVER * told)
+            server_room = server.read_room(self.url) if self.budget_bytes is None else None
+            room = self.budget_bytes if server_room is None else int(_SHARE_OF_SERVER * server_room)
             return server.open_server(self.url, name, info), room
         in_shm = self.store == "shm"
         root = places.find_shm_root() if in_shm else places.find_disk_root(self.path)

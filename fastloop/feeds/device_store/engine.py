@@ -91,14 +91,14 @@ class DeviceEngine:
         samples = np.where(samples < 0, samples + len(self.pictures.slots), samples)
         heights, widths = self.pictures.sizes[self.pictures.slots[samples]].T
         layout = torch.channels_last if self.wants_channels_last() else torch.contiguous_format
-        told = self.recipe.to_floats, layout
+        output = self.recipe.to_floats, layout
         if self.recipe.resized is None:
             placed = draw(self.recipe.drawings, heights, widths)
-            images = self.pictures.cut(samples, placed, self.size, self.fill, *told)
+            images = self.pictures.cut(samples, placed, self.size, self.fill, *output)
         else:
             flips = [each.step for each in self.recipe.drawings if isinstance(each.step, RandomHorizontalFlip)]
             parts, mirrored = draw_parts(self.recipe.resized, flips, heights, widths)
-            images = self.pictures.resize(samples, parts, mirrored, self.size, *told)
+            images = self.pictures.resize(samples, parts, mirrored, self.size, *output)
         return [images, self.pictures.find_labels(samples)]
 
     def evidence(self) -> Mapping[str, Any]:

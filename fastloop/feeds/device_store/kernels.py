@@ -25,9 +25,9 @@ BLOCK = 512
 """Pixels that one program computes, in all three channels."""
 POSITIONS = 128
 """Positions for which one program computes the weights."""
-TOLD = tl.constexpr(12)
+FIELDS = tl.constexpr(12)
 """Numbers that programs receive about each resized image."""
-TOLD_OF_CUT = tl.constexpr(6)
+CUT_FIELDS = tl.constexpr(6)
 """Numbers that programs receive about each cut image."""
 HALF, ONE = tl.constexpr(1 << (BITS - 1)), tl.constexpr(float(1 << BITS))
 
@@ -66,9 +66,9 @@ def resize_parts(
     )
     ends = np.cumsum((1 + taps) * np.array(size)[:, None]).reshape(taps.shape)
     begins = ends - (1 + taps) * np.array(size)[:, None]
-    told = [starts + top * widths + left, widths, heights * widths, part_heights, part_widths, upright, mirrored]
-    told += [halves - 3 * between, *begins, *taps]
-    sent = send(np.stack(told, axis=1).astype(np.int64), pixels.device)
+    fields = [starts + top * widths + left, widths, heights * widths, part_heights, part_widths, upright, mirrored]
+    fields += [halves - 3 * between, *begins, *taps]
+    sent = send(np.stack(fields, axis=1).astype(np.int64), pixels.device)
     half, weights = pixels.new_empty(int(halves[-1])), sent.new_empty(int(ends[-1, -1]), dtype=torch.int32)
     made = torch.empty(len(parts), 3, *size, dtype=table.dtype, device=table.device, memory_format=memory_format)
     strides = made.stride()[1], made.stride()[3]
@@ -83,7 +83,7 @@ def resize_parts(
 
 def cut_parts(
     pixels: torch.Tensor,
-    told: torch.Tensor,
+    fields: torch.Tensor,
     size: tuple[int, int],
     fill: int,
     table: torch.Tensor,
@@ -93,15 +93,15 @@ def cut_parts(
 
     Args:
         pixels: uint8 [all]; pictures are [3, height, width].
-        told: int64 [B, 6] on the device: offset of each picture in `pixels`, its height and width, and where the
+        fields: int64 [B, 6] on the device: offset of each picture in `pixels`, its height and width, and where the
             image lies in it: pixel (y, x) is in row ``top + y`` and column ``left + step * x``.
         fill: the byte outside of the pictures.
         table: value for each byte, [3, 256].
         memory_format: of the images.
     """
-    made = torch.empty(len(told), 3, *size, dtype=table.dtype, device=table.device, memory_format=memory_format)
+    made = torch.empty(len(fields), 3, *size, dtype=table.dtype, device=table.device, memory_format=memory_format)
     strides = made.stride()[1], made.stride()[3]
-    _cut[len(told), triton.cdiv(size[0] * size[1], BLOCK)](pixels, made, *strides, table, told, *size, fill, BLOCK)
+    _cut[len(fields), triton.cdiv(size[0] * size[1], BLOCK)](pixels, made, *strides, table, fields, *size, fill, BLOCK)
     return made
 
 
@@ -124,16 +124,16 @@ def probe_order() -> bool:
 
 
 @triton.jit
-def _cut(pixels, made, channel, step, table, told, height, width, fill, BLOCK: tl.constexpr):
+def _cut(pixels, made, channel, step, table, fields, height, width, fill, BLOCK: tl.constexpr):
     image = tl.program_id(0).to(tl.int64)
-    told += image * TOLD_OF_CUT
-    picture_height, picture_width = tl.load(told + 1).to(tl.int32), tl.load(told + 2).to(tl.int32)
+    fields += image * CUT_FIELDS
+    picture_height, picture_width = tl.load(fields + 1).to(tl.int32), tl.load(fields + 2).to(tl.int32)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = place // width + tl.load(told + 3).to(tl.int32)
-    column = place % width * tl.load(told + 5).to(tl.int32) + tl.load(told + 4).to(tl.int32)
+    row = place // width + tl.load(fields + 3).to(tl.int32)
+    column = place % width * tl.load(fields + 5).to(tl.int32) + tl.load(fields + 4).to(tl.int32)
     there = place < height * width
     inside = there & (row >= 0) & (row < picture_height) & (column >= 0) & (column < picture_width)
-    source, plane = pixels + tl.load(told) + row * picture_width + column, picture_height * picture_width
+    source, plane = pixels + tl.load(fields) + row * picture_width + column, picture_height * picture_width
     target = made + image * 3 * height * width + place * step
     index = 0
     while index < 3:
@@ -143,11 +143,11 @@ def _cut(pixels, made, channel, step, table, told, height, width, fill, BLOCK: t
 
 
 @triton.jit
-def _weigh(weights, told, height, width, POSITIONS: tl.constexpr):
-    told += tl.program_id(0) * TOLD
+def _weigh(weights, fields, height, width, POSITIONS: tl.constexpr):
+    fields += tl.program_id(0) * FIELDS
     side = tl.program_id(1)  # 0: output rows from input rows; 1: columns from columns
-    length, size = tl.load(told + 3 + side), tl.where(side == 0, height, width)
-    weights, taps = weights + tl.load(told + 8 + side), tl.load(told + 10 + side)
+    length, size = tl.load(fields + 3 + side), tl.where(side == 0, height, width)
+    weights, taps = weights + tl.load(fields + 8 + side), tl.load(fields + 10 + side)
     position = tl.program_id(2) * POSITIONS + tl.arange(0, POSITIONS)
     inside = position < size
     scale = length.to(tl.float64) / size
@@ -176,38 +176,38 @@ def _weigh_tap(tap, first, count, center, support):
 
 
 @triton.jit
-def _pass_first(pixels, half, weights, told, height, width, BLOCK: tl.constexpr):
-    told += tl.program_id(0) * TOLD
-    part_height, part_width = tl.load(told + 3).to(tl.int32), tl.load(told + 4).to(tl.int32)
-    upright = tl.load(told + 5) != 0
+def _pass_first(pixels, half, weights, fields, height, width, BLOCK: tl.constexpr):
+    fields += tl.program_id(0) * FIELDS
+    part_height, part_width = tl.load(fields + 3).to(tl.int32), tl.load(fields + 4).to(tl.int32)
+    upright = tl.load(fields + 5) != 0
     plane, columns = tl.where(upright, height * part_width, part_height * width), tl.where(upright, part_width, width)
     if tl.program_id(1) * BLOCK < plane:
         place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        source, stride = pixels + tl.load(told), tl.load(told + 1).to(tl.int32)
+        source, stride = pixels + tl.load(fields), tl.load(fields + 1).to(tl.int32)
         row, column = place // columns, place % columns
         red, green, blue = _sum_taps(
-            source, tl.load(told + 2), stride, row, column, place < plane, weights, told, height, width, upright
+            source, tl.load(fields + 2), stride, row, column, place < plane, weights, fields, height, width, upright
         )
-        target = half + tl.load(told + 7) + place
+        target = half + tl.load(fields + 7) + place
         tl.store(target, red.to(tl.uint8), mask=place < plane)
         tl.store(target + plane, green.to(tl.uint8), mask=place < plane)
         tl.store(target + 2 * plane, blue.to(tl.uint8), mask=place < plane)
 
 
 @triton.jit
-def _pass_second(half, made, channel, step, table, weights, told, height, width, BLOCK: tl.constexpr):
+def _pass_second(half, made, channel, step, table, weights, fields, height, width, BLOCK: tl.constexpr):
     image = tl.program_id(0).to(tl.int64)
-    told += image * TOLD
-    part_height, part_width = tl.load(told + 3).to(tl.int32), tl.load(told + 4).to(tl.int32)
-    upright, mirrored = tl.load(told + 5) != 0, tl.load(told + 6) != 0
+    fields += image * FIELDS
+    part_height, part_width = tl.load(fields + 3).to(tl.int32), tl.load(fields + 4).to(tl.int32)
+    upright, mirrored = tl.load(fields + 5) != 0, tl.load(fields + 6) != 0
     plane = height * width
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, column = place // width, place % width
     column = tl.where(mirrored, width - 1 - column, column)
     stride = tl.where(upright, part_width, width)
-    source, source_plane = half + tl.load(told + 7), stride * tl.where(upright, height, part_height)
+    source, source_plane = half + tl.load(fields + 7), stride * tl.where(upright, height, part_height)
     red, green, blue = _sum_taps(
-        source, source_plane, stride, row, column, place < plane, weights, told, height, width, upright == 0
+        source, source_plane, stride, row, column, place < plane, weights, fields, height, width, upright == 0
     )
     target = made + image * 3 * plane + place * step
     tl.store(target, tl.load(table + red), mask=place < plane)
@@ -216,11 +216,11 @@ def _pass_second(half, made, channel, step, table, weights, told, height, width,
 
 
 @triton.jit
-def _sum_taps(source, plane, stride, row, column, inside, weights, told, height, width, vertical):
+def _sum_taps(source, plane, stride, row, column, inside, weights, fields, height, width, vertical):
     """Return bytes of three channels, as int32: weighted sums over pixels of a column if `vertical`, else of a row."""
     side = tl.where(vertical, 0, 1)
-    size, taps = tl.where(vertical, height, width), tl.load(told + 10 + side)
-    weights += tl.load(told + 8 + side) + tl.where(vertical, row, column)
+    size, taps = tl.where(vertical, height, width), tl.load(fields + 10 + side)
+    weights += tl.load(fields + 8 + side) + tl.where(vertical, row, column)
     first = tl.load(weights, mask=inside, other=0)
     pixel = source + tl.where(vertical, first * stride + column, row * stride + first)
     red = first * 0 + HALF

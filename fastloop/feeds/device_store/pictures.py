@@ -65,8 +65,8 @@ class Pictures:
         from fastloop.feeds.device_store import kernels
 
         slots = self.slots[samples]
-        told = (self.pixels, self.starts[slots], self.sizes[slots, 0], self.sizes[slots, 1], parts)
-        return kernels.resize_parts(*told, mirrored, size, to_floats.find_table(self.pixels.device), memory_format)
+        stored = (self.pixels, self.starts[slots], self.sizes[slots, 0], self.sizes[slots, 1], parts)
+        return kernels.resize_parts(*stored, mirrored, size, to_floats.find_table(self.pixels.device), memory_format)
 
     def cut(
         self,
@@ -85,13 +85,13 @@ class Pictures:
         slots = self.slots[samples]
         heights, widths = self.sizes[slots].T
         columns = (self.starts[slots], heights, widths, placed.top, placed.left, placed.step)
-        told = send(np.stack(columns, axis=1), self.pixels.device)
+        fields = send(np.stack(columns, axis=1), self.pixels.device)
         if self.fused:
             from fastloop.feeds.device_store import kernels
 
             table = to_floats.find_table(self.pixels.device)
-            return kernels.cut_parts(self.pixels, told, size, fill, table, memory_format)
-        starts, height, width, top, left, step = told.T.reshape(6, -1, 1, 1, 1)
+            return kernels.cut_parts(self.pixels, fields, size, fill, table, memory_format)
+        starts, height, width, top, left, step = fields.T.reshape(6, -1, 1, 1, 1)
         channels, rows, places = self._make_grid(size)
         row, column = rows + top, places * step + left
         index = (starts + (channels * height + row) * width) + column  # in this order only the last sum is large

@@ -74,8 +74,8 @@ class TriedWorkers:
         is_training: whether the training itself requests an epoch now, not a callback.
         replaces: whether they replace the user's own workers, whose copies are as old.
         leave_out: called like `step_down` if workers cost more time than they save; None to keep them even then.
-        own_up: called before `step_down` if batches that were handed out may have been made from outdated data, with
-            their greatest number.
+        report_outdated: called before `step_down` if batches that were handed out may have been made from outdated
+            data, with their greatest number.
         twice: a check whether reading a sample changes it; None if that does not matter.
 
     Attributes:
@@ -94,7 +94,7 @@ class TriedWorkers:
         is_training: Callable[[], bool] = lambda: False,
         replaces: bool = False,
         leave_out: Callable[[int, int, str], None] | None = None,
-        own_up: Callable[[int], None] = lambda _: None,
+        report_outdated: Callable[[int], None] = lambda _: None,
         twice: ReadTwice | None = None,
     ) -> None:
         self._twice = twice
@@ -102,7 +102,7 @@ class TriedWorkers:
         self._is_training, self._replaces = is_training, replaces
         self._mark: StateMark | None = None
         """What the workers' copies hold."""
-        self._own_up, self._handed_out, self.has_handed_out = own_up, 0, False
+        self._report_outdated, self._handed_out, self.has_handed_out = report_outdated, 0, False
         """Batches that were handed out since the workers made their copies."""
         self._made_ms: Any = ()
         self._took_ms: list[float] = []
@@ -308,7 +308,7 @@ class TriedWorkers:
         if self._mark is None or changed is None:
             return None
         if self._mark.is_late and self._handed_out:
-            self._own_up(self._handed_out)
+            self._report_outdated(self._handed_out)
         return _Fewer(0, 0, f"{changed} changed while batches were being loaded, and workers hold older copies")
 
     def _find_loss(self) -> _Fewer | None:

@@ -114,11 +114,11 @@ def write_ladder_yaml(climb: ClimbFile) -> str:
     ]
     text = _write_comment(head, "") + ("rungs:\n" if stack else "rungs: {}\n")
     shown = [each for each in climb.rungs if each.kept or each.is_removal]
-    told: list[str] = []
+    listed: list[str] = []
     for name, settings in stack.items():
         of_rung = [each for each in shown if name in (each.rung, *each.patch.get("rungs", {}))]
-        figures = [f"{each.name}, as above" if each.name in told else _describe_figures(each) for each in of_rung]
-        told += [each.name for each in of_rung]
+        figures = [f"{each.name}, as above" if each.name in listed else _describe_figures(each) for each in of_rung]
+        listed += [each.name for each in of_rung]
         text += _write_comment(figures or ["enabled from the start"], "  ") + indent(dump_yaml({name: settings}), "  ")
     return text
 

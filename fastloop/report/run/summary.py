@@ -59,7 +59,7 @@ STYLES = {
 }
 """Styles by the name of the part."""
 MOST_LINES = 12
-TOLD = 2
+EXPLAINED = 2
 """Number of findings, from the first, whose reasons the summary shows; that of growing memory is always shown."""
 WORTH_A_WORD_S = 0.05
 """One-time costs below this are not named."""
@@ -150,7 +150,9 @@ def list_fixes(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
     fixes: dict[str, str] = {}
     for place, (finding, title) in enumerate(zip(findings, titles, strict=True)):
         if finding.patch:
-            share = "" if place < TOLD or finding.share_pct is None else f" ({finding.share_pct:.0f} % of the step)"
+            share = (
+                "" if place < EXPLAINED or finding.share_pct is None else f" ({finding.share_pct:.0f} % of the step)"
+            )
             against = "" if title == titles[0] else f"   against {title}{share}"
             fixes.setdefault(_flatten(dump_on_one_line(finding.patch)), against)
     return [f"{patch}{against}" for patch, against in fixes.items()]
@@ -287,8 +289,8 @@ def _round(steps: float) -> float:
 
 
 def _list_reasons(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
-    told = [place for place, each in enumerate(findings) if place < TOLD or each.bottleneck == "memory_creep"]
-    return [f"  {f'also {titles[place]}: ' if place else ''}{findings[place].why}" for place in told]
+    explained = [place for place, each in enumerate(findings) if place < EXPLAINED or each.bottleneck == "memory_creep"]
+    return [f"  {f'also {titles[place]}: ' if place else ''}{findings[place].why}" for place in explained]
 
 
 def select_known(parts: Mapping[str, float | None]) -> dict[str, float]:

@@ -55,7 +55,7 @@ def tried(
     room_bytes: int | None = None,
     dataset: Any = None,
     pays: bool = False,
-    own_up: Callable[[int], None] = lambda _: None,
+    report_outdated: Callable[[int], None] = lambda _: None,
     **settings: Any,
 ) -> tuple[LazyLoader, Steps]:
     """A shuffling loader with tried workers; with `pays` they have to be worth it."""
@@ -69,7 +69,7 @@ def tried(
         warn=steps.warned.append,
         turn_off="rungs.loads.enabled: false",
         leave_out=(lambda *given: steps.left_out.append(given)) if pays else None,
-        own_up=own_up,
+        report_outdated=report_outdated,
     ).batches
     return LazyLoader(loader, epochs=epochs), steps
 
@@ -719,7 +719,7 @@ class HasTable(Grows):
 @pytest.mark.parametrize("is_late", [True, False])
 def test_batches_that_may_be_outdated_are_counted(is_late: bool) -> None:
     data, owned = HasTable(), list[int]()
-    loader, steps = tried(dataset=data, own_up=owned.append)
+    loader, steps = tried(dataset=data, report_outdated=owned.append)
     for number, _ in enumerate(loader):
         if number == 4 and is_late:
             data.table[:] = 100

@@ -208,8 +208,8 @@ class Rehearsal:
             self._budget.keep_failure(step, outcome.fault)
             if step.change.cheaper is not None:
                 second = self._try_step(find_cheapest(step), problem, before)
-                told = f"{outcome.fault}; with fewer modules: {second.fault}"
-                return second if second.fault is None else replace(second, fault=told, is_lasting=True)
+                both = f"{outcome.fault}; with fewer modules: {second.fault}"
+                return second if second.fault is None else replace(second, fault=both, is_lasting=True)
         return outcome
 
     def _refuse(self, step: Step) -> str | None:
@@ -270,7 +270,7 @@ class Rehearsal:
         first_s = max(0.0, first.ms - second.ms) / 1e3
         if is_costly(step) or second.ms + more_ms <= judge.SLOWER * self._budget.base_ms:  # else it will hardly stay
             self._note_first_call(step, began, first_s)
-        fault, told = self._find_fault(step, first, deviation, drawn, dropout=dropout)
+        fault, largest = self._find_fault(step, first, deviation, drawn, dropout=dropout)
         no_room = memory.explain_no_room(self.site, usual, second) if step.rung in self.terms.by_ladder else None
         changed_ms = more_ms + self._read_ms(second.ms, dropout=dropout, share=CHANGED_SHARE)
         saved_ms = (judge.find_last_ms(before, self._budget.base_ms) - changed_ms) * self.terms.batches_per_step
@@ -283,7 +283,10 @@ class Rehearsal:
             first_call_s=first_s,
             is_cheaper=step not in self.steps,
             rehearsed=Rehearsed(
-                deviation=told, eager_ms=self._budget.base_ms, changed_ms=changed_ms, of_batch=self._recorder.is_whole
+                deviation=largest,
+                eager_ms=self._budget.base_ms,
+                changed_ms=changed_ms,
+                of_batch=self._recorder.is_whole,
             ),
             pays_back_after_steps=judge.count_pay_back_steps(first_s, saved_ms) if is_costly(step) else None,
         )
@@ -291,12 +294,12 @@ class Rehearsal:
     def _give_up(self, step: Step, fault: str, seen: Deviation, ms: float) -> RungOutcome:
         """Return the outcome of a slow rung that was played only once. Replays may still show it to be fast, if its
         results are right."""
-        told = Rehearsed(
+        result = Rehearsed(
             deviation=seen.largest, eager_ms=self._budget.base_ms, changed_ms=ms, of_batch=self._recorder.is_whole
         )
         is_right = judge.is_close(seen, find_precision(self.site.trainer, self.site.module))
         return RungOutcome(
-            rung=step.rung, fault=fault, is_lasting=False, on_modules=True, is_slower=is_right, rehearsed=told
+            rung=step.rung, fault=fault, is_lasting=False, on_modules=True, is_slower=is_right, rehearsed=result
         )
 
     def _try_without_others(self, step: Step, failed: RungOutcome, before: list[RungOutcome]) -> RungOutcome:
@@ -356,9 +359,9 @@ class Rehearsal:
         if judge.is_close(seen, precision):
             return None, seen.largest
         rounding = measure_rounding(self._replayer, first, precision, dropout=dropout)
-        fault, told = judge.find_fault(seen, rounding, precision)
+        fault, largest = judge.find_fault(seen, rounding, precision)
         if fault is None or not usual.is_random:
-            return fault, told
+            return fault, largest
         if not drawn:
             self.handle.unapply(step)
             drawn = draw(self._replayer, usual, dropout=dropout)
@@ -387,8 +390,8 @@ class Rehearsal:
         every = gather(self.site.trainer, mine)
         failed = next((rank for rank, each in enumerate(every) if each.fault is not None), None)
         if failed is None:
-            told = [each.rehearsed for each in every if each.rehearsed]
-            return replace(mine, rehearsed=mine.rehearsed and judge.take_slowest_times(mine.rehearsed, told))
+            others = [each.rehearsed for each in every if each.rehearsed]
+            return replace(mine, rehearsed=mine.rehearsed and judge.take_slowest_times(mine.rehearsed, others))
         if mine.fault is None:
             self.handle.unapply(step)
         theirs = every[failed]

@@ -1,8 +1,8 @@
 """A second look, in real steps, at rungs that the rehearsal kept.
 
-A rehearsal plays only one batch, and misses effects of later ones, such as kernels that are planned anew for each new
-shape. So the first batches after it are timed. If they take clearly longer than the rehearsal promised, blocks of
-batches run alternately without and with the rungs, to find a rung that makes them slower.
+A rehearsal plays only one batch, and misses effects of later ones, such as other lengths. So the first batches after it
+are timed. If they take clearly longer than the rehearsal promised, blocks of batches run alternately without and with
+the rungs, to find a rung that makes them slower.
 """
 
 from __future__ import annotations

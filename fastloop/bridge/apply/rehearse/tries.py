@@ -48,7 +48,7 @@ class RungTrials:
         self._recorder, self._terms = recorder, rehearsal.terms
         self._slower: list[tuple[Step, RungOutcome]] = []
         """Rungs that eager steps were slower with."""
-        self._replays: ReplayTimingCheck | None = None
+        self._replay_check: ReplayTimingCheck | None = None
         self._site, self._handle, self._pause, self._record_outcomes = (
             rehearsal.site,
             rehearsal.handle,
@@ -57,7 +57,7 @@ class RungTrials:
         )
         self._one_time, self._warn = one_time, warn
         self._rehearsal: Rehearsal | None = rehearsal
-        self._look: StepTimingCheck | None = None
+        self._second_look: StepTimingCheck | None = None
         """The second look at the rungs that the rehearsal kept; None before and after it."""
         self._first_sizes: Sizes = {}
         self._late: list[Callable[[Any], Any]] = []
@@ -66,21 +66,21 @@ class RungTrials:
         """The comparison of batches with and without rungs, if a second look was needed."""
 
     @property
-    def is_over(self) -> bool:
-        """Whether the eager steps have been tried."""
-        return self._rehearsal is None and self._look is None
+    def eager_trials_are_over(self) -> bool:
+        """Whether no trial of eager steps is left; a check of replayed ones may be."""
+        return self._rehearsal is None and self._second_look is None
 
     @property
-    def has_more(self) -> bool:
+    def has_trials_left(self) -> bool:
         """Whether something is left to do between batches."""
-        return not self.is_over or self._replays is not None
+        return not self.eager_trials_are_over or self._replay_check is not None
 
     def note_batch(self, batch: Any) -> None:
         """A training step begins with this batch."""
         if self._rehearsal is not None:
             self._rehearsal.note_batch(batch)
-        if self._look is not None:
-            self._look.forward_starts()
+        if self._second_look is not None:
+            self._second_look.forward_starts()
 
     def take_late_conversions(self) -> list[Callable[[Any], Any]]:
         """Return and clear the conversions still to be applied to the batch of the step that is beginning."""
@@ -95,20 +95,20 @@ class RungTrials:
 
     def backward_ends(self) -> None:
         """A backward pass has run."""
-        if self._look is not None:
-            self._look.backward_ends()
+        if self._second_look is not None:
+            self._second_look.backward_ends()
 
     def run_due(self, batch: Any) -> None:
         """Before this batch, between two steps: rehearse the waiting rungs once the first step is done. Later, take a
         second look at those that stay, then a look at replays."""
         before = list(self._site.staging.conversions)
         try:
-            if self._look is not None:
-                self._look_again(self._look, batch)
+            if self._second_look is not None:
+                self._look_again(self._second_look, batch)
             elif self._rehearsal is not None:
                 self._rehearse(self._rehearsal, batch)
-            elif self._replays is not None:
-                self._look_at_replays(self._replays)
+            elif self._replay_check is not None:
+                self._look_at_replays(self._replay_check)
         finally:
             self._late += [each for each in self._site.staging.conversions if each not in before]
 
@@ -134,7 +134,7 @@ class RungTrials:
         self._record_outcomes(outcomes)
         self._terms = rehearsal.terms
         handle = dataclasses.replace(self._handle, unapply=self._pause)
-        self._look = StepTimingCheck.after(rehearsal, outcomes, handle, self._first_sizes)
+        self._second_look = StepTimingCheck.after(rehearsal, outcomes, handle, self._first_sizes)
         self._note_slower(rehearsal.steps, outcomes)
 
     def _look_again(self, look: StepTimingCheck, batch: Any) -> None:
@@ -144,7 +144,7 @@ class RungTrials:
             outcomes = look.dropped
         except Exception as error:  # our own error, as above
             outcomes = self._drop(look.steps, f"switching it in training failed: {describe(error)}", is_lasting=False)
-        self._look, self.seen = None, look.seen
+        self._second_look, self.seen = None, look.seen
         self._record_outcomes(outcomes)
         for outcome in outcomes:
             self._warn(f"{outcome.rung} is now off: {outcome.fault}")
@@ -156,8 +156,8 @@ class RungTrials:
         for step in steps:
             if (outcome := slower.get(step.rung)) is not None:
                 self._slower.append((find_cheapest(step) if outcome.is_cheaper else step, outcome))
-        if self.is_over and self._slower and self._recorder is not None:
-            self._replays = ReplayTimingCheck(self._site, self._slower, self._recorder, self._terms, self._handle)
+        if self.eager_trials_are_over and self._slower and self._recorder is not None:
+            self._replay_check = ReplayTimingCheck(self._site, self._slower, self._recorder, self._terms, self._handle)
 
     def _look_at_replays(self, look: ReplayTimingCheck) -> None:
         try:
@@ -167,7 +167,7 @@ class RungTrials:
         except Exception as error:  # our own error, as above
             steps = [step for step, _ in self._slower]
             outcomes = self._drop(steps, f"switching it in training failed: {describe(error)}", is_lasting=False)
-        self._replays = None
+        self._replay_check = None
         self._record_outcomes(outcomes)
 
     def _drop(self, steps: Sequence[Step], why: str, *, is_lasting: bool) -> list[RungOutcome]:
@@ -179,7 +179,7 @@ class RungTrials:
         """Training is over."""
         if self._rehearsal is not None:
             self._rehearsal.stop_recording()
-        replays, self._replays = self._replays, None
-        self._rehearsal = self._look = None
+        replays, self._replay_check = self._replay_check, None
+        self._rehearsal = self._second_look = None
         if replays is not None and replays.outcomes:
             self._record_outcomes(replays.outcomes)
