@@ -11,6 +11,7 @@ from fastloop.records.readings import (
     CPU_WORTH_PCT,
     convolves,
     is_crowded,
+    name_hot_line,
     read_activity,
     read_requested_garbage,
     to_number,
@@ -158,8 +159,10 @@ def find_callbacks_logging(step: Attribution, rungs: Rungs) -> Finding | None:
         return None
     hooks = {name: min(to_number(ms) or 0.0, spent or 0.0) for name, ms in step.measured.hooks_ms.items()}
     slow = sorted(((ms, name) for name, ms in hooks.items()), reverse=True)[:3]
-    culprits = ", ".join(f"{name} {ms:.2f} ms" for ms, name in slow if ms)
-    slowest = f" (slowest: {culprits})" if culprits else ""
+    culprits = [f"{name} {ms:.2f} ms" for ms, name in slow if ms]
+    if culprits:
+        culprits[0] += _describe_line(step, slow[0][0], slow[0][1].rpartition(".")[2])
+    slowest = f" (slowest: {'; '.join(culprits)})" if culprits else ""
     facts = f"hooks and logging blocked the {step.device} for {cost.time}{slowest}"
     is_logging, is_short = _is_mostly(hooks, ("self.log",)), (spent or 0.0) <= MOST_LOOP_MS
     title, cause = "", "log_calls" if is_logging and is_short else None
@@ -210,7 +213,7 @@ def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
         (
             off,
             f"in forward, backward and optimizer the host slept or waited for {step.format_ms(off)}"
-            f"{_describe_phase(step)}",
+            f"{_describe_phase(step)}{_describe_line(step, off)}",
             "move what sleeps, reads or waits out of the step",
             None,
         ),
@@ -229,10 +232,11 @@ def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
         (
             aside,
             f"training_step takes {step.format_ms(step.parts_ms.get('forward', 0.0))}, its backward only"
-            f" {step.parts_ms.get('backward', 0.0):.1f}: about {aside:.1f} ms of it is work without gradients",
+            f" {step.parts_ms.get('backward', 0.0):.1f}: about {aside:.1f} ms of it is work without gradients"
+            f"{_describe_line(step, aside)}",
             _advise_no_garbage(step, aside)
-            or "a profiler shows which lines; log and compute metrics only every N steps, and prepare data in the"
-            " dataset; cache the outputs of frozen parts for repeated samples",
+            or "log and compute metrics only every N steps, and prepare data in the dataset; cache the outputs of"
+            " frozen parts for repeated samples",
             None,
         ),
     ]
@@ -288,6 +292,12 @@ def find_anomaly_mode(step: Attribution) -> Finding | None:
         title="SLOWED BY ANOMALY MODE",
         alarm=f"at least {step.to_pct(least):.0f} % of the step" if known else "",
     )
+
+
+def _describe_line(step: Attribution, cost_ms: float, of: str | None = None) -> str:
+    """Describe the user's line that takes most of a cost; empty if unknown."""
+    line = name_hot_line(step.measured, step.to_pct(cost_ms), of)
+    return "" if line is None else f", most of it at {line}"
 
 
 def _describe_passes(step: Attribution) -> str:

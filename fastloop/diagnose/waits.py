@@ -13,6 +13,7 @@ from fastloop.records.plan import Finding
 from fastloop.records.readings import (
     CPU_WORTH_PCT,
     FEW_WORKERS,
+    LOADING,
     MORE_WORTH,
     compute_gain_pct,
     count_micro_batches,
@@ -20,6 +21,7 @@ from fastloop.records.readings import (
     describe_decoding,
     find_hand_over_ms,
     is_worth_handing_over,
+    name_hot_line,
     read_batch_ms,
     read_loader,
     to_number,
@@ -53,6 +55,8 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
     elif (rows := read_loader(step.measured).get("rows")) is not None:
         cause = PICKING
         idle += f" ({rows} holds all rows in memory, but they are picked one at a time)"
+    elif (line := name_hot_line(step.measured, step.to_pct(wait or 0.0), LOADING)) is not None:
+        idle += f" (most of it at {line})"
     instead = _advise_loading(
         step.measured, rungs.find_tuned_key("data_wait"), rungs.explain_refused(step.measured, cause)
     )

@@ -9,7 +9,7 @@ import pytest
 from fastloop.diagnose import WORTH_NAMING_PCT
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Verdict
-from tests.diagnose.scenes import findings, resnet50_naive, scene
+from tests.diagnose.scenes import findings, on_cpu, resnet50_naive, scene
 
 MAP = {"kind": "DataLoader", "num_workers": 0, "map_style": True, "usable_cpus": 8}
 WORKERS = {"rungs": {"workers": {"enabled": True}}}
@@ -443,3 +443,11 @@ def test_an_engine_that_does_not_keep_up() -> None:
             }
         ).why
     )
+
+
+@pytest.mark.parametrize(("of", "is_named"), [("loading", True), ("training_step", False)])
+def test_the_line_that_makes_batches_slow_is_named(of: str, is_named: bool) -> None:
+    line = {"of": of, "where": "data.py:12", "function": "augment", "share_pct": 45.0}
+    seen = on_cpu(data_wait=20.0, evidence={"loader": {"num_workers": 0}, "lines": {"looks": 90, "lines": [line]}})
+    finding = findings(seen)[0]
+    assert finding.bottleneck == "data_wait" and ("(most of it at data.py:12 in augment)" in finding.why) is is_named

@@ -220,7 +220,7 @@ def test_callbacks_with_the_slowest_by_name() -> None:
     hooks = {"Slow.on_train_batch_end": 9.7, "Logger.log": 0.3, "A.b": 0.2, "quick": 0.1}
     (finding,) = findings(on_cpu(callbacks_logging=10.0, hooks_ms=hooks))
     assert finding.bottleneck == "callbacks_logging" and finding.share_pct == pytest.approx(25)
-    assert "10.0 of 40.0 ms a step (slowest: Slow.on_train_batch_end 9.70 ms, Logger.log 0.30 ms" in finding.why
+    assert "10.0 of 40.0 ms a step (slowest: Slow.on_train_batch_end 9.70 ms; Logger.log 0.30 ms" in finding.why
     assert "quick" not in finding.why and "log_every_n_steps" in finding.why and finding.patch is None
 
 
@@ -512,3 +512,27 @@ def test_a_line_that_collects_garbage_in_each_step_is_what_to_change(
 def test_garbage_collected_for_a_small_share_of_the_step_is_not_worth_a_word() -> None:
     seldom = {"requested_garbage_collection": {"where": "train.py:42", "ms_per_step": 1.0}}
     assert list_caveats(on_cpu(data_wait=20.0, evidence=seldom)) == []
+
+
+def hot(of: str, share_pct: float) -> dict[str, Any]:
+    line = {"of": of, "where": "train.py:7", "function": "plot", "share_pct": share_pct}
+    other = {"of": "loading", "where": "data.py:3", "function": "read", "share_pct": 90.0}
+    return {"evidence": {"lines": {"looks": 100, "lines": [other, line]}}}
+
+
+@pytest.mark.parametrize(("share", "is_named"), [(60.0, True), (30.0, True), (20.0, False)])
+def test_the_line_that_takes_most_of_a_cost_is_named(share: float, is_named: bool) -> None:
+    asleep = on_cpu(blocked_ms=20.0, host_ms={"forward": 26.0, "backward": 6.0}, **hot("training_step", share))
+    aside = on_cpu(forward=26.0, backward=2.0, optimizer=0.0, **hot("training_step", share))
+    for seen in (asleep, aside):
+        finding = findings(seen)[0]
+        assert finding.bottleneck == "host_other"
+        assert (", most of it at train.py:7 in plot" in finding.why) is is_named and "data.py" not in finding.why
+
+
+@pytest.mark.parametrize(("of", "is_named"), [("on_train_batch_end", True), ("training_step", False)])
+def test_a_slow_hook_has_its_own_line(of: str, is_named: bool) -> None:
+    seen = on_cpu(callbacks_logging=20.0, hooks_ms={"Slow.on_train_batch_end": 19.0, "A.b": 1.0}, **hot(of, 45.0))
+    why = findings(seen)[0].why
+    line = ", most of it at train.py:7 in plot" if is_named else ""
+    assert f"(slowest: Slow.on_train_batch_end 19.00 ms{line}; A.b 1.00 ms)" in why

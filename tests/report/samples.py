@@ -273,7 +273,7 @@ def tuned() -> Run:
 
 def handed_in(rank: int, seen: Measurement, raised: BaseException | None = None) -> Mapping[str, Any]:
     """A rank's record as rank 0 has it: made by the code that makes them, and through the store."""
-    from fastloop.bridge.watch.session import record_of_rank  # here: Lightning brings pyplot along
+    from fastloop.bridge.watch.rank_exchange import record_of_rank  # here: Lightning brings pyplot along
 
     record = {"rank": rank, "host": f"node-{'ab'[rank]}", **record_of_rank(seen, raised)}
     return dict(json.loads(json.dumps(record, default=dict)))

@@ -15,11 +15,27 @@ from typing import Any, cast
 
 import torch.distributed
 
+from fastloop.bridge.watch.measurement import GARBAGE
+from fastloop.records.measurement import Measurement
+
 LIMIT_S = 20.0
 """Time that rank 0 waits for the others after a fit."""
 PARTIAL_LIMIT_S = 3.0
 """The same after an exception or an interrupt, when some ranks may never answer."""
 _PAUSE_S = 0.05
+_OF_RANK = (
+    "step_ms",
+    "parts_ms",
+    "host_ms",
+    "blocked_ms",
+    "samples_per_s",
+    "lead_ms",
+    "gpu",
+    "steps",
+    "partial",
+    "died_of",
+)
+"""What a rank sends of its measurement."""
 _LOST_OTHERS = re.compile(r"gloo|nccl|pair closure|Connection (closed|reset) by peer", re.IGNORECASE)
 """What errors say that end a rank's fit because another rank is gone or stuck."""
 
@@ -131,3 +147,12 @@ def find_default_store() -> Any:
 
 def _to_plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+def record_of_rank(seen: Measurement, raised: BaseException | None = None) -> dict[str, Any]:
+    """Return what a rank sends to rank 0 of its measurement; ``ended_by`` names the exception that ended its fit."""
+    return {
+        **{name: getattr(seen, name) for name in _OF_RANK},
+        "garbage_ms": (seen.evidence.get(GARBAGE) or {}).get("ms_per_step"),
+        "ended_by": None if raised is None else type(raised).__name__,
+    }

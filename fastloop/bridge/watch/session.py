@@ -14,12 +14,12 @@ from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.drift_checks import DriftChecks
 from fastloop.bridge.watch.live_metrics import LiveMetrics
 from fastloop.bridge.watch.log_marks import LogMarks
-from fastloop.bridge.watch.measurement import COMPILATION, GARBAGE, build_measurement
+from fastloop.bridge.watch.measurement import COMPILATION, build_measurement
 from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts, sum_one_time_s
 from fastloop.bridge.watch.phases import list_empty_hook_actions
 from fastloop.bridge.watch.probes import CountWork, FindSyncs, HuntSyncs, TraceProbe
 from fastloop.bridge.watch.profiler_proxy import WatchingProfiler
-from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks, name_cause
+from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks, name_cause, record_of_rank
 from fastloop.bridge.watch.window import Probe, Watch
 from fastloop.config.loading import WatchSettings
 from fastloop.errors import quote
@@ -30,9 +30,10 @@ from fastloop.evidence.gpu import measured_rates, nvml
 from fastloop.evidence.gpu.sampler import Board
 from fastloop.evidence.model.memory_creep import MemoryLog
 from fastloop.evidence.model.optimizer_cost import describe_optimizers
+from fastloop.evidence.sync.line_samples import LineSamples
 from fastloop.feeds.batch_tree import count_rows, count_samples, walk_storage
 from fastloop.records.measurement import COMPILE, MEMORY, VALIDATION_COMPILE, Measurement
-from fastloop.records.readings import ANOMALY_MODE, CPU_WORTH_PCT, OPTIMIZER
+from fastloop.records.readings import ANOMALY_MODE, CPU_WORTH_PCT, LINES, OPTIMIZER
 
 COUNTED_STEPS, SYNC_STEP = (1, 3, 4, 5), 2
 """Optimizer steps of the warm-up in which work is counted (later ones only if the earlier found none), and the one in
@@ -42,18 +43,6 @@ LOADER = "loader"
 SYNCS = "syncs"
 """Key in the evidence: the number of steps in which every synchronization was hunted."""
 
-_OF_RANK = (
-    "step_ms",
-    "parts_ms",
-    "host_ms",
-    "blocked_ms",
-    "samples_per_s",
-    "lead_ms",
-    "gpu",
-    "steps",
-    "partial",
-    "died_of",
-)
 CROWDED_PCT = 20
 """Share of the fit spent waiting for a CPU, above which the report mentions the machine's load."""
 REPLACED = "the Trainer's profiler was replaced during the fit, and nothing was recorded after that"
@@ -95,7 +84,7 @@ class Session:
         self.device: torch.device = trainer.strategy.root_device
         on_cuda = self.device.type == "cuda"
         self.uuid = nvml.find_uuid(self.device) if on_cuda else None
-        self.work, self.syncs = CountWork(preserve_state), FindSyncs()
+        self.work, self.syncs, self.lines = CountWork(preserve_state), FindSyncs(), LineSamples()
         self.hunt = HuntSyncs(self.device) if hunt_syncs else None
         self.trace = TraceProbe(trainer, self.device, settings.trace_steps, place) if settings.trace_steps else None
         probes: dict[int, Probe] = {
@@ -143,9 +132,8 @@ class Session:
 
     def train_start(self, trainer: Any, module: Any) -> list[Callable[[], None]]:
         """Attach everything that needs the loaders and loggers, which exist now; returns undos."""
-        self._ranks = Ranks(
-            trainer
-        )  # first: ranks count their fits, and a rank that failed before this line would count one less
+        # First: ranks count their fits, and a rank that failed before this line would count one less.
+        self._ranks = Ranks(trainer)
         self._step = trainer.global_step
         self.watch.clock.queued_batches = loader_state.count_queued_batches(trainer)
         self.watch.ends_at = count_planned_steps(trainer)
@@ -165,6 +153,7 @@ class Session:
         """Stop everything that we started, because we give up or the fit is over."""
         if self._live is not None:
             self._live.shown = {}
+        self.lines.stop()
         self.watch.stop()
 
     def batch_end(self, trainer: Any, outputs: Any, batch: Any) -> None:
@@ -180,6 +169,7 @@ class Session:
         self._passed_steps += step_ends
         self._passed_samples += size or 0
         if step_ends:
+            self.lines.note_step(self._passed_steps, self.watch.settings.warmup_steps)
             self.memory.tick(
                 self._passed_steps, lambda: sum(each.nbytes for each in walk_storage(batch) if each.is_cuda)
             )
@@ -219,13 +209,15 @@ class Session:
         """
         self.compilations.note(COMPILE)
         self.one_time.note()
+        self.lines.stop()
         self.watch.close()
-        if creep := self.memory.find_creep(self.watch.settings.warmup_steps, list_owners(trainer), self._epochs > 2):
-            evidence = {**evidence, MEMORY: creep}
-        if self._is_anomaly_mode:
-            evidence = {**evidence, ANOMALY_MODE: {"is_on": True}}
-        if self.hunt is not None:
-            evidence = {**evidence, SYNCS: {"hunted_steps": self.hunt.hunted_steps}}
+        own = {
+            MEMORY: self.memory.find_creep(self.watch.settings.warmup_steps, list_owners(trainer), self._epochs > 2),
+            ANOMALY_MODE: {"is_on": True} if self._is_anomaly_mode else None,
+            SYNCS: {"hunted_steps": self.hunt.hunted_steps} if self.hunt is not None else None,
+            LINES: self.lines.describe(),
+        }
+        evidence = {**evidence, **{name: found for name, found in own.items() if found}}
         about = {
             "world_size": trainer.world_size,
             "precision": str(trainer.precision),
@@ -347,15 +339,6 @@ def describe_death(raised: BaseException | None, trainer: Any) -> str | None:
     if not isinstance(raised, Exception) or trainer.received_sigterm:
         return None
     return quote(raised, briefly=True)
-
-
-def record_of_rank(seen: Measurement, raised: BaseException | None = None) -> dict[str, Any]:
-    """Return what a rank sends to rank 0 of its measurement; ``ended_by`` names the exception that ended its fit."""
-    return {
-        **{name: getattr(seen, name) for name in _OF_RANK},
-        "garbage_ms": (seen.evidence.get(GARBAGE) or {}).get("ms_per_step"),
-        "ended_by": None if raised is None else type(raised).__name__,
-    }
 
 
 def summarize(seen: Measurement) -> dict[str, float | None]:

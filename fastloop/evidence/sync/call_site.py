@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from traceback import FrameSummary
-from types import FrameType
-from typing import Any, Literal
+from types import CodeType, FrameType
+from typing import Any, Literal, NamedTuple
 
 from fastloop.evidence.samples.sample_code import holds_packages
 
@@ -31,6 +31,7 @@ _TRANSPARENT = {
 lie between the line that waits and its call."""
 _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 """Modules that run compiled code."""
+_LOADERS = ("torch.utils.data.", "torchdata.")
 _ENTRIES = {"fit", "validate", "test", "predict", "_call_and_handle_interrupt", "launch"}
 """Lightning's entry points: the lines that call these belong to the user's script as a whole and are not to blame."""
 
@@ -143,7 +144,37 @@ def name_line(stack: Sequence[FrameSummary]) -> str:
     """The user's innermost line in a stack, outermost frame first, as ``train.py:42``; without one, the innermost."""
     users = [frame for frame in stack if _find_owner(frame.filename, "") == "user"]
     frame = (users or stack)[-1]
-    return f"{_shorten_path(frame.filename)}:{frame.lineno}"
+    return name_place(frame.filename, frame.lineno)
+
+
+def name_place(filename: str, line: int | None) -> str:
+    """A line as ``train.py:42``, without machine-specific folders."""
+    return f"{_shorten_path(filename)}:{line}"
+
+
+class UserStack(NamedTuple):
+    """The user's own functions on a stack, below the call of ``fit``."""
+
+    lines: tuple[tuple[CodeType, int], ...]
+    """Each with its current line, the outermost first."""
+    is_loading: bool
+    """A data loader of this process was running."""
+
+
+def read_user_stack(frame: FrameType | None) -> UserStack:
+    """The user's functions on the stack of another thread, whose variables are not read."""
+    lines: list[tuple[CodeType, int]] = []
+    is_loading = False
+    while frame is not None:
+        module, code = str(frame.f_globals.get("__name__", "")), frame.f_code
+        owner = _find_owner(code.co_filename, module)
+        if _is_entry(owner, module, code.co_name):
+            return UserStack(tuple(reversed(lines)), is_loading)
+        if owner == "user":
+            lines.append((code, frame.f_lineno or code.co_firstlineno))
+        is_loading = is_loading or module.startswith(_LOADERS)
+        frame = frame.f_back
+    return UserStack((), is_loading)
 
 
 def name_ours(module: str) -> str:
@@ -159,7 +190,7 @@ def _is_entry(owner: Owner, module: str, function: str) -> bool:
 
 def _is_loading(frame: FrameType | None) -> bool:
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(("torch.utils.data.", "torchdata.")):
+        if str(frame.f_globals.get("__name__", "")).startswith(_LOADERS):
             return True
         frame = frame.f_back
     return False
@@ -188,7 +219,7 @@ def _find_owner(filename: str, module: str) -> Owner:
 def _describe_place(frame: FrameType | None) -> str:
     if frame is None:
         return "unknown"
-    return f"{_shorten_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return name_place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _find_folder(filename: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
 import threading
@@ -15,7 +16,8 @@ import pytest
 import torch.distributed
 
 from fastloop.bridge.watch import rank_exchange
-from fastloop.bridge.watch.rank_exchange import Ranks, find_default_store, name_cause
+from fastloop.bridge.watch.rank_exchange import Ranks, find_default_store, name_cause, record_of_rank
+from fastloop.records.measurement import Measurement
 from tests.bridge.launch import python
 
 PROGRAM = Path(__file__).with_name("gather_ranks.py")
@@ -229,3 +231,10 @@ def test_every_launcher_gathers_on_global_rank_0(
         ], seen
         assert (seen["missing"], seen["why"], seen["environment"]) == ([], None, environment) and seen["took_s"] < 50
         assert other["records"] == [] and other["why"] is None and other["took_s"] < 50
+
+
+def test_a_rank_hands_in_how_its_fit_ended() -> None:
+    seen = Measurement(step_ms={"mean": 4.0}, evidence={"garbage_collection": {"ms_per_step": 0.5}}, steps=7)
+    well, badly = record_of_rank(seen), record_of_rank(dataclasses.replace(seen, partial=True), KeyError("x"))
+    assert (well["partial"], well["ended_by"], well["garbage_ms"], well["steps"]) == (False, None, 0.5, 7)
+    assert (badly["partial"], badly["ended_by"], badly["step_ms"]) == (True, "KeyError", {"mean": 4.0})

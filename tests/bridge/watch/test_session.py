@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ from fastloop.bridge.watch.session import (
     Session,
     count_planned_steps,
     describe_death,
-    record_of_rank,
     summarize,
 )
 from fastloop.config.loading import WatchSettings
@@ -360,13 +358,6 @@ def test_what_was_hunted_is_said_though_nothing_was_found() -> None:
     assert plain.measurement is not None and SYNCS not in plain.measurement.evidence
 
 
-def test_a_rank_hands_in_how_its_fit_ended() -> None:
-    seen = Measurement(step_ms={"mean": 4.0}, evidence={"garbage_collection": {"ms_per_step": 0.5}}, steps=7)
-    well, badly = record_of_rank(seen), record_of_rank(dataclasses.replace(seen, partial=True), KeyError("x"))
-    assert (well["partial"], well["ended_by"], well["garbage_ms"], well["steps"]) == (False, None, 0.5, 7)
-    assert (badly["partial"], badly["ended_by"], badly["step_ms"]) == (True, "KeyError", {"mean": 4.0})
-
-
 class Scheduled(Regression):
     """Its learning rate takes a while to find, every step."""
 
@@ -583,3 +574,19 @@ def test_a_line_that_collects_garbage_is_named(often: bool) -> None:
     line = Tidies.training_step.__code__.co_firstlineno + 2
     assert found is not None and str(found["where"]).endswith(f"test_session.py:{line}") and found["ms_per_step"] > 0
     assert f"gc.collect() at {found['where']}" in loop.findings[0].why
+
+
+class Dozes(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Dozes, 1), (Regression, 0)], ids=["sleeps", "control"])
+def test_the_line_that_takes_the_time_is_found_in_the_warm_up(kind: type[Regression], count: int) -> None:
+    loop = FastLoop({"watch": {"warmup_steps": 20}}, quiet=True)
+    trainer(max_epochs=-1, max_steps=30, callbacks=[loop]).fit(kind(), loader())
+    assert loop.measurement is not None
+    lines = loop.measurement.evidence.get("lines", {}).get("lines", [])
+    named = [line for line in lines if line["share_pct"] > 50]
+    assert [(line["of"], line["function"]) for line in named] == count * [("training_step", "training_step")]

@@ -1,0 +1,104 @@
+"""The lines of the user's code that take the host's time: the training thread's stack, looked at during a few steps."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from types import CodeType
+from typing import Any
+
+from fastloop.evidence.sync.call_site import UserStack, name_place, read_user_stack
+from fastloop.records.readings import LOADING
+
+FIRST_STEP = 6
+"""Steps before it have one-time costs, and other looks at them."""
+EVERY_S = 0.002
+SWITCH_S = 0.0005
+"""Python's switch interval meanwhile. With its usual 5 ms, most looks would come where NumPy or torch let go of the
+interpreter, and few in pure Python."""
+RARER_AFTER = 500
+"""After every so many looks, the time between two grows by EVERY_S: a step of seconds needs no more of them."""
+LEAST_LOOKS = 20
+"""Fewer looks show no shares."""
+WORTH_PCT = 5.0
+"""Smallest share of all looks for naming a line."""
+MOSTLY = 2 / 3
+"""A function is named instead of its caller if it has at least this share of the caller's looks."""
+
+
+class LineSamples:
+    """Looks at the stack of the thread that created this, from another thread."""
+
+    def __init__(self) -> None:
+        self._watched, self._done = threading.get_ident(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._looks, self._stacks = 0, Counter[UserStack]()
+
+    def note_step(self, step: int, last: int) -> None:
+        """This many steps of the fit are over: look from `FIRST_STEP` until the `last` one is over."""
+        if step == FIRST_STEP < last and self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="fastloop-lines", daemon=True)
+            self._thread.start()
+        elif step >= last:
+            self.stop()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _look(self) -> None:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(min(before, SWITCH_S))
+        try:
+            while not self._done.wait(EVERY_S * (1 + self._looks // RARER_AFTER)):
+                stack = read_user_stack(sys._current_frames().get(self._watched))
+                self._looks += 1
+                if stack.lines:
+                    self._stacks[stack] += 1
+        finally:
+            sys.setswitchinterval(before)
+
+    def describe(self) -> Mapping[str, Any]:
+        """The line that takes most of the time of each group: of loading, or else of the user's function that Lightning
+        called. Empty after too few looks.
+
+        Returns:
+            ``looks``, and ``lines``: ``of`` (the group), ``where``, ``function``, ``share_pct`` of all looks.
+        """
+        if self._looks < LEAST_LOOKS:
+            return {}
+        groups: dict[str, Counter[UserStack]] = {}
+        for stack, looks in self._stacks.items():
+            of = LOADING if stack.is_loading else stack.lines[0][0].co_name
+            groups.setdefault(of, Counter())[stack] += looks
+        found = [{"of": of, **_find_hot_line(stacks, self._looks)} for of, stacks in groups.items()]
+        lines = sorted(found, key=lambda line: -line["share_pct"])
+        return {"looks": self._looks, "lines": [line for line in lines if line["share_pct"] >= WORTH_PCT]}
+
+
+def _find_hot_line(stacks: Counter[UserStack], all_looks: int) -> dict[str, Any]:
+    """Follow the calls that take most of the time, and return the most frequent line of the last function."""
+    inside, depth = stacks, 0
+    while True:
+        by_function: dict[CodeType, Counter[UserStack]] = {}
+        for stack, looks in inside.items():
+            if len(stack.lines) > depth:
+                by_function.setdefault(stack.lines[depth][0], Counter())[stack] += looks
+        best = max(by_function.values(), key=Counter.total, default=Counter[UserStack]())
+        if not best or (depth and best.total() < MOSTLY * inside.total()):
+            break
+        inside, depth = best, depth + 1
+    lines = Counter[tuple[CodeType, int]]()
+    for stack, looks in inside.items():
+        lines[stack.lines[depth - 1]] += looks
+    ((function, line), _), *_ = lines.most_common(1)
+    return {
+        "where": name_place(function.co_filename, line),
+        "function": function.co_name,
+        "share_pct": 100 * inside.total() / all_looks,
+    }

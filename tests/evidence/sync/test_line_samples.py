@@ -1,0 +1,129 @@
+"""The user's lines by looks at the training thread's stack, and what is not blamed on them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fastloop.evidence.sync.line_samples import FIRST_STEP, LEAST_LOOKS, LineSamples
+
+BUSY_S = 0.6
+
+
+def make_caller(name: str, module: str) -> Callable[[Callable[[], None]], None]:
+    """A function that looks like one of this module."""
+    space: dict[str, Any] = {"__name__": module}
+    exec(f"def {name}(work): work()", space)
+    return space[name]  # type: ignore[no-any-return]
+
+
+fit = make_caller("fit", "lightning.pytorch.trainer.trainer")
+fetch = make_caller("fetch", "torch.utils.data._utils.fetch")
+
+
+def count_up(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:  # busy
+        pass
+
+
+def doze(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def rest(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def look_at(work: Callable[[], None]) -> Any:
+    lines = LineSamples()
+    lines.note_step(FIRST_STEP, 100)
+    fit(work)
+    lines.stop()
+    return lines.describe()
+
+
+@pytest.mark.parametrize("waste", [count_up, doze])
+def test_the_function_that_takes_the_time_is_named(waste: Callable[[float], None]) -> None:
+    def training_step() -> None:
+        waste(BUSY_S)
+
+    found = look_at(training_step)
+    assert found["looks"] >= LEAST_LOOKS
+    (line,) = found["lines"]
+    assert (line["of"], line["function"]) == ("training_step", waste.__name__)
+    path, _, number = line["where"].rpartition(":")
+    assert path == "tests/evidence/sync/test_line_samples.py" and line["share_pct"] > 80
+    assert 1 <= int(number) - waste.__code__.co_firstlineno <= 3
+
+
+def test_of_two_functions_that_share_the_time_the_callers_line_is_named() -> None:
+    def training_step() -> None:
+        for waste in (rest, doze):
+            waste(BUSY_S / 2)
+
+    (line,) = look_at(training_step)["lines"]
+    assert line["function"] == "training_step" and line["share_pct"] > 80
+
+
+def test_loading_is_a_group_of_its_own() -> None:
+    def training_step() -> None:
+        doze(BUSY_S / 3)
+
+    def read_sample() -> None:
+        count_up(BUSY_S)
+
+    def run() -> None:
+        fetch(read_sample)
+        training_step()
+
+    # `run` stands for the loop here, so both groups begin with it.
+    loading, step = look_at(run)["lines"]
+    assert (loading["of"], loading["function"]) == ("loading", "count_up")
+    assert step["function"] == "doze" and loading["share_pct"] > step["share_pct"]
+
+
+def test_what_surrounds_the_fit_is_not_blamed() -> None:
+    """The control: the same work inside it."""
+
+    def sleep_outside() -> dict[str, Any]:
+        lines = LineSamples()
+        lines.note_step(FIRST_STEP, 100)
+        make_caller("wait", "torch.nn.modules.module")(lambda: time.sleep(BUSY_S))
+        lines.stop()
+        return dict(lines.describe())
+
+    assert sleep_outside()["lines"] == []
+    assert look_at(lambda: time.sleep(BUSY_S))["lines"]
+
+
+def test_it_looks_between_two_steps_and_leaves_nothing_behind() -> None:
+    interval, lines = sys.getswitchinterval(), LineSamples()
+
+    def runs() -> bool:
+        return any(thread.name == "fastloop-lines" for thread in threading.enumerate())
+
+    for step in range(1, 25):
+        lines.note_step(step, 20)
+        assert runs() == (FIRST_STEP <= step < 20)
+        fit(lambda: time.sleep(0.01))
+    assert sys.getswitchinterval() == pytest.approx(interval)
+    assert lines.describe()["lines"]
+
+
+def test_a_warm_up_that_is_over_before_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = LineSamples()
+    for step in range(1, FIRST_STEP + 1):
+        lines.note_step(step, FIRST_STEP)
+    assert lines.describe() == {}
+    monkeypatch.setattr("fastloop.evidence.sync.line_samples.EVERY_S", 0.2)
+    few = LineSamples()
+    few.note_step(FIRST_STEP, 20)
+    fit(lambda: time.sleep(0.5))
+    few.stop()
+    assert few.describe() == {}, "two looks show no shares"
