@@ -129,10 +129,18 @@ class _Run:
                     self._write(self.find_depth(target.value))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             self.local[node.name] = node
+            self._read_where_defined(node)
         elif not isinstance(node, ast.ClassDef):
             for each in ast.iter_child_nodes(node):
                 if isinstance(each, ast.expr):
                     self.find_depth(each)
+
+    def _read_where_defined(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Read an inner function, which may only be passed on, such as an optimizer's closure."""
+        before = dict(self.depths), self.returned
+        self.depths.update({each.arg: None for each in ast.walk(node.args) if isinstance(each, ast.arg)})
+        self._do(node.body)
+        self.depths, self.returned = before
 
     def _repeat(self, node: Any, begin: Callable[[], Any]) -> None:
         for _ in range(2):  # a second time with what the first has left

@@ -123,6 +123,12 @@ class Net(torch.nn.Module):
 
         change(batch[0][0])
 
+    def divides_in_closure(self, batch: Any, _: int) -> Any:
+        def closure() -> None:
+            batch[0][0].mul_(2)
+
+        self.net.apply(closure)
+
     def centres(self, batch: Any, _: int) -> None:
         batch[0][0].centre()
 
