@@ -13,12 +13,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply.read_model import list_methods, list_read_counts, overrides, read_module
+from fastloop.bridge.apply.read_model import (
+    list_gradient_users,
+    list_methods,
+    list_read_counts,
+    overrides,
+    read_module,
+)
 from fastloop.evidence import loader_queue, machine
 from fastloop.evidence.batches import sampler_hazards
 from fastloop.evidence.batches.given_batches import list_batch_changes
 from fastloop.evidence.model.batch_hooks import may_change_training
-from fastloop.evidence.model.kept_gradients import list_keepers
 from fastloop.evidence.model.own_counters import list_step_counters
 from fastloop.evidence.model.skipped_batches import may_skip
 from fastloop.evidence.samples import between_batches, random_draws, thread_safety
@@ -62,7 +67,7 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
         world_size=trainer.world_size,
         strategy=type(strategy).__name__.removeprefix("FastLoop_"),
         is_ddp=_is_ddp(strategy),
-        keeps_grads=tuple(list_keepers([*module.modules(), *trainer.callbacks])) if _is_ddp(strategy) else (),
+        uses_grads=tuple(list_gradient_users([*module.modules(), *trainer.callbacks])) if _is_ddp(strategy) else (),
         user_comm_hook=getattr(strategy, "_ddp_comm_hook", None) is not None,
         static_graph=bool(getattr(strategy, "_ddp_kwargs", {}).get("static_graph")),
         plain_gradients=_is_ddp(strategy) or isinstance(strategy, _load_single_device(strategy)),
