@@ -29,7 +29,7 @@ DRAWS_ITSELF = "is a random generator: every worker would draw the same numbers 
 TRAINING = "is part of the training, and workers hold copies from before it started"
 ITERATOR = "is an iterator, and each worker would iterate over its own copy"
 _CHANGES = "changes between epochs or samples, and workers hold copies of it"
-_PREAD = "use os.pread, or open it in __getitem__"
+_SEEKS = "moves the position of a file descriptor, which workers would share; use os.pread"
 _FOREIGN: Mapping[str, tuple[str, ...]] = {
     SHARED: (
         "socket.socket",
@@ -167,11 +167,8 @@ def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
         for state in sample_code.list_changes(function, type(owner)):
             if not is_in_shared_memory(_read_state(function, state, owner)):
                 found[f"{path}{state} {_CHANGES}"] = None
-        for state in sample_code.list_descriptors(function, type(owner)):
-            if isinstance(_read_state(function, state, owner), int):  # not one that is still to be opened
-                found[f"{path}{state} is an open file descriptor, and workers would share its position; {_PREAD}"] = (
-                    None
-                )
+        if "lseek" in sample_code.list_names(function.__code__):
+            found[f"{path} ({function.__qualname__}) {_SEEKS}"] = None
     for path, item in held[inside:]:
         if (foreign := _find_foreign(item)) is not None:
             found[f"{path}{foreign}"] = None

@@ -221,11 +221,6 @@ def _list_kept_defaults(function: Any) -> tuple[str, ...]:
     )
 
 
-def list_descriptors(function: Any, kind: type) -> tuple[str, ...]:
-    """State that a function uses as a file descriptor with a position."""
-    return tuple(list_touched(function, writes.list_descriptors, kind))
-
-
 def list_remembered(item: Any) -> Iterator[str]:
     """What samples put into a container that outlives them, such as a cache: ``.cache``, or `` (the outer CACHE)``."""
     for function in list_sample_functions(item):
