@@ -1,4 +1,5 @@
-"""Readings over time in fixed memory: rows that merge in pairs if there are too many, and the mean of all readings."""
+"""Readings over time in fixed memory: rows that merge in pairs if there are too many, the mean of all readings, and the
+joules between two readings of an energy counter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user's per-sample functions change: read from their source, never called."""
+"""Reads the user's functions: which ones run, what they name, and what they change. Nothing is called."""
 
 from __future__ import annotations
 
