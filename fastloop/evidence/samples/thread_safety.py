@@ -54,12 +54,12 @@ def find_thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
         found.update(
             dict.fromkeys(f"{path}{hazard}" for hazard in (_find_foreign(item), _find_installed(item)) if hazard)
         )
-    inside = len(held)
-    for path, item, function in datasets.list_running(held):
+    functions, reached = datasets.list_running(held)
+    for path, item, function in functions:
         found.update(dict.fromkeys(f"{path}{hazard}" for hazard in _list_hazards(function, type(item))))
         if "rotate" in function.__code__.co_names:  # pictures also have a method of this name, which changes nothing
             found.update(dict.fromkeys(f"{queue} {_WRITTEN}" for queue in queues))
-    for path, item in held[inside:]:
+    for path, item in reached:
         if (foreign := _find_foreign(item)) is not None:
             found[f"{path}{foreign}"] = None
     return tuple(found)
