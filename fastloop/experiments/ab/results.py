@@ -11,7 +11,7 @@ from typing import Any
 from fastloop.config.loading import diff
 from fastloop.experiments.ab import passports
 from fastloop.experiments.ab.experiment import Experiment, Side
-from fastloop.experiments.ab.resume import list_versions
+from fastloop.experiments.ab.manifest import list_versions
 from fastloop.experiments.trials.trial import UNWRITTEN
 from fastloop.judge.verdict import exit_code as code_of
 from fastloop.records import store
