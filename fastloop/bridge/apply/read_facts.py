@@ -29,7 +29,11 @@ from fastloop.evidence.model.skipped_batches import may_skip
 from fastloop.evidence.samples import between_batches, random_draws, thread_safety
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples.before_epoch import explain_not_ahead
-from fastloop.evidence.samples.between_epochs import list_changers, list_changes_within, list_remembered
+from fastloop.evidence.samples.between_epochs import (
+    list_changes_between_epochs,
+    list_changes_during_epochs,
+    list_remembered,
+)
 from fastloop.evidence.samples.spawned import find_spawn_hazard
 from fastloop.evidence.samples.worker_shares import explain_repeats
 from fastloop.feeds.cache.places import find_disk_root
@@ -243,13 +247,13 @@ def _read_code_facts(loader: DataLoader[Any], others: Sequence[Any]) -> dict[str
         ),
         "sampler_hazards": sampler_hazards.find_sampler_hazards(sampler, data, others),
         "sampler_draws": sampler_hazards.list_draws(sampler),
-        "thread_hazards": (*thread_hazards, *between_batches.list_holders(data, others, between=True)),
+        "thread_hazards": (*thread_hazards, *between_batches.list_holders(data, others, while_loading=True)),
         "may_change": (
-            *list_changers(data, others, collate=collate, worker_init=init, sampler=sampler),
+            *list_changes_between_epochs(data, others, collate=collate, worker_init=init, sampler=sampler),
             *changed_batches,  # a worker's copy, too, where its tensors come in shared memory
         ),
         "not_ahead": explain_not_ahead(data, others, collate=collate, worker_init=init),
-        "changes_within": (*list_changes_within(data, others, collate=collate, loader=loader), *changed_batches),
+        "changes_within": (*list_changes_during_epochs(data, others, collate=collate, loader=loader), *changed_batches),
         "remembers": list_remembered(data, collate),
         "repeats": explain_repeats(loader),
     }
