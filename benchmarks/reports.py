@@ -43,7 +43,6 @@ KEPT = (
     "flops",
     "peaks",
     "joule_per_sample",
-    "joule_error_pct",
     "kernels",
     "syncs",
     "ceilings",

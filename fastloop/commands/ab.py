@@ -19,12 +19,11 @@ from fastloop.commands.console import Answer, attach
 from fastloop.config.layers import classify_patch
 from fastloop.config.shipped import KINDS, find_shipped
 from fastloop.errors import ConfigError
-from fastloop.experiments.ab import parity_gates, results
-from fastloop.experiments.ab import resume as manifest
+from fastloop.experiments.ab import manifest, parity_gates, results
 from fastloop.experiments.ab.arms import Arm, ConfigArm, Progress
 from fastloop.experiments.ab.commit import Versus, compare_with
 from fastloop.experiments.ab.experiment import FEWEST_STEPS, Experiment, Settings, Unplanned
-from fastloop.experiments.ab.resume import BASE, refuse_others
+from fastloop.experiments.ab.manifest import BASE, refuse_others
 from fastloop.experiments.ab.script_arms import ScriptArm, make_command, runs_under_this_python
 from fastloop.experiments.ab.sides import list_sides
 from fastloop.experiments.trials.failures import make_failure, writing

@@ -24,8 +24,8 @@ from fastloop.errors import ConfigError
 from fastloop.evidence import machine
 from fastloop.experiments.ab import parity_gates
 from fastloop.experiments.ab.arms import ConfigArm, Progress
+from fastloop.experiments.ab.manifest import fingerprint, fingerprint_source, refuse_others
 from fastloop.experiments.ab.results import read_hardware
-from fastloop.experiments.ab.resume import fingerprint, fingerprint_source, refuse_others
 from fastloop.experiments.ab.script_arms import ScriptArm, make_command, runs_under_this_python
 from fastloop.experiments.climb.attempt import BaseFailed
 from fastloop.experiments.climb.budget import ClimbBudget, Spent

@@ -202,8 +202,6 @@ class FailedRun:
     arm: str
     run: str | int | None = None
     cause: str | None = None
-    rank: int | None = None
-    """The rank that caused the failure; None unless exactly one did."""
     last_step: int | None = None
     tail: str = ""
     """The end of its stderr."""

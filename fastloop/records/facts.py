@@ -238,8 +238,8 @@ class Facts:
     """Submodules of a class that repeats in a list of layers, grouped by equal shapes."""
     detaches_grads: tuple[str, ...] = ()
     """Methods that call ``grad.detach_()``, which gradient bucket views forbid."""
-    keeps_grads: tuple[str, ...] = ()
-    """Under DDP, the user's functions that keep gradients themselves or replace their data."""
+    uses_grads: tuple[str, ...] = ()
+    """Under DDP, the user's functions that use ``.grad`` for more than to zero it."""
     refused_losses: tuple[str, ...] = ()
     """Modules and methods that call `binary_cross_entropy`, which torch rejects under autocast on CUDA."""
     handles_grads: tuple[str, ...] = ()

@@ -107,7 +107,6 @@ class Measurement:
     unpadded_tokens_per_s: float | None = None
     """According to the attention mask; None if there is none."""
     joule_per_sample: float | None = None
-    joule_error_pct: float | None = None
     usd_per_million_samples: float | None = None
     kernels: Mapping[str, Any] | None = None
     """From a trace window outside the timed steps, per step: ``families_ms`` (unions over streams), ``idle_ms`` {data,

@@ -80,11 +80,10 @@ class Overlap:
                 f"{', '.join(facts.detaches_grads)} calls detach_() on gradients, which bucket views"
                 " forbid; set gradients to None, or gradient_as_bucket_view: false"
             )
-        if self.gradient_as_bucket_view and facts.keeps_grads:
+        if self.gradient_as_bucket_view and facts.uses_grads:
             raise NotApplicable(
-                f"{', '.join(facts.keeps_grads)} keeps or returns gradients or replaces their data, but bucket views"
-                " reuse their memory; keep copies (grad.clone()), write grad.copy_(new) for grad.data = new, or"
-                " set gradient_as_bucket_view: false"
+                f"your code uses gradients ({', '.join(facts.uses_grads)}), and bucket views would overwrite any that"
+                " it keeps; for the rung's other settings, set gradient_as_bucket_view: false"
             )
         if self.comm_hook != "none" and facts.user_comm_hook:
             raise NotApplicable("the strategy already has your own ddp_comm_hook, which stays")

@@ -14,7 +14,7 @@ from fastloop.commands.ab import AbRequest, list_arms
 from fastloop.commands.console import Answer
 from fastloop.config.loading import load
 from fastloop.errors import ConfigError, FastLoopError
-from fastloop.experiments.ab import resume as manifest
+from fastloop.experiments.ab import manifest
 from fastloop.experiments.ab.sides import changes, list_sides
 from fastloop.experiments.trials.failures import Failed
 from fastloop.records import store

@@ -62,7 +62,7 @@ def test_a_known_load_and_its_energy(gpu: Gpu) -> None:
     products(1.0)
     found = watch(gpu, products, 12.0)
     means = found.means
-    print(dict(means), found.joule, found.joule_error_pct, found.state, found.seconds)
+    print(dict(means), found.joule, found.state, found.seconds)
     assert means["nvml_busy_pct"] > 90 and means["watts"] > 200
     assert 300 < means["sm_clock_mhz"] <= means["sm_clock_max_mhz"]
     assert 11 <= len(found.timeline) <= 14 and found.seconds == pytest.approx(12, abs=1)
@@ -70,9 +70,8 @@ def test_a_known_load_and_its_energy(gpu: Gpu) -> None:
         assert means["tensor_active_pct"] > 50 and means["gr_active_pct"] > 90 and means["sm_active_pct"] > 50
         assert 0 <= means["dram_active_pct"] < 60 and means["pcie_tx_gb_per_s"] < 5
     if counts_energy and not any("computed on this GPU" in sentence for sentence in found.state):
-        assert found.joule is not None and found.joule_error_pct is not None
+        assert found.joule is not None
         assert found.joule == pytest.approx(means["watts"] * found.seconds, rel=0.15)
-        assert 0 < found.joule_error_pct < 15
 
 
 def test_an_idle_gpu_reads_idle(gpu: Gpu) -> None:

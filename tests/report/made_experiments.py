@@ -163,7 +163,6 @@ def six() -> dict[str, Any]:
             "arm": "broken",
             "run": f"run-{run}",
             "cause": "out of memory",
-            "rank": 0,
             "last_step": 41 - run,
             "tail": "Traceback <script>\n  torch.OutOfMemoryError",
         }
@@ -180,7 +179,6 @@ def base_failed() -> dict[str, Any]:
             "arm": "base",
             "run": "run-0",
             "cause": "exit code 7",
-            "rank": None,
             "last_step": None,
             "tail": "ValueError: no",
         }

@@ -108,7 +108,6 @@ def resnet50() -> Run:
         timeline=timeline(40, **readings),
         tflop_per_s=7.9,
         joule_per_sample=0.577,
-        joule_error_pct=0.6,
         usd_per_million_samples=3.43,
         mfu={"datasheet": 0.008, "measured_peak": 0.0105, "dtype_in_use": 0.118},
         peaks={

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import warnings
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ class Detaches(L.Callback):
     """The same out of the sight of whoever reads the module's code."""
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        Detaching.on_before_zero_grad(pl_module, optimizer)
+        for gradient in map(operator.attrgetter("grad"), pl_module.parameters()):
+            if gradient is not None:
+                gradient.detach_()
 
 
 class Look(L.Callback):

@@ -27,9 +27,9 @@ DETACHES = (
     "Net.step calls detach_() on gradients, which bucket views forbid; set gradients to None, or"
     " gradient_as_bucket_view: false"
 )
-KEEPS = (
-    "Net.step keeps or returns gradients or replaces their data, but bucket views reuse their memory; keep copies"
-    " (grad.clone()), write grad.copy_(new) for grad.data = new, or set gradient_as_bucket_view: false"
+USES = (
+    "your code uses gradients (Net.step), and bucket views would overwrite any that it keeps; for the rung's other"
+    " settings, set gradient_as_bucket_view: false"
 )
 
 SETTINGS = [((), "before_wrap"), ((), "wrapped")]
@@ -80,8 +80,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         ({"static_graph": True}, {"micro_batches": True}, SEVERAL),
         ({"static_graph": True}, {"accumulation_scheduled": True}, SEVERAL),
         ({}, {"detaches_grads": ("Net.step",)}, DETACHES),
-        ({}, {"keeps_grads": ("Net.step",)}, KEEPS),
-        ({"gradient_as_bucket_view": False}, {"keeps_grads": ("Net.step",)}, {"ddp.gradient_as_bucket_view": False}),
+        ({}, {"uses_grads": ("Net.step",)}, USES),
+        ({"gradient_as_bucket_view": False}, {"uses_grads": ("Net.step",)}, {"ddp.gradient_as_bucket_view": False}),
         (
             {"comm_hook": "bf16"},
             {"user_comm_hook": True},
@@ -277,7 +277,7 @@ def test_unused_parameters_are_named_beside_lightnings_text(ranks: Ranks) -> Non
 )
 def test_gradients_that_the_module_keeps_or_moves_stay_what_they_were(ranks: Ranks, case: str, method: str) -> None:
     took, why = ranks[case]["verdicts"]["overlap"]
-    assert took is False and why == KEEPS.replace("Net.step", method)
+    assert took is False and why == USES.replace("Net.step", method)
     assert ranks.distance(f"{case}_plain", case) == 0.0
     assert ranks.distance(f"{case}_plain", f"{case}_views") > 1e-6  # bucket views would have changed them
 

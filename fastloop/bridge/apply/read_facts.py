@@ -13,18 +13,27 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge import namespaces
-from fastloop.bridge.apply.read_model import list_methods, list_read_counts, overrides, read_module
+from fastloop.bridge.apply.read_model import (
+    list_gradient_users,
+    list_methods,
+    list_read_counts,
+    overrides,
+    read_module,
+)
 from fastloop.evidence import loader_queue, machine
 from fastloop.evidence.batches import sampler_hazards
 from fastloop.evidence.batches.given_batches import list_batch_changes
 from fastloop.evidence.model.batch_hooks import may_change_training
-from fastloop.evidence.model.kept_gradients import list_keepers
 from fastloop.evidence.model.own_counters import list_step_counters
 from fastloop.evidence.model.skipped_batches import may_skip
 from fastloop.evidence.samples import between_batches, random_draws, thread_safety
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples.before_epoch import explain_not_ahead
-from fastloop.evidence.samples.between_epochs import list_changers, list_changes_within, list_remembered
+from fastloop.evidence.samples.between_epochs import (
+    list_changes_between_epochs,
+    list_changes_during_epochs,
+    list_remembered,
+)
 from fastloop.evidence.samples.spawned import find_spawn_hazard
 from fastloop.evidence.samples.worker_shares import explain_repeats
 from fastloop.feeds.cache.places import find_disk_root
@@ -62,7 +71,7 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
         world_size=trainer.world_size,
         strategy=type(strategy).__name__.removeprefix("FastLoop_"),
         is_ddp=_is_ddp(strategy),
-        keeps_grads=tuple(list_keepers([*module.modules(), *trainer.callbacks])) if _is_ddp(strategy) else (),
+        uses_grads=tuple(list_gradient_users([*module.modules(), *trainer.callbacks])) if _is_ddp(strategy) else (),
         user_comm_hook=getattr(strategy, "_ddp_comm_hook", None) is not None,
         static_graph=bool(getattr(strategy, "_ddp_kwargs", {}).get("static_graph")),
         plain_gradients=_is_ddp(strategy) or isinstance(strategy, _load_single_device(strategy)),
@@ -238,13 +247,13 @@ def _read_code_facts(loader: DataLoader[Any], others: Sequence[Any]) -> dict[str
         ),
         "sampler_hazards": sampler_hazards.find_sampler_hazards(sampler, data, others),
         "sampler_draws": sampler_hazards.list_draws(sampler),
-        "thread_hazards": (*thread_hazards, *between_batches.list_holders(data, others, between=True)),
+        "thread_hazards": (*thread_hazards, *between_batches.list_holders(data, others, while_loading=True)),
         "may_change": (
-            *list_changers(data, others, collate=collate, worker_init=init, sampler=sampler),
+            *list_changes_between_epochs(data, others, collate=collate, worker_init=init, sampler=sampler),
             *changed_batches,  # a worker's copy, too, where its tensors come in shared memory
         ),
         "not_ahead": explain_not_ahead(data, others, collate=collate, worker_init=init),
-        "changes_within": (*list_changes_within(data, others, collate=collate, loader=loader), *changed_batches),
+        "changes_within": (*list_changes_during_epochs(data, others, collate=collate, loader=loader), *changed_batches),
         "remembers": list_remembered(data, collate),
         "repeats": explain_repeats(loader),
     }

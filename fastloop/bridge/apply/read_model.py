@@ -8,15 +8,15 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 
 from fastloop.bridge import namespaces
-from fastloop.evidence.model.picture_views import list_names, list_views
-from fastloop.evidence.samples.sample_code import is_installed, list_globals, walk_code
+from fastloop.evidence.model.picture_views import list_names, list_views, walk_functions
+from fastloop.evidence.samples.sample_code import is_installed, list_globals, parse, walk_code
 from fastloop.evidence.samples.source import read_source
 from fastloop.feeds import call_shapes
 from fastloop.feeds.attention import candidates as attention
@@ -37,6 +37,7 @@ _VARIES = re.compile(
 _SCALED = (".training_step", ".backward", ".on_after_backward")
 _UNSCALED = (".on_before_optimizer_step", ".on_before_zero_grad", ".configure_gradient_clipping")
 """Hooks that run after a loss scaler has unscaled the gradients."""
+_GRADIENT_FUNCTIONS = {f"{where}.grad" for where in ("torch.autograd", "autograd", "torch.func", "func")}
 _BEFORE_STEPS = re.compile(r"__init__|prepare_data|setup|configure_\w+|\w+_dataloader")
 _COUNTS = re.compile(
     r"\btrainer\.(accumulate_grad_batches|num_training_batches|is_last_batch|train_dataloader)\b"
@@ -103,6 +104,32 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False, callbacks
         "steps_with_iterator": callable(training_step)
         and "dataloader_iter" in inspect.signature(training_step).parameters,
     }
+
+
+def list_gradient_users(owners: Sequence[Any]) -> Iterator[str]:
+    """Names of the user's functions that use ``.grad``, among those of these objects and the code that they name. To
+    zero a gradient or to test whether there is one does not count, nor does torch's own code, such as for clipping."""
+    held = [value for each in owners for value in getattr(each, "__dict__", {}).values() if inspect.isroutine(value)]
+    for function in walk_functions([*owners, *held]):
+        names = set(list_names(function))
+        if not is_installed(function) and names & {"grad", "getattr"}:
+            parsed = parse(function)
+            if "grad" in names if parsed is None else _uses_gradients(parsed[0]):
+                yield function.__qualname__.rpartition("<locals>.")[2]
+
+
+def _uses_gradients(tree: ast.AST) -> bool:
+    nodes, harmless = [*ast.walk(tree)], set[ast.AST]()
+    for node in nodes:
+        if isinstance(node, ast.Assign) and ast.unparse(node.value) == "None":
+            harmless.update(node.targets)
+        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "None":
+            harmless.add(node.left)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            harmless.update([called.value] if isinstance(called, ast.Attribute) and called.attr == "zero_" else ())
+    used = (node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "grad")
+    return any(node not in harmless and ast.unparse(node) not in _GRADIENT_FUNCTIONS for node in used)
 
 
 def _is_norm_of_batches(part: torch.nn.Module) -> bool:

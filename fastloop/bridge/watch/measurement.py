@@ -189,7 +189,6 @@ def _read_board(watch: Watch, samples_per_s: float | None, world_size: int) -> d
         "timeline": seen.timeline,
         "state": seen.state,
         "joule_per_sample": efficiency.compute_joule_per_sample(seen.joule, seen.seconds, own_rate),
-        "joule_error_pct": seen.joule_error_pct if seen.joule is not None else None,
     }
 
 

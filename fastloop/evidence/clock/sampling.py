@@ -4,6 +4,8 @@ Steps marked in detail are drawn at random, and their split is applied to the su
 sampling. It is valid for steps similar to those marked. Steps longer than `FAR` times the usual one are handled
 separately: the split of a marked one is known; the excess time of the others is split only if enough such steps were
 marked. The rest belongs to no phase; a report calls it unexplained.
+
+`find_pauses` finds the few steps that are far longer than all others.
 """
 
 from __future__ import annotations

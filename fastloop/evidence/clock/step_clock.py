@@ -14,6 +14,7 @@ in hooks is summed.
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fastloop.evidence.clock.off_cpu import find_current_stream, read_off_cpu_s
+from fastloop.evidence.clock.off_cpu import read_off_cpu_s
 from fastloop.evidence.clock.one_time import OneTime, Reader
 from fastloop.evidence.clock.step_account import COMPUTE, KEPT_STEPS, RARE, Account, Mark, Window
 
@@ -316,3 +317,18 @@ class Clock:
             account.between(host, max(0.0, starved - lost), share)
         phase = "data_wait" if mark.kind == "got" else IDLE
         self._position, self._last = max(was_at, asked), Mark(asked, None, phase, False, mark.detailed)
+
+
+def find_current_stream(device: torch.device) -> Any:
+    """A faster ``torch.cuda.current_stream``, which makes an object at each call: 4 us on an H200's host, more than the
+    rest of a mark."""
+    ask = getattr(torch._C, "_cuda_getCurrentStream", None)  # private
+    if ask is None or device.index is None:
+        return torch.cuda.current_stream(device)
+    return _open_stream(*ask(device.index))
+
+
+@functools.cache
+def _open_stream(stream_id: int, device_index: int, device_type: int) -> Any:
+    stream: Any = torch.cuda.Stream
+    return stream(stream_id=stream_id, device_index=device_index, device_type=device_type)

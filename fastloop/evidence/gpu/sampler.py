@@ -25,8 +25,6 @@ STOP_LIMIT_S = 2.0
 """``stop`` takes milliseconds, and never longer than this: it abandons a thread that is stuck in NVML."""
 SHORTEST_ROW_S = 0.1
 """The GPM counters give no values for a shorter time."""
-POLL_S = 0.01
-"""Interval for polling the energy counter in the first second, to learn its update period."""
 NEIGHBOURS_EVERY = 10
 PARTITIONED = (
     "this GPU is partitioned (MIG): utilization, power and energy would be for the whole board, so they are left out"
@@ -47,8 +45,6 @@ class BoardSeen:
     """At most 600 rows: ``t_s`` at the row's end, and the means of its time."""
     joule: float | None = None
     """Energy of the whole board over ``seconds``."""
-    joule_error_pct: float | None = None
-    """Error from the counter's update period alone; the sensor's own error comes in addition."""
     state: tuple[str, ...] = ()
     """Conditions that make these figures vary over time, in sentences."""
     seconds: float = 0.0
@@ -132,7 +128,6 @@ class _Sampler(threading.Thread):
             gpu.open_counters()
             start = before = now()
             self._energy.add(start, gpu.energy_mj())
-        self._learn_period(gpu, start + PERIOD_S - SHORTEST_ROW_S)
         readings = 0
         while not gpu.mig:
             next_s = start + (round((before - start) / PERIOD_S) + 1) * PERIOD_S
@@ -147,13 +142,6 @@ class _Sampler(threading.Thread):
         if gpu.mig:
             self.ending.wait()
         self.seen = self._summarize(now() - start if gpu.mig else before - start, max_clock, gpu.mig)
-
-    def _learn_period(self, gpu: Gpu, until: float) -> None:
-        while self._energy.readable and not self._energy.period_known and now() < until:
-            if self.ending.wait(POLL_S):
-                return
-            with no_fork():
-                self._energy.add(now(), gpu.energy_mj())
 
     def _read(self, gpu: Gpu, start: float, before: float) -> float:
         """Read one row; returns the time of the reading."""
@@ -190,7 +178,6 @@ class _Sampler(threading.Thread):
             timeline=self._timeline.rows(),
             joule=joule,
             seconds=seconds,
-            joule_error_pct=None if joule is None else self._energy.error_pct(),
             state=(
                 *self._describe_limits(means),
                 *_describe_neighbors(self._crowd, self._uncounted and joule is not None),

@@ -1,9 +1,9 @@
-"""Readings over time in fixed memory: rows that merge in pairs if there are too many, and the mean of all readings."""
+"""Readings over time in fixed memory: rows that merge in pairs if there are too many, the mean of all readings, and the
+joules between two readings of an energy counter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import median
 
 MOST_ROWS = 600
 
@@ -70,11 +70,10 @@ class Timeline:
         self.readings_per_row *= 2
 
 
-# Joules from a counter that advances in steps: the difference of two readings, and its error.
+# Joules from a counter that advances in steps: the difference of two readings.
 
 LEAST_S = 10.0
 """In a shorter window the counter's steps are too coarse."""
-ENOUGH_STEPS = 5
 
 
 class EnergyCounter:
@@ -83,50 +82,25 @@ class EnergyCounter:
     def __init__(self) -> None:
         self._first: tuple[float, int] | None = None
         self._last: tuple[float, int] | None = None
-        self._step_at: float | None = None
-        self._gaps: list[float] = []
-        self.readable = True
+        self._readable = True
         """False once a reading was missing or decreased."""
 
     def add(self, at_s: float, millijoule: int | None) -> None:
         """Add a reading; None if the driver gave none, which makes the sum unavailable."""
         if millijoule is None:
-            self.readable = False
+            self._readable = False
             return
         if self._first is None or self._last is None:
             self._first = self._last = (at_s, millijoule)
             return
         if millijoule < self._last[1]:  # a reloaded driver starts at 0 again
-            self.readable = False
-        if millijoule != self._last[1]:
-            if self._step_at is not None and not self.period_known:
-                self._gaps.append(at_s - self._step_at)
-            self._step_at = at_s
+            self._readable = False
         self._last = (at_s, millijoule)
-
-    @property
-    def period_known(self) -> bool:
-        """Whether enough steps were observed to determine the counter's update period."""
-        return len(self._gaps) >= ENOUGH_STEPS
-
-    @property
-    def seconds(self) -> float:
-        """Time from the first reading to the last."""
-        return 0.0 if self._first is None or self._last is None else self._last[0] - self._first[0]
 
     def joule(self) -> float | None:
         """Energy between the first and the last reading; None under ten seconds, and if the counter did not change,
         decreased or could not be read."""
-        if not self.readable or self._first is None or self._last is None or self.seconds < LEAST_S:
+        if not self._readable or self._first is None or self._last is None or self._last[0] - self._first[0] < LEAST_S:
             return None
         used = self._last[1] - self._first[1]
         return used / 1e3 if used > 0 else None
-
-    def error_pct(self) -> float | None:
-        """Error of ``joule`` from the counter's period alone, in percent: one period over the whole window.
-
-        The sensor's own error comes in addition. None unless two steps were observed.
-        """
-        if not self._gaps or not self.seconds:
-            return None
-        return 100 * median(self._gaps) / self.seconds

@@ -7,7 +7,7 @@ mode, `reforms_backward` says so after the forward.
 
 Recomputation (activation checkpointing, and the scores that a fused attention recomputes in its backward) is counted
 separately, so a model has the same count eager, compiled, checkpointed or with fused attention.
-Source: ``facts/measuring.md`` section 3; https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
+Source: https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
 """
 
 from __future__ import annotations

@@ -37,13 +37,14 @@ def explain_not_ahead(
     """
     given = (dataset, "dataset"), (collate, "collate_fn"), (worker_init, "worker_init_fn")
     held = [each for item, name in given for each in datasets.walk(item, name)]
+    functions, reached = datasets.list_running(held)
     reads = None
-    for _, _, function in datasets.list_running(held):
+    for _, _, function in functions:
         names = set(sample_code.list_names(function.__code__))
         if "get_worker_info" in names:
             return f"{function.__qualname__} reads its worker's id, and a prefetched batch may go to another worker"
         reads = reads or next((function.__qualname__ for name in names if READS.fullmatch(name)), None)
-    for path, item in held:
+    for path, item in (*held, *reached):
         if isinstance(find_block(item), np.memmap):
             reads = reads or path
         if _is_shared(item):

@@ -46,22 +46,22 @@ def depends_on_time(owner: Any, method: str) -> bool:
 
 
 def list_holders(
-    dataset: Any, others: Iterable[Any], *, between: bool = False, name: str = "dataset"
+    dataset: Any, others: Iterable[Any], *, while_loading: bool = False, name: str = "dataset"
 ) -> tuple[str, ...]:
     """The callbacks and modules that can access the dataset.
 
     Args:
-        between: only consider access while batches are loaded, not in hooks that run at other times.
+        while_loading: only consider access while batches are loaded, not in hooks that run at other times.
     """
     found: dict[str, None] = {}
     others = tuple(others)
-    direct, within = dict(_list_held(others, between)), dict(_list_held(others, between, within=True))
+    direct, within = dict(_list_held(others, while_loading)), dict(_list_held(others, while_loading, within=True))
     for path, item in walk(dataset, name):
         holder = direct.get(id(item)) or (within.get(id(item)) if _is_dataset_or_users(item) else None)
         if holder is not None and is_changeable(item):
             found[f"{path} is held by {holder}"] = None
     for other in others:
-        for hook, function in list_running(other, between):
+        for hook, function in list_running(other, while_loading):
             if (named := next(filter(BY_DATA.fullmatch, _list_names(other, function)), None)) is not None:
                 found[f"{type(other).__name__}.{hook} names {named}"] = None
     return tuple(found)
@@ -80,12 +80,14 @@ def _is_dataset_or_users(item: Any) -> bool:
     return isinstance(item, Dataset) or not (inspect.isroutine(item) or sample_code.is_installed(type(item)))
 
 
-def _list_held(others: Iterable[Any], between: bool = False, *, within: bool = False) -> Iterator[tuple[int, str]]:
+def _list_held(
+    others: Iterable[Any], while_loading: bool = False, *, within: bool = False
+) -> Iterator[tuple[int, str]]:
     """Objects that methods of callbacks and modules can access, as attributes or through globals and closures; `within`
     adds what these objects hold."""
     seen = set[int]()
     for other in others:
-        for _, function in list_running(other, between):
+        for _, function in list_running(other, while_loading):
             own = {name: vars(other)[name] for name in sample_code.list_names(function.__code__) if name in vars(other)}
             outer = (*sample_code.list_closure(function), *sample_code.list_globals(function))
             for name, value in (*own.items(), *outer):
@@ -107,13 +109,14 @@ def is_changeable(item: Any) -> bool:
     return hasattr(type(item), "__setitem__") or isinstance(item, set) or not sample_code.is_installed(type(item))
 
 
-def list_running(other: Any, between: bool = False) -> Iterator[tuple[str, Any]]:
-    """The user's methods of a callback or module that run while it trains."""
+def list_running(other: Any, while_loading: bool = False) -> Iterator[tuple[str, Any]]:
+    """The user's methods of a callback or module that run while it trains, or only those that run while batches are
+    loaded."""
     kinds = [{} if base.__module__.split(".")[0] in _TRAINERS else dict(vars(base)) for base in type(other).__mro__]
-    held = getattr(other, "__dict__", {})
+    held, left_out = getattr(other, "__dict__", {}), _OUTSIDE if while_loading else ()
     own = {name: member for name, member in held.items() if inspect.isfunction(member)}  # a LambdaCallback's
     for members in (own, *kinds):
         for name, member in members.items():
             function = inspect.unwrap(member) if callable(member) else None
-            if inspect.isfunction(function) and not _GIVES_DATA.fullmatch(name) and not (between and name in _OUTSIDE):
+            if inspect.isfunction(function) and not _GIVES_DATA.fullmatch(name) and name not in left_out:
                 yield name, function

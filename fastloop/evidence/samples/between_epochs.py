@@ -24,7 +24,7 @@ from fastloop.evidence.samples.shared_files import list_shared_files, list_share
 _FIXED = (str, bytes, int, float, complex, bool, tuple, type(None))
 
 
-def list_changers(
+def list_changes_between_epochs(
     dataset: Any, others: Iterable[Any], *, collate: Any = None, worker_init: Any = None, sampler: Any = None
 ) -> tuple[str, ...]:
     """What may change the samples' code or data between epochs, as found in code and attributes; empty if nothing does.
@@ -56,7 +56,7 @@ def list_changers(
     return (*found, *_list_trained(others, read))
 
 
-def list_changes_within(
+def list_changes_during_epochs(
     dataset: Any, others: Iterable[Any], *, collate: Any = None, loader: Any = None
 ) -> tuple[str, ...]:
     """What training changes of the samples' code and data while batches are loaded, as found in code: a worker would
@@ -72,7 +72,7 @@ def list_changes_within(
     walked = [each for root, name in roots for each in walk(root, name)]
     parts = [(loader, "the loader"), *((getattr(loader, name, None), name) for name in ("batch_sampler", "sampler"))]
     read = {id(part): name for part, name in parts if part is not None} | dict(_list_read(walked))
-    running = list(_list_running_here(others, None, read, between=True))
+    running = list(_list_running_here(others, None, read, while_loading=True))
     changes = [*_list_called_writers(roots, walked, others, [function for _, _, function in running])]
     for owner, name, function in running:
         known = _find_names(read, _list_written(owner, function))
@@ -80,7 +80,7 @@ def list_changes_within(
         trained_on = _list_changed_by_trainer(function, _find_trainer_name(owner, name, function))
         changes += [f"{each} is changed by {type(owner).__name__}.{name}" for each in trained_on]
     changes += (*list_shared_files(walked, running), *list_shared_maps(walked, running))
-    changes += _list_changed_buffers(others, read, running, between=True)
+    changes += _list_changed_buffers(others, read, running, while_loading=True)
     return (*dict.fromkeys(changes), *_list_trained(others, read))
 
 
@@ -89,7 +89,7 @@ def _list_called_writers(
 ) -> Iterator[str]:
     """Changes that the samples' objects make to themselves in methods that these running functions call, if callbacks
     or the module hold the object."""
-    held = (each for root, name in roots for each in list_holders(root, others, between=True, name=name))
+    held = (each for root, name in roots for each in list_holders(root, others, while_loading=True, name=name))
     reached = {each.partition(" is held by ")[0] for each in held}
     called = _list_called_names(others, running)
     for path, item in walked:
@@ -118,7 +118,11 @@ def _list_trained(others: Iterable[Any], read: Mapping[Any, str]) -> Iterator[st
 
 
 def _list_changed_buffers(
-    others: Iterable[Any], read: Mapping[Any, str], running: Iterable[tuple[Any, str, Any]], *, between: bool = False
+    others: Iterable[Any],
+    read: Mapping[Any, str],
+    running: Iterable[tuple[Any, str, Any]],
+    *,
+    while_loading: bool = False,
 ) -> Iterator[str]:
     """Buffers of the model that samples are made from, such as a memory bank, if these functions or its parts' own
     methods write to something of that name."""
@@ -126,7 +130,7 @@ def _list_changed_buffers(
     for part in parts:
         for buffer, value in part._buffers.items():
             if value is not None and (paths := list(_find_names(read, _list_keys(value)))):
-                own = [(part, name, function) for name, function in list_running(part, between)]
+                own = [(part, name, function) for name, function in list_running(part, while_loading)]
                 for owner, name, function in (*running, *own):
                     chains = sample_code.list_chains_written(function, calls=False)
                     roots = sample_code.list_roots_written(function, type(owner))
@@ -200,12 +204,12 @@ def _is_installed_value(value: Any) -> bool:
 
 
 def _list_running_here(
-    others: Iterable[Any], sampler: Any, read: Collection[Any], *, between: bool = False
+    others: Iterable[Any], sampler: Any, read: Collection[Any], *, while_loading: bool = False
 ) -> Iterator[tuple[Any, str, Any]]:
-    """Functions that run in this process while it trains, each with its object and the method that calls it; `between`
-    leaves out hooks that run when no batch is loaded."""
+    """Functions that run in this process while it trains, each with its object and the method that calls it; with
+    `while_loading`, without hooks that run when no batch is loaded."""
     for other in others:
-        for name, function in list_running(other, between):
+        for name, function in list_running(other, while_loading):
             for called in dict.fromkeys((function, *sample_code.list_called(function, type(other)))):
                 yield other, name, called
     for _, item in walk(sampler, "sampler"):

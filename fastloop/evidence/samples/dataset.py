@@ -9,7 +9,7 @@ import inspect
 import io
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -29,7 +29,7 @@ DRAWS_ITSELF = "is a random generator: every worker would draw the same numbers 
 TRAINING = "is part of the training, and workers hold copies from before it started"
 ITERATOR = "is an iterator, and each worker would iterate over its own copy"
 _CHANGES = "changes between epochs or samples, and workers hold copies of it"
-_PREAD = "use os.pread, or open it in __getitem__"
+_SEEKS = "moves the position of a file descriptor, which workers would share; use os.pread"
 _FOREIGN: Mapping[str, tuple[str, ...]] = {
     SHARED: (
         "socket.socket",
@@ -162,17 +162,14 @@ def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     found: dict[str, None] = {}
     held = [*walk(dataset), *walk(collate, "collate_fn")]
     found.update(dict.fromkeys(f"{path}{hazard}" for path, item in held if (hazard := _find_hazard(item)) is not None))
-    inside = len(held)
-    for path, owner, function in list_running(held):
+    functions, reached = list_running(held)
+    for path, owner, function in functions:
         for state in sample_code.list_changes(function, type(owner)):
             if not is_in_shared_memory(_read_state(function, state, owner)):
                 found[f"{path}{state} {_CHANGES}"] = None
-        for state in sample_code.list_descriptors(function, type(owner)):
-            if isinstance(_read_state(function, state, owner), int):  # not one that is still to be opened
-                found[f"{path}{state} is an open file descriptor, and workers would share its position; {_PREAD}"] = (
-                    None
-                )
-    for path, item in held[inside:]:
+        if "lseek" in sample_code.list_names(function.__code__):
+            found[f"{path} ({function.__qualname__}) {_SEEKS}"] = None
+    for path, item in reached:
         if (foreign := _find_foreign(item)) is not None:
             found[f"{path}{foreign}"] = None
     return tuple(found)
@@ -181,19 +178,19 @@ def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
 def list_asking(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     """The functions that run for a sample and ask which process they are in: a worker may give other samples."""
     held = [*walk(dataset), *walk(collate, "collate_fn")]
-    running = (function for _, _, function in list_running(held))
+    running = (function for _, _, function in list_running(held)[0])
     asking = (each for each in running if not _ASKS_PROCESS.isdisjoint(sample_code.list_names(each.__code__)))
     return tuple(dict.fromkeys(each.__qualname__ for each in asking))
 
 
-def list_running(held: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    """The user's functions that may run for a sample of these objects, each as path, object and function. The objects
-    that they read from globals, closures and their classes are added to `held`."""
-    items = [item for _, item in held]
+def list_running(held: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, Any, Any]], list[tuple[str, Any]]]:
+    """The user's functions that may run for a sample of these objects, each as path, object and function; and further
+    objects, which these functions read from globals, closures and their classes."""
+    found, items, functions = [*held], [item for _, item in held], list[tuple[str, Any, Any]]()
     known, read = set(map(id, items)), set[Any]()
     for place, function in sample_code.follow(items):
-        (path, owner), outer = held[place], list[tuple[str, Any]]()
-        yield path, owner, function
+        (path, owner), outer = found[place], list[tuple[str, Any]]()
+        functions.append((path, owner, function))
         if function not in read:
             outer += (*sample_code.list_globals(function), *sample_code.list_closure(function))
         if (function, type(owner)) not in read:
@@ -203,8 +200,9 @@ def list_running(held: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
             for path, item in () if id(value) in known else walk(value, name):
                 if id(item) not in known and not inspect.isroutine(item):
                     known.add(id(item))
-                    held.append((path, item))
+                    found.append((path, item))
                     items.append(item)
+    return functions, found[len(held) :]
 
 
 def _list_class_values(function: Any, owner: Any) -> Iterator[tuple[str, Any]]:

@@ -51,7 +51,7 @@ def list_init_draws(init: Any) -> tuple[str, ...]:
     """The functions of a ``worker_init_fn`` that draw random numbers other than seeds."""
     drawing = (
         function
-        for _, _, function in list_running(list(walk(init, "worker_init_fn")))
+        for _, _, function in list_running([*walk(init, "worker_init_fn")])[0]
         if any(DRAWS.fullmatch(name) for name in {*sample_code.list_names(function.__code__)} - _SEEDS)
     )
     return tuple(dict.fromkeys(function.__qualname__ for function in drawing))
@@ -98,7 +98,7 @@ def _list_called_names(held: Sequence[Any]) -> set[str]:
     """Names of the methods that samples may call on any of these objects: entries, and all that functions with such
     names name in turn, those of installed packages too, with the strings of those that call ``getattr``."""
     names = set(sample_code.ENTRIES)
-    for _, _, function in list_running([("", item) for item in held]):
+    for _, _, function in list_running([("", item) for item in held])[0]:
         names.update(sample_code.list_names(function.__code__))
     for item in held:  # methods that are kept as attributes, and names for ``getattr``
         kept = read_attributes(item).values()

@@ -1,4 +1,4 @@
-"""What the user's per-sample functions change: read from their source, never called."""
+"""Reads the user's functions: which ones run, what they name, and what they change. Nothing is called."""
 
 from __future__ import annotations
 
@@ -219,11 +219,6 @@ def _list_kept_defaults(function: Any) -> tuple[str, ...]:
     return tuple(
         name for name, value in defaults.items() if isinstance(value, (list, dict, set)) and name not in set_anew
     )
-
-
-def list_descriptors(function: Any, kind: type) -> tuple[str, ...]:
-    """State that a function uses as a file descriptor with a position."""
-    return tuple(list_touched(function, writes.list_descriptors, kind))
 
 
 def list_remembered(item: Any) -> Iterator[str]:

@@ -40,7 +40,7 @@ def list_shared_files(held: Iterable[tuple[str, Any]], running: Iterable[tuple[A
             calls.
     """
     read: dict[str, str] = {}
-    for _, owner, function in datasets.list_running(list(held)):
+    for _, owner, function in datasets.list_running([*held])[0]:
         read |= dict.fromkeys(_list_files(function, owner, READS), function.__qualname__)
     for owner, name, function in running if read else ():
         for file in _list_files(function, owner, WRITES):

@@ -40,8 +40,9 @@ _BY_TORCH = frozenset(
 """torchvision transforms that draw random numbers only through torch functions that accept a generator."""
 _WRITTEN = "is written while a sample is made, and threads would write it concurrently"
 _DRAWN = "draws random numbers, and it would be random which thread draws which"
-_NOT_FOR_THREADS = frozenset({"netCDF4", "tables", "osgeo", "pyhdf", "matplotlib"})
-"""Packages whose libraries only one thread may call at a time, and that do not lock them."""
+_NOT_FOR_THREADS = frozenset({"netCDF4", "tables", "osgeo", "pyhdf", "matplotlib", "lseek"})
+"""Packages whose libraries only one thread may call at a time, and that do not lock them; and ``os.lseek``, which moves
+the position of a file for all threads."""
 
 
 def find_thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
@@ -53,12 +54,12 @@ def find_thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
         found.update(
             dict.fromkeys(f"{path}{hazard}" for hazard in (_find_foreign(item), _find_installed(item)) if hazard)
         )
-    inside = len(held)
-    for path, item, function in datasets.list_running(held):
+    functions, reached = datasets.list_running(held)
+    for path, item, function in functions:
         found.update(dict.fromkeys(f"{path}{hazard}" for hazard in _list_hazards(function, type(item))))
         if "rotate" in function.__code__.co_names:  # pictures also have a method of this name, which changes nothing
             found.update(dict.fromkeys(f"{queue} {_WRITTEN}" for queue in queues))
-    for path, item in held[inside:]:
+    for path, item in reached:
         if (foreign := _find_foreign(item)) is not None:
             found[f"{path}{foreign}"] = None
     return tuple(found)
@@ -84,8 +85,8 @@ def _list_hazards(function: Any, kind: type) -> Iterator[str]:
             yield f".{name} {_WRITTEN}"
     if random_draws.draws_random_numbers(function):
         yield f" ({function.__qualname__}) {_DRAWN}"
-    for package in sorted(_NOT_FOR_THREADS.intersection(names)):
-        yield f" ({function.__qualname__}) uses {package}, which is not thread-safe"
+    for name in sorted(_NOT_FOR_THREADS.intersection(names)):
+        yield f" ({function.__qualname__}) uses {name}, which is not thread-safe"
 
 
 def _find_write(function: Any, kind: type) -> str | None:

@@ -40,14 +40,15 @@ def explain_repeats(loader: Any) -> str | None:
     if sample_code.is_installed(type(dataset)) or random_draws.draws_random(dataset):
         return None
     held = list(datasets.walk(dataset))
-    functions = [function for _, _, function in datasets.list_running(held)]
+    running, reached = datasets.list_running(held)
+    functions = [function for _, _, function in running]
     if not _TELLS_WORKERS.isdisjoint(name for each in functions for name in sample_code.list_names(each.__code__)):
         return None
     imported = {name for each in functions for name in sample_code.list_arguments(each.__code__, "IMPORT_NAME")}
     outer = [
         value for each in functions for _, value in (*sample_code.list_globals(each), *sample_code.list_closure(each))
     ]
-    if imported or any(map(_may_share_out, [*outer, *(item for _, item in held)])):
+    if imported or any(map(_may_share_out, [*outer, *(item for _, item in (*held, *reached))])):
         return None
     kind, workers = type(dataset).__name__, loader.num_workers
     return (

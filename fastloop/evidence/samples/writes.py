@@ -16,7 +16,6 @@ _MOVES = (
 """Methods that change an object or its position, of which each process has its own copy."""
 _SETS = ("copy_", "fill_", "zero_", "requires_grad_", "share_memory_")
 """Methods of tensors that replace all of a tensor's values, or none."""
-_MOVES_DESCRIPTOR = ("os.lseek", "os.read", "os.readv", "os.write", "os.writev", "os.fdopen", "os.dup")
 FILLS = (
     *("copyto", "put", "putmask", "place", "put_along_axis", "fill_diagonal", "shuffle", "pack_into"),
     *("readinto", "readinto1", "recv_into", "heappush", "heappop", "heapify", "insort"),
@@ -88,7 +87,6 @@ def list_targets(node: ast.AST, _me: str | None = None) -> Iterator[ast.AST]:
         queue = [keyword.value for keyword in node.keywords if keyword.arg in ("out", "dst")]
         if isinstance(node.func, ast.Attribute) and is_change(node.func.attr):
             queue.append(node.func.value)
-        queue += list_descriptors(node)
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if name in FILLS or (isinstance(node.func, ast.Name) and name in ("next", "setattr", "delattr")):
             queue += node.args[: 2 if name == "pack_into" else 1]
@@ -114,12 +112,6 @@ def list_advanced(node: ast.AST, me: str | None) -> Iterator[ast.AST]:
         if advances and not is_own(node.func.value, me):
             yield node.func.value
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next":
-        yield from node.args[:1]
-
-
-def list_descriptors(node: ast.AST, _me: str | None = None) -> Iterator[ast.AST]:
-    """The file descriptor whose position a call moves."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in _MOVES_DESCRIPTOR:
         yield from node.args[:1]
 
 

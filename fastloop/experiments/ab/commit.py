@@ -23,7 +23,7 @@ from pathlib import Path
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import Progress
 from fastloop.experiments.ab.experiment import SOURCE, Side
-from fastloop.experiments.ab.resume import READ, name_folder
+from fastloop.experiments.ab.manifest import READ, name_folder
 from fastloop.experiments.ab.script_arms import ArmPlace, ScriptArm
 from fastloop.experiments.trials.script_injection import private_directory
 

@@ -11,7 +11,7 @@ from typing import Any
 from fastloop.config.loading import diff
 from fastloop.experiments.ab import passports
 from fastloop.experiments.ab.experiment import Experiment, Side
-from fastloop.experiments.ab.resume import list_versions
+from fastloop.experiments.ab.manifest import list_versions
 from fastloop.experiments.trials.trial import UNWRITTEN
 from fastloop.judge.verdict import exit_code as code_of
 from fastloop.records import store
@@ -29,7 +29,6 @@ DEVICES = {"device_name": "device", "devices": "number of devices"}
 CHOOSE_DEVICES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
 VARIABLES = ("CUDA_", "NCCL_", "NVIDIA_", "TORCH_", "PYTORCH_", "OMP_", "MKL_")
 """Prefixes of the environment variables that change numbers or speed; others name, for example, a rank or a job."""
-_TOLD_TO_END = re.compile(r"SIGTERM|terminated with code (-15|143)\b")
 
 
 def write(experiment: Experiment, name: str, *, partial: bool) -> ExperimentResult:
@@ -115,27 +114,9 @@ def describe_failure(arm: str, trial: Trial) -> FailedRun:
         arm=arm,
         run=trial.run_dir.name,
         cause=trial.cause,
-        rank=find_blamed_rank(trial.tail),
         last_step=trial.last_step,
         tail=trial.tail,
     )
-
-
-def find_blamed_rank(tail: str) -> int | None:
-    """Return the rank that caused a failure, according to stderr; None if that is not exactly one.
-
-    torchrun lists the failed ranks, with the root cause last. Otherwise it is the rank with a traceback, or the only
-    rank with output. Ranks that were terminated because another had failed do not count.
-    """
-    if listed := re.findall(r"^\s*rank\s*: (\d+) \(local_rank", tail, re.MULTILINE):
-        return int(listed[-1])
-    said = [
-        (int(found[1]), line)
-        for line in tail.splitlines()
-        if (found := re.search(r"\[rank:?\s?(\d+)\]", line)) and not _TOLD_TO_END.search(line)
-    ]
-    named = {rank for rank, line in said if "Traceback" in line} or {rank for rank, _ in said}
-    return named.pop() if len(named) == 1 else None
 
 
 def list_flags(sides: Sequence[Side]) -> list[str]:

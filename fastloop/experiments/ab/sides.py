@@ -8,7 +8,7 @@ from fastloop.config.loading import Config, diff
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import Arm
 from fastloop.experiments.ab.experiment import Side
-from fastloop.experiments.ab.resume import BASE, name_folder
+from fastloop.experiments.ab.manifest import BASE, name_folder
 
 SHARED = {
     "run.seed": "run i of every arm trains with run.seed + i; set it for all arms as KEY=VALUE",

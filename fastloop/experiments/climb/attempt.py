@@ -152,10 +152,11 @@ class _Screen:
     def _judge_first_run(self, took: Length, after_ms: float) -> Attempt | None:
         """In a hurry, keep a ladder whose first run was clearly faster than the measured start: the proof, for which
         there must be time, compares all that a screen would. Returns None if it has to be screened."""
-        start, (_, (seed, side), *_) = self.context.hurried_start, TURNS
+        start = self.context.hurried_start
         if start is None:
             return None
-        result = self._run_one(2, seed, side, took, after_ms)
+        place = 2  # of the arm's first run in a screen
+        result = self._run_one(place, *TURNS[place - 1], took, after_ms)
         gain = _read_rate(result) / _read_rate(start)
         if not result.is_measured or gain < APART:
             return None

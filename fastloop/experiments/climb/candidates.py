@@ -73,7 +73,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Facts that do not change during a climb."""
+    """Facts about the training before the climb changes it; the baseline run fills in those that only a run shows."""
 
     enabled: frozenset[str] = frozenset()
     """Rungs that the configuration already enables; the climb leaves them as they are."""

@@ -144,7 +144,7 @@ def may_try(loader: DataLoader[Any]) -> bool:
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
     if method != "fork" or multiprocessing.current_process().daemon:
         return False
-    running = list_running([*walk(loader.dataset), *walk(loader.collate_fn, "collate_fn")])
+    running, _ = list_running([*walk(loader.dataset), *walk(loader.collate_fn, "collate_fn")])
     names = (sample_code.list_names(function.__code__) for _, _, function in running)
     return not any(_WRITES.fullmatch(name) for each in names for name in each)
 

@@ -103,7 +103,7 @@ def _has_many_numbers(value: Any) -> bool:
 
 def list_adding(dataset: Any, collate: Any) -> tuple[str, ...]:
     """The user's functions for samples that name a way to add up numbers, torch's or another library's."""
-    running = list_running([*walk(dataset), *walk(collate, "collate_fn")])
+    running, _ = list_running([*walk(dataset), *walk(collate, "collate_fn")])
     codes = {function.__qualname__: function.__code__ for _, _, function in running}
     named = {
         name: {*sample_code.list_names(code)} - {*sample_code.list_global_names(code)} for name, code in codes.items()

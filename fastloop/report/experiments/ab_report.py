@@ -291,13 +291,12 @@ def compute_median_rate(arm: ArmResult) -> float | None:
 
 
 def list_failures(result: ExperimentResult) -> list[str]:
-    """Describe each failed run in a line: cause, rank, last step."""
+    """Describe each failed run in a line: its cause and its last step."""
     found = []
     for failure in result.failures:
-        known = (("rank", failure.rank), ("last step", failure.last_step))
-        where = [f"{label} {value}" for label, value in known if value is not None]
         run = "" if failure.run is None else f", {failure.run}"
-        found.append(", ".join([f"{failure.arm}{run}: {failure.cause or 'n/a'}", *where]))
+        step = "" if failure.last_step is None else f", last step {failure.last_step}"
+        found.append(f"{failure.arm}{run}: {failure.cause or 'n/a'}{step}")
     return found
 
 

@@ -1,4 +1,5 @@
-"""Reasons to doubt a run's figures, one sentence each: the state of the machine, long steps, disturbed trials."""
+"""Reasons to doubt a run's figures, one sentence each: the state of the machine, long steps, disturbed trials. And the
+line that says where the loop waits for its device."""
 
 from __future__ import annotations
 

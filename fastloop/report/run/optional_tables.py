@@ -68,8 +68,6 @@ def tabulate_work(seen: Measurement) -> Table:
     """Tabulate arithmetic, memory rate, energy and price; no rows if none is known."""
     least, where = ">= " if seen.flops.get("at_least") else "", " on the CPU" if seen.device == "cpu" else ""
     dtype = seen.peaks.get("dtype") or "the dtype in use"
-    known = None not in (seen.joule_error_pct, seen.joule_per_sample)
-    error = f" (within {format_short(seen.joule_error_pct)} %)" if known else ""
     per_sample, usd = to_finite_float(seen.flops.get("per_sample")), seen.usd_per_million_samples
     rows = [
         ("work per sample", _add_bound(format_short(None if per_sample is None else per_sample / 1e9, "GFLOP"), least)),
@@ -81,7 +79,7 @@ def tabulate_work(seen: Measurement) -> Table:
         ("DRAM rate of a copy measured here", format_short(seen.peaks.get("measured_copy_tb_per_s"), "TB/s")),
         ("tokens per second, all ranks", format_short(seen.tokens_per_s)),
         ("tokens per second without padding", format_short(seen.unpadded_tokens_per_s)),
-        ("energy of the board per sample", format_short(seen.joule_per_sample, "J") + error),
+        ("energy of the board per sample", format_short(seen.joule_per_sample, "J")),
         ("cost of a million samples", "n/a" if usd is None else f"${usd:,.2f}"),
     ]
     absent = [label for label, value in rows if value == "n/a"]

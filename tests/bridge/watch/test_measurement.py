@@ -352,15 +352,14 @@ def test_energy_is_the_boards_and_its_share_of_the_samples(gpu: None) -> None:
         means=means,
         timeline=({"t_s": 1.0, "watts": 600.0},),
         joule=1200.0,
-        joule_error_pct=1.5,
         state=("it was hot",),
         seconds=2.0,
     )
     found = of_window(WINDOW, CUDA, board=board, about={"world_size": 2})
-    assert found.joule_per_sample == pytest.approx(600 / 40) and found.joule_error_pct == 1.5
+    assert found.joule_per_sample == pytest.approx(600 / 40)
     assert found.gpu == means and found.timeline == board.timeline and found.state == ("it was hot",)
     none = of_window(WINDOW, CUDA, board=replace(board, joule=None))
-    assert none.joule_per_sample is none.joule_error_pct is None
+    assert none.joule_per_sample is None
     assert set(of_window(WINDOW, CUDA).gpu.values()) == {None}
 
 

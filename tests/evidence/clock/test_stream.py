@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.evidence.clock import off_cpu
+from fastloop.evidence.clock import step_clock
 
 
 @pytest.fixture
@@ -19,24 +19,24 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
         made.append(which)
         return SimpleNamespace(**which)
 
-    off_cpu._open_stream.cache_clear()
+    step_clock._open_stream.cache_clear()
     monkeypatch.setattr(torch.cuda, "Stream", new)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"torch's of {device}")
     yield made  # type: ignore[misc]
-    off_cpu._open_stream.cache_clear()
+    step_clock._open_stream.cache_clear()
 
 
 def test_one_object_per_stream(monkeypatch: pytest.MonkeyPatch, made: list[dict[str, int]]) -> None:
     current = [7]
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (current[0], index, 1), raising=False)
     device = torch.device("cuda", 2)
-    first = off_cpu.find_current_stream(device)
-    assert off_cpu.find_current_stream(device) is first and (first.stream_id, first.device_index) == (7, 2)
+    first = step_clock.find_current_stream(device)
+    assert step_clock.find_current_stream(device) is first and (first.stream_id, first.device_index) == (7, 2)
     current[0] = 9  # the user has entered another one
-    assert off_cpu.find_current_stream(device).stream_id == 9 and len(made) == 2
+    assert step_clock.find_current_stream(device).stream_id == 9 and len(made) == 2
 
 
 def test_without_the_private_function_or_an_index(monkeypatch: pytest.MonkeyPatch, made: list[dict[str, int]]) -> None:
-    assert off_cpu.find_current_stream(torch.device("cuda")) == "torch's of cuda"
+    assert step_clock.find_current_stream(torch.device("cuda")) == "torch's of cuda"
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", None, raising=False)
-    assert off_cpu.find_current_stream(torch.device("cuda", 0)) == "torch's of cuda:0" and made == []
+    assert step_clock.find_current_stream(torch.device("cuda", 0)) == "torch's of cuda:0" and made == []

@@ -16,21 +16,7 @@ def stepped(counter: EnergyCounter, seconds: float, watts: float, period: float,
 def test_joules_of_a_known_load() -> None:
     counter = EnergyCounter()
     stepped(counter, 20.0, watts=300.0, period=0.1)
-    assert counter.period_known and counter.seconds == pytest.approx(20.0)
     assert counter.joule() == pytest.approx(6000, rel=0.01)
-    # 0.1 s of steps in 20 s.
-    assert counter.error_pct() == pytest.approx(0.5, rel=0.15)
-
-
-def test_the_error_covers_the_truth_wherever_the_window_falls() -> None:
-    for shift in range(10):
-        counter = EnergyCounter()
-        for tick in range(1101):
-            at = tick * 0.01 + shift * 0.03
-            counter.add(at, int(300e3 * 0.3 * int(at / 0.3 + 1e-9)))
-        joule, error = counter.joule(), counter.error_pct()
-        assert joule is not None and error is not None
-        assert abs(joule - 300 * 11) <= 300 * 11 * error / 100 * 1.05
 
 
 def test_under_ten_seconds_there_is_no_figure() -> None:
@@ -59,18 +45,3 @@ def test_what_is_no_measurement_is_none(readings: list[tuple[float, int | None]]
     for at, millijoule in readings:
         counter.add(at, millijoule)
     assert counter.joule() is None
-
-
-def test_a_counter_slower_than_the_quick_look_is_judged_by_the_later_ones() -> None:
-    counter = EnergyCounter()
-    for second in range(31):
-        counter.add(float(second), 300_000 * (second // 3) * 3)
-    assert counter.joule() == pytest.approx(9000)
-    assert counter.error_pct() == pytest.approx(10.0)
-
-
-def test_memory_stays_flat() -> None:
-    counter = EnergyCounter()
-    for second in range(10_000):
-        counter.add(float(second), second)
-    assert len(counter._gaps) < 10

@@ -32,7 +32,6 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(module, "PERIOD_S", 0.02)
     monkeypatch.setattr(module, "SHORTEST_ROW_S", 0.002)
-    monkeypatch.setattr(module, "POLL_S", 0.001)
     monkeypatch.setattr(series, "LEAST_S", 0.2)
     numbers = module.Gpu.numbers
     rows.clear()
@@ -117,7 +116,6 @@ def test_starting_is_not_waited_for(nvml: FakeNvml) -> None:
 
 def test_stop_is_heard_between_readings(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PERIOD_S", 60.0)
-    monkeypatch.setattr(module, "POLL_S", 30.0)
     board = Board(UUID)
     board.start()
     wait_for(lambda: nvml.calls.get("nvmlDeviceGetTotalEnergyConsumption"))
@@ -130,23 +128,21 @@ def test_stop_is_heard_between_readings(nvml: FakeNvml, monkeypatch: pytest.Monk
     assert found.means["watts"] is None and found.means["nvml_busy_pct"] is None, "they look back past the start"
 
 
-def test_energy_is_the_counters_and_its_error_the_periods(nvml: FakeNvml) -> None:
+def test_energy_is_the_counters(nvml: FakeNvml) -> None:
     board = Board(UUID)
     board.start()
     wait_for_rows(0.6)
     found = board.stop()
-    assert found is not None and found.joule is not None and found.joule_error_pct is not None
+    assert found is not None and found.joule is not None
     truth = nvml.watts * found.seconds
-    # The counter's period as polled: by a busy machine late, never early.
-    assert 100 * 0.015 / found.seconds < found.joule_error_pct < 40
-    assert found.joule == pytest.approx(truth, rel=(found.joule_error_pct + 15) / 100)
+    assert found.joule == pytest.approx(truth, rel=0.3)
 
 
 def test_no_energy_below_the_shortest_window(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen(0.4).joule is not None
     monkeypatch.setattr(series, "LEAST_S", 10.0)
     found = seen(0.4)
-    assert found.joule is None and found.joule_error_pct is None and found.means["watts"] == 400.0
+    assert found.joule is None and found.means["watts"] == 400.0
 
 
 def test_a_counter_that_begins_anew_gives_no_energy(nvml: FakeNvml) -> None:

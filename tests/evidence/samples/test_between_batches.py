@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 from torch.utils.data import Dataset
 
-from fastloop.evidence.samples.between_epochs import list_changers
+from fastloop.evidence.samples.between_epochs import list_changes_between_epochs
 from tests.evidence.batches.test_sampler_hazards import DATA, Feeds, Keeps
 
 # -- between epochs ---------------------------------------------------------------------------------------------------
@@ -60,13 +60,16 @@ class Sharpens(Feeds):
 def test_what_changes_nothing_between_epochs() -> None:
     module = Makes()
     module.setup("fit")
-    assert list_changers(module.train_dataset, [module, Feeds([]), L.pytorch.callbacks.ModelCheckpoint()]) == ()
-    assert list_changers(DATA, [module]) == ()
+    assert (
+        list_changes_between_epochs(module.train_dataset, [module, Feeds([]), L.pytorch.callbacks.ModelCheckpoint()])
+        == ()
+    )
+    assert list_changes_between_epochs(DATA, [module]) == ()
 
 
 def test_what_may_change_a_dataset_between_epochs_is_named() -> None:
     dataset = Levels()
-    assert list_changers(Curriculum(), []) == ("dataset.level is changed by its harder()",)
-    assert list_changers(dataset, [Reaches()]) == ("Reaches.on_train_epoch_start names train_dataloader",)
-    assert list_changers(dataset, [Sharpens(dataset)]) == ("dataset is held by Sharpens (held)",)
-    assert list_changers(dataset, [Keeps(dataset)]) == ()
+    assert list_changes_between_epochs(Curriculum(), []) == ("dataset.level is changed by its harder()",)
+    assert list_changes_between_epochs(dataset, [Reaches()]) == ("Reaches.on_train_epoch_start names train_dataloader",)
+    assert list_changes_between_epochs(dataset, [Sharpens(dataset)]) == ("dataset is held by Sharpens (held)",)
+    assert list_changes_between_epochs(dataset, [Keeps(dataset)]) == ()

@@ -15,7 +15,11 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset, get_worker_info
 
-from fastloop.evidence.samples.between_epochs import list_changers, list_changes_within, list_remembered
+from fastloop.evidence.samples.between_epochs import (
+    list_changes_between_epochs,
+    list_changes_during_epochs,
+    list_remembered,
+)
 
 LEVEL, OTHER = 0, 0
 CONFIG = {"level": 0}
@@ -214,7 +218,7 @@ PLAIN, COLLATE = Plain(), Collate()
     ],
 )
 def test_what_changes_samples_is_found(dataset: Any, other: Any, found: str) -> None:
-    changers = list_changers(dataset, [] if other is None else [other], collate=COLLATE)
+    changers = list_changes_between_epochs(dataset, [] if other is None else [other], collate=COLLATE)
     assert len(changers) == 1 and changers[0].startswith(found)
 
 
@@ -226,15 +230,15 @@ class ByTorch(Plain):
 def test_what_changes_nothing_that_samples_read_is_not() -> None:
     for dataset in (PLAIN, ByTorch(), ByGlobal(), ByConfig(), ByOptions(), ByEnvironment()):
         others = [SetsOther(), SetsOther(Miner(dataset)), AsksMiner(Plain()), LambdaCallback(on_fit_end=print)]
-        assert list_changers(dataset, others, collate=COLLATE, worker_init=_read_config) == ()
-    assert list_changers(PLAIN, [SetsEnvironment(), SetsGlobal(), SetsConfig()]) == ()
+        assert list_changes_between_epochs(dataset, others, collate=COLLATE, worker_init=_read_config) == ()
+    assert list_changes_between_epochs(PLAIN, [SetsEnvironment(), SetsGlobal(), SetsConfig()]) == ()
 
 
 def test_a_sampler_and_what_workers_start_with() -> None:
-    assert list_changers(PLAIN, [], sampler=BatchSampler(Orders(PLAIN), 2, False)) == ()
-    teaching = list_changers(PLAIN, [], sampler=BatchSampler(Teaches(PLAIN), 2, False))
+    assert list_changes_between_epochs(PLAIN, [], sampler=BatchSampler(Orders(PLAIN), 2, False)) == ()
+    teaching = list_changes_between_epochs(PLAIN, [], sampler=BatchSampler(Teaches(PLAIN), 2, False))
     assert teaching == ("dataset is changed by Teaches.__iter__",)
-    assert list_changers(PLAIN, [SetsConfig()], worker_init=_read_config) == (
+    assert list_changes_between_epochs(PLAIN, [SetsConfig()], worker_init=_read_config) == (
         "CONFIG is changed by SetsConfig.on_train_epoch_start",
     )
 
@@ -372,34 +376,34 @@ class Looks(L.LightningModule):
 
 
 def test_what_training_changes_by_way_of_its_trainer() -> None:
-    assert list_changes_within(Plain(), [Reaches()]) == (
+    assert list_changes_during_epochs(Plain(), [Reaches()]) == (
         "datamodule is changed by Reaches.training_step",
         "train_dataloader is changed by Reaches.on_train_batch_end",
     )
-    assert list_changes_within(Plain(), [ReachesByName()]) == (
+    assert list_changes_during_epochs(Plain(), [ReachesByName()]) == (
         "datamodule is changed by ReachesByName.training_step",
         "train_dataloader is changed by ReachesByName.on_train_batch_end",
     )
-    assert list_changes_within(Plain(), [Looks(), AsksHelper()]) == (), "it reads, and it acts between epochs"
+    assert list_changes_during_epochs(Plain(), [Looks(), AsksHelper()]) == (), "it reads, and it acts between epochs"
 
 
 def test_what_training_changes_while_batches_are_loaded() -> None:
     replays, plain = Replays(), Plain()
-    assert list_changes_within(replays, [Acts(Agent(replays.buffer))]) == (
+    assert list_changes_during_epochs(replays, [Acts(Agent(replays.buffer))]) == (
         "dataset.buffer is changed by its add(), called in training",
     )
-    assert list_changes_within(plain, [Sets(plain)]) == ("dataset is changed by Sets.training_step",)
-    assert list_changes_within(ByConfig(), [Steps()]) == ("CONFIG is changed by Steps.on_train_batch_end",)
+    assert list_changes_during_epochs(plain, [Sets(plain)]) == ("dataset is changed by Sets.training_step",)
+    assert list_changes_during_epochs(ByConfig(), [Steps()]) == ("CONFIG is changed by Steps.on_train_batch_end",)
 
 
 def test_what_changes_nothing_while_batches_are_loaded() -> None:
     """Between epochs workers start anew; and to hold an object is not to change it."""
     replays = Replays()
     for other in (ActsBetween(Agent(replays.buffer)), Only(Agent(replays.buffer)), Acts(Agent(Buffer()))):
-        assert list_changes_within(replays, [other]) == ()
+        assert list_changes_during_epochs(replays, [other]) == ()
     for other in (SetsConfig(), Steps(), SetsGlobal(), LambdaCallback(on_fit_end=print)):
-        assert list_changes_within(Plain(), [other]) == ()
-    assert list_changes_within(ByConfig(), [SetsConfig()]) == ()
+        assert list_changes_during_epochs(Plain(), [other]) == ()
+    assert list_changes_during_epochs(ByConfig(), [SetsConfig()]) == ()
 
 
 class GrowsBatches(L.Callback):
@@ -475,21 +479,23 @@ class AddsNotes(Holds):
 def test_what_training_changes_of_the_loader_and_by_other_ways_to_the_data() -> None:
     plain, owner = Plain(), Owner()
     loader = DataLoader(plain, 4)
-    assert list_changes_within(plain, [GrowsBatches()], loader=loader) == (
+    assert list_changes_during_epochs(plain, [GrowsBatches()], loader=loader) == (
         "train_dataloader is changed by GrowsBatches.on_train_batch_end",
     )
-    assert list_changes_within(plain, [Grows(loader)], loader=loader) == (
+    assert list_changes_during_epochs(plain, [Grows(loader)], loader=loader) == (
         "the loader is changed by Grows.training_step",
         "batch_sampler is changed by Grows.training_step",
     )
-    assert list_changes_within(plain, [HandsOn(plain)]) == ("dataset is changed by HandsOn.training_step",)
+    assert list_changes_during_epochs(plain, [HandsOn(plain)]) == ("dataset is changed by HandsOn.training_step",)
     rows = TensorDataset(owner.rows)
-    assert list_changes_within(rows, [Adds(owner)]) == ("dataset.tensors[0] is changed by Adds.training_step",)
+    assert list_changes_during_epochs(rows, [Adds(owner)]) == ("dataset.tensors[0] is changed by Adds.training_step",)
     by_lambda = LambdaCallback(on_train_batch_end=lambda t, *_: t.datamodule.sampler.clear())
-    assert list_changes_within(plain, [by_lambda]) == ("datamodule is changed by LambdaCallback.on_train_batch_end",)
+    assert list_changes_during_epochs(plain, [by_lambda]) == (
+        "datamodule is changed by LambdaCallback.on_train_batch_end",
+    )
     for other in (ReadsBatches(), Grows(DataLoader(plain, 4)), HandsOnToRead(plain), Adds(owner), KeepsReport()):
-        assert list_changes_within(plain, [other], loader=loader) == (), "it reads, or it is another's"
-    assert list_changes_within(rows, [AddsNotes(owner)]) == ()
+        assert list_changes_during_epochs(plain, [other], loader=loader) == (), "it reads, or it is another's"
+    assert list_changes_during_epochs(rows, [AddsNotes(owner)]) == ()
 
 
 class ByModel(Plain):
@@ -521,13 +527,16 @@ def test_parts_of_the_model_that_is_trained() -> None:
         ([1, model.net[0].weight], "dataset.held[1]"),
     ):
         said = (f"{name} is being trained",)
-        assert list_changes_within(ByModel(held), [model]) == said and list_changers(ByModel(held), [model]) == said
-    assert list_changes_within(ByGlobalModel(), [model]) == (), "not yet a part of it"
+        assert (
+            list_changes_during_epochs(ByModel(held), [model]) == said
+            and list_changes_between_epochs(ByModel(held), [model]) == said
+        )
+    assert list_changes_during_epochs(ByGlobalModel(), [model]) == (), "not yet a part of it"
     model.net.append(MODEL)
-    assert list_changes_within(ByGlobalModel(), [model]) == ("MODEL is being trained",)
+    assert list_changes_during_epochs(ByGlobalModel(), [model]) == ("MODEL is being trained",)
     model.net[0].requires_grad_(False)
-    assert list_changes_within(ByModel(model.net[0]), [model]) == (), "frozen"
-    assert list_changes_within(ByModel(torch.nn.Linear(4, 4)), [model]) == (), "another model"
+    assert list_changes_during_epochs(ByModel(model.net[0]), [model]) == (), "frozen"
+    assert list_changes_during_epochs(ByModel(torch.nn.Linear(4, 4)), [model]) == (), "another model"
 
 
 # -- views -------------------------------------------------------------------------------------------------------------
@@ -595,19 +604,22 @@ def test_views_of_what_training_changes(view: Any) -> None:
     module = Banked()
     for rows in (view(module.bank), view(torch.from_numpy(module.array))):
         dataset = ByRows(rows)
-        (within,), (between,) = list_changes_within(dataset, [module]), list_changers(dataset, [module])
+        (within,), (between,) = (
+            list_changes_during_epochs(dataset, [module]),
+            list_changes_between_epochs(dataset, [module]),
+        )
         assert within == between and within.startswith("dataset.rows") and within.endswith("by Banked.training_step")
     memory = HoldsMemory()
-    assert "is changed by Memory.forward" in list_changes_within(ByRows(view(memory.memory.kept)), [memory])[0]
+    assert "is changed by Memory.forward" in list_changes_during_epochs(ByRows(view(memory.memory.kept)), [memory])[0]
     weight = view(module.net.weight.detach())
-    assert list_changes_within(ByRows(weight), [module])[0].endswith(" is being trained")
+    assert list_changes_during_epochs(ByRows(weight), [module])[0].endswith(" is being trained")
 
 
 def test_a_callback_that_writes_to_the_modules_buffer() -> None:
     module = Banked()
     dataset = ByRows(module.scale.numpy())
-    assert list_changes_within(dataset, [module]) == (), "it is only read"
-    assert list_changes_within(dataset, [module, WritesBank()]) == (
+    assert list_changes_during_epochs(dataset, [module]) == (), "it is only read"
+    assert list_changes_during_epochs(dataset, [module, WritesBank()]) == (
         "dataset.rows is changed by WritesBank.on_train_batch_end",
     )
 
@@ -617,4 +629,8 @@ def test_other_memory_is_not_what_training_changes() -> None:
     stored = torch.zeros(16, 4)
     module.bank = stored[:8]
     for rows in (stored[8:].numpy(), module.bank.clone(), module.array.copy()):
-        assert list_changes_within(ByRows(rows), [module]) == () == list_changers(ByRows(rows), [module])
+        assert (
+            list_changes_during_epochs(ByRows(rows), [module])
+            == ()
+            == list_changes_between_epochs(ByRows(rows), [module])
+        )

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from fastloop.evidence.samples.between_epochs import list_changes_within
+from fastloop.evidence.samples.between_epochs import list_changes_during_epochs
 
 FOLDER = "/tmp/nowhere"
 
@@ -127,7 +127,7 @@ class WritesAtTheEnd(L.Callback):
     ],
 )
 def test_a_file_that_is_written_while_samples_read_it_is_named(dataset: Any, other: Any, said: str) -> None:
-    (found,) = list_changes_within(dataset, [other])
+    (found,) = list_changes_during_epochs(dataset, [other])
     assert found.startswith(said)
 
 
@@ -147,7 +147,7 @@ def test_a_file_that_is_written_while_samples_read_it_is_named(dataset: Any, oth
     ],
 )
 def test_other_files_are_not(dataset: Any, other: Any) -> None:
-    assert list_changes_within(dataset, [other]) == ()
+    assert list_changes_during_epochs(dataset, [other]) == ()
 
 
 class Bank:
@@ -172,8 +172,8 @@ def test_a_mapped_file_that_the_training_may_write_is_named(tmp_path: Path) -> N
     for name in ("bank.dat", "other.dat"):
         np.zeros((4, 2), "f4").tofile(tmp_path / name)
     bank = Bank(tmp_path / "bank.dat")
-    assert list_changes_within(bank, [Fills(tmp_path / "bank.dat", "r+")]) == (
+    assert list_changes_during_epochs(bank, [Fills(tmp_path / "bank.dat", "r+")]) == (
         "dataset.rows maps bank.dat, which Fills.on_train_batch_end may write through its made",
     )
     for other in (Fills(tmp_path / "bank.dat", "r"), Fills(tmp_path / "other.dat", "r+")):
-        assert list_changes_within(bank, [other]) == ()
+        assert list_changes_during_epochs(bank, [other]) == ()

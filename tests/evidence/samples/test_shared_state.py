@@ -248,19 +248,11 @@ def test_a_buffer_that_each_sample_fills_is_the_same_in_every_worker() -> None:
 
 # -- positions in files -----------------------------------------------------------------------------------------------
 
-DESCRIPTOR = os.open(os.devnull, os.O_RDONLY)
-
 
 class Seeks(Items):
     def __getitem__(self, index: int) -> Any:
         os.lseek(self.fd, index, os.SEEK_SET)
-        fd = self.fd
-        return os.read(fd, 1)
-
-
-class SeeksGlobal(Items):
-    def __getitem__(self, index: int) -> Any:
-        return os.read(DESCRIPTOR, 1)
+        return os.read(self.fd, 1)
 
 
 class ReadsAt(Items):
@@ -268,35 +260,11 @@ class ReadsAt(Items):
         return os.pread(self.fd, 1, index)
 
 
-class OpensLate(Items):
-    def __getitem__(self, index: int) -> Any:
-        if self.fd is None:
-            self.fd = os.open(self.path, os.O_RDONLY)
-        os.lseek(self.fd, index, os.SEEK_SET)
-        return os.read(self.fd, 1)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "place"),
-    [
-        (Seeks(fd=DESCRIPTOR), "dataset.fd"),
-        (SeeksGlobal(), "dataset (the outer DESCRIPTOR)"),
-        (OpensLate(fd=DESCRIPTOR), "dataset.fd"),
-    ],
-)
-def test_open_file_descriptors_whose_position_samples_move(dataset: Any, place: str) -> None:
-    (found,) = find_worker_hazards(dataset)
-    assert found.startswith(f"{place} is an open file descriptor, and workers would share its position")
-    assert find_thread_hazards(dataset)[0].startswith(f"{place} is written while a sample is made")
-
-
-def test_reading_at_a_place_and_opening_late_are_fine_for_workers(tmp_path: Path) -> None:
-    (tmp_path / "bytes").write_bytes(bytes(range(4)))
-    late, fd = OpensLate(fd=None, path=tmp_path / "bytes"), os.open(tmp_path / "bytes", os.O_RDONLY)
-    assert find_worker_hazards(ReadsAt(fd=fd)) == () and find_thread_hazards(ReadsAt(fd=fd)) == ()
-    assert find_worker_hazards(late) == ()
-    assert [each[0] for each in DataLoader(late, num_workers=2, collate_fn=lambda each: each[0])] == [0, 1, 2, 3]
-    os.close(fd)
+def test_samples_that_move_the_position_of_a_file_descriptor() -> None:
+    (found,), (by_threads,) = find_worker_hazards(Seeks(fd=3)), find_thread_hazards(Seeks(fd=3))
+    assert found.startswith("dataset (Seeks.__getitem__) moves the position of a file descriptor")
+    assert by_threads == "dataset (Seeks.__getitem__) uses lseek, which is not thread-safe"
+    assert find_worker_hazards(ReadsAt(fd=3)) == () and find_thread_hazards(ReadsAt(fd=3)) == ()
 
 
 # -- in functions that get the object ---------------------------------------------------------------------------------
@@ -408,18 +376,6 @@ class SlottedCounter:
         return self.n
 
 
-class SlottedFile:
-    __slots__ = ("fd",)
-
-    def __init__(self, fd: int | None) -> None:
-        self.fd = fd
-
-    def ask(self, index: int) -> Any:
-        if self.fd is None:
-            self.fd = os.open(os.devnull, os.O_RDONLY)
-        return os.read(self.fd, index)
-
-
 class Asks(Items):
     def __getitem__(self, index: int) -> Any:
         return self.slotted.ask(index)
@@ -440,12 +396,6 @@ def test_what_slots_hold_is_looked_at() -> None:
 def test_counters_in_slots_are_found() -> None:
     check_found(AsksHelper(helper=SlottedCounter()), "dataset.helper.n")
     check_found(AsksHelper(helper=Slotted(SlottedCounter())), "dataset.helper._Slotted__held.n")
-
-
-def test_descriptors_in_slots_are_found_unless_they_are_still_to_be_opened() -> None:
-    (found,) = find_worker_hazards(Asks(slotted=SlottedFile(DESCRIPTOR)))
-    assert found.startswith("dataset.slotted.fd is an open file descriptor")
-    assert find_worker_hazards(Asks(slotted=SlottedFile(None))) == ()
 
 
 # -- around the function ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from fastloop.commands.ab import list_arms, request
 from fastloop.config.loading import load
 from fastloop.errors import ConfigError
-from fastloop.experiments.ab import resume
+from fastloop.experiments.ab import manifest
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.ab.experiment import PARITY
 from fastloop.experiments.ab.sides import list_sides
@@ -31,14 +31,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def told(command: tuple[str, ...] = (), base: str = "cifar10", **shown: Any) -> Manifest:
     asked = request(base=base, overrides=(), vs=("p.yaml", "layout"), more=(), runs="5", steps="auto")
     sides = list_sides(list_arms(asked), aa=False)
-    return resume.describe(sides, command, (asked.vs,), Manifest(**{"runs": 5, "band_pct": 3.0, **shown}))
+    return manifest.describe(sides, command, (asked.vs,), Manifest(**{"runs": 5, "band_pct": 3.0, **shown}))
 
 
 def refused(before: Manifest, now: Manifest) -> str:
     """Why it is refused; empty where it is not."""
-    save(Path(), {resume.NAME: before})
+    save(Path(), {manifest.NAME: before})
     try:
-        resume.refuse_another(Path(), now)
+        manifest.refuse_another(Path(), now)
     except ConfigError as error:
         assert error.got == "--resume ." and error.do
         return error.why
@@ -94,20 +94,20 @@ def test_runs_and_band_are_chosen_before_anything_is_seen() -> None:
 
 
 def test_a_fingerprint_is_of_every_value() -> None:
-    plain = resume.fingerprint(load("cifar10"))
-    assert plain == resume.fingerprint(load("cifar10"))
-    assert plain != resume.fingerprint(load("cifar10", overrides=["run.seed=1"]))
+    plain = manifest.fingerprint(load("cifar10"))
+    assert plain == manifest.fingerprint(load("cifar10"))
+    assert plain != manifest.fingerprint(load("cifar10", overrides=["run.seed=1"]))
 
 
 def test_an_earlier_experiment_is_taken_away_and_nothing_else(tmp_path: Path) -> None:
     before = replace(told(), arms=("base", "gone"))
-    save(Path(), {resume.NAME: before})
-    for name in resume.RESULTS:
+    save(Path(), {manifest.NAME: before})
+    for name in manifest.RESULTS:
         Path(name).write_text("old")
     for folder in ("base/run-0", "1-gone/run-0", PARITY, "1-p/run-0", "fastloop-runs/other/run-0", "kept/run-0"):
         MadeArm().run("x", Path(folder), Ask())
     Path("base/notes.txt").write_text("mine")
-    resume.sweep(Path(), [Path("1-p")])
+    manifest.sweep(Path(), [Path("1-p")])
     left = {str(path) for path in Path().rglob("*") if path.is_file()}
     assert {path for path in left if not path.startswith(("fastloop-runs/", "kept/"))} == {"p.yaml", "base/notes.txt"}
     assert "kept/run-0/trial.json" in left and "fastloop-runs/other/run-0/trial.json" in left
@@ -116,5 +116,5 @@ def test_an_earlier_experiment_is_taken_away_and_nothing_else(tmp_path: Path) ->
 
 def test_where_none_began_results_are_somebody_elses() -> None:
     Path("report.md").write_text("mine")
-    resume.sweep(Path())
+    manifest.sweep(Path())
     assert Path("report.md").read_text() == "mine"

@@ -11,7 +11,7 @@ import pytest
 
 from fastloop.errors import ConfigError
 from fastloop.evidence import machine as facts
-from fastloop.experiments.ab import resume
+from fastloop.experiments.ab import manifest
 from fastloop.experiments.ab.arms import Ask
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
@@ -48,7 +48,7 @@ def refused(
     ran(place / "base" / "run-0", before, device, **more)
     patch.setattr(facts, "read_environment", lambda *_: now)
     try:
-        resume.refuse_others(place, [place / "base", place / "1-amp"])
+        manifest.refuse_others(place, [place / "base", place / "1-amp"])
     except ConfigError as error:
         assert error.got == f"--resume {place}" and error.do
         return error.why
@@ -111,10 +111,10 @@ def test_a_run_that_will_be_repeated_does_not_count(tmp_path: Path, monkeypatch:
 
 def test_what_an_environment_says_of_versions() -> None:
     known = decode(ON_GPU, Environment)
-    assert known is not None and resume.list_versions(known) == {
+    assert known is not None and manifest.list_versions(known) == {
         "torch": "2.11.0",
         "lightning": "2.6.6",
         "fastloop": "0.1.0",
         "driver": "580",
     }
-    assert set(resume.list_versions(Environment()).values()) == {None}
+    assert set(manifest.list_versions(Environment()).values()) == {None}

@@ -24,14 +24,14 @@ RATIO = re.compile(r"\d\.\d+x")
 def test_the_whole_answer() -> None:
     content = AB["faster"]()
     content["flags"] = ["a foreign process was there"]
-    content["failures"] = [{"arm": "amp", "run": "run-1", "cause": "killed", "rank": 1, "last_step": 41, "tail": "x"}]
+    content["failures"] = [{"arm": "amp", "run": "run-1", "cause": "killed", "last_step": 41, "tail": "x"}]
     assert ab_report.write_lines(result_of(content)) == [
         "fastloop FASTER 1.32x   resnet50: base vs amp",
         "RATE     base 343 samples/s, amp 453 (medians of 5 runs of each; 95 % interval of the ratio 1.29 to 1.35)",
         "PARITY   approximate, passed: ledger equal, gradient 3.1e-3 (limit 0.05), loss +0.1 % (limit 0.5 %)",
         "INACTIVE amp: pin (needs CUDA): no credit",
         "FLAG     a foreign process was there",
-        "FAILED   amp, run-1: killed, rank 1, last step 41",
+        "FAILED   amp, run-1: killed, last step 41",
         "ON       1x NVIDIA H200, torch 2.11.0, lightning 2.6.6, fastloop 0.1.0, driver 580.159.04",
         "FILES    fastloop-runs/resnet50/20261103T101500",
     ]

@@ -17,11 +17,11 @@ def test_every_run_has_a_row_in_the_order_they_ran() -> None:
     assert ab_report.tabulate_runs(result_of({})).note == "n/a: no run began."
 
 
-def test_failures_name_cause_rank_and_last_step() -> None:
-    failure = {"arm": "amp", "run": "run-1", "cause": "killed", "rank": 1, "last_step": 41, "tail": "x"}
-    content = {"failures": [failure, {"arm": "b", "run": None, "cause": None, "rank": None, "last_step": 0}]}
+def test_failures_name_cause_and_last_step() -> None:
+    failure = {"arm": "amp", "run": "run-1", "cause": "killed", "last_step": 41, "tail": "x"}
+    content = {"failures": [failure, {"arm": "b", "run": None, "cause": None, "last_step": 0}]}
     assert ab_report.list_failures(result_of(content)) == [
-        "amp, run-1: killed, rank 1, last step 41",
+        "amp, run-1: killed, last step 41",
         "b: n/a, last step 0",
     ]
 

@@ -1,6 +1,5 @@
-"""Checks that a resumed experiment is the one that began here: rates of two machines or versions cannot be compared.
-
-An unknown value (``None``, such as the driver on a machine without a GPU) never counts as different.
+"""Identifies the experiment that a directory belongs to, and the machine and versions of its runs, so that ``--resume``
+never mixes two.
 """
 
 from __future__ import annotations
@@ -20,6 +19,10 @@ from fastloop.experiments.trials.trial import TRIAL, forget, read_finished
 from fastloop.records.experiment import Manifest
 from fastloop.records.run_files import Environment, Machine, load_environment
 from fastloop.records.store import decode, is_file, load, make_safe_name
+
+# -- machine and versions: rates of two cannot be compared -------------------------------------------------------------
+
+# An unknown value (``None``, such as the driver on a machine without a GPU) never counts as different.
 
 
 def list_versions(environment: Environment) -> dict[str, str | None]:
@@ -82,9 +85,10 @@ def _name_cpu(environment: Environment) -> str | None:
     return (environment.hardware or Machine()).cpu_model
 
 
-# The experiment that a directory belongs to is written before its first run, so that runs of another experiment are
-# never mistaken for its own. Another patch, script, recipe or number of runs makes another experiment, no matter what
-# the command line says.
+# -- the experiment ----------------------------------------------------------------------------------------------------
+
+# Its description is written before its first run, so that runs of another experiment are never mistaken for its own.
+# Another patch, script, recipe or number of runs makes another experiment, no matter what the command line says.
 #
 # For a script, only the files that the command names are checked, not the modules that they import.
 
