@@ -15,6 +15,7 @@ from fastloop.records.readings import (
     FEW_WORKERS,
     LOADING,
     MORE_WORTH,
+    SAMPLE_LINES,
     compute_gain_pct,
     count_micro_batches,
     count_possible_workers,
@@ -44,19 +45,22 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
     if cost is None:
         return None
     idle = f"the {step.device} was idle for {cost.time}: the next batch was not ready"
-    cause = "data_wait"
+    cause, facts = "data_wait", list[str]()
     if (decoding := describe_decoding(step.measured)) is not None:
         feeds = [rung for rung in rungs.list_against(DECODING) if rungs.is_available(step.measured, rung)]
         if feeds and not _would_keep_up(step):
             cause = MOSTLY_DECODING if _is_mostly_decoding(step.measured) else DECODING
             feeds.sort(key=rungs.list_against(cause).index)
             decoding = f"{decoding}, which {' or '.join(feeds)} would shorten"
-        idle += f" ({decoding})"
+        facts.append(decoding)
     elif (rows := read_loader(step.measured).get("rows")) is not None:
         cause = PICKING
-        idle += f" ({rows} holds all rows in memory, but they are picked one at a time)"
-    elif (line := name_hot_line(step.measured, step.to_pct(wait or 0.0), LOADING)) is not None:
-        idle += f" (most of it at {line})"
+        facts.append(f"{rows} holds all rows in memory, but they are picked one at a time")
+    if (line := name_hot_line(step.measured, step.to_pct(wait or 0.0), LOADING)) is not None:
+        facts.append(f"most of it at {line}")
+    elif (line := name_hot_line(step.measured, 100.0, LOADING, SAMPLE_LINES)) is not None:
+        facts.append(f"making a batch takes most of its time at {line}")
+    idle += f" ({'; '.join(facts)})" if facts else ""
     instead = _advise_loading(
         step.measured, rungs.find_tuned_key("data_wait"), rungs.explain_refused(step.measured, cause)
     )

@@ -39,10 +39,13 @@ class LineSamples:
     def note_step(self, step: int, last: int) -> None:
         """This many steps of the fit are over: look from `FIRST_STEP` until the `last` one is over."""
         if step == FIRST_STEP < last and self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="fastloop-lines", daemon=True)
-            self._thread.start()
+            self.begin()
         elif step >= last:
             self.stop()
+
+    def begin(self) -> None:
+        self._thread = threading.Thread(target=self._look, name="fastloop-lines", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Look no more."""

@@ -183,10 +183,7 @@ def _read(loader: DataLoader[Any], count: int, compares: bool, answer: Any, pare
         stand_alone(parent)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        dataset = loader.dataset
-        _WORKER._worker_info = WorkerInfo(id=0, num_workers=loader.num_workers or 1, seed=0, dataset=dataset)  # type: ignore[attr-defined]
-        if loader.worker_init_fn is not None:
-            loader.worker_init_fn(0)
+        become_worker(loader)
         indices = _choose_indices(count, 5) if _has_known_indices(loader) else []
         verdict = _compare(loader, indices, _read_in_another(loader, indices)) if indices else (None, "")
         answer.send(verdict)
@@ -194,6 +191,14 @@ def _read(loader: DataLoader[Any], count: int, compares: bool, answer: Any, pare
             make = functools.partial(_make_checksum, loader)
             answer.send(find_difference(make, _choose_indices(count, _MOST_COMPARED), threads))
     os._exit(0)
+
+
+def become_worker(loader: DataLoader[Any]) -> None:
+    """Make this process look like the loader's first worker."""
+    info = WorkerInfo(id=0, num_workers=loader.num_workers or 1, seed=0, dataset=loader.dataset)
+    _WORKER._worker_info = info  # type: ignore[attr-defined]
+    if loader.worker_init_fn is not None:
+        loader.worker_init_fn(0)
 
 
 def stand_alone(parent: int) -> None:
