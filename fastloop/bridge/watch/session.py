@@ -234,9 +234,9 @@ class Session:
         about["rates"] = measured_rates.read_cached(self.uuid, about["device_name"]) if self.uuid is not None else None
         seen = build_measurement(self.watch, about, evidence)
         shares = {part: (ms or 0.0) / (seen.step_ms.get("mean") or math.inf) for part, ms in seen.parts_ms.items()}
-        if raised is None and trainer.is_global_zero and 100 * shares.get("data_wait", 0.0) >= CPU_WORTH_PCT:
-            found = {SAMPLE_LINES: loader_state.find_slow_lines(trainer)}
-            seen = dataclasses.replace(seen, evidence={**seen.evidence, **found})
+        is_starved = raised is None and trainer.is_global_zero and 100 * shares.get("data_wait", 0.0) >= CPU_WORTH_PCT
+        if is_starved and (lines := loader_state.find_slow_lines(trainer)):
+            seen = dataclasses.replace(seen, evidence={**seen.evidence, SAMPLE_LINES: lines})
         if raised is None and seen.device == "cpu" and 100 * shares.get("optimizer", 0.0) >= CPU_WORTH_PCT:
             found = {OPTIMIZER: describe_optimizers(trainer.optimizers, trainer.global_step)}
             seen = dataclasses.replace(seen, evidence={**seen.evidence, **found})
