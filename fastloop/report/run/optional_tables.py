@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastloop.records.measurement import CEILINGS, Measurement
+from fastloop.records.readings import LINES, LOADING, SAMPLE_LINES
 from fastloop.report.drawing.document import Table
 from fastloop.report.numbers import format_flop_rate, format_number, format_short, format_steps
 from fastloop.report.run.caveats import count_hunted_steps
@@ -47,6 +48,7 @@ def tabulate_all(seen: Measurement) -> list[Table]:
         tabulate_syncs(seen),
         tabulate_ceilings(seen),
         tabulate_hooks(seen),
+        tabulate_lines(seen),
         tabulate_ranks(seen),
         tabulate_drift(seen),
     ]
@@ -184,6 +186,22 @@ def tabulate_ceilings(seen: Measurement) -> Table:
 def tabulate_hooks(seen: Measurement) -> Table:
     rows = [(cut(name), format_number(ms, ",.3f")) for name, ms in sort_by_size(seen.hooks_ms)]
     return Table("The slowest hooks", ("hook", "host ms a step"), rows, numeric=(1,))
+
+
+def tabulate_lines(seen: Measurement) -> Table:
+    """Tabulate the user's lines that took most of the host's time, one for each of their functions that was called."""
+    rows = [
+        (
+            cut(f"{line.get('where')} in {line.get('function')}"),
+            "the loader" if line.get("of") == LOADING else str(line.get("of")),
+            format_percent(to_finite_float(line.get("share_pct")), 100.0),
+            of,
+        )
+        for key, of in ((LINES, "the warm-up's steps"), (SAMPLE_LINES, "making batches in one process"))
+        for line in (seen.evidence.get(key) or {}).get("lines") or ()
+        if isinstance(line, Mapping)
+    ]
+    return Table("Your lines with the most time", ("line", "called by", "%", "of"), rows, numeric=(2,))
 
 
 def tabulate_ranks(seen: Measurement) -> Table:
