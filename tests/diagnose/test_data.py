@@ -460,4 +460,4 @@ def test_the_line_that_keeps_workers_busy_is_named_beside_decoding(share: float,
     seen = on_cpu(data_wait=20.0, evidence={"loader": loader, "sample_lines": {"looks": 90, "lines": [line]}})
     why = findings(seen)[0].why
     assert "(decoding takes 4.0 ms an image on one core" in why
-    assert ("; making a batch takes most of its time at data.py:12 in augment)" in why) is is_named
+    assert ("; most of the time to make a batch is spent at data.py:12 in augment)" in why) is is_named

@@ -197,11 +197,11 @@ def tabulate_lines(seen: Measurement) -> Table:
             format_percent(to_finite_float(line.get("share_pct")), 100.0),
             of,
         )
-        for key, of in ((LINES, "the warm-up's steps"), (SAMPLE_LINES, "making batches in one process"))
+        for key, of in ((LINES, "warm-up steps"), (SAMPLE_LINES, "making batches in one process"))
         for line in (seen.evidence.get(key) or {}).get("lines") or ()
         if isinstance(line, Mapping)
     ]
-    return Table("Your lines with the most time", ("line", "called by", "%", "of"), rows, numeric=(2,))
+    return Table("Your slowest lines", ("line", "called by", "% of time", "in"), rows, numeric=(2,))
 
 
 def tabulate_ranks(seen: Measurement) -> Table:

@@ -158,7 +158,7 @@ def test_lines_of_the_steps_and_of_the_samples() -> None:
     sample = {"of": "loading", "where": "data.py:9", "function": "augment", "share_pct": 90.0}
     seen = Measurement(evidence={"lines": {"lines": [step]}, "sample_lines": {"lines": [sample]}})
     assert tuple(optional_tables.tabulate_lines(seen).rows) == (
-        ("train.py:17 in post", "training_step", "68.0", "the warm-up's steps"),
+        ("train.py:17 in post", "training_step", "68.0", "warm-up steps"),
         ("data.py:9 in augment", "the loader", "90.0", "making batches in one process"),
     )
     assert optional_tables.tabulate_lines(Measurement(evidence={"lines": {"lines": None}})).rows == []
