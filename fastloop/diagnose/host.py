@@ -213,7 +213,7 @@ def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
         (
             off,
             f"in forward, backward and optimizer the host slept or waited for {step.format_ms(off)}"
-            f"{_describe_phase(step)}{_describe_line(step, off)}",
+            f"{_describe_phase(step)}{_describe_line(step, off) if off >= aside else ''}",
             "move what sleeps, reads or waits out of the step",
             None,
         ),
@@ -233,7 +233,7 @@ def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
             aside,
             f"training_step takes {step.format_ms(step.parts_ms.get('forward', 0.0))}, its backward only"
             f" {step.parts_ms.get('backward', 0.0):.1f}: about {aside:.1f} ms of it is work without gradients"
-            f"{_describe_line(step, aside)}",
+            f"{_describe_line(step, aside) if aside > off else ''}",
             _advise_no_garbage(step, aside)
             or "log and compute metrics only every N steps, and prepare data in the dataset; cache the outputs of"
             " frozen parts for repeated samples",

@@ -15,7 +15,6 @@ from fastloop.records.readings import (
     FEW_WORKERS,
     LOADING,
     MORE_WORTH,
-    SAMPLE_LINES,
     compute_gain_pct,
     count_micro_batches,
     count_possible_workers,
@@ -58,8 +57,6 @@ def find_data_wait(step: Attribution, rungs: Rungs) -> Finding | None:
         facts.append(f"{rows} holds all rows in memory, but they are picked one at a time")
     if (line := name_hot_line(step.measured, step.to_pct(wait or 0.0), LOADING)) is not None:
         facts.append(f"most of it at {line}")
-    elif (line := name_hot_line(step.measured, 100.0, LOADING, SAMPLE_LINES)) is not None:
-        facts.append(f"most of the time to make a batch is spent at {line}")
     idle += f" ({'; '.join(facts)})" if facts else ""
     instead = _advise_loading(
         step.measured, rungs.find_tuned_key("data_wait"), rungs.explain_refused(step.measured, cause)

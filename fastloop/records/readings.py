@@ -30,8 +30,6 @@ REQUESTED_GARBAGE = "requested_garbage_collection"
 """Among the evidence: the line whose explicit ``gc.collect()`` takes longest, and its host time per step."""
 LINES = "lines"
 """Among the evidence: the user's lines that take the host's time, see `evidence/sync/line_samples.py`."""
-SAMPLE_LINES = "sample_lines"
-"""The same of making batches, in a process like the loader's workers."""
 LOADING = "loading"
 """The group of lines on which a loader of the training process makes batches."""
 OFTEN = 0.5
@@ -118,15 +116,14 @@ def read_requested_garbage(seen: Measurement) -> tuple[str, float]:
     return f"gc.collect() at {found.get('where')}", to_number(found.get("ms_per_step")) or 0.0
 
 
-def name_hot_line(seen: Measurement, cost_pct: float | None, of: str | None = None, key: str = LINES) -> str | None:
+def name_hot_line(seen: Measurement, cost_pct: float | None, of: str | None = None) -> str | None:
     """Name the user's line that takes at least half of a cost; None if none is known to.
 
     Args:
-        cost_pct: the cost's share of the step; of making a batch with `SAMPLE_LINES`.
+        cost_pct: the cost's share of the step.
         of: the group to look in: `LOADING`, or the function that Lightning called; None: any but `LOADING`.
-        key: `LINES` or `SAMPLE_LINES`.
     """
-    for line in (seen.evidence.get(key) or {}).get("lines", ()):
+    for line in (seen.evidence.get(LINES) or {}).get("lines", ()):
         if line.get("of") == of or (of is None and line.get("of") != LOADING):
             most = 2 * (to_number(line.get("share_pct")) or 0.0) >= (cost_pct or math.inf)
             return f"{line.get('where')} in {line.get('function')}" if most else None

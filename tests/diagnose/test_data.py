@@ -451,13 +451,3 @@ def test_the_line_that_makes_batches_slow_is_named(of: str, is_named: bool) -> N
     seen = on_cpu(data_wait=20.0, evidence={"loader": {"num_workers": 0}, "lines": {"looks": 90, "lines": [line]}})
     finding = findings(seen)[0]
     assert finding.bottleneck == "data_wait" and ("(most of it at data.py:12 in augment)" in finding.why) is is_named
-
-
-@pytest.mark.parametrize(("share", "is_named"), [(70.0, True), (40.0, False)])
-def test_the_line_that_keeps_workers_busy_is_named_beside_decoding(share: float, is_named: bool) -> None:
-    line = {"of": "loading", "where": "data.py:12", "function": "augment", "share_pct": share}
-    loader = {"num_workers": 2, "decode_ms": 4.0}
-    seen = on_cpu(data_wait=20.0, evidence={"loader": loader, "sample_lines": {"looks": 90, "lines": [line]}})
-    why = findings(seen)[0].why
-    assert "(decoding takes 4.0 ms an image on one core" in why
-    assert ("; most of the time to make a batch is spent at data.py:12 in augment)" in why) is is_named

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from fastloop.evidence import loader_queue, machine
 from fastloop.feeds.device_prefetcher import DeviceFeed
@@ -13,7 +13,6 @@ from fastloop.feeds.images import decode_time
 from fastloop.feeds.images.byte_batches import find_user_dataset
 from fastloop.feeds.lazy_loader import LazyLoader, ReadAhead, SameOrder
 from fastloop.feeds.rows.reading import read_facts as read_rows
-from fastloop.feeds.workers.sample_lines import find_sample_lines
 from fastloop.records.facts import RowFacts
 
 
@@ -25,15 +24,6 @@ def measure_decode_ms(trainer: Any) -> float | None:
         if (found := decode_time.measure_decode_ms(dataset)) is not None:
             return found
     return None
-
-
-def find_slow_lines(trainer: Any) -> Mapping[str, Any]:
-    """The user's lines that take most of the time for a batch, by making some after the training; empty without worker
-    processes that make them, or if those lines cannot be found."""
-    for loader in find_loaders(trainer):
-        if isinstance(loader, DataLoader) and loader.num_workers and _find_engine(loader) is None:
-            return find_sample_lines(loader)
-    return {}
 
 
 def find_rows(trainer: Any) -> str | None:

@@ -33,7 +33,7 @@ from fastloop.evidence.model.optimizer_cost import describe_optimizers
 from fastloop.evidence.sync.line_samples import LineSamples
 from fastloop.feeds.batch_tree import count_rows, count_samples, walk_storage
 from fastloop.records.measurement import COMPILE, MEMORY, VALIDATION_COMPILE, Measurement
-from fastloop.records.readings import ANOMALY_MODE, CPU_WORTH_PCT, LINES, OPTIMIZER, SAMPLE_LINES
+from fastloop.records.readings import ANOMALY_MODE, CPU_WORTH_PCT, LINES, OPTIMIZER
 
 COUNTED_STEPS, SYNC_STEP = (1, 3, 4, 5), 2
 """Optimizer steps of the warm-up in which work is counted (later ones only if the earlier found none), and the one in
@@ -233,11 +233,8 @@ class Session:
         evidence = {**evidence, **self._describe_costs(evidence)}
         about["rates"] = measured_rates.read_cached(self.uuid, about["device_name"]) if self.uuid is not None else None
         seen = build_measurement(self.watch, about, evidence)
-        shares = {part: (ms or 0.0) / (seen.step_ms.get("mean") or math.inf) for part, ms in seen.parts_ms.items()}
-        is_starved = raised is None and trainer.is_global_zero and 100 * shares.get("data_wait", 0.0) >= CPU_WORTH_PCT
-        if is_starved and (lines := loader_state.find_slow_lines(trainer)):
-            seen = dataclasses.replace(seen, evidence={**seen.evidence, SAMPLE_LINES: lines})
-        if raised is None and seen.device == "cpu" and 100 * shares.get("optimizer", 0.0) >= CPU_WORTH_PCT:
+        share = (seen.parts_ms.get("optimizer") or 0.0) / (seen.step_ms.get("mean") or math.inf)
+        if raised is None and seen.device == "cpu" and 100 * share >= CPU_WORTH_PCT:
             found = {OPTIMIZER: describe_optimizers(trainer.optimizers, trainer.global_step)}
             seen = dataclasses.replace(seen, evidence={**seen.evidence, **found})
         if (crowded := self._describe_crowd()) is not None:

@@ -32,6 +32,8 @@ lie between the line that waits and its call."""
 _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 """Modules that run compiled code."""
 _LOADERS = ("torch.utils.data.", "torchdata.")
+_LIGHTNINGS_LOADERS, _VALIDATION = (".combined_loader", ".fetchers"), ".evaluation_loop"
+"""How the names of Lightning's modules end that ask a loader for a batch, and of the one that validates."""
 _ENTRIES = {"fit", "validate", "test", "predict", "_call_and_handle_interrupt", "launch"}
 """Lightning's entry points: the lines that call these belong to the user's script as a whole and are not to blame."""
 
@@ -153,28 +155,34 @@ def name_place(filename: str, line: int | None) -> str:
 
 
 class UserStack(NamedTuple):
-    """The user's own functions on a stack, below the call of ``fit``."""
+    """The user's functions on a stack, from the one that Lightning called to the innermost."""
 
     lines: tuple[tuple[CodeType, int], ...]
-    """Each with its current line, the outermost first."""
+    """Each with its current line; empty if only library code runs."""
     is_loading: bool
-    """A data loader of this process was running."""
+    """A data loader of this process was asked for a batch."""
 
 
-def read_user_stack(frame: FrameType | None) -> UserStack:
-    """The user's functions on the stack of another thread, whose variables are not read."""
+def read_user_stack(frame: FrameType | None) -> UserStack | None:
+    """The user's functions on a thread's stack, whose variables are not read; None during a validation."""
     lines: list[tuple[CodeType, int]] = []
-    is_loading = False
+    is_loading = is_complete = False
     while frame is not None:
         module, code = str(frame.f_globals.get("__name__", "")), frame.f_code
         owner = _find_owner(code.co_filename, module)
         if _is_entry(owner, module, code.co_name):
             return UserStack(tuple(reversed(lines)), is_loading)
-        if owner == "user":
-            lines.append((code, frame.f_lineno or code.co_firstlineno))
-        is_loading = is_loading or module.startswith(_LOADERS)
+        if owner == "lightning":
+            if module.endswith(_VALIDATION):
+                return None
+            is_loading = is_loading or (not is_complete and module.endswith(_LIGHTNINGS_LOADERS))
+            is_complete = is_complete or bool(lines)
+        elif not is_complete:
+            if owner == "user":
+                lines.append((code, frame.f_lineno or code.co_firstlineno))
+            is_loading = is_loading or module.startswith(_LOADERS)
         frame = frame.f_back
-    return UserStack((), is_loading)
+    return UserStack((), False)
 
 
 def name_ours(module: str) -> str:
@@ -224,7 +232,7 @@ def _describe_place(frame: FrameType | None) -> str:
 
 def _find_folder(filename: str) -> str | None:
     """The folder of sys.path that contains installed packages, under any name (``pip install --target``)."""
-    inside = [path for path in sys.path if path and filename.startswith(path.rstrip("/") + "/")]
+    inside = [path for path in map(str, sys.path) if path and filename.startswith(path.rstrip("/") + "/")]
     return next((path for path in inside if holds_packages(Path(path))), None)
 
 
@@ -236,7 +244,7 @@ def _shorten_path(filename: str) -> str:
         return inside[-1]
     try:
         return Path(filename).relative_to(_find_folder(filename) or Path.cwd()).as_posix()
-    except ValueError:
+    except (ValueError, OSError):  # elsewhere, or the working directory is gone
         path = Path(filename)
         return path.name if filename.startswith("<") else f"{path.parent.name}/{path.name}".lstrip("/")
 

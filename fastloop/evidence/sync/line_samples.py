@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -25,7 +28,7 @@ LEAST_LOOKS = 20
 WORTH_PCT = 5.0
 """Smallest share of all looks for naming a line."""
 MOSTLY = 2 / 3
-"""A function is named instead of its caller if it has at least this share of the caller's looks."""
+"""A line is named instead of the one that called its function if it has at least this share of that one's looks."""
 
 
 class LineSamples:
@@ -39,13 +42,10 @@ class LineSamples:
     def note_step(self, step: int, last: int) -> None:
         """This many steps of the fit are over: look from `FIRST_STEP` until the `last` one is over."""
         if step == FIRST_STEP < last and self._thread is None:
-            self.begin()
+            self._thread = threading.Thread(target=self._look, name="fastloop-lines", daemon=True)
+            self._thread.start()
         elif step >= last:
             self.stop()
-
-    def begin(self) -> None:
-        self._thread = threading.Thread(target=self._look, name="fastloop-lines", daemon=True)
-        self._thread.start()
 
     def stop(self) -> None:
         """Look no more."""
@@ -55,16 +55,12 @@ class LineSamples:
             self._thread = None
 
     def _look(self) -> None:
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(min(before, SWITCH_S))
-        try:
+        with _switching_often(), contextlib.suppress(Exception):
             while not self._done.wait(EVERY_S * (1 + self._looks // RARER_AFTER)):
                 stack = read_user_stack(sys._current_frames().get(self._watched))
-                self._looks += 1
-                if stack.lines:
+                if stack is not None:
+                    self._looks += 1
                     self._stacks[stack] += 1
-        finally:
-            sys.setswitchinterval(before)
 
     def describe(self) -> Mapping[str, Any]:
         """The line that takes most of the time of each group: of loading, or else of the user's function that Lightning
@@ -77,6 +73,8 @@ class LineSamples:
             return {}
         groups: dict[str, Counter[UserStack]] = {}
         for stack, looks in self._stacks.items():
+            if not stack.lines:
+                continue
             of = LOADING if stack.is_loading else stack.lines[0][0].co_name
             groups.setdefault(of, Counter())[stack] += looks
         found = [{"of": of, **_find_hot_line(stacks, self._looks)} for of, stacks in groups.items()]
@@ -85,23 +83,50 @@ class LineSamples:
 
 
 def _find_hot_line(stacks: Counter[UserStack], all_looks: int) -> dict[str, Any]:
-    """Follow the calls that take most of the time, and return the most frequent line of the last function."""
-    inside, depth = stacks, 0
+    """Follow the calls that take most of the time to the innermost line that still has most of it."""
+    path, looks = tuple[tuple[CodeType, int], ...](), 0
     while True:
-        by_function: dict[CodeType, Counter[UserStack]] = {}
-        for stack, looks in inside.items():
-            if len(stack.lines) > depth:
-                by_function.setdefault(stack.lines[depth][0], Counter())[stack] += looks
-        best = max(by_function.values(), key=Counter.total, default=Counter[UserStack]())
-        if not best or (depth and best.total() < MOSTLY * inside.total()):
+        inner = Counter[tuple[CodeType, int]]()
+        for stack, times in stacks.items():
+            if stack.lines[: len(path)] == path and len(stack.lines) > len(path):
+                inner[stack.lines[len(path)]] += times
+        line, most = max(inner.items(), key=lambda item: item[1], default=(None, 0))
+        if line is None or (path and most < MOSTLY * looks):
             break
-        inside, depth = best, depth + 1
-    lines = Counter[tuple[CodeType, int]]()
-    for stack, looks in inside.items():
-        lines[stack.lines[depth - 1]] += looks
-    ((function, line), _), *_ = lines.most_common(1)
+        path, looks = (*path, line), most
+    function, number = path[-1]
     return {
-        "where": name_place(function.co_filename, line),
+        "where": name_place(function.co_filename, number),
         "function": function.co_name,
-        "share_pct": 100 * inside.total() / all_looks,
+        "share_pct": 100 * looks / all_looks,
     }
+
+
+_usual_s: float | None = None
+"""The switch interval that a process forked meanwhile gets back."""
+
+
+@contextlib.contextmanager
+def _switching_often() -> Iterator[None]:
+    """Shorten Python's switch interval; it is not put back if somebody else has set it since."""
+    global _usual_s
+    _register_at_fork()
+    _usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(_usual_s, SWITCH_S))
+    ours = sys.getswitchinterval()
+    try:
+        yield
+    finally:
+        if sys.getswitchinterval() == ours:
+            sys.setswitchinterval(_usual_s)
+        _usual_s = None
+
+
+@functools.cache
+def _register_at_fork() -> None:
+    os.register_at_fork(after_in_child=_restore_in_child)
+
+
+def _restore_in_child() -> None:
+    if _usual_s is not None:
+        sys.setswitchinterval(_usual_s)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastloop.records.measurement import CEILINGS, Measurement
-from fastloop.records.readings import LINES, LOADING, SAMPLE_LINES
+from fastloop.records.readings import LINES, LOADING
 from fastloop.report.drawing.document import Table
 from fastloop.report.numbers import format_flop_rate, format_number, format_short, format_steps
 from fastloop.report.run.caveats import count_hunted_steps
@@ -195,13 +195,12 @@ def tabulate_lines(seen: Measurement) -> Table:
             cut(f"{line.get('where')} in {line.get('function')}"),
             "the loader" if line.get("of") == LOADING else str(line.get("of")),
             format_percent(to_finite_float(line.get("share_pct")), 100.0),
-            of,
         )
-        for key, of in ((LINES, "warm-up steps"), (SAMPLE_LINES, "making batches in one process"))
-        for line in (seen.evidence.get(key) or {}).get("lines") or ()
+        for line in (seen.evidence.get(LINES) or {}).get("lines") or ()
         if isinstance(line, Mapping)
     ]
-    return Table("Your slowest lines", ("line", "called by", "% of time", "in"), rows, numeric=(2,))
+    note = "Of the host's time in the steps of the warm-up." if rows else ""
+    return Table("Your slowest lines", ("line", "called by", "% of time"), rows, numeric=(2,), note=note)
 
 
 def tabulate_ranks(seen: Measurement) -> Table:

@@ -13,7 +13,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop
 from fastloop.bridge.watch import session
@@ -591,19 +590,3 @@ def test_the_line_that_takes_the_time_is_found_in_the_warm_up(kind: type[Regress
     lines = loop.measurement.evidence.get("lines", {}).get("lines", [])
     named = [line for line in lines if line["share_pct"] > 50]
     assert [(line["of"], line["function"]) for line in named] == count * [("training_step", "training_step")]
-
-
-class Slow(TensorDataset):
-    def __getitem__(self, index: int) -> Any:
-        sleep(0.003)
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize(("kind", "is_named"), [(Slow, True), (TensorDataset, False)], ids=["slow samples", "control"])
-def test_the_line_that_keeps_workers_busy_is_found_after_the_fit(kind: type[TensorDataset], is_named: bool) -> None:
-    loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)
-    data = DataLoader(kind(torch.randn(64, 8), torch.randn(64, 1)), 4, num_workers=1)
-    trainer(max_epochs=2, callbacks=[loop]).fit(Regression(), data)
-    assert loop.measurement is not None
-    lines = loop.measurement.evidence.get("sample_lines", {}).get("lines", [])
-    assert [line["function"] for line in lines if line["share_pct"] > 50] == is_named * ["__getitem__"]
