@@ -55,7 +55,7 @@ class LineSamples:
             self._thread = None
 
     def _look(self) -> None:
-        with _switching_often(), contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), _switching_often():
             while not self._done.wait(EVERY_S * (1 + self._looks // RARER_AFTER)):
                 stack = read_user_stack(sys._current_frames().get(self._watched))
                 if stack is not None:
