@@ -31,7 +31,7 @@ check: .venv/.dev
 
 # The short suite on the oldest supported lightning and omegaconf, laid over the same environment.
 oldest: .venv/.oldest
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -m short -p no:cacheprovider
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -m short -p no:cacheprovider -n 2 --dist worksteal
 
 # Tests on models of Hugging Face, whose package is laid over the environment: where it is installed, torchmetrics imports
 # it, and every process would start seconds later.
