@@ -352,7 +352,7 @@ def test_growing_memory_is_told_however_many_findings_come_before_it(before: int
     others = [dataclasses.replace(WAITS, title=f"OTHER {number}", why=f"why {number}") for number in range(before)]
     told = [line for line in summary.write_lines(SEEN, Plan(), [], [*others, creep]) if line.startswith("  ")]
     assert told[-1] == "  also MEMORY GROWS: Net.history keeps graphs"
-    assert len(told) == min(before, summary.TOLD) + 1, "other findings stay in the report"
+    assert len(told) == min(before, summary.EXPLAINED) + 1, "other findings stay in the report"
 
 
 def test_every_part_has_a_letter_of_its_own() -> None:
