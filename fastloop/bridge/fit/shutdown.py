@@ -128,11 +128,14 @@ def _may_set_handlers() -> bool:
 def _end_ranks(trainer: Any) -> None:
     """End the ranks that this process started: once it has raised, they may wait for it in a collective forever."""
     end = time.monotonic() + RANKS_S
-    for rank in getattr(trainer.strategy.launcher, "procs", ()):
-        if isinstance(rank, subprocess.Popen):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.wait(max(0.0, end - time.monotonic()))
-            rank.kill()
+    launched = getattr(trainer.strategy.launcher, "procs", [])
+    ranks = [rank for rank in launched if isinstance(rank, subprocess.Popen)]
+    if ranks:
+        launched.clear()  # a thread of Lightning's kills this process once it sees that a rank was killed
+    for rank in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.wait(max(0.0, end - time.monotonic()))
+        rank.kill()
 
 
 def _end_all(code: int) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
 from fastloop.bridge.fit import shutdown
 
@@ -178,9 +179,15 @@ def test_the_ranks_it_started_end_with_it(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(shutdown, "RANKS_S", 0.3)
     hung, done = subprocess.Popen(SLEEPS), subprocess.Popen([sys.executable, "-c", ""])
     launcher = SimpleNamespace(procs=[hung, done])
+    observer = _ChildProcessObserver(os.getpid(), launcher.procs)
     with pytest.raises(ValueError, match="x"), shutdown.ends(trainer(strategy=SimpleNamespace(launcher=launcher))):
         raise ValueError("x")
     assert hung.wait(50) == -signal.SIGKILL and done.wait(50) in (0, -signal.SIGKILL)
+    ended: list[str] = []
+    monkeypatch.setattr(observer, "_terminate_all", lambda: ended.append("all"))
+    assert observer._run() and ended == [], "Lightning ends no process whose ranks were ended"
+    observer._child_processes = [hung]
+    assert observer._run() and ended == ["all"], "the control"
 
 
 def test_ranks_of_a_fit_that_ended_well_are_left_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,6 +285,8 @@ class _Run:
                     # Ranks run different numbers of trials, so none may wait for another.
                     with nullcontext() if alone else RefuseCollectives():  # type: ignore[no-untyped-call]
                         self._play(self.take(size))
+                except TimeLimit:
+                    raise
                 except Exception as error:
                     if size == self.own and not is_out_of_memory(error):
                         raise
