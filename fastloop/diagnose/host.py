@@ -9,6 +9,8 @@ from fastloop.records.plan import Finding
 from fastloop.records.readings import (
     ANOMALY_MODE,
     CPU_WORTH_PCT,
+    LINES,
+    LOADING,
     convolves,
     is_crowded,
     name_hot_line,
@@ -236,7 +238,7 @@ def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
             f"{_describe_line(step, aside) if aside > off else ''}",
             _advise_no_garbage(step, aside)
             or "log and compute metrics only every N steps, and prepare data in the dataset; cache the outputs of"
-            " frozen parts for repeated samples",
+            f" frozen parts for repeated samples{_point_to_lines(step, aside)}",
             None,
         ),
     ]
@@ -298,6 +300,14 @@ def _describe_line(step: Attribution, cost_ms: float, of: str | None = None) -> 
     """Describe the user's line that takes most of a cost; empty if unknown."""
     line = name_hot_line(step.measured, step.to_pct(cost_ms), of)
     return "" if line is None else f", most of it at {line}"
+
+
+def _point_to_lines(step: Attribution, cost_ms: float) -> str:
+    """Point to the report's table of lines if none of them takes most of a cost."""
+    is_named = name_hot_line(step.measured, step.to_pct(cost_ms)) is not None
+    lines = (step.measured.evidence.get(LINES) or {}).get("lines", ())
+    has_others = not is_named and any(line.get("of") != LOADING for line in lines)
+    return '; the table "Your slowest lines" in the report names candidates' if has_others else ""
 
 
 def _describe_passes(step: Attribution) -> str:

@@ -528,6 +528,7 @@ def test_the_line_that_takes_most_of_a_cost_is_named(share: float, is_named: boo
         finding = findings(seen)[0]
         assert finding.bottleneck == "host_other"
         assert (", most of it at train.py:7 in plot" in finding.why) is is_named and "data.py" not in finding.why
+        assert ("Your slowest lines" in finding.why) is (seen is aside and not is_named)
 
 
 @pytest.mark.parametrize(("of", "is_named"), [("on_train_batch_end", True), ("training_step", False)])
