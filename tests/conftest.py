@@ -211,3 +211,9 @@ def no_alarm() -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
     signal.setitimer(signal.ITIMER_REAL, left, every)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: later passes of the garbage collector need not look through it."""
+    gc.collect()
+    gc.freeze()

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-LOAD_S, STEP_S, STALL_S = 0.08, 0.008, 2.0
+LOAD_S, STEP_S, STALL_S = 0.04, 0.004, 1.0
 WARM = 20
 
 
