@@ -19,8 +19,9 @@ demo: .venv/.demo
 	@echo "The pictures: $(OUT)/run/report.html (why it is slow) and $(OUT)/ab/report.html (what a rung gains)"
 
 # What fails beside other tests runs once more by itself; only what fails twice fails this target.
+# Three processes for two cores: tests often wait for what they started.
 test: .venv/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal || \
+	$(BIN)/python -m pytest -n 3 --dist worksteal || \
 		{ test $$? -eq 1 && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
 
 check: .venv/.dev

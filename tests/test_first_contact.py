@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,23 @@ def test_a_strangers_script_is_short_and_has_never_heard_of_us(path: Path) -> No
     assert all(f'"{option}"' in text for option in ("--steps", "--devices", "--size"))
 
 
-def run(*arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks.first_contact", "--size", "tiny", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the benchmark; returns its lines."""
+
+    def run_benchmark(*arguments: str) -> list[dict[str, Any]]:
+        monkeypatch.setattr(sys, "argv", ["first_contact", "--size", "tiny", *arguments])
+        first_contact.main()
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return run_benchmark
 
 
 @pytest.mark.slow
-def test_the_same_script_plain_and_watched() -> None:
+def test_the_same_script_plain_and_watched(run: Run) -> None:
     found = {row["arm"]: row for row in run("--scripts", "tabular", "--arms", "plain,watched", "--steps", "40")}
     plain, watched = found["plain"], found["watched"]
     assert plain["exit_code"] == watched["exit_code"] == 0 and plain["batches"] == watched["batches"] == 40
@@ -45,13 +54,13 @@ def test_the_same_script_plain_and_watched() -> None:
     assert watched["said"][0].startswith("fastloop ")
 
 
-def test_what_takes_too_long_is_killed_and_said_to_be(tmp_path: Path) -> None:
+def test_what_takes_too_long_is_killed_and_said_to_be(run: Run, tmp_path: Path) -> None:
     (row,) = run("--scripts", "tabular", "--arms", "watched", "--limit", "0.5", "--keep", str(tmp_path))
     assert row["over_limit"] and row["exit_code"] is None and row["process_s"] < 150
     assert not [each.pid for each in psutil.process_iter(["cwd"]) if str(tmp_path) in (each.info["cwd"] or "")]
 
 
-def test_a_script_that_fails_shows_its_end() -> None:
+def test_a_script_that_fails_shows_its_end(run: Run) -> None:
     (row,) = run("--scripts", "tabular", "--arms", "plain", "--args", "tabular: --no-such-option")
     assert row["exit_code"] == 2 and row["fits"] == 0 and "--no-such-option" in row["tail"][-1]
 

@@ -149,8 +149,9 @@ def test_through_a_loader_with_workers(workers: int, start: Any, tmp_path: Path)
         torch.manual_seed(3)
         return list(DataLoader(dataset, 4, num_workers=workers, multiprocessing_context=start))
 
-    assert same(epoch(plain), epoch(ours)) and hits(cache) == (0, 12)
-    assert same(epoch(plain), epoch(ours)) and hits(cache) == (12, 12), "counted in all processes"
+    expected = epoch(plain)
+    assert same(expected, epoch(ours)) and hits(cache) == (0, 12)
+    assert same(expected, epoch(ours)) and hits(cache) == (12, 12), "counted in all processes"
     cache.close()
     assert not (tmp_path / "store").exists()
 
