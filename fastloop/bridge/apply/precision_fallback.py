@@ -16,7 +16,7 @@ from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
 from fastloop.bridge.apply.state.untouched import StateSnapshot, keep_random_streams
-from fastloop.errors import FastLoopError, let_through
+from fastloop.errors import FastLoopError, describe, let_through
 from fastloop.feeds.batch_tree import iterate_tensors
 from fastloop.feeds.lower_precision import WideOutputs
 from fastloop.feeds.splitting import get_loss
@@ -71,7 +71,7 @@ class PrecisionFallback:
             if has_changed or not _NARROW.search(str(error)):
                 raise
             end_checkpoints(error)
-            why = f"a step failed with it: {_shorten(error)}"
+            why = f"a step failed with it: {describe(error)}"
         else:
             self._tried.add(stage)
             if put_back is not None and self._trainer.training and _read_marks(args) == marks:
@@ -113,7 +113,7 @@ class PrecisionFallback:
             end_checkpoints(error)
             if again is None:
                 raise _explain_backward(rung, error) from error
-            why = f"a backward failed with it: {_shorten(error)}"
+            why = f"a backward failed with it: {describe(error)}"
         else:
             return
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -150,13 +150,9 @@ class PrecisionFallback:
         return put_back
 
 
-def _shorten(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
 def _explain_backward(rung: Step, error: Exception) -> FastLoopError:
     return FastLoopError(
-        got=f"a backward that fails in lower precision: {_shorten(error)}",
+        got=f"a backward that fails in lower precision: {describe(error)}",
         why=f"{rung.rung} lowers the precision, and this step cannot be repeated without it",
         do=f"write rungs.{rung.rung}.enabled: false",
     )

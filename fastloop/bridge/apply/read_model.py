@@ -309,6 +309,11 @@ def _follow(name: str, sources: dict[str, str]) -> Iterator[str]:
         yield from _follow(called, sources)
 
 
+def is_metric(owner: Any) -> bool:
+    """Whether this is a torchmetrics metric, or of a class derived from one."""
+    return any(base.__module__.startswith("torchmetrics.") for base in type(owner).__mro__)
+
+
 def _is_layer(module: torch.nn.Module) -> bool:
     """Whether this is one of torch's own layers, without children."""
     return type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
@@ -316,7 +321,7 @@ def _is_layer(module: torch.nn.Module) -> bool:
 
 def _find_outermost(module: torch.nn.Module, prefix: str) -> Iterator[str]:
     for name, child in module.named_children():
-        if type(child).__module__.startswith("torchmetrics.") or not any(True for _ in child.parameters()):
+        if is_metric(child) or not any(True for _ in child.parameters()):
             continue
         if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
             yield from _find_outermost(child, f"{prefix}{name}.")

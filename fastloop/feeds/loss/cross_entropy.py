@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fastloop.errors import let_through
+from fastloop.errors import describe
 
 FEWEST_CLASSES = 8192
 ROW_MULTIPLE = 64
@@ -171,8 +171,7 @@ class LargeCrossEntropy:
             self.failure = f"the first rows deviate by {self.deviation:.2g} from PyTorch's own cross_entropy"
 
     def _fail(self, error: Exception) -> None:
-        let_through(error)
-        self.failure = self.failure or " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        self.failure = self.failure or describe(error)
 
 
 def _cut(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -21,7 +21,7 @@ from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, read_str
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
 from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.apply.state.untouched import keep_random_streams, preserve_parameters, preserve_state
-from fastloop.errors import is_out_of_memory, let_through
+from fastloop.errors import describe, is_out_of_memory
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
 from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, measure_difference, sample_gradient
@@ -313,9 +313,8 @@ def _judge(
 
 def _describe_or_raise(strategy: Any, error: Exception) -> str:
     """Put an error of the user's step into words; raise it if it lost the device, because nothing after it can run."""
-    let_through(error)
     raise_if_device_lost(strategy.root_device, error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return describe(error)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fastloop.bridge.apply.read_model import is_metric
 from fastloop.bridge.apply.state.untouched import StateSnapshot
 from fastloop.errors import NotApplicable
 from fastloop.evidence.samples.sample_code import is_installed
@@ -40,7 +41,7 @@ class KeptState:
         left_out = _list_left_out(module)
         holders: list[tuple[Any, Any]] = [*kept.list_holders(), *((each, each) for each in kept.list_lists())]
         self._holders = [
-            (owner, holder) for owner, holder in holders if not _is_metric(owner) and id(holder) not in left_out
+            (owner, holder) for owner, holder in holders if not is_metric(owner) and id(holder) not in left_out
         ]
         self._before = self.read()
 
@@ -133,13 +134,9 @@ def _list_keys(owner: Any, holder: Any) -> list[tuple[int, Any]]:
 def _list_left_out(module: torch.nn.Module) -> set[int]:
     """Containers of which a change is known to be right, or is judged elsewhere."""
     parts = list(module.modules())
-    metrics = [part for part in parts if _is_metric(part)]
+    metrics = [part for part in parts if is_metric(part)]
     norms = {id(part._buffers) for part in parts if isinstance(part, torch.nn.modules.batchnorm._NormBase)}
     return norms | {id(value) for metric in metrics for value in vars(metric).values()}
-
-
-def _is_metric(owner: Any) -> bool:
-    return any(base.__module__.startswith("torchmetrics.") for base in type(owner).__mro__)
 
 
 def _name_containers(module: torch.nn.Module) -> dict[tuple[int, Any], str]:

@@ -26,7 +26,7 @@ from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, leaves_on_sigterm, limited
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
 from fastloop.bridge.apply.state.untouched import preserve_parameters, preserve_state
-from fastloop.errors import NotApplicable, is_out_of_memory, let_through
+from fastloop.errors import NotApplicable, describe, is_out_of_memory, let_through
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import count_rows, iterate_tensors, map_tensors
@@ -238,8 +238,7 @@ class _Run:
 
     def _explain_nothing(self, problem: Exception | None) -> FoundSize:
         if problem is not None and not is_out_of_memory(problem):
-            said = " ".join(str(problem).split())[:200]
-            why = f"nothing could be tried: {type(problem).__name__}: {said}"
+            why = f"nothing could be tried: {describe(problem)}"
         else:
             least = min(self.sizes)
             fits = f"not even {least} samples fit" if least > 1 else "one sample does not fit"
@@ -311,7 +310,7 @@ class _Run:
         if is_out_of_memory(error):
             self.limit = f"by memory: there was not enough for {size}"
         else:
-            self.limit = f"by an error: {size} ended in {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+            self.limit = f"by an error: {size} ended in {describe(error)}"
         error.__traceback__ = None  # its frames hold the tensors that did not fit
         self.room.give_back()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fastloop.bridge.apply.read_model import is_metric
 from fastloop.bridge.apply.replay.step_code import list_outer_values, list_read_names, list_step_functions
 from fastloop.bridge.apply.state.untouched import StateSnapshot
 from fastloop.evidence.samples.sample_code import is_installed
@@ -31,20 +32,21 @@ class Guard:
     """
 
     def __init__(self, module: torch.nn.Module, trainer: Any, kept: StateSnapshot) -> None:
-        self._parts, self._trainer = [part for part in module.modules() if not _is_metric(part)], trainer
+        # A step that updates a metric is not recorded, so only other steps change it.
+        self._parts, self._trainer = [part for part in module.modules() if not is_metric(part)], trainer
         buffers = {id(part._buffers) for part in self._parts}
         names = list_read_names(module, kept.list_kinds()) - _LOOKED_AT
         self._read: list[tuple[Any, str]] = [
             (holder, name)
             for owner, holder in kept.list_holders()
             for name in holder
-            if not _is_metric(owner)
+            if not is_metric(owner)
             if name in names and id(holder) not in buffers and _may_change(owner, holder[name])
         ]
         self._read += [
             (holder, name)
             for owner, holder in kept.list_holders()
-            if owner is not holder and not _is_metric(owner)
+            if owner is not holder and not is_metric(owner)
             for name in (_list_class_values(type(owner)) & names) - holder.keys()  # an attribute may hide it later
         ]
         kinds = {type(owner) for owner, holder in kept.list_holders() if owner is not holder}
@@ -98,11 +100,6 @@ def _list_class_values(kind: type) -> set[str]:
 
 def _locate(value: Any) -> Any:
     return (id(value), value.data_ptr()) if isinstance(value, torch.Tensor) else id(value)
-
-
-def _is_metric(owner: Any) -> bool:
-    """Whether this is a torchmetrics metric. A step that updates one is not recorded, so only other steps change it."""
-    return any(base.__module__.startswith("torchmetrics.") for base in type(owner).__mro__)
 
 
 def _may_change(owner: Any, value: Any) -> bool:
