@@ -13,6 +13,7 @@ from fastloop.commands.console import Answer
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.feeds.cache import places, records, server
 from fastloop.records import store
+from fastloop.records.facts import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +94,9 @@ def _describe(row: Mapping[str, Any]) -> str:
     age = "" if row["age_s"] is None else f", {_describe_age(row['age_s'])} old"
     marks = "".join(f", {word}" for word, is_so in (("in use", row["in_use"]), ("old", row["old"])) if is_so)
     return (
-        f"{row['name'][:12]:<12}  {row['store']:<5} {_describe_size(row['kept_bytes']):>8}{age}{marks}"
+        f"{row['name'][:12]:<12}  {row['store']:<5} {format_bytes(row['kept_bytes']):>8}{age}{marks}"
         f"  {row['what'] or 'an unfinished cache'} ({row['dataset'] or 'unknown'})"
     )
-
-
-def _describe_size(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _describe_age(seconds: float) -> str:

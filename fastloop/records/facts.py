@@ -266,3 +266,12 @@ class Facts:
     def after(self, changes: Mapping[str, Any]) -> Facts:
         """These facts as later rungs see them after an earlier rung's change."""
         return dataclasses.replace(self, **changes) if changes else self
+
+
+_UNITS = {1e3: "kB", 1e6: "MB", 1e9: "GB", 1e12: "TB"}
+
+
+def format_bytes(size: float) -> str:
+    """Format a size with three digits, in the largest unit of which it is at least one: ``525 MB``."""
+    fitting = [scale for scale in _UNITS if size >= 0.9995 * scale]  # 999.9 MB would be rounded to 1e+03
+    return f"{size / fitting[-1]:.3g} {_UNITS[fitting[-1]]}" if fitting else f"{size:.0f} bytes"

@@ -21,7 +21,7 @@ from fastloop.feeds.cache.wanted import KeptSamples, compute_share
 from fastloop.feeds.device_store.wanted import SHARE, explain_no_engine, plan_on_device
 from fastloop.feeds.rows.wanted import explain_no_rows, plan_rows
 from fastloop.records.card import Card, ClimbState, Settings, Variant
-from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts, RowFacts
+from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts, RowFacts, format_bytes
 from fastloop.records.images import ImageFacts, RandomResizedCrop
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict, say_count
@@ -134,7 +134,7 @@ class Cache:
         share = compute_share(prefix, budget)
         if share < LEAST_SHARE and self.size_gb == "auto":
             raise NotApplicable(
-                f"{prefix.samples:,} samples need {_format_gb(_need(prefix))}, and {store} only has room for"
+                f"{prefix.samples:,} samples need {_format_need(prefix)}, and {store} only has room for"
                 f" {share:.0%} of them; write cache.size_gb, or cache.path for another disk"
             )
         want = KeptSamples(store=store, budget_bytes=budget, prefix=prefix, path=self.path, url=self.url)
@@ -222,16 +222,16 @@ class Cache:
             why = f"{say_count(batches, 'batch')} picked at once out of {found['rows']:,} rows"
             if more := found.get("validation_row_batches"):
                 why += f", and {more:,} for validation"
-            why += f", {_format_gb(found['kept_bytes'])} on the device" if found["kept_bytes"] else ""
+            why += f", {format_bytes(found['kept_bytes'])} on the device" if found["kept_bytes"] else ""
             return Verdict(took=batches > 0, why=why)
         if (batches := found.get("device_batches")) is not None:
-            kept = f"{found['pictures']:,} images kept there ({_format_gb(found['kept_bytes'])})"
+            kept = f"{found['pictures']:,} images kept there ({format_bytes(found['kept_bytes'])})"
             return Verdict(took=batches > 0, why=f"{say_count(batches, 'batch')} made on the device from {kept}")
         hits, misses = found.get("hits", 0), found.get("misses", 0)
         if not hits + misses:
             return Verdict(took=False, why="no sample was requested")
         kept = (
-            "" if found.get("kept_bytes") is None else f"; {_format_gb(found['kept_bytes'])} kept in {found['store']}"
+            "" if found.get("kept_bytes") is None else f"; {format_bytes(found['kept_bytes'])} kept in {found['store']}"
         )
         if changed := found.get("changed"):
             kept = f"; your dataset changed in training, so {say_count(changed, 'sample')} bypassed the store{kept}"
@@ -256,12 +256,13 @@ def _measure_room(facts: Facts) -> dict[str, int]:
 
 def _describe(prefix: PrefixFacts, store: str, budget: int | None, share: float) -> str:
     if prefix.sample_bytes is None:
-        most = "what the server has room for" if budget is None else _format_gb(budget)
+        most = "what the server has room for" if budget is None else format_bytes(budget)
         return f"keeps {prefix.what} in {store}, up to {most}: the sample size is known once one has been loaded"
-    size = f"{prefix.samples:,} samples of {prefix.sample_bytes / 1e6:.2g} MB, {_format_gb(_need(prefix))}"
+    size = f"{prefix.samples:,} samples of {format_bytes(prefix.sample_bytes)}, {_format_need(prefix)}"
     part = "" if share >= 1 else f"; {store} holds {share:.0%} of them, the others are loaded each time"
     return f"keeps {prefix.what} in {store}: {size}{part}"
 
 
-def _format_gb(size: int | None) -> str:
-    return "an unknown size" if size is None else f"{size / 1e9:.3g} GB"
+def _format_need(prefix: PrefixFacts) -> str:
+    need = _need(prefix)
+    return "an unknown size" if need is None else format_bytes(need)

@@ -50,7 +50,7 @@ def test_what_is_kept_is_listed_and_cleared(tmp_path: Path) -> None:
         "1-given": ("path", False, True),
     }
     assert all(100_000 < row["kept_bytes"] < 300_000 and row["samples"] == 3 for row in rows.values())
-    assert "1-now         disk    0.1 MB, 2 h old" in said.text and "decoded images (ImageFolder of /data)" in said.text
+    assert "1-now         disk    143 kB, 2 h old" in said.text and "decoded images (ImageFolder of /data)" in said.text
     assert "in use" in said.text and "fastloop cache clear NAME deletes them" in said.text
 
     cleared = cache.clear_kept(["0-", "1-g"], path=str(tmp_path / "given"), url=None)

@@ -70,7 +70,7 @@ def plan(given: Facts, **settings: Any) -> tuple[str, int | None, str]:
 def test_plan() -> None:
     store, size, note = plan(facts())
     assert store == "shm" and 500_000_000 < size < 550_000_000  # type: ignore[operator]
-    assert note == "keeps decoded images in shm: 1,000 samples of 0.5 MB, 0.525 GB"
+    assert note == "keeps decoded images in shm: 1,000 samples of 500 kB, 525 MB"
     left = Cache(enabled=True).plan(facts()).facts["shm_free_bytes"]
     assert left == 10**10 - size, "workers see what is left"  # type: ignore[operator]
     assert Cache(enabled=True).plan(Facts()).waits_for == "the train loader"
@@ -162,7 +162,7 @@ def test_few_small_pictures_go_to_the_device_before_dali_gets_them(
         ),
         (facts(max_steps=100), {}, "the run draws 1,000 samples from 1,000: too few repeats to pay off"),
         (facts(limit_train_batches=0.2), {}, "the run draws 600 samples from 1,000: too few repeats to pay off"),
-        (facts(shm_free_bytes=10**7, disk_free_bytes=0), {}, "1,000 samples need 0.525 GB, and shm only has room for"),
+        (facts(shm_free_bytes=10**7, disk_free_bytes=0), {}, "1,000 samples need 525 MB, and shm only has room for"),
         (facts(shm_free_bytes=0, disk_free_bytes=0), {}, "there is no room in shared memory"),
         (
             facts(prefix={"names_files": False, "what": "what Mine.load returns"}),

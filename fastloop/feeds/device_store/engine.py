@@ -17,6 +17,7 @@ from fastloop.feeds.device_store.pictures import Pictures, fill
 from fastloop.feeds.images.byte_batches import ToFloats, find_user_dataset, is_color, make_bytes, replace_transform
 from fastloop.feeds.images.own_samples import untouched_generators
 from fastloop.feeds.images.reading import ImageSource, Transform, read_source
+from fastloop.records.facts import format_bytes
 from fastloop.records.images import RandomCrop, RandomHorizontalFlip, RandomResizedCrop, ToFloat
 
 COMPARED = 16
@@ -148,7 +149,7 @@ def make_engine(
         pictures.fused = False
         prove(engine, dataset, source)
     say(
-        f"{kept['pictures']:,} images ({kept['kept_bytes'] / 1e9:.3g} GB of at most {most_bytes / 1e9:.3g} GB) are on"
+        f"{kept['pictures']:,} images ({format_bytes(kept['kept_bytes'])} of at most {format_bytes(most_bytes)}) are on"
         f" the device after {kept['fill_s']:.1f} s"
     )
     return engine

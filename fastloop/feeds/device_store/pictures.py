@@ -14,6 +14,7 @@ from fastloop.errors import NotApplicable
 from fastloop.feeds.device_store.draws import Numbers, Placement, send
 from fastloop.feeds.images.byte_batches import ToFloats
 from fastloop.feeds.images.reading import ImageSource
+from fastloop.records.facts import format_bytes
 
 CHUNK_BYTES = 64 * 2**20
 """Size of one copy to the device."""
@@ -144,8 +145,8 @@ def fill(
         expected = kept_bytes * len(order) // len(shapes) if len(shapes) >= LOOKED_AT else kept_bytes
         if expected > most_bytes:
             raise NotApplicable(
-                f"{len(order):,} images take about {expected / 1e9:.2g} GB, but may take at most"
-                f" {most_bytes / 1e9:.2g} GB of the device's memory"
+                f"{len(order):,} images take about {format_bytes(expected)}, but may take at most"
+                f" {format_bytes(most_bytes)} of the device's memory"
             )
         if kept_bytes - moved_bytes >= CHUNK_BYTES or len(shapes) == len(order):
             chunks.append(torch.cat(waiting).to(device))

@@ -11,7 +11,7 @@ import psutil
 
 from fastloop.errors import NotApplicable
 from fastloop.evidence.worker_limits import count_draws
-from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.facts import Facts, LoaderFacts, format_bytes
 from fastloop.records.images import (
     CenterCrop,
     ImageFacts,
@@ -108,7 +108,7 @@ def plan_on_device(facts: Facts, loader: LoaderFacts, most_bytes: int | None = N
     workers = 0 if loader.worker_hazards or little_shm else facts.cpu_count // max(1, facts.local_ranks)
     want = PicturesOnDevice(device=facts.device, most_bytes=most_bytes, workers=workers if workers > 1 else 0)
     assert isinstance(loader.images, ImageFacts)
-    room = f"{SHARE:.0%} of what is free there" if most_bytes is None else f"{most_bytes / 1e9:.3g} GB"
+    room = f"{SHARE:.0%} of what is free there" if most_bytes is None else format_bytes(most_bytes)
     notes = [f"decodes all {loader.images.count:,} samples once and keeps them on the device, in at most {room}"]
     parity: Parity = "exact"
     if loader.num_workers and loader.draws_random:

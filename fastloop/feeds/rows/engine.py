@@ -15,7 +15,7 @@ from fastloop.feeds.device_store.draws import send
 from fastloop.feeds.images.byte_batches import find_user_dataset
 from fastloop.feeds.images.own_samples import untouched_generators
 from fastloop.feeds.rows.reading import Column, NotRows, Rows, read_rows
-from fastloop.records.facts import Follows
+from fastloop.records.facts import Follows, format_bytes
 
 COMPARED = 16
 """Samples that must equal those of the user's loader, bit for bit, before the engine is used."""
@@ -208,7 +208,9 @@ def check_room(rows: Rows, device: torch.device, most_bytes: int) -> None:
     """Raise NotApplicable if more than `most_bytes` of rows would have to be copied to the device."""
     need = 0 if device.type == "cpu" else rows.count_bytes()
     if need > most_bytes:
-        raise NotApplicable(f"the rows take {need / 1e9:.3g} GB, but may take at most {most_bytes / 1e9:.3g} GB there")
+        raise NotApplicable(
+            f"the rows take {format_bytes(need)}, but may take at most {format_bytes(most_bytes)} there"
+        )
 
 
 def _is_same(one: Any, other: Any) -> bool:

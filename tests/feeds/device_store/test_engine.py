@@ -152,14 +152,14 @@ def test_processes_decode_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     engine = make(loader, workers=2, say=said.append)
     assert torch.equal(before, torch.get_rng_state()), "filling uses up no random number of the training's"
     assert len(said) == 2 and said[0] == "decoding 40 images once, to keep them on the device"
-    assert said[1].startswith("40 images (0.00") and "of at most 1.07 GB) are on the device" in said[1]
+    assert said[1].startswith("40 images (516 kB ") and "of at most 1.07 GB) are on the device" in said[1]
     expect_same(loader, engine)
 
 
 @pytest.mark.parametrize(
     ("transform", "settings", "why"),
     [
-        ("cifar10", {"most_bytes": 20_000}, "12 images take about .* GB, but may take at most 2e-05 GB of the"),
+        ("cifar10", {"most_bytes": 20_000}, "12 images take about .* kB, but may take at most 20 kB of the"),
         ("too large a crop", {}, "images are smaller than the crop of 60 x 60"),
         ("no size", {}, "differ in size, and no crop"),
     ],

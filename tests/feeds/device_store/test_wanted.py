@@ -129,7 +129,7 @@ def test_the_rung_asks_for_it() -> None:
     assert change.wants == {"loader.engine": PicturesOnDevice(device="cuda", most_bytes=2 * 10**9, workers=4)}
     seen = {"device_batches": 7, "pictures": 50_000, "kept_bytes": 154_000_000, "fill_s": 3.0}
     taken = cache.verify(Measurement(evidence={"cache": seen}))
-    assert taken.took and taken.why == "7 batches made on the device from 50,000 images kept there (0.154 GB)"
+    assert taken.took and taken.why == "7 batches made on the device from 50,000 images kept there (154 MB)"
     assert cache.verify(Measurement(evidence={"cache": {**seen, "device_batches": 0}})).took is False
 
 

@@ -283,7 +283,7 @@ def test_changed_in_place() -> None:
 
 def test_too_large() -> None:
     held = Pairs()
-    with pytest.raises(NotApplicable, match=re.escape("take 1.28e-06 GB, but may take at most 1e-06 GB")):
+    with pytest.raises(NotApplicable, match=re.escape("take 1.28 kB, but may take at most 1 kB")):
         engine_file.check_room(read_rows(held), META, 1000)
     engine_file.check_room(read_rows(held), META, 1280)
     engine_file.check_room(read_rows(held), CPU, 0)
