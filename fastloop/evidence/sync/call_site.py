@@ -161,21 +161,25 @@ class UserStack(NamedTuple):
     """Each with its current line; empty if only library code runs."""
     is_loading: bool
     """A data loader of this process was asked for a batch."""
+    caller: str = ""
+    """Lightning's function that called the outermost of them."""
 
 
 def read_user_stack(frame: FrameType | None) -> UserStack | None:
     """The user's functions on a thread's stack, whose variables are not read; None during a validation."""
     lines: list[tuple[CodeType, int]] = []
     is_loading = is_complete = False
+    caller = ""
     while frame is not None:
         module, code = str(frame.f_globals.get("__name__", "")), frame.f_code
         owner = _find_owner(code.co_filename, module)
         if _is_entry(owner, module, code.co_name):
-            return UserStack(tuple(reversed(lines)), is_loading)
+            return UserStack(tuple(reversed(lines)), is_loading, caller)
         if owner == "lightning":
             if module.endswith(_VALIDATION):
                 return None
             is_loading = is_loading or (not is_complete and module.endswith(_LIGHTNINGS_LOADERS))
+            caller = code.co_name if lines and not is_complete else caller
             is_complete = is_complete or bool(lines)
         elif not is_complete:
             if owner == "user":
