@@ -211,7 +211,7 @@ def _is_loading(frame: FrameType | None) -> bool:
 @lru_cache(maxsize=4096)
 def _find_owner(filename: str, module: str) -> Owner:
     top = module.partition(".")[0]
-    if _RECIPES in filename:
+    if _RECIPES in filename or ".recipe_modules." in module:
         return "user"
     if module in _TRANSPARENT:
         return "library"
