@@ -516,8 +516,10 @@ def test_garbage_collected_for_a_small_share_of_the_step_is_not_worth_a_word() -
 
 def hot(of: str, share_pct: float) -> dict[str, Any]:
     line = {"of": of, "where": "train.py:7", "function": "plot", "share_pct": share_pct}
-    other = {"of": "loading", "where": "data.py:3", "function": "read", "share_pct": 90.0}
-    return {"evidence": {"lines": {"looks": 100, "lines": [other, line]}}}
+    others = [
+        {"of": each, "where": "data.py:3", "function": "read", "share_pct": 90.0} for each in ("loading", "on_fit")
+    ]
+    return {"evidence": {"lines": {"looks": 100, "lines": [*others, line]}}}
 
 
 @pytest.mark.parametrize(("share", "is_named"), [(60.0, True), (30.0, True), (20.0, False)])

@@ -32,6 +32,7 @@ lie between the line that waits and its call."""
 _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 """Modules that run compiled code."""
 _LOADERS = ("torch.utils.data.", "torchdata.")
+_LOOPS = ".loops."
 _LIGHTNINGS_LOADERS, _VALIDATION = (".combined_loader", ".fetchers"), ".evaluation_loop"
 """How the names of Lightning's modules end that ask a loader for a batch, and of the one that validates."""
 _ENTRIES = {"fit", "validate", "test", "predict", "_call_and_handle_interrupt", "launch"}
@@ -180,7 +181,8 @@ def read_user_stack(frame: FrameType | None) -> UserStack | None:
                 return None
             is_loading = is_loading or (not is_complete and module.endswith(_LIGHTNINGS_LOADERS))
             caller = code.co_name if lines and not is_complete else caller
-            is_complete = is_complete or bool(lines)
+            # Beyond Lightning's loops is only what called them: an optimizer_step, for the closure's backward.
+            is_complete = is_complete or bool(lines) or _LOOPS in module
         elif not is_complete:
             if owner == "user":
                 lines.append((code, frame.f_lineno or code.co_firstlineno))

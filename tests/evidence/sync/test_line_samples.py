@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -182,6 +183,19 @@ def test_a_hook_behind_a_decorator_or_lightnings_own_is_a_group() -> None:
     found = {line["of"]: line["function"] for line in lines.describe(hooks)["lines"]}
     assert found == {"training_step": "doze", "on_train_batch_end": "rest", "lr_scheduler_step": "count_up"}
     assert {line["of"] for line in lines.describe()["lines"]} == {"wrapper", "warm_up"}
+
+
+def test_a_backward_is_not_the_line_whose_closure_ran_it() -> None:
+    close = make_caller("closure", "lightning.pytorch.loops.optimization.automatic")
+    update, backward = (make_caller(name, "torch.optim.sgd") for name in ("step", "backward"))
+
+    def optimizer_step() -> None:
+        close(functools.partial(backward, functools.partial(time.sleep, 0.6 * BUSY_S)))
+        update(functools.partial(time.sleep, 0.4 * BUSY_S))
+
+    (line,) = look_at(optimizer_step)["lines"]
+    assert line["share_pct"] == pytest.approx(40, abs=8), "the update alone"
+    assert line["where"].endswith(f":{optimizer_step.__code__.co_firstlineno + 2}")
 
 
 def test_the_switch_interval_is_the_users() -> None:
