@@ -24,6 +24,8 @@ TINY_PCT = 15.0
 """Smallest share of a tiny CPU step for naming the loop's overhead: 0.3 ms of a 2 ms step."""
 HOOKS_AROUND_TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
 SCHEDULER = ("lr_scheduler_step",)
+CALLED = {"loggers": "log_metrics"}
+"""What Lightning calls for an entry of ``hooks_ms`` that is no hook."""
 TRAINING_STEP = "training_step"
 WORK = (TRAINING_STEP, "backward", "optimizer_step")
 """What Lightning calls for the forward, the backward and the optimizer."""
@@ -165,7 +167,8 @@ def find_callbacks_logging(step: Attribution, rungs: Rungs) -> Finding | None:
     slow = sorted(((ms, name) for name, ms in hooks.items()), reverse=True)[:3]
     culprits = [f"{name} {ms:.2f} ms" for ms, name in slow if ms]
     if culprits:
-        culprits[0] += _describe_line(step, slow[0][0], slow[0][1].rpartition(".")[2])
+        hook = slow[0][1].rpartition(".")[2]
+        culprits[0] += _describe_line(step, slow[0][0], CALLED.get(hook, hook))
     slowest = f" (slowest: {'; '.join(culprits)})" if culprits else ""
     facts = f"hooks and logging blocked the {step.device} for {cost.time}{slowest}"
     is_logging, is_short = _is_mostly(hooks, ("self.log",)), (spent or 0.0) <= MOST_LOOP_MS
