@@ -226,7 +226,8 @@ def _override(part: str, argument: str) -> Layer:
     if not equals or not _KEY.fullmatch(key.strip()):
         do = "write key=value, and quote a value that holds commas"
         if not equals and (is_path(part) or any(part in find_shipped(kind) for kind in KINDS[1:])):
-            do = f"write --config {part}"
+            is_one_of_several = part != argument and part in find_shipped("rungs")
+            do = f"write rungs.{part}.enabled=true" if is_one_of_several else f"write --config {part}"
         raise _make_override_error(argument, "each part between commas has to be key=value", do)
     if path[0] == "base":
         raise _make_override_error(argument, "base belongs in a file", "put base into a YAML file and pass that file")

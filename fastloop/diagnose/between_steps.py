@@ -10,8 +10,9 @@ from fastloop.diagnose.remedies import Rungs
 from fastloop.records import measurement
 from fastloop.records.measurement import GAPS
 from fastloop.records.plan import Finding, say_count
-from fastloop.records.readings import read_loader, restarts_workers, to_number
+from fastloop.records.readings import name_hot_line, read_loader, restarts_workers, to_number
 
+AROUND_EPOCHS = ("on_train_epoch_end", "on_train_epoch_start")
 MOSTLY = 0.5
 """A finding is a cost of each step only if at least this share of it remains without single pauses."""
 
@@ -56,6 +57,9 @@ def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
     if took_s is not None and (reloads or restarts_workers(step.measured)):
         often = say_count(found.get("worker_restarts") or 1, "time")
         beside = f"; workers were restarted {often}, {took_s:.2g} s each until their first batch"
+    gap_pct = step.to_pct(step.parts_ms.get("epoch_gap", 0.0))
+    if (line := name_hot_line(step.measured, gap_pct, *AROUND_EPOCHS)) is not None:
+        beside = f", most of it at {line}{beside}"
     return _spread(step, rungs, "epoch_gap", f"between epochs the {step.device} was idle for", advice, beside)
 
 

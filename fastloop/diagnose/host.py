@@ -10,7 +10,6 @@ from fastloop.records.readings import (
     ANOMALY_MODE,
     CPU_WORTH_PCT,
     LINES,
-    LOADING,
     convolves,
     is_crowded,
     name_hot_line,
@@ -25,6 +24,11 @@ TINY_PCT = 15.0
 """Smallest share of a tiny CPU step for naming the loop's overhead: 0.3 ms of a 2 ms step."""
 HOOKS_AROUND_TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
 SCHEDULER = ("lr_scheduler_step",)
+CALLED = {"loggers": "log_metrics"}
+"""What Lightning calls for an entry of ``hooks_ms`` that is no hook."""
+TRAINING_STEP = "training_step"
+WORK = (TRAINING_STEP, "backward", "optimizer_step")
+"""What Lightning calls for the forward, the backward and the optimizer."""
 ASIDE = 2 / 3
 """Work without gradients is named from this share of the forward: less may come from layers without weights or with a
 cheap backward."""
@@ -163,7 +167,8 @@ def find_callbacks_logging(step: Attribution, rungs: Rungs) -> Finding | None:
     slow = sorted(((ms, name) for name, ms in hooks.items()), reverse=True)[:3]
     culprits = [f"{name} {ms:.2f} ms" for ms, name in slow if ms]
     if culprits:
-        culprits[0] += _describe_line(step, slow[0][0], slow[0][1].rpartition(".")[2])
+        hook = slow[0][1].rpartition(".")[2]
+        culprits[0] += _describe_line(step, slow[0][0], CALLED.get(hook, hook))
     slowest = f" (slowest: {'; '.join(culprits)})" if culprits else ""
     facts = f"hooks and logging blocked the {step.device} for {cost.time}{slowest}"
     is_logging, is_short = _is_mostly(hooks, ("self.log",)), (spent or 0.0) <= MOST_LOOP_MS
@@ -215,7 +220,7 @@ def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
         (
             off,
             f"in forward, backward and optimizer the host slept or waited for {step.format_ms(off)}"
-            f"{_describe_phase(step)}{_describe_line(step, off) if off >= aside else ''}",
+            f"{_describe_phase(step)}{_describe_line(step, off, *WORK) if off >= aside else ''}",
             "move what sleeps, reads or waits out of the step",
             None,
         ),
@@ -235,7 +240,7 @@ def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
             aside,
             f"training_step takes {step.format_ms(step.parts_ms.get('forward', 0.0))}, its backward only"
             f" {step.parts_ms.get('backward', 0.0):.1f}: about {aside:.1f} ms of it is work without gradients"
-            f"{_describe_line(step, aside) if aside > off else ''}",
+            f"{_describe_line(step, aside, TRAINING_STEP) if aside > off else ''}",
             _advise_no_garbage(step, aside)
             or "log and compute metrics only every N steps, and prepare data in the dataset; cache the outputs of"
             f" frozen parts for repeated samples{_point_to_lines(step, aside)}",
@@ -296,17 +301,17 @@ def find_anomaly_mode(step: Attribution) -> Finding | None:
     )
 
 
-def _describe_line(step: Attribution, cost_ms: float, of: str | None = None) -> str:
+def _describe_line(step: Attribution, cost_ms: float, *of: str) -> str:
     """Describe the user's line that takes most of a cost; empty if unknown."""
-    line = name_hot_line(step.measured, step.to_pct(cost_ms), of)
+    line = name_hot_line(step.measured, step.to_pct(cost_ms), *of)
     return "" if line is None else f", most of it at {line}"
 
 
 def _point_to_lines(step: Attribution, cost_ms: float) -> str:
     """Point to the report's table of lines if none of them takes most of a cost."""
-    is_named = name_hot_line(step.measured, step.to_pct(cost_ms)) is not None
+    is_named = name_hot_line(step.measured, step.to_pct(cost_ms), TRAINING_STEP) is not None
     lines = (step.measured.evidence.get(LINES) or {}).get("lines", ())
-    has_others = not is_named and any(line.get("of") != LOADING for line in lines)
+    has_others = not is_named and any(line.get("of") == TRAINING_STEP for line in lines)
     return '; the table "Your slowest lines" in the report names candidates' if has_others else ""
 
 

@@ -116,15 +116,15 @@ def read_requested_garbage(seen: Measurement) -> tuple[str, float]:
     return f"gc.collect() at {found.get('where')}", to_number(found.get("ms_per_step")) or 0.0
 
 
-def name_hot_line(seen: Measurement, cost_pct: float | None, of: str | None = None) -> str | None:
+def name_hot_line(seen: Measurement, cost_pct: float | None, *of: str) -> str | None:
     """Name the user's line that takes at least half of a cost; None if none is known to.
 
     Args:
         cost_pct: the cost's share of the step.
-        of: the group to look in: `LOADING`, or the function that Lightning called; None: any but `LOADING`.
+        of: the groups to look in: `LOADING`, or functions that Lightning called.
     """
     for line in (seen.evidence.get(LINES) or {}).get("lines", ()):
-        if line.get("of") == of or (of is None and line.get("of") != LOADING):
+        if line.get("of") in of:
             most = 2 * (to_number(line.get("share_pct")) or 0.0) >= (cost_pct or math.inf)
             return f"{line.get('where')} in {line.get('function')}" if most else None
     return None

@@ -176,6 +176,7 @@ LEFT_OPEN = ("a bracket or brace is left open", "close it, or quote the whole va
         ("run.seed", "run.seed", "it has no = and no value", "write run.seed=VALUE"),
         ("a=x,y", "a=x,y", *KEY_VALUE),
         ("a=1,", "a=1,", *KEY_VALUE),
+        ("a=1,fused", "a=1,fused", KEY_VALUE[0], "write rungs.fused.enabled=true"),
         ("=1", "=1", *KEY_VALUE),
         ("a..b=1", "a..b=1", *KEY_VALUE),
         ("a b=1", "a b=1", *KEY_VALUE),

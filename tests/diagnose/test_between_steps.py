@@ -12,6 +12,15 @@ from tests.diagnose.scenes import NO_WORKERS, findings, gpt2_tuned, on_cpu, scen
 GAPS = {"validation": "val_check_interval", "checkpoint": "AsyncCheckpointIO", "epoch_gap": "make epochs longer"}
 
 
+@pytest.mark.parametrize(("of", "is_named"), [("on_train_epoch_end", True), ("training_step", False)])
+def test_the_line_that_holds_up_epochs_is_named(of: str, is_named: bool) -> None:
+    line = {"of": of, "where": "train.py:7", "function": "plot", "share_pct": 60.0}
+    seen = on_cpu(epoch_gap=40.0, evidence={"lines": {"looks": 90, "lines": [line]}})
+    finding = findings(seen)[0]
+    assert finding.bottleneck == "epoch_gap"
+    assert ("spread over all steps, most of it at train.py:7 in plot; " in finding.why) is is_named
+
+
 @pytest.mark.parametrize("name", GAPS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_gap_is_named_with_its_advice(name: str, device: str) -> None:

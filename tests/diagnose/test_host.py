@@ -516,8 +516,10 @@ def test_garbage_collected_for_a_small_share_of_the_step_is_not_worth_a_word() -
 
 def hot(of: str, share_pct: float) -> dict[str, Any]:
     line = {"of": of, "where": "train.py:7", "function": "plot", "share_pct": share_pct}
-    other = {"of": "loading", "where": "data.py:3", "function": "read", "share_pct": 90.0}
-    return {"evidence": {"lines": {"looks": 100, "lines": [other, line]}}}
+    others = [
+        {"of": each, "where": "data.py:3", "function": "read", "share_pct": 90.0} for each in ("loading", "on_fit")
+    ]
+    return {"evidence": {"lines": {"looks": 100, "lines": [*others, line]}}}
 
 
 @pytest.mark.parametrize(("share", "is_named"), [(60.0, True), (30.0, True), (20.0, False)])
@@ -531,9 +533,16 @@ def test_the_line_that_takes_most_of_a_cost_is_named(share: float, is_named: boo
         assert ("Your slowest lines" in finding.why) is (seen is aside and not is_named)
 
 
-@pytest.mark.parametrize(("of", "is_named"), [("on_train_batch_end", True), ("training_step", False)])
-def test_a_slow_hook_has_its_own_line(of: str, is_named: bool) -> None:
-    seen = on_cpu(callbacks_logging=20.0, hooks_ms={"Slow.on_train_batch_end": 19.0, "A.b": 1.0}, **hot(of, 45.0))
+@pytest.mark.parametrize(
+    ("hook", "of", "is_named"),
+    [
+        ("Slow.on_train_batch_end", "on_train_batch_end", True),
+        ("Slow.on_train_batch_end", "training_step", False),
+        ("loggers", "log_metrics", True),
+    ],
+)
+def test_a_slow_hook_has_its_own_line(hook: str, of: str, is_named: bool) -> None:
+    seen = on_cpu(callbacks_logging=20.0, hooks_ms={hook: 19.0, "A.b": 1.0}, **hot(of, 45.0))
     why = findings(seen)[0].why
     line = ", most of it at train.py:7 in plot" if is_named else ""
-    assert f"(slowest: Slow.on_train_batch_end 19.00 ms{line}; A.b 1.00 ms)" in why
+    assert f"(slowest: {hook} 19.00 ms{line}; A.b 1.00 ms)" in why

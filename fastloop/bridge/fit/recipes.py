@@ -34,10 +34,16 @@ def build_recipe(config: Config) -> tuple[Any, Any]:
     if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[1], "train_dataloader"):
         raise ConfigError(
             got=f"the result of build() in {config.recipe_file}",
-            why=f"it is {type(made).__name__}",
+            why=f"it is {_describe(made)}",
             do="return a LightningModule and a LightningDataModule",
         )
     return made[0], made[1]
+
+
+def _describe(made: Any) -> str:
+    if isinstance(made, tuple):
+        return f"a tuple of {', '.join(type(each).__name__ for each in made) or 'nothing'}"
+    return f"of type {type(made).__name__}"
 
 
 def load(config: Config) -> ModuleType:

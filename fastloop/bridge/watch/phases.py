@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Set
 from typing import Any
 
+import torch
+
 from fastloop.bridge import namespaces
 from fastloop.evidence.clock.step_clock import RARE, Clock
 
@@ -71,6 +73,13 @@ def list_empty_hook_actions(trainer: Any, module: Any) -> set[str]:
                 own = hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
                 found[own].add(f"{name}.{hook}")
     return found[False] - found[True]
+
+
+def list_hooks(trainer: Any) -> set[str]:
+    """Return the names of Lightning's hooks."""
+    space = namespaces.find_namespace(trainer)
+    bases = [namespaces.load(space, name) for name in ("core.LightningModule", "callbacks.Callback")]
+    return {name for base in bases for name in dir(base)} - set(dir(torch.nn.Module))
 
 
 NOTHING = contextlib.nullcontext()

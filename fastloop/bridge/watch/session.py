@@ -16,7 +16,7 @@ from fastloop.bridge.watch.live_metrics import LiveMetrics
 from fastloop.bridge.watch.log_marks import LogMarks
 from fastloop.bridge.watch.measurement import COMPILATION, build_measurement
 from fastloop.bridge.watch.one_time_costs import Compilations, WorkerStarts, sum_one_time_s
-from fastloop.bridge.watch.phases import list_empty_hook_actions
+from fastloop.bridge.watch.phases import list_empty_hook_actions, list_hooks
 from fastloop.bridge.watch.probes import CountWork, FindSyncs, HuntSyncs, TraceProbe
 from fastloop.bridge.watch.profiler_proxy import WatchingProfiler
 from fastloop.bridge.watch.rank_exchange import LIMIT_S, PARTIAL_LIMIT_S, Ranks, name_cause, record_of_rank
@@ -215,7 +215,7 @@ class Session:
             MEMORY: self.memory.find_creep(self.watch.settings.warmup_steps, list_owners(trainer), self._epochs > 2),
             ANOMALY_MODE: {"is_on": True} if self._is_anomaly_mode else None,
             SYNCS: {"hunted_steps": self.hunt.hunted_steps} if self.hunt is not None else None,
-            LINES: self.lines.describe(),
+            LINES: self.lines.describe(list_hooks(trainer)),
         }
         evidence = {**evidence, **{name: found for name, found in own.items() if found}}
         about = {

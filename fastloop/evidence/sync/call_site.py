@@ -32,6 +32,7 @@ lie between the line that waits and its call."""
 _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 """Modules that run compiled code."""
 _LOADERS = ("torch.utils.data.", "torchdata.")
+_LOOPS = ".loops."
 _LIGHTNINGS_LOADERS, _VALIDATION = (".combined_loader", ".fetchers"), ".evaluation_loop"
 """How the names of Lightning's modules end that ask a loader for a batch, and of the one that validates."""
 _ENTRIES = {"fit", "validate", "test", "predict", "_call_and_handle_interrupt", "launch"}
@@ -161,22 +162,27 @@ class UserStack(NamedTuple):
     """Each with its current line; empty if only library code runs."""
     is_loading: bool
     """A data loader of this process was asked for a batch."""
+    caller: str = ""
+    """Lightning's function that called the outermost of them."""
 
 
 def read_user_stack(frame: FrameType | None) -> UserStack | None:
     """The user's functions on a thread's stack, whose variables are not read; None during a validation."""
     lines: list[tuple[CodeType, int]] = []
     is_loading = is_complete = False
+    caller = ""
     while frame is not None:
         module, code = str(frame.f_globals.get("__name__", "")), frame.f_code
         owner = _find_owner(code.co_filename, module)
         if _is_entry(owner, module, code.co_name):
-            return UserStack(tuple(reversed(lines)), is_loading)
+            return UserStack(tuple(reversed(lines)), is_loading, caller)
         if owner == "lightning":
             if module.endswith(_VALIDATION):
                 return None
             is_loading = is_loading or (not is_complete and module.endswith(_LIGHTNINGS_LOADERS))
-            is_complete = is_complete or bool(lines)
+            caller = code.co_name if lines and not is_complete else caller
+            # Beyond Lightning's loops is only what called them: an optimizer_step, for the closure's backward.
+            is_complete = is_complete or bool(lines) or _LOOPS in module
         elif not is_complete:
             if owner == "user":
                 lines.append((code, frame.f_lineno or code.co_firstlineno))
@@ -207,7 +213,7 @@ def _is_loading(frame: FrameType | None) -> bool:
 @lru_cache(maxsize=4096)
 def _find_owner(filename: str, module: str) -> Owner:
     top = module.partition(".")[0]
-    if _RECIPES in filename:
+    if _RECIPES in filename or ".recipe_modules." in module:
         return "user"
     if module in _TRANSPARENT:
         return "library"

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -28,7 +28,8 @@ LEAST_LOOKS = 20
 WORTH_PCT = 5.0
 """Smallest share of all looks for naming a line."""
 MOSTLY = 2 / 3
-"""A line is named instead of the one that called its function if it has at least this share of that one's looks."""
+"""A line is named instead of those that led to it if it has at least this share of the looks at the outermost one. Were
+it a share of its caller's, deep calls would end at a line with little of the time."""
 
 
 class LineSamples:
@@ -62,9 +63,12 @@ class LineSamples:
                     self._looks += 1
                     self._stacks[stack] += 1
 
-    def describe(self) -> Mapping[str, Any]:
-        """The line that takes most of the time of each group: of loading, or else of the user's function that Lightning
-        called. Empty after too few looks.
+    def describe(self, hooks: Collection[str] = ()) -> Mapping[str, Any]:
+        """The line that takes most of the time of each group: of loading, or else of the hook or other function of the
+        user that Lightning called. Empty after too few looks.
+
+        Args:
+            hooks: the names of Lightning's hooks.
 
         Returns:
             ``looks``, and ``lines``: ``of`` (the group), ``where``, ``function``, ``share_pct`` of all looks.
@@ -75,25 +79,32 @@ class LineSamples:
         for stack, looks in self._stacks.items():
             if not stack.lines:
                 continue
-            of = LOADING if stack.is_loading else stack.lines[0][0].co_name
+            of = LOADING if stack.is_loading else _name_call(stack, hooks)
             groups.setdefault(of, Counter())[stack] += looks
         found = [{"of": of, **_find_hot_line(stacks, self._looks)} for of, stacks in groups.items()]
         lines = sorted(found, key=lambda line: -line["share_pct"])
         return {"looks": self._looks, "lines": [line for line in lines if line["share_pct"] >= WORTH_PCT]}
 
 
+def _name_call(stack: UserStack, hooks: Collection[str]) -> str:
+    """The name of the hook that runs, even if Lightning called a decorator's wrapper, or a hook of its own that called
+    the user's function (a scheduler's step); without one, the name of the outermost function."""
+    names = [function.co_name for function, _ in stack.lines]
+    return next((name for name in (*names, stack.caller) if name in hooks), names[0])
+
+
 def _find_hot_line(stacks: Counter[UserStack], all_looks: int) -> dict[str, Any]:
     """Follow the calls that take most of the time to the innermost line that still has most of it."""
-    path, looks = tuple[tuple[CodeType, int], ...](), 0
+    path, looks, whole = tuple[tuple[CodeType, int], ...](), 0, 0
     while True:
         inner = Counter[tuple[CodeType, int]]()
         for stack, times in stacks.items():
             if stack.lines[: len(path)] == path and len(stack.lines) > len(path):
                 inner[stack.lines[len(path)]] += times
         line, most = max(inner.items(), key=lambda item: item[1], default=(None, 0))
-        if line is None or (path and most < MOSTLY * looks):
+        if line is None or most < MOSTLY * whole:
             break
-        path, looks = (*path, line), most
+        path, looks, whole = (*path, line), most, whole or most
     function, number = path[-1]
     return {
         "where": name_place(function.co_filename, number),

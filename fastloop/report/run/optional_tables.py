@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastloop.records.measurement import CEILINGS, Measurement
-from fastloop.records.readings import LINES, LOADING
+from fastloop.records.readings import LINES
 from fastloop.report.drawing.document import Table
 from fastloop.report.numbers import format_flop_rate, format_number, format_short, format_steps
 from fastloop.report.run.caveats import count_hunted_steps
@@ -193,14 +193,14 @@ def tabulate_lines(seen: Measurement) -> Table:
     rows = [
         (
             cut(f"{line.get('where')} in {line.get('function')}"),
-            "the loader" if line.get("of") == LOADING else str(line.get("of")),
+            str(line.get("of")),
             format_percent(to_finite_float(line.get("share_pct")), 100.0),
         )
         for line in (seen.evidence.get(LINES) or {}).get("lines") or ()
         if isinstance(line, Mapping)
     ]
     note = "Of the host's time in the steps of the warm-up." if rows else ""
-    return Table("Your slowest lines", ("line", "called by", "% of time"), rows, numeric=(2,), note=note)
+    return Table("Your slowest lines", ("line", "during", "% of time"), rows, numeric=(2,), note=note)
 
 
 def tabulate_ranks(seen: Measurement) -> Table:

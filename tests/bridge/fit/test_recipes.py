@@ -76,12 +76,12 @@ def test_shipped_ones_load_by_name(name: str) -> None:
         (
             RECIPE.replace("(settings, NUMBER), L.LightningDataModule()", "None"),
             "the result of build() in {path}",
-            "it is NoneType",
+            "it is of type NoneType",
         ),
         (
             RECIPE.replace("(settings, NUMBER), L.LightningDataModule()", "1, 2"),
             "the result of build() in {path}",
-            "it is tuple",
+            "it is a tuple of int, int",
         ),
     ],
     ids=["no build", "no Settings", "nothing", "no datamodule"],

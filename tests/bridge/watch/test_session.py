@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 
 from fastloop import FastLoop
 from fastloop.bridge.watch import session
-from fastloop.bridge.watch.phases import list_empty_hook_actions
+from fastloop.bridge.watch.phases import list_empty_hook_actions, list_hooks
 from fastloop.bridge.watch.session import (
     REPLACED,
     SYNCS,
@@ -45,6 +45,12 @@ class Hears(L.Callback):
 
 class Steps(Regression):
     def on_after_backward(self) -> None: ...
+
+
+def test_hooks_are_lightnings_and_not_torchs() -> None:
+    hooks = list_hooks(trainer())
+    assert {"training_step", "optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_exception"} <= hooks
+    assert not {"forward", "compile", "__call__"} & hooks
 
 
 def test_only_hooks_that_are_lightnings_own_are_unheard() -> None:

@@ -24,6 +24,7 @@ TORCH = (f"{PACKAGES}/torch/functional.py", "torch.functional", "unique")
 METRICS = (f"{PACKAGES}/torchmetrics/metric.py", "torchmetrics.metric", "forward")
 LIBRARY = (os.path.join(os.path.dirname(os.__file__), "functools.py"), "functools", "wrapper")
 RECIPE = (f"{PACKAGES}/fastloop/_shipped/recipes/gpt2.py", "recipes.gpt2", "forward")
+OWN_RECIPE = ("/x/project/mine.py", "fastloop.bridge.fit.recipe_modules.mine", "forward")
 OURS = (f"{PACKAGES}/fastloop/rungs/batch.py", "fastloop.rungs.batch", "split")
 FEED = (f"{PACKAGES}/fastloop/feeds/loss/padding.py", "fastloop.feeds.loss.padding", "cast")
 CALLS = (f"{PACKAGES}/fastloop/feeds/compiled/calls.py", "fastloop.feeds.compiled.calls", "call")
@@ -63,6 +64,7 @@ def called(*frames: Frame, **names: Any) -> CallSite:
         ((SCRIPT, FIT, LOOP, METRICS, TORCH), "lightning/pytorch/loops/epoch.py:3", False),
         ((SCRIPT, LIBRARY), "project/main.py:3", True),
         ((SCRIPT, FIT, LOOP, RECIPE), "recipes/gpt2.py:3", True),
+        ((SCRIPT, FIT, LOOP, OWN_RECIPE), "project/mine.py:3", True),
         ((SCRIPT, OURS, TORCH), "project/main.py:3", True),
         ((SCRIPT, FIT, LOOP, OURS), "fastloop's own rung batch", False),
         ((SCRIPT, FIT, LOOP, USER, FEED), "project/train.py:3", True),
@@ -88,6 +90,7 @@ def called(*frames: Frame, **names: Any) -> CallSite:
         "metric",
         "library",
         "recipe",
+        "own_recipe",
         "ours",
         "ours_in_a_hook",
         "ours_below_the_users",

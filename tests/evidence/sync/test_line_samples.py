@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -136,6 +137,65 @@ def test_a_group_has_the_name_of_what_lightning_called_and_validation_is_none() 
     assert (loading["of"], loading["function"]) == ("loading", "rest")
     assert (step["of"], step["function"]) == ("training_step", "doze")
     assert loading["share_pct"] + step["share_pct"] > 90, "of the looks outside of validation"
+
+
+def test_the_line_of_a_deep_recursion_is_named_with_its_share() -> None:
+    def fall(deeper: int) -> None:
+        time.sleep(BUSY_S / 40)
+        if deeper:
+            fall(deeper - 1)
+            time.sleep(BUSY_S / 40)
+
+    def training_step() -> None:
+        fall(20)
+
+    (line,) = look_at(training_step)["lines"]
+    assert line["function"] == "fall" and line["share_pct"] > 60
+
+
+def test_a_hook_behind_a_decorator_or_lightnings_own_is_a_group() -> None:
+    def timed(work: Callable[[], None]) -> Callable[[], None]:
+        def wrapper() -> None:
+            work()
+
+        return wrapper
+
+    @timed
+    def training_step() -> None:
+        doze(BUSY_S / 2)
+
+    @timed
+    def on_train_batch_end() -> None:
+        rest(BUSY_S)
+
+    def warm_up() -> None:
+        count_up(BUSY_S)
+
+    def fit_all() -> None:
+        for name, work in (("_call", training_step), ("_call", on_train_batch_end), ("lr_scheduler_step", warm_up)):
+            make_caller(name, "lightning.pytorch.core.module")(work)
+
+    lines = LineSamples()
+    lines.note_step(FIRST_STEP, 100)
+    fit(fit_all)
+    lines.stop()
+    hooks = {"training_step", "on_train_batch_end", "lr_scheduler_step"}
+    found = {line["of"]: line["function"] for line in lines.describe(hooks)["lines"]}
+    assert found == {"training_step": "doze", "on_train_batch_end": "rest", "lr_scheduler_step": "count_up"}
+    assert {line["of"] for line in lines.describe()["lines"]} == {"wrapper", "warm_up"}
+
+
+def test_a_backward_is_not_the_line_whose_closure_ran_it() -> None:
+    close = make_caller("closure", "lightning.pytorch.loops.optimization.automatic")
+    update, backward = (make_caller(name, "torch.optim.sgd") for name in ("step", "backward"))
+
+    def optimizer_step() -> None:
+        close(functools.partial(backward, functools.partial(time.sleep, 0.6 * BUSY_S)))
+        update(functools.partial(time.sleep, 0.4 * BUSY_S))
+
+    (line,) = look_at(optimizer_step)["lines"]
+    assert line["share_pct"] == pytest.approx(40, abs=8), "the update alone"
+    assert line["where"].endswith(f":{optimizer_step.__code__.co_firstlineno + 2}")
 
 
 def test_the_switch_interval_is_the_users() -> None:

@@ -159,7 +159,7 @@ def test_lines_of_steps_and_of_loading() -> None:
     seen = Measurement(evidence={"lines": {"lines": [step, sample]}})
     assert tuple(optional_tables.tabulate_lines(seen).rows) == (
         ("train.py:17 in post", "training_step", "68.0"),
-        ("data.py:9 in augment", "the loader", "20.0"),
+        ("data.py:9 in augment", "loading", "20.0"),
     )
     assert optional_tables.tabulate_lines(Measurement(evidence={"lines": {"lines": None}})).rows == []
 
