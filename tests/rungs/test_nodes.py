@@ -410,7 +410,7 @@ class Files(Dataset):
     """Opens a file for each sample."""
 
     def __len__(self) -> int:
-        return 500
+        return 600
 
     def __getitem__(self, index: int) -> Any:
         with open(__file__) as file:
@@ -427,8 +427,8 @@ def test_256_open_files(kept: bool) -> None:
     program = [sys.executable, "-c", textwrap.dedent(FEW_FILES), *([] if kept else ["--plain"])]
     done = subprocess.run(program, capture_output=True, text=True, timeout=180, cwd=Path(__file__).parents[2])
     lines = [line for line in done.stdout.splitlines() if line.startswith(("nodes", "workers"))]
-    assert lines[0].startswith("nodes trained 250 True"), done.stderr[-2000:]
-    assert lines[1].startswith(f"workers trained 250 {not kept}"), done.stderr[-2000:]
+    assert lines[0].startswith("nodes trained 300 True"), done.stderr[-2000:]
+    assert lines[1].startswith(f"workers trained 300 {not kept}"), done.stderr[-2000:]
     if kept:
         assert "Too many open files" in lines[1] or "received 0 items of ancdata" in lines[1]
 

@@ -132,8 +132,8 @@ def test_its_limits_hold_and_nothing_of_it_is_left(
     )
     wait, said = seam._wait, tmp_path / "stdout.txt"
     monkeypatch.setattr(seam, "_wait", lambda *given: wait_for(lambda: said.stat().st_size) and wait(*given))
-    for ended, out, _ in try_both(sys.executable, str(script), limits=Limits(total_s=1.5, grace_s=0.2)):
-        assert ended.cause is not None and "exceeded its time limit of 1.5 s" in ended.cause and ended.seconds < 50
+    for ended, out, _ in try_both(sys.executable, str(script), limits=Limits(total_s=0.7, grace_s=0.2)):
+        assert ended.cause is not None and "exceeded its time limit of 0.7 s" in ended.cause and ended.seconds < 50
         assert not _lives(int(out))
 
 
