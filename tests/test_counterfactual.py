@@ -16,6 +16,7 @@ from benchmarks.counterfactual import REMEDY, Script
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_starts")
 def test_a_script_with_one_rung() -> None:
     asked = ("--scripts", "tabular", "--rungs", "host", "--size", "tiny", "--steps", "40", "--forked")
     command = [sys.executable, "-m", "benchmarks.counterfactual", *asked]

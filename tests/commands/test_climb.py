@@ -17,7 +17,7 @@ from fastloop.commands.climb import climb
 from fastloop.commands.console import Answer, get_attached
 from fastloop.config.loading import load
 from fastloop.errors import ConfigError
-from fastloop.experiments.climb import budget
+from fastloop.experiments.climb import budget, candidates
 from fastloop.experiments.climb.budget import Spent
 from fastloop.experiments.climb.interface import Result
 from fastloop.experiments.trials.failures import Failed
@@ -418,7 +418,9 @@ def test_by_force_nothing_of_an_earlier_climb_is_found_again(pretend: Callable[.
 def really(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Climb with real trainings, of short windows, and with one shipped ladder, of which each rung is left out once."""
 
-    def climb_really(*overrides: str, **ladder: Any) -> Any:
+    def climb_really(*overrides: str, without: str = "", **ladder: Any) -> Any:
+        cards = {name: card for name, card in candidates.collect_cards().items() if name != without}
+        monkeypatch.setattr(candidates, "collect_cards", lambda: cards)
         monkeypatch.setattr(command, "list_shipped", lambda: {"safe": ladder})
         for name, value in (("WINDOW_S", 1.0), ("SCREEN_S", 2.0), ("WARMUP_S", 0.5)):
             monkeypatch.setattr(budget, name, value)
@@ -448,11 +450,13 @@ def test_a_slow_loader_is_found_and_mended(really: Callable[..., Any], monkeypat
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_gain_is_claimed_in_a_tuned_training(really: Callable[..., Any]) -> None:
-    """A worker hides the loader, and what is left of the step no rung can make shorter. On a busy machine a screening
-    may keep a rung by mistake: that is said, and no more."""
+    """A worker hides the loader, and what is left of the step no rung can make shorter: `nodes` can, by the two percent
+    that a worker's hand-over takes, and is left out. On a busy machine a screening may keep a rung by mistake: that is
+    said, and no more."""
     on = {"workers", "amp", "fused", "host"}
     settings = [f"rungs.{rung}.enabled=true" for rung in on]
-    found = really("recipe.step_ms=40", "recipe.load_ms=12", "rungs.workers.count=1", *settings, pin={"enabled": True})
+    settings += ["recipe.step_ms=40", "recipe.load_ms=12", "rungs.workers.count=1"]
+    found = really(*settings, without="nodes", pin={"enabled": True})
     assert found["confirmed"] is None or found["confirmed"]["verdict"] != "faster", found
     tried = {row["rung"]: row for row in found["rungs"]}
     assert tried and not on & set(tried), "it looked, and the user's word stands"

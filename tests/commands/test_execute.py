@@ -39,11 +39,11 @@ Path("up").touch()
 end = time.monotonic() + 250
 while not heard and time.monotonic() < end:
     time.sleep(0.01)
-time.sleep(3)
+time.sleep(float(sys.argv[1]))
 Path("heard").write_text(repr(list(map(int, heard))))
 sys.exit(5)
 """
-"""Says which signals came until three seconds after the first."""
+"""Says which signals came until so many seconds after the first."""
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_ctrl_c_ends_a_training_with_a_partial_report_and_leaves_no_process(plac
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_a_signal_for_us_alone_is_passed_on_once(number: int, place: Path) -> None:
-    with program("exec", "--", sys.executable, "-c", COUNTS, cwd=place, env=own(place)) as process:
+    with program("exec", "--", sys.executable, "-c", COUNTS, "1", cwd=place, env=own(place)) as process:
         wait_for((place / "up").exists)
         process.send_signal(number)
         assert process.wait(100) == 5
@@ -288,9 +288,9 @@ def test_a_signal_for_us_alone_is_passed_on_once(number: int, place: Path) -> No
 
 def test_ctrl_c_of_a_terminal_comes_once(place: Path) -> None:
     ours, theirs = pty.openpty()
-    line = [sys.executable, "-m", "fastloop", "exec", "--", sys.executable, "-c", COUNTS]
+    counts = [sys.executable, "-c", COUNTS, "3"]  # what we pass on comes two seconds later
     process = subprocess.Popen(
-        line,
+        [sys.executable, "-m", "fastloop", "exec", "--", *counts],
         cwd=place,
         stdin=theirs,
         stdout=theirs,
@@ -312,7 +312,7 @@ def test_ctrl_c_of_a_terminal_comes_once(place: Path) -> None:
 
 
 def test_when_we_are_killed_the_command_is_told_to_end(place: Path) -> None:
-    with program("exec", "--", sys.executable, "-c", COUNTS, cwd=place, env=own(place)) as process:
+    with program("exec", "--", sys.executable, "-c", COUNTS, "0.5", cwd=place, env=own(place)) as process:
         wait_for((place / "up").exists)
         members = family(process)
         process.kill()
@@ -325,7 +325,9 @@ def test_when_we_are_killed_the_command_is_told_to_end(place: Path) -> None:
 def test_what_a_failed_command_leaves_behind_is_ended(code: int, left: bool, place: Path) -> None:
     """A rank that waits for a dead one, say. What a command starts on purpose and ends well with lives on."""
     script = f"setsid sleep 250 & echo $! > pid; exit {code}"
-    assert fastloop_exec(place, "--", "sh", "-c", script).code == code
+    hurried = "from fastloop import cli\nfrom fastloop.commands import execute\nexecute.LEFT_S = 0.2\ncli.main()"
+    said = run("exec", "--", "sh", "-c", script, cwd=place, env=own(place), code=hurried)
+    assert said.code == code, said.err
     pid = int((place / "pid").read_text())
     try:
         assert (psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE) is left

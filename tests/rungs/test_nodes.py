@@ -410,7 +410,7 @@ class Files(Dataset):
     """Opens a file for each sample."""
 
     def __len__(self) -> int:
-        return 800
+        return 600
 
     def __getitem__(self, index: int) -> Any:
         with open(__file__) as file:
@@ -419,6 +419,7 @@ class Files(Dataset):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize("kept", [False, True])
 def test_256_open_files(kept: bool) -> None:
     """D7: threads need none for their batches; worker processes one for each tensor that somebody keeps, and are given
@@ -426,8 +427,8 @@ def test_256_open_files(kept: bool) -> None:
     program = [sys.executable, "-c", textwrap.dedent(FEW_FILES), *([] if kept else ["--plain"])]
     done = subprocess.run(program, capture_output=True, text=True, timeout=180, cwd=Path(__file__).parents[2])
     lines = [line for line in done.stdout.splitlines() if line.startswith(("nodes", "workers"))]
-    assert lines[0].startswith("nodes trained 400 True"), done.stderr[-2000:]
-    assert lines[1].startswith(f"workers trained 400 {not kept}"), done.stderr[-2000:]
+    assert lines[0].startswith("nodes trained 300 True"), done.stderr[-2000:]
+    assert lines[1].startswith(f"workers trained 300 {not kept}"), done.stderr[-2000:]
     if kept:
         assert "Too many open files" in lines[1] or "received 0 items of ancdata" in lines[1]
 
@@ -451,13 +452,14 @@ FEW_FILES_OF_PICTURES = """
     steps = transforms.Compose([transforms.Resize((16, 16)), transforms.ToTensor()])
     folder = datasets.ImageFolder(draw_folder(Path(sys.argv[1]), 60), steps)
     for rungs in ({"cache": {"store": "shm"}}, {"dali": {"threads": 2}}):
-        done = run(rungs, DataLoader(folder, 2), Keeps, max_epochs=12)
+        done = run(rungs, DataLoader(folder, 2), Keeps, max_epochs=10)
         (name,) = rungs
         print(name, "trained", done.trainer.global_step, done.verdict(name).took, done.verdict(name).why)
 """
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_starts")
 def test_256_open_files_with_pictures(tmp_path: Path) -> None:
     """D7: neither the cache nor DALI holds a file open for each picture or batch."""
     pytest.importorskip("torchvision")
@@ -465,6 +467,6 @@ def test_256_open_files_with_pictures(tmp_path: Path) -> None:
     program = [sys.executable, "-c", textwrap.dedent(FEW_FILES_OF_PICTURES), str(tmp_path)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=180, cwd=Path(__file__).parents[2])
     lines = [line for line in done.stdout.splitlines() if line.startswith(("cache", "dali"))]
-    assert [line.rpartition(" True")[0] for line in lines] == ["cache trained 360", "dali trained 360"], (
+    assert [line.rpartition(" True")[0] for line in lines] == ["cache trained 300", "dali trained 300"], (
         done.stdout[-2000:] + done.stderr[-2000:]
     )

@@ -21,10 +21,13 @@ def main(
 ) -> None:
     import lightning as L
     import torch
+    from torch.utils.data._utils import worker
 
     from tests.bridge.place.resumed import Recorded, fit, shuffled
     from tests.rungs.test_dali import Sees, load
     from tests.runs import watching
+
+    worker.MP_STATUS_CHECK_INTERVAL = 0.5  # how soon a worker sees that this process is gone
 
     def list_planned() -> list[str]:
         return [step.rung for step in loop.plan.steps if step.status == "planned"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 FEED = {"prefetch": {"depth": 2}}
 WORKERS = {"workers": {"count": 2, "persistent": True}, "prefetch": {"depth": 2}}
 MERGED = {**FEED, "batch": {"micro_batch": 64}}
+RUNGS = {"feed": FEED, "workers": WORKERS}
 ALL = list(range(SAMPLES))
 
 
@@ -33,16 +35,25 @@ def seeded(kind: type[Recorded] = Recorded, *settings: Any) -> Recorded:
     return kind(*settings)
 
 
-@pytest.mark.parametrize("rungs", [FEED, WORKERS], ids=["feed", "workers"])
+@functools.cache
+def train_whole(rungs: str, shuffle_seed: int | None = None, **settings: Any) -> Recorded:
+    """A run that nothing ends early: the same one for all moments at which others end."""
+    return fit(RUNGS[rungs], shuffled(shuffle_seed), seed=5, **settings)[0]
+
+
 @pytest.mark.parametrize(
-    ("accumulate", "fails_at", "behind"), [(1, 0, 0), (1, 4, 4), (3, 1, 0), (3, 4, 3), (3, 5, 3), (3, 6, 6), (3, 7, 6)]
+    ("kind", "accumulate", "fails_at", "behind"),
+    [
+        *(("feed", *case) for case in ((1, 0, 0), (1, 4, 4), (3, 1, 0), (3, 4, 3), (3, 5, 3), (3, 6, 6), (3, 7, 6))),
+        *(("workers", *case) for case in ((1, 0, 0), (1, 4, 4), (3, 5, 3), (3, 7, 6))),
+    ],
 )
 def test_what_was_on_its_way_is_not_done(
-    tmp_path: Path, rungs: Any, accumulate: int, fails_at: int, behind: int
+    tmp_path: Path, kind: str, accumulate: int, fails_at: int, behind: int
 ) -> None:
     """The batch in training_step when it fails, and the window whose gradients are lost with the process."""
     settings: dict[str, Any] = {"accumulate_grad_batches": accumulate}
-    whole, _ = fit(rungs, shuffled(), seed=5, **settings)
+    whole, rungs = train_whole(kind, **settings), RUNGS[kind]
     module = seeded()
     module.raises_at = (1, fails_at)
     saves = OnExceptionCheckpoint(str(tmp_path), "failed")
@@ -87,8 +98,11 @@ def test_resumed_inside_of_what_is_a_window_now(tmp_path: Path, first: Any) -> N
     assert models.distance(found[0][0].ends[0], found[1][0].ends[0]) < 1e-6
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("rungs", [FEED, WORKERS, MERGED], ids=["feed", "workers", "merged"])
+@pytest.mark.parametrize(
+    ("rungs", "accumulate"),
+    [(FEED, 1), (FEED, 3), (WORKERS, 1), (MERGED, 3)],
+    ids=["feed-1", "feed-3", "workers-1", "merged-3"],
+)
 def test_one_cycle_asks_for_the_loader_early(tmp_path: Path, rungs: Any, accumulate: int) -> None:
     """``estimated_stepping_batches`` makes the loader while the strategy is set up, before anything is restored."""
 
@@ -109,24 +123,26 @@ def test_one_cycle_asks_for_the_loader_early(tmp_path: Path, rungs: Any, accumul
     assert models.distance(whole.ends[1], resumed.ends[0]) < 1e-6
 
 
-@pytest.mark.parametrize("rungs", [FEED, WORKERS], ids=["feed", "workers"])
-def test_killed_twice_in_one_epoch(tmp_path: Path, rungs: Any) -> None:
-    whole, _ = fit(rungs, shuffled(), seed=5, save=tmp_path / "a", max_epochs=1)
-    once, _ = fit(rungs, shuffled(), seed=6, ckpt=tmp_path / "a" / "step=2.ckpt", save=tmp_path / "b", max_epochs=1)
+def test_killed_twice_in_one_epoch(tmp_path: Path) -> None:
+    whole, _ = fit(FEED, shuffled(), seed=5, save=tmp_path / "a", max_epochs=1)
+    once, _ = fit(WORKERS, shuffled(), seed=6, ckpt=tmp_path / "a" / "step=2.ckpt", save=tmp_path / "b", max_epochs=1)
     twice, _ = fit(FEED, shuffled(), seed=7, ckpt=tmp_path / "b" / "step=5.ckpt", max_epochs=1)
     assert once.trained == whole.trained[2:] and twice.trained == whole.trained[5:]
 
 
 def test_epochs_that_follow_draw_from_the_loaders_own_generator(tmp_path: Path) -> None:
     """It goes on where it was, also behind a checkpoint of an epoch's end."""
-    whole, _ = fit(WORKERS, shuffled(3), seed=5, save=tmp_path, max_epochs=4)
+    whole, _ = fit(WORKERS, shuffled(3), seed=5, save=tmp_path, max_epochs=3)
     for step, rungs in ((11, FEED), (16, FEED), (17, WORKERS)):
-        resumed, _ = fit(rungs, shuffled(4), seed=6, ckpt=tmp_path / f"step={step}.ckpt", max_epochs=4)
+        resumed, _ = fit(rungs, shuffled(4), seed=6, ckpt=tmp_path / f"step={step}.ckpt", max_epochs=3)
         assert resumed.trained == whole.trained[step:]
 
 
-@pytest.mark.parametrize("rungs", [FEED, WORKERS, MERGED], ids=["feed", "workers", "merged"])
-@pytest.mark.parametrize("when", ["epoch", "validation"])
+@pytest.mark.parametrize(
+    ("rungs", "when"),
+    [(FEED, "epoch"), (FEED, "validation"), (WORKERS, "validation"), (MERGED, "epoch")],
+    ids=["feed-epoch", "feed-validation", "workers-validation", "merged-epoch"],
+)
 def test_the_end_of_an_epoch(tmp_path: Path, rungs: Any, when: str) -> None:
     """The next one begins with its first batch, whether Lightning saved after the validation or after the epoch."""
     saves = ModelCheckpoint(tmp_path, filename="{epoch}", save_on_train_epoch_end=when == "epoch", save_top_k=-1)
@@ -145,11 +161,12 @@ def test_the_end_of_an_epoch(tmp_path: Path, rungs: Any, when: str) -> None:
         assert trainer.global_step == 9
 
 
-@pytest.mark.parametrize("rungs", [FEED, WORKERS], ids=["feed", "workers"])
-@pytest.mark.parametrize("step", [3, 8, 11, 16])
-def test_counted_in_steps(tmp_path: Path, rungs: Any, step: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "step"), [("feed", 3), ("feed", 8), ("feed", 11), ("feed", 16), ("workers", 8), ("workers", 11)]
+)
+def test_counted_in_steps(tmp_path: Path, kind: str, step: int) -> None:
     """``max_steps`` stops in mid-epoch or at its end; a checkpoint of then goes on there."""
-    whole, _ = fit(rungs, shuffled(3), seed=5, max_steps=24, max_epochs=-1)
+    whole, rungs = train_whole(kind, 3, max_steps=24, max_epochs=-1), RUNGS[kind]
     loop = watching(rungs)
     _, trainer = fit(None, shuffled(3), seed=5, max_steps=step, max_epochs=-1, loop=loop)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
@@ -158,8 +175,11 @@ def test_counted_in_steps(tmp_path: Path, rungs: Any, step: int) -> None:
     assert again.global_step == 24
 
 
-@pytest.mark.parametrize("rungs", [FEED, WORKERS, MERGED], ids=["feed", "workers", "merged"])
-@pytest.mark.parametrize("when", ["epoch", "validation"])
+@pytest.mark.parametrize(
+    ("rungs", "when"),
+    [(FEED, "epoch"), (FEED, "validation"), (WORKERS, "epoch"), (MERGED, "validation")],
+    ids=["feed-epoch", "feed-validation", "workers-epoch", "merged-validation"],
+)
 def test_the_end_of_an_epoch_counted_in_steps(tmp_path: Path, rungs: Any, when: str) -> None:
     class Validates(Recorded):
         def val_dataloader(self) -> Any:
@@ -176,8 +196,9 @@ def test_the_end_of_an_epoch_counted_in_steps(tmp_path: Path, rungs: Any, when: 
         assert resumed.trained == [each for each in whole.trained if each[0] > epoch]
 
 
-@pytest.mark.parametrize("rungs", [FEED, WORKERS], ids=["feed", "workers"])
-@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("rungs", "batch"), [(FEED, 1), (FEED, 3), (FEED, 4), (WORKERS, 4)], ids=["feed-1", "feed-3", "feed-4", "workers-4"]
+)
 def test_saved_in_mid_window(tmp_path: Path, rungs: Any, batch: int) -> None:
     """At the end of a batch that made no step: resumed at the window's first batch."""
 

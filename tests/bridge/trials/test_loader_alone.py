@@ -44,8 +44,8 @@ def measured(*overrides: str, beat: Path | None = None) -> Any:
 
 @pytest.mark.parametrize(
     ("overrides", "step_ms"),
-    [((), 80), (TWO, 40), (("trainer.accumulate_grad_batches=4",), 320), ((*TWO, *WINDOW), 160)],
-    ids=["no workers", "two workers", "accumulating", "two workers, windows merged"],
+    [((), 80), (("trainer.accumulate_grad_batches=4",), 320), ((*TWO, *WINDOW), 160)],
+    ids=["no workers", "accumulating", "two workers, windows merged"],
 )
 def test_a_known_loader(overrides: tuple[str, ...], step_ms: float, newborns: Callable[[], list[Any]]) -> None:
     found = measure_anew(

@@ -130,9 +130,9 @@ def test_a_training_that_hangs_says_where(tmp_path: Path) -> None:
         "arm",
         net("recipe.at=7", "recipe.does=hang", "run.max_steps=25"),
         tmp_path,
-        limits=Limits(silent_s=6, grace_s=10),
+        limits=Limits(silent_s=4, grace_s=3),
     )
-    assert found.cause == "hung: no step, output or CPU use for 6 s at step 7; it was ended"
+    assert found.cause == "hung: no step, output or CPU use for 4 s at step 7; it was ended"
     assert "in hangs" in (tmp_path / "stderr.txt").read_text(), "the line it hangs in"
     assert found.measurement is None or found.measurement.partial is True
 
@@ -141,9 +141,9 @@ def test_a_training_that_hangs_says_where(tmp_path: Path) -> None:
 @pytest.mark.multirank
 def test_a_rank_that_is_stopped_is_named_with_the_step_it_is_at(tmp_path: Path) -> None:
     stops = net("recipe.at=12", "recipe.does=stop", "recipe.rank=1", "run.devices=2", "run.max_steps=25")
-    found = run_trial("arm", stops, tmp_path, limits=Limits(silent_s=8, grace_s=3))
+    found = run_trial("arm", stops, tmp_path, limits=Limits(silent_s=5, grace_s=1))
     _, _, process = (tmp_path / "beat.1").read_text().split()
-    silent = "hung: no step, output or CPU use for 8 s"
+    silent = "hung: no step, output or CPU use for 5 s"
     stopped = f"rank 1 (process {process}) is stopped from outside at step 12, the others at step 12"
     assert (found.cause, found.last_step) == (f"{silent}; {stopped}; it was ended", 12)
 
@@ -230,9 +230,9 @@ def test_two_ranks_read_one_request_and_part(tmp_path: Path, newborns: Callable[
 def test_a_rank_that_hangs_ends_them_all(tmp_path: Path, newborns: Callable[[], list[Any]]) -> None:
     begun = time.monotonic()
     job = net("run.devices=2", "recipe.at=7", "recipe.does=hang", "recipe.rank=1", "run.max_steps=25")
-    found = run_trial("arm", job, tmp_path, limits=Limits(silent_s=6, grace_s=5))
+    found = run_trial("arm", job, tmp_path, limits=Limits(silent_s=4, grace_s=2))
     assert not found.ok and found.cause is not None and time.monotonic() - begun < 120
-    assert found.cause.startswith("hung: no step, output or CPU use for 6 s at step")
+    assert found.cause.startswith("hung: no step, output or CPU use for 4 s at step")
     assert "in hangs" in (tmp_path / "stderr.txt").read_text(), "rank 1 says where it stands"
     assert not newborns()
 

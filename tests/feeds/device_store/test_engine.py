@@ -87,7 +87,7 @@ def test_the_same_batches(tmp_path: Path, name: str, by: str, request: pytest.Fi
     if by == "kernel":
         request.getfixturevalue("fused")
     dataset = datasets.ImageFolder(
-        draw_folder(tmp_path), TRANSFORMS[name](), target_transform=lambda label: label * 0.5
+        draw_folder(tmp_path, 7), TRANSFORMS[name](), target_transform=lambda label: label * 0.5
     )
     loader = DataLoader(dataset, batch_size=5, shuffle=True)
     engine = make(loader)
@@ -114,7 +114,7 @@ def test_where_kernels_do_not_run(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("kernels_in_use", "fused")
 @pytest.mark.parametrize("name", ["cifar10", "resized"])
 def test_in_the_memory_format_that_the_model_wants(tmp_path: Path, name: str) -> None:
-    loader = DataLoader(datasets.ImageFolder(draw_folder(tmp_path), TRANSFORMS[name]()), batch_size=5)
+    loader = DataLoader(datasets.ImageFolder(draw_folder(tmp_path, 7), TRANSFORMS[name]()), batch_size=5)
     engine = make(loader)
     engine.wants_channels_last = lambda: True
     assert next(engine.load(0))[0].is_contiguous(memory_format=torch.channels_last)

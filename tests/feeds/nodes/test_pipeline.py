@@ -65,12 +65,12 @@ def read(loader: Any) -> tuple[list[list[Any]], float]:
 
 def list_threads() -> list[threading.Thread]:
     """Threads of ours, once those that have been told to end had the time."""
-    gc.collect()
     end = time.monotonic() + 50
     while True:
         ours = [each for each in threading.enumerate() if "_apply_udf" in each.name or "_queue" in each.name]
         if not ours or time.monotonic() > end:
             return ours
+        gc.collect()
         time.sleep(0.02)
 
 

@@ -173,6 +173,11 @@ class IgnoresClosure(torch.optim.SGD):
         return None
 
 
+class LBFGS(torch.optim.LBFGS):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr, max_iter=4)
+
+
 class Stops(L.Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         trainer.should_stop = args[-1] == 4
@@ -282,7 +287,7 @@ CASES: dict[str, tuple[Callable[[], Case], bool]] = {
     "limits": (lambda: {"module": Logs(), "limit_train_batches": 5, "max_steps": 7}, True),
     "stops": (lambda: {"module": Logs(), "logger": Kept(), "more": [Stops()], "min_epochs": 1}, True),
     "adam, dropout": (lambda: {"module": models.Regression(torch.optim.Adam, dropout=0.3)}, True),
-    "several closures": (lambda: {"module": models.Regression(torch.optim.LBFGS)}, True),
+    "several closures": (lambda: {"module": models.Regression(LBFGS)}, True),
     "no closure": (lambda: {"module": models.Regression(IgnoresClosure)}, True),
     "own step": (lambda: {"module": OwnStep()}, True),
     "skips steps": (lambda: {"module": Nothing()}, True),
