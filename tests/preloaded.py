@@ -231,7 +231,7 @@ _start.forks = True  # type: ignore[attr-defined]
 
 def _start_spawned(path: Any, arguments: Sequence[Any], passed: Sequence[int]) -> int:
     """In the place of multiprocessing's, for its spawned processes, and not for its trackers and servers."""
-    command, passed = [os.fsdecode(each) for each in arguments], sorted(map(int, passed))
+    command, passed = [os.fsdecode(each) for each in arguments if each != "-B"], sorted(map(int, passed))
     pid = None
     if os.fsdecode(path) == sys.executable and "spawn_main(" in " ".join(command):
         pid = _fork([sys.executable, *command[1:]], [0, 1, 2, *passed], numbers=[0, 1, 2, *passed])
@@ -347,7 +347,7 @@ def _is_pristine() -> bool:
         top = name.partition(".")[0]
         if name in _Pristine.modules or top in sys.stdlib_module_names:
             continue
-        if top not in ours or name.startswith("fastloop.bridge"):
+        if top not in ours or (name.startswith("fastloop.bridge.") and name != "fastloop.bridge.fail_open"):
             return False
     return _threads() == 1
 
