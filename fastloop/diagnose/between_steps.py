@@ -10,7 +10,14 @@ from fastloop.diagnose.remedies import Rungs
 from fastloop.records import measurement
 from fastloop.records.measurement import GAPS
 from fastloop.records.plan import Finding, say_count
-from fastloop.records.readings import name_hot_line, read_loader, restarts_workers, to_number
+from fastloop.records.readings import (
+    compute_validation_loading_pct,
+    loads_little_for_validation,
+    name_hot_line,
+    read_loader,
+    restarts_workers,
+    to_number,
+)
 
 AROUND_EPOCHS = ("on_train_epoch_end", "on_train_epoch_start")
 MOSTLY = 0.5
@@ -21,8 +28,9 @@ def find_validation(step: Attribution, rungs: Rungs) -> Finding | None:
     """Find validation inside fit, spread over the steps."""
     found = read_loader(step.measured)
     advice = "validate less often (check_val_every_n_epoch, val_check_interval) or on fewer batches (limit_val_batches)"
-    workers = found.get("validation_workers")
-    if workers == 0 and "validation_obstacle" in found:
+    workers, loading_pct = found.get("validation_workers"), compute_validation_loading_pct(step.measured)
+    facts = "" if loading_pct is None else f", of which {loading_pct:.0f} % is waiting for its batches"
+    if workers == 0 and not loads_little_for_validation(step.measured) and "validation_obstacle" in found:
         obstacle = found["validation_obstacle"]
         known = f"; but leave the validation loader without workers: {obstacle}"
         advice += ", and give the validation loader workers" if obstacle is None else known
@@ -30,7 +38,7 @@ def find_validation(step: Attribution, rungs: Rungs) -> Finding | None:
         advice = (
             f"keep the validation loader's {workers} workers between validations (persistent_workers=True); {advice}"
         )
-    return _spread(step, rungs, "validation", "validation took", advice)
+    return _spread(step, rungs, "validation", "validation took", advice, facts)
 
 
 def find_checkpoint(step: Attribution, rungs: Rungs) -> Finding | None:

@@ -28,6 +28,10 @@ ANOMALY_MODE = "anomaly_mode"
 """Among the evidence: the autograd engine looked for anomalies; absent if it did not."""
 REQUESTED_GARBAGE = "requested_garbage_collection"
 """Among the evidence: the line whose explicit ``gc.collect()`` takes longest, and its host time per step."""
+LITTLE_LOADING_PCT = 20.0
+"""Share of validation below which faster loading is no remedy for it."""
+VALIDATION = "validation"
+"""Among the evidence: ``loading_ms`` per step, how long validation waited for its batches; absent if unknown."""
 LINES = "lines"
 """Among the evidence: the user's lines that take the host's time, see `evidence/sync/line_samples.py`."""
 LOADING = "loading"
@@ -185,6 +189,19 @@ def on_gpu(seen: Measurement) -> bool:
 def read_loader(seen: Measurement) -> Mapping[str, Any]:
     """How the data was loaded; empty if not recorded."""
     return seen.evidence.get("loader") or {}
+
+
+def compute_validation_loading_pct(seen: Measurement) -> float | None:
+    """Return the share of validation that is spent waiting for batches; None if unknown."""
+    loading = to_number((seen.evidence.get(VALIDATION) or {}).get("loading_ms"))
+    whole = to_number(seen.parts_ms.get("validation"))
+    return 100 * min(1.0, loading / whole) if loading is not None and whole else None
+
+
+def loads_little_for_validation(seen: Measurement) -> bool:
+    """Whether validation is known to spend its time on something other than loading."""
+    share = compute_validation_loading_pct(seen)
+    return share is not None and share < LITTLE_LOADING_PCT
 
 
 def count_possible_workers(seen: Measurement) -> int | None:

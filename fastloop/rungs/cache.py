@@ -25,7 +25,7 @@ from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts, RowFacts, fo
 from fastloop.records.images import ImageFacts, RandomResizedCrop
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict, say_count
-from fastloop.records.readings import is_worth_handing_over, read_loader
+from fastloop.records.readings import is_worth_handing_over, loads_little_for_validation, read_loader
 
 SHARE_OF_SHM, SHARE_OF_MEMORY, SHARE_OF_DISK = 0.8, 0.5, 0.8
 """Shares of the free space. Files in shared memory use memory, which the training needs too."""
@@ -62,7 +62,8 @@ def _picks_rows(seen: Measurement) -> bool:
 def _pick_for_validation(seen: Measurement) -> tuple[Settings, str] | None:
     """Pick validation rows only if the train loader has rows too: otherwise the rung does not apply to the training."""
     refused = seen.evidence.get("refused") or {}
-    if not _picks_rows(seen) or "cache" in refused or read_loader(seen).get("validation_rows") is None:
+    has_rows = _picks_rows(seen) and read_loader(seen).get("validation_rows") is not None
+    if not has_rows or "cache" in refused or loads_little_for_validation(seen):
         return None
     return {"enabled": True}, "with the cache rung, all rows of a validation batch are picked at once"
 

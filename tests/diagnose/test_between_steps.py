@@ -105,6 +105,19 @@ def test_rows_that_validation_picks_one_by_one(rows: str) -> None:
     assert ("with the cache rung, all rows of a validation batch are picked at once" in finding.why) is (rows == "both")
 
 
+@pytest.mark.parametrize(("loading_ms", "helps"), [(None, True), (16.0, True), (2.0, False)])
+def test_faster_loading_is_no_remedy_for_validation_that_computes(loading_ms: float | None, helps: bool) -> None:
+    evidence = {} if loading_ms is None else {"validation": {"loading_ms": loading_ms}}
+    rows = {**NO_WORKERS, "rows": "TensorDataset", "validation_workers": 0, "validation_rows": "TensorDataset"}
+    (finding,) = findings(on_cpu(validation=20.0, loader=rows, evidence=evidence))
+    assert (finding.patch is not None) is helps
+    slow = {**NO_WORKERS, "validation_workers": 0, "validation_obstacle": None}
+    (finding,) = findings(on_cpu(validation=20.0, loader=slow, evidence=evidence))
+    assert ("give the validation loader workers" in finding.why) is helps
+    share = None if loading_ms is None else f", of which {5 * loading_ms:.0f} % is waiting for its batches"
+    assert ("waiting for its batches" not in finding.why) if share is None else (share in finding.why)
+
+
 def test_validation_that_an_engine_loads_needs_no_workers() -> None:
     (finding,) = findings(on_cpu(validation=20.0, loader={**NO_WORKERS, "validation_has_engine": True}))
     assert "validate less often" in finding.why and "workers" not in finding.why

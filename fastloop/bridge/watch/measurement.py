@@ -24,7 +24,7 @@ from fastloop.evidence.clock.step_account import COMPUTE
 from fastloop.evidence.clock.step_clock import EVERY, FIRST_IN_DETAIL, Window
 from fastloop.evidence.gpu import efficiency
 from fastloop.records.measurement import GPU_READINGS, PARTS, Measurement
-from fastloop.records.readings import REQUESTED_GARBAGE
+from fastloop.records.readings import REQUESTED_GARBAGE, VALIDATION
 
 SAMPLED = ("h2d", *COMPUTE)
 """Parts that are known only from steps marked in detail."""
@@ -80,6 +80,8 @@ def build_measurement(watch: Watch, about: Mapping[str, Any], evidence: Mapping[
         where = max(asked, key=asked.__getitem__)
         ms = 1e3 * asked[where] / window.steps
         evidence = {**evidence, REQUESTED_GARBAGE: {"where": where, "ms_per_step": ms}}
+    if watch.marks.validation_loading_s:
+        evidence = {**evidence, VALIDATION: {"loading_ms": 1e3 * watch.marks.validation_loading_s / window.steps}}
     if (long := find_pauses(window.step_s)) is not None:
         evidence = {**evidence, PAUSES: {"ms_per_step": 1e3 * long.s_per_step, "steps": long.steps}}
     common["evidence"] = evidence

@@ -19,6 +19,8 @@ from fastloop.evidence.clock.step_clock import RARE, Clock
 
 NEXT = "].train_dataloader_next"
 """The end of an action's name; before it is the name of the loop's class, which may be the user's."""
+VALIDATION_NEXT = "].val_next"
+"""The same in validation."""
 BODY = "run_training_batch"
 PIECE = "[fastloop]"
 """Prefix of the phases that fastloop's own code runs inside one of Lightning's calls."""
@@ -152,6 +154,20 @@ class _Turn:
             self.turn()
 
 
+class _ValidationNext:
+    """The wait for a validation batch, which is timed within the phase of validation."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks, self._since = marks, 0.0
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self.marks.whole:
+            self.marks.validation_loading_s += time.perf_counter() - self._since
+
+
 class _Body:
     """The work of one batch."""
 
@@ -172,6 +188,7 @@ class Marks:
 
     Attributes:
         hooks_s: host seconds by action: in every step for hooks outside the batch's work, for others in detailed steps.
+        validation_loading_s: host seconds spent waiting for validation batches.
         ranges: a trace that is being recorded, which gets the same phases by name.
         whole: whether the current step is entirely inside the window, unlike the one in which it opens.
         in_work: whether a batch's work is running.
@@ -186,6 +203,7 @@ class Marks:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.hooks_s: defaultdict[str, float] = defaultdict(float)
+        self.validation_loading_s = 0.0
         self.ranges: Any = None
         self.in_work = self.whole = False
         self.saver: _Phase | None = None
@@ -212,7 +230,7 @@ class Marks:
         if (
             clock.phase in RARE
             and context is not NOTHING
-            and not (isinstance(context, _Turn) or context.phase == "checkpoint")
+            and not (isinstance(context, (_Turn, _ValidationNext)) or context.phase == "checkpoint")
         ):
             return NOTHING
         return context
@@ -253,6 +271,8 @@ class Marks:
             self.ranges.pop()
 
     def _make_phase(self, name: str) -> Any:
+        if name.endswith(VALIDATION_NEXT):
+            return _ValidationNext(self)
         phase = find_phase(name)
         if phase is None or (phase == "callbacks_logging" and name in self.unheard):
             return NOTHING

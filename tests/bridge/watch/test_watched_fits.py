@@ -17,11 +17,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from fastloop import FastLoop
 from fastloop.bridge.watch.live_metrics import LiveMetrics
 from fastloop.records.measurement import Measurement
+from fastloop.records.readings import compute_validation_loading_pct
 from tests.bridge.watch import planted
 from tests.bridge.watch.made_up import forget_compiles
 from tests.bridge.watch.planted import (
@@ -249,6 +250,20 @@ def test_a_checkpoint_within_validation_is_a_checkpoint(tmp_path: Path) -> None:
     assert count_naps() >= planted.STEPS - 1, "one validation a step, and a save in each"
     assert 0.9 * NAP_MS <= (seen.parts_ms["checkpoint"] or 0.0) <= NAP_MS + 3 * HALF
     assert (seen.parts_ms["validation"] or 0.0) < 2 * HALF
+
+
+@pytest.mark.parametrize("place", ["collate in validation", "validation_step"])
+def test_how_long_validation_waits_for_its_batches(place: str) -> None:
+    def collate(samples: list[Any]) -> Any:
+        planted.nap("collate in validation")
+        return default_collate(samples)
+
+    val = DataLoader(planted.Data(2 * planted.BATCH), planted.BATCH, collate_fn=collate)
+    seen = watched(place, val=val, val_check_interval=1)
+    assert seen.parts_ms["validation"] == pytest.approx(2 * NAP_MS, rel=0.25), "two batches a step"
+    waits = compute_validation_loading_pct(seen)
+    assert waits is not None and (waits > 80 if place != "validation_step" else waits < 20)
+    assert not any("val_next" in name for name in seen.hooks_ms)
 
 
 @pytest.mark.parametrize("follows", ["checkpoint", "validation"])
