@@ -221,7 +221,7 @@ def test_no_workers_where_their_batches_could_not_come_back(monkeypatch: pytest.
             assert ours.verdict("workers").took is (length == 75)
         assert f"paths below {place} are too long; set TMPDIR to a shorter directory" in (ours.reason("workers") or "")
         with pytest.raises(RuntimeError, match="timed out"):  # what the training would wait for
-            next(iter(batches(64, num_workers=1, timeout=3)))
+            next(iter(batches(64, num_workers=1, timeout=2)))
 
 
 @pytest.mark.parametrize(("ranks", "cpus"), [(1, 2), (2, 4), (4, 8), (1, 3), (4, 9)])

@@ -177,7 +177,7 @@ def test_why_there_is_no_rate(args: str, ask: Ask, cause: str, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_script_that_hangs_is_ended_and_says_where(tmp_path: Path, newborns: Callable[[], list[Any]]) -> None:
-    found = arm("--does hangs").run("arm", tmp_path, Ask(), limits=Limits(silent_s=6, grace_s=10))
+    found = arm("--does hangs").run("arm", tmp_path, Ask(), limits=Limits(silent_s=6, grace_s=2))
     assert found.cause is not None
     assert re.fullmatch(r"hung: no step, output or CPU use for 6 s at step \d+; it was ended", found.cause)
     assert "in misbehave" in (tmp_path / "stderr.txt").read_text(), "the line it hangs in"
