@@ -98,11 +98,11 @@ def test_reloaded_loaders_are_changed_again_and_let_go(monkeypatch: pytest.Monke
             alive.append(sum(made() is not None for made in module.made))
 
     settings: dict[str, Any] = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1}
-    plain, ours = both(
-        {**WORKERS, "prefetch": {}}, lambda: None, Reloads, callbacks=lambda: (Counts(),), **settings
-    )
+    plain, ours = both({**WORKERS, "prefetch": {}}, lambda: None, Reloads, callbacks=lambda: (Counts(),), **settings)
     assert same(plain, ours) and ours.seen("prefetch")["batches"] == 12 and ours.seen("workers")["live_workers"] == 2
-    assert len(alive) == 8 and alive[4] == 1 and max(alive[4:]) <= 2  # the last generation and this one, not one for each epoch
+    assert (
+        len(alive) == 8 and alive[4] == 1 and max(alive[4:]) <= 2
+    )  # the last generation and this one, not one for each epoch
 
 
 def test_a_users_own_workers_do_not_pile_up_over_reloads(monkeypatch: pytest.MonkeyPatch) -> None:  # D7, D20
