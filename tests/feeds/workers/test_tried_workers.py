@@ -348,7 +348,7 @@ SMALL_SHM = """
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm takes root")
 def test_a_small_shared_memory_in_earnest(tmp_path: Any) -> None:
-    """16 MiB, known or not, and batches of 8: as plain workers fail there, the control, tried ones leave their place."""
+    """16 MiB, known or not; batches of 8: plain workers fail there, the control; tried ones leave their place."""
     script = tmp_path / "small.py"
     script.write_text(textwrap.dedent(SMALL_SHM))
     inside = f"mount -t tmpfs -o size=16m tmpfs /dev/shm && exec {sys.executable} {script}"
