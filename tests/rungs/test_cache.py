@@ -331,6 +331,7 @@ def test_undo(fails: bool, tmp_path: Path) -> None:
 CRASH = """
     import sys, time
     from pathlib import Path
+    from torch.utils.data._utils import worker
     from fastloop.feeds.cache import places
     from tests.rungs.test_cache import CACHE, Pictures, loader
     from tests.runs import run
@@ -339,16 +340,12 @@ CRASH = """
             print("epoch", flush=True)
             time.sleep(1000)
     if __name__ == "__main__":
+        worker.MP_STATUS_CHECK_INTERVAL = 0.2  # how often workers look for their parent
         root = Path(sys.argv[1])
         places.find_shm_root = lambda: root / "shm"
         store = {"store": sys.argv[2]}
         run({"cache": store, "workers": {"count": 2}}, loader(root / "pictures"), Stops, max_epochs=2)
 """
-
-
-def list_workers(folder: Path) -> list[psutil.Process]:
-    """Processes that were forked from the program above."""
-    return [each for each in psutil.process_iter(["cmdline"]) if str(folder) in (each.info["cmdline"] or ())]
 
 
 def is_over(process: psutil.Process) -> bool:
@@ -359,6 +356,7 @@ def is_over(process: psutil.Process) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize("store", ["shm", "disk"])
 def test_a_killed_run_leaves_what_the_next_can_use_or_sweep(store: str, tmp_path: Path) -> None:
     """K7, and nothing left in shared memory once another run has started."""
@@ -366,11 +364,11 @@ def test_a_killed_run_leaves_what_the_next_can_use_or_sweep(store: str, tmp_path
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert killed.stdout is not None and "epoch\n" in iter(killed.stdout.readline, "")
     assert (tmp_path / "shm").exists() == (store == "shm"), "the fault fired"
-    workers = list_workers(tmp_path)
-    assert killed.pid in [each.pid for each in workers]
+    workers = psutil.Process(killed.pid).children(recursive=True)
+    assert len(workers) >= 2
     killed.send_signal(signal.SIGKILL)
     killed.wait(100)
-    wait_for(lambda: all(map(is_over, workers)))  # they look for their parent every five seconds
+    wait_for(lambda: all(map(is_over, workers)))
     ours = run({"cache": {"store": store}}, loader(tmp_path / "pictures"), Pictures, max_epochs=2)
     assert ours.seen("cache")["misses"] == (12 if store == "shm" else 0)
     killed.stdout.close()
@@ -398,8 +396,15 @@ if __name__ == "__main__":
 """
 
 
+def is_in_session(process: psutil.Process, number: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.getsid(process.pid) == number and not is_over(process)
+    return False
+
+
 @pytest.mark.slow
 @pytest.mark.multirank
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize("store", ["shm", "disk"])
 def test_one_of_two_ranks_that_fill_a_store_is_killed(store: str, tmp_path: Path) -> None:
     """K6: the training ends, and the next one reads no half of an entry."""
@@ -407,19 +412,21 @@ def test_one_of_two_ranks_that_fill_a_store_is_killed(store: str, tmp_path: Path
     program.write_text(TWO_RANKS)
     loader(tmp_path / "pictures")
 
-    def fit(*more: str) -> subprocess.CompletedProcess[str]:
+    def fit(*more: str) -> tuple[int, str, str]:
+        """Exit code and both streams, once all that was started is gone."""
         command = [sys.executable, str(program), str(tmp_path), store, *more]
-        home = {"XDG_CACHE_HOME": str(tmp_path / "home"), "PYTHONPATH": os.getcwd()}
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=200, env=os.environ | home, start_new_session=True
-        )
+        env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "home"), "PYTHONPATH": os.getcwd()}
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True) as begun:
+            out, err = begun.communicate(timeout=200)
+        wait_for(lambda: not any(is_in_session(each, begun.pid) for each in psutil.process_iter()))
+        return begun.returncode, out, err[-2000:]
 
-    dead = fit("dies")
-    assert dead.returncode != 0 and "killed" in dead.stdout, dead.stderr[-2000:]
-    assert not list_workers(tmp_path)
-    ours = fit()
-    assert ours.returncode == 0, ours.stderr[-2000:]
-    found = next(json.loads(line[6:]) for line in ours.stdout.splitlines() if line.startswith("cache "))
+    code, out, err = fit("dies")
+    assert code != 0 and "killed" in out, err
+    code, out, err = fit()
+    assert code == 0, err
+    found = next(json.loads(line[6:]) for line in out.splitlines() if line.startswith("cache "))
     assert found["hits"] + found["misses"] == 18, "what one rank draws"
     assert found["damaged"] == 0 and found["hits"] >= 12 and found["kept_samples"] in (6, 12), found
 

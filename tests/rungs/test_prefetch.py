@@ -299,8 +299,7 @@ def stateful(workers: int) -> Any:
     return StatefulDataLoader(numbered(40), batch_size=2, shuffle=True, num_workers=workers)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(("depth", "workers"), [(1, 0), (3, 0), (3, 2)])
 def test_a_resumed_epoch_misses_and_repeats_nothing(
     on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int, workers: int
 ) -> None:

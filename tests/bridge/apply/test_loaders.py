@@ -97,11 +97,12 @@ def test_reloaded_loaders_are_changed_again_and_let_go(monkeypatch: pytest.Monke
             gc.collect()
             alive.append(sum(made() is not None for made in module.made))
 
-    settings = {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 1}
-    plain, ours = both({**WORKERS, "prefetch": {}}, lambda: None, Reloads, **settings)
-    assert same(plain, ours) and ours.seen("prefetch")["batches"] == 15 and ours.seen("workers")["live_workers"] == 2
-    run({**WORKERS, "prefetch": {}}, None, Reloads, callbacks=(Counts(),), **settings)
-    assert alive[0] == 1 and max(alive) <= 2  # the last generation and this one, not one for each epoch
+    settings: dict[str, Any] = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1}
+    plain, ours = both({**WORKERS, "prefetch": {}}, lambda: None, Reloads, callbacks=lambda: (Counts(),), **settings)
+    assert same(plain, ours) and ours.seen("prefetch")["batches"] == 12 and ours.seen("workers")["live_workers"] == 2
+    assert (
+        len(alive) == 8 and alive[4] == 1 and max(alive[4:]) <= 2
+    )  # the last generation and this one, not one for each epoch
 
 
 def test_a_users_own_workers_do_not_pile_up_over_reloads(monkeypatch: pytest.MonkeyPatch) -> None:  # D7, D20
@@ -116,10 +117,10 @@ def test_a_users_own_workers_do_not_pile_up_over_reloads(monkeypatch: pytest.Mon
             workers.append(len(multiprocessing.active_children()))
 
     rungs = {"workers": {"persistent": "auto"}, "prefetch": {}, "pin": {}}
-    plain, ours = both(rungs, lambda: None, Keeps, max_epochs=5, reload_dataloaders_every_n_epochs=1)
-    assert same(plain, ours) and workers == [2] * 10 and not multiprocessing.active_children()
+    plain, ours = both(rungs, lambda: None, Keeps, max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    assert same(plain, ours) and workers == [2] * 6 and not multiprocessing.active_children()
     loader = ours.seen("loader")
-    assert loader["reload_every_n_epochs"] == 1 and loader["worker_restarts"] == 4, "each reload starts new ones"
+    assert loader["reload_every_n_epochs"] == 1 and loader["worker_restarts"] == 2, "each reload starts new ones"
 
 
 def test_transfer_hooks_survive_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,16 +144,16 @@ def test_transfer_hooks_survive_a_reload(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_several_loaders_with_transfer_hooks(monkeypatch: pytest.MonkeyPatch, reload: int) -> None:
     """The hooks expect one batch of all loaders: the feed is given up, and the plain run's calls remain."""
     feed_on_cpu(monkeypatch)
-    plain, ours = both({**WORKERS, "prefetch": {}}, two, Two, max_epochs=3, reload_dataloaders_every_n_epochs=reload)
+    plain, ours = both({**WORKERS, "prefetch": {}}, two, Two, max_epochs=2, reload_dataloaders_every_n_epochs=reload)
     assert str(ours.reason("prefetch")).startswith("with several train loaders, your transfer hooks expect")
-    assert same(plain, ours) and ours.module.calls == plain.module.calls and len(plain.module.calls) == 45
+    assert same(plain, ours) and ours.module.calls == plain.module.calls and len(plain.module.calls) == 30
     assert ours.verdict("workers").took and ours.seen("prefetch")["batches"] == 0
 
 
 def test_several_loaders_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     feed_on_cpu(monkeypatch)
-    plain, ours = both({**WORKERS, "prefetch": {}}, two, TwoPlain, max_epochs=3)
-    assert same(plain, ours) and ours.seen("prefetch")["batches"] == 30
+    plain, ours = both({**WORKERS, "prefetch": {}}, two, TwoPlain, max_epochs=2)
+    assert same(plain, ours) and ours.seen("prefetch")["batches"] == 20
 
 
 class Moves(Sampler[int]):
@@ -289,8 +290,8 @@ def test_loaders_with_iterators_of_their_own_draw_as_they_would(
     def train() -> Any:
         return kind(numbered(24), batch_size=4, shuffle=True, num_workers=workers)
 
-    plain, ours = both({"prefetch": {}}, train, max_epochs=3)
-    assert ours.seen("prefetch")["batches"] == 3 * len(train()) and same(plain, ours)
+    plain, ours = both({"prefetch": {}}, train, max_epochs=2)
+    assert ours.seen("prefetch")["batches"] == 2 * len(train()) and same(plain, ours)
 
 
 def test_of_several_loaders_the_shorter_ones_are_asked_beyond_their_end() -> None:
@@ -298,7 +299,7 @@ def test_of_several_loaders_the_shorter_ones_are_asked_beyond_their_end() -> Non
         longer = DataLoader(numbered(24), 4, sampler=RandomSampler(range(24), generator=torch.Generator()))
         return {"a": longer, "b": batches(batch_size=4, sampler=Moves())}
 
-    plain, ours = both(WORKERS, train, TwoPlain, max_epochs=3)
+    plain, ours = both(WORKERS, train, TwoPlain, max_epochs=2)
     assert ours.verdict("workers").took and same(plain, ours)
 
 
@@ -353,7 +354,7 @@ def test_the_same_combined_loader_on_every_reload() -> None:
         def on_train_epoch_start(self) -> None:
             self.kinds += [type(getattr(loader, "inner", loader)).__name__ for loader in self.combined.flattened]
 
-    plain, ours = both(WORKERS, lambda: None, Keeps, max_epochs=4, reload_dataloaders_every_n_epochs=1)
+    plain, ours = both(WORKERS, lambda: None, Keeps, max_epochs=3, reload_dataloaders_every_n_epochs=1)
     assert same(plain, ours) and set(ours.module.kinds) == {"DataLoader"}
     assert all(type(loader) is DataLoader and loader.num_workers == 0 for loader in ours.module.combined.flattened)
 
@@ -407,12 +408,12 @@ def test_all_data_rungs_together(micro: int, monkeypatch: pytest.MonkeyPatch, tm
             which, batches(84, shuffle=True), max_epochs=epochs, accumulate_grad_batches=4, val=batches(), **settings
         )
 
-    plain, ours = fit(None, 6), fit(rungs, 6)
+    plain, ours = fit(None, 3), fit(rungs, 3)
     assert [verdict.took for verdict in ours.loop.verdicts if verdict.rung != "prefetch"] == [True, True]  # type: ignore[union-attr]
     assert ours.module.samples == plain.module.samples and distance(plain, ours) < 1e-6
     assert ours.record.validated == plain.record.validated
-    fit(rungs, 2).trainer.save_checkpoint(tmp_path / "half.ckpt")
-    halves = [fit(which, 4, ckpt=tmp_path / "half.ckpt") for which in (None, rungs)]
+    fit(rungs, 1).trainer.save_checkpoint(tmp_path / "half.ckpt")
+    halves = [fit(which, 2, ckpt=tmp_path / "half.ckpt") for which in (None, rungs)]
     assert halves[1].module.samples == halves[0].module.samples and distance(*halves) < 1e-6
 
 

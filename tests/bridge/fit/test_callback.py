@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
@@ -52,6 +53,12 @@ def fit(loop: FastLoop | None, **settings: Any) -> Regression:
     module = Regression()
     trainer(**{"max_epochs": 2, **settings}, callbacks=[loop] if loop else []).fit(module, loader(shuffle=True))
     return module
+
+
+@functools.cache
+def plain_losses() -> list[float]:
+    """Those of the same fit without us."""
+    return fit(None).losses
 
 
 # -- what it refuses ------------------------------------------------------------------------------------------------
@@ -235,10 +242,10 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 def test_watching_fails_open(
     place: str, config: Any, monkeypatch: pytest.MonkeyPatch, warned: list[str], tmp_path: Path
 ) -> None:
-    plain = fit(None)
+    plain = plain_losses()
     monkeypatch.setattr(place, broken)
     loop = FastLoop(config, out=tmp_path)
-    assert fit(loop).losses == plain.losses
+    assert fit(loop).losses == plain
     assert len(warned) == 1 and "ZeroDivisionError: planted" in warned[0] and "training continues" in warned[0], warned
     assert _get_current_dispatch_mode_stack() == [] and find_other_profiler(cuda=False) is None, (
         "nothing of ours goes on"
@@ -262,11 +269,11 @@ def test_watching_fails_open(
 def test_a_rung_that_cannot_be_applied_is_skipped_with_the_reason(
     place: str, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
-    plain = fit(None)
+    plain = plain_losses()
     monkeypatch.setattr(f"fastloop.bridge.{place}", broken)
     loop = FastLoop(WORKERS, quiet=True)
     module = fit(loop)
-    assert module.losses == plain.losses and warned == []
+    assert module.losses == plain and warned == []
     assert [(verdict.took, "planted" in verdict.why) for verdict in loop.verdicts] == [(False, True)]
     assert loop.measurement is not None and loop.measurement.total_steps == 16
     strict = Regression()

@@ -570,7 +570,7 @@ class Tidies(Regression):
 def test_a_line_that_collects_garbage_is_named(often: bool) -> None:
     host = {"enabled": True, "gc_every_steps": 4}
     loop = FastLoop({"watch": {"warmup_steps": 5}, "rungs": {"host": host}}, quiet=True)
-    pairs = torch.utils.data.TensorDataset(torch.ones(120, 8), torch.ones(120, 1))
+    pairs = torch.utils.data.TensorDataset(torch.ones(80, 8), torch.ones(80, 1))
     trainer(callbacks=[loop]).fit(Tidies(often), torch.utils.data.DataLoader(pairs, batch_size=8))
     assert loop.measurement is not None
     found = loop.measurement.evidence.get("requested_garbage_collection")

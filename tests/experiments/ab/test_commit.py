@@ -88,7 +88,7 @@ def left(jobs: Path) -> list[str]:
 @pytest.mark.timeout(280)
 def test_a_faster_working_tree_is_faster_than_its_commit(jobs: Path) -> None:
     (jobs / "parts.py").write_text(FAST)
-    options = ("--runs", "3", "--steps", "60", "--out", "../out", "--json", "-", "watch.warmup_steps=5")
+    options = ("--runs", "3", "--steps", "30", "--out", "../out", "--json", "-", "watch.warmup_steps=5")
     said = run("ab", "--script", "train.py", "--vs-commit", "main", *options, cwd=jobs, limit_s=200)
     assert said.code == 0, said.err
     found = strictly(said.out)

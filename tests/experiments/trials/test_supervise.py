@@ -163,8 +163,8 @@ def test_what_computes_for_ever_ends_by_the_total_limit(child: bool, tmp_path: P
     (tmp_path / "computes.py").write_text(COMPUTES.format(s=60))
     waits = "import subprocess, sys; subprocess.run([sys.executable, 'computes.py'])"
     code = waits if child else COMPUTES.format(s=60)
-    found = ended(code, tmp_path, ["up"], limits={"silent_s": 4, "total_s": 5})
-    assert found.cause == "exceeded its time limit of 5 s; it was ended"
+    found = ended(code, tmp_path, ["up"], limits={"silent_s": 2.5, "total_s": 3})
+    assert found.cause == "exceeded its time limit of 3 s; it was ended"
 
 
 def test_a_command_with_slow_steps_is_ended_after_a_few(tmp_path: Path) -> None:
@@ -183,9 +183,9 @@ def test_one_long_step_is_no_slow_training(tmp_path: Path) -> None:
 
 
 def test_once_it_only_idles_it_is_hung(tmp_path: Path) -> None:
-    idles = COMPUTES.format(s=2) + "while True: time.sleep(0.05)"
-    found = ended(idles, tmp_path, limits={"silent_s": 2})
-    assert found.cause == "hung: no step, output or CPU use for 2 s; it was ended"
+    idles = COMPUTES.format(s=1.5) + "while True: time.sleep(0.05)"
+    found = ended(idles, tmp_path, limits={"silent_s": 1.2})
+    assert found.cause == "hung: no step, output or CPU use for 1.2 s; it was ended"
 
 
 def test_a_child_that_lives_on_is_ended_at_its_total_limit(tmp_path: Path) -> None:

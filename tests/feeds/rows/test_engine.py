@@ -212,7 +212,7 @@ def test_samplers_draw_when_they_would_have_drawn(order: str, workers: dict[str,
     def train(rungs: Any) -> list[float]:
         module = Drawing()
         train, val = (DataLoader(Pairs(), **ORDERS[order](), **workers) for _ in range(2))
-        watcher, _ = fit(rungs, module, train, val=val, max_epochs=3, limit_train_batches=5, limit_val_batches=5)
+        watcher, _ = fit(rungs, module, train, val=val, max_epochs=2, limit_train_batches=5, limit_val_batches=5)
         assert not rungs or (verdict(watcher, "cache").took and evidence(watcher, "cache")["validation_row_batches"])
         return module.losses
 

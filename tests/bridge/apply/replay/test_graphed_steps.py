@@ -194,7 +194,7 @@ def test_a_recording_that_fails_leaves_no_trace(recorder: type[FakeRecorder], fa
 def test_replays_that_are_slower_are_the_users_own_wish(
     recorder: type[FakeRecorder], asked: Any, replayed: bool
 ) -> None:
-    recorder.slow_s = 0.4
+    recorder.slow_s = 0.2
     ours = seeded(Step)
     watcher, _ = fit({"host": {"step_graph": asked}}, ours, models.loader(24))
     found = evidence(watcher, "host")
@@ -552,7 +552,7 @@ def test_attributes_with_names_of_functions_are_fine() -> None:
 
 
 def test_a_busy_device_is_not_recorded(recorder: type[FakeRecorder]) -> None:
-    recorder.busy_s = 0.2
+    recorder.busy_s = 0.1
     watcher, _ = fit({"host": {"step_graph": "auto"}}, seeded(Step), models.loader(24))
     assert evidence(watcher, "host")["graph_refused"].startswith("the device is busy already: the host launches")
     assert recorder.recordings == 0
