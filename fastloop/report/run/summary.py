@@ -150,10 +150,8 @@ def list_fixes(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
     fixes: dict[str, str] = {}
     for place, (finding, title) in enumerate(zip(findings, titles, strict=True)):
         if finding.patch:
-            share = (
-                "" if place < EXPLAINED or finding.share_pct is None else f" ({finding.share_pct:.0f} % of the step)"
-            )
-            against = "" if title == titles[0] else f"   against {title}{share}"
+            share = "" if place < EXPLAINED or finding.share_pct is None else f", {finding.share_pct:.0f} % of the step"
+            against = "" if title == titles[0] else f" (against {title}{share})"
             fixes.setdefault(_flatten(dump_on_one_line(finding.patch)), against)
     return [f"{patch}{against}" for patch, against in fixes.items()]
 

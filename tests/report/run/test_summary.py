@@ -258,8 +258,8 @@ def test_a_patch_says_against_what_it_helps_where_that_is_not_the_headline() -> 
     ]
     lines = summary.write_lines(SEEN, Plan(), [], findings)
     assert [line for line in lines if line.startswith("FIX")] == [
-        "FIX      rungs.workers {enabled: true}   against STARVED BY DATA",
-        f"FIX      rungs.amp {{enabled: true}}   against BUSY ({WAITS.share_pct:.0f} % of the step)",
+        "FIX      rungs.workers {enabled: true} (against STARVED BY DATA)",
+        f"FIX      rungs.amp {{enabled: true}} (against BUSY, {WAITS.share_pct:.0f} % of the step)",
     ]
     assert "FIX      rungs.amp {enabled: true}" in summary.write_lines(SEEN, Plan(), [], findings[2:])
 
