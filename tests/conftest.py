@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
+import random
+import shutil
 import signal
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +58,11 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
         signal.signal(_number, _handler)
 
 
+# What runs remember for later ones on this machine: the user's stays as it is, and tests share nothing.
+_CACHES = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="fastloop-tests-")
+atexit.register(shutil.rmtree, _CACHES, ignore_errors=True)
+
+
 # Workers share the processors, and what is trained is too small for a second thread. torch reads this when it is
 # imported, which no plugin and no setting does before.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -71,7 +81,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def police() -> Iterator[None]:
-    """Fail a test that leaves something behind."""
+    """Fail a test that leaves something behind, outside of a cache of its own."""
+    os.environ["XDG_CACHE_HOME"] = tempfile.mktemp(dir=_CACHES)
+    _seed()
     before_threads = set(threading.enumerate())
     before_variables = dict(os.environ)
     before_passes = list(gc.callbacks)
@@ -85,6 +97,15 @@ def police() -> Iterator[None]:
     assert heard == before_passes, "something still hears the garbage collector"
     assert not (left := _wait(lambda: _threads(before_threads))), f"leaked threads: {left}"
     assert not (left := _wait(lambda: _children(before_children))), f"leaked processes: {left}"
+
+
+def _seed() -> None:
+    """Seed what tests leave unseeded: else their numbers would depend on the tests before."""
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 def _wait(leftovers: object, limit_s: float = 5.0) -> list[str]:
@@ -172,13 +193,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs note for later ones stays in the test's own folder, and nothing is noted yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def own_place(here: Path, own_cache: None, monkeypatch: pytest.MonkeyPatch, quick_starts: None) -> None:
+def own_place(here: Path, monkeypatch: pytest.MonkeyPatch, quick_starts: None) -> None:
     """A folder and a cache of its own, for a test that starts trainings."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 

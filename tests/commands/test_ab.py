@@ -22,7 +22,7 @@ from tests.commands.command_line import CommandLine, strictly
 from tests.experiments.made_arms import MadeArm
 from tests.trainings import NET
 
-pytestmark = pytest.mark.usefixtures("here", "own_cache")
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def asked(*vs: str, base: str | None = "cifar10", **more: Any) -> AbRequest:

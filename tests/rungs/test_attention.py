@@ -18,7 +18,7 @@ from tests import models
 from tests.feeds.attention import spellings
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
 
-pytestmark = pytest.mark.usefixtures("own_cache", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 ATTENTION: dict[str, Any] = {"attention": {}}
 

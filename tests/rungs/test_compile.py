@@ -25,7 +25,7 @@ from fastloop.rungs.compile import Compile
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
 
-pytestmark = pytest.mark.usefixtures("own_cache", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 COMPILE: dict[str, Any] = {"compile": {}}
 FACTS: dict[str, Any] = {"compiler": "g++", "compile_targets": ("net",)}

@@ -12,8 +12,6 @@ from fastloop.bridge.apply.precision_fallback import PrecisionFallback
 from fastloop.errors import FastLoopError
 from tests.bridge.apply.rehearse.test_rehearsal import Module, config, data, fit, read
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 
 class Counts(Module):
     """Computes an accuracy with numpy, from some step on; and one in validation if asked."""

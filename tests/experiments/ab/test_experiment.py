@@ -18,8 +18,6 @@ from fastloop.records.store import to_json
 from fastloop.report.experiments import ab_report
 from tests.experiments.made_arms import MadeArm
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 BASE = MadeArm()
 AMP = MadeArm(
     name="amp",

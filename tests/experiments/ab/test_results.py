@@ -17,8 +17,6 @@ from fastloop.report.drawing.html import draw_reports
 from fastloop.report.experiments import ab_report
 from tests.experiments.made_arms import MadeArm
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 
 def done(place: Path, *arms: MadeArm) -> Experiment:
     sides = list_sides([MadeArm(), *arms], aa=True)

@@ -69,7 +69,7 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> World:
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
     monkeypatch.setattr(ConfigArm, "run", lambda arm, *rest, **more: made.run(arm, *rest, **more))
     return made

@@ -17,8 +17,6 @@ from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.records.plan import Change, Step
 from tests.bridge.apply.rehearse.test_rehearsal import Brief, Inner, config, fit, plant, read
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 LATER = pytest.mark.timeout(250)
 
 
@@ -125,7 +123,6 @@ def make_budget(steps_left: int) -> tuple[budget.TrialBudget, Step]:
     return made, Step(rung="compile", status="planned", change=change)
 
 
-@pytest.mark.usefixtures("own_cache")
 def test_a_failure_with_one_optimizer_is_none_of_another() -> None:
     module, settings = torch.nn.Linear(2, 2), {"foreach": False}
     change: Any = Change(actions=(), parity="approximate", rehearse="optimizers")

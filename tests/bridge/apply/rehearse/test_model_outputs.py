@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from fastloop.feeds.batch_tree import iterate_tensors
 from tests.bridge.apply.rehearse.test_rehearsal import Module, config, fit
 
-pytestmark = pytest.mark.usefixtures("own_cache", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class ModelOutput(OrderedDict[str, Any]):

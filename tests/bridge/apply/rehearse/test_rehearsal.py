@@ -28,8 +28,6 @@ from fastloop.rungs.amp import Amp
 from fastloop.rungs.layout import Layout
 from tests.bridge.launch import python
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 Forward = Callable[[Callable[..., Any]], Callable[..., Any]]
 """From a module's forward to the one that a planted rung puts in its place."""
 

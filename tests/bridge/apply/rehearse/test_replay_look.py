@@ -24,8 +24,6 @@ from tests import models
 from tests.bridge.watch import planted
 from tests.feeds.step_graph.fake import FakeRecorder
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 LONG = 100_000
 """Steps that a run plans, so that trying a rung takes no more than a twentieth; it ends before."""
 EAGER_S, REPLAYED_S = 0.10, 0.06

@@ -27,8 +27,6 @@ from tests.bridge.apply.rehearse.test_rehearsal import Manual, Module, config, f
 from tests.bridge.launch import python
 from tests.bridge.watch import planted
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 SLOW_S = 0.03
 """What a planted rung sleeps in a step; a step without takes a twentieth of it."""
 LONG = 100_000
