@@ -18,13 +18,14 @@ demo: .venv/.demo
 		|| test $$? -eq 4
 	@echo "The pictures: $(OUT)/run/report.html (why it is slow) and $(OUT)/ab/report.html (what a rung gains)"
 
-# What fails beside other tests runs once more by itself; only what fails twice fails this target.
+# What fails beside other tests runs once more by itself; only what fails twice fails a target.
+run_tests = $(1) -n $(2) --dist worksteal || { test $$? -eq 1 && $(1) --last-failed --last-failed-no-failures none; }
+
 # Three processes for two cores: tests often wait for what they started.
 # With large pages for what malloc gives out, forks of these large processes cost half as much.
 test: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
 test: .venv/.dev
-	$(BIN)/python -m pytest -n 3 --dist worksteal || \
-		{ test $$? -eq 1 && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
+	$(call run_tests,$(BIN)/python -m pytest,3)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -34,7 +35,7 @@ check: .venv/.dev
 
 # The short suite on the oldest supported lightning and omegaconf, laid over the same environment.
 oldest: .venv/.oldest
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -m short -p no:cacheprovider -n 2 --dist worksteal
+	$(call run_tests,PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -m short -o cache_dir=$(OLDEST)/.pytest_cache,2)
 
 # Tests on models of Hugging Face, whose package is laid over the environment: where it is installed, torchmetrics imports
 # it, and every process would start seconds later.
