@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -29,13 +29,16 @@ def recipe() -> Callable[[str], ModuleType]:
     return lambda name: importlib.import_module(f"{PACKAGE}.{name}")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that recipes cache data in: data is made once for all tests here, and never in the user's own."""
-    home = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(home))
-        yield home / "fastloop" / "data"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    return home / "fastloop" / "data"
 
 
 @pytest.fixture
