@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import types
 import weakref
@@ -657,7 +658,7 @@ def test_a_capture_that_takes_longer_than_its_share_is_not_tried(monkeypatch: py
     assert read(fit(config("amp"), Brief(), **long)[0])[0] is True, "the user's own word stands"
 
 
-def test_a_known_failure_is_skipped_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_known_failure_is_skipped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
     def broken(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -669,7 +670,7 @@ def test_a_known_failure_is_skipped_at_once(monkeypatch: pytest.MonkeyPatch, tmp
     assert len(tried) == 1
     loop, _, _ = fit(config("amp"))
     took, why = read(loop)
-    file = tmp_path / "cache" / "fastloop" / "rehearsals.json"
+    file = Path(os.environ["XDG_CACHE_HOME"]) / "fastloop" / "rehearsals.json"
     assert took is False and len(tried) == 1 and "RuntimeError: no kernel" in why and f"delete {file}" in why
     file.unlink()
     fit(config("amp"))
