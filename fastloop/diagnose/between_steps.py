@@ -29,7 +29,7 @@ def find_validation(step: Attribution, rungs: Rungs) -> Finding | None:
     found = read_loader(step.measured)
     advice = "validate less often (check_val_every_n_epoch, val_check_interval) or on fewer batches (limit_val_batches)"
     workers, loading_pct = found.get("validation_workers"), compute_validation_loading_pct(step.measured)
-    facts = "" if loading_pct is None else f", of which {loading_pct:.0f} % is waiting for its batches"
+    facts = "" if loading_pct is None else f"; {loading_pct:.0f} % of it is waiting for its batches"
     if workers == 0 and not loads_little_for_validation(step.measured) and "validation_obstacle" in found:
         obstacle = found["validation_obstacle"]
         known = f"; but leave the validation loader without workers: {obstacle}"

@@ -114,7 +114,7 @@ def test_faster_loading_is_no_remedy_for_validation_that_computes(loading_ms: fl
     slow = {**NO_WORKERS, "validation_workers": 0, "validation_obstacle": None}
     (finding,) = findings(on_cpu(validation=20.0, loader=slow, evidence=evidence))
     assert ("give the validation loader workers" in finding.why) is helps
-    share = None if loading_ms is None else f", of which {5 * loading_ms:.0f} % is waiting for its batches"
+    share = None if loading_ms is None else f"; {5 * loading_ms:.0f} % of it is waiting for its batches"
     assert ("waiting for its batches" not in finding.why) if share is None else (share in finding.why)
 
 
