@@ -44,13 +44,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.slow
 def test_the_same_script_plain_and_watched(run: Run) -> None:
-    found = {row["arm"]: row for row in run("--scripts", "tabular", "--arms", "plain,watched", "--steps", "40")}
+    found = {row["arm"]: row for row in run("--scripts", "tabular", "--arms", "plain,watched", "--steps", "400")}
     plain, watched = found["plain"], found["watched"]
-    assert plain["exit_code"] == watched["exit_code"] == 0 and plain["batches"] == watched["batches"] == 40
+    assert plain["exit_code"] == watched["exit_code"] == 0 and plain["batches"] == watched["batches"] == 400
     assert plain["metrics"] == watched["metrics"] and "train_loss" in plain["metrics"], "watching changed the training"
     assert 0 < plain["first_to_last_s"] < plain["train_s"] < plain["process_s"]
-    assert 0.5 * plain["train_s"] < sum(plain["spent_s"].values()) < 1.2 * plain["train_s"], "short ones are left out"
-    assert "findings" not in plain and watched["findings"] and watched["total_steps"] == 40
+    assert 0.8 * plain["train_s"] < sum(plain["spent_s"].values()) < 1.2 * plain["train_s"]
+    assert "findings" not in plain and watched["findings"] and watched["total_steps"] == 400
     assert watched["said"][0].startswith("fastloop ")
 
 
