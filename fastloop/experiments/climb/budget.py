@@ -31,6 +31,8 @@ class ClimbBudget:
     def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_s, self._clock, self._begun = total_s, clock, clock()
         self.reserves_s: tuple[float, ...] = ()
+        self._spared_s = 0.0
+        """Seconds that the current step may not take from the last one."""
 
     def spent_s(self) -> float:
         return self._clock() - self._begun
@@ -43,21 +45,32 @@ class ClimbBudget:
         """Seconds left; negative during the grace period."""
         return self.total_s - self.spent_s()
 
+    def _list_kept_s(self) -> list[float]:
+        """List the reserves that still fit into the remaining time."""
+        left_s = self.left_s() + GRACE_S
+        return [seconds for seconds in self.reserves_s if seconds <= left_s]
+
     @property
     def kept_s(self) -> float:
         """Seconds of the remaining time that are kept for the last step."""
-        left_s = self.left_s() + GRACE_S
-        return max((seconds for seconds in self.reserves_s if seconds <= left_s), default=0.0)
+        return max(self._list_kept_s(), default=0.0)
 
-    def check(self, what: str, need_s: float, *, last: bool = False) -> None:
-        """Raise Spent if `what` would not end in time; the `last` step may also use the reserve and the grace."""
+    def check(self, what: str, need_s: float, *, last: bool = False) -> float:
+        """Begin a step and return its time limit in seconds: it may overrun `need_s` until even the shortest last step
+        would no longer fit. The `last` step may also use the reserve and the grace.
+
+        Raises:
+            Spent: it would not end in time.
+        """
         left = self.left_s() + GRACE_S if last else self.left_s() - self.kept_s
         if need_s > left or (left <= 0 and not last):
             raise Spent(f"{what} (about {need_s:.0f} s)" if need_s else what)
+        self._spared_s = 0.0 if last else min(self._list_kept_s(), default=0.0)
+        return self.left_s() + GRACE_S - self._spared_s
 
     def is_over(self) -> bool:
-        """Whether the grace has run out too, so that any running training must be stopped."""
-        return self.left_s() < -GRACE_S
+        """Whether the current step's time limit has passed, so that any running training must be stopped."""
+        return self.left_s() + GRACE_S < self._spared_s
 
     def describe_left(self) -> str:
         """Describe the time left, for a progress line."""

@@ -226,12 +226,12 @@ class ProcessRunner:
         return self.start.change(name, *list_overrides(others), more=[ladder])
 
     def _begin(self, what: str, need_s: float, *, last: bool = False) -> Limits:
-        self.budget.check(what, need_s, last=last)
+        limit_s = self.budget.check(what, need_s, last=last)
         self._say(f"{what}; {self.budget.describe_left()}")
-        return Limits(total_s=min(self._limit_s, self.budget.left_s() + GRACE_S))
+        return Limits(total_s=min(self._limit_s, limit_s))
 
     def _report_progress(self, line: str) -> None:
-        """Report progress; raise Spent once the budget and its grace are used up."""
+        """Report progress; raise Spent once the current step's time limit has passed."""
         if self.budget.is_over():
             raise Spent(line.partition(":")[0])
         self._say(f"{line}; {self.budget.describe_left()}")

@@ -108,15 +108,13 @@ def main() -> None:
         except BaseException as error:
             send(connection, Greeting(why=f"{statement} raised an error: {error}"))
             return
+    _end_idle_pools()
     keeps_ours = any(each.startswith("import fastloop.") for each in sys.argv[3:])
     if sys.argv[3:] and not keeps_ours and _cannot_fork():
         os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:3]])
     added = {name: value for name, value in os.environ.items() if environ.get(name) != value}
     tops = {name.partition(".")[0] for name in sys.modules} - {"fastloop", "__main__", "__mp_main__"}
     roots = {name: getattr(sys.modules.get(name), "__file__", None) for name in tops}
-    if not (child := os.fork()):
-        os._exit(0)
-    os.waitpid(child, 0)  # OpenBLAS ends its thread pools before a fork, and restarts them at the next computation
     gc.collect()
     gc.freeze()
     send(connection, Greeting(environ=environ, roots=roots, path=tuple(path)))
@@ -142,6 +140,14 @@ def _serve(connection: socket.socket, path: Sequence[str], added: Mapping[str, s
         for each in descriptors:
             os.close(each)
         send(connection, answer)
+
+
+def _end_idle_pools() -> None:
+    """Fork once: OpenBLAS, of which NumPy and SciPy load a copy each, ends its thread pools before a fork, and restarts
+    them at the next computation."""
+    if not (child := os.fork()):
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 def _cannot_fork() -> bool:

@@ -138,7 +138,7 @@ def start(
     the reason; None and None if there is no server. `say` receives a line if it has to wait long."""
     if _server is None:
         return None, None
-    command, variables = _apply_env(command, environ)
+    command, variables = _apply_env(command, _leave_out_later(environ, _server.greet(say).environ))
     if (why := find_obstacle(command, cwd, variables, _server.greet(say))) is not None:
         return None, f"a new interpreter: {why}"
     ours, theirs = socket.socketpair()
@@ -152,6 +152,16 @@ def start(
         ours.close()
         return None, f"a new interpreter: {answer.why}"
     return (Leash(answer.pid, _server), ours), FORKED
+
+
+def _leave_out_later(environ: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
+    """Leave out the variables that libraries read as they load and that one of them has set in this process since the
+    server began, like scikit-learn's KMP_DUPLICATE_LIB_OK: the trial's own imports set them."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in before or not _is_read_early(name) or os.environ.get(name) != value
+    }
 
 
 # -- what can be forked -----------------------------------------------------------------------------------------------
@@ -184,8 +194,7 @@ def find_obstacle(command: Sequence[str], cwd: Path, variables: Mapping[str, str
         return "Python options, or no script"
     before = greeting.environ
     for name in sorted({*variables, *before}):
-        is_read = become.is_read_when_loaded(name) or name.startswith(READ_BY_THEM)
-        if is_read and variables.get(name) != before.get(name):
+        if _is_read_early(name) and variables.get(name) != before.get(name):
             return f"{name} differs, which Python or a library reads at startup"
     folders = _list_folders(variables.get("PYTHONPATH")) - _list_folders(before.get("PYTHONPATH"))
     if not variables.get("PYTHONSAFEPATH"):
@@ -202,6 +211,10 @@ def find_obstacle(command: Sequence[str], cwd: Path, variables: Mapping[str, str
         if not any(folder.is_relative_to(each) for each in (sys.prefix, sys.base_prefix)):
             own.append(folder)
     return _find_early_variable(_list_modules(own, named[1], known) if script is None else {script}, own, known)
+
+
+def _is_read_early(name: str) -> bool:
+    return become.is_read_when_loaded(name) or name.startswith(READ_BY_THEM)
 
 
 def _list_folders(path: str | None) -> set[str]:

@@ -38,6 +38,19 @@ def test_a_reserve_is_for_what_comes_last() -> None:
     assert budget.describe_left() == "5.0 min of the budget left"
 
 
+def test_a_step_that_overruns_is_stopped_while_the_shortest_end_still_fits() -> None:
+    clock = Clock()
+    budget = ClimbBudget(300, clock)
+    budget.reserve(150, 100)
+    assert budget.check("a run", 50) == 300 + GRACE_S - 100
+    clock.now += 200 + GRACE_S
+    assert not budget.is_over()
+    clock.now += 1
+    assert budget.is_over()
+    assert budget.check("the end", 90, last=True) == 99
+    assert not budget.is_over()
+
+
 @pytest.mark.parametrize(("reserve_s", "kept_s"), [(50, 50), (90, 90), (101 + GRACE_S, 0)])
 def test_what_does_not_fit_any_more_is_not_kept_for(reserve_s: float, kept_s: float) -> None:
     budget = ClimbBudget(100, Clock())

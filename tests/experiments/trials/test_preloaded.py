@@ -215,13 +215,25 @@ def test_an_environment_may_be_larger_than_a_message_of_a_socket(
     assert forked[1] == executed[1] == "240000\n"
 
 
+def test_what_a_library_sets_in_this_process_meanwhile_is_no_reason_to_execute(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Like scikit-learn's. Given to a trial by the user, it is one, see above."""
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "True")
+    script.write_text("import os\nprint([value for name, value in os.environ.items() if name.endswith('LIB_OK')])\n")
+    for command, started in ([], "forked"), (["env", "KMP_DUPLICATE_LIB_OK=1"], "a new interpreter: KMP_"):
+        ended = supervise([*command, sys.executable, str(script)], tmp_path, env=make_environment(os.environ))
+        assert ended.code == 0 and (ended.started or "").startswith(started)
+        assert (tmp_path / "stdout.txt").read_text() == ("['1']\n" if command else "[]\n")
+
+
 @pytest.mark.parametrize(
     ("does", "is_ahead"),
     [
-        ("", True),
+        ("import numpy, scipy.linalg, os\nassert len(os.listdir('/proc/self/task')) > 1 or os.cpu_count() == 1", True),
         ("import threading, time\nthreading.Thread(target=time.sleep, args=[60], daemon=True).start()", False),
     ],
-    ids=["plain", "starts a thread"],
+    ids=["starts thread pools that end for a fork", "starts a thread"],
 )
 def test_a_scripts_first_imports_are_made_ahead_if_they_can_be_forked(
     does: str, is_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -233,7 +245,11 @@ def test_a_scripts_first_imports_are_made_ahead_if_they_can_be_forked(
     script.write_text("from einops import made\nimport sys\nprint(made, 'einops' in sys.modules)\n")
     monkeypatch.setattr(preloaded, "_server", None)
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
-    environ = {**make_environment(os.environ), "PYTHONPATH": os.pathsep.join([str(package.parent), *sys.path])}
+    environ = {
+        **make_environment(os.environ),
+        "PYTHONPATH": os.pathsep.join([str(package.parent), *sys.path]),
+        **{f"{of}_NUM_THREADS": "2" for of in ("OMP", "OPENBLAS")},
+    }
     with preloaded.quick_starts(environ, scripts=True, script=script):
         for _ in range(2):
             ended = supervise([sys.executable, str(script)], tmp_path, env=environ)
