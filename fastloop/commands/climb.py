@@ -283,7 +283,7 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
     if recorder.partial or not complete:
         if left := [name for name in climb.put_off if name not in climb.ladders]:
             recorder.stopped += (
-                f"; not run, because they compile and there was no time to prove them: {', '.join(left)}"
+                f"; no time was left to run and prove {', '.join(left)}"
             )
         recorder.stopped += f"; continue with --resume {recorder.place}"
     else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastloop.experiments.ab.arms import Ask
-from fastloop.experiments.climb.budget import GRACE_S, ClimbBudget, Length
+from fastloop.experiments.climb.budget import GRACE_S, ClimbBudget, Length, Spent
 from fastloop.experiments.climb.candidates import Start
 from fastloop.experiments.climb.interface import Needs, Result
 from fastloop.experiments.climb.loop import Climb
@@ -77,6 +77,8 @@ class Machine:
     """A script that ends by itself after so many steps."""
     rare_ms: float = 0.0
     """Validation, spread over the steps, in trainings of more than `RARE_STEPS`."""
+    compiles_s: float = 0.0
+    """Each start with `compile` takes so much longer, which no estimate knows beforehand."""
     launch_bound: bool = False
     tells_copies: bool = True
     """The parts of its steps show how long copies take."""
@@ -155,13 +157,17 @@ class SimulatedRunner:
     ) -> Result:
         if at in self.done:
             return self.done[at]
-        self.budget.check(what, need_s)
+        limit_s = self.budget.check(what, need_s)
         self.before(at)
         self.ran.append(at)
         self.asks[at] = stack, ask
         found = self._train(at, stack, ask)
         if (found.step_ms or 0.0) > slowest_ms:
             found = Result(ok=False, cause="too slow", too_slow=True, seconds=START_S)
+        if found.seconds > limit_s:
+            self.now += limit_s
+            self.ran.remove(at)
+            raise Spent(what)
         self.now += found.seconds
         self.seconds[at] = found.seconds
         if self.budget.left_s() < 0:
@@ -198,8 +204,9 @@ class SimulatedRunner:
         ms += rare_ms
         if steps <= machine.queued:
             return Result(seconds=START_S, steps=steps, ended_at=steps, queued=machine.queued)
+        compile_s = machine.compiles_s if "compile" in stack else 0.0
         return Result(
-            seconds=START_S + steps * ms / 1e3,
+            seconds=START_S + compile_s + steps * ms / 1e3,
             steps=steps,
             ended_at=steps,
             samples_per_s=1e3 * BATCH / ms,

@@ -65,7 +65,8 @@ class ClimbBudget:
         left = self.left_s() + GRACE_S if last else self.left_s() - self.kept_s
         if need_s > left or (left <= 0 and not last):
             raise Spent(f"{what} (about {need_s:.0f} s)" if need_s else what)
-        self._spared_s = 0.0 if last else min(self._list_kept_s(), default=0.0)
+        kept = [] if last else self._list_kept_s()
+        self._spared_s = min(kept) + GRACE_S if kept else 0.0  # the grace stays for wrong estimates of the last step
         return self.left_s() + GRACE_S - self._spared_s
 
     def is_over(self) -> bool:

@@ -167,6 +167,8 @@ class Climb(Measured):
                 )
             except Spent as error:
                 spent = spent if keeps else spent or error
+                if keeps and name not in self.put_off:
+                    self.put_off.append(name)
                 continue
             if self.hurries:
                 self._add_rare_parts(result)

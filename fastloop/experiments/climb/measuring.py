@@ -15,7 +15,7 @@ from fastloop.experiments.climb.candidates import Position, Start, count_queued,
 from fastloop.experiments.climb.interface import Result, Runner
 from fastloop.experiments.climb.prediction import Context
 from fastloop.experiments.trials.trial import Variation
-from fastloop.judge.prediction import ABOVE
+from fastloop.judge.prediction import ABOVE, WORTH_PCT
 from fastloop.judge.statistics import Pool
 from fastloop.ladder import collect_cards
 from fastloop.records.card import Stack
@@ -26,6 +26,8 @@ COPIES_SHOW = 0.01
 """Share of the step without loading: if copies take less, a trial without them is not worthwhile."""
 PILOT_ENOUGH = 0.75
 """Share of a window's seconds: a pilot that lasted this long also serves as the measurement."""
+PILOT_SHORTEST_S = 1.0
+"""In a hurry a pilot serves if it lasted this long; a shorter one says too little about the rate."""
 RUNS = 16
 """About as many runs are between the start of a climb and its first proof."""
 MEASURES: Mapping[Variation, str] = {
@@ -96,7 +98,8 @@ class Measured:
     @property
     def known(self) -> Position:
         assert self.costs is not None
-        least = ((self.naive and self.naive.samples_per_s) or 0.0) / APART  # below it no second look is worth its time
+        # Below it no second look is worth its time.
+        least = ((self.naive and self.naive.samples_per_s) or 0.0) * (1 + WORTH_PCT / 100 if self.hurries else 1 / APART)
         rates = {name: rate for name, rate in self.ladders.items() if rate is not None and rate >= least}
         return Position(start=self.start, costs=self.costs, stack=self.stack, rows=self.rows, ladder_rates=rates)
 
@@ -178,7 +181,8 @@ class Measured:
         took = choose().up_to(self.ends_at)
         self.hurries = RUNS * took.seconds(step_ms, self.start_s) > self.runner.left_with_grace_s()
         if self.hurries:
-            if (pilot.steps or 0) > pilot.queued + PILOT.window:  # else most of its batches were ready before it began
+            is_long = PILOT.window * step_ms / 1e3 >= PILOT_SHORTEST_S
+            if is_long and (pilot.steps or 0) > pilot.queued + PILOT.window:  # else most batches were ready beforehand
                 return pilot
             took = choose(screen=True, fill_read=True).up_to(self.ends_at)
         naive = self._run_naive(

@@ -15,7 +15,7 @@ from fastloop.commands.climb import list_shipped
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb import candidates, loop, measuring
 from fastloop.experiments.climb.attempt import APART, LEFT_TO_PROOF, UNSCREENED, BaseFailed, _Screen
-from fastloop.experiments.climb.budget import GRACE_S, Length, Spent
+from fastloop.experiments.climb.budget import GRACE_S, ClimbBudget, Length, Spent
 from fastloop.experiments.climb.candidates import make_patch
 from fastloop.experiments.climb.interface import Result
 from fastloop.experiments.climb.loop import BESIDE, CONFIRM_RUNS, Climb
@@ -254,6 +254,29 @@ def test_a_hurried_climb_adds_validation_to_its_short_baseline() -> None:
     assert naive.samples_per_s == pytest.approx(1e3 * BATCH / naive.step_ms)
     assert made.ladders["safe"] and made.ladders["safe"] > naive.samples_per_s
     assert made.rows[0].step_ms_before == pytest.approx(naive.step_ms)
+
+
+def test_a_compile_that_overruns_leaves_the_proof_of_another_ladder_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ViT on two cores compiled for 235 of its 295 s, when `bf16` had been 2.4 times as fast."""
+    for machine in (OWN_WORKERS, COMPUTED):
+        slow = dataclasses.replace(machine, compiles_s=235.0)
+        assert list_proven(slow, range(280, 480, 40))[0] == list(range(280, 480, 40))
+        with monkeypatch.context() as patch:
+            check = ClimbBudget.check
+            patch.setattr(ClimbBudget, "check", lambda *a, to=check, **b: to(*a, **b) + a[0]._spared_s)
+            assert list_proven(slow, (440,))[0] == [], "the control compiles to the very end"
+
+
+def test_a_hurried_climb_screens_no_ladder_that_was_not_faster() -> None:
+    """A script with metrics spent 100 s of its 250 on the screen of a ladder that was 0.6 % faster in one run."""
+    machine = Machine(decode_ms=0.3, device_ms=30, host_ms=30, copy_ms=0, factors={})
+    for budget_s, screens in ((200, False), (3600, True)):
+        runner = SimulatedRunner(machine).with_budget(budget_s)
+        with contextlib.suppress(Spent):
+            climb_up(runner, ladders=list_shipped())
+        assert any(at.startswith("00-ladder") and "screen-1-base" in at for at in runner.ran) is screens
+        assert "00-naive/replayed" in runner.ran
+        assert "00-naive/as-it-is" in runner.ran, "a pilot of 0.3 s"
 
 
 def test_a_hurried_climb_measures_its_start_once_where_nothing_was_ready_before() -> None:
