@@ -282,9 +282,7 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
         raise
     if recorder.partial or not complete:
         if left := [name for name in climb.put_off if name not in climb.ladders]:
-            recorder.stopped += (
-                f"; no time was left to run and prove {', '.join(left)}"
-            )
+            recorder.stopped += f"; no time was left to run and prove {', '.join(left)}"
         recorder.stopped += f"; continue with --resume {recorder.place}"
     else:
         parity_gates.sweep(recorder.place)

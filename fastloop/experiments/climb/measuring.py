@@ -98,8 +98,8 @@ class Measured:
     @property
     def known(self) -> Position:
         assert self.costs is not None
-        # Below it no second look is worth its time.
-        least = ((self.naive and self.naive.samples_per_s) or 0.0) * (1 + WORTH_PCT / 100 if self.hurries else 1 / APART)
+        least_gain = 1 + WORTH_PCT / 100 if self.hurries else 1 / APART  # below it no second look is worth its time
+        least = least_gain * ((self.naive and self.naive.samples_per_s) or 0.0)
         rates = {name: rate for name, rate in self.ladders.items() if rate is not None and rate >= least}
         return Position(start=self.start, costs=self.costs, stack=self.stack, rows=self.rows, ladder_rates=rates)
 
