@@ -36,6 +36,8 @@ from fastloop.records.climb import TOP, Attempt, Confirmation, Costs, count_kept
 
 CONFIRM_RUNS = 3
 """Runs of each arm: the fewest that allow a verdict."""
+SURE = 1.2
+"""This many times its estimated seconds are kept for a confirmation: validation and other jobs may slow it."""
 COLD_S = 10.0
 """A first run that compiled for this long had no compiled code from earlier ones."""
 CONFIRM_STEPS = 30
@@ -225,7 +227,7 @@ class Climb(Measured):
         self._needs_s[name] = need_s = screen_s + self._estimate_confirmation_s((stack, costs), short=True)
         if need_s > self.runner.left_with_grace_s():
             return False
-        self.runner.reserve(need_s)
+        self.runner.reserve(SURE * need_s, need_s)
         return True
 
     def confirm(self) -> Confirmation | None:
@@ -236,7 +238,7 @@ class Climb(Measured):
         """
         if not self.stack:
             return None
-        short = self._estimate_confirmation_s() > self.runner.left_with_grace_s()
+        short = self._list_proofs_s()[0] > self.runner.left_with_grace_s()
         took, need_s = self._choose_confirm_length(short=short), self._estimate_confirmation_s(short=short)
         try:
             return self.runner.confirm(self._name_confirmation(short), self.stack, took, need_s=need_s)
@@ -258,7 +260,9 @@ class Climb(Measured):
         return not kept or (not kept[-1].is_removal and any(gate.name == "gradient" for gate in kept[-1].parity.gates))
 
     def _list_proofs_s(self, *, cold: bool = False) -> list[float]:
-        return [self._estimate_confirmation_s(short=short, cold=cold) for short in (False, True)]
+        """Return the seconds to keep for the confirmation: enough for a long one, for a short one, barely for that."""
+        long_s, short_s = (self._estimate_confirmation_s(short=short, cold=cold) for short in (False, True))
+        return [SURE * long_s, SURE * short_s, short_s]
 
     def _name_confirmation(self, short: bool, top: Top | None = None) -> str:
         of_steps = "" if self.ends_at is None else f"-{self.ends_at}-steps"  # it may become known in a confirmation
