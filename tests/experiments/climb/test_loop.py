@@ -172,7 +172,7 @@ def test_a_small_budget_ends_with_the_proof(monkeypatch: pytest.MonkeyPatch) -> 
     """320 s once kept a ladder, compared its gradients, and had no time for the proof, which compares them again. 540 s
     of a ViT's were spent on the other ladders, when the first had been three times as fast. 295 s of a BERT's were
     spent on a compile, and had no time left to prove what it brought."""
-    assert list_proven() == (list(range(280, 460, 10)), [410])
+    assert list_proven() == (list(range(280, 460, 10)), [])
     monkeypatch.setattr(Climb, "_defer_slow_compiles", lambda _, ladders: ladders)
     monkeypatch.setattr(Climb, "_leave_out_unprovable", lambda _, rates: rates)
     assert list_proven() == (list(range(360, 460, 10)), [360, 370]), "the control compiles first"
@@ -260,11 +260,12 @@ def test_a_compile_that_overruns_leaves_the_proof_of_another_ladder_its_time(mon
     """A ViT on two cores compiled for 235 of its 295 s, when `bf16` had been 2.4 times as fast."""
     for machine in (OWN_WORKERS, COMPUTED):
         slow = dataclasses.replace(machine, compiles_s=235.0)
-        assert list_proven(slow, range(280, 480, 40))[0] == list(range(280, 480, 40))
+        budgets = range(280, 640, 40)
+        assert list_proven(slow, budgets)[0] == list(budgets)
         with monkeypatch.context() as patch:
             check = ClimbBudget.check
             patch.setattr(ClimbBudget, "check", lambda *a, to=check, **b: to(*a, **b) + a[0]._spared_s)
-            assert list_proven(slow, (440,))[0] == [], "the control compiles to the very end"
+            assert len(list_proven(slow, budgets)[0]) < len(budgets), "the control compiles to the very end"
 
 
 def test_a_hurried_climb_screens_no_ladder_that_was_not_faster() -> None:
@@ -774,7 +775,8 @@ def test_time_is_kept_for_all_pairs_of_a_screen(amp: float, monkeypatch: pytest.
     machine = dataclasses.replace(COMPUTED, decode_ms=100, factors={"amp": amp})
     proven = list_proven(machine, range(300, 500, 10))[0]
     assert proven == list(range(proven[0], 500, 10)), "no larger budget has less"
-    monkeypatch.setattr(loop, "CLEAR", 0.0)  # the control: time for one pair only
+    monkeypatch.setattr(loop, "CLEAR", 0.0)  # the control: time for one pair only, and for no wrong estimate
+    monkeypatch.setattr(loop, "SURE", 1.0)
     assert len(list_proven(machine, range(300, 500, 10))[0]) < len(proven)
 
 
