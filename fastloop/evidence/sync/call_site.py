@@ -262,8 +262,8 @@ def _read_line(frame: FrameType | None) -> str:
     if sys.version_info >= (3, 11):
         positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
         start_line, end_line, start, end = positions
-        if start_line == end_line == frame.f_lineno and start is not None and end is not None:
-            # Columns count bytes of UTF-8.
+        if start_line == end_line == frame.f_lineno and start is not None and end is not None and start < end:
+            # Columns count bytes of UTF-8. A compiled function may have none.
             return line.encode()[start:end].decode(errors="replace")
     return line.strip()
 

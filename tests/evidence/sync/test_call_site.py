@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,3 +263,14 @@ def test_a_script_run_by_its_name(tmp_path: Any) -> None:
         env={**os.environ, "PYTHONPATH": os.getcwd()},
     )
     assert done.stdout == "main.py:3", done.stderr
+
+
+def test_a_line_without_columns_is_quoted_whole() -> None:
+    """As in a compiled function, whose finding said ``gpt2.py:91: `` and nothing more."""
+    line = sys._getframe().f_lineno - 2
+    quotes = []
+    for columns in ((0, 0), (4, 7), (None, None)):
+        code = SimpleNamespace(co_filename=__file__, co_positions=lambda at=columns: iter([(line, line, *at)]))
+        quotes.append(call_site._read_line(SimpleNamespace(f_code=code, f_lineno=line, f_lasti=0)))  # type: ignore
+    whole = '"""As in a compiled function, whose finding said ``gpt2.py:91: `` and nothing more."""'
+    assert quotes == [whole, '"""' if sys.version_info >= (3, 11) else whole, whole]
