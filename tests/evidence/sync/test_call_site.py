@@ -267,7 +267,7 @@ def test_a_script_run_by_its_name(tmp_path: Any) -> None:
 
 def test_a_line_without_columns_is_quoted_whole() -> None:
     """As in a compiled function, whose finding said ``gpt2.py:91: `` and nothing more."""
-    line = sys._getframe().f_lineno - 2
+    line = sys._getframe().f_lineno - 1
     quotes = []
     for columns in ((0, 0), (4, 7), (None, None)):
         code = SimpleNamespace(co_filename=__file__, co_positions=lambda at=columns: iter([(line, line, *at)]))
