@@ -116,7 +116,7 @@ class ProcessRunner:
 
     def _compare_gradients(self, at: str, base: Stack, arm: Stack, promise: Parity, what: str, need_s: float) -> Gate:
         limits = self._begin(what, need_s)
-        return parity_gates.judge_gradients(
+        gate = parity_gates.judge_gradients(
             self._make_arm(_name_stack(base), base),
             self._make_arm(_name_stack(arm), arm),
             self._find_gradient(base),
@@ -125,6 +125,9 @@ class ProcessRunner:
             limits=limits,
             progress=self._report_progress,
         )
+        if gate.passed is None and self.budget.is_over():  # the budget ended it: no result
+            raise Spent(what)
+        return gate
 
     def _note_passport(self, outcome: Outcome, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]]) -> None:
         """Write the outcome into a rung's passport if the two stacks differ in exactly that rung."""

@@ -274,6 +274,27 @@ def test_ledger_and_gradient_decide(world: World, clock: Clock, gate: dict[str, 
     assert judged(world, bench).passed is False
 
 
+@pytest.mark.parametrize("took_s", [69, 71])
+def test_a_gradient_that_the_budget_ended_says_nothing(
+    took_s: int, world: World, clock: Clock, gate: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 s, 30 are kept for the proof."""
+    bench, _ = made(tmp_path, clock, budget_s=100)
+    bench.reserve(30)
+
+    def gradient(*_: Any, limits: Any, **__: Any) -> Gate:
+        assert limits.total_s == 70
+        clock.now += took_s
+        return Gate(name="gradient", passed=None, why="the arm's gradient could not be taken: exceeded its time limit")
+
+    monkeypatch.setattr(module.parity_gates, "judge_gradients", gradient)
+    if took_s < 70:
+        assert judged(world, bench).undecided
+    else:
+        with pytest.raises(Spent, match="amp: parity"):
+            judged(world, bench)
+
+
 def test_a_ledger_that_differs_needs_no_gradient(
     world: World, clock: Clock, gate: dict[str, Any], tmp_path: Path
 ) -> None:
