@@ -24,6 +24,8 @@ _TRUTH = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "fa
 _PLAIN: Mapping[str, Any] = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list": list}
 _ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
 """Every Lightning has these; other packages register more, such as hpu and xpu."""
+_AT_LEAST_1 = "accumulate_grad_batches"
+"""Lightning divides by it in the first step, unchecked."""
 _MISTYPED = 0.7
 """Similarity from which a word counts as a mistyped accelerator: ``gpuu`` and ``gpu`` reach 0.86, ``xpu`` and ``gpu``
 0.67."""
@@ -55,6 +57,8 @@ def check_trainer_arguments(config: Config) -> None:
             raise make_fault(key, origin, *fault, value=value)
         if kinds:
             check_type(value, functools.reduce(operator.or_, kinds), key, origin)
+            if name == _AT_LEAST_1 and isinstance(value, int) and value < 1:
+                raise make_fault(key, origin, "it must be at least 1", "write 1 or more", value=value)
         elif isinstance(value, (dict, list)):
             raise make_fault(
                 key, origin, "it does not take a plain value of this type", "write one word or number", value=value

@@ -52,6 +52,8 @@ def test_the_arguments_are_those_of_the_installed_trainer() -> None:
         ("trainer.logger=[csv]", "trainer.logger: ['csv']", "true, false or null", "write true, false or null"),
         ("trainer.min_epochs=2.5", "trainer.min_epochs: 2.5", "2.5 is a float", "an integer or null"),
         ("trainer.accumulate_grad_batches='4'", "grad_batches: '4'", "'4' is text", "write 4, without quotes"),
+        ("trainer.accumulate_grad_batches=0", "grad_batches: 0", "at least 1", "write 1 or more"),
+        ("trainer.accumulate_grad_batches=-2", "grad_batches: -2", "at least 1", "write 1 or more"),
         ("trainer.limit_val_batches=none", "limit_val_batches: 'none'", "a number or null", "a number or null"),
         ("trainer.detect_anomaly=yes", "detect_anomaly: 'yes'", "must be true or false", "write true"),
         ("trainer.precision={a: 1}", "trainer.precision: {'a': 1}", "it must be one of 64, 32, 16", "write one of 64"),
