@@ -146,6 +146,10 @@ class ProcessRunner:
     ) -> Tuned:
         """Find the fastest number of a rung."""
         limits = Limits(total_s=min(self._limit_s, self.budget.left_s() + GRACE_S))
+
+        def begin(label: str) -> None:
+            self.budget.check(f"{what}, {label}", need_s)
+
         return search(
             self._make_arm(what, stack),
             key,
@@ -156,7 +160,7 @@ class ProcessRunner:
             progress=self._report_progress,
             resume=True,
             given=given,
-            begins=lambda label: self.budget.check(f"{what}, {label}", need_s),
+            begins=begin,
         )
 
     def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Confirmation:

@@ -85,7 +85,7 @@ def search(
     progress: Progress | None = None,
     resume: bool = False,
     given: KnownTimes | None = None,
-    begins: Callable[[str], object] = lambda _: None,
+    begins: Callable[[str], None] = lambda _: None,
     stopped: Callable[[Tuned, BaseException], None] = lambda *_: None,
 ) -> Tuned:
     """Find the best value of the one number of a rung.
@@ -127,7 +127,7 @@ class _Search:
     limits: Limits | None
     progress: Progress | None
     resume: bool
-    begins: Callable[[str], object]
+    begins: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self.config, self._number = self.arm.config(), list_tunables()[self.what]
