@@ -20,7 +20,7 @@ def may_change_training(owner: Any, hook: str) -> bool:
     function = inspect.unwrap(getattr(found, "__func__", found)) if callable(found) else None
     if not inspect.isfunction(function):
         return found is not None
-    called = sample_code.list_called(function, type(owner)) or (function,)  # the latter: an installed package's
+    called = sample_code.list_with_called(function, type(owner))
     is_module = callable(getattr(owner, "training_step", None))
     parsed = [sample_code.parse(each) for each in called]
     return any(each is None or any(_list_changes(*each, is_module)) for each in parsed)

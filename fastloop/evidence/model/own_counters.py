@@ -19,7 +19,7 @@ def list_step_counters(module: Any, method: str = "training_step") -> tuple[str,
     if not inspect.isfunction(function):
         return ()
     counted, read = dict[str, None](), set[str]()
-    for called in dict.fromkeys((function, *sample_code.list_called(function, type(module)))):
+    for called in sample_code.list_with_called(function, type(module)):
         if (parsed := sample_code.parse(called)) is None:
             continue
         tree, me = parsed

@@ -80,6 +80,11 @@ def list_called(function: Any, kind: type) -> tuple[Any, ...]:
     return tuple(_follow([function], kind, modules=True))
 
 
+def list_with_called(function: Any, kind: type) -> tuple[Any, ...]:
+    """A method, even an installed package's, and the user's functions that it calls."""
+    return tuple(dict.fromkeys((function, *list_called(function, kind))))
+
+
 def _follow(starts: list[Any], kind: type, modules: bool = False) -> Iterator[Any]:
     queue, seen = deque(starts), set[int]()
     while queue:
