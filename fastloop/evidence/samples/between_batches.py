@@ -117,8 +117,8 @@ def list_running(other: Any, while_loading: bool = False) -> Iterator[tuple[str,
     own = {name: member for name, member in held.items() if inspect.isfunction(member)}  # a LambdaCallback's
     for members in (own, *kinds):
         for name, member in members.items():
-            function = inspect.unwrap(member) if callable(member) else None
-            if inspect.isfunction(function) and not _GIVES_DATA.fullmatch(name) and name not in left_out:
+            function = sample_code.find_function(member)
+            if function is not None and not _GIVES_DATA.fullmatch(name) and name not in left_out:
                 yield name, function
 
 
