@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from fastloop.records.measurement import ONE_TIME, PARTS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict, say_count
+from fastloop.records.readings import read_ranks
 from fastloop.records.yaml_text import dump_on_one_line
 from fastloop.report.numbers import format_flop_rate, format_number, format_s, format_short
 from fastloop.report.run import caveats
-from fastloop.report.run.ranks import read_ranks
 
 FREE = {
     "data_wait": "data were free",
