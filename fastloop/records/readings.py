@@ -242,7 +242,7 @@ def loads_little_for_validation(seen: Measurement) -> bool:
 
 def count_possible_workers(seen: Measurement) -> int | None:
     """Return how many workers a rank can have if each rank keeps one CPU; None if the CPUs are unknown."""
-    cpus, hosts = to_number(read_loader(seen).get("usable_cpus")), [rank.get("host") for rank in seen.ranks]
+    cpus, hosts = to_number(read_loader(seen).get("usable_cpus")), [rank.host for rank in read_ranks(seen)]
     local = hosts.count(hosts[0]) if hosts else seen.world_size
     return None if cpus is None else int(cpus) // max(1, local) - 1
 
