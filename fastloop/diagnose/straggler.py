@@ -7,11 +7,10 @@ Python's garbage collection counts as such a wait too: in a short fit, a single 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastloop.records.measurement import PARTS, Measurement
-from fastloop.records.readings import CPU_WORTH_PCT, read_step_ms, to_number
+from fastloop.records.readings import CPU_WORTH_PCT, Rank, read_ranks, read_step_ms, to_number
 
 WORTH_SHARE = 0.05
 WAITS = ("backward", "comm_exposed", "host_other")
@@ -36,11 +35,11 @@ class Straggler(NamedTuple):
 def find_straggler(seen: Measurement) -> Straggler | None:
     """Find the rank that the others wait for; None if all keep pace, or if it is unknown."""
     step = read_step_ms(seen)
-    found = [rank for rank in seen.ranks if to_number(_read_parts(rank).get("backward")) is not None]
+    found = [rank for rank in read_ranks(seen) if _read_ms(rank, "backward") is not None]
     if step is None or len(found) < 2 or len(found) < len(seen.ranks):
         return None
     least = min(_waits(rank) for rank in found)
-    own = [max(0.0, (_step(rank) or step) - (_waits(rank) - least)) for rank in found]
+    own = [max(0.0, (to_number(rank.mean_ms) or step) - (_waits(rank) - least)) for rank in found]
     at = max(range(len(own)), key=own.__getitem__)
     excess = min(step, own[at] - statistics.median(own[:at] + own[at + 1 :]))
     if excess < (WORTH_SHARE if seen.device == "cuda" else CPU_WORTH_PCT / 100) * step:
@@ -48,34 +47,30 @@ def find_straggler(seen: Measurement) -> Straggler | None:
     part, mine, theirs = _find_slow_part(found, at)
     if excess > COVERS * (mine - theirs):
         return None
-    rank = int(found[at].get("rank", at))
+    slow = found[at]
+    rank = at if slow.rank is None else slow.rank
     if rank == 0 and part in RANK_0_ALONE:
         return None
-    return Straggler(rank, str(found[at].get("host") or "?"), excess, part, mine, theirs)
+    return Straggler(rank, slow.host or "?", excess, part, mine, theirs)
 
 
-def _find_slow_part(found: list[Mapping[str, Any]], at: int) -> tuple[str, float, float]:
+def _find_slow_part(found: list[Rank], at: int) -> tuple[str, float, float]:
     """Return the part in which one rank is furthest above the median of the others, with both times."""
     others = [rank for index, rank in enumerate(found) if index != at]
 
     def gap(part: str) -> tuple[float, float]:
-        mine = to_number(_read_parts(found[at]).get(part)) or 0.0
-        return mine, statistics.median(to_number(_read_parts(rank).get(part)) or 0.0 for rank in others)
+        mine = _read_ms(found[at], part) or 0.0
+        return mine, statistics.median(_read_ms(rank, part) or 0.0 for rank in others)
 
     own = [name for name in PARTS if name not in WAITS]
     part = max(own, key=lambda name: gap(name)[0] - gap(name)[1])
     return part, *gap(part)
 
 
-def _read_parts(rank: Mapping[str, Any]) -> Mapping[str, Any]:
-    return rank.get("parts_ms") or {}
+def _read_ms(rank: Rank, part: str) -> float | None:
+    return to_number(rank.part_ms(part))
 
 
-def _waits(rank: Mapping[str, Any]) -> float:
+def _waits(rank: Rank) -> float:
     """Return a rank's milliseconds in the parts where it waits for others."""
-    return sum(to_number(_read_parts(rank).get(part)) or 0.0 for part in WAITS)
-
-
-def _step(rank: Mapping[str, Any]) -> float | None:
-    step = rank.get("step_ms")
-    return to_number(step.get("mean") if isinstance(step, Mapping) else step)
+    return sum(_read_ms(rank, part) or 0.0 for part in WAITS)

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from fastloop.errors import NotApplicable
 from fastloop.records.facts import Facts, LoaderFacts
 
-_LITTLE_SHM_BYTES = 2**30
+LITTLE_SHM_BYTES = 2**30
+"""Less free shared memory may not hold the batches that workers have ready."""
 _SHARE_OF_ROOM = 0.75
 """Share of the free shared memory; the rest is left for the user's other loaders and for larger batches."""
 
@@ -32,7 +33,7 @@ def list_costs(loader: LoaderFacts, facts: Facts, count: int) -> list[str]:
             f"{count} workers for each of {facts.local_ranks} ranks on {facts.cpu_count} usable CPUs: they compete for"
             " CPUs and may slow down training"
         )
-    if (room := facts.shm_free_bytes) is not None and room < _LITTLE_SHM_BYTES:
+    if (room := facts.shm_free_bytes) is not None and room < LITTLE_SHM_BYTES:
         do = "fewer workers are used if their batches do not fit; give the container --shm-size=8g"
         costs.append(f"/dev/shm has room for only {room >> 20} MiB: {do}")
     if loader.long_lists and not loader.packable:
@@ -117,7 +118,7 @@ def can_keep_for_validation(facts: Facts) -> bool:
     if loader.thread_hazards:  # a worker that stays has what earlier samples left there: a file that is new by now
         return False
     is_whole = facts.limit_val_batches in (None, 1.0)  # else batches that nobody takes stay in shared memory
-    return is_whole and (room is None or room >= _LITTLE_SHM_BYTES)
+    return is_whole and (room is None or room >= LITTLE_SHM_BYTES)
 
 
 def may_survive(loader: LoaderFacts) -> bool:
@@ -148,7 +149,7 @@ def find_obstacle_to_next_epoch(loader: LoaderFacts, facts: Facts) -> str | None
         return "limit_train_batches ends epochs before the loader does"
     if facts.reload_every_n_epochs:
         return "the Trainer reloads its loaders"
-    if facts.shm_free_bytes is not None and facts.shm_free_bytes < _LITTLE_SHM_BYTES:
+    if facts.shm_free_bytes is not None and facts.shm_free_bytes < LITTLE_SHM_BYTES:
         return f"/dev/shm has room for only {facts.shm_free_bytes >> 20} MiB, and validation needs that"
     if loader.worker_hazards:  # batches reach other workers than in a plain run
         return f"each worker keeps its own state: {loader.worker_hazards[0]}"

@@ -27,15 +27,9 @@ def iterate_tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor of a batch, depth first."""
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, (list, tuple)):  # before mappings, which take longer to recognize
-        for value in batch:
-            yield from iterate_tensors(value)
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from iterate_tensors(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from iterate_tensors(getattr(batch, field.name))
+    elif is_container(batch):
+        for member in list_members(batch):
+            yield from iterate_tensors(member)
 
 
 def walk_tensors(batch: Any, inside: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:

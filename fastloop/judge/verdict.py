@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from fastloop.judge.statistics import ALPHA, Effect, compute_interval, compute_mde_pct, estimate_effect
 from fastloop.records.experiment import Comparison, Judged, Outcome, Sample, choose_digits
+from fastloop.records.plan import say_count
 
 LEAST_RUNS = 3
 """Runs per arm. A spread estimated from two runs is meaningless."""
@@ -181,7 +182,7 @@ def _list_reasons(base: Sample, arm: Sample, rungs: Sequence[str]) -> str:
 
 def _count(base: _Runs, arm: _Runs) -> str:
     n_base, n_arm = len(base.rates), len(arm.rates)
-    said = f"{n_base} run{'' if n_base == 1 else 's'}"
+    said = say_count(n_base, "run")
     return f"{said} of each" if n_base == n_arm else f"{said} of the base and {n_arm} of the arm"
 
 

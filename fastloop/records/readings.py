@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fastloop.records.measurement import DISTURBED, Measurement
+from fastloop.records.store import decode
 
 TENSOR_UNUSED_PCT = 2.0
 BEYOND = 0.15
@@ -48,6 +50,40 @@ WORTH_SAVING = 0.05
 
 Source = Literal["trace", "counters", "nvml", "bound"]
 """Source of an idle-time figure; `bound`: only an upper bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank's own figures; None if it did not measure them."""
+
+    rank: int | None = None
+    host: str | None = None
+    step_ms: Mapping[str, float | None] | None = None
+    """Mean and spread."""
+    parts_ms: Mapping[str, float | None] | None = field(default_factory=dict)
+    partial: bool | None = None
+    ended_by: str | None = None
+
+    @property
+    def mean_ms(self) -> float | None:
+        """The mean step time in milliseconds."""
+        mean = (self.step_ms or {}).get("mean")
+        return mean if mean is not None and math.isfinite(mean) else None
+
+    @property
+    def end(self) -> str:
+        """The exception that ended the fit; empty if it ended normally."""
+        return self.ended_by or ("an exception" if self.partial else "")
+
+    def part_ms(self, part: str) -> float | None:
+        """Return the mean time of one part of the step."""
+        found = (self.parts_ms or {}).get(part)
+        return found if found is not None and math.isfinite(found) else None
+
+
+def read_ranks(seen: Measurement) -> list[Rank]:
+    """Return all ranks of a measurement."""
+    return [decode(rank, Rank) or Rank() for rank in seen.ranks]
 
 
 def to_number(value: Any) -> float | None:
@@ -206,7 +242,7 @@ def loads_little_for_validation(seen: Measurement) -> bool:
 
 def count_possible_workers(seen: Measurement) -> int | None:
     """Return how many workers a rank can have if each rank keeps one CPU; None if the CPUs are unknown."""
-    cpus, hosts = to_number(read_loader(seen).get("usable_cpus")), [rank.get("host") for rank in seen.ranks]
+    cpus, hosts = to_number(read_loader(seen).get("usable_cpus")), [rank.host for rank in read_ranks(seen)]
     local = hosts.count(hosts[0]) if hosts else seen.world_size
     return None if cpus is None else int(cpus) // max(1, local) - 1
 

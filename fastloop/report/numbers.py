@@ -24,10 +24,6 @@ def format_short(value: float | None, unit: str = "") -> str:
     return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}".rstrip()
 
 
-def format_steps(count: int) -> str:
-    return f"{count} step{'' if count == 1 else 's'}"
-
-
 def format_s(seconds: float | None) -> str:
     """Format seconds: 41 s, 3.2 s."""
     return format_number(seconds, ",.1f" if seconds is not None and seconds < 10 else ",.0f", "s")

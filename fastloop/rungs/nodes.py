@@ -19,7 +19,7 @@ from fastloop.evidence.worker_limits import describe_sampler_draws, explain_own_
 from fastloop.records.card import Card, Variant, read_int
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Change, Verdict
+from fastloop.records.plan import Change, Verdict, say_count
 from fastloop.records.readings import may_hand_over
 
 MOST = 16
@@ -74,7 +74,7 @@ class Nodes:
             raise NotApplicable(obstacle)
         share = max(1, min(MOST, facts.cpu_count // max(1, facts.local_ranks) - 1))
         threads = share if self.threads == "auto" else self.threads
-        engine = f"a pipeline of {threads} thread{'' if threads == 1 else 's'}"
+        engine = f"a pipeline of {say_count(threads, 'thread')}"
         left = {"loader": dataclasses.replace(facts.loader, engine=engine)}
         draws, early = facts.loader.draws_random, describe_sampler_draws(facts.loader)
         seen = (
@@ -94,7 +94,7 @@ class Nodes:
         threads, samples = found.get("threads", 0), found.get("samples", 0)
         if not threads:
             return Verdict(took=False, why="no batch came from a thread")
-        return Verdict(took=True, why=f"{threads} thread{'' if threads == 1 else 's'} loaded {samples} samples")
+        return Verdict(took=True, why=f"{say_count(threads, 'thread')} loaded {samples} samples")
 
 
 def _find_obstacle(loader: LoaderFacts) -> str | None:

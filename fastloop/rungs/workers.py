@@ -355,7 +355,7 @@ class Workers:
         count, fewer = found.get("live_workers"), found.get("fewer")
         if count is None:
             return Verdict(took=None, why="the loader's iterator could not be inspected")
-        why = f"{count} live worker process{'' if count == 1 else 'es'} fed the window"
+        why = f"{say_count(count, 'live worker process')} fed the window"
         return Verdict(took=count > 0, why=f"{why}; {fewer}" if fewer else why)
 
 

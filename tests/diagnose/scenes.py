@@ -201,6 +201,6 @@ def with_trace(
 def ranks(*parts: dict[str, float], step: float = 100.0, host: str = "node-{}") -> tuple[dict[str, Any], ...]:
     """One record per rank with these parts."""
     return tuple(
-        {"rank": rank, "host": host.format(rank // 2), "step_ms": step, "parts_ms": own}
+        {"rank": rank, "host": host.format(rank // 2), "step_ms": {"mean": step}, "parts_ms": own}
         for rank, own in enumerate(parts)
     )

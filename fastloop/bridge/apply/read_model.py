@@ -16,7 +16,7 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.evidence.model.picture_views import list_names, list_views, walk_functions
-from fastloop.evidence.samples.sample_code import is_installed, list_globals, parse, walk_code
+from fastloop.evidence.samples.sample_code import find_function, is_installed, list_globals, parse, walk_code
 from fastloop.evidence.samples.source import read_source
 from fastloop.feeds import call_shapes
 from fastloop.feeds.attention import candidates as attention
@@ -219,9 +219,8 @@ def _passes(argument: str, function: FunctionType) -> bool:
 def _follow_functions(members: Iterable[Any], seen: set[CodeType]) -> Iterator[FunctionType]:
     """Yield these functions and the users' functions that they read from their modules, or from modules there."""
     for member in members:
-        member = getattr(member, "__func__", member)
-        function = inspect.unwrap(member) if callable(member) else None
-        if not inspect.isfunction(function) or function.__code__ in seen:
+        function = find_function(getattr(member, "__func__", member))
+        if function is None or function.__code__ in seen:
             continue
         seen.add(function.__code__)
         yield function
@@ -240,8 +239,8 @@ def _read_user_methods(module: torch.nn.Module | type) -> Iterator[tuple[str, st
     """Name and source, without comments, of the methods that the user's own classes define."""
     for base in _list_user_bases(module if isinstance(module, type) else type(module)):
         for name, member in vars(base).items():
-            function = inspect.unwrap(member) if callable(member) else None
-            if inspect.isfunction(function) and (text := _read_plainly(function.__code__)) is not None:
+            function = find_function(member)
+            if function is not None and (text := _read_plainly(function.__code__)) is not None:
                 yield name, text
 
 

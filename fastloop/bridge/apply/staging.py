@@ -117,9 +117,13 @@ class Staging:
             moved = move()
             if self.trainer.state.stage == "train":
                 moved = self._make_floats(moved)
+        return self.convert(moved)
+
+    def convert(self, batch: Any) -> Any:
+        """Apply the current conversions to a batch on the device."""
         for convert in self.conversions:
-            moved = convert(moved)
-        return moved
+            batch = convert(batch)
+        return batch
 
     def wants_channels_last(self) -> bool:
         """Whether image batches are converted to channels-last, so that a loader may deliver them in that order."""

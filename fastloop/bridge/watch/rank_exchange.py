@@ -17,6 +17,7 @@ import torch.distributed
 
 from fastloop.bridge.watch.measurement import GARBAGE
 from fastloop.records.measurement import Measurement
+from fastloop.records.store import dump
 
 LIMIT_S = 20.0
 """Time that rank 0 waits for the others after a fit."""
@@ -84,13 +85,13 @@ class Ranks:
         if self.rank == 0:
             return self._collect(own, limit_s)
         try:
-            self._store.set(str(self.rank), json.dumps(own, default=_to_plain))
+            self._store.set(str(self.rank), dump(own))
         except Exception as error:  # rank 0 and its store are gone, so no process can read it
             self.why = f"the record of rank {self.rank} could not be sent: {type(error).__name__}: {error}"
         return ()
 
     def _collect(self, own: Mapping[str, Any], limit_s: float) -> tuple[Mapping[str, Any], ...]:
-        found, end = {0: json.loads(json.dumps(own, default=_to_plain))}, time.monotonic() + limit_s
+        found, end = {0: json.loads(dump(own))}, time.monotonic() + limit_s
         waiting = list(range(1, self.world_size))
         try:
             while waiting:
@@ -143,10 +144,6 @@ def find_default_store() -> Any:
         raise RuntimeError("torch.distributed has no process group")
     distributed: Any = torch.distributed.distributed_c10d
     return distributed._get_default_store()
-
-
-def _to_plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def record_of_rank(seen: Measurement, raised: BaseException | None = None) -> dict[str, Any]:

@@ -367,8 +367,7 @@ class _Run:
             value, me = value.__func__, None
         if inspect.ismethod(value):
             value, me = value.__func__, getattr(value, "__self__", None)
-        found = inspect.unwrap(value) if callable(value) else None
-        if inspect.isfunction(found):
+        if (found := sample_code.find_function(value)) is not None:
             return [(found, me, me is not None)] if _is_users(found) else []
         kind: Any = type(value)
         for name in ("forward", "__call__"):

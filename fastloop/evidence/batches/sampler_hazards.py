@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fastloop.evidence.samples import sample_code, writes
-from fastloop.evidence.samples.between_batches import is_changeable, list_running
+from fastloop.evidence.samples.between_batches import is_changeable, list_running, list_running_code
 from fastloop.evidence.samples.dataset import walk
 from fastloop.evidence.samples.random_draws import DRAWS
 
@@ -140,7 +140,7 @@ def _list_shared(others: Iterable[Any]) -> Iterator[tuple[int, str]]:
     seen = set[int]()
     for other in others:
         for _, hook in list_running(other):
-            for function in dict.fromkeys((hook, *sample_code.list_called(hook, type(other)))):
+            for function in sample_code.list_with_called(hook, type(other)):
                 held = vars(other)
                 own = [(name, held[name]) for name in sample_code.list_names(function.__code__) if name in held]
                 outer = [(name, value) for _, name, value in _list_outer(function)]
@@ -175,13 +175,11 @@ def _list_changed_in(value: Any) -> Iterator[Any]:
 
 def _list_set_anew(others: Iterable[Any]) -> Iterator[tuple[tuple[int, str], str]]:
     """Names in modules and classes that training gives other values, with the id of the namespace, and where."""
-    for other in others:
-        for hook, start in list_running(other):
-            for function in dict.fromkeys((start, *sample_code.list_called(start, type(other)))):
-                where = f"{type(other).__name__}.{hook}"
-                for name in sample_code.list_arguments(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL"):
-                    yield (id(function.__globals__), name), where
-                names = set(sample_code.list_arguments(function.__code__, "STORE_ATTR"))
-                values = [value for _, value in sample_code.list_globals(function)] if names else []
-                spaces = [_find_space(value) for value in values]
-                yield from (((space[0], name), where) for space in spaces if space for name in names)
+    for other, hook, function in list_running_code(others):
+        where = f"{type(other).__name__}.{hook}"
+        for name in sample_code.list_arguments(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL"):
+            yield (id(function.__globals__), name), where
+        names = set(sample_code.list_arguments(function.__code__, "STORE_ATTR"))
+        values = [value for _, value in sample_code.list_globals(function)] if names else []
+        spaces = [_find_space(value) for value in values]
+        yield from (((space[0], name), where) for space in spaces if space for name in names)

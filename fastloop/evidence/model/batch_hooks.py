@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,10 +16,9 @@ def may_change_training(owner: Any, hook: str) -> bool:
     """Whether a module's or a callback's hook, or what it calls, writes to weights, gradients or other objects. A hook
     without source may."""
     found = getattr(owner, hook, None)
-    function = inspect.unwrap(getattr(found, "__func__", found)) if callable(found) else None
-    if not inspect.isfunction(function):
+    if (function := sample_code.find_function(getattr(found, "__func__", found))) is None:
         return found is not None
-    called = sample_code.list_called(function, type(owner)) or (function,)  # the latter: an installed package's
+    called = sample_code.list_with_called(function, type(owner))
     is_module = callable(getattr(owner, "training_step", None))
     parsed = [sample_code.parse(each) for each in called]
     return any(each is None or any(_list_changes(*each, is_module)) for each in parsed)

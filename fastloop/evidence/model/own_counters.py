@@ -4,22 +4,19 @@ it."""
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 from fastloop.evidence.samples import sample_code, writes
 
 
-def list_step_counters(module: Any, method: str = "training_step") -> tuple[str, ...]:
-    """Attributes that the method, or what it calls, raises by a fixed number and also reads (``self.n += 1``), and
+def list_step_counters(module: Any) -> tuple[str, ...]:
+    """Attributes that training_step, or what it calls, raises by a fixed number and also reads (``self.n += 1``), and
     iterators that it takes the next item from."""
-    found = getattr(type(module), method, None)
-    function = inspect.unwrap(found) if callable(found) else None
-    if not inspect.isfunction(function):
+    if (function := sample_code.find_function(getattr(type(module), "training_step", None))) is None:
         return ()
     counted, read = dict[str, None](), set[str]()
-    for called in dict.fromkeys((function, *sample_code.list_called(function, type(module)))):
+    for called in sample_code.list_with_called(function, type(module)):
         if (parsed := sample_code.parse(called)) is None:
             continue
         tree, me = parsed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,14 +11,12 @@ from fastloop.evidence.samples import sample_code
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
-def may_skip(module: Any, method: str = "training_step") -> bool:
-    """Whether the method returns a loss in some places and none in others, or returns the result of one that does."""
-    found = getattr(type(module), method, None)
-    function = inspect.unwrap(found) if callable(found) else None
-    if not inspect.isfunction(function):
+def may_skip(module: Any) -> bool:
+    """Whether training_step returns a loss in some places and none in others, or the result of a method that does."""
+    if (function := sample_code.find_function(getattr(type(module), "training_step", None))) is None:
         return False
     called = {each: parsed[0] for each in sample_code.list_called(function, type(module)) if (parsed := _parse(each))}
-    passed, queue = set[str](), [method]
+    passed, queue = set[str](), ["training_step"]
     while queue:
         if (name := queue.pop()) not in passed:
             passed.add(name)

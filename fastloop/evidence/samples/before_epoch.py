@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from fastloop.errors import let_through
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples import sample_code
-from fastloop.evidence.samples.between_batches import list_running
+from fastloop.evidence.samples.between_batches import list_running_code
 from fastloop.evidence.samples.shared_files import READS, WRITES
 
 _OF_TORCH = ("torch.utils.data.",)
@@ -51,12 +51,10 @@ def explain_not_ahead(
             return f"{path} is in shared memory and may change before the next epoch"
         if reads is None and isinstance(item, Dataset) and _may_read_files(type(item)):
             reads = type(item).__name__
-    for other in others if reads is not None else ():
-        for name, function in list_running(other):
-            for called in dict.fromkeys((function, *sample_code.list_called(function, type(other)))):
-                names = set(sample_code.list_names(called.__code__))
-                if any(map(WRITES.fullmatch, names)) or {"os", "replace"} <= names:
-                    return f"{reads} reads files, and {type(other).__name__}.{name} may write some between epochs"
+    for other, name, function in list_running_code(others) if reads is not None else ():
+        names = set(sample_code.list_names(function.__code__))
+        if any(map(WRITES.fullmatch, names)) or {"os", "replace"} <= names:
+            return f"{reads} reads files, and {type(other).__name__}.{name} may write some between epochs"
     return None
 
 

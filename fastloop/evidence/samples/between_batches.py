@@ -69,7 +69,7 @@ def list_holders(
 
 def _list_names(other: Any, function: Any) -> Iterator[str]:
     """Names in a method and in the user's functions that it calls, also those given to getattr."""
-    for called in dict.fromkeys((function, *sample_code.list_called(function, type(other)))):
+    for called in sample_code.list_with_called(function, type(other)):
         yield from (names := tuple(sample_code.list_names(called.__code__)))
         if "getattr" in names:
             yield from (const for const in called.__code__.co_consts if isinstance(const, str))
@@ -117,6 +117,14 @@ def list_running(other: Any, while_loading: bool = False) -> Iterator[tuple[str,
     own = {name: member for name, member in held.items() if inspect.isfunction(member)}  # a LambdaCallback's
     for members in (own, *kinds):
         for name, member in members.items():
-            function = inspect.unwrap(member) if callable(member) else None
-            if inspect.isfunction(function) and not _GIVES_DATA.fullmatch(name) and name not in left_out:
+            function = sample_code.find_function(member)
+            if function is not None and not _GIVES_DATA.fullmatch(name) and name not in left_out:
                 yield name, function
+
+
+def list_running_code(others: Iterable[Any], while_loading: bool = False) -> Iterator[tuple[Any, str, Any]]:
+    """The methods in `list_running` of all these objects and the functions that they call, each with its object and
+    the method's name."""
+    for other in others:
+        for name, method in list_running(other, while_loading):
+            yield from ((other, name, function) for function in sample_code.list_with_called(method, type(other)))

@@ -17,7 +17,7 @@ import torch
 
 from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.before_epoch import find_memory
-from fastloop.evidence.samples.between_batches import BY_DATA, list_holders, list_running
+from fastloop.evidence.samples.between_batches import BY_DATA, list_holders, list_running, list_running_code
 from fastloop.evidence.samples.dataset import walk
 from fastloop.evidence.samples.shared_files import list_shared_files, list_shared_maps
 
@@ -36,7 +36,7 @@ def list_changes_between_epochs(
         sampler: its batch sampler, or its sampler.
     """
     others = tuple(others)
-    roots = [(dataset, "dataset"), *([] if collate is None else [(collate, "collate_fn")])]
+    roots = (dataset, "dataset"), (collate, "collate_fn")
     found = {each: None for root, name in roots for each in list_holders(root, others, name=name)}
     held = {each.partition(" is held by ")[0] for each in found}
     walked = [each for root, name in roots for each in walk(root, name)]
@@ -68,7 +68,7 @@ def list_changes_during_epochs(
         loader: the loader itself: workers are sent what its sampler drew before a change.
     """
     others = tuple(others)
-    roots = [(dataset, "dataset"), *([] if collate is None else [(collate, "collate_fn")])]
+    roots = (dataset, "dataset"), (collate, "collate_fn")
     walked = [each for root, name in roots for each in walk(root, name)]
     parts = [(loader, "the loader"), *((getattr(loader, name, None), name) for name in ("batch_sampler", "sampler"))]
     read = {id(part): name for part, name in parts if part is not None} | dict(_list_read(walked))
@@ -208,10 +208,7 @@ def _list_running_here(
 ) -> Iterator[tuple[Any, str, Any]]:
     """Functions that run in this process while it trains, each with its object and the method that calls it; with
     `while_loading`, without hooks that run when no batch is loaded."""
-    for other in others:
-        for name, function in list_running(other, while_loading):
-            for called in dict.fromkeys((function, *sample_code.list_called(function, type(other)))):
-                yield other, name, called
+    yield from list_running_code(others, while_loading)
     for _, item in walk(sampler, "sampler"):
         if id(item) not in read and not sample_code.is_installed(type(item)):
             own = dict(list_running(item)).values()

@@ -90,8 +90,7 @@ def _find_draw(item: Any, called: set[str] | None) -> str | None:
 def _get_function(member: Any) -> Any:
     """The function behind a member of a class, a property's too; None if there is none."""
     member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-    function = inspect.unwrap(member) if callable(member) else None
-    return function if inspect.isfunction(function) else None
+    return sample_code.find_function(member)
 
 
 def _list_called_names(held: Sequence[Any]) -> set[str]:

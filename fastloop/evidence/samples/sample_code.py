@@ -80,6 +80,11 @@ def list_called(function: Any, kind: type) -> tuple[Any, ...]:
     return tuple(_follow([function], kind, modules=True))
 
 
+def list_with_called(function: Any, kind: type) -> tuple[Any, ...]:
+    """A method, even an installed package's, and the user's functions that it calls."""
+    return tuple(dict.fromkeys((function, *list_called(function, kind))))
+
+
 def _follow(starts: list[Any], kind: type, modules: bool = False) -> Iterator[Any]:
     queue, seen = deque(starts), set[int]()
     while queue:
@@ -152,17 +157,22 @@ def list_writers(kind: type) -> Iterator[tuple[str, str]]:
     running = {function.__name__ for function in list_sample_functions_of(kind)}
     for base in kind.__mro__:
         for name, member in {} if is_installed(base) else dict(vars(base)).items():
-            function = _find_function(member)
+            function = _find_writer(member)
             is_run = name in running and not isinstance(member, property)
             if function is not None and not is_run and name not in _BEFORE:
                 yield from ((name, written) for written in _list_written(function))
 
 
-def _find_function(member: Any) -> Any:
+def _find_writer(member: Any) -> Any:
     """The function through which a member of a class may change its object: for a property, its setter."""
     if isinstance(member, property):
         return member.fset
-    function = inspect.unwrap(member) if callable(member) or isinstance(member, classmethod) else None
+    return find_function(member.__func__ if isinstance(member, classmethod) else member)
+
+
+def find_function(called: Any) -> Any:
+    """The function behind something that can be called, without its decorators; None if there is none."""
+    function = inspect.unwrap(called) if callable(called) else None
     return function if inspect.isfunction(function) else None
 
 

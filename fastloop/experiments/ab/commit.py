@@ -26,6 +26,7 @@ from fastloop.experiments.ab.experiment import SOURCE, Side
 from fastloop.experiments.ab.manifest import READ, name_folder
 from fastloop.experiments.ab.script_arms import ArmPlace, ScriptArm
 from fastloop.experiments.trials.script_injection import private_directory
+from fastloop.records.plan import say_count
 
 _OF_ANOTHER_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
 """Variables that git sets for hooks, and that would direct our calls to the hook's index."""
@@ -63,7 +64,8 @@ def compare_with(ref: str, arm: ScriptArm, *, aa: bool, say: Progress) -> Iterat
             do="name another commit, such as main or HEAD~1; or use --aa for an A/A test",
         )
     with private_directory() as private, tree.checked_out(commit, private / tree.top.name) as other:
-        say(f"base: {ref} ({commit[:7]}), in a separate git worktree; the working tree differs in {_count(differing)}")
+        apart = say_count(len(differing), "file")
+        say(f"base: {ref} ({commit[:7]}), in a separate git worktree; the working tree differs in {apart}")
         for line in tree.describe_gaps(commit):
             say(line)
         before = tree.fingerprint(commit)
@@ -80,7 +82,7 @@ def compare_with(ref: str, arm: ScriptArm, *, aa: bool, say: Progress) -> Iterat
         )
         ours = dataclasses.replace(
             arm,
-            name="working tree" + (f" with {_count(uncommitted, 'changed ')}" if uncommitted else ""),
+            name="working tree" + (f" with {say_count(len(uncommitted), 'changed file')}" if uncommitted else ""),
             place=ArmPlace(find_fault=lambda _: tree.find_edit(commit, before)),
         )
         yield Versus(
@@ -90,10 +92,6 @@ def compare_with(ref: str, arm: ScriptArm, *, aa: bool, say: Progress) -> Iterat
             ],
             sources={"the commit": commit, "the working tree": before},
         )
-
-
-def _count(files: Sequence[str], kind: str = "") -> str:
-    return f"{len(files)} {kind}file{'' if len(files) == 1 else 's'}"
 
 
 def _move_folder(folder: Path, top: Path, other: Path) -> Path | None:

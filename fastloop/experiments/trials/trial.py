@@ -25,6 +25,7 @@ from fastloop.experiments.trials import preloaded, supervise
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
+from fastloop.records.readings import read_ranks
 from fastloop.records.run_files import MEASUREMENT
 from fastloop.records.secrets import Scrubber, make_scrubber
 from fastloop.records.trial import ANSWERS, Ledger, TrialAnswer
@@ -190,7 +191,7 @@ def describe_dead_rank(run_dir: Path, measurement: Measurement | None) -> str | 
     at the latest once rank 0, which waits for the records, had exited.
     """
     seen = measurement or Measurement()
-    ends = {each.get("rank"): each.get("ended_by") for each in seen.ranks}
+    ends = {each.rank: each.ended_by for each in read_ranks(seen)}
     steps: dict[int | None, int | None] = {}
     for path in run_dir.glob("ledger*.json"):
         if (ledger := store.load(path, Ledger)) is not None:

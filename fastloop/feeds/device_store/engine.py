@@ -166,21 +166,19 @@ def _check_sizes(pictures: Pictures, recipe: Recipe) -> None:
 
 
 def prove(engine: DeviceEngine, dataset: Any, source: ImageSource) -> None:
-    """Compare a few samples, and the random numbers used, with the user's dataset. Restores the training's generator.
+    """Compare a few samples, and the random numbers used, with the user's dataset. Restores the random generators.
 
     Raises:
         NotApplicable: they differ.
     """
     chosen = np.linspace(0, source.count - 1, min(COMPARED, source.count)).astype(int).tolist()
-    state = torch.get_rng_state()
-    try:
+    with untouched_generators():
+        state = torch.get_rng_state()
         samples = [dataset[index] for index in chosen]
         after = torch.get_rng_state()
         torch.set_rng_state(state)
         images, labels = engine.make(chosen)
         same_draws = torch.equal(after, torch.get_rng_state())
-    finally:
-        torch.set_rng_state(state)
     expected = torch.utils.data.default_collate(samples)
     if not torch.equal(images.cpu(), expected[0].as_subclass(torch.Tensor)) or not torch.equal(
         labels.cpu(), expected[1]

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from fastloop.errors import NotApplicable
-from fastloop.evidence.worker_limits import count_draws
+from fastloop.evidence.worker_limits import LITTLE_SHM_BYTES, count_draws
 from fastloop.records.facts import Facts, LoaderFacts, format_bytes
 from fastloop.records.images import (
     CenterCrop,
@@ -31,8 +31,6 @@ resized crop must come before all of these."""
 
 SHARE = 0.25
 """Share of the device's free memory that pictures may take, measured before there are any activations."""
-LITTLE_SHM_BYTES = 2**30
-"""With less free shared memory, no worker processes decode, since they send pictures through it."""
 
 
 @dataclass(frozen=True, kw_only=True)

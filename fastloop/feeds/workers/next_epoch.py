@@ -28,9 +28,10 @@ from torch.utils.data.distributed import DistributedSampler
 from fastloop.feeds.lazy_loader import Disguised, SameOrder, draw_seed, name_sampler
 from fastloop.feeds.workers.pending_indices import PendingIndices
 
-_KNOWN = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+"""Samplers whose indices are those of the dataset, and whose order can be predicted."""
 _DRAWN_FROM = ("data_source", "dataset", "indices", "weights")
-"""Their attributes that have as many members as the order that they draw."""
+"""Attributes of theirs that have as many members as the order that they draw."""
 _STAND_INS = (SameOrder, PendingIndices)
 _MOST_SAMPLES = 2**22
 """A longer order takes torch more than half a second to draw."""
@@ -193,7 +194,7 @@ def find_sampler(sampler: Any) -> Any:
         sampler = sampler.inner
     base: Any = sampler.sampler if type(sampler) is BatchSampler else sampler
     lengths = (len(getattr(base, name)) for name in _DRAWN_FROM if hasattr(base, name))
-    return sampler if type(base) in _KNOWN and max(lengths) <= _MOST_SAMPLES else None
+    return sampler if type(base) in TORCH_SAMPLERS and max(lengths) <= _MOST_SAMPLES else None
 
 
 def predict(

@@ -26,21 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data._utils.worker import WorkerInfo, _worker_loop
-from torch.utils.data.distributed import DistributedSampler
 
 from fastloop.errors import let_through
 from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.dataset import list_running, walk
 from fastloop.feeds.workers.in_worker import read_streams
+from fastloop.feeds.workers.next_epoch import TORCH_SAMPLERS
 from fastloop.feeds.workers.thread_rounding import find_difference
 
 ENOUGH_S = 0.5
@@ -52,8 +45,6 @@ LATE_S = 10.0
 MOST_S = 30
 """The process ends itself after this time, wherever it is."""
 ANOTHER, FROZEN = "differs when it is read again", "is random when first read, and stays the same from then on"
-_WHOLE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""Samplers whose indices are those of the dataset."""
 _WRITES = re.compile(
     r"(\w+_)?write\w*|save\w*|dump\w*|imwrite|tofile|to_(csv|parquet|json|feather|pickle|hdf|zarr|file|disk)"
     r"|shutil|commit|unlink|rename|copyfile|copytree|copy2|symlink\w*|mkdir|makedirs|system|Popen|check_call|check_output"
@@ -158,7 +149,7 @@ def choose_indices(loader: DataLoader[Any]) -> list[int]:
 def _has_known_indices(loader: DataLoader[Any]) -> bool:
     """Whether the dataset's keys are known to be the numbers below its length."""
     own = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else loader.sampler
-    return isinstance(own, _WHOLE)
+    return isinstance(own, TORCH_SAMPLERS)
 
 
 def _count_samples(loader: DataLoader[Any]) -> int:

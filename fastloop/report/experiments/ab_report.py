@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from fastloop.records.experiment import ArmResult, Comparison, ExperimentResult
+from fastloop.records.plan import say_count
 from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.experiments import ab_picture, verdict_words
 from fastloop.report.experiments.verdict_words import WORDS, describe_hardware, write_headline
@@ -169,7 +170,7 @@ def _count(arms: Sequence[ArmResult]) -> str:
     counts = [len(arm.samples_per_s) for arm in arms]
     of = "medians of " if max(counts) > 1 else ""
     if len(set(counts)) == 1:
-        return f"{of}{counts[0]} run{'' if counts[0] == 1 else 's'} of each"
+        return f"{of}{say_count(counts[0], 'run')} of each"
     return f"{of}{' and '.join(map(str, counts))} runs"
 
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastloop.records.measurement import CEILINGS, Measurement
-from fastloop.records.readings import LINES
+from fastloop.records.plan import say_count
+from fastloop.records.readings import LINES, read_ranks
 from fastloop.report.drawing.document import Table
-from fastloop.report.numbers import format_flop_rate, format_number, format_short, format_steps
+from fastloop.report.numbers import format_flop_rate, format_number, format_short
 from fastloop.report.run.caveats import count_hunted_steps
-from fastloop.report.run.ranks import read_ranks
 from fastloop.report.run.summary import STYLES
 from fastloop.report.run.tables import cut, format_percent
 
@@ -164,7 +164,7 @@ def tabulate_syncs(seen: Measurement) -> Table:
         for sync in seen.syncs
     ]
     if not rows and (hunted := count_hunted_steps(seen)):
-        rows = [("none found", f"in {format_steps(hunted)}", "0", "0", "-")]
+        rows = [("none found", f"in {say_count(hunted, 'step')}", "0", "0", "-")]
     return Table("Synchronizations", ("where", "what", "per step", "ms a step", "write instead"), rows, numeric=(2, 3))
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastloop.records.measurement import ONE_TIME, PARTS, Measurement
-from fastloop.records.plan import Finding, Plan, Verdict
+from fastloop.records.plan import Finding, Plan, Verdict, say_count
+from fastloop.records.readings import read_ranks
 from fastloop.records.yaml_text import dump_on_one_line
-from fastloop.report.numbers import format_flop_rate, format_number, format_s, format_short, format_steps
+from fastloop.report.numbers import format_flop_rate, format_number, format_s, format_short
 from fastloop.report.run import caveats
-from fastloop.report.run.ranks import read_ranks
 
 FREE = {
     "data_wait": "data were free",
@@ -219,7 +219,7 @@ def describe_window(seen: Measurement) -> str:
         return "steps n/a: not watched"
     first = seen.total_steps - seen.steps if seen.first_step is None else seen.first_step  # no window was opened
     last = first + seen.steps
-    return f"steps {first + 1}-{last}" if seen.steps else f"{format_steps(last)}, none of them measured"
+    return f"steps {first + 1}-{last}" if seen.steps else f"{say_count(last, 'step')}, none of them measured"
 
 
 def list_flags(seen: Measurement) -> list[str]:
@@ -237,7 +237,7 @@ def describe_short_window(seen: Measurement) -> str | None:
     if not seen.window_too_short:
         return None
     return (
-        f"window too short: {format_steps(seen.steps)}"
+        f"window too short: {say_count(seen.steps, 'step')}"
         if seen.steps < 10
         else "window too short for the loader's queues"
     )
@@ -394,5 +394,5 @@ def describe_first_ceiling(seen: Measurement, findings: Sequence[Finding]) -> st
     if findings[0].bottleneck == "data_wait" and workers is not None and cpus is not None:
         names = " and ".join(loader.get("without_workers") or ())
         where = f" in {names}" if names else ""
-        line += f"   now: {workers} worker{'' if workers == 1 else 's'}{where}, {cpus} CPUs usable"
+        line += f"   now: {say_count(workers, 'worker')}{where}, {cpus} CPUs usable"
     return line

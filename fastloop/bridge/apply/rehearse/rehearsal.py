@@ -23,7 +23,7 @@ from fastloop.bridge.apply.rehearse.played import RunResults, compare_results
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, CallReplayer
 from fastloop.bridge.apply.rehearse.remembered import Remembered
-from fastloop.bridge.apply.rehearse.surroundings import check_device, convert_batch, surrounded
+from fastloop.bridge.apply.rehearse.surroundings import check_device, surrounded
 from fastloop.bridge.apply.rehearse.time_limit import announced, explain, find_cause, is_time_limit, limited
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import NotApplicable, describe, is_out_of_memory
@@ -112,7 +112,7 @@ class Rehearsal:
             calls,
             self.site.device,
             context=partial(surrounded, self.site),
-            convert=partial(convert_batch, self.site),
+            convert=self.site.staging.convert,
             groups=self.site.groups,
         )
         modules = self._replayer.modules

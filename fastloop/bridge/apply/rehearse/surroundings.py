@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -25,13 +24,6 @@ def surrounded(site: LiveSite) -> Iterator[None]:
             yield
     finally:
         loop._results = logged
-
-
-def convert_batch(site: LiveSite, value: Any) -> Any:
-    """Apply the run's current conversions of batches."""
-    for convert in site.staging.conversions:
-        value = convert(value)
-    return value
 
 
 def check_device(device: torch.device, rung: str) -> None:
