@@ -35,6 +35,8 @@ cheap backward."""
 ASIDE_OF_CONVOLUTIONS = 0.9
 """The same for a model with convolutions: a first convolution and its pooling take 5 times as long forward as
 backward."""
+CROWDED_ASIDE_MS = 10.0
+"""By how much a forward on busy CPUs may exceed its backward without any such work: its Python waits for a CPU, too."""
 BARS = ("self.log(prog_bar=True)", "progress bar")
 """Labels of synchronizations in which Lightning reads values for progress bars."""
 MOST_LOOP_MS = 2.0
@@ -264,8 +266,10 @@ def _find_aside(step: Attribution) -> float:
     more, seen = _measure_excess_ms(step), step.measured
     if (seen.evidence.get("model") or {}).get("calls_backward") or ANOMALY_MODE in seen.evidence:
         return 0.0  # training_step includes a backward, or the stack traces of anomaly mode
-    least = ASIDE_OF_CONVOLUTIONS if convolves(seen) else ASIDE
-    return more if backward and more >= least * forward else 0.0
+    least_ms = (ASIDE_OF_CONVOLUTIONS if convolves(seen) else ASIDE) * forward
+    if is_crowded(seen):
+        least_ms = max(least_ms, CROWDED_ASIDE_MS)
+    return more if backward and more >= least_ms else 0.0
 
 
 def _measure_excess_ms(step: Attribution) -> float:

@@ -48,7 +48,9 @@ def explain_death(seen: Measurement) -> Finding | None:
     count = seen.total_steps
     steps = "before its first step ended" if not count else f"after {count:,d} step{'s' * (count > 1)}"
     cause = seen.died_of.rstrip(".")
-    why = f"the fit died {steps}: {cause}; the figures are from the steps before that"
+    why = f"the fit died {steps}: {cause}"
+    if seen.steps:
+        why += "; the figures are from the steps before that"
     if hint := (seen.evidence.get("died") or {}).get("hint"):
         why = f"{why}; {hint}"
     return dataclasses.replace(_make_none("DIED", why), alarm=seen.died_of)

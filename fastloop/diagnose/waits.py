@@ -30,8 +30,9 @@ from fastloop.records.readings import (
 DECODING, MOSTLY_DECODING, PICKING = "decoding", "mostly_decoding", "picking"
 """Causes for rungs that decode less: the first if worker processes alone would not keep up, the second if in addition
 decoding is most of the work for an image. The third is for rungs that pick the rows of a batch at once."""
-SEVERAL_THREADS = 3
-"""Busy threads of a worker that are not just its own and the one that sends its batches."""
+SEVERAL_THREADS = 4
+"""Busy threads of a worker that are not just its own, the one that sends its batches, and the one that hands over the
+shared memory of their tensors (multiprocessing.resource_sharer)."""
 MOSTLY = 2 / 3
 """Decoding is most of the work if it takes at least this share of the time for making a batch."""
 SAYS = {"trials": "measured by trials with and without it", "trace": "traced", "marks": "timed"}

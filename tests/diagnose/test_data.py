@@ -116,7 +116,7 @@ def only(
             " worker_init_fn, with threadpoolctl.threadpool_limits(1) for NumPy, cv2.setNumThreads(0) for OpenCV",
         ),
         (
-            {**MAP, "num_workers": 6, "worker_threads": 2},  # the second one sends the batches
+            {**MAP, "num_workers": 6, "worker_threads": 3},  # two send batches and hand over their tensors
             (),
             None,
             f"no rung helps with this: 6 workers are too slow and only 1 CPU is left for more; {CHEAPER}",

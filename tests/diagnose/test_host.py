@@ -462,6 +462,16 @@ def test_a_forward_that_takes_long_without_work_aside(model: dict[str, Any], bac
 
 
 @pytest.mark.parametrize(
+    ("forward", "crowded", "is_named"), [(10.0, False, True), (10.0, True, False), (30.0, True, True)]
+)
+def test_a_short_forward_on_busy_cpus_is_no_work_aside(forward: float, crowded: bool, is_named: bool) -> None:
+    """It was called work without gradients where a small model's forward waited for a CPU."""
+    evidence = {"cpu": {"crowded": crowded}}
+    found = findings(on_cpu(forward=forward, backward=1.0, optimizer=1.0, evidence=evidence))
+    assert ("WORK WITHOUT GRADIENTS" in [each.title for each in found]) is is_named
+
+
+@pytest.mark.parametrize(
     ("seen", "share"),
     [
         (on_cpu(forward=30.0, backward=5.0, optimizer=1.0, blocked_ms=0.0, **ANOMALY), 62.5),

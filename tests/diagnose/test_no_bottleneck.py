@@ -150,6 +150,8 @@ def test_a_fit_that_died_says_so_first_and_proposes_no_rung() -> None:
         resnet50_naive(partial=True, died_of=killed, evidence={"died": {"hint": "write amp.enabled: false"}})
     )
     assert known[0].why == f"{first.why}; write amp.enabled: false"
+    early = findings(Measurement(total_steps=10, warmup_steps=20, partial=True, died_of=killed))
+    assert early[0].why == f"the fit died after 10 steps: {killed[:-1]}", "no step was measured: no figures"
     alive = findings(resnet50_naive(partial=True))
     assert alive[0].bottleneck == "data_wait" and alive[0].patch is not None, "it was interrupted"
     assert [finding.bottleneck for finding in others] == [finding.bottleneck for finding in alive]
