@@ -910,6 +910,22 @@ def test_parity(train: Any, module: Any) -> None:
         assert ours.record.hooks == plain.record.hooks, persistent
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_workers_are_kept_only_where_a_second_epoch_began(epochs: int) -> None:
+    """A fit that ends in its first epoch, against all plans, has kept nothing."""
+
+    class Stops(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.current_epoch + 1 >= epochs
+
+    ours = run({"workers": {"persistent": True}}, batches(num_workers=1), max_epochs=3, callbacks=[Stops()])
+    kept = "your workers were kept between epochs"
+    verdict = ours.verdict("workers")
+    assert (verdict.took, verdict.why) == (
+        (True, kept) if epochs > 1 else (False, f"{kept.replace('kept', 'not kept')}: no second epoch began")
+    )
+
+
 @pytest.mark.parametrize("generator", [None, 3])
 def test_parity_of_own_workers_that_are_kept(generator: int | None) -> None:
     """Order and random streams stay those of workers that start anew; torch's own flag is the control."""

@@ -93,7 +93,7 @@ class WorkerProcesses:
         self._twice: list[ReadTwice] = []
         self._rounding: list[_Rounding] = []
         self._most_alive: int | None = None
-        self._keeps_theirs, self._kept = False, False
+        self._keeps_theirs = False
 
     def arrange(self, loader: Any, plan: Plan, settings: dict[str, Any], facts: Facts) -> Epochs:
         """Complete the settings of a loader; returns what makes an epoch's batches."""
@@ -268,14 +268,10 @@ class WorkerProcesses:
         }
 
     def collect_kept_evidence(self) -> Mapping[str, Any]:
-        """Whether live iterators keep the user's own workers for the next epoch; empty if no rung planned that."""
-        if not self._keeps_theirs:
+        """Whether an epoch had the user's own workers of the one before; empty if no rung planned that."""
+        if not self._keeps_theirs or self._fresh is None:
             return {}
-        kept = [getattr(each, "_persistent_workers", None) for each in loader_state.find_iterators(self.trainer)]
-        self._kept = next((each for each in kept if each is not None), self._kept)  # iterators end with the epoch
-        if self._fresh is not None and self._fresh.restarts:
-            self._kept = self._fresh.kept > 0
-        return {"kept": self._kept, "restarted_because": None if self._fresh is None else self._fresh.reason}
+        return {"kept": self._fresh.kept > 0, "restarted_because": self._fresh.reason or "no second epoch began"}
 
     def collect_growth_evidence(self) -> Mapping[str, Any]:
         """How the number of workers changed; empty if no rung planned more."""
