@@ -157,7 +157,7 @@ class SimulatedRunner:
     ) -> Result:
         if at in self.done:
             return self.done[at]
-        limit_s = self.budget.check(what, need_s)
+        limit_s = self.budget.begin(what, need_s)
         self.before(at)
         self.ran.append(at)
         self.asks[at] = stack, ask
@@ -247,7 +247,7 @@ class SimulatedRunner:
         self, at: str, base: Stack, arm: Stack, pairs: Sequence[tuple[Result, Result]], *, what: str, need_s: float
     ) -> Outcome:
         if f"{at}/gradient" not in self.done:
-            self.budget.check(what, need_s)
+            self.budget.begin(what, need_s)
             self.now += 2 * START_S
             self.ran.append(f"{at}/gradient")
             self.done[f"{at}/gradient"] = Result()
@@ -265,7 +265,7 @@ class SimulatedRunner:
     ) -> Any:
         self.given[at] = given
         if at not in self.done:
-            self.budget.check(what, need_s)
+            self.budget.begin(what, need_s)
             self.now += 5 * need_s
             self.ran.append(at)
             self.done[at] = Result()
@@ -275,7 +275,7 @@ class SimulatedRunner:
         return Found(key=f"rungs.{key}.{names[key]}", best=best, patch=patch, why="made up")
 
     def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Confirmation:
-        self.budget.check("confirming the best stack", need_s, last=True)
+        self.budget.begin("confirming the best stack", need_s, last=True)
         self.now += need_s
         self.done[at] = Result()
         self.confirmed.append(stack)

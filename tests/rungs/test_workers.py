@@ -922,7 +922,7 @@ def test_workers_are_kept_only_where_a_second_epoch_began(epochs: int) -> None:
     kept = "your workers were kept between epochs"
     verdict = ours.verdict("workers")
     assert (verdict.took, verdict.why) == (
-        (True, kept) if epochs > 1 else (False, f"{kept.replace('kept', 'not kept')}: no second epoch began")
+        (True, kept) if epochs > 1 else (False, f"{kept.replace('kept', 'not kept')}: no second epoch began with them")
     )
 
 

@@ -271,7 +271,10 @@ class WorkerProcesses:
         """Whether an epoch had the user's own workers of the one before; empty if no rung planned that."""
         if not self._keeps_theirs or self._fresh is None:
             return {}
-        return {"kept": self._fresh.kept > 0, "restarted_because": self._fresh.reason or "no second epoch began"}
+        return {
+            "kept": self._fresh.kept > 0,
+            "restarted_because": self._fresh.reason or "no second epoch began with them",
+        }
 
     def collect_growth_evidence(self) -> Mapping[str, Any]:
         """How the number of workers changed; empty if no rung planned more."""

@@ -55,7 +55,7 @@ class ClimbBudget:
         """Seconds of the remaining time that are kept for the last step."""
         return max(self._list_kept_s(), default=0.0)
 
-    def check(self, what: str, need_s: float, *, last: bool = False) -> float:
+    def begin(self, what: str, need_s: float, *, last: bool = False) -> float:
         """Begin a step and return its time limit in seconds: it may overrun `need_s` until even the shortest last step
         would no longer fit. The `last` step may also use the reserve and the grace.
 

@@ -148,7 +148,7 @@ class ProcessRunner:
         limits = Limits(total_s=min(self._limit_s, self.budget.left_s() + GRACE_S))
 
         def begin(label: str) -> None:
-            self.budget.check(f"{what}, {label}", need_s)
+            self.budget.begin(f"{what}, {label}", need_s)
 
         return search(
             self._make_arm(what, stack),
@@ -233,7 +233,7 @@ class ProcessRunner:
         return self.start.change(name, *list_overrides(others), more=[ladder])
 
     def _begin(self, what: str, need_s: float, *, last: bool = False) -> Limits:
-        limit_s = self.budget.check(what, need_s, last=last)
+        limit_s = self.budget.begin(what, need_s, last=last)
         self._say(f"{what}; {self.budget.describe_left()}")
         return Limits(total_s=min(self._limit_s, limit_s))
 

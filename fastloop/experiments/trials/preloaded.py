@@ -138,7 +138,7 @@ def start(
     the reason; None and None if there is no server. `say` receives a line if it has to wait long."""
     if _server is None:
         return None, None
-    command, variables = _apply_env(command, _leave_out_later(environ, _server.greet(say).environ))
+    command, variables = _apply_env(command, _drop_variables_set_since(environ, _server.greet(say).environ))
     if (why := find_obstacle(command, cwd, variables, _server.greet(say))) is not None:
         return None, f"a new interpreter: {why}"
     ours, theirs = socket.socketpair()
@@ -154,7 +154,7 @@ def start(
     return (Leash(answer.pid, _server), ours), FORKED
 
 
-def _leave_out_later(environ: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
+def _drop_variables_set_since(environ: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
     """Leave out the variables that libraries read as they load and that one of them has set in this process since the
     server began, like scikit-learn's KMP_DUPLICATE_LIB_OK: the trial's own imports set them."""
     return {

@@ -17,12 +17,12 @@ class Clock:
 def test_nothing_begins_that_cannot_end() -> None:
     clock = Clock()
     budget = ClimbBudget(60, clock)
-    budget.check("a run", 59)
+    budget.begin("a run", 59)
     with pytest.raises(Spent, match=r"a run \(about 61 s\)"):
-        budget.check("a run", 61)
+        budget.begin("a run", 61)
     clock.now += 60
     with pytest.raises(Spent):
-        budget.check("anything", 0)
+        budget.begin("anything", 0)
     assert budget.spent_s() == 60 and not budget.is_over()
     clock.now += GRACE_S + 1
     assert budget.is_over() and budget.describe_left() == f"{GRACE_S + 1 + 0:.0f} s over the budget"
@@ -31,10 +31,10 @@ def test_nothing_begins_that_cannot_end() -> None:
 def test_a_reserve_is_for_what_comes_last() -> None:
     budget = ClimbBudget(300, Clock())
     budget.reserve(100)
-    budget.check("a run", 199)
+    budget.begin("a run", 199)
     with pytest.raises(Spent):
-        budget.check("a run", 201)
-    budget.check("the end", 299, last=True)
+        budget.begin("a run", 201)
+    budget.begin("the end", 299, last=True)
     assert budget.describe_left() == "5.0 min of the budget left"
 
 
@@ -42,12 +42,12 @@ def test_a_step_that_overruns_is_stopped_while_the_shortest_end_still_fits() -> 
     clock = Clock()
     budget = ClimbBudget(300, clock)
     budget.reserve(150, 100)
-    assert budget.check("a run", 50) == 300 - 100
+    assert budget.begin("a run", 50) == 300 - 100
     clock.now += 200
     assert not budget.is_over()
     clock.now += 1
     assert budget.is_over()
-    assert budget.check("the end", 90, last=True) == 99 + GRACE_S
+    assert budget.begin("the end", 90, last=True) == 99 + GRACE_S
     assert not budget.is_over()
 
 
@@ -56,9 +56,9 @@ def test_what_does_not_fit_any_more_is_not_kept_for(reserve_s: float, kept_s: fl
     budget = ClimbBudget(100, Clock())
     budget.reserve(reserve_s)
     assert budget.kept_s == kept_s
-    budget.check("a run", 100 - kept_s)
+    budget.begin("a run", 100 - kept_s)
     with pytest.raises(Spent):
-        budget.check("a run", 101 - kept_s)
+        budget.begin("a run", 101 - kept_s)
 
 
 def test_the_most_that_is_left_is_kept() -> None:
@@ -66,17 +66,17 @@ def test_the_most_that_is_left_is_kept() -> None:
     clock = Clock()
     budget = ClimbBudget(200, clock)
     budget.reserve(150, 100)
-    budget.check("a run", 50)
+    budget.begin("a run", 50)
     clock.now += 80
     assert budget.left_s() == 120 and budget.kept_s == 150
     with pytest.raises(Spent):
-        budget.check("a run", 1)
+        budget.begin("a run", 1)
     clock.now += 10
     assert budget.kept_s == 100
-    budget.check("a run", 10)
+    budget.begin("a run", 10)
     with pytest.raises(Spent):
-        budget.check("a run", 11)
-    budget.check("the end", 140, last=True)
+        budget.begin("a run", 11)
+    budget.begin("the end", 140, last=True)
     clock.now += 50
     assert budget.kept_s == 0
 
@@ -88,17 +88,17 @@ def test_a_reserve_that_came_too_late_keeps_nothing_back() -> None:
     budget.reserve(51)
     clock.now += 90
     assert budget.kept_s == 0
-    budget.check("a run", 20)
+    budget.begin("a run", 20)
     with pytest.raises(Spent):
-        budget.check("the end", 51, last=True)
+        budget.begin("the end", 51, last=True)
 
 
 def test_the_end_may_use_the_grace() -> None:
     clock = Clock()
     budget = ClimbBudget(100, clock)
     clock.now += 90
-    budget.check("the end", 10 + GRACE_S, last=True)
+    budget.begin("the end", 10 + GRACE_S, last=True)
     with pytest.raises(Spent):
-        budget.check("the end", 11 + GRACE_S, last=True)
+        budget.begin("the end", 11 + GRACE_S, last=True)
     clock.now += 30
-    budget.check("all of it is there already", 0.0, last=True)
+    budget.begin("all of it is there already", 0.0, last=True)
