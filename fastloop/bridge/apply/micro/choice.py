@@ -88,6 +88,8 @@ class PieceChoice:
         self.weighing: Weighing | None = None
         self._misfit = False
         self._problem: str | None = None
+        self._lacked_room = False
+        """Whether the last window did not fit; the rungs that it lacked may not have started since."""
         self._steps = self._changed = self._apart_steps = 0
         self.uncut = 0
         """Batches that could not be cut."""
@@ -322,24 +324,29 @@ class PieceChoice:
     def _explain_no_room(
         self, strategy: Any, batch: Any, window: Merged, rest: Sequence[Any], *, tries: bool
     ) -> str | None:
-        """Why no rank must merge its window yet; None if they may. The first step runs without rungs such as amp, and
-        may need more memory than all later ones.
+        """Why no rank must merge its window; None if they may. The first step runs without rungs such as amp, and may
+        need more memory than all later ones.
 
         Args:
             tries: this rank would merge its window. All ranks must call this: they ask each other.
         """
         held = self._list_held() if strategy.root_device.type in LIMITED else ()
-        if not held or self._size.is_searched:
+        if self._size.is_searched or not (held or self._lacked_room):
             return None
         fits = True
         if tries and self.micro > max(window.sizes):
             with self._one_time.span("rehearsal"):
                 trial = self._size.make_trial(strategy, batch, window, rest, window.sizes[0])
                 fits = fits_in_memory(strategy, self.micro, trial)
-        if strategy.reduce_boolean_decision(fits, all=True):
+        fits = strategy.reduce_boolean_decision(fits, all=True)
+        self._lacked_room = not fits and bool(held)
+        if fits:
             return None
-        names = ", ".join(held)
-        return f"micro-batches of {self.micro} only fit once these rungs start, after the first step: {names}"
+        if held:
+            names = ", ".join(held)
+            return f"micro-batches of {self.micro} only fit once these rungs start, after the first step: {names}"
+        self.refused = self._agree(strategy, f"micro-batches of {self.micro} do not fit in memory")
+        return self.refused
 
     # -- cutting ----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from fastloop.feeds.batch_tree import BatchWindow
 from tests.runs import Net, batches, run
 
 MERGE, ACCUMULATE = {"batch": {"micro_batch": 16}}, {"accumulate_grad_batches": 4}
+WAITING = threading.local()
+"""The rungs that wait for their rehearsal on this thread's rank."""
 ROOM = "micro-batches of 4 only fit once these rungs start, after the first step: amp"
 
 
@@ -42,12 +44,11 @@ class Ranks:
 
 def choose_windows(ranks: Any, windows: Sequence[Any], held: Sequence[Sequence[str]]) -> list[tuple[bool, int, Any]]:
     """For each window: whether it runs apart, in how many pieces, and the reason of the first that does."""
-    waiting = list[str]()
-    made = PieceChoice(4, rung="batch", list_held=lambda: waiting, one_time=OneTime())
+    made = PieceChoice(4, rung="batch", list_held=lambda: WAITING.rungs, one_time=OneTime())
     made.windows.sampler = SimpleNamespace(window=2, sizes=deque([(2, 2)] * len(windows)))  # type: ignore[assignment]
     found = []
     for number, batch in enumerate(windows):
-        waiting[:] = held[number]
+        WAITING.rungs = held[number]
         shown = made.windows.show(batch, made.refused) if isinstance(batch, BatchWindow) else batch
         trainer = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=number), current_epoch=0)
         pieces, apart = made.choose(ranks, trainer, shown, (number,))
@@ -59,7 +60,7 @@ def choose_windows(ranks: Any, windows: Sequence[Any], held: Sequence[Sequence[s
 def test_ranks_ask_each_other_equally_often(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank's window is not one batch while the other rank's does not fit: neither may wait for the other."""
     monkeypatch.setattr(choice, "LIMITED", ("cpu",))
-    monkeypatch.setattr(choice, "fits_in_memory", lambda *_: False)
+    monkeypatch.setattr(choice, "fits_in_memory", lambda *_: not WAITING.rungs)
     monkeypatch.setattr(choice, "explain_difference", lambda *_: None)
     ranks, whole, uneven = Ranks(), torch.zeros(4, 3), BatchWindow([torch.zeros(2, 3), torch.zeros(2, 4)])
     first = [uneven, whole, whole] if differs == "first" else [whole, uneven, whole]
@@ -73,11 +74,27 @@ def test_ranks_ask_each_other_equally_often(differs: str, monkeypatch: pytest.Mo
 
 def test_a_refusal_after_a_step_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "LIMITED", ("cpu",))
-    monkeypatch.setattr(choice, "fits_in_memory", lambda *_: False)
+    monkeypatch.setattr(choice, "fits_in_memory", lambda *_, answers=iter([False, True]): next(answers))
     monkeypatch.setattr(choice, "explain_difference", lambda *_: "the loss is not a mean over samples")
     ours = run({**MERGE, "amp": {}}, batches(96, shuffle=True), Net, max_epochs=2, **ACCUMULATE)
     assert ours.verdict("batch").took is False
     assert "windows run batch by batch: the loss is not a mean over samples" in ours.verdict("batch").why
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_window_that_did_not_fit_is_tried_again_once_nothing_waits(
+    later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rungs that were to make room may have been refused meanwhile: merging would end the training."""
+    answers = [False, later]
+    monkeypatch.setattr(choice, "LIMITED", ("cpu",))
+    monkeypatch.setattr(choice, "fits_in_memory", lambda *_: answers.pop(0))
+    ours = run({**MERGE, "amp": {}}, batches(96, shuffle=True), Net, max_epochs=2, **ACCUMULATE)
+    seen, verdict = ours.seen("batch"), ours.verdict("batch")
+    assert not answers and ours.trainer.global_step == 6
+    assert (seen["apart_steps"], seen["changed_steps"]) == ((1, 5) if later else (6, 0)), seen
+    assert verdict.took is later
+    assert later or "windows run batch by batch: micro-batches of 16 do not fit in memory" in verdict.why
 
 
 class Counts(Net):
