@@ -44,6 +44,7 @@ _ALLOWED_VARIABLES = (
     "CUDA_MODULE_LOADING",
     "POPLAR",
     "CUDA_DEVICE_ORDER",
+    "CUDA_DEVICE_MAX_CONNECTIONS",  # set for good by dali
     "TORCHELASTIC",
     "PWD",
     "OLDPWD",

@@ -173,6 +173,8 @@ class Card:
     # what parity gates, configurations and error messages need
     regroups: bool = False
     """It builds an optimizer step from micro-batches that differ from the loader's."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that it needs before CUDA starts in the process; the user's own values stay."""
     loads_elsewhere: bool = False
     """It draws random augmentations in another process or earlier, and so from other random numbers; of several such
     rungs, the first in the ladder decides where."""

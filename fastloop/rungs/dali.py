@@ -2,7 +2,8 @@
 
 Faster because  it decodes in C++ threads, and only the part of each image that is used; no pixel passes through Python.
 Costs           random crops that differ from torchvision's (same distribution); pixels that differ by 0.2 of 255
-                levels; device memory for three batches and, if the GPU decodes, some of its time.
+                levels; device memory for three batches and, if the GPU decodes, some of its time;
+                CUDA_DEVICE_MAX_CONNECTIONS is set to 32 unless you set it.
 Don't use when  data_wait is already under 2 % of the step, or the transforms go beyond torchvision's common ones.
 Evidence        images that DALI decoded for the training
 Source          https://docs.nvidia.com/deeplearning/dali/user-guide/docs/
@@ -17,7 +18,7 @@ from typing import Literal
 
 from fastloop.errors import NotApplicable, require_positive
 from fastloop.feeds.accumulation_windows import count_steps
-from fastloop.feeds.dali.pictures import AHEAD, Where, find_obstacle, is_installed, name_cure
+from fastloop.feeds.dali.pictures import AHEAD, MOST_QUEUES, QUEUES, Where, find_obstacle, is_installed, name_cure
 from fastloop.feeds.dali.planned import DaliEngine
 from fastloop.records.card import Card, ClimbState, Variant
 from fastloop.records.facts import Facts, LoaderFacts
@@ -27,8 +28,8 @@ from fastloop.records.plan import Change, Verdict, say_count
 from fastloop.records.readings import read_loader
 
 ENOUGH_CPUS = 8
-"""With at least this many CPUs per GPU, the CPU decodes first. With 16, an H200 trained 6,266 images/s if the CPU
-decoded and 5,961 if the GPU did, which competes with the training."""
+"""With at least this many CPUs per GPU, the CPU decodes first: it needs none of the GPU's memory, and pixels deviate
+less."""
 LEAST_STEPS = 2_000
 """In runs of at least this many optimizer steps, trying the other decoder is worth its cost: about two seconds, and
 some slower batches."""
@@ -41,9 +42,13 @@ images/s and 16 trained 5,265: with 12, the median step was as fast, and fewer s
 
 
 def _list_variants(state: ClimbState) -> Iterator[Variant]:
-    """Try DALI in place of the loader if the samples are image files and DALI is installed."""
-    if state.image_files and is_installed():
+    """Try DALI in place of the loader if the samples are image files and DALI is installed; then let the GPU decode."""
+    if not state.image_files or not is_installed():
+        return
+    if (own := state.stack.get("dali")) is None:
         yield Variant(changes="engine")
+    elif state.on_cuda and "decode" not in own:
+        yield Variant(name="mixed", settings=({"decode": "mixed"},), changes="engine")
 
 
 CARD = Card(
@@ -56,6 +61,7 @@ CARD = Card(
     batches_ready=lambda settings, _workers: 0 if settings is None else AHEAD,
     first_start_s=2.0,
     loads_elsewhere=True,
+    variables={QUEUES: str(MOST_QUEUES)},
 )
 
 
@@ -175,6 +181,12 @@ class Dali:
         why = f"DALI decoded {images} images ({found.get('decode')}, {found.get('threads')} threads)"
         if (chosen := found.get("decode_why")) is not None:
             why += f"; {chosen}"
+        by_gpu = "mixed" in (found.get("decode"), *found.get("decode_ms", {}))
+        if by_gpu and (queues := found.get("queues")) != str(MOST_QUEUES):
+            why += (
+                f"; the GPU's decoder shares {queues or 'the default 8'} hardware queues with the training's kernels, "
+            )
+            why += f"and may wait for them: set {QUEUES}={MOST_QUEUES} before the script starts"
         if (mean := found.get("mean_levels")) is not None:
             why += f"; {found['checked_samples']} compared samples differ by {mean:.2f} of 255 levels"
         if plain:

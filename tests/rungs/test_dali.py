@@ -20,10 +20,11 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from fastloop import FastLoop
 from fastloop.errors import ConfigError, FastLoopError, NotApplicable
 from fastloop.feeds.dali.planned import DaliEngine
+from fastloop.records.card import ClimbState
 from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.images import ImageFacts, RandomResizedCrop, ToFloat, ToTensor
 from fastloop.records.measurement import Measurement
-from fastloop.rungs.dali import Dali
+from fastloop.rungs.dali import CARD, Dali
 from tests.runs import KeepsTrainers, Run, both, distance, run
 
 DALI: dict[str, Any] = {"dali": {"threads": 2}}
@@ -180,6 +181,39 @@ def test_verdicts() -> None:
     assert verify(Measurement(evidence={"dali": {**seen, "images": 0}})).took is False
     chosen = {**seen, "decode_why": "a batch takes 4 ms"}
     assert verify(Measurement(evidence={"dali": chosen})).why.endswith("(cpu, 2 threads); a batch takes 4 ms")
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        ({"decode": "cpu"}, None),
+        ({"decode": "cpu", "decode_ms": {"cpu": 5.0}}, None),
+        ({"decode": "mixed", "queues": "32"}, None),
+        ({"decode": "mixed"}, "shares the default 8 hardware queues with the training's kernels"),
+        ({"decode": "cpu", "decode_ms": {"cpu": 5.0, "mixed": 6.0}, "queues": "1"}, "shares 1 hardware queues"),
+    ],
+)
+def test_a_verdict_on_the_gpus_decoder_names_its_queues(seen: dict[str, Any], expected: str | None) -> None:
+    given = {"images": 64, "plain_batches": 0, "threads": 2, "queues": None, **seen}
+    why = Dali(enabled=True).verify(Measurement(evidence={"dali": given})).why
+    assert (expected or "DALI decoded") in why and ("CUDA_DEVICE_MAX_CONNECTIONS=32" in why) is (expected is not None)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, []),
+        ({"image_files": True}, [("", {})]),
+        ({"image_files": True, "on_cuda": True}, [("", {})]),
+        ({"image_files": True, "stack": {"dali": {}}}, []),
+        ({"image_files": True, "on_cuda": True, "stack": {"dali": {}}}, [("mixed", {"decode": "mixed"})]),
+        ({"image_files": True, "on_cuda": True, "stack": {"dali": {"decode": "mixed"}}}, []),
+    ],
+)
+def test_a_climb_tries_the_gpus_decoder_once_dali_loads(given: dict[str, Any], expected: list[Any]) -> None:
+    made = CARD.list_variants(ClimbState(**given))
+    assert [(variant.name, *variant.settings) for variant in made] == expected
+    assert all(variant.changes == "engine" for variant in made)
 
 
 # -- fits --------------------------------------------------------------------------------------------------------------

@@ -14,11 +14,12 @@ from fastloop import diagnose
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply import read_training
 from fastloop.bridge.apply.applier import Applier
+from fastloop.bridge.apply.environment import set_variables
 from fastloop.bridge.apply.loop.known_loops import HOOKS_PER_BATCH
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.state.untouched import preserve_state
 from fastloop.bridge.fail_open import deaf_to_workers, explain_exception, fail_open, is_disabled
-from fastloop.bridge.fit import own_loader, run_directory, strategy
+from fastloop.bridge.fit import lines, own_loader, run_directory, strategy
 from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session, describe_death
 from fastloop.config.loading import Config, load_callback_config
@@ -69,7 +70,7 @@ class FastLoop(Callback):
         self.out: Path | None = None
         self.hunt_syncs = False
         """Find every device synchronization with its line, in a few slower steps after the timed ones."""
-        self.say: Callable[[str], None] = _skip_line if quiet else _say_line
+        self.say: Callable[[str], None] = lines.skip if quiet else lines.say
         """Receives a line about progress."""
         self.writes = True
         """Whether the run's files are written, if there is a place for them."""
@@ -89,8 +90,9 @@ class FastLoop(Callback):
         self.strict = self.config.strict if strict is None else strict
         check_arguments(out=out, strict=self.strict, quiet=quiet)
         self.out = None if out is None else Path(out)
+        set_variables(self.config.ladder)
         if ignored and not quiet:
-            rank_zero_info(f"fastloop: ignored, because you create the Trainer yourself: {', '.join(ignored)}")
+            lines.say(f"ignored, because you create the Trainer yourself: {', '.join(ignored)}")
 
     @classmethod
     def of(cls, config: Config, *, out: Path | None, quiet: bool = False) -> FastLoop:
@@ -98,12 +100,14 @@ class FastLoop(Callback):
         LightningCLI reads the arguments' types: if one of them is a dataclass, it opens any given file itself."""
         loop = cls(out=out, quiet=quiet)
         loop.config, loop.strict = config, config.strict
+        set_variables(config.ladder)
         return loop
 
     def obey(self, config: Config, *, out: Path | None) -> None:
         """Follow the configuration of a command, which prints what there is to say, instead of its own."""
-        self.config, self.strict, self.out, self.say = config, config.strict, out, _skip_line
+        self.config, self.strict, self.out, self.say = config, config.strict, out, lines.skip
         self.quiet = self.obeys = True
+        set_variables(config.ladder)
 
     def _forget(self) -> None:
         """Clear the results of the last fit."""
@@ -222,7 +226,7 @@ class FastLoop(Callback):
             with deaf_to_workers():
                 self._on_exception(trainer, pl_module, exception)
         except Exception as error:  # the user's exception must not be hidden by ours
-            rank_zero_info(f"fastloop: no report for this run: {error}")
+            lines.say(f"no report for this run: {error}")
         finally:
             self._undo()
 
@@ -230,7 +234,7 @@ class FastLoop(Callback):
     def _on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         rungs, held = [step.rung for step in self.plan.planned], self._applier.held if self._applier else ()
         if (line := explain_exception(exception, pl_module, rungs, held)) is not None:
-            rank_zero_warn(f"fastloop: {line}")
+            lines.warn(line)
             self._hint = line
         if not self._training:
             return
@@ -292,7 +296,7 @@ class FastLoop(Callback):
         self._applier = applier = Applier(
             self.config.ladder.without(off),
             strict=self.strict,
-            warn=lambda line: rank_zero_warn(f"fastloop: {line}"),
+            warn=lines.warn,
             say=self.say,
             terms=terms if self.config.rehearsal == "on" else None,
             by_ladder=self.config.by_ladder,
@@ -313,7 +317,7 @@ class FastLoop(Callback):
         self._session = Session(
             trainer,
             self.config.watch,
-            warn=lambda line: rank_zero_warn(f"fastloop: {line}"),
+            warn=lines.warn,
             hunt_syncs=self.hunt_syncs,
             place=lambda: self._find_directory(trainer),
             one_time=self._one_time,
@@ -390,11 +394,3 @@ class FastLoop(Callback):
                 restore.pop()()
             except Exception as error:  # the other changes must still be undone
                 rank_zero_warn(f"fastloop could not undo every change: {type(error).__name__}: {error}")
-
-
-def _say_line(line: str) -> None:
-    rank_zero_info(f"fastloop: {line}")
-
-
-def _skip_line(_line: str) -> None:
-    pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from fastloop.feeds.dali.changed_steps import StepsWatch
 from fastloop.feeds.dali.decoder_choice import DecoderChoice, check_room
 from fastloop.feeds.dali.graph import DaliResources, make_pipeline
 from fastloop.feeds.dali.hang_watch import HangWatch
+from fastloop.feeds.dali.pictures import QUEUES
 from fastloop.feeds.dali.pixels import check_pixels, describe_error
 from fastloop.feeds.images.reading import read_source
 from fastloop.feeds.window_batches import WindowDataset
@@ -89,6 +91,7 @@ class DaliLoader:
             "why_plain": self._why_plain,
             "decode": self._machine.decode,
             "threads": self._machine.threads,
+            "queues": os.environ.get(QUEUES),
             **({} if self._choice is None else self._choice.evidence()),
         }
 

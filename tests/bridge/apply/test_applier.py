@@ -121,7 +121,7 @@ def test_an_undo_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.Mo
         raise ValueError("stuck")
 
     warned: list[str] = []
-    monkeypatch.setattr("fastloop.bridge.fit.callback.rank_zero_warn", warned.append)
+    monkeypatch.setattr("fastloop.bridge.fit.lines.rank_zero_warn", warned.append)
     log: list[str] = []
     made, _ = fit(loop_of(layout=Fake(name="layout", log=log), fused=Fake(name="fused", undoes=fail)))
     assert warned == ["fastloop: fused could not be undone: ValueError: stuck"]

@@ -35,7 +35,8 @@ TRACED = {"watch": {"warmup_steps": 2, "trace_steps": 2}}
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The lines it says on rank 0."""
     lines: list[str] = []
-    monkeypatch.setattr("fastloop.bridge.fit.callback.rank_zero_info", lines.append)
+    for module in ("callback", "lines"):
+        monkeypatch.setattr(f"fastloop.bridge.fit.{module}.rank_zero_info", lines.append)
     return lines
 
 
@@ -43,7 +44,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The warnings it gives on rank 0."""
     lines: list[str] = []
-    for module in ("callback", "run_directory"):
+    for module in ("callback", "lines", "run_directory"):
         monkeypatch.setattr(f"fastloop.bridge.fit.{module}.rank_zero_warn", lines.append)
     return lines
 

@@ -560,6 +560,11 @@ def test_a_first_step_that_only_rungs_make_fit_runs_batch_by_batch(fits: bool, m
     monkeypatch.setattr(search._Run, "_play", play)
     ours = run({**MERGE, "amp": {}}, EVEN(), Net, max_epochs=2, **ACCUMULATE)
     seen = ours.seen("batch")
-    assert tried == [16] * (1 if fits else 2) and ours.verdict("amp").took and ours.verdict("batch").took and ours.trainer.global_step == 6
+    assert (
+        tried == [16] * (1 if fits else 2)
+        and ours.verdict("amp").took
+        and ours.verdict("batch").took
+        and ours.trainer.global_step == 6
+    )
     assert (seen["apart_steps"], seen["changed_steps"]) == ((0, 6) if fits else (1, 5)), seen
     assert fits or "micro-batches of 16 only fit once these rungs start, after the first step: amp" in seen["apart_why"]

@@ -74,7 +74,8 @@ def test_ranks_ask_each_other_equally_often(differs: str, monkeypatch: pytest.Mo
 
 def test_a_refusal_after_a_step_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "LIMITED", ("cpu",))
-    monkeypatch.setattr(choice, "fits_in_memory", lambda *_, answers=iter([False, True]): next(answers))
+    answers = [False, True]
+    monkeypatch.setattr(choice, "fits_in_memory", lambda *_: answers.pop(0))
     monkeypatch.setattr(choice, "explain_difference", lambda *_: "the loss is not a mean over samples")
     ours = run({**MERGE, "amp": {}}, batches(96, shuffle=True), Net, max_epochs=2, **ACCUMULATE)
     assert ours.verdict("batch").took is False
