@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from fastloop.commands.config import check_without_torch
-from fastloop.commands.console import Answer, attach
+from fastloop.commands.console import WATCHED, Answer, Request, attach
 from fastloop.config.loading import Config
 from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
@@ -28,33 +27,22 @@ from fastloop.report.drawing.html import draw_reports
 NAME, PATCH = "tune.json", "patch.yaml"
 
 
-def tune(
-    conf: str,
-    what: str,
-    *,
-    more: Sequence[str],
-    overrides: Sequence[str],
-    out: str | None,
-    force: bool,
-    limit_s: float,
-    progress: Progress,
-) -> Answer:
+def tune(conf: str, what: str, asked: Request, progress: Progress) -> Answer:
     """Search for the best number of one rung.
 
     Args:
         what: a rung with a tunable number.
-        limit_s: the time limit of each training.
 
     Raises:
         ConfigError: nothing was trained, because of the configuration or the command line.
         Failed: the unchanged training failed. If all others failed, the exit code is 1.
     """
-    job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
+    job = Job(conf=conf, more=asked.more, overrides=(*asked.overrides, *WATCHED))
     _check_what(conf, what)
     config = job.config()
     check_without_torch(config)
     _check_devices(config, what)
-    with claim(config.name, out, force=force) as path, writing(path):
+    with claim(config.name, asked.out, force=asked.force) as path, writing(path):
         for name in (NAME, PATCH, "report.md", "report.html"):
             (path / name).unlink(missing_ok=True)
         with allow_quick_starts():
@@ -62,7 +50,7 @@ def tune(
                 ConfigArm(name=config.name, job=job),
                 what,
                 path,
-                limits=Limits(total_s=limit_s),
+                limits=Limits(total_s=asked.limit_s),
                 progress=progress,
                 stopped=partial(_write_partial, path),
             )

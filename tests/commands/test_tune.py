@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from fastloop.commands import tune as command
-from fastloop.commands.console import Answer, get_attached
+from fastloop.commands.console import Answer, Request, get_attached
 from fastloop.commands.tune import tune
 from fastloop.config.loading import load
 from fastloop.errors import ConfigError
@@ -43,9 +43,7 @@ FOUND = Tuned(
 
 
 def asked(what: str, *overrides: str, conf: str | Path = SLOW, out: str | None = "a", force: bool = False) -> Answer:
-    return tune(
-        str(conf), what, more=(), overrides=overrides, out=out, force=force, limit_s=120, progress=lambda line: None
-    )
+    return tune(str(conf), what, Request(overrides=overrides, out=out, force=force, limit_s=120), lambda line: None)
 
 
 @pytest.fixture
