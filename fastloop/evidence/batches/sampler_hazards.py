@@ -99,9 +99,7 @@ def _yields(node: ast.AST) -> bool:
 
 def _list_running_for(item: Any) -> tuple[Any, ...]:
     """The user's functions that run when a part of a sampler is asked for indices, those of other modules too."""
-    starts = sample_code.list_sample_functions(item)
-    called = (each for start in starts for each in sample_code.list_called(start, type(item)))
-    return tuple(dict.fromkeys((*starts, *called)))
+    return sample_code.list_called(sample_code.list_sample_functions(item), type(item))
 
 
 def _list_outer(function: Any) -> Iterator[tuple[int, str, Any]]:

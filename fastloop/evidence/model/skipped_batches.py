@@ -15,7 +15,7 @@ def may_skip(module: Any) -> bool:
     """Whether training_step returns a loss in some places and none in others, or the result of a method that does."""
     if (function := sample_code.find_function(getattr(type(module), "training_step", None))) is None:
         return False
-    called = {each: parsed[0] for each in sample_code.list_called(function, type(module)) if (parsed := _parse(each))}
+    called = {each: parsed[0] for each in sample_code.list_called([function], type(module)) if (parsed := _parse(each))}
     passed, queue = set[str](), ["training_step"]
     while queue:
         if (name := queue.pop()) not in passed:
