@@ -17,7 +17,7 @@ from fastloop.experiments.trials.run_directories import claim
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget
 from fastloop.experiments.tune.choice import list_tunables
-from fastloop.experiments.tune.search import Tuned, search
+from fastloop.experiments.tune.search import Search, Tuned
 from fastloop.ladder import collect_cards
 from fastloop.records import store
 from fastloop.records.tuning import TuningFile
@@ -46,14 +46,14 @@ def tune(conf: str, what: str, asked: Request, progress: Progress) -> Answer:
         for name in (NAME, PATCH, "report.md", "report.html"):
             (path / name).unlink(missing_ok=True)
         with allow_quick_starts():
-            tuned = search(
-                ConfigArm(name=config.name, job=job),
-                what,
-                path,
+            tuned = Search(
+                arm=ConfigArm(name=config.name, job=job),
+                what=what,
+                place=path,
                 limits=Limits(total_s=asked.limit_s),
                 progress=progress,
                 stopped=partial(_write_partial, path),
-            )
+            ).run()
         if tuned.failed is not None and not any(each.ok for each in tuned.points):
             if tuned.failed.code == 2:
                 forget(tuned.failed.run_dir)
