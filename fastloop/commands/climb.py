@@ -197,12 +197,7 @@ class Recorder:
             runner,
             start,
             warmup=self.config.watch.warmup_steps,
-            rows=self._before.rungs,
-            ceilings=self._before.ceilings_samples_per_s,
-            notes=self._before.ceilings_notes,
-            ladders=self._before.ladders_samples_per_s,
-            start_s=self._before.start_s,
-            ends_at=self._before.ends_at,
+            before=self._before,
             save=self.save,
         )
         return self.climb
