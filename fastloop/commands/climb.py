@@ -12,7 +12,6 @@ import hashlib
 import math
 import os
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -87,7 +86,7 @@ def climb(asked: ClimbRequest, progress: Progress) -> Answer:
         check_without_torch(config)
     place = claim_or_resume(f"climb-{start.name}", asked.out, force=asked.force, resume=resume, holds=NAME)
     with place as path, writing(path, NAME):
-        recorder = Recorder(path, start, asked.allow, asked.budget_s, _load_earlier(path, start, resume))
+        recorder = Recorder(path, start, asked, _load_earlier(path, start, resume))
         limit_s, ladders = asked.limit_s, list_shipped()
         runner = ProcessRunner(start, path, recorder.budget, limit_s=limit_s, progress=progress, ladders=ladders)
         with allow_quick_starts(scripts=script is not None, script=script):
@@ -166,19 +165,14 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        place: Path,
-        start: ConfigArm | ScriptArm,
-        allow: Sequence[str],
-        budget_s: float,
-        before: ClimbFile | None,
+        self, place: Path, start: ConfigArm | ScriptArm, asked: ClimbRequest, before: ClimbFile | None
     ) -> None:
         self.place, self.arm, self.config, self.new = place, start, start.config(), before is None
         self._configured, self._sources = _take_fingerprints(start)  # taken now: files may be edited later
         self._before = before or ClimbFile()
-        self._before_s, self._budget_s = self._before.spent_s or 0.0, (self._before.budget_s or 0.0) + budget_s
-        self.allow = tuple(sorted({*allow, *self._before.allow}))
-        self.budget = ClimbBudget(budget_s)
+        self._before_s, self._budget_s = self._before.spent_s or 0.0, (self._before.budget_s or 0.0) + asked.budget_s
+        self.allow = tuple(sorted({*asked.allow, *self._before.allow}))
+        self.budget = ClimbBudget(asked.budget_s)
         self.climb: Climb | None = None
         self.stopped, self.partial = "", True
         self.confirmed: Confirmation | None = None
