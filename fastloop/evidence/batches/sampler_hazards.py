@@ -84,7 +84,7 @@ def _draws_between_yields(function: Any) -> bool:
     for node in (node for loop in loops if _yields(loop) for part in loop.body for node in ast.walk(part)):
         if not isinstance(node, ast.Call) or any(keyword.arg == "generator" for keyword in node.keywords):
             continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        name = writes.name_called(node)
         root = outer.get(writes.find_root(node.func))
         if isinstance(node.func, ast.Attribute) and type(root).__name__ in _GENERATORS:
             return True

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples.writes import name_called
 
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
@@ -53,7 +54,7 @@ def _list_passed_on(tree: ast.FunctionDef) -> Iterator[str]:
     """Yield the names of functions whose result the function returns as it is."""
     for value in _list_returned(tree):
         if isinstance(value, ast.Call) and isinstance(value.func, (ast.Attribute, ast.Name)):
-            yield value.func.attr if isinstance(value.func, ast.Attribute) else value.func.id
+            yield name_called(value)
 
 
 def _returns_both(tree: ast.FunctionDef) -> bool:
