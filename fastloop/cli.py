@@ -15,7 +15,7 @@ import click
 
 from fastloop import __version__, commands
 from fastloop.commands import console
-from fastloop.commands.console import Answer, get_attached
+from fastloop.commands.console import Answer, Request, get_attached
 from fastloop.errors import ConfigError
 from fastloop.records.secrets import make_scrubber
 from fastloop.records.store import Record
@@ -55,6 +55,10 @@ _limit = click.option(
 )
 _overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 _resume = click.option("--resume", metavar="DIR", help="Continue from DIR; finished runs are kept.")
+_script = click.option(
+    "--script", metavar="TRAIN.py", help="Your own Lightning script, unmodified; each run writes its logs."
+)
+_args = click.option("--args", default="", metavar="'…'", help="Arguments of the script.")
 
 
 def _training_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -158,9 +162,10 @@ def run(conf: str, json_to: str | None, **options: Any) -> None:
     "--trace", type=click.IntRange(min=1), metavar="N", help="Record a trace of N steps after the timed ones."
 )
 @_training_options
-def diagnose(target: str, json_to: str | None, **options: Any) -> None:
+def diagnose(target: str, syncs: bool, trace: int | None, json_to: str | None, **options: Any) -> None:
     """Explain why the GPU is idle, from a run directory or by running a configuration."""
-    _run_and_print(lambda: commands.diagnose.diagnose(target, progress=_print, **options), json_to)
+    asked = Request(**options)
+    _run_and_print(lambda: commands.diagnose.diagnose(target, asked, _print, syncs=syncs, trace=trace), json_to)
 
 
 @cli.command()
@@ -173,7 +178,7 @@ def headspace(conf: str, json_to: str | None, **options: Any) -> None:
     Trains with one replayed batch (no data loading), with one batch kept on the GPU (no copies either) and, on several
     devices, without gradient exchange.
     """
-    _run_and_print(lambda: commands.headspace.headspace(conf, progress=_print, **options), json_to)
+    _run_and_print(lambda: commands.headspace.headspace(conf, Request(**options), _print), json_to)
 
 
 @cli.command()
@@ -182,8 +187,8 @@ def headspace(conf: str, json_to: str | None, **options: Any) -> None:
 @click.option(
     "--vs", multiple=True, metavar="PATCH.yaml|RUNG|KEY=VALUE[,…]", help="What one arm changes; repeat for more arms."
 )
-@click.option("--script", metavar="TRAIN.py", help="Your own Lightning script, unmodified; each run writes its logs.")
-@click.option("--args", default="", metavar="'…'", help="Arguments of the script.")
+@_script
+@_args
 @click.option("--vs-commit", metavar="REF", help="With --script: compare the working tree with a commit.")
 @click.option("--runs", default="5", show_default=True, metavar="N|auto", help="Runs per arm.")
 @click.option("--steps", default="auto", show_default=True, metavar="N|auto", help="Optimizer steps per run.")
@@ -199,35 +204,35 @@ def headspace(conf: str, json_to: str | None, **options: Any) -> None:
 )
 @_resume
 @_training_options
-def ab(out: str | None, force: bool, resume: str | None, json_to: str | None, **options: Any) -> None:
+def ab(json_to: str | None, **options: Any) -> None:
     """A/B test: is a change faster, and the same training?
 
     Trains BASE and one arm per --vs several times each, in fresh processes and alternating order.
     """
     _refuse_stray_args(options)
     request = commands.ab.request(**options)
-    _run_and_print(lambda: commands.ab.ab(request, out=out, force=force, resume=resume, progress=_print), json_to)
+    _run_and_print(lambda: commands.ab.ab(request, _print), json_to)
 
 
 @cli.command()
 @click.argument("conf", required=False)
 @_overrides
-@click.option("--script", metavar="TRAIN.py", help="Your own Lightning script, unmodified; each run writes its logs.")
-@click.option("--args", default="", metavar="'…'", help="Arguments of the script.")
+@_script
+@_args
 @click.option("--budget", default="20m", show_default=True, metavar="TIME", help="Time to spend: 90s, 20m or 2h.")
 @click.option(
     "--allow", multiple=True, type=click.Choice(["changes-training"]), help="Also try rungs of this parity class."
 )
 @_resume
 @_training_options
-def climb(conf: str | None, budget: str, json_to: str | None, **options: Any) -> None:
+def climb(budget: str, json_to: str | None, **options: Any) -> None:
     """Find the fastest stack of rungs and prove it by A/B test.
 
     Rungs that change the training are left out unless --allow says otherwise.
     """
     _refuse_stray_args(options)
-    budget_s = console.parse_seconds(budget, "--budget")
-    _run_and_print(lambda: commands.climb.climb(conf, budget_s=budget_s, progress=_print, **options), json_to)
+    request = commands.climb.ClimbRequest(budget_s=console.parse_seconds(budget, "--budget"), **options)
+    _run_and_print(lambda: commands.climb.climb(request, _print), json_to)
 
 
 def _refuse_stray_args(options: Mapping[str, Any]) -> None:
@@ -246,7 +251,7 @@ def tune(conf: str, what: str, json_to: str | None, **options: Any) -> None:
 
     WHAT is the name of a rung that has a setting to tune, such as workers.
     """
-    _run_and_print(lambda: commands.tune.tune(conf, what, progress=_print, **options), json_to)
+    _run_and_print(lambda: commands.tune.tune(conf, what, Request(**options), _print), json_to)
 
 
 @cli.command("exec")

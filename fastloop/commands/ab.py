@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.commands.config import check_without_torch
-from fastloop.commands.console import Answer, attach
+from fastloop.commands.console import WATCHED, Answer, Request, attach
 from fastloop.config.layers import classify_patch
 from fastloop.config.shipped import KINDS, find_shipped
 from fastloop.errors import ConfigError
@@ -40,14 +40,12 @@ from fastloop.report.experiments import ab_report
 
 
 @dataclass(frozen=True, kw_only=True)
-class AbRequest:
+class AbRequest(Request):
     """The comparison that the command line requests."""
 
     base: str | None
     """A configuration; None with a script."""
     vs: tuple[str, ...] = ()
-    more: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
     script: str | None = None
     args: str = ""
     vs_commit: str | None = None
@@ -56,19 +54,10 @@ class AbRequest:
     steps: int | None = None
     aa: bool = False
     band_pct: float = 3.0
-    limit_s: float = 3600.0
+    resume: str | None = None
 
 
-def request(
-    *,
-    base: str | None,
-    overrides: Sequence[str],
-    vs: Sequence[str],
-    more: Sequence[str],
-    runs: str,
-    steps: str,
-    **others: Any,
-) -> AbRequest:
+def request(*, base: str | None, overrides: tuple[str, ...], runs: str, steps: str, **others: Any) -> AbRequest:
     """Parse the command line.
 
     Raises:
@@ -79,9 +68,7 @@ def request(
         base = None
     return AbRequest(
         base=base,
-        overrides=tuple(overrides),
-        vs=tuple(vs),
-        more=tuple(more),
+        overrides=overrides,
         runs=_parse_number("--runs", runs, LEAST_RUNS) or "auto",
         steps=_parse_number("--steps", steps, 1),
         **others,
@@ -98,7 +85,7 @@ def _parse_number(option: str, text: str, least: int) -> int | None:
     return int(text)
 
 
-def ab(asked: AbRequest, *, out: str | None, force: bool, resume: str | None, progress: Progress) -> Answer:
+def ab(asked: AbRequest, progress: Progress) -> Answer:
     """Compare one or several arms with a base.
 
     Raises:
@@ -106,8 +93,8 @@ def ab(asked: AbRequest, *, out: str | None, force: bool, resume: str | None, pr
         Failed: the base failed.
         KeyboardInterrupt, SystemExit: stopped; the results so far are in the directory, flagged as partial.
     """
-    if resume is not None and not (asked.vs or asked.aa or asked.vs_commit):
-        refuse_alone("ab", resume)
+    if asked.resume is not None and not (asked.vs or asked.aa or asked.vs_commit):
+        refuse_alone("ab", asked.resume)
     refuse(os.environ, script=asked.script is not None)
     if asked.vs_commit is not None:
         if asked.script is None or asked.base is not None or asked.vs:
@@ -119,18 +106,16 @@ def ab(asked: AbRequest, *, out: str | None, force: bool, resume: str | None, pr
         both = _make_base(asked)
         assert isinstance(both, ScriptArm)
         with compare_with(asked.vs_commit, both, aa=asked.aa, say=progress) as versus:
-            return _claim_and_compare(asked, versus, out=out, force=force, resume=resume, progress=progress)
+            return _claim_and_compare(asked, versus, progress)
     arms = _mask_names(list_arms(asked))
     if asked.script is None:
         for arm in arms:
             check_without_torch(arm.config())
     versus = Versus(sides=list_sides(arms, aa=asked.aa), sources={})
-    return _claim_and_compare(asked, versus, out=out, force=force, resume=resume, progress=progress)
+    return _claim_and_compare(asked, versus, progress)
 
 
-def _claim_and_compare(
-    asked: AbRequest, versus: Versus, *, out: str | None, force: bool, resume: str | None, progress: Progress
-) -> Answer:
+def _claim_and_compare(asked: AbRequest, versus: Versus, progress: Progress) -> Answer:
     base = versus.sides[0].arm.config()
     if asked.steps is not None and asked.steps <= base.watch.warmup_steps + 1:
         warmup = base.watch.warmup_steps
@@ -141,9 +126,10 @@ def _claim_and_compare(
             do=f"write --steps {warmup + FEWEST_STEPS} or more, or auto, or a smaller watch.warmup_steps",
         )
     name = base.name if asked.script is None else name_of(make_command(asked.script, asked.args))
-    with claim_or_resume(f"ab-{name}", out, force=force, resume=resume, holds=manifest.NAME) as path:
+    resume = asked.resume
+    with claim_or_resume(f"ab-{name}", asked.out, force=asked.force, resume=resume, holds=manifest.NAME) as path:
         try:
-            return _compare(asked, versus, path, name, new=resume is None, progress=progress)
+            return _compare(asked, versus, path, name, progress)
         except Unplanned as error:
             forget(error.trial.run_dir)
             if resume is None:  # nothing was trained
@@ -151,7 +137,7 @@ def _claim_and_compare(
             raise make_failure(error.trial) from None
 
 
-def _compare(asked: AbRequest, versus: Versus, path: Path, name: str, *, new: bool, progress: Progress) -> Answer:
+def _compare(asked: AbRequest, versus: Versus, path: Path, name: str, progress: Progress) -> Answer:
     sides = versus.sides
     base = sides[0].arm.config()
     command = () if asked.script is None else make_command(asked.script, asked.args)
@@ -159,7 +145,7 @@ def _compare(asked: AbRequest, versus: Versus, path: Path, name: str, *, new: bo
         for side in sides:
             side.folder = path / side.folder
         folders, content = [side.folder for side in sides], _describe(asked, versus, command)
-        if new:
+        if asked.resume is None:
             manifest.sweep(path, folders)
             store.save(path, {manifest.NAME: content})
         else:
@@ -261,8 +247,7 @@ def _make_base(asked: AbRequest) -> Arm:
             why="it is a script, but the base must be a configuration",
             do=f"write fastloop ab --script {shlex.quote(asked.base)} {again or '--aa'}",
         )
-    watched = ("watch.enabled=true", "watch.trace_steps=0")
-    return ConfigArm(name=BASE, job=Job(conf=asked.base, more=asked.more, overrides=(*asked.overrides, *watched)))
+    return ConfigArm(name=BASE, job=Job(conf=asked.base, more=asked.more, overrides=(*asked.overrides, *WATCHED)))
 
 
 def _change(base: Arm, name: str, text: str) -> Arm:

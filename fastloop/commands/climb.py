@@ -12,12 +12,12 @@ import hashlib
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 from fastloop.commands.config import check_without_torch
-from fastloop.commands.console import Answer, attach
+from fastloop.commands.console import WATCHED, Answer, Request, attach
 from fastloop.config.layers import read_patch_layer
 from fastloop.config.shipped import find_shipped
 from fastloop.errors import ConfigError
@@ -51,58 +51,53 @@ LEAST_S = 30.0
 """The shortest budget: the first training alone may take that long to start, import and end."""
 
 
-def climb(
-    conf: str | None,
-    *,
-    script: str | None = None,
-    args: str = "",
-    more: Sequence[str],
-    overrides: Sequence[str],
-    budget_s: float,
-    allow: Sequence[str],
-    out: str | None,
-    force: bool,
-    resume: str | None,
-    limit_s: float,
-    progress: Progress,
-) -> Answer:
-    """Find the fastest stack of rungs, and compare it with the start.
+@dataclass(frozen=True, kw_only=True)
+class ClimbRequest(Request):
+    """The climb that the command line requests."""
 
-    Args:
-        conf: a configuration; None with a script.
-        script: a Lightning script, or a command; `args`: its arguments.
-        budget_s: the budget of this call; if it is too short, continue the climb with `resume`.
-        allow: parity classes from `ALLOW` that may be tried in addition to rungs that keep the training the same.
-        limit_s: the time limit of each training.
+    conf: str | None
+    """A configuration; None with a script."""
+    script: str | None = None
+    """A Lightning script, or a command."""
+    args: str = ""
+    budget_s: float
+    """The budget of this call; if it is too short, continue the climb with `resume`."""
+    allow: tuple[str, ...] = ()
+    """Parity classes from `ALLOW` that may be tried in addition to rungs that keep the training the same."""
+    resume: str | None = None
+
+
+def climb(asked: ClimbRequest, progress: Progress) -> Answer:
+    """Find the fastest stack of rungs, and compare it with the start.
 
     Raises:
         ConfigError: nothing was trained, because of the configuration or the command line.
         Failed: the unchanged training failed.
         KeyboardInterrupt, SystemExit: stopped; the results so far are in the directory, flagged as partial.
     """
-    if conf is None and script is None and resume is not None:
+    script, resume = asked.script, asked.resume
+    if asked.conf is None and script is None and resume is not None:
         refuse_alone("climb", resume)
     refuse(os.environ, script=script is not None)
-    start = _make_start(conf, script, args, more, (*overrides, "watch.enabled=true", "watch.trace_steps=0"))
+    start = _make_start(asked)
     config = start.config()
-    _check(budget_s, allow)
+    _check(asked)
     if script is None:
         check_without_torch(config)
-    place = claim_or_resume(f"climb-{start.name}", out, force=force, resume=resume, holds=NAME)
+    place = claim_or_resume(f"climb-{start.name}", asked.out, force=asked.force, resume=resume, holds=NAME)
     with place as path, writing(path, NAME):
-        recorder = Recorder(path, start, allow, budget_s, _load_earlier(path, start, resume))
-        runner = ProcessRunner(start, path, recorder.budget, limit_s=limit_s, progress=progress, ladders=list_shipped())
+        recorder = Recorder(path, start, asked, _load_earlier(path, start, resume))
+        limit_s, ladders = asked.limit_s, list_shipped()
+        runner = ProcessRunner(start, path, recorder.budget, limit_s=limit_s, progress=progress, ladders=ladders)
         with allow_quick_starts(scripts=script is not None, script=script):
             answer = _run(recorder, recorder.begin(runner), progress)
-    use = _describe_use(path, conf, more, overrides)
-    proof = _describe_proof(recorder.content(), [*_name_base(conf, script, args), *overrides], more)
-    return dataclasses.replace(answer, text=f"{answer.text}{use}{proof}")
+    text = f"{answer.text}{_describe_use(path, asked)}{_describe_proof(recorder.content(), asked)}"
+    return dataclasses.replace(answer, text=text)
 
 
-def _make_start(
-    conf: str | None, script: str | None, args: str, more: Sequence[str], overrides: Sequence[str]
-) -> ConfigArm | ScriptArm:
+def _make_start(asked: ClimbRequest) -> ConfigArm | ScriptArm:
     """Return the training that the climb begins with."""
+    conf, script, overrides = asked.conf, asked.script, (*asked.overrides, *WATCHED)
     if script is None:
         if conf is None:
             do = "write a configuration, or --script train.py"
@@ -110,36 +105,36 @@ def _make_start(
         if conf.endswith(".py"):
             do = f"write fastloop climb --script {shlex.quote(conf)}"
             raise ConfigError(got=f"fastloop climb {conf}", why="it is a script, not a configuration", do=do)
-        job = Job(conf=conf, more=tuple(more), overrides=tuple(overrides))
+        job = Job(conf=conf, more=asked.more, overrides=overrides)
         return ConfigArm(name=job.config().name, job=job)
     if conf is not None and "=" in conf:  # with a script, the first key=value is parsed as conf
         overrides, conf = (conf, *overrides), None
     if conf is not None:
         do = 'write the script\'s arguments as --args "…", and a configuration without --script'
         raise ConfigError(got=f"fastloop climb {conf} --script {script}", why="it names two starting points", do=do)
-    command = make_command(script, args)
-    return ScriptArm(name=name_of(command), command=command, more=tuple(more), overrides=tuple(overrides))
+    command = make_command(script, asked.args)
+    return ScriptArm(name=name_of(command), command=command, more=asked.more, overrides=overrides)
 
 
-def _describe_use(place: Path, conf: str | None, more: Sequence[str], overrides: Sequence[str]) -> str:
+def _describe_use(place: Path, asked: ClimbRequest) -> str:
     """Describe the ladder and the line that uses it; empty if no rung was kept."""
     text = "".join(line for line in (place / LADDER).read_text().splitlines(True) if not line.lstrip().startswith("#"))
     if text.strip() == "rungs: {}":
         return ""
     use = f"callbacks=[fastloop.FastLoop({str((place / LADDER).absolute())!r})]"  # a script may change its directory
-    if conf is not None and "=" not in conf:
-        configs = [part for config in (*more, str(place / LADDER)) for part in ("--config", config)]
-        use = shlex.join(["fastloop", "run", conf, *configs, *overrides])
+    if asked.conf is not None and "=" not in asked.conf:
+        configs = [part for config in (*asked.more, str(place / LADDER)) for part in ("--config", config)]
+        use = shlex.join(["fastloop", "run", asked.conf, *configs, *asked.overrides])
     return f"\n{text.rstrip()}\nUSE      {use}"
 
 
-def _name_base(conf: str | None, script: str | None, args: str) -> list[str]:
+def _name_base(asked: ClimbRequest) -> list[str]:
     """Return the command line's words for the training that the climb began with."""
-    own = [] if script is None else ["--script", script, *(["--args", args] if args else [])]
-    return [*own, *([] if conf is None else [conf])]
+    own = [] if asked.script is None else ["--script", asked.script, *(["--args", asked.args] if asked.args else [])]
+    return [*own, *([] if asked.conf is None else [asked.conf]), *asked.overrides]
 
 
-def _describe_proof(content: ClimbFile, base: Sequence[str], more: Sequence[str]) -> str:
+def _describe_proof(content: ClimbFile, asked: ClimbRequest) -> str:
     """Describe how to prove the fastest ladder so far if the budget ended before that; empty if none was faster."""
     if content.confirmed is not None or not content.partial:
         return ""
@@ -153,8 +148,8 @@ def _describe_proof(content: ClimbFile, base: Sequence[str], more: Sequence[str]
     vs = f"{content.run_dir}/{LADDER}" if content.stack.get("rungs") else fastest
     if vs is None:
         return ""
-    configs = [part for config in more for part in ("--config", config)]
-    return f"\nNEXT     prove the fastest so far: {shlex.join(['fastloop', 'ab', *base, *configs, '--vs', vs])}"
+    words = [*_name_base(asked), *(part for config in asked.more for part in ("--config", config)), "--vs", vs]
+    return f"\nNEXT     prove the fastest so far: {shlex.join(['fastloop', 'ab', *words])}"
 
 
 def list_shipped() -> dict[str, Stack]:
@@ -170,19 +165,14 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        place: Path,
-        start: ConfigArm | ScriptArm,
-        allow: Sequence[str],
-        budget_s: float,
-        before: ClimbFile | None,
+        self, place: Path, start: ConfigArm | ScriptArm, asked: ClimbRequest, before: ClimbFile | None
     ) -> None:
         self.place, self.arm, self.config, self.new = place, start, start.config(), before is None
         self._configured, self._sources = _take_fingerprints(start)  # taken now: files may be edited later
         self._before = before or ClimbFile()
-        self._before_s, self._budget_s = self._before.spent_s or 0.0, (self._before.budget_s or 0.0) + budget_s
-        self.allow = tuple(sorted({*allow, *self._before.allow}))
-        self.budget = ClimbBudget(budget_s)
+        self._before_s, self._budget_s = self._before.spent_s or 0.0, (self._before.budget_s or 0.0) + asked.budget_s
+        self.allow = tuple(sorted({*asked.allow, *self._before.allow}))
+        self.budget = ClimbBudget(asked.budget_s)
         self.climb: Climb | None = None
         self.stopped, self.partial = "", True
         self.confirmed: Confirmation | None = None
@@ -201,12 +191,7 @@ class Recorder:
             runner,
             start,
             warmup=self.config.watch.warmup_steps,
-            rows=self._before.rungs,
-            ceilings=self._before.ceilings_samples_per_s,
-            notes=self._before.ceilings_notes,
-            ladders=self._before.ladders_samples_per_s,
-            start_s=self._before.start_s,
-            ends_at=self._before.ends_at,
+            before=self._before,
             save=self.save,
         )
         return self.climb
@@ -321,14 +306,14 @@ def _choose_exit_code(content: ClimbFile) -> int:
     return 3 if found.parity.passed is False else 4 if unproven or found.verdict == "inconclusive" else 0
 
 
-def _check(budget_s: float, allow: Sequence[str]) -> None:
-    if budget_s < LEAST_S:
+def _check(asked: ClimbRequest) -> None:
+    if asked.budget_s < LEAST_S:
         raise ConfigError(
-            got=f"--budget {budget_s:g}s",
+            got=f"--budget {asked.budget_s:g}s",
             why="not even the first training fits into that time",
             do=f"write {LEAST_S:g}s or more; most climbs need 5m to 20m",
         )
-    if unknown := [each for each in allow if each not in ALLOW]:
+    if unknown := [each for each in asked.allow if each not in ALLOW]:
         raise ConfigError(got=f"--allow {unknown[0]}", why="unknown value", do=f"write {' or '.join(ALLOW)}")
 
 

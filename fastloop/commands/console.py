@@ -25,6 +25,8 @@ from fastloop.records.store import Record
 
 SLOW_S = 2.0
 """A command that is silent for longer says what it does."""
+WATCHED = ("watch.enabled=true", "watch.trace_steps=0")
+"""Overrides of a training that is compared with others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,18 @@ class Answer:
     json: Mapping[str, Any] | None = None
     """None if this process prints no answer, as on all ranks but the first."""
     exit_code: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of every command that trains in separate processes."""
+
+    more: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    out: str | None = None
+    force: bool = False
+    limit_s: float = 3600.0
+    """The time limit of each training."""
 
 
 def attach(error: BaseException, record: Record) -> None:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fastloop import diagnose as rules
 from fastloop.commands import rerun
 from fastloop.commands.config import check_without_torch
-from fastloop.commands.console import Answer, attaching, read_text
+from fastloop.commands.console import Answer, Request, attaching, read_text
 from fastloop.commands.headspace import list_variations
 from fastloop.config.loading import Config
 from fastloop.config.shipped import find_shipped
 from fastloop.errors import ConfigError
 from fastloop.evidence.gpu.efficiency import add_work
+from fastloop.experiments.ab.arms import Progress
 from fastloop.experiments.trials.failures import make_failure, writing
 from fastloop.experiments.trials.run_directories import ROOT, claim
 from fastloop.experiments.trials.supervise import Limits
@@ -47,21 +48,8 @@ HUNTED_STEPS, LEAD_IN_STEPS = 5, 20
 """Steps that the hunt for syncs takes, and steps to refill the queues before a trace: enough for typical queues."""
 REWRITTEN = ("measurement.json", "findings.json", "report.md", "report.html")
 
-Progress = Callable[[str], None]
 
-
-def diagnose(
-    target: str,
-    *,
-    more: Sequence[str],
-    overrides: Sequence[str],
-    syncs: bool,
-    trace: int | None,
-    out: str | None,
-    force: bool,
-    limit_s: float,
-    progress: Progress,
-) -> Answer:
+def diagnose(target: str, asked: Request, progress: Progress, *, syncs: bool, trace: int | None) -> Answer:
     """Diagnose a run directory, or a configuration by running it; the answer shows the findings first.
 
     Args:
@@ -73,17 +61,18 @@ def diagnose(
         Failed: the unchanged training failed.
         FastLoopError: the run directory can no longer be written.
     """
+    more, overrides, out = asked.more, asked.overrides, asked.out
     where = run_directory(target)
     if where is None:
         traced = () if trace is None else (f"watch.trace_steps={trace}",)
         job = Job(
             conf=target,
-            more=tuple(more),
+            more=more,
             overrides=(*overrides, "watch.enabled=true", *traced),
             hunt_syncs=syncs,
             further_steps=count_untimed_steps(syncs, trace),
         )
-        return _run_configuration(job, out, force, limit_s, progress)
+        return _run_configuration(job, asked, progress)
     given = {"--config": more, "KEY=VALUE": overrides, "--syncs": syncs, "--trace": trace, "--out": out}
     if wrong := [name for name, value in given.items() if value]:
         got = f"{', '.join(wrong)} with the run directory {where}"
@@ -157,11 +146,11 @@ def _answer(
 # -- a configuration --------------------------------------------------------------------------------------------------
 
 
-def _run_configuration(job: Job, out: str | None, force: bool, limit_s: float, progress: Progress) -> Answer:
-    config, limits = job.config(), Limits(total_s=limit_s)
+def _run_configuration(job: Job, asked: Request, progress: Progress) -> Answer:
+    config, limits = job.config(), Limits(total_s=asked.limit_s)
     check_without_torch(config)
     with (
-        claim(config.name, out, force=force) as path,
+        claim(config.name, asked.out, force=asked.force) as path,
         attaching(lambda: load_run(path), path, progress),
         writing(path),
     ):

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from fastloop.commands import rerun
 from fastloop.commands.config import check_without_torch
-from fastloop.commands.console import Answer, attaching
+from fastloop.commands.console import WATCHED, Answer, Request, attaching
 from fastloop.config.loading import Config
 from fastloop.config.shipped import OF_RUN
 from fastloop.diagnose import is_beyond
@@ -98,16 +98,7 @@ class CeilingsFile:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def headspace(
-    conf: str,
-    *,
-    more: Sequence[str],
-    overrides: Sequence[str],
-    out: str | None,
-    force: bool,
-    limit_s: float,
-    progress: Progress,
-) -> Answer:
+def headspace(conf: str, asked: Request, progress: Progress) -> Answer:
     """Measure a configuration unchanged and with costs removed.
 
     Raises:
@@ -117,10 +108,10 @@ def headspace(
     """
     if rerun.is_run(conf):
         raise _refuse_run(Path(conf))
-    job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
-    config, limits = job.config(), Limits(total_s=limit_s)
+    job = Job(conf=conf, more=asked.more, overrides=(*asked.overrides, *WATCHED))
+    config, limits = job.config(), Limits(total_s=asked.limit_s)
     check_without_torch(config)
-    with claim(config.name, out, force=force) as path:
+    with claim(config.name, asked.out, force=asked.force) as path:
         baselines: list[Trial] = []
         ceilings: dict[str, Trial] = {}
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from fastloop.commands.config import check_without_torch
-from fastloop.commands.console import Answer, attach
+from fastloop.commands.console import WATCHED, Answer, Request, attach
 from fastloop.config.loading import Config
 from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
@@ -18,7 +17,7 @@ from fastloop.experiments.trials.run_directories import claim
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget
 from fastloop.experiments.tune.choice import list_tunables
-from fastloop.experiments.tune.search import Tuned, search
+from fastloop.experiments.tune.search import Search, Tuned
 from fastloop.ladder import collect_cards
 from fastloop.records import store
 from fastloop.records.tuning import TuningFile
@@ -28,44 +27,33 @@ from fastloop.report.drawing.html import draw_reports
 NAME, PATCH = "tune.json", "patch.yaml"
 
 
-def tune(
-    conf: str,
-    what: str,
-    *,
-    more: Sequence[str],
-    overrides: Sequence[str],
-    out: str | None,
-    force: bool,
-    limit_s: float,
-    progress: Progress,
-) -> Answer:
+def tune(conf: str, what: str, asked: Request, progress: Progress) -> Answer:
     """Search for the best number of one rung.
 
     Args:
         what: a rung with a tunable number.
-        limit_s: the time limit of each training.
 
     Raises:
         ConfigError: nothing was trained, because of the configuration or the command line.
         Failed: the unchanged training failed. If all others failed, the exit code is 1.
     """
-    job = Job(conf=conf, more=tuple(more), overrides=(*overrides, "watch.enabled=true", "watch.trace_steps=0"))
+    job = Job(conf=conf, more=asked.more, overrides=(*asked.overrides, *WATCHED))
     _check_what(conf, what)
     config = job.config()
     check_without_torch(config)
     _check_devices(config, what)
-    with claim(config.name, out, force=force) as path, writing(path):
+    with claim(config.name, asked.out, force=asked.force) as path, writing(path):
         for name in (NAME, PATCH, "report.md", "report.html"):
             (path / name).unlink(missing_ok=True)
         with allow_quick_starts():
-            tuned = search(
-                ConfigArm(name=config.name, job=job),
-                what,
-                path,
-                limits=Limits(total_s=limit_s),
+            tuned = Search(
+                arm=ConfigArm(name=config.name, job=job),
+                what=what,
+                place=path,
+                limits=Limits(total_s=asked.limit_s),
                 progress=progress,
                 stopped=partial(_write_partial, path),
-            )
+            ).run()
         if tuned.failed is not None and not any(each.ok for each in tuned.points):
             if tuned.failed.code == 2:
                 forget(tuned.failed.run_dir)

@@ -9,7 +9,6 @@ and a step with equal gradient and loss may still use other samples.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -66,18 +65,18 @@ def judge_gradient(base: GradientAnswer, arm: GradientAnswer, parity_class: Pari
     differently and this step does not show it, the reason says so.
     """
     if (why := base.why or arm.why) is not None:
-        return _make_gate("gradient", None, f"not testable here: {why}", testable=False)
+        return _make_untestable("gradient", why)
     known = (each for each in (base.precision, arm.precision) if each in TAU)
     coarsest = max(known, key=lambda each: TAU[each], default="fp32")
     noise, rounding = base.self_deviation or 0.0, _find_rounding(base.rounding, coarsest)
-    gate = functools.partial(_make_gate, "gradient")
     if not base.finite:
-        return gate(None, "not testable here: the base's own gradient is not finite", testable=False)
+        return _make_untestable("gradient", "the base's own gradient is not finite")
     seen = _describe_distance(base, arm, arm, coarsest, rounding)
     if not arm.finite or arm.deviation is None:
-        return gate(False, "the arm's gradient is not finite", **seen)
+        return _make_gate("gradient", False, "the arm's gradient is not finite", **seen)
     if arm.lost:
-        return gate(False, f"{_join_names(arm.lost)} got no gradient in this arm, but did in the base", **seen)
+        why = f"{_join_names(arm.lost)} got no gradient in this arm, but did in the base"
+        return _make_gate("gradient", False, why, **seen)
     if parity_class == "exact" and arm.deviation <= seen["limit"]:
         return _judge_exact(base.self_deviation, noise, seen)
     first = _weigh(base, arm, arm, coarsest, rounding)
@@ -98,10 +97,10 @@ def _weigh(base: GradientAnswer, arm: GradientAnswer, found: GradientDistance, p
     if gate.passed is None or (gate.passed is False and rounding < SCATTERED):
         return gate
     why = (
-        f"not testable here: the gradient deviates by {seen['deviation']:.2g}, and rounding to {precision} alone moves"
-        f" the base's own by {rounding:.2g}: a limit above {SHARP} would pass anything"
+        f"the gradient deviates by {seen['deviation']:.2g}, and rounding to {precision} alone moves the base's own by"
+        f" {rounding:.2g}: a limit above {SHARP} would pass anything"
     )
-    return _make_gate("gradient", None, why, testable=False, **{**seen, "limit": limit})
+    return _make_untestable("gradient", why, **{**seen, "limit": limit})
 
 
 def is_sharp(rounding: float | None) -> bool:
@@ -143,24 +142,13 @@ def _describe_clipping(base: GradientAnswer, arm: GradientAnswer) -> dict[str, s
 
 def _judge_exact(repeats: float | None, noise: float, seen: dict[str, Any]) -> Gate:
     """The gate for an arm that promises the same bits."""
-    seen = {**seen, "limit": 0.0, "visible": noise}
+    seen, said = {**seen, "limit": 0.0, "visible": noise}, f"the gradient deviates by {seen['deviation']:.2g}"
     if seen["deviation"] == 0:
         return _make_gate("gradient", True, "the gradient is bit-identical", **seen)
     if repeats is None or noise > 0:
-        return _make_gate(
-            "gradient",
-            None,
-            f"not testable here: the gradient deviates by {seen['deviation']:.2g}, but the base's own gradient does"
-            " not repeat bit for bit either",
-            testable=False,
-            **seen,
-        )
-    return _make_gate(
-        "gradient",
-        False,
-        f"the gradient deviates by {seen['deviation']:.2g}, but this arm promises bit-identical results",
-        **seen,
-    )
+        why = f"{said}, but the base's own gradient does not repeat bit for bit either"
+        return _make_untestable("gradient", why, **seen)
+    return _make_gate("gradient", False, f"{said}, but this arm promises bit-identical results", **seen)
 
 
 def _close(chance: float, noise: float, astray: Sequence[str], precision: str, seen: dict[str, Any]) -> Gate:
@@ -170,29 +158,18 @@ def _close(chance: float, noise: float, astray: Sequence[str], precision: str, s
     limits = usual if limit == TAU[precision] else f"{limit:.2g} that rounding to {precision} can cause here"
     said = f"the gradient deviates by {deviation:.2g}, {'within' if deviation <= limit else 'above'} the {limits}"
     if deviation <= limit and astray:
-        return _make_gate(
-            "gradient", False, f"{said}, but it nearly vanishes or more than doubles in {_join_names(astray)}", **seen
-        )
+        why = f"{said}, but it nearly vanishes or more than doubles in {_join_names(astray)}"
+        return _make_gate("gradient", False, why, **seen)
     if deviation <= limit and kept is not None and not KEPT[0] <= kept <= KEPT[1]:
         return _make_gate("gradient", False, f"{said}, but it is {kept:.2g} times as large", **seen)
     if deviation <= limit:
         return _make_gate("gradient", True, said, **seen)
     if deviation <= CHANCE * chance:
-        return _make_gate(
-            "gradient",
-            None,
-            f"not testable here: {said}, but the step's own random numbers alone cause {chance:.2g}",
-            testable=False,
-            **seen,
-        )
+        why = f"{said}, but the step's own random numbers alone cause {chance:.2g}"
+        return _make_untestable("gradient", why, **seen)
     if deviation <= NOISE * noise:
-        return _make_gate(
-            "gradient",
-            None,
-            f"not testable here: {said}, but the base's own gradient varies by {noise:.2g} between repetitions",
-            testable=False,
-            **seen,
-        )
+        why = f"{said}, but the base's own gradient varies by {noise:.2g} between repetitions"
+        return _make_untestable("gradient", why, **seen)
     worst = [each["name"] for each in seen["detail"]["worst"][:1]]
     return _make_gate("gradient", False, said + "".join(f", most of it in {name}" for name in worst), **seen)
 
@@ -222,16 +199,12 @@ def judge_loss(
     for number, (left, right) in enumerate(zip(base, arm, strict=True)):
         steps = [_find_first_wrong(losses) for losses in (left, right)]
         if steps[1] is not None and steps[0] is None:
-            return _make_gate(
-                "loss",
-                False,
-                f"the loss is not finite from optimizer step {steps[1]} of run-{number} on",
-                detail={"step": steps[1]},
-            )
+            why = f"the loss is not finite from optimizer step {steps[1]} of run-{number} on"
+            return _make_gate("loss", False, why, detail={"step": steps[1]})
         if steps[0] is not None:
             return _make_gate("loss", None, f"the base's own loss is not finite from optimizer step {steps[0]} on")
     if not base or not all(map(len, [*base, *arm])):
-        return _make_gate("loss", None, "not testable here: training_step returns no loss", testable=False)
+        return _make_untestable("loss", "training_step returns no loss")
     if all(list(left) == list(right) for left, right in zip(base, arm, strict=True)):
         return _make_gate("loss", True, "the losses are bit-identical", deviation=0.0, visible=0.0)
     if parity_class == "exact" and bitwise:
@@ -241,13 +214,8 @@ def judge_loss(
             for n, (a, b) in enumerate(zip_longest(left, right), start=1)
             if a != b
         )
-        return _make_gate(
-            "loss",
-            False,
-            f"the losses differ from optimizer step {step} on, but this arm promises bit-identical results",
-            limit=0.0,
-            detail={"step": step},
-        )
+        why = f"the losses differ from optimizer step {step} on, but this arm promises bit-identical results"
+        return _make_gate("loss", False, why, limit=0.0, detail={"step": step})
     return _judge_band([_end(losses) for losses in base], [_end(losses) for losses in arm], redrawn)
 
 
@@ -266,12 +234,9 @@ def _judge_band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> G
     level = statistics.fmean(base)
     interval = compute_mean_gap_interval(gaps, level=LEVEL) if len(gaps) >= FEWEST_RUNS else None
     if interval is None:
-        return _make_gate(
-            "loss",
-            None,
-            f"{len(gaps)} {'run' if len(gaps) == 1 else 'runs'} of each arm, but it takes {FEWEST_RUNS} to tell a"
-            " change from a difference between seeds",
-        )
+        few = f"{len(gaps)} {'run' if len(gaps) == 1 else 'runs'} of each arm"
+        why = f"{few}, but it takes {FEWEST_RUNS} to tell a change from a difference between seeds"
+        return _make_gate("loss", None, why)
     band = max(SEED_SHARE * statistics.stdev(base), LOSS_SHARE * abs(level))
     low, high = interval
     percent = 100 / abs(level) if level else math.nan
@@ -292,8 +257,8 @@ def _judge_band(base: Sequence[float], arm: Sequence[float], redrawn: bool) -> G
         return _make_gate("loss", False, f"the final loss differs: {figures}", **seen)
     best = T_OF_MOST_RUNS * statistics.stdev(gaps) / math.sqrt(MOST_RUNS)
     if redrawn and low <= 0 <= high and best > band:
-        why = f"not testable here: different random augmentations shift it as much as different seeds do: {figures}"
-        return _make_gate("loss", None, why, testable=False, **seen)
+        why = f"different random augmentations shift it as much as different seeds do: {figures}"
+        return _make_untestable("loss", why, **seen)
     if low > band or high < -band:
         side, cause = "higher" if low > band else "lower", "other augmentations" if redrawn else "rounding or chance"
         why = f"the final loss was {side}, and {len(gaps)} runs cannot tell whether {cause} caused that"
@@ -338,16 +303,15 @@ def sum_up_gates(parity_class: Parity, gates: Sequence[Gate]) -> Outcome:
     )
 
 
+def _make_untestable(name: str, why: str, *, detail: Mapping[str, Any] | None = None, **seen: Any) -> Gate:
+    detail = {**(detail or {}), "testable": False}
+    return _make_gate(name, None, f"not testable here: {why}", detail=detail, **seen)
+
+
 def _make_gate(
-    name: str,
-    passed: bool | None,
-    why: str,
-    *,
-    testable: bool = True,
-    detail: Mapping[str, Any] | None = None,
-    **seen: Any,
+    name: str, passed: bool | None, why: str, *, detail: Mapping[str, Any] | None = None, **seen: Any
 ) -> Gate:
-    noted = dict(detail or {}) if testable else {**(detail or {}), "testable": False}
+    noted = dict(detail or {})
     figures = {key: value if value is None or math.isfinite(value) else None for key, value in seen.items()}
     if note := noted.get("note"):
         why = f"{why}; {note}{': if clipping takes effect in a later step, training differs' if passed else ''}"

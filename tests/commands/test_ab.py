@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 from pathlib import Path
@@ -30,8 +31,8 @@ def asked(*vs: str, base: str | None = "cifar10", **more: Any) -> AbRequest:
 
 
 def compare(request: AbRequest | None = None, **how: Any) -> Answer:
-    how = {"out": "here", "force": False, "resume": None, **how}
-    return ab.ab(request or asked("amp", steps=40), **how, progress=lambda _: None)
+    request = dataclasses.replace(request or asked("amp", steps=40), **{"out": "here", **how})
+    return ab.ab(request, lambda _: None)
 
 
 def refused(request: AbRequest, *, out: str | None = None, **how: Any) -> ConfigError:

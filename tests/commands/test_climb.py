@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from fastloop.commands import climb as command
-from fastloop.commands.climb import climb
+from fastloop.commands.climb import ClimbRequest, climb
 from fastloop.commands.console import Answer, get_attached
 from fastloop.config.loading import load
 from fastloop.errors import ConfigError
@@ -49,16 +49,10 @@ SHAPE = {
 
 
 def asked(*overrides: str, conf: Path | None = NET, out: str | None = None, **changes: Any) -> Answer:
-    settings: dict[str, Any] = {
-        "more": (),
-        "budget_s": 600.0,
-        "allow": (),
-        "force": False,
-        "resume": None,
-        "limit_s": 60.0,
-        "progress": lambda line: None,
-    }
-    return climb(None if conf is None else str(conf), overrides=overrides, out=out, **{**settings, **changes})
+    progress = changes.pop("progress", lambda line: None)
+    settings = {"budget_s": 600.0, "limit_s": 60.0, **changes}
+    request = ClimbRequest(conf=None if conf is None else str(conf), overrides=overrides, out=out, **settings)
+    return climb(request, progress)
 
 
 def content(answer: Answer) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastloop.commands import diagnose as command
-from fastloop.commands.console import Answer, get_attached
+from fastloop.commands.console import Answer, Request, get_attached
 from fastloop.commands.diagnose import diagnose, run_directory
 from fastloop.config.loading import load_callback_config, to_yaml
 from fastloop.errors import ConfigError, FastLoopError
@@ -42,8 +42,9 @@ SEEN = Measurement(
 
 
 def asked(target: str | Path, *overrides: str, **settings: Any) -> Answer:
-    given = {"more": (), "syncs": False, "trace": None, "out": None, "force": False, "limit_s": 120, **settings}
-    return diagnose(str(target), overrides=overrides, progress=lambda line: None, **given)
+    syncs, trace = settings.pop("syncs", False), settings.pop("trace", None)
+    request = Request(overrides=overrides, limit_s=120, **settings)
+    return diagnose(str(target), request, lambda line: None, syncs=syncs, trace=trace)
 
 
 def content(answer: Answer) -> Any:
@@ -305,8 +306,7 @@ def test_stopped_what_was_measured_is_told_and_attached(
     told: list[str] = []
     monkeypatch.setattr(command, "_list_further", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt) as raised:
-        given = {"more": (), "syncs": False, "trace": None, "out": "a", "force": False, "limit_s": 120}
-        diagnose(str(NET), overrides=(), progress=told.append, **given)
+        diagnose(str(NET), Request(out="a", limit_s=120), told.append, syncs=False, trace=None)
     assert get_attached(raised.value) == load_run(Path("a")) and load_run(Path("a")).measurement is not None
     assert told == ["fastloop: the files so far are in a"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastloop.commands import headspace as command
-from fastloop.commands.console import Answer, get_attached
+from fastloop.commands.console import Answer, Request, get_attached
 from fastloop.commands.headspace import CeilingsFile, headspace
 from fastloop.config.loading import load_callback_config, to_yaml
 from fastloop.errors import ConfigError, FastLoopError
@@ -29,9 +29,7 @@ Rates = dict[str, float | str | tuple[str, int]]
 
 
 def asked(conf: str | Path, *overrides: str, out: str | None = None, force: bool = False) -> Answer:
-    return headspace(
-        str(conf), more=(), overrides=overrides, out=out, force=force, limit_s=120, progress=lambda line: None
-    )
+    return headspace(str(conf), Request(overrides=overrides, out=out, force=force, limit_s=120), lambda line: None)
 
 
 def content(answer: Answer) -> Any:
@@ -76,7 +74,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, Jo
 def test_progress_counts_the_trainings_and_the_time_left(pretend: Callable[[Rates], Any]) -> None:
     pretend({"baseline": 400, "replayed": 3200, "resident": 3300, "baseline-again": 410})
     lines: list[str] = []
-    headspace(str(NET), more=(), overrides=(), out=None, force=False, limit_s=120, progress=lines.append)
+    headspace(str(NET), Request(limit_s=120), lines.append)
     first, second, *_, last = lines
     assert first == "baseline (1 of 4)" and second == "replayed (2 of 4), about 3 s left"
     assert last == "baseline-again (4 of 4), about 1 s left"
@@ -318,9 +316,9 @@ def test_planted_costs(cost: str, ratio: tuple[float, float]) -> None:
 
 def test_stopped_by_ctrl_c_it_leaves_no_process(tmp_path: Path) -> None:
     code = (
-        "from fastloop.commands.headspace import CeilingsFile, headspace\n"
-        f"headspace({str(NET)!r}, more=(), overrides=('recipe.at=3', 'recipe.does=hang', 'recipe.mark=mark'),"
-        " out='a', force=False, limit_s=60, progress=print)"
+        "from fastloop.commands.console import Request\nfrom fastloop.commands.headspace import headspace\n"
+        "asked = Request(overrides=('recipe.at=3', 'recipe.does=hang', 'recipe.mark=mark'), out='a', limit_s=60)\n"
+        f"headspace({str(NET)!r}, asked, print)"
     )
     with program(cwd=tmp_path, code=code) as process:
         wait_for((tmp_path / "mark").exists, limit_s=60)

@@ -13,8 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from fastloop.commands import tune as command
-from fastloop.commands.console import Answer, get_attached
+from fastloop.commands.console import Answer, Request, get_attached
 from fastloop.commands.tune import tune
 from fastloop.config.loading import load
 from fastloop.errors import ConfigError
@@ -22,7 +21,7 @@ from fastloop.experiments.trials.failures import Failed
 from fastloop.experiments.trials.trial import Trial
 from fastloop.experiments.tune import search as searching
 from fastloop.experiments.tune.choice import Point
-from fastloop.experiments.tune.search import Tuned
+from fastloop.experiments.tune.search import Search, Tuned
 from tests.commands.command_line import measure_anew
 from tests.trainings import SLOW
 
@@ -43,9 +42,7 @@ FOUND = Tuned(
 
 
 def asked(what: str, *overrides: str, conf: str | Path = SLOW, out: str | None = "a", force: bool = False) -> Answer:
-    return tune(
-        str(conf), what, more=(), overrides=overrides, out=out, force=force, limit_s=120, progress=lambda line: None
-    )
+    return tune(str(conf), what, Request(overrides=overrides, out=out, force=force, limit_s=120), lambda line: None)
 
 
 @pytest.fixture
@@ -55,11 +52,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tuned], list[Any]]:
     def instead(found: Tuned) -> list[Any]:
         searched: list[Any] = []
 
-        def search(arm: Any, what: str, place: Path, **_: Any) -> Tuned:
-            searched.append((arm.config(), what))
-            return dataclasses.replace(found, run_dir=str(place), what=what)
+        def run(search: Search) -> Tuned:
+            searched.append((search.arm.config(), search.what))
+            return dataclasses.replace(found, run_dir=str(search.place), what=search.what)
 
-        monkeypatch.setattr(command, "search", search)
+        monkeypatch.setattr(Search, "run", run)
         return searched
 
     return instead
@@ -124,12 +121,12 @@ def test_values_that_all_fail_are_told_and_exit_1(pretend: Callable[[Tuned], Any
 
 
 def test_stopped_it_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    def search(*_: Any, stopped: Callable[[Tuned, BaseException], None], **__: Any) -> Tuned:
+    def run(search: Search) -> Tuned:
         stop = KeyboardInterrupt()
-        stopped(dataclasses.replace(FOUND, best=None, patch=None, partial=True), stop)
+        search.stopped(dataclasses.replace(FOUND, best=None, patch=None, partial=True), stop)
         raise stop
 
-    monkeypatch.setattr(command, "search", search)
+    monkeypatch.setattr(Search, "run", run)
     with pytest.raises(KeyboardInterrupt) as raised:
         asked("workers")
     assert getattr(get_attached(raised.value), "partial", None) is True, "for --json"
@@ -140,12 +137,12 @@ def test_stopped_it_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stopped_before_anything_ran_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def search(*_: Any, stopped: Callable[[Tuned, BaseException], None], **__: Any) -> Tuned:
+    def run(search: Search) -> Tuned:
         stop = KeyboardInterrupt()
-        stopped(Tuned(key=FOUND.key), stop)
+        search.stopped(Tuned(key=FOUND.key), stop)
         raise stop
 
-    monkeypatch.setattr(command, "search", search)
+    monkeypatch.setattr(Search, "run", run)
     with pytest.raises(KeyboardInterrupt) as raised:
         asked("workers")
     assert list(tmp_path.iterdir()) == []

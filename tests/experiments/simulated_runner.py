@@ -16,7 +16,7 @@ from fastloop.experiments.climb.interface import Needs, Result
 from fastloop.experiments.climb.loop import Climb
 from fastloop.experiments.tune.search import KnownTimes
 from fastloop.records.card import Stack
-from fastloop.records.climb import Attempt, Confirmation
+from fastloop.records.climb import Attempt, ClimbFile, Confirmation
 from fastloop.records.experiment import Gate, Outcome
 from fastloop.records.plan import Parity
 
@@ -350,4 +350,4 @@ def make_climb(
     start = Start(
         enabled=frozenset(enabled), devices=devices, allow=frozenset(allow), cpus=12, ladders=dict(ladders or {})
     )
-    return Climb(runner, start, warmup=warmup, rows=rows, ends_at=ends_at)
+    return Climb(runner, start, warmup=warmup, before=ClimbFile(rungs=tuple(rows), ends_at=ends_at))

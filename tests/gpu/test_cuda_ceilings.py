@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastloop.commands.console import Request
 from fastloop.commands.headspace import headspace
 from fastloop.experiments.trials.trial import Job, run_trial
 from tests.bridge.trials.test_ceilings import Net, fit, loaded
@@ -71,14 +72,7 @@ def test_rates_and_work_are_answered(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slow_loader_has_headroom(tmp_path: Path) -> None:
-    answer = headspace(
-        str(SLOW),
-        more=(),
-        overrides=("run.accelerator=gpu", "recipe.load_ms=20"),
-        out=str(tmp_path / "a"),
-        force=False,
-        limit_s=200,
-        progress=lambda line: None,
-    )
+    overrides = ("run.accelerator=gpu", "recipe.load_ms=20")
+    answer = headspace(str(SLOW), Request(overrides=overrides, out=str(tmp_path / "a"), limit_s=200), lambda line: None)
     assert answer.json is not None
     assert all(answer.json["ceilings"][name]["ratio"] > 3 for name in ("replayed", "resident")), answer.text

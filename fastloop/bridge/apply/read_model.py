@@ -16,7 +16,7 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.evidence.model.picture_views import list_names, list_views, walk_functions
-from fastloop.evidence.samples.sample_code import find_function, is_installed, list_globals, parse, walk_code
+from fastloop.evidence.samples.sample_code import find_function, is_installed, list_called, parse, walk_code
 from fastloop.evidence.samples.source import read_source
 from fastloop.feeds import call_shapes
 from fastloop.feeds.attention import candidates as attention
@@ -198,13 +198,13 @@ def _find_inner_views(modules: Iterable[torch.nn.Module]) -> Iterator[str]:
 
 def _find_passing(argument: str, modules: Iterable[torch.nn.Module]) -> Iterator[str]:
     """Name the users' methods, and functions that these call, that pass this argument in a call."""
-    seen = set[CodeType]()
+    found = dict[Any, None]()
     for kind in dict.fromkeys(map(type, modules)):
         if not kind.__module__.startswith(("torch.", "torchvision.")):
-            methods = [member for base in _list_user_bases(kind) for member in vars(base).values()]
-            for function in _follow_functions(methods, seen):
-                if _passes(argument, function):
-                    yield function.__qualname__.rpartition("<locals>.")[2]
+            members = [member for base in _list_user_bases(kind) for member in vars(base).values()]
+            methods = [find_function(getattr(member, "__func__", member)) for member in members]
+            found |= dict.fromkeys((*filter(None, methods), *list_called(methods, kind)))
+    yield from (each.__qualname__.rpartition("<locals>.")[2] for each in found if _passes(argument, each))
 
 
 def _passes(argument: str, function: FunctionType) -> bool:
@@ -214,21 +214,6 @@ def _passes(argument: str, function: FunctionType) -> bool:
         return False
     source = _read_plainly(function.__code__)
     return source is None or re.search(rf"\b{argument}=(?!False\b)", source) is not None
-
-
-def _follow_functions(members: Iterable[Any], seen: set[CodeType]) -> Iterator[FunctionType]:
-    """Yield these functions and the users' functions that they read from their modules, or from modules there."""
-    for member in members:
-        function = find_function(getattr(member, "__func__", member))
-        if function is None or function.__code__ in seen:
-            continue
-        seen.add(function.__code__)
-        yield function
-        read = [value for _, value in list_globals(function)]
-        names = {name for code in walk_code(function.__code__) for name in code.co_names}
-        read += [vars(each).get(name) for each in read if inspect.ismodule(each) for name in names]
-        called = (each for each in read if inspect.isfunction(each) and not is_installed(each))
-        yield from _follow_functions(called, seen)
 
 
 def _list_user_bases(kind: type) -> list[type]:

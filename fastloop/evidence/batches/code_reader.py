@@ -280,7 +280,7 @@ class _Run:
             self.depths = before
 
     def _call(self, node: ast.Call) -> Depth:
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        name = writes.name_called(node)
         on = self.find_depth(node.func.value) if isinstance(node.func, ast.Attribute) else None
         if not isinstance(node.func, (ast.Attribute, ast.Name)):
             self.find_depth(node.func)

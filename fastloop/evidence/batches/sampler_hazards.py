@@ -84,7 +84,7 @@ def _draws_between_yields(function: Any) -> bool:
     for node in (node for loop in loops if _yields(loop) for part in loop.body for node in ast.walk(part)):
         if not isinstance(node, ast.Call) or any(keyword.arg == "generator" for keyword in node.keywords):
             continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        name = writes.name_called(node)
         root = outer.get(writes.find_root(node.func))
         if isinstance(node.func, ast.Attribute) and type(root).__name__ in _GENERATORS:
             return True
@@ -99,9 +99,7 @@ def _yields(node: ast.AST) -> bool:
 
 def _list_running_for(item: Any) -> tuple[Any, ...]:
     """The user's functions that run when a part of a sampler is asked for indices, those of other modules too."""
-    starts = sample_code.list_sample_functions(item)
-    called = (each for start in starts for each in sample_code.list_called(start, type(item)))
-    return tuple(dict.fromkeys((*starts, *called)))
+    return sample_code.list_called(sample_code.list_sample_functions(item), type(item))
 
 
 def _list_outer(function: Any) -> Iterator[tuple[int, str, Any]]:

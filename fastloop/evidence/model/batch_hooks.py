@@ -29,7 +29,8 @@ def _list_changes(tree: ast.AST, me: str | None, is_module: bool) -> Iterator[bo
     handles = bool(named & {"grad", "parameters", "named_parameters"})
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            yield _is_change(getattr(node.func, "attr", getattr(node.func, "id", "")))
+            name = writes.name_called(node)
+            yield name in _CHANGES or writes.is_in_place(name)
         elif isinstance(node, ast.AugAssign):
             yield (handles and isinstance(node.target, ast.Name)) or _is_foreign(node.target, me, is_module)
         elif isinstance(node, ast.Assign):
@@ -37,10 +38,6 @@ def _list_changes(tree: ast.AST, me: str | None, is_module: bool) -> Iterator[bo
                 own = isinstance(target, ast.Attribute) and writes.is_own(target.value, me)
                 rebuilt = ast.unparse(target) in {ast.unparse(part) for part in ast.walk(node.value)}
                 yield _is_foreign(target, me, is_module) and (rebuilt or not own)
-
-
-def _is_change(name: str) -> bool:
-    return name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_foreign(target: ast.AST, me: str | None, is_module: bool) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples.writes import name_called
 
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
@@ -15,7 +16,7 @@ def may_skip(module: Any) -> bool:
     """Whether training_step returns a loss in some places and none in others, or the result of a method that does."""
     if (function := sample_code.find_function(getattr(type(module), "training_step", None))) is None:
         return False
-    called = {each: parsed[0] for each in sample_code.list_called(function, type(module)) if (parsed := _parse(each))}
+    called = {each: parsed[0] for each in sample_code.list_called([function], type(module)) if (parsed := _parse(each))}
     passed, queue = set[str](), ["training_step"]
     while queue:
         if (name := queue.pop()) not in passed:
@@ -53,7 +54,7 @@ def _list_passed_on(tree: ast.FunctionDef) -> Iterator[str]:
     """Yield the names of functions whose result the function returns as it is."""
     for value in _list_returned(tree):
         if isinstance(value, ast.Call) and isinstance(value.func, (ast.Attribute, ast.Name)):
-            yield value.func.attr if isinstance(value.func, ast.Attribute) else value.func.id
+            yield name_called(value)
 
 
 def _returns_both(tree: ast.FunctionDef) -> bool:

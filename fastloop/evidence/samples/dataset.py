@@ -138,23 +138,25 @@ def list_members(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def read_attributes(item: Any) -> dict[str, Any]:
-    kind: type = type(item)
-    slots = {name: value for name, slot in _list_slots(kind) if (value := _read_slot(slot, item)) is not None}
     try:
-        return {**slots, **vars(item)}
+        return {**read_slots(item), **vars(item)}
     except TypeError:  # it has no __dict__
-        return slots
+        return read_slots(item)
+
+
+def read_slots(item: Any) -> dict[str, Any]:
+    """The values of the slots that classes written in Python declare."""
+    found, kind = dict[str, Any](), type(item)
+    for name, slot in _list_slots(kind):  # type: ignore[arg-type]
+        with contextlib.suppress(AttributeError):  # nothing was set
+            found[name] = slot.__get__(item)
+    return found
 
 
 @functools.lru_cache(maxsize=512)
 def _list_slots(kind: type) -> tuple[tuple[str, Any], ...]:
     members = [member for base in kind.__mro__ if "__slots__" in vars(base) for member in vars(base).items()]
     return tuple((name, member) for name, member in members if inspect.ismemberdescriptor(member))
-
-
-def _read_slot(slot: Any, item: Any) -> Any:
-    with contextlib.suppress(AttributeError):  # nothing was set
-        return slot.__get__(item)
 
 
 def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fastloop.evidence.samples import sample_code
 from fastloop.evidence.samples.dataset import list_running, read_attributes, walk
+from fastloop.evidence.samples.writes import name_called
 
 DRAWS = re.compile(
     r"random|rand(n|int|range|perm|bytes)?|randn?_like|getrandbits|shuffle|choices?|r?sample|rvs|\w+variate|permut(ed|ation)"
@@ -164,12 +165,12 @@ def _list_own_generators(nodes: Sequence[ast.AST]) -> set[str]:
 
 def _makes_generator(call: ast.Call) -> bool:
     """Whether this makes a generator from a seed that is no draw itself."""
-    name, inner = _read_name(call), getattr(call.func, "value", None)
+    name, inner = name_called(call), getattr(call.func, "value", None)
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
     calls = [each for argument in given for each in ast.walk(argument) if isinstance(each, ast.Call)]
-    if not given or any(_read_name(each) not in _PURE for each in calls):
+    if not given or any(name_called(each) not in _PURE for each in calls):
         return False
-    makes = isinstance(inner, ast.Call) and _read_name(inner) == "Generator"
+    makes = isinstance(inner, ast.Call) and name_called(inner) == "Generator"
     return name in _MAKERS or (name == "manual_seed" and makes)
 
 
@@ -198,17 +199,13 @@ def _find_in(function: Any, item: Any) -> str | None:
         return named[0]
     tree, me = sample_code.parse(function) or (ast.Module([], []), None)
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name, given = _read_name(call), [*call.args, *(keyword.value for keyword in call.keywords)]
+        name, given = name_called(call), [*call.args, *(keyword.value for keyword in call.keywords)]
         if name in _SEEDED and all(_is_none(each, me, item) for each in given):
             return name
-        inner = {_read_name(node) for each in given for node in ast.walk(each) if isinstance(node, ast.Call)}
+        inner = {name_called(node) for each in given for node in ast.walk(each) if isinstance(node, ast.Call)}
         if (name in _SEEDED or name == "manual_seed") and (clocks := sorted(_CLOCKS & inner)):
             return clocks[0]
     return None
-
-
-def _read_name(call: ast.Call) -> str:
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def _is_none(node: ast.AST, me: str | None, item: Any) -> bool:

@@ -10,7 +10,7 @@ import inspect
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -75,17 +75,18 @@ def list_sample_functions_of(kind: type) -> tuple[Any, ...]:
     return tuple(_follow([find_method(kind, name) for name in ENTRIES], kind))
 
 
-def list_called(function: Any, kind: type) -> tuple[Any, ...]:
-    """A method and the user's functions that it calls: methods of its object, and functions of modules."""
-    return tuple(_follow([function], kind, modules=True))
+def list_called(functions: Iterable[Any], kind: type) -> tuple[Any, ...]:
+    """The user's functions among these methods and those that they call: methods of their object, and functions of
+    modules."""
+    return tuple(_follow(functions, kind, modules=True))
 
 
 def list_with_called(function: Any, kind: type) -> tuple[Any, ...]:
     """A method, even an installed package's, and the user's functions that it calls."""
-    return tuple(dict.fromkeys((function, *list_called(function, kind))))
+    return tuple(dict.fromkeys((function, *list_called([function], kind))))
 
 
-def _follow(starts: list[Any], kind: type, modules: bool = False) -> Iterator[Any]:
+def _follow(starts: Iterable[Any], kind: type, modules: bool = False) -> Iterator[Any]:
     queue, seen = deque(starts), set[int]()
     while queue:
         function = queue.popleft()

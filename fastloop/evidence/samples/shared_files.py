@@ -17,6 +17,7 @@ import numpy as np
 
 from fastloop.evidence.samples import dataset as datasets
 from fastloop.evidence.samples import sample_code
+from fastloop.evidence.samples.writes import name_called
 
 READS = re.compile(
     r"(\w+_)?(open\w*|imread|load\w*|read\w*|memmap|fromfile|genfromtxt|connect|File|listdir|glob|exists)"
@@ -93,7 +94,7 @@ class _Code(NamedTuple):
 
     def is_called(self, call: ast.Call, pattern: re.Pattern[str]) -> bool:
         """Whether a call is one that the pattern names."""
-        name = _name_call(call)
+        name = name_called(call)
         if self.writes and name == "open":
             return _may_write(call)
         return bool(pattern.fullmatch(name)) or (self.writes and ast.unparse(call.func) == "os.replace")
@@ -116,14 +117,9 @@ class _Code(NamedTuple):
                     yield from self.list_paths(value, depth + 1)
             elif isinstance(node, ast.Attribute):
                 yield from self.list_paths(node.value, depth)
-        elif not (self.writes and isinstance(node, ast.Call) and _name_call(node) == "open" and not _may_write(node)):
+        elif not (self.writes and isinstance(node, ast.Call) and name_called(node) == "open" and not _may_write(node)):
             for child in ast.iter_child_nodes(node):
                 yield from self.list_paths(child, depth)
-
-
-def _name_call(call: ast.Call) -> str:
-    func = call.func
-    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
 
 
 def _may_write(call: ast.Call) -> bool:

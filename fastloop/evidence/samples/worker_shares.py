@@ -45,9 +45,7 @@ def explain_repeats(loader: Any) -> str | None:
     if not _TELLS_WORKERS.isdisjoint(name for each in functions for name in sample_code.list_names(each.__code__)):
         return None
     imported = {name for each in functions for name in sample_code.list_arguments(each.__code__, "IMPORT_NAME")}
-    outer = [
-        value for each in functions for _, value in (*sample_code.list_globals(each), *sample_code.list_closure(each))
-    ]
+    outer = [value for each in functions for value in sample_code.read_outer(each).values()]
     if imported or any(map(_may_share_out, [*outer, *(item for _, item in (*held, *reached))])):
         return None
     kind, workers = type(dataset).__name__, loader.num_workers

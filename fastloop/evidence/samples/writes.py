@@ -69,6 +69,11 @@ def list_local_chains(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
                 yield target.id, list(list_chain(value))[::-1]
 
 
+def name_called(call: ast.Call) -> str:
+    """The name of the function or method that is called; empty if an expression gives it."""
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
 def find_root(node: ast.AST) -> str:
     while isinstance(node, (ast.Subscript, ast.Attribute)):
         node = node.value
@@ -87,7 +92,7 @@ def list_targets(node: ast.AST, _me: str | None = None) -> Iterator[ast.AST]:
         queue = [keyword.value for keyword in node.keywords if keyword.arg in ("out", "dst")]
         if isinstance(node.func, ast.Attribute) and is_change(node.func.attr):
             queue.append(node.func.value)
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        name = name_called(node)
         if name in FILLS or (isinstance(node.func, ast.Name) and name in ("next", "setattr", "delattr")):
             queue += node.args[: 2 if name == "pack_into" else 1]
     else:
@@ -108,7 +113,7 @@ def list_advanced(node: ast.AST, me: str | None) -> Iterator[ast.AST]:
         if _reads(node.value, node.targets[0], me):
             yield node.targets[0]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        advances = node.func.attr in CHANGES or (_is_in_place(node.func.attr) and node.func.attr not in _SETS)
+        advances = node.func.attr in CHANGES or (is_in_place(node.func.attr) and node.func.attr not in _SETS)
         if advances and not is_own(node.func.value, me):
             yield node.func.value
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next":
@@ -128,10 +133,10 @@ def _reads(value: ast.AST, target: ast.AST, me: str | None) -> bool:
 
 def is_change(method: str) -> bool:
     """Whether a method changes its object; torch's in-place methods end with one underscore."""
-    return method in CHANGES or method in _MOVES or _is_in_place(method)
+    return method in CHANGES or method in _MOVES or is_in_place(method)
 
 
-def _is_in_place(method: str) -> bool:
+def is_in_place(method: str) -> bool:
     return method.endswith("_") and not method.endswith("__")
 
 

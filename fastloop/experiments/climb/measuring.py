@@ -19,7 +19,7 @@ from fastloop.judge.prediction import ABOVE, WORTH_PCT
 from fastloop.judge.statistics import Pool
 from fastloop.ladder import collect_cards
 from fastloop.records.card import Stack
-from fastloop.records.climb import TOP, Attempt, Costs
+from fastloop.records.climb import TOP, Attempt, ClimbFile, Costs
 from fastloop.records.measurement import CEILINGS
 
 COPIES_SHOW = 0.01
@@ -46,11 +46,7 @@ class Measured:
 
     Args:
         start: the facts that the configuration shows; the first training shows the rest.
-        rows: attempts of earlier calls, with their ``costs`` if they were kept.
-        ceilings: the start's ceilings, measured by an earlier call; ``notes`` says how they came about.
-        ladders: rates of shipped ladders, measured by an earlier call.
-        start_s: the seconds that a training took besides its steps in an earlier call.
-        ends_at: the optimizer steps after which the script ended by itself in an earlier call.
+        before: the results of earlier calls; kept attempts have their ``costs``.
         save: called after each decision.
     """
 
@@ -60,26 +56,21 @@ class Measured:
         start: Start,
         *,
         warmup: int,
-        rows: Sequence[Attempt] = (),
-        ceilings: Mapping[str, float | None] | None = None,
-        notes: Mapping[str, str] | None = None,
-        ladders: Mapping[str, float | None] | None = None,
-        start_s: float | None = None,
-        ends_at: int | None = None,
+        before: ClimbFile,
         save: Callable[[], Any] = lambda: None,
     ) -> None:
         self.runner, self.start, self.warmup, self.save = runner, start, warmup, save
-        self.rows = list(rows)
+        self.rows = list(before.rungs)
         self.naive: Result | None = None
         self.costs: Costs | None = None
-        self.ceilings: dict[str, float | None] = {**dict.fromkeys(CEILINGS), **(ceilings or {})}
+        self.ceilings: dict[str, float | None] = {**dict.fromkeys(CEILINGS), **before.ceilings_samples_per_s}
         """Samples per second of the start with some costs removed."""
-        self.notes: dict[str, str] = dict(notes or {})
+        self.notes: dict[str, str] = dict(before.ceilings_notes)
         """How a ceiling was obtained if no trial measured it, or why the start was measured again."""
-        self.ladders: dict[str, float | None] = dict(ladders or {})
+        self.ladders: dict[str, float | None] = dict(before.ladders_samples_per_s)
         """Samples per second of the start with a shipped ladder; None if it failed."""
-        self.start_s, self._known_start_s = 0.0, start_s or math.inf
-        self.ends_at = ends_at
+        self.start_s, self._known_start_s = 0.0, before.start_s or math.inf
+        self.ends_at = before.ends_at
         """Optimizer steps after which a script ends by itself; None if it trained all requested steps."""
         self.hurries = False
         """Whether the budget is too short for a longer measurement, and for ceilings before the first ladder."""

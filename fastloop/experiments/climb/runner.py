@@ -22,7 +22,7 @@ from fastloop.experiments.climb.interface import Needs, Result, read_result
 from fastloop.experiments.climb.loop import CONFIRM_RUNS
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Trial, forget, read_finished
-from fastloop.experiments.tune.search import KnownTimes, Tuned, search
+from fastloop.experiments.tune.search import KnownTimes, Search, Tuned
 from fastloop.judge import parity
 from fastloop.records.card import Stack
 from fastloop.records.climb import Confirmation
@@ -150,10 +150,10 @@ class ProcessRunner:
         def begin(label: str) -> None:
             self.budget.begin(f"{what}, {label}", need_s)
 
-        return search(
-            self._make_arm(what, stack),
-            key,
-            self.place / at,
+        return Search(
+            arm=self._make_arm(what, stack),
+            what=key,
+            place=self.place / at,
             steps=length.steps,
             warmup=length.warmup,
             limits=limits,
@@ -161,7 +161,7 @@ class ProcessRunner:
             resume=True,
             given=given,
             begins=begin,
-        )
+        ).run()
 
     def confirm(self, at: str, stack: Stack, length: Length, *, need_s: float) -> Confirmation:
         """Run a fresh A/B of the start against a stack, with all gates."""

@@ -74,60 +74,34 @@ class Tuned(TuningFile):
     """A failed training, if no value could be measured."""
 
 
-def search(
-    arm: Arm,
-    what: str,
-    place: Path,
-    *,
-    steps: int | None = None,
-    warmup: int | None = None,
-    limits: Limits | None = None,
-    progress: Progress | None = None,
-    resume: bool = False,
-    given: KnownTimes | None = None,
-    begins: Callable[[str], None] = lambda _: None,
-    stopped: Callable[[Tuned, BaseException], None] = lambda *_: None,
-) -> Tuned:
-    """Find the best value of the one number of a rung.
-
-    Args:
-        arm: the training; the rung need not be enabled in it.
-        what: a rung with a tunable number, one of `list_tunables`.
-        place: receives one directory for each training.
-        steps: optimizer steps of each training; None for as many as its window needs, at most ``run.max_steps``.
-        warmup: how many of them come before the window; None for the arm's own number.
-        resume: reuse the finished trainings in `place`, which must belong to the same search.
-        given: known times that need not be trained; None if nothing is known.
-        begins: called with the name of each training before it begins; an exception ends the search.
-        stopped: called if the search is interrupted, with its results so far (nothing chosen) and the exception.
+@dataclass(kw_only=True)
+class Search:
+    """One search for the best value of the one number of a rung: its trainings, and their results.
 
     Raises:
         ConfigError: the arm's configuration cannot be used.
     """
-    ask = Ask(steps=steps, warmup=warmup)
-    trainings = _Search(
-        arm=arm, what=what, place=place, ask=ask, limits=limits, progress=progress, resume=resume, begins=begins
-    )
-    try:
-        return trainings.search(given)
-    except BaseException as error:
-        found = trainings.summarize()
-        stopped(replace(found, best=None, patch=None, why="it was stopped", partial=True), error)
-        raise
-
-
-@dataclass(kw_only=True)
-class _Search:
-    """The trainings of one search and their results. Its fields are the arguments of `search`."""
 
     arm: Arm
+    """The training; the rung need not be enabled in it."""
     what: str
+    """A rung with a tunable number, one of `list_tunables`."""
     place: Path
-    ask: Ask
-    limits: Limits | None
-    progress: Progress | None
-    resume: bool
-    begins: Callable[[str], None]
+    """Receives one directory for each training."""
+    steps: int | None = None
+    """Optimizer steps of each training; None for as many as its window needs, at most ``run.max_steps``."""
+    warmup: int | None = None
+    """How many of them come before the window; None for the arm's own number."""
+    limits: Limits | None = None
+    progress: Progress | None = None
+    resume: bool = False
+    """Reuse the finished trainings in `place`, which must belong to the same search."""
+    given: KnownTimes | None = None
+    """Known times that need not be trained; None if nothing is known."""
+    begins: Callable[[str], None] = lambda _: None
+    """Called with the name of each training before it begins; an exception ends the search."""
+    stopped: Callable[[Tuned, BaseException], None] = lambda *_: None
+    """Called if the search is interrupted, with its results so far (nothing chosen) and the exception."""
 
     def __post_init__(self) -> None:
         self.config, self._number = self.arm.config(), list_tunables()[self.what]
@@ -139,13 +113,22 @@ class _Search:
         self.rest_ms: float | None = None
         self.failed: Trial | None = None
 
-    def search(self, given: KnownTimes | None) -> Tuned:
-        """Train without the rung, unless its time is known, and with the promising values."""
-        replays = self._number.trained == "replayed" and not (given is not None and given.beside)
-        variation: Variation = "replayed" if replays else "as_it_is"
-        given = given or self._train_first(variation)
-        if given is None:
+    def run(self) -> Tuned:
+        """Find the best value."""
+        try:
+            self._train_all()
             return self.summarize()
+        except BaseException as error:
+            self.stopped(replace(self.summarize(), best=None, patch=None, why="it was stopped", partial=True), error)
+            raise
+
+    def _train_all(self) -> None:
+        """Train without the rung, unless its time is known, and with the promising values."""
+        replays = self._number.trained == "replayed" and not (self.given is not None and self.given.beside)
+        variation: Variation = "replayed" if replays else "as_it_is"
+        given = self.given or self._train_first(variation)
+        if given is None:
+            return
         self._base, self._queued = self._number.without(SearchSpace(micro_batch=given.micro)), given.queued
         self.points.update(
             (value, Point(value=value, step_ms=ms)) for value, ms in given.ms.items() if value not in self.points
@@ -155,7 +138,6 @@ class _Search:
         values = [value for value in tried if value not in self.points]
         if self._number.trained != "loader" or len(values) <= FEW or not self._try_loader_first(values):
             self._train_each(values, variation)
-        return self.summarize()
 
     def _train_first(self, variation: Variation) -> KnownTimes | None:
         """Train without the rung; returns None if this gave no step time."""
@@ -238,8 +220,8 @@ class _Search:
         if self.progress is not None:
             self.progress(left if label == FIRST else f"{label}; {left}")
         arm = self.arm.change(self.arm.name, *(f"rungs.{self.what}.{setting}" for setting in settings))
-        steps = self.ask.steps or choose_steps(self.config, queued)
-        ask = replace(self.ask, steps=steps, variation=variation, **loader)
+        steps = self.steps or choose_steps(self.config, queued)
+        ask = Ask(steps=steps, warmup=self.warmup, variation=variation, **loader)
         return arm.run(label, folder, ask, limits=self.limits, progress=self.progress)
 
     def summarize(self) -> Tuned:

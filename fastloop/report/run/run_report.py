@@ -42,14 +42,13 @@ def build_document(
         left_out: disabled rungs and how to try them, one line each.
         name: the name of the recipe or configuration; for ``then`` and ``later`` see ``summary.write_lines``.
     """
-    pictures, titles = figures.draw(seen), [finding.title for finding in findings]
-    headline = summary.choose_title(titles)
+    pictures, headline = figures.draw(seen), summary.choose_title(findings)
     first = findings[0] if findings else None
     is_good = first and not first.alarm and first.bottleneck in _GOOD and "NOT FAST" not in headline
     about = (summary.describe_setting(seen, name), summary.describe_devices(seen), summary.describe_window(seen))
     ceiling = summary.describe_first_ceiling(seen, findings).replace("   ", " \u00b7 ")
     sections = [
-        _list_findings(findings, titles, seen, then, later),
+        _list_findings(findings, seen, then, later),
         *_narrow(seen, pictures),
         _add_titles(tables.tabulate_parts(seen)),
         *(_add_titles(table) for table in optional_tables.tabulate_all(seen) if len(table.head) != 2),
@@ -76,7 +75,7 @@ def build_document(
         lede=_capitalize(findings[0].why) if findings else "Nothing was watched.",
         lines=tuple(summary.write_lines(seen, plan, verdicts, findings, name=name, then=then, later=later)),
         run=tuple(filter(None, about)),
-        also=tuple(f"Also {_to_sentence(title, start=False)}" for title in titles[1:]),
+        also=tuple(f"Also {_to_sentence(finding.title, start=False)}" for finding in findings[1:]),
         flags=tuple(summary.list_flags(seen)),
         notes=tuple(filter(None, [_capitalize(ceiling), *(f"Note: {note}" for note in list_caveats(seen, findings))])),
         pictures=(pictures["step"],) if "step" in pictures else (),
@@ -144,13 +143,13 @@ def _list_tiles(seen: Measurement) -> tuple[Tile, ...]:
 
 
 def _list_findings(
-    findings: Sequence[Finding], titles: Sequence[str], seen: Measurement, then: Sequence[str], later: Sequence[str]
+    findings: Sequence[Finding], seen: Measurement, then: Sequence[str], later: Sequence[str]
 ) -> Section:
     """Make a card for each finding that contains more than its title."""
     has_ceiling = bool(summary.describe_first_ceiling(seen, findings))
     cards = [
-        _make_card(finding, title, seen, is_first=not index, has_ceiling=has_ceiling and not index)
-        for index, (finding, title) in enumerate(zip(findings, titles, strict=True))
+        _make_card(finding, seen, is_first=not index, has_ceiling=has_ceiling and not index)
+        for index, finding in enumerate(findings)
     ]
     steps = [f"{word}: {', '.join(rungs)}" for word, rungs in (("Then", then), ("Later", later)) if rungs]
     return Section(
@@ -160,11 +159,11 @@ def _list_findings(
     )
 
 
-def _make_card(finding: Finding, title: str, seen: Measurement, *, is_first: bool, has_ceiling: bool) -> FindingBox:
+def _make_card(finding: Finding, seen: Measurement, *, is_first: bool, has_ceiling: bool) -> FindingBox:
     """Make a finding's card, without what the head of the report shows: the first finding's reason and ceiling."""
     return FindingBox(
         name="" if finding.bottleneck == "none" else finding.bottleneck,
-        title=_to_sentence(title),
+        title=_to_sentence(finding.title),
         share="" if finding.share_pct is None else f"{format_number(finding.share_pct)} % of the step",
         why="" if is_first else _capitalize(finding.why),
         detail=tuple(line for _, line in tables.list_details([finding], seen)),

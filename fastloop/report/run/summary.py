@@ -88,8 +88,7 @@ def write_lines(
         later: what to try once the device is the limit.
         proof: the command that tests the first fix.
     """
-    titles = [finding.title for finding in findings]
-    head = [write_headline(seen, findings, titles, name), *_list_reasons(findings, titles)]
+    head = [write_headline(seen, findings, name), *_list_reasons(findings)]
     took = [f"{verdict.rung} ({_flatten(verdict.why)})" for verdict in verdicts if verdict.took]
     figures = (_draw_bar(seen), _describe_rates(seen), describe_work(seen), describe_first_ceiling(seen, findings))
     kinds: list[tuple[str, list[str]]] = [
@@ -102,7 +101,7 @@ def write_lines(
         ("UNKNOWN", [f"{verdict.rung}: {_flatten(verdict.why)}" for verdict in verdicts if verdict.took is None]),
         ("SYNC", [_flatten(line) for line in caveats.describe_syncs(seen)]),
         ("NOTE", [_flatten(note) for note in caveats.list_caveats(seen, findings)]),
-        ("FIX", list_fixes(findings, titles)),
+        ("FIX", list_fixes(findings)),
         *_list_next(then, later),
         ("PROVE", [proof] if proof else []),
         ("REPORT", [str(report)] if report else []),
@@ -145,13 +144,13 @@ def list_inactive(verdicts: Sequence[Verdict]) -> list[str]:
     ]
 
 
-def list_fixes(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
+def list_fixes(findings: Sequence[Finding]) -> list[str]:
     """List the patches, each once; a patch that does not address the headline says what it addresses."""
     fixes: dict[str, str] = {}
-    for place, (finding, title) in enumerate(zip(findings, titles, strict=True)):
+    for place, finding in enumerate(findings):
         if finding.patch:
             share = "" if place < EXPLAINED or finding.share_pct is None else f", {finding.share_pct:.0f} % of the step"
-            against = "" if title == titles[0] else f" (against {title}{share})"
+            against = "" if finding.title == findings[0].title else f" (against {finding.title}{share})"
             fixes.setdefault(_flatten(dump_on_one_line(finding.patch)), against)
     return [f"{patch}{against}" for patch, against in fixes.items()]
 
@@ -180,14 +179,14 @@ def _flatten(text: str) -> str:
     return " ".join(text.splitlines())
 
 
-def write_headline(seen: Measurement, findings: Sequence[Finding], titles: Sequence[str], name: str = "") -> str:
+def write_headline(seen: Measurement, findings: Sequence[Finding], name: str = "") -> str:
     """Return the first line: the bottleneck with its share or an alarm's figures, the run, the measured steps, and
     reasons to doubt them."""
     alarms = "; ".join(finding.alarm for finding in findings if finding.alarm)
-    share = findings[0].share_pct if findings and not titles[0].startswith("NOTHING TO GAIN") else None
+    share = findings[0].share_pct if findings and not findings[0].title.startswith("NOTHING TO GAIN") else None
     figures = f": {alarms}" if alarms else "" if share is None else f" {share:.0f} %"
     phrases = [
-        f"fastloop {choose_title(titles)}{figures}",
+        f"fastloop {choose_title(findings)}{figures}",
         describe_setting(seen, name),
         describe_devices(seen),
         describe_window(seen),
@@ -196,8 +195,8 @@ def write_headline(seen: Measurement, findings: Sequence[Finding], titles: Seque
     return "   ".join(filter(None, phrases))
 
 
-def choose_title(titles: Sequence[str]) -> str:
-    return titles[0] if titles else "NOT MEASURED"
+def choose_title(findings: Sequence[Finding]) -> str:
+    return findings[0].title if findings else "NOT MEASURED"
 
 
 def describe_setting(seen: Measurement, name: str = "") -> str:
@@ -286,9 +285,9 @@ def _round(steps: float) -> float:
     return steps if steps < 10 or not math.isfinite(steps) else round(steps, 1 - math.floor(math.log10(steps)))
 
 
-def _list_reasons(findings: Sequence[Finding], titles: Sequence[str]) -> list[str]:
+def _list_reasons(findings: Sequence[Finding]) -> list[str]:
     explained = [place for place, each in enumerate(findings) if place < EXPLAINED or each.bottleneck == "memory_creep"]
-    return [f"  {f'also {titles[place]}: ' if place else ''}{findings[place].why}" for place in explained]
+    return [f"  {f'also {findings[place].title}: ' if place else ''}{findings[place].why}" for place in explained]
 
 
 def select_known(parts: Mapping[str, float | None]) -> dict[str, float]:

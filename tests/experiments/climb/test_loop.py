@@ -22,7 +22,7 @@ from fastloop.experiments.climb.loop import BESIDE, CONFIRM_RUNS, Climb
 from fastloop.experiments.climb.measuring import Measured, pool_spreads
 from fastloop.ladder import collect_cards
 from fastloop.records.card import Stack
-from fastloop.records.climb import TOP, Attempt, Confirmation, Rates
+from fastloop.records.climb import TOP, Attempt, ClimbFile, Confirmation, Rates
 from fastloop.records.experiment import Gate, Outcome
 from tests.experiments.simulated_runner import BATCH, START_S, Disturbed, Machine, SimulatedRunner, make_climb
 
@@ -651,9 +651,7 @@ def test_a_machine_that_got_slower_is_compared_with_itself() -> None:
         SimulatedRunner(PLAIN, done=runner.done),
         climb.start,
         warmup=20,
-        rows=climb.rows,
-        notes=climb.notes,
-        ceilings=climb.ceilings,
+        before=ClimbFile(rungs=tuple(climb.rows), ceilings_notes=climb.notes, ceilings_samples_per_s=climb.ceilings),
     )
     resumed.climb()
     assert resumed.naive == climb.naive and resumed.runner.ran == []  # type: ignore[attr-defined]

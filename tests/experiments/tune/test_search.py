@@ -17,12 +17,12 @@ from fastloop.experiments.trials.trial import TRIAL, Job, Trial
 from fastloop.experiments.tune import search as searching
 from fastloop.experiments.tune.search import (
     KnownTimes,
+    Search,
     Tuned,
     choose_steps,
     explain_inactive,
     make_point,
     read_own_value,
-    search,
 )
 from fastloop.records.measurement import Measurement
 from fastloop.records.store import decode
@@ -97,7 +97,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Tune
         monkeypatch.setattr(arms, "run_trial", world.run_trial)
         monkeypatch.setattr(searching.machine, "count_usable_cpus", lambda: cpus)
         arm = ConfigArm(name="slow", job=Job(conf=str(SLOW), overrides=overrides))
-        return search(arm, what, tmp_path / "place", progress=world.said.append, **settings)
+        return Search(arm=arm, what=what, place=tmp_path / "place", progress=world.said.append, **settings).run()
 
     return run
 

@@ -37,14 +37,12 @@ def list_step_functions(module: torch.nn.Module, kept: StateSnapshot) -> list[An
     kinds, hooks = kept.list_kinds() | {type(module)}, _list_hooks(module)
     bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if not is_installed(base))
     methods = _list_methods(bases, hooks)
-    found: dict[Any, None] = {}
-    names, starts, known = {*_ENTRY, "__call__"}, kept.list_functions(), -1
+    found, names, known = tuple[Any, ...](), {*_ENTRY, "__call__"}, -1
     while len(found) > known:
         known = len(found)
-        starts += [function for name, function in methods if name in names]
-        found |= dict.fromkeys(called for start in starts for called in list_called(start, type(module)))
+        starts = [*kept.list_functions(), *(function for name, function in methods if name in names)]
+        found = list_called(starts, type(module))
         names.update(name for function in found for name in list_names(function.__code__))
-        starts = []
     return list(found)
 
 
@@ -54,7 +52,7 @@ def list_read_names(module: torch.nn.Module, kinds: Iterable[type]) -> set[str]:
     lightning, hooks = _find_lightning(module), _list_hooks(module)
     bases = {base for kind in kinds for base in kind.__mro__} - {*lightning.__mro__}
     functions = [function for _, function in _list_methods(bases, hooks)]
-    functions += list_called(inspect.unwrap(getattr(type(module), "training_step", list_names)), type(module))
+    functions += list_called([inspect.unwrap(getattr(type(module), "training_step", list_names))], type(module))
     return {name for function in functions for name in _list_texts(function.__code__)} - hooks
 
 

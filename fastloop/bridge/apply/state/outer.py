@@ -49,7 +49,7 @@ def _list_used(kind: type) -> tuple[tuple[dict[str, Any], str, bool], ...]:
     is_written). `is_written` is False if the code only calls a method on the object and ignores the result."""
     found: dict[tuple[int, str], tuple[dict[str, Any], str, bool]] = {}
     starts = [inspect.unwrap(getattr(kind, name)) for name in ("forward", "training_step") if hasattr(kind, name)]
-    for function in dict.fromkeys(each for start in starts for each in list_called(start, kind)):
+    for function in list_called(starts, kind):
         space, written = function.__globals__, set(list_roots_written(function))
         names = {name for name in written if not name.startswith((".", " "))}
         modules = [(name, value) for name, value in list_globals(function) if inspect.ismodule(value)]
