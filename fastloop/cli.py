@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -20,14 +20,18 @@ from fastloop.errors import ConfigError
 from fastloop.records.secrets import make_scrubber
 from fastloop.records.store import Record
 
+Given = TypeVar("Given", str, None, tuple[str, ...])
 
-def _refuse_option(_: click.Context, option: click.Parameter, value: str | None) -> str | None:
+
+def _refuse_option(_: click.Context, option: click.Parameter, given: Given) -> Given:
     """Return an option's value unless it is the next option, or the ``--`` before a command, which it would swallow."""
-    if value is not None and value.startswith("--"):
-        name = option.opts[0]
-        do = f"write {name} {option.metavar}, or drop {name}"
-        raise ConfigError(got=f"{name} {value}", why=f"{name} needs a value, and {value} is an option", do=do)
-    return value
+    values: Sequence[str] = (given,) if isinstance(given, str) else given or ()
+    for value in values:
+        if value.startswith("--"):
+            name = option.opts[0]
+            do = f"write {name} {option.metavar}, or drop {name}"
+            raise ConfigError(got=f"{name} {value}", why=f"{name} needs a value, and {value} is an option", do=do)
+    return given
 
 
 _json = click.option(
@@ -38,7 +42,12 @@ _json = click.option(
     help="Write one JSON object to FILE, or to stdout with '-'.",
 )
 _more = click.option(
-    "--config", "more", multiple=True, metavar="MORE.yaml", help="Merge a file, rung or ladder on top."
+    "--config",
+    "more",
+    multiple=True,
+    metavar="MORE.yaml",
+    callback=_refuse_option,
+    help="Merge a file, rung or ladder on top.",
 )
 _out = click.option(
     "--out", metavar="DIR", callback=_refuse_option, help="Run directory; default fastloop-runs/<name>/<utc>."
@@ -255,7 +264,12 @@ def tune(conf: str, what: str, json_to: str | None, **options: Any) -> None:
 
 
 @cli.command("exec")
-@click.option("--config", metavar="LADDER", help="Rungs to enable: a ladder, rung or file; default: only watch.")
+@click.option(
+    "--config",
+    metavar="LADDER",
+    callback=_refuse_option,
+    help="Rungs to enable: a ladder, rung or file; default: only watch.",
+)
 @_out
 @_force
 @_json

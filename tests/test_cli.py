@@ -157,6 +157,12 @@ MISTYPED = [
         "write --json FILE|-, or drop --json",
     ),
     (
+        "run cifar10 --config safe --config --json -",
+        "--config --json",
+        "--config needs a value, and --json is an option",
+        "write --config MORE.yaml, or drop --config",
+    ),
+    (
         "run cifar10 --out --force",
         "--out --force",
         "--out needs a value, and --force is an option",
