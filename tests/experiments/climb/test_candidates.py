@@ -174,7 +174,7 @@ def test_pictures_on_the_device_take_the_place_of_what_loads_now() -> None:
     found = choice(
         still,
         *kept,
-        *(row(each, "inactive", at=2) for each in ("workers", "pin", "prefetch")),
+        *(row(each, "inactive", at=2) for each in ("dali-mixed", "workers", "pin", "prefetch")),
         start=files,
         stack=stack,
     )
