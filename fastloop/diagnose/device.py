@@ -161,7 +161,7 @@ def _describe_unfused(seen: Measurement) -> tuple[str, str, str] | None:
         alike = " and ".join(dict.fromkeys(names))
         return f"{alike}, without a fused form,", "", f"choose an optimizer that has one, such as AdamW {changes}"
     beside = f" on top of training_step and its backward, which it runs {often:.1f} times a step"
-    return names[0], beside, f"a smaller max_iter or history_size {changes}"
+    return names[0], beside, f"use a smaller max_iter or history_size {changes}"
 
 
 def _join_words(*words: str | None) -> str:

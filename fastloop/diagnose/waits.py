@@ -107,11 +107,11 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
         return "an iterable dataset must be sharded in your code before it can have workers"
     if count == 0 and not is_worth_handing_over(seen):
         return (
-            f"a batch takes {read_batch_ms(seen):.2f} ms to make, and taking it from a worker would cost up to"
-            f" {find_hand_over_ms(seen):g} ms; give the dataset a __getitems__ that makes a whole batch at once"
+            f"workers would save too little: a batch takes {read_batch_ms(seen):.2f} ms to make, and taking it from a"
+            f" worker would cost up to {find_hand_over_ms(seen):g} ms; give the dataset a __getitems__ that makes a whole batch at once"
         )
     if count == 0 and without:
-        return _advise_each(without)
+        return _advise_each(without, is_tried=number is not None)
     if count == 0:
         return "make samples and batches cheaper" if refused is None else f"{refused}; make samples and batches cheaper"
     threads = found.get("worker_threads") or 0
@@ -135,12 +135,17 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
     return f"{slow}{left}; {advice}"
 
 
-def _advise_each(without_workers: Mapping[str, str | None]) -> str:
-    """Return advice about those of several loaders that have no workers, each with why it cannot have any."""
-    obstacles = [
-        f"your loader {each} has no workers: {why or 'set its num_workers'}" for each, why in without_workers.items()
-    ]
-    return "; ".join([*obstacles, *([] if None in without_workers.values() else ["make samples and batches cheaper"])])
+def _advise_each(without_workers: Mapping[str, str | None], *, is_tried: bool) -> str:
+    """Return advice about those of several loaders that have no workers, each with why it cannot have any.
+
+    Args:
+        is_tried: a rung that starts workers is enabled, so it has its reason to leave them out of loaders that could
+            have them.
+    """
+    can = "set its num_workers"
+    whys = {each: why or (None if is_tried else can) for each, why in without_workers.items()}
+    obstacles = [f"your loader {each} has no workers: {why}" for each, why in whys.items() if why is not None]
+    return "; ".join([*obstacles, *([] if can in whys.values() else ["make samples and batches cheaper"])])
 
 
 def find_h2d(step: Attribution, rungs: Rungs) -> Finding | None:

@@ -1,7 +1,8 @@
 """Store convolution data channels-last (NHWC), the layout that tensor cores read.
 
 Faster because  cuDNN's tensor-core kernels are NHWC; with NCHW every convolution transposes first.
-Costs           one conversion of the weights at the start, and of each image batch.
+Costs           one conversion of the weights at the start, and of each image batch. Random numbers that are drawn in
+                an image's memory order (dropout, randn_like) fall on other elements.
 Don't use when  the model has no 2-D convolutions, or runs in plain fp32 (little gain). `view` in your LightningModule,
                 losses or callbacks fails with it (under DDP also in your modules): write reshape or flatten.
 Evidence        strides of the convolution weights, and image batches converted

@@ -371,7 +371,7 @@ def test_slow_kernels_beside_idle_time_are_named_by_their_family() -> None:
             None,
             "LBFGS takes 16.0 of 40.0 ms a step on top of training_step and its backward, which it runs 4.0 times a"
             " step;"
-            " no rung helps with this: a smaller max_iter or history_size",
+            " no rung helps with this: use a smaller max_iter or history_size",
         ),
         (
             16.0,

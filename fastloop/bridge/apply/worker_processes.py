@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
+from fastloop.feeds.images.byte_batches import find_user_dataset
 from fastloop.feeds.lazy_loader import Epochs, begin_unchanged
 from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.more_workers import MoreWorkers
@@ -87,6 +89,9 @@ class WorkerProcesses:
         self._fewer: tuple[dict[str, int], str] | None = None
         """Settings after the number of workers had to be reduced, and why; None if it was not."""
         self._tried: TriedWorkers | None = None
+        self._without: dict[str, str] = {}
+        """Why a loader's workers ended while other loaders kept theirs, by what it loads."""
+        self._drew = multiprocessing.RawValue("b", 0)
         self._more: MoreWorkers | None = None
         self._fresh: FreshWorkers | None = None
         self._next: NextEpoch | None = None
@@ -162,6 +167,7 @@ class WorkerProcesses:
         if self._fewer is not None:
             settings.update(self._fewer[0])
         owner, replaces = plan.owner("loader.num_workers"), loader.num_workers > 0
+        kind = type(find_user_dataset(loader.dataset)).__name__
         if not replaces and len(self._rounding) < _MOST_COMPARED:
             adding = list_adding(loader.dataset, loader.collate_fn)
             self._rounding.append(_Rounding("loader.num_workers", "workers", adding, twice))
@@ -169,19 +175,31 @@ class WorkerProcesses:
             room_bytes=_find_room(facts),
             is_training=self._is_training,
             replaces=replaces,
-            step_down=self._step_down,
+            step_down=partial(self._step_down, kind),
             warn=self._warn,
             turn_off=f"rungs.{owner}.enabled: false",
             free_cpus=plan.wants.get("launch.free_cpus", 0),
-            leave_out=self._leave_out if owner in self._by_ladder else None,
+            leave_out=partial(self._leave_out, kind) if owner in self._by_ladder else None,
             report_outdated=self._report_outdated,
             twice=None if replaces else twice,
+            drew=self._drew,
         )
         return self._tried.batches
 
-    def _leave_out(self, _workers: int, _ahead: int, why: str) -> None:
+    def _leave_out(self, kind: str, _workers: int, _ahead: int, why: str) -> None:
         """Workers would work but are not worth it in this run; the verdict says so."""
+        if self._have_others(kind, why):
+            return
         self._give_up("loader.num_workers", why, is_refusal=False, has_acted=True)
+
+    def _have_others(self, kind: str, why: str) -> bool:
+        """Whether another loader still has workers, so that the setting stays where those of one with this `kind` of
+        dataset have ended."""
+        counts = map(loader_queue.count_live_workers, loader_state.find_iterators(self.trainer))
+        if not any(counts):
+            return False
+        self._without[kind] = f"the loader of {kind} went on without workers: {why}"
+        return True
 
     def _report_outdated(self, batches: int, key: str = "loader.num_workers") -> None:
         """Batches of the training may have been made from outdated data."""
@@ -195,11 +213,13 @@ class WorkerProcesses:
         self._give_up(key, why, has_acted=True)
         self._warn(f"no batches are loaded ahead from now on: {why}")
 
-    def _step_down(self, workers: int, ahead: int, why: str) -> None:
+    def _step_down(self, kind: str, workers: int, ahead: int, why: str) -> None:
         """Continue with fewer workers than planned, or none."""
         if workers:
             why = f"{say_count(workers, 'worker')} with prefetch_factor {ahead}: {why}"
             self._fewer = {"num_workers": workers, "prefetch_factor": ahead}, why
+        elif self._have_others(kind, why):
+            why = self._without[kind]
         else:
             has_acted = self._tried is not None and self._tried.has_handed_out
             self._give_up("loader.num_workers", why, has_acted=has_acted)
@@ -251,7 +271,7 @@ class WorkerProcesses:
     def count(self) -> Mapping[str, Any]:
         """Report the highest number of live workers so far, because workers exit after an epoch's last batch, which a
         feed fetches early; also how they were reduced, their CPUs, and the time lost."""
-        if self._tried is not None and self._tried.drew.value:
+        if self._drew.value:
             self._weaken("loader.num_workers", DREW)
         self.note_rounding()
         iterators = list(loader_state.find_iterators(self.trainer))
@@ -260,9 +280,10 @@ class WorkerProcesses:
         cpus = min(
             (cpus for each in iterators if (cpus := loader_queue.count_worker_cpus(each)) is not None), default=None
         )
+        fewer = [*([] if self._fewer is None else [self._fewer[1]]), *self._without.values()]
         return {
             "live_workers": self._most_alive,
-            "fewer": None if self._fewer is None else self._fewer[1],
+            "fewer": "; ".join(fewer) or None,
             "worker_cpus": cpus,
             "loss_ms": None if self._tried is None else self._tried.loss_ms,
         }

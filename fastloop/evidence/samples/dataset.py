@@ -29,6 +29,7 @@ DRAWS_ITSELF = "is a random generator: every worker would draw the same numbers 
 TRAINING = "is part of the training, and workers hold copies from before it started"
 ITERATOR = "is an iterator, and each worker would iterate over its own copy"
 _CHANGES = "changes between epochs or samples, and workers hold copies of it"
+_MAY_CHANGE = "may change between epochs, and workers hold copies of it"
 _SEEKS = "moves the position of a file descriptor, which workers would share; use os.pread"
 _FOREIGN: Mapping[str, tuple[str, ...]] = {
     SHARED: (
@@ -235,7 +236,7 @@ def is_in_shared_memory(value: Any) -> bool:
 def _find_hazard(item: Any) -> str | None:
     if (foreign := _find_foreign(item)) is not None:
         return foreign
-    return None if (state := _find_epoch_state(item)) is None else f"{state} {_CHANGES}"
+    return _find_epoch_state(item)
 
 
 def _find_foreign(item: Any) -> str | None:
@@ -273,11 +274,12 @@ def find_handle(item: Any) -> str | None:
 
 
 def _find_epoch_state(item: Any) -> str | None:
+    """What its names say of an object that somebody, perhaps, changes between epochs: no code of that is known."""
     if not hasattr(type(item), "__getitem__") or sample_code.is_framework(type(item)):
         return None
     if callable(getattr(item, "set_epoch", None)):
-        return ".set_epoch()"
-    return next((f".{name}" for name in _EPOCH_NAMES if name in read_attributes(item)), None)
+        return f" has a set_epoch(), so it {_MAY_CHANGE}"
+    return next((f".{name} {_MAY_CHANGE}" for name in _EPOCH_NAMES if name in read_attributes(item)), None)
 
 
 def sample_bytes(dataset: Any) -> int | None:

@@ -77,6 +77,7 @@ class TriedWorkers:
         report_outdated: called before `step_down` if batches that were handed out may have been made from outdated
             data, with their greatest number.
         twice: a check whether reading a sample changes it; None if that does not matter.
+        drew: a byte in shared memory, which loaders may have in common; None for one of its own.
 
     Attributes:
         drew: its ``value`` tells whether a worker has drawn from a global random generator.
@@ -96,6 +97,7 @@ class TriedWorkers:
         leave_out: Callable[[int, int, str], None] | None = None,
         report_outdated: Callable[[int], None] = lambda _: None,
         twice: ReadTwice | None = None,
+        drew: Any = None,
     ) -> None:
         self._twice = twice
         self._free_cpus, self._leave_out, self._is_weighed = free_cpus, leave_out, False
@@ -106,7 +108,7 @@ class TriedWorkers:
         """Batches that were handed out since the workers made their copies."""
         self._made_ms: Any = ()
         self._took_ms: list[float] = []
-        self.drew = multiprocessing.RawValue("b", 0)
+        self.drew = multiprocessing.RawValue("b", 0) if drew is None else drew
         self.loss_ms: tuple[float, float] | None = None
         """Time to take a ready batch from a worker, and to make one; None unless taking it is slower."""
         self._room_bytes, self._step_down, self._warn, self._turn_off = room_bytes, step_down, warn, turn_off

@@ -317,6 +317,38 @@ def test_one_of_several_loaders_has_workers_already() -> None:
     assert same(plain, ours) and seen == [[0, 1], [2, 2]] and ours.verdict("workers").took
 
 
+def collate_local(samples: Any) -> Any:
+    class Local:
+        """Of a class that no worker can send."""
+
+    return torch.utils.data.default_collate(samples), Local()
+
+
+class TwoAndMore(TwoPlain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch = {key: each[0] if isinstance(each, (list, tuple)) else each for key, each in batch.items()}
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one_of_them", "all_of_them"])
+def test_workers_that_end_for_one_of_several_loaders_stay_for_the_others(alone: bool) -> None:
+    def train() -> dict[str, Any]:
+        first = batches(40, shuffle=True, **({} if alone else {"collate_fn": collate_local}))
+        return {"a": first, "b": batches(24, 8, collate_fn=collate_local)}
+
+    seen: list[list[int]] = []
+
+    class Look(L.Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            seen.append([loader.num_workers for loader in trainer.fit_loop._combined_loader.flattened])
+
+    plain, ours = both(WORKERS, train, TwoAndMore, max_epochs=2, callbacks=lambda: (Look(),))
+    assert same(plain, ours) and seen == [[0, 0], [2, 0] if alone else [0, 0]]
+    verdict = ours.verdict("workers")
+    assert verdict.took is alone and ("went on without workers" in verdict.why) is alone
+    assert (ours.reason("workers") is None) is alone
+
+
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
 def test_the_users_combined_loader_is_given_back(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     feed_on_cpu(monkeypatch)
