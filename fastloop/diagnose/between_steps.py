@@ -32,8 +32,10 @@ def find_validation(step: Attribution, rungs: Rungs) -> Finding | None:
     facts = "" if loading_pct is None else f"; {loading_pct:.0f} % of it is waiting for its batches"
     if workers == 0 and not loads_little_for_validation(step.measured) and "validation_obstacle" in found:
         obstacle = found["validation_obstacle"]
-        known = f"; but leave the validation loader without workers: {obstacle}"
-        advice += ", and give the validation loader workers" if obstacle is None else known
+        if obstacle is not None:
+            advice += f"; but leave the validation loader without workers: {obstacle}"
+        elif not rungs.has_left_out("data_wait"):
+            advice += ", and give the validation loader workers"
     elif workers and not found.get("validation_keeps_workers") and found.get("can_keep_for_validation") is not False:
         advice = (
             f"keep the validation loader's {workers} workers between validations (persistent_workers=True); {advice}"

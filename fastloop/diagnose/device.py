@@ -7,6 +7,7 @@ looked at: these figures cannot show whether the model's arithmetic is slow.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from fastloop.diagnose.attribution import Attribution
 from fastloop.diagnose.finding import NO_GAIN_PCT, ORDINARY_MS, compute_gain_bound_pct, format_factor, weigh
@@ -143,25 +144,37 @@ def _find_slow_optimizer(step: Attribution, rungs: Rungs) -> Finding | None:
         facts = f"the optimizer takes {cost.time}, and its fused form would save {much}"
         remedy = rungs.choose(step.measured, "optimizer", "create yours with fused=True")
     else:
-        name, beside, advice = unfused
-        facts, remedy = f"{name} takes {cost.time}{beside}", Remedy(None, f"{NO_RUNG}: {advice}")
+        takes, beside, advice = unfused
+        facts, remedy = f"{takes} {cost.time}{beside}", Remedy(None, f"{NO_RUNG}: {advice}")
     return cost.explain(facts, remedy, title="BUSY, NOT FAST: OPTIMIZER")
 
 
 def _describe_unfused(seen: Measurement) -> tuple[str, str, str] | None:
     """Describe the optimizers that no rung fuses, what they do besides, and what would help; None without any."""
     found = seen.evidence.get(OPTIMIZER, {})
+    others, changes = bool(found.get("others")), "(which changes the training)"
     if own := found.get("own"):
         does = "if torch has an equivalent, create it with fused=True to update all parameters in one call"
-        return f"{' and '.join(own)}, not one of torch's optimizers,", "", does
+        takes = _join_takes(own, "not one of torch's optimizers", "not torch's", others)
+        return takes, "", does
     if not (names := found.get("no_fused_form")):
         return None
-    often, changes = to_number(found.get("evaluations_per_step")), "(which changes the training)"
-    if often is None:
-        alike = " and ".join(dict.fromkeys(names))
-        return f"{alike}, without a fused form,", "", f"choose an optimizer that has one, such as AdamW {changes}"
-    beside = f" on top of training_step and its backward, which it runs {often:.1f} times a step"
-    return names[0], beside, f"use a smaller max_iter or history_size {changes}"
+    if (often := to_number(found.get("evaluations_per_step"))) is not None:
+        beside = f" on top of training_step and its backward, which it runs {often:.1f} times a step"
+        return f"{names[0]} takes", beside, f"use a smaller max_iter or history_size {changes}"
+    advice = f"choose an optimizer that has one, such as AdamW {changes}"
+    if found.get("takes_sparse_gradients"):
+        advice = f"fused optimizers need dense gradients; for small tables, try AdamW with sparse=False {changes}"
+    return _join_takes(names, "without a fused form", "without a fused form", others), "", advice
+
+
+def _join_takes(names: Sequence[str], lacking: str, briefly: str, others: bool) -> str:
+    """Say of optimizers what they lack, up to the verb; with others beside them, the time is that of all."""
+    kinds = list(dict.fromkeys(names))
+    if others:
+        return f"the optimizers, among them {' and '.join(kinds)} ({briefly}), take"
+    one = len(kinds) == 1
+    return f"{' and '.join(kinds)}, {lacking if one else briefly}, {'takes' if one else 'take'}"
 
 
 def _join_words(*words: str | None) -> str:

@@ -90,6 +90,12 @@ class Rungs:
         numbers = ((rung, self.cards[rung].tunes) for rung in self.list_against(cause) if rung in self.enabled)
         return next((f"rungs.{rung}.{number.field}" for rung, number in numbers if number is not None), None)
 
+    def has_left_out(self, cause: str) -> bool:
+        """Whether an enabled rung against this cause that has a number, such as that of workers, was not worth it."""
+        tuned = (rung for rung in self.list_against(cause) if rung in self.enabled and self.cards[rung].tunes)
+        verdicts = (self.verdicts.get(rung) for rung in tuned)
+        return any(verdict is not None and verdict.took is False for verdict in verdicts)
+
     def list_against(self, cause: str) -> list[str]:
         """Return the rungs that address a cause, in the order to try them."""
         places = {rung: card.answers[cause] for rung, card in self.cards.items() if cause in card.answers}

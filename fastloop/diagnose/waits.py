@@ -108,7 +108,8 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
     if count == 0 and not is_worth_handing_over(seen):
         return (
             f"workers would save too little: a batch takes {read_batch_ms(seen):.2f} ms to make, and taking it from a"
-            f" worker would cost up to {find_hand_over_ms(seen):g} ms; give the dataset a __getitems__ that makes a whole batch at once"
+            f" worker would cost up to {find_hand_over_ms(seen):g} ms; give the dataset a __getitems__ that makes a"
+            " whole batch at once"
         )
     if count == 0 and without:
         return _advise_each(without, is_tried=number is not None)

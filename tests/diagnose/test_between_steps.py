@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fastloop.records.plan import Verdict
 from tests.diagnose.scenes import NO_WORKERS, findings, gpt2_tuned, on_cpu, scene
 
 GAPS = {"validation": "val_check_interval", "checkpoint": "AsyncCheckpointIO", "epoch_gap": "make epochs longer"}
@@ -92,6 +93,14 @@ def test_workers_that_start_anew_for_each_validation(loader: dict[str, Any], say
     """A ViT's validation with 8 workers took half of its time, and the advice was to give it workers."""
     (finding,) = findings(on_cpu(validation=20.0, loader={**NO_WORKERS, **loader}))
     assert finding.bottleneck == "validation" and says in finding.why and not_says not in finding.why
+
+
+@pytest.mark.parametrize("took", [True, False, None])
+def test_workers_that_were_not_worth_it_are_not_advised_for_validation(took: bool | None) -> None:
+    loader = {**NO_WORKERS, "validation_workers": 0, "validation_obstacle": None}
+    verdict = Verdict(rung="workers", took=took, why="a batch takes 1.00 ms to make, but taking it took 2.00 ms")
+    (finding,) = findings(on_cpu(validation=20.0, loader=loader), ("workers",), (verdict,))
+    assert ("give the validation loader workers" in finding.why) is (took is not False)
 
 
 @pytest.mark.parametrize("rows", ["both", "validation's", "refused", "on"])

@@ -251,7 +251,8 @@ def test_a_batch_made_faster_than_it_is_handed_over_needs_no_workers(seen: dict[
     assert finding.bottleneck == "data_wait" and finding.share_pct is not None, "it is named all the same"
     assert (finding.patch is not None) is advised
     assert (
-        "no rung helps with this: workers would save too little: a batch takes 0." in finding.why and "taking it from a worker" in finding.why
+        "no rung helps with this: workers would save too little: a batch takes 0." in finding.why
+        and "taking it from a worker" in finding.why
     ) is not advised
     assert "6 workers are too slow" in only({**MAP, "num_workers": 6}, **seen).why, "nothing is said of those there"
 

@@ -21,18 +21,26 @@ CHOICES = ("fused", "foreach", "capturable", "differentiable")
 
 def describe_optimizers(optimizers: Sequence[Any], steps: int = 0) -> dict[str, Any]:
     """Return the names of unfused optimizers that are not torch's own and of those that have no fused form, and the
-    milliseconds per step that fusing the others would save; with LBFGS also how often a step computes the loss.
+    milliseconds per step that fusing the others would save. With LBFGS also how often a step computes the loss, with
+    several optimizers how many others there are, and with SparseAdam that there is one for sparse gradients.
 
     Args:
         steps: how many steps the optimizers have made.
     """
     own = [optimizer for optimizer in optimizers if not type(optimizer).__module__.startswith("torch.optim")]
     torchs = [optimizer for optimizer in optimizers if optimizer not in own]
-    found = {
-        "own": [type(each).__name__ for each in own if not _is_fused(each)],
-        "no_fused_form": [type(each).__name__ for each in torchs if not _has_fused_form(each)],
+    unfused = [type(each).__name__ for each in own if not _is_fused(each)]
+    without_form = [type(each).__name__ for each in torchs if not _has_fused_form(each)]
+    found: dict[str, Any] = {
+        "own": unfused,
+        "no_fused_form": without_form,
         "fusing_saves_ms": sum(filter(None, map(estimate_fusing_ms, torchs))),
     }
+    named = unfused or without_form
+    if others := len(optimizers) - len(named) if named else 0:
+        found["others"] = others
+    if any(type(each) is torch.optim.SparseAdam for each in torchs):
+        found["takes_sparse_gradients"] = True
     counts = [state["func_evals"] for each in torchs for state in each.state.values() if "func_evals" in state]
     if counts and steps and len(optimizers) == 1:
         found["evaluations_per_step"] = sum(counts) / steps

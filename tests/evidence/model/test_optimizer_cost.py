@@ -69,7 +69,8 @@ def test_the_training_notices_nothing() -> None:
 def test_optimizers_of_ones_own_are_named() -> None:
     both = [Own(parameters((3,))), torch.optim.Adam(parameters((3,)))]
     told = {"own": ["Own"], "no_fused_form": [], "fusing_saves_ms": pytest.approx(2.0)}
-    assert describe_optimizers(both) == told
+    assert describe_optimizers(both) == {**told, "others": 1}
+    assert describe_optimizers(both[:1]) == {**told, "fusing_saves_ms": 0}
 
 
 def test_how_often_a_step_computes_the_loss_is_told() -> None:
@@ -96,6 +97,9 @@ def test_sparse_gradients_have_no_fused_form() -> None:
     optimizer = torch.optim.SGD(rows.parameters())
     rows(torch.zeros(1, dtype=torch.int64)).sum().backward()  # type: ignore[no-untyped-call]
     assert estimate_fusing_ms(optimizer) is None
+    assert "takes_sparse_gradients" not in describe_optimizers([optimizer]), "SGD may have dense ones elsewhere"
+    found = describe_optimizers([torch.optim.SparseAdam(rows.parameters()), torch.optim.Adam(parameters((3,)))])
+    assert found["takes_sparse_gradients"] and found["no_fused_form"] == ["SparseAdam"] and found["others"] == 1
 
 
 def test_hooks_of_all_optimizers_are_not_called_for_copies() -> None:

@@ -121,8 +121,9 @@ class TrialBudget:
 
     @property
     def changed_step_ms(self) -> float:
-        """Time for one optimizer step with the rungs kept so far: a compile can only shorten that."""
-        return (self.changed_ms or self.base_ms) * self.terms.batches_per_step
+        """Time for one optimizer step with the rungs kept so far, or without them if that is faster: a compile can only
+        shorten that."""
+        return min(self.changed_ms or self.base_ms, self.base_ms) * self.terms.batches_per_step
 
     def cap_steps_by_max_time(self, trainer: Any) -> Terms:
         """Reduce the number of steps left if ``max_time`` will end the run early; an unknown number stays unknown. All

@@ -167,6 +167,14 @@ def test_a_compile_can_save_no_more_than_the_rungs_before_it_leave() -> None:
     assert made.limit_s(step) == pytest.approx(20)
 
 
+def test_rungs_that_are_slower_give_a_compile_nothing_to_save() -> None:
+    """Slow ones are left out in the end; what a compile could save is then a third of the unchanged step."""
+    made, step = make_budget(600)
+    made.changed_ms = 500.0
+    assert "a third of the 100 ms of each step" in (made.refuse(step) or "")
+    assert made.limit_s(step) == pytest.approx(20)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from ((torch.ones(8), torch.ones(1)) for _ in range(96))
