@@ -23,7 +23,7 @@ def find_memory_creep(seen: Measurement) -> Finding | None:
         cause = f"{name} keeps the graphs of {found['tensors']} steps{at}: add .detach(), or use .item() occasionally"
     else:
         cause = f"{name} keeps {found['tensors']} tensors{at}: keep numbers instead, or clear it"
-    lasts = "" if left is None else f" and will run out in about {left:,.0f} more steps"
+    lasts = "" if left is None else f" and will run out in about {float(f'{left:.2g}'):,.0f} more steps"
     memory = "GPU memory" if found.get("of") == "GPU" else "host memory"
     grew = "" if pace is None else f"{memory} grew by {pace:,.0f} MiB per 1,000 steps{lasts}; "
     return Finding(bottleneck="memory_creep", share_pct=None, why=f"{grew}{cause}", title="MEMORY GROWS EVERY STEP")

@@ -24,7 +24,7 @@ HOW = (
 PARTIAL = "PARTIAL: the climb did not finish"
 APART = 1.15
 """If the speed-ups of the climb's own runs and of the fresh runs differ by more than this factor, both are reported."""
-SHORT_S = 120.0
+SHORT_S = 300.0
 """Shorter times are written in seconds."""
 CLOSING = "Quote only the confirmed ratio: it comes from fresh runs that were not used to choose rungs."
 

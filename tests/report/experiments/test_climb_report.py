@@ -161,8 +161,13 @@ def test_the_lines_say_predicted_measured_and_why_not() -> None:
 
 
 def test_a_short_time_is_in_seconds() -> None:
-    short = climb([], 743.0, stopped="the budget is gone", budget_s=40.0, spent_s=25.4)
-    assert "STOPPED  25.4 of 40 s spent" in climb_report.write_lines(opened(short))
+    for budget_s, spent_s, says in (
+        (40.0, 25.4, "25.4 of 40 s"),
+        (120.0, 39.8, "39.8 of 120 s"),
+        (300.0, 90, "1.5 of 5 min"),
+    ):
+        short = climb([], 743.0, stopped="the budget is gone", budget_s=budget_s, spent_s=spent_s)
+        assert f"STOPPED  {says} spent" in climb_report.write_lines(opened(short))
 
 
 @pytest.mark.parametrize("run", sorted(CLIMBS))
