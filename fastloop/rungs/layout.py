@@ -2,7 +2,8 @@
 
 Faster because  cuDNN's tensor-core kernels are NHWC; with NCHW every convolution transposes first.
 Costs           one conversion of the weights at the start, and of each image batch. Random numbers that are drawn in
-                an image's memory order (dropout, randn_like) fall on other elements.
+                an image's memory order (dropout, randn_like) fall on other elements; on the CPU, randn_like also
+                leaves torch's random stream at another place, so that later shuffles differ.
 Don't use when  the model has no 2-D convolutions, or runs in plain fp32 (little gain). `view` in your LightningModule,
                 losses or callbacks fails with it (under DDP also in your modules): write reshape or flatten.
 Evidence        strides of the convolution weights, and image batches converted

@@ -135,7 +135,7 @@ def choose_device(module_device: torch.device, gradient: Mapping[str, torch.Tens
     if module_device.type != "cuda":
         return torch.device("cpu")
     free_bytes, _ = torch.cuda.mem_get_info(module_device)
-    size = sum(each.nbytes for each in gradient.values())
+    size = sum(each.numel() * each.element_size() for each in gradient.values())  # at most, for sparse ones
     return module_device if free_bytes > 3 * len(STARTS + RAISED) * size else torch.device("cpu")
 
 

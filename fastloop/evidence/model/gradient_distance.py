@@ -69,7 +69,8 @@ def measure_gradient_distance(base: Gradient, arm: Gradient, device: torch.devic
 
 def is_finite(gradient: Gradient) -> bool:
     """Whether all elements are finite."""
-    return all(bool(torch.isfinite(tensor).all()) for tensor in gradient.values())
+    stored = (each.coalesce().values() if each.is_sparse else each for each in gradient.values())
+    return all(bool(torch.isfinite(each).all()) for each in stored)
 
 
 def view_as_real(tensor: torch.Tensor) -> torch.Tensor:

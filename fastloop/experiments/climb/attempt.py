@@ -74,7 +74,9 @@ def make_attempt(context: Context, candidate: Candidate, at: str) -> Attempt:
         return screen.end(prediction.ended, prediction.why)
     saved_ms = prediction.saved_ms
     if saved_ms is not None and (pct := context.known.pct(saved_ms)) < WORTH_PCT:
-        return screen.end("small", f"predicted to save {saved_ms:.1f} ms ({pct:.1f} %), below {WORTH_PCT:g} %")
+        less = f"predicted to save {saved_ms:.1f} ms ({pct:.1f} %), below {WORTH_PCT:g} %"
+        more = f"predicted to make the step {-saved_ms:.1f} ms ({-pct:.1f} %) longer"
+        return screen.end("small", more if f"{saved_ms:.1f}".startswith("-") else less)
     return screen.run()
 
 

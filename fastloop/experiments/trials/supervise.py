@@ -51,6 +51,9 @@ _ERROR, _WARNING = (
     re.compile(words, re.IGNORECASE)
     for words in ("error|exception|fail|fatal|abort|cannot|denied|no such|not found|invalid|out of memory", "warn")
 )
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")
+LONGEST, CUT = 300, "[…]"
+"""Characters that are kept of the first line of a long message, and the line that stands for the omitted ones."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\n\t\x20-\x7e\u00a0-\U0010ffff]")
 
 
@@ -262,7 +265,8 @@ def _send_signal(process: Process, number: int) -> None:
 def read_steps_done(folder: Path) -> tuple[int | None, int | None]:
     """Return the optimizer steps done and their total, from the command's ``beat``; None if unknown."""
     step, steps, _ = _read_beat(folder / BEAT)
-    return step, steps if steps is not None and steps > 0 else None
+    # With several optimizers a batch may take more steps than were counted in advance.
+    return step, steps if steps is not None and steps >= max(1, step or 0) else None
 
 
 def _read_beat(path: Path) -> tuple[int | None, int | None, int | None]:
@@ -309,7 +313,12 @@ def read_last_lines(path: Path) -> str:
         return ""
     kept = [line for line in _CONTROL.sub("", text.replace("\r", "\n")).splitlines() if line.strip()]
     stacks, rest = split(kept)
-    return "\n".join([*stacks, *rest[-(BESIDE_STACKS if stacks else TAIL_LINES) :]])
+    count = BESIDE_STACKS if stacks else TAIL_LINES
+    frame = max((place for place, line in enumerate(rest) if line.startswith('  File "')), default=len(rest))
+    raised = next((place for place in range(frame, len(rest)) if _RAISED.match(rest[place])), len(rest))
+    if raised < len(rest) - count:  # some of torch's messages end in a list of fifty kernels
+        rest = [rest[raised][:LONGEST], CUT, *rest[2 - count :]]
+    return "\n".join([*stacks, *rest[-count:]])
 
 
 def _find_cause(code: int, why: str | None, ranks: str, step: int | None, tail: str) -> str | None:
@@ -326,7 +335,10 @@ def _find_cause(code: int, why: str | None, ranks: str, step: int | None, tail: 
 
 
 def _find_error(code: int, lines: Sequence[str]) -> str:
-    """Return the last line if it is an error: a traceback's, one by its words, or the text of ``sys.exit(text)``."""
+    """Return the last line if it is an error: a traceback's, one by its words, or the text of ``sys.exit(text)``; of a
+    long message its first line."""
+    if CUT in lines:
+        return lines[lines.index(CUT) - 1]
     last = lines[-1].strip()
     frame = max((place for place, line in enumerate(lines) if line.startswith('  File "')), default=len(lines))
     raised = [line for line in lines[frame:] if not line.startswith(" ")] == [lines[-1]]

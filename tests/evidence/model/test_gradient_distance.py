@@ -92,3 +92,15 @@ def test_both_halves_of_complex_numbers_are_compared() -> None:
     base, arm = {"w": torch.tensor([3.0 + 4.0j])}, {"w": torch.tensor([3.0 + 5.0j]).conj().conj()}
     assert measure_gradient_distance(base, arm)["deviation"] == pytest.approx(0.2)
     assert measure_gradient_distance(base, {"w": torch.tensor([3.0 - 4.0j]).conj()})["deviation"] == 0.0
+
+
+def test_sparse_gradients_are_measured_as_their_dense_ones() -> None:
+    rows = torch.nn.Embedding(9, 3, sparse=True)
+    rows(torch.tensor([1, 1, 2])).sum().backward()  # type: ignore[no-untyped-call]
+    sparse = {"rows": rows.weight.grad}
+    twice = {"rows": 2 * rows.weight.grad}
+    assert rows.weight.grad.is_sparse and not rows.weight.grad.is_coalesced()
+    dense, dense_twice = ({name: each.to_dense() for name, each in pair.items()} for pair in (sparse, twice))
+    assert measure_gradient_distance(sparse, twice) == measure_gradient_distance(dense, dense_twice)
+    assert measure_gradient_distance(sparse, sparse)["deviation"] == 0 and is_finite(sparse)
+    assert not is_finite({"rows": rows.weight.grad * math.nan})

@@ -90,6 +90,12 @@ def test_what_is_predicted_to_save_too_little_is_not_screened() -> None:
     assert not any("screen" in at for at in runner.ran) and found.predicted_saved_ms == pytest.approx(1.3, abs=0.01)
 
 
+def test_what_is_predicted_to_be_slower_does_not_save_a_negative_time() -> None:
+    found = tried(SimulatedRunner(Machine(factors={"amp": 1.2}, noise=0.0)), AMP)
+    assert found.ended == "small" and found.why.startswith("predicted to make the step ") and "-" not in found.why
+    assert found.why.endswith(" longer") and found.predicted_saved_ms < 0
+
+
 def test_a_crash_names_its_cause() -> None:
     found = tried(SimulatedRunner(Machine(crashes={"amp": "CUDA error"})), AMP)
     assert found.ended == "crashed" and found.why == "CUDA error"

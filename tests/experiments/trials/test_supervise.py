@@ -361,13 +361,31 @@ def test_ranks_that_are_level_are_not_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("beat", "steps"),
-    [("3 9", (3, 9)), ("3 -1", (3, None)), ("", (None, None)), ("x", (None, None)), (None, (None, None))],
+    [
+        ("3 9", (3, 9)),
+        ("9 9", (9, 9)),
+        ("12 9", (12, None)),
+        ("3 -1", (3, None)),
+        ("", (None, None)),
+        ("x", (None, None)),
+        (None, (None, None)),
+    ],
     ids=str,
 )
 def test_steps_as_the_beat_says(beat: str | None, steps: tuple[int | None, int | None], tmp_path: Path) -> None:
     if beat is not None:
         (tmp_path / "beat").write_text(beat)
     assert read_steps_done(tmp_path) == steps
+
+
+@pytest.mark.parametrize(("lines", "is_first"), [(30, True), (3, False)])
+def test_of_a_long_message_the_first_line_is_the_cause(lines: int, is_first: bool, tmp_path: Path) -> None:
+    """Torch lists all its kernels after "Could not run 'aten::ne.Scalar' with arguments from the 'SparseCPU'"."""
+    code = f"raise NotImplementedError('Could not run ne' + {lines} * '{chr(92)}nb: kernel')"
+    found = ended(code, tmp_path)
+    first = "exit code 1: NotImplementedError: Could not run ne"
+    assert (found.cause == first) is is_first and (found.cause or "").startswith("exit code 1: ")
+    assert len(found.tail.splitlines()) <= 12 and found.tail.endswith("b: kernel")
 
 
 def test_the_last_lines_are_plain_text(tmp_path: Path) -> None:
