@@ -12,6 +12,7 @@ from typing import Any
 from fastloop.feeds.lazy_loader import Bounded, clone, name_sampler
 from fastloop.feeds.place.draws import Draws
 from fastloop.feeds.place.kept_order import EpochPlace, KeptOrder
+from fastloop.records.plan import say_count
 
 
 class PlaceKeeper:
@@ -108,9 +109,10 @@ class PlaceKeeper:
             return None
         if self.saved is None:
             if progress.current.processed and not _is_over(progress):
+                done = say_count(progress.current.processed, "training batch")
                 self.warn(
-                    "the checkpoint does not record its position in the epoch: the sampler starts over, as without"
-                    f" fastloop, after {progress.current.processed} batches"
+                    f"the checkpoint was written after {done} of its epoch, but does not record where its sampler was:"
+                    " the sampler starts over, as without fastloop"
                 )
             return None
         over, batches = self.saved["over"], self.saved["batches"]

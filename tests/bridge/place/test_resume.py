@@ -94,7 +94,7 @@ def test_without_the_place_samples_come_twice(tmp_path: Path, caplog: pytest.Log
     """A checkpoint of a plain run: the epoch starts as Lightning starts it, and a line says so."""
     whole, _ = fit(None, shuffled(), seed=5, save=tmp_path)
     assert place(tmp_path / "step=3.ckpt") is None
-    with pytest.warns(UserWarning, match="does not record its position .* after 3 batches"):
+    with pytest.warns(UserWarning, match="written after 3 training batches of its epoch, but does not record where"):
         resumed, _ = fit(ENGINES["clone"], shuffled(), seed=6, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
     plain, _ = fit(None, shuffled(), seed=6, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
     assert resumed.trained == plain.trained and len(plain.trained) == 5
