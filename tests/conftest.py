@@ -68,6 +68,11 @@ atexit.register(shutil.rmtree, _CACHES, ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# Else each process that compiles with Inductor asks, in processes that import torch, whether it can load code for the
+# vector instructions that this CPU says it has.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Leave Lightning's hints out, which takes importing it: not in the process that only hands tests to workers."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
@@ -206,6 +211,14 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def fresh_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are made as in a process that has made none: else the templates are compiled already."""
+    from fastloop.report.drawing import html
+
+    monkeypatch.setattr(html, "_compile_templates", html._compile_templates.__wrapped__)
 
 
 @pytest.fixture
