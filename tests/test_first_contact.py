@@ -43,6 +43,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_starts")
 def test_the_same_script_plain_and_watched(run: Run) -> None:
     found = {row["arm"]: row for row in run("--scripts", "tabular", "--arms", "plain,watched", "--steps", "400")}
     plain, watched = found["plain"], found["watched"]
