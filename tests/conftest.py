@@ -69,6 +69,11 @@ atexit.register(shutil.rmtree, _CACHES, ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# Else each process that compiles with Inductor asks, in processes that import torch, whether it can load code for the
+# vector instructions that this CPU says it has.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Leave Lightning's hints out, which takes importing it: not in the process that only hands tests to workers."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
@@ -84,6 +89,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def police() -> Iterator[None]:
     """Fail a test that leaves something behind, outside of a cache of its own."""
     os.environ["XDG_CACHE_HOME"] = tempfile.mktemp(dir=_CACHES)
+    _freeze_imports()
     _seed()
     before_threads = set(threading.enumerate())
     before_variables = dict(os.environ)
@@ -100,13 +106,17 @@ def police() -> Iterator[None]:
     assert not (left := _wait(lambda: _children(before_children))), f"leaked processes: {left}"
 
 
+_HAS_DEVICE = sys.platform != "linux" or any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd"))
+
+
 def _seed() -> None:
     """Seed what tests leave unseeded: else their numbers would depend on the tests before."""
     random.seed(0)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(0)
+        # Without a device, torch notes for each kind of them that it is to be seeded, and from where: a millisecond.
+        (torch.manual_seed if _HAS_DEVICE else torch.default_generator.manual_seed)(0)
 
 
 def _wait(leftovers: object, limit_s: float = 5.0) -> list[str]:
@@ -135,10 +145,28 @@ Open MPI that Lightning starts by asking whether it is under one."""
 
 def _children_of_ours() -> list[psutil.Process]:
     """All below this process, but for the server that forks for tests, which ends with it."""
+    found = []
     with contextlib.suppress(ChildProcessError):
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT | _WALL)  # a thousandth of what a scan costs
-        return [each for each in psutil.Process().children(recursive=True) if each.pid != preloaded.server_pid()]
-    return []
+        for pid in _pids_below(os.getpid(), preloaded.server_pid()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+    return found
+
+
+def _pids_below(pid: int, server: int | None) -> Iterator[int]:
+    """Those of children and their children. The kernel lists them by the thread that started them: psutil reads the
+    files of all processes of the machine, which takes milliseconds."""
+    if not Path("/proc/self/task", str(os.getpid()), "children").exists():
+        yield from (each.pid for each in psutil.Process(pid).children(recursive=True) if each.pid != server)
+        return
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                for child in map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()):
+                    if child != server:
+                        yield child
+                    yield from _pids_below(child, server)
 
 
 _WALL = 0x40000000
@@ -210,6 +238,14 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture
+def fresh_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are made as in a process that has made none: else the templates are compiled already."""
+    from fastloop.report.drawing import html
+
+    monkeypatch.setattr(html, "_compile_templates", html._compile_templates.__wrapped__)
+
+
+@pytest.fixture
 def with_threads() -> Iterator[Callable[[int], None]]:
     """Sets how many threads torch has until the test ends."""
     import torch
@@ -230,6 +266,16 @@ def no_alarm() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
+    _freeze_imports()
+
+
+def _freeze_imports() -> None:
     """What is imported by now stays: later passes of the garbage collector need not look through it."""
-    gc.collect()
-    gc.freeze()
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 100:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
+
+
+_frozen_modules = 0

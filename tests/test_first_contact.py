@@ -43,6 +43,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_starts")
 def test_the_same_script_plain_and_watched(run: Run) -> None:
     found = {row["arm"]: row for row in run("--scripts", "tabular", "--arms", "plain,watched", "--steps", "400")}
     plain, watched = found["plain"], found["watched"]
@@ -60,6 +61,7 @@ def test_what_takes_too_long_is_killed_and_said_to_be(run: Run, tmp_path: Path) 
     assert not [each.pid for each in psutil.process_iter(["cwd"]) if str(tmp_path) in (each.info["cwd"] or "")]
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_a_script_that_fails_shows_its_end(run: Run) -> None:
     (row,) = run("--scripts", "tabular", "--arms", "plain", "--args", "tabular: --no-such-option")
     assert row["exit_code"] == 2 and row["fits"] == 0 and "--no-such-option" in row["tail"][-1]

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import yaml
 
 from fastloop.ladder import Ladder, read_manual
@@ -33,6 +34,13 @@ def name_of(path: Path) -> str:
 @functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_let_go() -> Iterator[None]:
+    """They are two million objects, through which each pass of the garbage collector in this process would look."""
+    yield
+    parsed.cache_clear()
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -124,6 +124,7 @@ def test_a_climb_and_its_headline(pretend: Callable[..., Any], tmp_path: Path) -
     assert yaml.safe_load(text) == {"rungs": found["stack"]["rungs"]}, "the YAML, ready to be copied"
 
 
+@pytest.mark.usefixtures("fresh_templates")
 def test_without_jinja2_there_is_all_but_the_page(
     pretend: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

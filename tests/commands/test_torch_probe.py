@@ -113,10 +113,12 @@ def test_a_child_whose_parent_was_killed_ends_by_itself(tmp_path: Path) -> None:
     assert gone(pid)
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_two_processes_exchange_over_gloo() -> None:
     assert torch_probe.exchange_gb_per_s("gloo", 2) > 0
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_an_exchange_that_fails_says_why() -> None:
     with pytest.raises(torch_probe.NoAnswer, match="no-such-backend"):
         torch_probe.exchange_gb_per_s("no-such-backend", 2)  # type: ignore[arg-type]

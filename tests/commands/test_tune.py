@@ -86,6 +86,7 @@ def test_the_patch_and_the_curve(pretend: Callable[[Tuned], Any], tmp_path: Path
     assert content["patch"] == FOUND.patch and content["as_it_is"] == 0
 
 
+@pytest.mark.usefixtures("fresh_templates")
 def test_without_jinja2_there_is_all_but_the_page(
     pretend: Callable[[Tuned], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

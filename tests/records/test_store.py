@@ -224,6 +224,7 @@ def test_a_run_s_files() -> None:
     assert "There is no report.html" not in contents["report.md"]
 
 
+@pytest.mark.usefixtures("fresh_templates")
 @pytest.mark.parametrize("reason", ["jinja2 is missing", "the template is missing"])
 def test_without_a_page_there_are_the_other_files_and_the_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     if reason == "jinja2 is missing":

@@ -1073,6 +1073,7 @@ def test_spawn_names_what_cannot_travel() -> None:
     assert "dataset.f (" in str(run(WORKERS, user, max_epochs=1).reason("workers"))
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_spawn_works_where_all_can_travel() -> None:
     plain, ours = both({"workers": {"count": 1, "start_method": "spawn"}}, partial(batches, shuffle=True))
     assert ours.verdict("workers").took and ours.module.samples == plain.module.samples

@@ -93,7 +93,13 @@ def read_arguments() -> dict[str, tuple[Any, ...] | None] | None:
     package = importlib.util.find_spec("lightning")  # imports nothing, because the name has no dot
     if package is None or package.origin is None:
         return None
-    module = _read_module(Path(package.origin).parent, SOURCE)
+    return _read_arguments(Path(package.origin).parent)
+
+
+@functools.cache
+def _read_arguments(package: Path) -> dict[str, tuple[Any, ...] | None] | None:
+    """As `read_arguments`, from this folder's source, which is read once in a process."""
+    module = _read_module(package, SOURCE)
     body = module.tree.body if module is not None else []
     trainer = next((each for each in body if isinstance(each, ast.ClassDef) and each.name == "Trainer"), None)
     inits = [each for each in (trainer.body if trainer else ()) if getattr(each, "name", None) == "__init__"]

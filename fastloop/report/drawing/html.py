@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from importlib import resources
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from fastloop.report.drawing.bars import NUMBER_ERRORS, Chart, choose_ink
 from fastloop.report.drawing.curves import Curve
 from fastloop.report.drawing.document import Document, strip_unprintable
 from fastloop.report.drawing.markdown import CODE, to_markdown
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 def draw_reports(document: Document) -> dict[str, str]:
@@ -25,6 +30,13 @@ def to_html(document: Document) -> str:
     Raises:
         ImportError: jinja2 is not installed.
     """
+    columns = [(is_narrow, list(group)) for is_narrow, group in groupby(document.sections, lambda one: one.is_narrow)]
+    return _compile_templates().get_template("document.html.jinja").render(document=document, columns=columns)
+
+
+@functools.cache
+def _compile_templates() -> jinja2.Environment:
+    """The templates, compiled once in a process: that takes longer than rendering them."""
     import jinja2
     import markupsafe
 
@@ -50,5 +62,4 @@ def to_html(document: Document) -> str:
             return str(bars(Chart.missing(error)))
 
     made.filters["draw"] = lambda picture: markupsafe.Markup(draw(picture))
-    columns = [(is_narrow, list(group)) for is_narrow, group in groupby(document.sections, lambda one: one.is_narrow)]
-    return made.get_template("document.html.jinja").render(document=document, columns=columns)
+    return made

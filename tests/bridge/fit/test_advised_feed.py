@@ -93,6 +93,7 @@ def test_a_run_whose_facts_cannot_be_read_is_measured(monkeypatch: pytest.Monkey
     assert watch.measurement is not None and watch.measurement.evidence["loader"]["can_keep_workers"] is False
 
 
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize(
     ("settings", "may"),
     [({}, True), ({"persistent_workers": True}, True), ({"multiprocessing_context": "spawn"}, False)],

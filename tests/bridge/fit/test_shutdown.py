@@ -116,6 +116,7 @@ def test_of_several_ranks_the_first_leaves_and_the_others_wait_for_it(
                 terminate()
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_the_last_resort_ends_everything(tmp_path: Any) -> None:
     """A handler that never comes back, as Lightning's in a collective that another rank does not join."""
     program = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,12 +15,15 @@ import psutil
 import pytest
 import torch
 
+from tests import preloaded
 from tests.bridge.launch import ROOT, python
 from tests.bridge.place.resumed import BATCH, SAMPLES, fit, shuffled
 from tests.feeds.dali.folders import make_folder
 from tests.rungs.test_dali import Sees, load
 
 PROGRAM = Path(__file__).with_name("killed.py")
+_LOADED = {name: value for name, value in os.environ.items() if preloaded.become.is_read_when_loaded(name)}
+"""The variables that a fork cannot change: without them the programs would be executed."""
 
 
 WORKERS, ONE, THREADS, ROWS, DALI, KEPT = (
@@ -98,7 +102,7 @@ def _kill_and_resume(
     killed = subprocess.run(
         [sys.executable, str(PROGRAM), str(folder), first, *map(str, (accumulate, ranks, 5, epoch, batch)), *pictures],
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env={**_LOADED, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         timeout=200,
         check=False,
         capture_output=True,

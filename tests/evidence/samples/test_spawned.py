@@ -80,12 +80,14 @@ def run(folder: Path, text: str, how: str) -> Any:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170)
 
 
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize("text", SOUND.values(), ids=SOUND)
 def test_a_script_that_workers_can_run_again(text: str, tmp_path: Path) -> None:
     done = run(tmp_path, text, "look")
     assert done.stdout == "None\n", done.stderr
 
 
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize(("text", "expected"), FAULTY.values(), ids=FAULTY)
 def test_a_script_that_they_cannot_is_named(text: str, expected: str, tmp_path: Path) -> None:
     done = run(tmp_path, text, "look")

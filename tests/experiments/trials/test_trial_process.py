@@ -67,6 +67,7 @@ def test_a_wrong_configuration_is_said_before_torch_is_there(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_counted_work_is_its_answer(tmp_path: Path) -> None:
     done = child("-m", "fastloop.experiments.trials.trial_process", folder=tmp_path, variation="flops")
     assert done.returncode == 0, done.stderr
@@ -75,6 +76,7 @@ def test_counted_work_is_its_answer(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "measurement.json").exists()
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_a_training_that_leaves_by_itself_is_told_by_its_words(tmp_path: Path) -> None:
     done = child(
         "-m",

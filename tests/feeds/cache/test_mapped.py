@@ -227,6 +227,7 @@ def fill(store: MappedStore, numbers: range) -> None:
             store.put(key(number), record(number))
 
 
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize("context", [SPAWN, FORK])
 def test_two_processes_fill_one_store(context: Any, tmp_path: Path) -> None:
     store = make(tmp_path / "s", 10**7, samples=500)

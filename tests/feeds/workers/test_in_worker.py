@@ -31,6 +31,7 @@ def load(at: int, **settings: Any) -> list[torch.Tensor]:
         batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_an_exit_is_sent_with_its_words(method: str) -> None:
     with pytest.raises(RuntimeError, match="SystemExit: no data"):

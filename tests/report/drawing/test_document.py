@@ -59,6 +59,7 @@ def test_html_has_every_part_in_order() -> None:
     assert page.tags.count("h1") == 1 and text.startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.usefixtures("fresh_templates")
 def test_without_a_page_the_markdown_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     both = draw_reports(told(closing="The end."))
     assert set(both) == {"report.md", "report.html"} and "There is no" not in both["report.md"]

@@ -33,15 +33,20 @@ def drops(optimizer: Any, module: Any) -> Any:
     return {"scheduler": StepLR(optimizer, 3, gamma=0.7), "interval": "step", "frequency": 2}
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-6), ("64-true", 1e-14)])
-@pytest.mark.parametrize("accumulate", [1, 4])
+DOUBLE, SINGLE = ("64-true", 1e-14), ("32-true", 1e-6)
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "settings"),
+    ("optimizer", "settings", "accumulate", "precision", "tolerance"),
     [
-        (partial(Net, SGD, momentum=0.9), {}),
-        (partial(Net, AdamW, lr=0.01), {}),
-        (partial(Net, AdamW, one_cycle, lr=0.01), {"gradient_clip_val": 0.1}),
-        (partial(Net, SGD, drops), {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+        (partial(Net, SGD, momentum=0.9), {}, 1, *DOUBLE),
+        (partial(Net, SGD, momentum=0.9), {}, 4, *SINGLE),
+        (partial(Net, AdamW, lr=0.01), {}, 1, *SINGLE),
+        (partial(Net, AdamW, lr=0.01), {}, 4, *DOUBLE),
+        (partial(Net, AdamW, one_cycle, lr=0.01), {"gradient_clip_val": 0.1}, 1, *DOUBLE),
+        (partial(Net, AdamW, one_cycle, lr=0.01), {"gradient_clip_val": 0.1}, 4, *SINGLE),
+        (partial(Net, SGD, drops), {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}, 1, *SINGLE),
+        (partial(Net, SGD, drops), {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}, 4, *DOUBLE),
     ],
 )
 def test_weights_after_100_steps(

@@ -308,6 +308,7 @@ run({"batch": {}}, batches(96, shuffle=True), Dies, max_epochs=2, accumulate_gra
 """
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_a_search_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
     """Neither notes that the next run would believe, nor anything half written."""
     homes = {name: str(tmp_path / name) for name in ("XDG_CACHE_HOME", "TMPDIR")}

@@ -67,6 +67,7 @@ def test_what_the_users_alarm_raises_passes_through() -> None:
         let_through(raised.value)
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_what_does_not_hear_is_ended_with_its_cause() -> None:
     code = (
         "import signal, time\n"
@@ -236,6 +237,7 @@ def test_what_puts_things_back_is_not_interrupted(monkeypatch: pytest.MonkeyPatc
     assert done == ["put back"]
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_a_limit_that_comes_as_the_work_ends_ends_no_process() -> None:
     code = (
         "import signal, time\n"
