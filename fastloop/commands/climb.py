@@ -28,7 +28,7 @@ from fastloop.experiments.ab.manifest import fingerprint, fingerprint_source, re
 from fastloop.experiments.ab.results import read_hardware
 from fastloop.experiments.ab.script_arms import ScriptArm, make_command, runs_under_this_python
 from fastloop.experiments.climb.attempt import BaseFailed
-from fastloop.experiments.climb.budget import ClimbBudget, Spent
+from fastloop.experiments.climb.budget import ClimbBudget, Spent, describe_time
 from fastloop.experiments.climb.candidates import LADDER as AS_LADDER
 from fastloop.experiments.climb.candidates import Start
 from fastloop.experiments.climb.interface import Runner
@@ -268,6 +268,9 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
     if recorder.partial or not complete:
         if left := [name for name in climb.put_off if name not in climb.ladders]:
             recorder.stopped += f"; no time was left to run and prove {', '.join(left)}"
+        if not climb.stack and (proofs_s := climb.proofs_s):
+            fastest = max(proofs_s, key=lambda name: climb.ladders[name] or 0.0)
+            recorder.stopped += f"; proving {fastest} takes {describe_time(proofs_s[fastest])}"
         recorder.stopped += f"; continue with --resume {recorder.place}"
     else:
         parity_gates.sweep(recorder.place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -192,6 +193,7 @@ def test_a_budget_that_is_gone_leaves_a_climb_to_go_on_with(pretend: Callable[..
     assert found["stack"]["rungs"] == {} and "USE" not in answer.text, "there is nothing to add"
     fastest = max(found["ladders_samples_per_s"], key=lambda name: found["ladders_samples_per_s"][name])
     assert answer.text.splitlines()[-1] == f"NEXT     prove the fastest so far: fastloop ab {NET} --vs {fastest}"
+    assert re.search(rf"; proving {fastest} takes about \d+ (s|min); continue with --resume a$", found["stopped"])
     assert yaml.safe_load((tmp_path / "a" / "ladder.yaml").read_text()) == {"rungs": found["stack"]["rungs"]}
 
 

@@ -81,6 +81,11 @@ class ClimbBudget:
         return f"{left / 60:.1f} min of the budget left" if left >= 90 else f"{left:.0f} s of the budget left"
 
 
+def describe_time(seconds: float) -> str:
+    """Write an estimated time: seconds up to 90, then minutes."""
+    return f"about {math.ceil(seconds / 60)} min" if seconds > 90 else f"about {seconds:.0f} s"
+
+
 # -- how long the trainings of a climb are. An unoptimized step can take a second, a start ten: steps are not free -----
 
 FEWEST_STEPS = 10

@@ -14,7 +14,7 @@ from typing import cast
 
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.attempt import APART, CLEAR, TURNS, BaseFailed, make_attempt
-from fastloop.experiments.climb.budget import Length, Spent, estimate_gradient_s
+from fastloop.experiments.climb.budget import Length, Spent, describe_time, estimate_gradient_s
 from fastloop.experiments.climb.candidates import (
     WITHOUT,
     Candidate,
@@ -98,7 +98,7 @@ class Climb(Measured):
         fits = {
             name: rate
             for name, rate in rates.items()
-            if self._needs_s.get(name, 0.0) <= self.runner.left_with_grace_s()
+            if self.proofs_s.get(name, 0.0) <= self.runner.left_with_grace_s()
         }
         least = APART * ((self.naive and self.naive.samples_per_s) or math.inf)
         return fits if max(fits.values(), default=0.0) >= least else rates
@@ -224,7 +224,7 @@ class Climb(Measured):
         screen_s = 0.0 if self.hurries else took.seconds(now_ms, self.start_s)
         if result.step_ms * CLEAR > now_ms and not self.hurries:  # it will be screened by a second pair
             screen_s += took.seconds(now_ms, self.start_s) + took.seconds(result.step_ms, start_s)
-        self._needs_s[name] = need_s = screen_s + self._estimate_confirmation_s((stack, costs), short=True)
+        self.proofs_s[name] = need_s = screen_s + self._estimate_confirmation_s((stack, costs), short=True)
         if need_s > self.runner.left_with_grace_s():
             return False
         self.runner.reserve(SURE * need_s, need_s)
@@ -250,9 +250,7 @@ class Climb(Measured):
             self.save()
             return self.confirm()
         except Spent:
-            left_s = self._estimate_confirmation_s(short=short)
-            time = f"{math.ceil(left_s / 60)} min" if left_s > 90 else f"{left_s:.0f} s"
-            raise Spent(f"the confirmation, about {time}") from None
+            raise Spent(f"the confirmation, {describe_time(self._estimate_confirmation_s(short=short))}") from None
 
     def _is_checked(self) -> bool:
         """Whether the top's own gradients have been compared."""

@@ -76,7 +76,7 @@ class Measured:
         """Whether the budget is too short for a longer measurement, and for ceilings before the first ladder."""
         self.put_off: list[str] = []
         """Shipped ladders that the budget had no time to run and prove."""
-        self._needs_s: dict[str, float] = {}
+        self.proofs_s: dict[str, float] = {}
         """Seconds that the screen and the proof of a shipped ladder take, known once it was faster in its first run."""
         self._without: set[str] = set()
         """Folders of trials that failed and are not repeated."""
