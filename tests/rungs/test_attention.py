@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from fastloop import FastLoop
@@ -15,6 +16,7 @@ from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.rungs.attention import Attention
 from tests import models
+from tests.bridge.watch.made_up import forget_compiles
 from tests.feeds.attention import spellings
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
 
@@ -186,6 +188,32 @@ def test_a_rehearsal_refuses_an_ignored_mask(monkeypatch: pytest.MonkeyPatch) ->
     assert all(asked) and verdict(watcher, "attention").took is False
     assert "deviate" in verdict(watcher, "attention").why
     assert same(models.weights(ours), models.weights(plain)), "it had a part in the training"
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_its_graphs_are_counted_operator_by_operator(compiles: bool) -> None:
+    def train(rungs: Any, watched: bool = True) -> tuple[FastLoop, Any]:
+        module = seeded(Attends)
+        watch = {"enabled": watched, "warmup_steps": 2}
+        watcher = FastLoop({"rungs": {rung: {"enabled": True} for rung in rungs}, "watch": watch}, quiet=True)
+        torch.manual_seed(1)
+        models.trainer(callbacks=[watcher], max_epochs=2).fit(module, models.loader())
+        return watcher, module
+
+    forget_compiles()  # what other tests compiled cannot be told from what the fit runs
+    plain, _ = train([])
+    ours, module = train(["attention", "compile"] if compiles else ["attention"])
+    graphs = counters["stats"]["unique_graphs"]
+    assert plain.measurement is not None and ours.measurement is not None and verdict(ours, "attention").took is True
+    found, expected = ours.measurement.flops, plain.measurement.flops
+    assert found is not None and expected is not None and expected["per_sample"] > 0
+    assert ("without data" in found["source"]) is compiles
+    if not compiles:
+        assert found["per_sample"] == pytest.approx(expected["per_sample"]) and found["at_least"] is False
+        forget_compiles()
+        _, unwatched = train(["attention"], watched=False)
+        assert same(models.weights(module), models.weights(unwatched)), "counting changed the training"
+        assert counters["stats"]["unique_graphs"] == graphs, "counting compiled anew"
 
 
 def test_undo() -> None:

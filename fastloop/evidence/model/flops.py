@@ -43,6 +43,8 @@ _HEAVY = re.compile(
 arrive undecomposed only from tensor subclasses (jagged ones, for instance)."""
 
 
+_KEEPS_COMPILED = hasattr(TorchDispatchMode, "ignore_compile_internals")
+"""Whether compiled code can run on under a dispatch mode."""
 _REFORMED = ("prod", "cumprod", "masked_fill", "masked_fill_")
 """Operators whose backward torch computes by another formula, with other rounding, under any dispatch mode. Found by
 comparing all of torch's operators; the last two only if the value is a tensor."""
@@ -116,7 +118,7 @@ class FlopCount(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         # True imports torch._dynamo at the first operator, which costs seconds. torch versions without the method above
         # need it: otherwise Dynamo would trace this class if code is compiled under the mode, as flex_attention is.
-        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
+        return not _KEEPS_COMPILED
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -214,15 +216,20 @@ def may_count(module: torch.nn.Module) -> str | None:
     """Why the user's live step must not be counted; None if it may.
 
     Fused operators are invisible, and in older torch one step under a dispatch mode disables torch.compile for the rest
-    of the process. Call this after at least one whole step, because a function under ``torch.compile`` is visible only
-    after it has run. A disposable process counts under ``torch.compiler.set_stance("force_eager")`` instead. In the
-    user's process that does not work for later fits either: there is no way to know in advance whether a function
-    compiled earlier takes part in the step, and if one does, other code would compute the step, with other rounding and
-    the memory use of eager mode.
+    of the process. In newer torch, graphs that fastloop's own calls run operator by operator count like eager code.
+    Call this after at least one whole step, because a function under ``torch.compile`` is visible only after it has
+    run. A disposable process counts under ``torch.compiler.set_stance("force_eager")`` instead. In the user's process
+    that does not work for later fits either: there is no way to know in advance whether a function compiled earlier
+    takes part in the step, and if one does, other code would compute the step, with other rounding and the memory use
+    of eager mode.
     """
+    shown = 0
     for name, part in module.named_modules():
         where = f"`{name}`" if name else "the module"
-        if getattr(part, "_compiled_call_impl", None) is not None or type(part).__name__ == "OptimizedModule":
+        call: Any = getattr(part, "_compiled_call_impl", None)
+        if _KEEPS_COMPILED and getattr(call, "shows_operators", False):
+            shown += call.graphs
+        elif call is not None or type(part).__name__ == "OptimizedModule":
             return f"{where} is compiled: fused operators cannot be counted, and counting may turn torch.compile off"
         if str(getattr(vars(part).get("forward"), "__module__", "")).startswith("torch.cuda.graphs"):
             return f"{where} replays a CUDA graph, whose operators are not visible"
@@ -230,7 +237,8 @@ def may_count(module: torch.nn.Module) -> str | None:
         return "training_step runs its own backwards, and one through prod or cumprod would round differently"
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters = getattr(dynamo, "counters", None) or {}
-    if any(counters[name] for name in ("stats", "frames") if name in counters):
+    others = shown == 0 or counters["stats"]["unique_graphs"] > shown
+    if others and any(counters[name] for name in ("stats", "frames") if name in counters):
         return "torch.compile is in use: fused operators cannot be counted, and counting may turn it off"
     if torch.cuda._initialized and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"

@@ -105,6 +105,11 @@ class CompiledCall:
         self.compiled = torch.compile(call, dynamic=self.dynamic, **how)
 
     @property
+    def shows_operators(self) -> bool:
+        """Whether its graphs run torch's operators one by one, so that their work can be counted while they run."""
+        return self._mode == "eager"
+
+    @property
     def spent(self) -> str:
         """Why most training calls run eagerly; empty while graphs run most."""
         every = [budget for key, budget in self.budgets.items() if key is True or (key is not False and key[0])]
