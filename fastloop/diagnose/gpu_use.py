@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple
 
 from fastloop.records.measurement import Measurement
@@ -37,8 +38,12 @@ KERNELS = {
 }
 """Kernels that may be the reason: the smallest share of the busy time, the text, and what to do without a rung."""
 ASK_A_TRACE = "a trace shows which kernels take the time (fastloop diagnose --trace 5, or watch.trace_steps: 5)"
-BY_HAND = 0.15
-"""Smallest share of the kernels' time for naming attention without a fused kernel."""
+WORTH_NAMING = 0.15
+"""Smallest share of the kernels' time for naming attention without a fused kernel, or unaligned products."""
+_UNALIGNED = re.compile(r"tensorop_\w*gemm\w*_align[12](?!\d)")
+"""Tensor-core products of older kernels, which cuBLAS takes if rows do not begin at addresses that are aligned. Source:
+https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/"""
+_PAD = "pad the sizes of these matrices to a multiple of 64, such as a vocabulary of 50,257 to 50,304"
 FEW_SMS_PCT = 50.0
 LITTLE_MFU = 0.02
 """Below this share of the peak, arithmetic does not take the time, no matter the dtype."""
@@ -101,7 +106,16 @@ def find_attention_by_hand(seen: Measurement) -> float | None:
     """Return the share of the kernels' time in attention without a fused kernel; None if not worth naming."""
     traced = read_trace(seen) or {}
     busy, spent = to_number(traced.get("busy_ms")), to_number(traced.get("attention_by_hand_ms"))
-    return min(1.0, spent / busy) if busy and spent and spent >= BY_HAND * busy else None
+    return min(1.0, spent / busy) if busy and spent and spent >= WORTH_NAMING * busy else None
+
+
+def find_unaligned_products(seen: Measurement) -> float | None:
+    """Return the share of the kernels' time in products of unaligned matrices, at least: only the ten names with the
+    most time are known. None if not worth naming."""
+    traced = read_trace(seen) or {}
+    busy = to_number(traced.get("busy_ms"))
+    spent = sum(to_number(each["ms"]) or 0.0 for each in traced.get("top", ()) if _UNALIGNED.search(each["name"]))
+    return min(1.0, spent / busy) if busy and spent >= WORTH_NAMING * busy else None
 
 
 def find_culprit(seen: Measurement) -> Culprit | None:
@@ -109,7 +123,10 @@ def find_culprit(seen: Measurement) -> Culprit | None:
     shares, sms = read_family_shares(seen), read_gpu(seen, "sm_active_pct")
     parts = {family: shares.get(family, 0.0) for family in KERNELS}
     parts["elementwise"] += shares.get("normalisation", 0.0)
-    by_hand = find_attention_by_hand(seen)
+    by_hand, unaligned = find_attention_by_hand(seen), find_unaligned_products(seen)
+    if unaligned is not None and unaligned >= max(by_hand or 0.0, *parts.values()):
+        says = f"products of unaligned matrices take at least {100 * unaligned:.0f} % of the kernels' time"
+        return Culprit("unaligned_products", says, _PAD, unaligned)
     if by_hand is not None and by_hand >= parts["optimizer"]:
         says = f"hand-written attention takes at least {100 * by_hand:.0f} % of the kernels' time"
         return Culprit("attention", says, FUSED_ATTENTION, by_hand)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from fastloop.errors import NotApplicable
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.evidence.sync import call_site
-from fastloop.records.card import DEVICE, Card, ClimbState, Variant
+from fastloop.records.card import DEVICE, Card, ClimbState, Settings, Variant
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, PayBack, Site, Verdict, say_count
@@ -43,6 +43,13 @@ def _advise_cuda_graphs(seen: Measurement, on: bool) -> str | None:
     )
 
 
+def _pad_products(seen: Measurement) -> tuple[Settings, str] | None:
+    """Inductor measures whether a product is faster with padded matrices."""
+    if compiles(seen):
+        return None
+    return {"enabled": True}, "compiling pads such matrices where that is faster"
+
+
 CARD = Card(
     family="compute",
     does="compiling merges elementwise kernels: fewer launches, less traffic",
@@ -51,11 +58,13 @@ CARD = Card(
         "memory_bound:convolutions": 3,
         "elementwise": 1,
         "optimizer": 2,
+        "unaligned_products": 1,
         "launch_bound": 4,
         DEVICE: 3,
     },
     follows={"fp32_math": 3, "compute_bound": 1},
     advice={"launch_bound": _advise_cuda_graphs},
+    remedies={"unaligned_products": _pad_products},
     applies=lambda seen: on_gpu(seen) and not compiles(seen),
     variants=_list_variants,
     first_start_s=80.0,

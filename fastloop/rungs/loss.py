@@ -16,18 +16,31 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastloop.errors import NotApplicable, require_positive
-from fastloop.records.card import DEVICE, Card
+from fastloop.records.card import DEVICE, Card, Settings
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Action, Applied, Change, Site, Verdict
-from fastloop.records.readings import on_gpu, to_number
+from fastloop.records.readings import compiles, on_gpu, to_number
+
+
+def _has_many_classes(seen: Measurement) -> bool:
+    return on_gpu(seen) and bool(to_number((seen.evidence.get("model") or {}).get("classes")))
+
+
+def _pad_vocabulary(seen: Measurement) -> tuple[Settings, str] | None:
+    """Padding needs a compiled graph."""
+    if not _has_many_classes(seen) or not compiles(seen):
+        return None
+    return {"enabled": True}, "inside compiled modules it pads a large vocabulary; parameters stay as they are"
+
 
 CARD = Card(
     family="compute",
     does="the loss over a large vocabulary reads the logits once and writes them once",
-    answers={"memory_bound": 3, "elementwise": 2, DEVICE: 5},
+    answers={"memory_bound": 3, "elementwise": 2, "unaligned_products": 2, DEVICE: 5},
+    remedies={"unaligned_products": _pad_vocabulary},
     follows={"fp32_math": 4, "compute_bound": 2},
-    applies=lambda seen: on_gpu(seen) and bool(to_number((seen.evidence.get("model") or {}).get("classes"))),
+    applies=_has_many_classes,
     plan_shows_refusal=True,
 )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fastloop.records.plan import Finding
 from tests.diagnose.scenes import (
     BF16,
     NO_WORKERS,
@@ -174,6 +175,50 @@ def test_attention_written_by_hand_is_named() -> None:
     assert "the optimizer takes 42 %" in findings(updates)[0].why
     moving = with_trace(resnet50_resident(), 37.0, {}, kernels, attention_by_hand_ms=14.0)
     assert "hand-written attention at least 38 %" in findings(moving)[0].why
+
+
+UNALIGNED = "void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_tn_align1>(cutlass_75_tensorop_b"
+
+
+@pytest.mark.parametrize(
+    ("name", "ms", "named"),
+    [
+        (UNALIGNED, 50.0, True),
+        (UNALIGNED, 17.0, False),
+        (UNALIGNED.replace("align1", "align8"), 50.0, False),
+        ("cutlass_80_simt_sgemm_256x128_8x4_tn_align1", 50.0, False),
+        ("nvjet_sm90_tst_192x128_64x5_1x2_h_bz_coopB_NNT", 50.0, False),
+    ],
+    ids=["align1", "little", "align8", "fp32", "aligned"],
+)
+def test_products_of_unaligned_matrices_are_named(name: str, ms: float, named: bool) -> None:
+    """GPT-2's output layer has 50,257 columns; on an H200 its three products took 123 of 302 ms."""
+    top = [{"name": name, "ms": ms}, {"name": "vectorized_elementwise", "ms": 20.0}]
+    seen = with_trace(gpt2_tuned(**SLOW), 120.0, {}, {"gemm": 70.0, "elementwise": 30.0}, top=top)
+    (finding,) = findings(seen)
+    assert (finding.title == "BUSY, NOT FAST: UNALIGNED PRODUCTS") is named and finding.bottleneck == "compute_bound"
+    says = "products of unaligned matrices take at least 42 % of the kernels' time; compiling pads such matrices"
+    assert (says in finding.why) is named
+    by_hand = with_trace(gpt2_tuned(**SLOW), 120.0, {}, {"gemm": 110.0}, top=top, attention_by_hand_ms=60.0)
+    assert findings(by_hand)[0].title == "BUSY, NOT FAST: ATTENTION", "what takes longer comes first"
+
+
+def test_what_helps_with_unaligned_products_depends_on_what_is_compiled() -> None:
+    def advise(enabled: tuple[str, ...] = (), kernel: str = "elementwise", classes: int | None = None) -> Finding:
+        top = [{"name": UNALIGNED, "ms": 50.0}, {"name": kernel, "ms": 20.0}]
+        given = gpt2_tuned(evidence={"model": {"classes": classes}}, **SLOW)
+        (finding,) = findings(with_trace(given, 120.0, {}, {"gemm": 70.0}, top=top), enabled)
+        return finding
+
+    assert advise().patch == advise(classes=50_257).patch == {"rungs": {"compile": {"enabled": True}}}
+    assert advise(("compile",), "triton_poi_fused_0", 50_257).patch == {"rungs": {"loss": {"enabled": True}}}
+    for finding in (
+        advise(("compile",), "triton_poi_fused_0"),
+        advise(("compile", "loss"), "triton_poi_fused_0", 50_257),
+    ):
+        assert (
+            finding.patch is None and "no further rung helps with this: pad the sizes of these matrices" in finding.why
+        )
 
 
 def test_kernels_of_inductor_show_that_it_is_compiled() -> None:

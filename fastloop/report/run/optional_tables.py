@@ -84,6 +84,7 @@ def tabulate_work(seen: Measurement) -> Table:
         ("energy of the board per sample", format_short(seen.joule_per_sample, "J")),
         ("cost of a million samples", "n/a" if usd is None else f"${usd:,.2f}"),
     ]
+    rows = list(dict.fromkeys(rows))  # the dtype in use may be bf16
     absent = [label for label, value in rows if value == "n/a"]
     rows = [(label, value) for label, value in rows if value != "n/a"]
     if rows and ("matmul_tf32" in seen.peaks or "convolution_tf32" in seen.peaks):
