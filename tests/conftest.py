@@ -23,6 +23,9 @@ from tests import preloaded
 
 # A test that needs real photographs looks here and skips politely where the folder is absent.
 SHARED_DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_HAS_QUEUES = _QUEUES in os.environ
+"""`dali` sets it for good, and programs of later tests would not be forked with it."""
 _ALLOWED_THREADS = (
     "pytest_timeout",
     "tqdm",
@@ -44,7 +47,6 @@ _ALLOWED_VARIABLES = (
     "CUDA_MODULE_LOADING",
     "POPLAR",
     "CUDA_DEVICE_ORDER",
-    "CUDA_DEVICE_MAX_CONNECTIONS",  # set for good by dali
     "TORCHELASTIC",
     "PWD",
     "OLDPWD",
@@ -96,6 +98,8 @@ def police() -> Iterator[None]:
     before_passes = list(gc.callbacks)
     before_children = {child.pid for child in _children_of_ours()}
     yield
+    if not _HAS_QUEUES:
+        os.environ.pop(_QUEUES, None)
     variables = {name for name in set(os.environ) ^ set(before_variables) if not name.startswith(_ALLOWED_VARIABLES)}
     for name in variables:
         os.environ.pop(name, None)
