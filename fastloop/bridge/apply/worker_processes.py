@@ -275,8 +275,9 @@ class WorkerProcesses:
             self._weaken("loader.num_workers", DREW)
         self.note_rounding()
         iterators = list(loader_state.find_iterators(self.trainer))
-        counts = [self._most_alive, *map(loader_queue.count_live_workers, iterators)]
-        self._most_alive = max((count for count in counts if count is not None), default=None)
+        if (workers := loader_state.find_workers(self.trainer)) is not None:
+            alive = {worker.pid for worker in workers if worker.is_alive()}  # of all loaders
+            self._most_alive = max(self._most_alive or 0, len(alive))
         cpus = min(
             (cpus for each in iterators if (cpus := loader_queue.count_worker_cpus(each)) is not None), default=None
         )

@@ -367,6 +367,7 @@ def test_the_users_combined_loader_is_given_back(mode: Any, monkeypatch: pytest.
     given = iter(combined)
     plain, ours = both({**WORKERS, "prefetch": {}}, lambda: next(given), Maybe, max_epochs=2)
     assert same(plain, ours) and ours.verdict("workers").took
+    assert ours.seen("workers")["live_workers"] == 4, "of both loaders"
     assert [id(loader) for loader in combined[1].flattened] == [id(loader) for loader in user]
     assert [dict(vars(loader)) for loader in user] == before
 
