@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from fastloop.records.measurement import Measurement
 from fastloop.records.readings import (
     attends_by_hand,
+    compiles,
     read_family_shares,
     read_gpu,
     read_precision,
@@ -43,7 +44,7 @@ WORTH_NAMING = 0.15
 _UNALIGNED = re.compile(r"tensorop_\w*gemm\w*_align[12](?!\d)")
 """Tensor-core products of older kernels, which cuBLAS takes if rows do not begin at addresses that are aligned. Source:
 https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/"""
-_PAD = "pad the sizes of these matrices to a multiple of 64, such as a vocabulary of 50,257 to 50,304"
+_PAD = "pad such sizes to a multiple of 64, as a vocabulary of 50,257 to 50,304"
 FEW_SMS_PCT = 50.0
 LITTLE_MFU = 0.02
 """Below this share of the peak, arithmetic does not take the time, no matter the dtype."""
@@ -125,8 +126,8 @@ def find_culprit(seen: Measurement) -> Culprit | None:
     parts["elementwise"] += shares.get("normalisation", 0.0)
     by_hand, unaligned = find_attention_by_hand(seen), find_unaligned_products(seen)
     if unaligned is not None and unaligned >= max(by_hand or 0.0, *parts.values()):
-        says = f"products of unaligned matrices take at least {100 * unaligned:.0f} % of the kernels' time"
-        return Culprit("unaligned_products", says, _PAD, unaligned)
+        says = f"products of unaligned matrices{_name_size(seen)} take at least {100 * unaligned:.0f} % of the kernels'"
+        return Culprit("unaligned_products", f"{says} time", _PAD, unaligned)
     if by_hand is not None and by_hand >= parts["optimizer"]:
         says = f"hand-written attention takes at least {100 * by_hand:.0f} % of the kernels' time"
         return Culprit("attention", says, FUSED_ATTENTION, by_hand)
@@ -143,4 +144,14 @@ def find_culprit(seen: Measurement) -> Culprit | None:
     if read_trace(seen) is None and attends_by_hand(seen):
         says = "the model's attention is hand-written; a trace shows how much time it takes"
         return Culprit("attention", says, FUSED_ATTENTION)
+    part, whole = to_number(seen.flops.get("unaligned")), to_number(seen.flops.get("per_sample"))
+    if read_trace(seen) is None and part and whole and part >= WORTH_NAMING * whole and not compiles(seen):
+        says = f"{100 * part / whole:.0f} % of its arithmetic is in products of unaligned matrices{_name_size(seen)}"
+        return Culprit("unaligned_products", f"{says}; a trace shows how much time they take", _PAD)
     return None
+
+
+def _name_size(seen: Measurement) -> str:
+    """Name the size that leaves matrices unaligned, if it is known."""
+    size = to_number(seen.flops.get("unaligned_size"))
+    return "" if not size else f" (a size of {size:,.0f}, no multiple of 8)"

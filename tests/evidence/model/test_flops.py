@@ -507,6 +507,26 @@ def test_per_sample() -> None:
     assert work.per(0)["per_sample"] is None and "samples" in work.per(0)["why"]
 
 
+@pytest.mark.parametrize(
+    ("module", "dtype", "size", "share"),
+    [
+        (nn.Linear(64, 48), torch.bfloat16, 0, 0.0),
+        (nn.Linear(64, 50), torch.bfloat16, 50, 1.0),
+        (nn.Linear(50, 64), torch.bfloat16, 50, 1.0),
+        (nn.Linear(64, 50), torch.float32, 0, 0.0),
+        (nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 50)), torch.bfloat16, 50, 150 / (128 + 150)),
+    ],
+    ids=["aligned", "output", "input", "fp32", "in part"],
+)
+def test_products_of_unaligned_matrices(module: nn.Module, dtype: torch.dtype, size: int, share: float) -> None:
+    """A matrix of 50 columns: 16-bit rows of 100 bytes. Of the first layer in two, the backward has one product."""
+    wide = 50 if size and isinstance(module, nn.Linear) and module.in_features == 50 else 64
+    x = torch.randn(8, wide, dtype=dtype)
+    work = counted(lambda: module.to(dtype)(x).square().sum().backward()).work
+    assert work.unaligned_size == size and work.unaligned == pytest.approx(share * work.matmul)
+    assert ("unaligned" in work.per(8)) is (size > 0)
+
+
 def test_no_work_is_not_a_count_of_0() -> None:
     assert Work().per(4) == {
         "per_sample": None,
