@@ -262,7 +262,8 @@ def may_count(module: torch.nn.Module) -> str | None:
 def _find_unaligned_row(*values: Any) -> int | None:
     """The length of a row, in elements, of the first 16-bit matrix whose rows are no multiple of 16 bytes."""
     matrices = (each for each in values if isinstance(each, torch.Tensor) and each.dim() > 1 and each.itemsize == 2)
-    return next((row for each in matrices if (row := max(each.stride()[-2:])) % 8), None)
+    rows = (max(each.stride()[-2:]) for each in matrices)
+    return next((row for row in rows if row > 1 and row % 8), None)  # 1: a single column
 
 
 def _mentions_products(module: torch.nn.Module) -> bool:

@@ -513,10 +513,11 @@ def test_per_sample() -> None:
         (nn.Linear(64, 48), torch.bfloat16, 0, 0.0),
         (nn.Linear(64, 50), torch.bfloat16, 50, 1.0),
         (nn.Linear(50, 64), torch.bfloat16, 50, 1.0),
+        (nn.Linear(64, 1), torch.bfloat16, 0, 0.0),
         (nn.Linear(64, 50), torch.float32, 0, 0.0),
         (nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 50)), torch.bfloat16, 50, 150 / (128 + 150)),
     ],
-    ids=["aligned", "output", "input", "fp32", "in part"],
+    ids=["aligned", "output", "input", "column", "fp32", "in part"],
 )
 def test_products_of_unaligned_matrices(module: nn.Module, dtype: torch.dtype, size: int, share: float) -> None:
     """A matrix of 50 columns: 16-bit rows of 100 bytes. Of the first layer in two, the backward has one product."""
