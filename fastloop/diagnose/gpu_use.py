@@ -40,11 +40,11 @@ KERNELS = {
 """Kernels that may be the reason: the smallest share of the busy time, the text, and what to do without a rung."""
 ASK_A_TRACE = "a trace shows which kernels take the time (fastloop diagnose --trace 5, or watch.trace_steps: 5)"
 WORTH_NAMING = 0.15
-"""Smallest share of the kernels' time for naming attention without a fused kernel, or unaligned products."""
-_UNALIGNED = re.compile(r"tensorop_\w*gemm\w*_align[12](?!\d)")
+"""Smallest share of the kernels' time for naming attention without a fused kernel, or misaligned matmuls."""
+_MISALIGNED = re.compile(r"tensorop_\w*gemm\w*_align[12](?!\d)")
 """Tensor-core products of older kernels, which cuBLAS takes if rows do not begin at addresses that are aligned. Source:
 https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/"""
-_PAD = "pad such sizes to a multiple of 64, as a vocabulary of 50,257 to 50,304"
+_PAD = "pad that dimension to a multiple of 64, for example a vocabulary of 50,257 to 50,304"
 FEW_SMS_PCT = 50.0
 LITTLE_MFU = 0.02
 """Below this share of the peak, arithmetic does not take the time, no matter the dtype."""
@@ -110,12 +110,12 @@ def find_attention_by_hand(seen: Measurement) -> float | None:
     return min(1.0, spent / busy) if busy and spent and spent >= WORTH_NAMING * busy else None
 
 
-def find_unaligned_products(seen: Measurement) -> float | None:
-    """Return the share of the kernels' time in products of unaligned matrices, at least: only the ten names with the
-    most time are known. None if not worth naming."""
+def find_misaligned_matmuls(seen: Measurement) -> float | None:
+    """Return the share of the kernels' time in misaligned matmuls, at least: only the ten names with the most time are
+    known. None if not worth naming."""
     traced = read_trace(seen) or {}
     busy = to_number(traced.get("busy_ms"))
-    spent = sum(to_number(each["ms"]) or 0.0 for each in traced.get("top", ()) if _UNALIGNED.search(each["name"]))
+    spent = sum(to_number(each["ms"]) or 0.0 for each in traced.get("top") or () if _MISALIGNED.search(each["name"]))
     return min(1.0, spent / busy) if busy and spent >= WORTH_NAMING * busy else None
 
 
@@ -124,10 +124,10 @@ def find_culprit(seen: Measurement) -> Culprit | None:
     shares, sms = read_family_shares(seen), read_gpu(seen, "sm_active_pct")
     parts = {family: shares.get(family, 0.0) for family in KERNELS}
     parts["elementwise"] += shares.get("normalisation", 0.0)
-    by_hand, unaligned = find_attention_by_hand(seen), find_unaligned_products(seen)
-    if unaligned is not None and unaligned >= max(by_hand or 0.0, *parts.values()):
-        says = f"products of unaligned matrices{_name_size(seen)} take at least {100 * unaligned:.0f} % of the kernels'"
-        return Culprit("unaligned_products", f"{says} time", _PAD, unaligned)
+    by_hand, misaligned = find_attention_by_hand(seen), find_misaligned_matmuls(seen)
+    if misaligned is not None and misaligned >= max(by_hand or 0.0, *parts.values()):
+        says = f"misaligned matmuls{_name_size(seen)} take at least {100 * misaligned:.0f} % of the kernels' time"
+        return Culprit("misaligned_matmuls", says, _PAD, misaligned)
     if by_hand is not None and by_hand >= parts["optimizer"]:
         says = f"hand-written attention takes at least {100 * by_hand:.0f} % of the kernels' time"
         return Culprit("attention", says, FUSED_ATTENTION, by_hand)
@@ -144,14 +144,14 @@ def find_culprit(seen: Measurement) -> Culprit | None:
     if read_trace(seen) is None and attends_by_hand(seen):
         says = "the model's attention is hand-written; a trace shows how much time it takes"
         return Culprit("attention", says, FUSED_ATTENTION)
-    part, whole = to_number(seen.flops.get("unaligned")), to_number(seen.flops.get("per_sample"))
+    part, whole = to_number(seen.flops.get("misaligned")), to_number(seen.flops.get("per_sample"))
     if read_trace(seen) is None and part and whole and part >= WORTH_NAMING * whole and not compiles(seen):
-        says = f"{100 * part / whole:.0f} % of its arithmetic is in products of unaligned matrices{_name_size(seen)}"
-        return Culprit("unaligned_products", f"{says}; a trace shows how much time they take", _PAD)
+        says = f"{100 * part / whole:.0f} % of its FLOPs are in misaligned matmuls{_name_size(seen)}"
+        return Culprit("misaligned_matmuls", f"{says}; a trace shows how much time they take", _PAD)
     return None
 
 
 def _name_size(seen: Measurement) -> str:
-    """Name the size that leaves matrices unaligned, if it is known."""
-    size = to_number(seen.flops.get("unaligned_size"))
-    return "" if not size else f" (a size of {size:,.0f}, no multiple of 8)"
+    """Name the dimension that misaligns them, if it is known."""
+    size = to_number(seen.flops.get("misaligned_size"))
+    return "" if not size else f" ({size:,.0f} is not a multiple of 8)"

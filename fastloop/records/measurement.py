@@ -94,8 +94,8 @@ class Measurement:
     flops: Mapping[str, Any] = field(default_factory=dict)
     """Work per sample, counted eager: ``per_sample``, of which ``matmul``, ``convolution``, ``attention``;
     ``recomputed``, not part of it; ``at_least``: some operators could not be counted, and ``uncounted``: which;
-    ``unaligned``, if there is any: the part of ``matmul`` in products of 16-bit matrices of which one has rows of
-    ``unaligned_size`` elements, no multiple of 8; ``source``; ``why`` if there is no count."""
+    ``misaligned``, if there is any: the part of ``matmul`` in products of 16-bit matrices of which one has rows of
+    ``misaligned_size`` elements, no multiple of 8; ``source``; ``why`` if there is no count."""
     peaks: Mapping[str, Any] = field(default_factory=dict)
     """The capabilities of this GPU: ``dtype`` in use, ``datasheet_tflop_per_s`` (bf16), ``dtype_tflop_per_s``,
     ``measured_tflop_per_s`` (a bf16 product on it), ``dram_tb_per_s``, ``measured_copy_tb_per_s``; and whether float32

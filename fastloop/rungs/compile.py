@@ -47,7 +47,7 @@ def _pad_products(seen: Measurement) -> tuple[Settings, str] | None:
     """Inductor measures whether a product is faster with padded matrices."""
     if compiles(seen):
         return None
-    return {"enabled": True}, "compiling pads such matrices where that is faster"
+    return {"enabled": True}, "compiling pads such matmuls where that is faster"
 
 
 CARD = Card(
@@ -58,13 +58,13 @@ CARD = Card(
         "memory_bound:convolutions": 3,
         "elementwise": 1,
         "optimizer": 2,
-        "unaligned_products": 1,
+        "misaligned_matmuls": 1,
         "launch_bound": 4,
         DEVICE: 3,
     },
     follows={"fp32_math": 3, "compute_bound": 1},
     advice={"launch_bound": _advise_cuda_graphs},
-    remedies={"unaligned_products": _pad_products},
+    remedies={"misaligned_matmuls": _pad_products},
     applies=lambda seen: on_gpu(seen) and not compiles(seen),
     variants=_list_variants,
     first_start_s=80.0,

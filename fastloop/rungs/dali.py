@@ -183,10 +183,8 @@ class Dali:
             why += f"; {chosen}"
         by_gpu = "mixed" in (found.get("decode"), *found.get("decode_ms", {}))
         if by_gpu and (queues := found.get("queues")) != str(MOST_QUEUES):
-            why += (
-                f"; the GPU's decoder shares {queues or 'the default 8'} hardware queues with the training's kernels, "
-            )
-            why += f"and may wait for them: set {QUEUES}={MOST_QUEUES} before the script starts"
+            may = f"{QUEUES} is {queues or 'not set'}, so the GPU's decoder may wait for the training's kernels"
+            why += f"; {may}: set it to {MOST_QUEUES} before the script starts"
         if (mean := found.get("mean_levels")) is not None:
             why += f"; {found['checked_samples']} compared samples differ by {mean:.2f} of 255 levels"
         if plain:

@@ -37,8 +37,8 @@ def _pad_vocabulary(seen: Measurement) -> tuple[Settings, str] | None:
 CARD = Card(
     family="compute",
     does="the loss over a large vocabulary reads the logits once and writes them once",
-    answers={"memory_bound": 3, "elementwise": 2, "unaligned_products": 2, DEVICE: 5},
-    remedies={"unaligned_products": _pad_vocabulary},
+    answers={"memory_bound": 3, "elementwise": 2, "misaligned_matmuls": 2, DEVICE: 5},
+    remedies={"misaligned_matmuls": _pad_vocabulary},
     follows={"fp32_math": 4, "compute_bound": 2},
     applies=_has_many_classes,
     plan_shows_refusal=True,

@@ -177,46 +177,46 @@ def test_attention_written_by_hand_is_named() -> None:
     assert "hand-written attention at least 38 %" in findings(moving)[0].why
 
 
-UNALIGNED = "void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_tn_align1>(cutlass_75_tensorop_b"
+MISALIGNED = "void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_tn_align1>(cutlass_75_tensorop_b"
 
 
 @pytest.mark.parametrize(
     ("name", "ms", "named"),
     [
-        (UNALIGNED, 50.0, True),
-        (UNALIGNED, 17.0, False),
-        (UNALIGNED.replace("align1", "align8"), 50.0, False),
+        (MISALIGNED, 50.0, True),
+        (MISALIGNED, 17.0, False),
+        (MISALIGNED.replace("align1", "align8"), 50.0, False),
         ("cutlass_80_simt_sgemm_256x128_8x4_tn_align1", 50.0, False),
         ("nvjet_sm90_tst_192x128_64x5_1x2_h_bz_coopB_NNT", 50.0, False),
     ],
     ids=["align1", "little", "align8", "fp32", "aligned"],
 )
-def test_products_of_unaligned_matrices_are_named(name: str, ms: float, named: bool) -> None:
+def test_misaligned_matmuls_are_named_by_their_kernels(name: str, ms: float, named: bool) -> None:
     """GPT-2's output layer has 50,257 columns; on an H200 its three products took 123 of 302 ms."""
     top = [{"name": name, "ms": ms}, {"name": "vectorized_elementwise", "ms": 20.0}]
     seen = with_trace(gpt2_tuned(**SLOW), 120.0, {}, {"gemm": 70.0, "elementwise": 30.0}, top=top)
     (finding,) = findings(seen)
-    assert (finding.title == "BUSY, NOT FAST: UNALIGNED PRODUCTS") is named and finding.bottleneck == "compute_bound"
-    says = "products of unaligned matrices take at least 42 % of the kernels' time; compiling pads such matrices"
+    assert (finding.title == "BUSY, NOT FAST: MISALIGNED MATMULS") is named and finding.bottleneck == "compute_bound"
+    says = "misaligned matmuls take at least 42 % of the kernels' time; compiling pads such matmuls"
     assert (says in finding.why) is named
     by_hand = with_trace(gpt2_tuned(**SLOW), 120.0, {}, {"gemm": 110.0}, top=top, attention_by_hand_ms=60.0)
     assert findings(by_hand)[0].title == "BUSY, NOT FAST: ATTENTION", "what takes longer comes first"
 
 
 @pytest.mark.parametrize(("part", "kernel"), [(0.31, None), (0.1, None), (0.31, "triton_poi_fused_0")])
-def test_unaligned_products_are_named_before_a_trace(part: float, kernel: str | None) -> None:
-    flops = {"per_sample": 100.0, "unaligned": 100.0 * part, "unaligned_size": 50_257}
+def test_misaligned_matmuls_are_named_before_a_trace(part: float, kernel: str | None) -> None:
+    flops = {"per_sample": 100.0, "misaligned": 100.0 * part, "misaligned_size": 50_257}
     seen = gpt2_tuned(**{**SLOW, "flops": flops})
     if kernel is not None:
         seen = with_trace(seen, 120.0, {}, {}, top=[{"name": kernel, "ms": 1.0}])
     (finding,) = findings(seen)
-    says = "31 % of its arithmetic is in products of unaligned matrices (a size of 50,257, no multiple of 8); a trace"
+    says = "31 % of its FLOPs are in misaligned matmuls (50,257 is not a multiple of 8); a trace"
     assert (says in finding.why) is (part > 0.15 and kernel is None)
 
 
-def test_what_helps_with_unaligned_products_depends_on_what_is_compiled() -> None:
+def test_what_helps_with_misaligned_matmuls_depends_on_what_is_compiled() -> None:
     def advise(enabled: tuple[str, ...] = (), kernel: str = "elementwise", classes: int | None = None) -> Finding:
-        top = [{"name": UNALIGNED, "ms": 50.0}, {"name": kernel, "ms": 20.0}]
+        top = [{"name": MISALIGNED, "ms": 50.0}, {"name": kernel, "ms": 20.0}]
         given = gpt2_tuned(evidence={"model": {"classes": classes}}, **SLOW)
         (finding,) = findings(with_trace(given, 120.0, {}, {"gemm": 70.0}, top=top), enabled)
         return finding
@@ -227,7 +227,7 @@ def test_what_helps_with_unaligned_products_depends_on_what_is_compiled() -> Non
         advise(("compile",), "triton_poi_fused_0"),
         advise(("compile", "loss"), "triton_poi_fused_0", 50_257),
     ):
-        assert finding.patch is None and "no further rung helps with this: pad such sizes" in finding.why
+        assert finding.patch is None and "no further rung helps with this: pad that dimension" in finding.why
 
 
 def test_kernels_of_inductor_show_that_it_is_compiled() -> None:

@@ -127,7 +127,7 @@ def test_a_run_whose_gpu_was_idle_for_two_thirds_is_not_called_busy() -> None:
     assert finding.title == "NO BOTTLENECK FOUND" and finding.patch is None
     said = ("idle for another 617.7 of 945.6 ms", "mean step is 2.9 times the median", "67 samples/s now")
     assert [words for words in said if words not in finding.why] == []
-    assert of_a_report("gpt2_full").title == "BUSY, NOT FAST: UNALIGNED PRODUCTS", (
+    assert of_a_report("gpt2_full").title == "BUSY, NOT FAST: MISALIGNED MATMULS", (
         "the control: the same without a recompile"
     )
 

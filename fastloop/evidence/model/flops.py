@@ -63,9 +63,9 @@ class Work:
     """A heavy operator without a formula ran."""
     uncounted: tuple[str, ...] = ()
     """Names of such operators, at most five."""
-    unaligned: int = 0
+    misaligned: int = 0
     """Part of ``matmul`` in products of 16-bit matrices of which one has rows that are no multiple of 16 bytes."""
-    unaligned_size: int = 0
+    misaligned_size: int = 0
     """The length of such rows in the products with the most operations."""
 
     @property
@@ -87,7 +87,9 @@ class Work:
             "uncounted": list(self.uncounted),
             "source": source,
             **(
-                {"unaligned": self.unaligned / samples, "unaligned_size": self.unaligned_size} if self.unaligned else {}
+                {"misaligned": self.misaligned / samples, "misaligned_size": self.misaligned_size}
+                if self.misaligned
+                else {}
             ),
         }
 
@@ -113,8 +115,8 @@ class FlopCount(TorchDispatchMode):
         self._reforming = set[Any]()
         self._creates_graph = False
         self._uncounted: dict[str, None] = {}
-        self._unaligned: Counter[int] = Counter()
-        """Operations of unaligned products by the length of a row."""
+        self._misaligned: Counter[int] = Counter()
+        """Operations of misaligned products by the length of a row."""
         self._known: dict[Any, Callable[..., tuple[str, int, int]] | None] = {}
         self._lock = threading.Lock()  # the engine has a thread per device
 
@@ -158,8 +160,8 @@ class FlopCount(TorchDispatchMode):
             recomputed=self.recomputed,
             at_least=bool(names) or self.ambiguous,
             uncounted=names,
-            unaligned=self._unaligned.total(),
-            unaligned_size=max(self._unaligned, key=self._unaligned.__getitem__, default=0),
+            misaligned=self._misaligned.total(),
+            misaligned_size=max(self._misaligned, key=self._misaligned.__getitem__, default=0),
         )
 
     def per(self, samples: int, source: str = STEP) -> Mapping[str, Any]:
@@ -193,7 +195,7 @@ class FlopCount(TorchDispatchMode):
                 raise ValueError("the formulas are for dense operands")
             kind, flops, again = formula(*args, out_val=out, **kwargs)
             flops, again = int(flops), int(again)
-            row = _find_unaligned_row(*args, out) if kind == "matmul" else None
+            row = _find_misaligned_row(*args, out) if kind == "matmul" else None
         except Exception:  # counting must never break the step
             self._uncounted[f"{func.namespace}.{func.__name__.split('.')[0]}"] = None
             return
@@ -205,7 +207,7 @@ class FlopCount(TorchDispatchMode):
             else:
                 phase[kind] += flops
                 if row is not None:
-                    self._unaligned[row] += flops
+                    self._misaligned[row] += flops
 
     def _find_phase(self) -> Counter[str] | None:
         """The counter for the current operator; None for recomputation. Reads the stack down to the engine's call."""
@@ -259,7 +261,7 @@ def may_count(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _find_unaligned_row(*values: Any) -> int | None:
+def _find_misaligned_row(*values: Any) -> int | None:
     """The length of a row, in elements, of the first 16-bit matrix whose rows are no multiple of 16 bytes."""
     matrices = (each for each in values if isinstance(each, torch.Tensor) and each.dim() > 1 and each.itemsize == 2)
     rows = (max(each.stride()[-2:]) for each in matrices)

@@ -76,7 +76,7 @@ def make_attempt(context: Context, candidate: Candidate, at: str) -> Attempt:
     if saved_ms is not None and (pct := context.known.pct(saved_ms)) < WORTH_PCT:
         less = f"predicted to save {saved_ms:.1f} ms ({pct:.1f} %), below {WORTH_PCT:g} %"
         more = f"predicted to make the step {-saved_ms:.1f} ms ({-pct:.1f} %) longer"
-        return screen.end("small", more if f"{saved_ms:.1f}".startswith("-") else less)
+        return screen.end("small", more if saved_ms < 0 else less)
     return screen.run()
 
 

@@ -519,13 +519,13 @@ def test_per_sample() -> None:
     ],
     ids=["aligned", "output", "input", "column", "fp32", "in part"],
 )
-def test_products_of_unaligned_matrices(module: nn.Module, dtype: torch.dtype, size: int, share: float) -> None:
+def test_misaligned_matmuls(module: nn.Module, dtype: torch.dtype, size: int, share: float) -> None:
     """A matrix of 50 columns: 16-bit rows of 100 bytes. Of the first layer in two, the backward has one product."""
     wide = 50 if size and isinstance(module, nn.Linear) and module.in_features == 50 else 64
     x = torch.randn(8, wide, dtype=dtype)
     work = counted(lambda: module.to(dtype)(x).square().sum().backward()).work
-    assert work.unaligned_size == size and work.unaligned == pytest.approx(share * work.matmul)
-    assert ("unaligned" in work.per(8)) is (size > 0)
+    assert work.misaligned_size == size and work.misaligned == pytest.approx(share * work.matmul)
+    assert ("misaligned" in work.per(8)) is (size > 0)
 
 
 def test_no_work_is_not_a_count_of_0() -> None:

@@ -281,7 +281,7 @@ class PieceChoice:
         """Return the user's batches of a window, see `_list_own`, and why they run one by one; None if they are merged.
         Compares gradients if that is due. All ranks must call this: they ask each other."""
         own, reason = self._list_own(batch, window)
-        no_room = self._explain_no_room(strategy, batch, window, rest, tries=reason is None)
+        no_room = self._check_room(strategy, batch, window, rest, tries=reason is None)
         reason = reason or no_room
         if no_room is not None or not self._is_due(trainer):
             return own, reason
@@ -321,11 +321,9 @@ class PieceChoice:
             self._check_strict(reason, "batch by batch")
         return reason
 
-    def _explain_no_room(
-        self, strategy: Any, batch: Any, window: Merged, rest: Sequence[Any], *, tries: bool
-    ) -> str | None:
+    def _check_room(self, strategy: Any, batch: Any, window: Merged, rest: Sequence[Any], *, tries: bool) -> str | None:
         """Why no rank must merge its window; None if they may. The first step runs without rungs such as amp, and may
-        need more memory than all later ones.
+        need more memory than all later ones. If nothing waits to start any more, no later window is merged either.
 
         Args:
             tries: this rank would merge its window. All ranks must call this: they ask each other.
