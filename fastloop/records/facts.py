@@ -141,6 +141,8 @@ class Facts:
     """Device type the run trains on: cpu, cuda, mps."""
     device_name: str | None = None
     compute_capability: tuple[int, int] | None = None
+    decodes_beside: bool = False
+    """The GPU has JPEG decoders of its own, and this process enough hardware queues to use them beside the training."""
     compiler: str | None = None
     """Path of the C++ compiler Inductor would call; None if there is none."""
     has_dali: bool = False

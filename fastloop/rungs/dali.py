@@ -28,8 +28,7 @@ from fastloop.records.plan import Change, Verdict, say_count
 from fastloop.records.readings import read_loader
 
 ENOUGH_CPUS = 8
-"""With at least this many CPUs per GPU, the CPU decodes first: it needs none of the GPU's memory, and pixels deviate
-less."""
+"""With at least this many CPUs per GPU, the CPU decodes first on a GPU without JPEG decoders of its own."""
 LEAST_STEPS = 2_000
 """In runs of at least this many optimizer steps, trying the other decoder is worth its cost: about two seconds, and
 some slower batches."""
@@ -42,13 +41,11 @@ images/s and 16 trained 5,265: with 12, the median step was as fast, and fewer s
 
 
 def _list_variants(state: ClimbState) -> Iterator[Variant]:
-    """Try DALI in place of the loader if the samples are image files and DALI is installed; then let the GPU decode."""
+    """Try DALI in place of the loader if the samples are image files and DALI is installed."""
     if not state.image_files or not is_installed():
         return
-    if (own := state.stack.get("dali")) is None:
+    if "dali" not in state.stack:
         yield Variant(changes="engine")
-    elif state.on_cuda and "decode" not in own:
-        yield Variant(name="mixed", settings=({"decode": "mixed"},), changes="engine")
 
 
 CARD = Card(
@@ -80,8 +77,9 @@ class Dali:
     enabled: bool = False
     decode: Literal["auto", "cpu", "mixed"] = "auto"
     """Where to decode: cpu, or mixed = on the GPU, and half of each batch on the CPU from 8 threads on; auto = mixed if
-    there are fewer than 8 CPUs per GPU. In runs of 2,000 steps or more, auto tries the other if training waits for
-    pictures, and keeps the faster one."""
+    the GPU has JPEG decoders of its own (A100, H100, H200, B200) or there are fewer than 8 CPUs per GPU, and the CPU
+    if these pictures are not right or too large there. In runs of 2,000 steps or more, auto tries the other if training
+    waits for pictures, and keeps the faster one."""
     threads: int | Literal["auto"] = "auto"
     """DALI's threads per rank; auto = three quarters of the rank's CPUs (all without a GPU), or at most 4 if there are
     fewer than 8 and the GPU decodes."""
@@ -121,6 +119,7 @@ class Dali:
             keeps=not facts.reload_every_n_epochs,
             turn_off="rungs.dali.enabled: false",
             other=self._find_other(decode, facts),
+            tries_other=self._tries_other(facts),
         )
         if facts.evaluates:
             return Change(wants={"evaluation.engine": engine}, parity="approximate")
@@ -135,20 +134,24 @@ class Dali:
         """Choose where to decode, and the number of threads."""
         decode = self.decode
         if decode == "auto":
-            decode = "mixed" if facts.device == "cuda" and _count_cpus(facts) < ENOUGH_CPUS else "cpu"
+            by_gpu = facts.decodes_beside or _count_cpus(facts) < ENOUGH_CPUS
+            decode = "mixed" if facts.device == "cuda" and by_gpu else "cpu"
         return decode, self._count_threads(decode, facts)
 
     def _find_other(self, decode: Where, facts: Facts) -> tuple[Where, int] | None:
-        """The decoder that may be tried in training, and its threads; None if the run is too short for that."""
-        steps = count_steps(facts)
-        if self.decode != "auto" or facts.device != "cuda" or facts.evaluates or not facts.weighs_costs:
-            return None
-        if facts.reload_every_n_epochs:  # each reload would begin anew
-            return None
-        if steps is not None and steps < LEAST_STEPS:
+        """The decoder to use if the first one does not work, and its threads; None without a choice."""
+        if self.decode != "auto" or facts.device != "cuda":
             return None
         other: Where = "mixed" if decode == "cpu" else "cpu"
         return other, self._count_threads(other, facts)
+
+    @staticmethod
+    def _tries_other(facts: Facts) -> bool:
+        """Whether the run is long enough to try the other decoder. After each reload of the loader, it would begin
+        anew."""
+        steps = count_steps(facts)
+        long = steps is None or steps >= LEAST_STEPS
+        return long and facts.weighs_costs and not facts.evaluates and not facts.reload_every_n_epochs
 
     def _count_threads(self, decode: Where, facts: Facts) -> int:
         if self.threads != "auto":
@@ -161,7 +164,9 @@ class Dali:
     def _list_notes(self, engine: DaliEngine, images: ImageFacts, loader: LoaderFacts, facts: Facts) -> list[str]:
         by = "the GPU decodes" if engine.decode == "mixed" else "the CPU decodes"
         rule = f" (rule: {ENOUGH_CPUS} CPUs for each GPU are enough)" if facts.device == "cuda" else ""
-        if engine.other is not None:
+        if facts.decodes_beside:
+            rule = " (rule: it has JPEG decoders of its own)"
+        if engine.other is not None and engine.tries_other:
             rule = rule[:-1] + "; if training waits, the other is tried)"
         loaders = "train and validation loaders" if self.validation else "train loaders only"
         notes = [f"{by}, with {engine.threads} threads{rule if self.decode == 'auto' else ''}; {loaders}"]

@@ -61,11 +61,19 @@ def facts(loader: dict[str, Any] | None = None, **others: Any) -> Facts:
             "the GPU decodes, with 6 threads; train loaders only",
         ),
         ({"decode": "cpu", "resize": "cpu"}, facts({}, device="cuda"), ("cpu", 12, "cpu", True), None),
+        (
+            {},
+            facts({}, device="cuda", decodes_beside=True),
+            ("mixed", 12, "device", True),
+            "the GPU decodes, with 12 threads (rule: it has JPEG decoders of its own); train loaders only",
+        ),
+        ({"decode": "cpu"}, facts({}, device="cuda", decodes_beside=True), ("cpu", 12, "device", True), None),
     ],
 )
 def test_plan(settings: dict[str, Any], given: Facts, expected: tuple[Any, ...], note: str | None) -> None:
     change = Dali(enabled=True, **settings).plan(given)
     decode, threads, resize, on_gpu = expected
+    other = ({"cpu": "mixed", "mixed": "cpu"}[decode], threads) if on_gpu and "decode" not in settings else None
     assert change.wants == {
         "loader.engine": DaliEngine(
             steps=STEPS,
@@ -76,6 +84,7 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: tuple[Any, ...],
             on_gpu=on_gpu,
             keeps=True,
             turn_off="rungs.dali.enabled: false",
+            other=other,
         )
     }
     assert change.parity == "approximate" and change.notes[1:] == (OWN, NOTE)
@@ -85,28 +94,29 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: tuple[Any, ...],
 
 
 @pytest.mark.parametrize(
-    ("settings", "others", "expected"),
+    ("settings", "others", "expected", "tries"),
     [
-        ({}, {}, ("mixed", 12)),
-        ({}, {"max_steps": None}, ("mixed", 12)),
-        ({}, {"local_ranks": 8}, ("cpu", 2)),
-        ({"threads": 3}, {}, ("mixed", 3)),
-        ({"decode": "cpu"}, {}, None),
-        ({}, {"max_steps": 1_999}, None),
-        ({}, {"weighs_costs": False}, None),
-        ({}, {"evaluates": True}, None),
-        ({}, {"device": "cpu"}, None),
-        ({}, {"reload_every_n_epochs": 1}, None),
+        ({}, {}, ("mixed", 12), True),
+        ({}, {"max_steps": None}, ("mixed", 12), True),
+        ({}, {"decodes_beside": True}, ("cpu", 12), True),
+        ({}, {"local_ranks": 8}, ("cpu", 2), True),
+        ({"threads": 3}, {}, ("mixed", 3), True),
+        ({"decode": "cpu"}, {}, None, False),
+        ({}, {"max_steps": 1_999}, ("mixed", 12), False),
+        ({}, {"weighs_costs": False}, ("mixed", 12), False),
+        ({}, {"evaluates": True}, ("mixed", 12), False),
+        ({}, {"device": "cpu"}, None, False),
+        ({}, {"reload_every_n_epochs": 1}, ("mixed", 12), False),
     ],
 )
-def test_the_other_decoder_may_be_tried(
-    settings: dict[str, Any], others: dict[str, Any], expected: tuple[str, int] | None
+def test_the_other_decoder_is_there_on_a_gpu_and_may_be_tried_in_long_runs(
+    settings: dict[str, Any], others: dict[str, Any], expected: tuple[str, int] | None, tries: bool
 ) -> None:
-    """In long runs on a GPU."""
     given = facts({}, **{"device": "cuda", "max_steps": 2_000, **others})
     change = Dali(enabled=True, validation=True, **settings).plan(given)
-    assert next(iter(change.wants.values())).other == expected
-    assert ("; if training waits, the other is tried)" in "".join(change.notes)) == (expected is not None)
+    engine = next(iter(change.wants.values()))
+    assert engine.other == expected and (expected is None or engine.tries_other == tries)
+    assert ("; if training waits, the other is tried)" in "".join(change.notes)) == tries
 
 
 def test_plan_waits_and_keeps_to_the_run() -> None:
@@ -210,12 +220,10 @@ def test_a_verdict_on_the_gpus_decoder_names_its_queues(seen: dict[str, Any], ex
         ({}, []),
         ({"image_files": True}, [("", {})]),
         ({"image_files": True, "on_cuda": True}, [("", {})]),
-        ({"image_files": True, "stack": {"dali": {}}}, []),
-        ({"image_files": True, "on_cuda": True, "stack": {"dali": {}}}, [("mixed", {"decode": "mixed"})]),
-        ({"image_files": True, "on_cuda": True, "stack": {"dali": {"decode": "mixed"}}}, []),
+        ({"image_files": True, "on_cuda": True, "stack": {"dali": {}}}, []),
     ],
 )
-def test_a_climb_tries_the_gpus_decoder_once_dali_loads(given: dict[str, Any], expected: list[Any]) -> None:
+def test_a_climb_tries_it_where_the_samples_are_image_files(given: dict[str, Any], expected: list[Any]) -> None:
     made = CARD.list_variants(ClimbState(**given))
     assert [(variant.name, *variant.settings) for variant in made] == expected
     assert all(variant.changes == "engine" for variant in made)

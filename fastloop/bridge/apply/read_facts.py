@@ -154,9 +154,11 @@ def _load_single_device(strategy: Any) -> type:
 def _read_device(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {}
+    capability = torch.cuda.get_device_capability(device)
     return {
         "device_name": torch.cuda.get_device_name(device),
-        "compute_capability": torch.cuda.get_device_capability(device),
+        "compute_capability": capability,
+        "decodes_beside": pictures.decodes_beside(capability, os.environ),
     }
 
 

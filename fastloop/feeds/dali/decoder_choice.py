@@ -1,7 +1,7 @@
 """Chooses between CPU and GPU decoding by timing the training's own batches.
 
 Which is faster depends on the model: the CPU may not keep up with it, and a GPU that decodes has less time for it. So
-if the training waits for pictures, the other decoder is tried for a while, and the faster one is kept.
+if a long training waits for pictures, the other decoder is tried for a while, and the faster one is kept.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ WAITS = 0.1
 FASTER = 0.97
 """The other decoder is kept if a batch takes at most this share of the time that it took before."""
 ROOM, SPARE, LOOKED_AT = 0.1, 2.0, 16
-"""Before the GPU's decoder is tried in mid-training, this share of the GPU's memory must be free, and this many times
-what the pictures would take if all were as large as the largest of the `LOOKED_AT` that are inspected."""
+"""Whole pictures may take this share of the GPU's memory, if all are as large as the largest of the `LOOKED_AT` that
+are inspected. Before the GPU's decoder is tried in mid-training, this share must be free, and `SPARE` times the
+pictures."""
 
 
 @dataclass
@@ -43,7 +44,8 @@ class DecoderChoice:
     """Waits until the device has done all work so far."""
     clock: Callable[[], float] = time.perf_counter
     now: str = field(init=False)
-    is_over: bool = field(default=False, init=False)
+    is_over: bool = False
+    """Whether nothing is tried any more."""
     why: str | None = field(default=None, init=False)
     _ms: dict[str, float] = field(default_factory=dict)
     _left: int = field(default_factory=lambda: SETTLING)
@@ -92,10 +94,10 @@ class DecoderChoice:
         )
         return None if after <= FASTER * before else self._change(self.first)
 
-    def refuse(self, why: str) -> None:
-        """Keep the first decoder, because the other one does not work on this machine."""
-        self.now = self.first
-        self._settle(f"the {_name(self.other)} does not decode: {why}")
+    def refuse(self, decoder: str, why: str) -> None:
+        """Keep to the other of the two, because this one does not work on this machine."""
+        self.now = self.first if decoder == self.other else self.other
+        self._settle(f"the {_name(decoder)} does not decode: {why}")
 
     def _begin_block(self) -> None:
         self.synchronize()
@@ -111,8 +113,12 @@ class DecoderChoice:
         self.why, self.is_over = why, True
 
 
-def check_room(device: torch.device, source: ImageSource, pictures: int) -> None:
-    """Raise NotApplicable if `pictures` whole pictures on this GPU could take memory that the training will need."""
+def check_room(device: torch.device, source: ImageSource, pictures: int, *, in_training: bool) -> None:
+    """Raise NotApplicable if `pictures` whole pictures on this GPU could take memory that the training will need.
+
+    Args:
+        in_training: whether the training has all the memory that it needs, so that what is free now tells.
+    """
     from PIL import Image
 
     pixels = [0]
@@ -121,7 +127,9 @@ def check_room(device: torch.device, source: ImageSource, pictures: int) -> None
             pixels.append(picture.width * picture.height)
     needed = 3 * max(pixels) * pictures
     free, total = torch.cuda.mem_get_info(device)
-    if free < max(ROOM * total, SPARE * needed):
+    if not in_training and needed > ROOM * total:
+        raise NotApplicable(f"images may take {needed / 2**30:.1f} of its {total / 2**30:.0f} GiB")
+    if in_training and free < max(ROOM * total, SPARE * needed):
         raise NotApplicable(f"images may take {needed / 2**30:.1f} GiB there, but only {free / 2**30:.1f} are free")
 
 

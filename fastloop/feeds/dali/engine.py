@@ -45,7 +45,8 @@ class DaliLoader:
         batch_size: most samples in a batch of the user's batch sampler.
         keeps: whether DALI's threads stay alive between epochs.
         turn_off: the configuration key that turns DALI off, as the user writes it.
-        other: resources for the other decoder, which this loader may change to if that makes batches faster.
+        other: resources for the other decoder, which this loader changes to if the first one does not work.
+        tries_other: whether it also tries that one if the training waits for pictures.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class DaliLoader:
         turn_off: str,
         keeps: bool = True,
         other: DaliResources | None = None,
+        tries_other: bool = False,
     ) -> None:
         self._loader, self._machine, self._keeps = loader, machine, keeps
         self._machines = {each.decode: each for each in (machine, other) if each is not None}
@@ -71,7 +73,9 @@ class DaliLoader:
             self._dataset = self._dataset.inner
         self._changes = StepsWatch(loader, self._dataset, read_source(self._dataset), steps)
         self._device = torch.device("cpu") if machine.device_id is None else torch.device("cuda", machine.device_id)
-        self._choice = None if other is None else DecoderChoice(machine.decode, other.decode, self._synchronize)
+        self._choice: DecoderChoice | None = None
+        if other is not None:
+            self._choice = DecoderChoice(machine.decode, other.decode, self._synchronize, is_over=not tries_other)
         self._queue = BatchQueue(self._changes, self._device)
         self._pipeline: Any = None
         self._watch: HangWatch
@@ -200,6 +204,11 @@ class DaliLoader:
         self._pipeline.schedule_run()  # an epoch's first call takes all batches to be made ahead
 
     def _start(self, seed: int) -> Any:
+        if self._choice is not None and not self._starts and self._machine.decode == "mixed":
+            try:
+                self._check_room(in_training=False)
+            except NotApplicable as why:
+                self._give_up_decoder(str(why))
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         mixed = np.random.SeedSequence([seed % 2**63, rank, self._starts]).generate_state(1)[0]
         self._starts += 1
@@ -246,11 +255,11 @@ class DaliLoader:
         if decoder == self._choice.other:
             try:
                 if decoder == "mixed":
-                    check_room(self._device, self._changes.source, self._batch_size * (self.ahead + 1))
+                    self._check_room(in_training=True)
                 check_pixels(self._dataset, self._changes.source, self._changes.steps, machine)
             except Exception as error:
                 let_through(error)
-                self._choice.refuse(str(error) if isinstance(error, NotApplicable) else describe_error(error))
+                self._choice.refuse(decoder, str(error) if isinstance(error, NotApplicable) else describe_error(error))
                 return
         self._machine = machine
         self._begin_again()
@@ -258,13 +267,34 @@ class DaliLoader:
             importlib.import_module("nvidia.dali.backend").ReleaseUnusedMemory()
 
     def _distrust_decoder(self, why: str, failures: int) -> None:
-        """Go back to the first decoder if DALI fails with the other one: at once in its trial, later twice in a row,
-        since a single file may be to blame."""
-        if self._choice is None or self._machine.decode != self._choice.other:
+        """Change the decoder if DALI fails with the one that was tried, or with the GPU's: at once in a trial, later
+        twice in a row, since a single file may be to blame."""
+        if self._choice is None:
             return
-        if failures > 1 or not self._choice.is_over:
-            self._choice.refuse(why)
-            self._machine = self._machines[self._choice.first]
+        is_other = self._machine.decode == self._choice.other
+        in_trial = is_other and not self._choice.is_over
+        if in_trial or (failures > 1 and (is_other or self._machine.decode == "mixed")):
+            self._give_up_decoder(why)
+
+    def _give_up_decoder(self, why: str) -> None:
+        """Use the other decoder from now on, if its pictures are right."""
+        assert self._choice is not None
+        refused = self._machine.decode
+        machine = next((each for name, each in self._machines.items() if name != refused), None)
+        if machine is None:
+            return
+        try:
+            check_pixels(self._dataset, self._changes.source, self._changes.steps, machine)
+        except Exception as error:
+            let_through(error)
+            return
+        self._choice.refuse(refused, why)
+        self._machine = machine
+        del self._machines[refused]
+
+    def _check_room(self, *, in_training: bool) -> None:
+        pictures = self._batch_size * (self.ahead + 1)
+        check_room(self._device, self._changes.source, pictures, in_training=in_training)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Literal
 
 from fastloop.records.images import (
@@ -27,6 +28,8 @@ QUEUES, MOST_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
 """The variable that sets how many hardware queues a process has on each GPU, 8 by default, and its highest value. The
 GPU's decoder uses 14 streams: in 8 queues, some of them are behind all kernels that the training has launched. On an
 H200 with 16 CPUs, a step of ResNet-50 took 38.7 ms with 32 queues, 43.9 with 8 and 37.5 with a resident batch."""
+WITH_DECODERS = ((8, 0), (9, 0), (10, 0))
+"""Compute capabilities of GPUs with JPEG decoders of their own: A100, H100 and H200 (measured), B200."""
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 _AFTER_NORMALIZE = (RandomHorizontalFlip, Normalize)
 """Steps that have the same effect before and after Normalize, or are merged with it."""
@@ -35,6 +38,11 @@ _AFTER_NORMALIZE = (RandomHorizontalFlip, Normalize)
 def is_installed() -> bool:
     """Whether DALI can be imported; it may still be built for another CUDA version."""
     return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
+
+
+def decodes_beside(capability: tuple[int, int], variables: Mapping[str, str]) -> bool:
+    """Whether a GPU can decode JPEGs beside the training, by its compute capability and this process's variables."""
+    return capability in WITH_DECODERS and variables.get(QUEUES) == str(MOST_QUEUES)
 
 
 def name_cure(cuda_version: str | None) -> str:

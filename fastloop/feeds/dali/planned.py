@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fastloop.errors import NotApplicable
 from fastloop.feeds.dali.pictures import Where
 from fastloop.records.images import ImageStep
 
@@ -27,7 +28,11 @@ class DaliEngine:
     turn_off: str
     """The configuration key that turns DALI off."""
     other: tuple[Where, int] | None = None
-    """The decoder that may be tried in training, and its threads."""
+    """The decoder to use if the first one does not work here, and its threads."""
+    tries_other: bool = False
+    """Whether the other is also tried in training, if that waits for pictures."""
+    refused: list[Where] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
+    """The decoder that `check` found not to work here."""
 
     def _describe_machine(self, decode: Where, threads: int) -> Any:
         import torch
@@ -47,7 +52,15 @@ class DaliEngine:
         """
         from fastloop.feeds.dali.pixels import try_pixels
 
-        found = try_pixels(loader, self.steps, self._describe_machine(self.decode, self.threads))
+        self.refused.clear()
+        try:
+            found = try_pixels(loader, self.steps, self._describe_machine(self.decode, self.threads))
+        except NotApplicable as why:
+            if self.other is None or self.decode != "mixed":
+                raise
+            found = try_pixels(loader, self.steps, self._describe_machine(*self.other))
+            say(f"DALI decodes on the CPU, because on the GPU {why}")
+            self.refused.append(self.decode)
         say(
             f"DALI compared with the dataset on {found.samples} samples, same crops and flips: pixel values differ by"
             f" {found.mean:.2f} of 255 levels on average, {found.largest:.0f} at most"
@@ -58,12 +71,15 @@ class DaliEngine:
         """Return the engine that makes the loader's batches."""
         from fastloop.feeds.dali.engine import DaliLoader
 
+        decoders = [(self.decode, self.threads), *(() if self.other is None else (self.other,))]
+        machines = [self._describe_machine(*each) for each in decoders if each[0] not in self.refused]
         return DaliLoader(
             loader,
             self.steps,
-            self._describe_machine(self.decode, self.threads),
+            machines[0],
             batch_size=self.batch_size,
             turn_off=self.turn_off,
             keeps=self.keeps,
-            other=None if self.other is None else self._describe_machine(*self.other),
+            other=machines[1] if len(machines) > 1 else None,
+            tries_other=self.tries_other,
         )

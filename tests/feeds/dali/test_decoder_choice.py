@@ -93,16 +93,34 @@ def test_one_that_does_not_work_is_not_tried_again() -> None:
     training = Training({"cpu": 0.02, "mixed": 0.02}, {"cpu": 0.05, "mixed": 0.01})
     training.run(ROUND + 5)
     assert training.choice.now == "mixed"
-    training.choice.refuse("no driver")
+    training.choice.refuse("mixed", "no driver")
     assert set(training.run(2 * ROUND)) == {"cpu"}
     assert training.choice.evidence()["decode_why"] == "the GPU does not decode: no driver"
 
 
+def test_the_first_one_does_not_work() -> None:
+    choice = DecoderChoice("mixed", "cpu", lambda: None, is_over=True)
+    choice.refuse("mixed", "no room")
+    assert choice.now == "cpu" and choice.note(1.0) is None
+    assert choice.evidence() == {"decode_ms": {}, "decode_why": "the GPU does not decode: no room"}
+
+
 @pytest.mark.parametrize(
-    ("free", "side", "why"), [(8.0, 100, None), (7.9, 100, "but only 7.9 are free"), (20.0, 6_000, "may take 10.1")]
+    ("free", "side", "in_training", "why"),
+    [
+        (8.0, 100, True, None),
+        (7.9, 100, True, "but only 7.9 are free"),
+        (20.0, 6_000, True, "may take 10.1"),
+        (7.9, 100, False, None),
+        (80.0, 5_000, False, None),
+        (80.0, 6_000, False, "may take 10.1 of its 80 GiB"),
+    ],
 )
-def test_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, side: int, why: str | None) -> None:
-    """A tenth of 80 GiB, and twice what the largest of the pictures would take: 100 of them, whole."""
+def test_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, side: int, in_training: bool, why: str | None
+) -> None:
+    """In training a tenth of 80 GiB is free, and twice what 100 whole pictures take, all as large as the largest;
+    before it, they take at most a tenth."""
     from PIL import Image
 
     for number, size in enumerate((10, side)):
@@ -112,7 +130,7 @@ def test_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, side
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free * 2**30, 80 * 2**30))
     device = torch.device("cuda", 0)
     if why is None:
-        check_room(device, source, 100)
+        check_room(device, source, 100, in_training=in_training)
         return
     with pytest.raises(NotApplicable, match=why):
-        check_room(device, source, 100)
+        check_room(device, source, 100, in_training=in_training)

@@ -379,7 +379,7 @@ def test_another_decoder_makes_the_same_batches(
     monkeypatch.setattr(engines, "make_pipeline", make_pipeline)
     monkeypatch.setattr(engines, "check_pixels", check_pixels)
     loader = DataLoader(Numbered(read_folder(folder, *STILL)), batch_size=4, shuffle=True)
-    ours = make(loader, other=replace(MACHINE, decode="another"))
+    ours = make(loader, other=replace(MACHINE, decode="another"), tries_other=True)
     for epoch in range(2):
         torch.manual_seed(epoch)
         expected = list(loader)
@@ -400,3 +400,50 @@ def test_another_decoder_makes_the_same_batches(
     for failures, decoder in ((1, "another"), (2, "cpu")):  # one unreadable file changes nothing any more
         ours._distrust_decoder("a file that nobody can read", failures)
         assert ours.evidence()["decode"] == decoder
+
+
+@pytest.mark.parametrize(
+    ("fault", "used"),
+    [
+        ("nothing", ["mixed"]),
+        ("no room", ["cpu"]),
+        ("it does not start", ["mixed", "mixed", "cpu"]),
+        ("it does not start, and the CPU's pixels differ", ["mixed", "mixed", "mixed"]),
+    ],
+)
+def test_where_the_gpus_decoder_does_not_work_the_cpu_decodes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, used: list[str]
+) -> None:
+    """Chosen before the training, which is too short to try another one."""
+    made: list[str] = []
+
+    def make_pipeline(steps: Any, machine: DaliResources, **how: Any) -> Any:
+        made.append(machine.decode)
+        if machine.decode == "mixed" and "does not start" in fault:
+            raise RuntimeError(fault)
+        return graph.make_pipeline(steps, replace(machine, decode="cpu"), **how)
+
+    def check(*_: Any, **__: Any) -> None:
+        raise NotApplicable(fault)
+
+    monkeypatch.setattr(engines, "make_pipeline", make_pipeline)
+    monkeypatch.setattr(engines, "check_room", check if fault == "no room" else lambda *_, **__: None)
+    if "differ" in fault:
+        monkeypatch.setattr(engines, "check_pixels", check)
+    loader = DataLoader(Numbered(read_folder(folder, *STILL)), batch_size=4)
+    ours = DaliLoader(
+        loader,
+        read_source(loader.dataset).facts.steps,
+        replace(MACHINE, decode="mixed"),
+        batch_size=4,
+        turn_off=OFF,
+        other=MACHINE,
+    )
+    assert labels_of(ours.load(seed=0)) == labels_of(loader)
+    seen = ours.evidence()
+    assert made == used and seen["decode"] == used[-1]
+    assert seen["decode_why"] == (f"the GPU does not decode: {fault}" if seen["decode"] == "cpu" else None) or (
+        "RuntimeError" in seen["decode_why"]
+    )
+    assert ours.plain_batches == {"nothing": 0, "no room": 0, "it does not start": 2}.get(fault, 5)
+    ours.close()
