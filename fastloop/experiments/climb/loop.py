@@ -148,8 +148,8 @@ class Climb(Measured):
     def _measure_ladders(self) -> None:
         """Run the start once with each shipped ladder, to try the fastest first; this run is part of its screen. If one
         does not fit into the budget, the others still run. Once one was faster, time is kept for its screen and
-        proof, if there is enough."""
-        spent, keeps, fastest = None, False, 0.0
+        proof, if there is enough, and the next are expected to be as fast."""
+        spent, keeps, fastest, expected_ms = None, False, 0.0, self.known.costs.now_ms
         ladders = {} if self.stack else list_bundles(self.known) | list_ladders(self.start)
         for name, stack in self._defer_slow_compiles(ladders).items():
             candidate, (seed, side) = make_ladder(name, stack), TURNS[1]
@@ -163,7 +163,7 @@ class Climb(Measured):
                     stack,
                     Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
                     what=f"{candidate.key}: first run",
-                    need_s=took.seconds(costs.now_ms, self.start_s) + first_start_s,
+                    need_s=took.seconds(expected_ms, self.start_s) + first_start_s,
                     slowest_ms=HOPELESS * costs.now_ms,
                     ladder=candidate.ladder,
                 )
@@ -176,7 +176,7 @@ class Climb(Measured):
                 self._add_rare_parts(result)
             self.ladders[name] = result.samples_per_s if result.ok else None
             if (rate := self.ladders[name] or 0.0) > fastest and self._reserve_proof_time(name, stack, result):
-                fastest, keeps = rate, True
+                fastest, keeps, expected_ms = rate, True, min(expected_ms, result.step_ms or expected_ms)
             self.save()
         if keeps:
             self.runner.reserve()

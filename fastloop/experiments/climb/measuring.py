@@ -11,7 +11,14 @@ from typing import Any
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.attempt import APART, BaseFailed
 from fastloop.experiments.climb.budget import PILOT, WINDOW_S, Length, choose_length
-from fastloop.experiments.climb.candidates import Position, Start, count_queued, read_stack
+from fastloop.experiments.climb.candidates import (
+    Position,
+    Start,
+    count_queued,
+    estimate_first_start_s,
+    list_ladders,
+    read_stack,
+)
 from fastloop.experiments.climb.interface import Result, Runner
 from fastloop.experiments.climb.prediction import Context
 from fastloop.experiments.trials.trial import Variation
@@ -28,8 +35,8 @@ PILOT_ENOUGH = 0.75
 """Share of a window's seconds: a pilot that lasted this long also serves as the measurement."""
 PILOT_SHORTEST_S = 1.0
 """In a hurry a pilot serves if it lasted this long; a shorter one says too little about the rate."""
-RUNS = 16
-"""About as many runs are between the start of a climb and its first proof."""
+RUNS, COMPILES = 16, 2
+"""About as many runs, and slow compiles, are between the start of a climb and the end of its first proof."""
 MEASURES: Mapping[Variation, str] = {
     "replayed": "the step without loading",
     "resident": "the step without loading and copies",
@@ -158,8 +165,6 @@ class Measured:
         pilot = self._run_naive("00-naive/pilot", PILOT, "measuring the baseline", 0.0)
         step_ms = pilot.step_ms or 0.0
         self.start_s = min(pilot.start_s, self._known_start_s)
-        if pilot.queued == 0 and PILOT.window * step_ms / 1e3 >= PILOT_ENOUGH * WINDOW_S:
-            return pilot
         batches = (pilot.global_batch or 1) / pilot.world_size / (pilot.micro_batch or 1)
         choose = partial(
             choose_length,
@@ -170,7 +175,11 @@ class Measured:
             warmup=self.warmup,
         )
         took = choose().up_to(self.ends_at)
-        self.hurries = RUNS * took.seconds(step_ms, self.start_s) > self.runner.left_with_grace_s()
+        compile_s = max(map(estimate_first_start_s, list_ladders(self.start).values()), default=0.0)
+        proof_s = RUNS * took.seconds(step_ms, self.start_s) + COMPILES * compile_s
+        self.hurries = proof_s > self.runner.left_with_grace_s()
+        if pilot.queued == 0 and PILOT.window * step_ms / 1e3 >= PILOT_ENOUGH * WINDOW_S:
+            return pilot
         if self.hurries:
             is_long = PILOT.window * step_ms / 1e3 >= PILOT_SHORTEST_S
             if is_long and (pilot.steps or 0) > pilot.queued + PILOT.window:  # else most batches were ready beforehand
