@@ -74,7 +74,7 @@ def test_the_gpus_decoder_is_tried_in_mid_training(
         for decode in ("cpu", "mixed")
     )
     steps = read_source(loader.dataset).facts.steps
-    ours = engine.DaliLoader(loader, steps, first, batch_size=4, turn_off="", other=other)
+    ours = engine.DaliLoader(loader, steps, first, batch_size=4, turn_off="", other=other, tries_other=True)
     before = torch.cuda.get_rng_state()
     for made, plain in zip(ours.load(0), loader, strict=True):
         assert torch.equal(made[1].cpu(), plain[1])
