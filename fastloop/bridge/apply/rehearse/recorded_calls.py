@@ -57,6 +57,8 @@ class CallRecorder:
         """Why the recorded calls cannot be replayed."""
         self.is_whole = True
         """Whether every call in training was recorded."""
+        self._left_out = 0
+        """Calls beyond `MOST_CALLS`."""
         self._prints: dict[str, Any] = {}
         self._current: dict[str, int] = {}
         """The number of each module's call in progress."""
@@ -75,6 +77,11 @@ class CallRecorder:
     @property
     def is_recording(self) -> bool:
         return bool(self._hooks)
+
+    @property
+    def repeats(self) -> float:
+        """How many times as many calls the batch made as were recorded, such as of a window that runs batch by batch."""
+        return 1 + self._left_out / max(1, len(self.calls))
 
     def note_batch(self, batch: Any) -> None:
         """Remember the tensors of the batch that is about to be trained on."""
@@ -104,6 +111,7 @@ class CallRecorder:
                 return
             if sum(call.name == name for call in self.calls) >= MOST_CALLS:
                 self.is_whole = False
+                self._left_out += 1
                 return
             try:
                 trained = tuple(parameter.requires_grad for parameter in module.parameters())

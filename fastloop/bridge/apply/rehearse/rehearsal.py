@@ -104,6 +104,7 @@ class Rehearsal:
         made = self.site.trainer.global_step - self._began_at
         if made and not self.site.module.automatic_optimization:
             self.terms = self.terms.of_manual_steps(self.site.trainer, made, self._batches - 1)
+        self.terms = replace(self.terms, batches_per_step=self.terms.batches_per_step * self._recorder.repeats)
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
         self.site.recorded = {name: [(call.args, call.kwargs) for call in calls if call.name == name] for name in names}
@@ -117,7 +118,8 @@ class Rehearsal:
         )
         modules = self._replayer.modules
         known = Remembered(modules, self.site.device, self.site.optimizers)
-        self._budget = TrialBudget(self.terms, self.site.module, modules, known, self.handle.settings, self._first_ms)
+        first_ms = self._first_ms / self._recorder.repeats
+        self._budget = TrialBudget(self.terms, self.site.module, modules, known, self.handle.settings, first_ms)
         try:
             refused = self._budget.refuse_all(self.steps)
             if all(gather(self.site.trainer, bool(refused))):
