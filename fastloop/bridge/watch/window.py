@@ -134,6 +134,8 @@ class Watch:
             self.marks.clock.batch_done(size, step_ends)
         if step_ends:
             self._boundary = True
+            if self.board is not None and self.clock.open:
+                self.board.note_step()
             if self._extra is not None:
                 self._extra.step_ends()
                 self._extra_steps += 1

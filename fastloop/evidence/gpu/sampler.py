@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fastloop.evidence.gpu.forks import no_fork
 from fastloop.evidence.gpu.nvml import Gpu, Neighbors, Unreadable
@@ -79,6 +80,11 @@ class Board:
             return
         self._sampler = sampler
 
+    def note_step(self) -> None:
+        """Note that a step of the training has ended. Time after the last one does not count in the means."""
+        if self._sampler is not None:
+            self._sampler.stepped_at = now()
+
     def stop(self) -> BoardSeen | None:
         """End the window, within two seconds; None if nothing could be read, and ``why`` gives the reason."""
         sampler, self._sampler = self._sampler, None
@@ -91,13 +97,27 @@ class Board:
         return None if self.why else sampler.seen
 
 
+class _Reading(NamedTuple):
+    at: float
+    millijoule: int | None
+    seconds: float = 0.0
+    """The time that the numbers cover; 0 if it was too short for them."""
+    numbers: Mapping[str, float | None] = MappingProxyType({})
+    limits: Sequence[str] | None = None
+    """What held the clocks back; None if unknown."""
+
+
 class _Sampler(threading.Thread):
     def __init__(self, uuid: str) -> None:
         super().__init__(name="fastloop-board", daemon=True)
         self.ending = threading.Event()
         self.seen: BoardSeen | None = None
         self.why: str | None = None
+        self.stepped_at: float | None = None
+        """When the last step ended; None if nobody has noted any."""
         self._uuid, self._process = uuid, os.getpid()
+        self._waiting: list[_Reading] = []
+        """Readings since the last step, which count once the next step has ended."""
         self._timeline, self._energy = Timeline(), EnergyCounter()
         self._limited_s: dict[str, float] = {}
         self._clocks_seen_s = 0.0
@@ -128,12 +148,13 @@ class _Sampler(threading.Thread):
             gpu.open_counters()
             start = before = now()
             self._energy.add(start, gpu.energy_mj())
+        self._began = self._counted_until = start
         readings = 0
         while not gpu.mig:
             next_s = start + (round((before - start) / PERIOD_S) + 1) * PERIOD_S
             ends = self.ending.wait(max(next_s - now(), SHORTEST_ROW_S))
             with no_fork():
-                before = self._read(gpu, start, before)
+                before = self._read(gpu, before)
                 readings += 1
                 if ends or readings % NEIGHBOURS_EVERY == 0:
                     self._count_neighbors(gpu)
@@ -141,21 +162,32 @@ class _Sampler(threading.Thread):
                 break
         if gpu.mig:
             self.ending.wait()
-        self.seen = self._summarize(now() - start if gpu.mig else before - start, max_clock, gpu.mig)
+        self.seen = self._summarize((now() if gpu.mig else self._counted_until) - start, max_clock, gpu.mig)
 
-    def _read(self, gpu: Gpu, start: float, before: float) -> float:
-        """Read one row; returns the time of the reading."""
-        at = now()
-        self._energy.add(at, gpu.energy_mj())
-        if at - before < SHORTEST_ROW_S:
-            return at
-        self._timeline.add(at - start, at - before, gpu.numbers())
-        reasons = gpu.throttle()
-        if reasons is not None:
-            self._clocks_seen_s += at - before
-            for reason in reasons:
-                self._limited_s[reason] = self._limited_s.get(reason, 0.0) + at - before
+    def _read(self, gpu: Gpu, before: float) -> float:
+        """Take one reading; returns its time."""
+        at, millijoule = now(), gpu.energy_mj()
+        is_row = at - before >= SHORTEST_ROW_S
+        self._waiting.append(
+            _Reading(at, millijoule, at - before, gpu.numbers(), gpu.throttle()) if is_row else _Reading(at, millijoule)
+        )
+        if self.stepped_at is None or self.stepped_at >= self._counted_until:
+            self._count()
         return at
+
+    def _count(self) -> None:
+        """Count the readings that waited for the end of a step."""
+        for each in self._waiting:
+            self._counted_until = each.at
+            self._energy.add(each.at, each.millijoule)
+            if not each.seconds:
+                continue
+            self._timeline.add(each.at - self._began, each.seconds, each.numbers)
+            if each.limits is not None:
+                self._clocks_seen_s += each.seconds
+                for limit in each.limits:
+                    self._limited_s[limit] = self._limited_s.get(limit, 0.0) + each.seconds
+        self._waiting.clear()
 
     def _count_neighbors(self, gpu: Gpu) -> None:
         found = gpu.find_neighbors()

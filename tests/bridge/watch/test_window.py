@@ -145,20 +145,26 @@ def test_it_ends_after_a_quarter_of_an_hour_once_it_is_long_enough(time: Time) -
 def test_board_and_queues_are_read_over_the_window(time: Time) -> None:
     class Board:
         calls: list[tuple[str, int]] = []
+        steps = 0
 
         def start(self) -> None:
             self.calls.append(("start", watch.clock.total_steps))
+
+        def note_step(self) -> None:
+            self.steps += 1
 
         def stop(self) -> str:
             self.calls.append(("stop", watch.clock.total_steps))
             return "seen"
 
     owed = iter((7, 3))
-    watch = watching(Look(2), board=Board(), owed=lambda: next(owed))
+    board = Board()
+    watch = watching(Look(2), board=board, owed=lambda: next(owed))
     watch.ends_at = 30
     run(watch, time, 30)
     watch.close()
     assert Board.calls == [("start", 2), ("stop", 27)] and watch.board_seen == "seen" and watch.owed == (7, 3)
+    assert board.steps == 25
 
 
 def test_hooks_are_those_of_the_window(time: Time) -> None:

@@ -138,6 +138,25 @@ def test_energy_is_the_counters(nvml: FakeNvml) -> None:
     assert found.joule == pytest.approx(truth, rel=0.3)
 
 
+def test_what_comes_after_the_last_step_does_not_count(nvml: FakeNvml) -> None:
+    """A gpt2 compiled anew after its last step, until it was stopped: its GPU seemed to have idled 43 % of the time."""
+    for notes in (True, False):
+        board = Board(UUID)
+        board.start()
+        wait_for_rows(0.3)
+        if notes:
+            board.note_step()
+        wait_for_rows(0.1)
+        nvml.busy, before = 0, len(rows)
+        wait_for_rows(0.3)
+        assert len(rows) > before
+        seen = board.stop()
+        assert seen is not None
+        busy = seen.means["nvml_busy_pct"]
+        assert (busy == 97) if notes else (0 < busy < 97), "the control"
+        nvml.busy = 97
+
+
 def test_no_energy_below_the_shortest_window(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen(0.4).joule is not None
     monkeypatch.setattr(series, "LEAST_S", 10.0)

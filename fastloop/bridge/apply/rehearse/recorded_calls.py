@@ -80,7 +80,7 @@ class CallRecorder:
 
     @property
     def repeats(self) -> float:
-        """How many times as many calls the batch made as were recorded, such as of a window that runs batch by batch."""
+        """How many times as many calls were made as recorded, as in a window that runs batch by batch."""
         return 1 + self._left_out / max(1, len(self.calls))
 
     def note_batch(self, batch: Any) -> None:
