@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.micro.kept_state import KeptState, Values
-from fastloop.bridge.apply.read_model import list_ignored_labels
+from fastloop.bridge.apply.read_model import list_ignored_labels, read_module
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, read_streams
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
@@ -24,7 +25,13 @@ from fastloop.bridge.apply.state.untouched import keep_random_streams, preserve_
 from fastloop.errors import describe, is_out_of_memory
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
-from fastloop.evidence.model.merged_gradient import MOST_ALONG, MOST_APART, measure_difference, sample_gradient
+from fastloop.evidence.model.merged_gradient import (
+    IN_DOUBT,
+    MOST_ALONG,
+    MOST_APART,
+    measure_difference,
+    sample_gradient,
+)
 from fastloop.feeds.batch_norm.groups import BatchGroups, MeansOfGroups
 from fastloop.feeds.batch_tree import map_tensors
 from fastloop.feeds.splitting import Piece, average, cut
@@ -56,6 +63,8 @@ class _Sampled(NamedTuple):
     """How Lightning reduces those of them that are not to be averaged."""
     changed: str | None
     """What training_step keeps and would change otherwise in `others` than in `own`; None if there is nothing."""
+    is_precise: bool
+    """Whether the plugin's autocast was left out."""
 
 
 class Weighing(NamedTuple):
@@ -83,8 +92,14 @@ def explain_difference(
         note: receives the names of logged values that are not means over samples.
     """
     means = None if groups is None else MeansOfGroups(groups)
+    weights = [piece.weight for piece in own]
+
+    def add_up(seen: _Sampled) -> torch.Tensor:
+        return sum((piece.weight * each for piece, each in zip(merged, seen.others, strict=True)), torch.zeros(()))
+
+    sample = partial(_sample, strategy, own, merged, take_loss, groups, means)
     try:
-        seen = _sample(strategy, own, merged, take_loss, groups, means)
+        seen = _sample_surely(strategy, sample, weights, add_up)
     except Exception as error:  # an unusual batch shape, out of memory, state that cannot be restored
         return f"{UNKNOWN} accumulated and merged gradients: {_describe_or_raise(strategy, error)}"
     if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
@@ -93,8 +108,7 @@ def explain_difference(
     changed = seen.changed and f"training_step changes {seen.changed}: once per window instead of once per batch"
     if changed or not compares:
         return changed
-    together = sum((piece.weight * each for piece, each in zip(merged, seen.others, strict=True)), torch.zeros(()))
-    judged = _judge(strategy, seen.own, [piece.weight for piece in own], together)
+    judged = _judge(strategy, seen, weights, add_up(seen))
     otherwise = "the loss is not a mean over samples: the merged gradient"
     return _explain(seen, *judged, "accumulated and merged", otherwise)
 
@@ -112,7 +126,8 @@ def weigh_pieces(
     whole = Piece(batch, sum(piece.samples for piece in pieces), 1.0)
     try:
         with _within_rank(strategy):
-            seen = _sample(strategy, pieces, [whole], take_loss)
+            sample = partial(_sample, strategy, pieces, [whole], take_loss)
+            seen = _sample_surely(strategy, sample, [piece.weight for piece in pieces], lambda seen: seen.others[0])
     except Exception as error:
         if is_out_of_memory(error):
             first = pieces[0]
@@ -123,7 +138,7 @@ def weigh_pieces(
         return f"{UNKNOWN} whole and split gradients: {_describe_or_raise(strategy, error)}", None
     if seen.changed is not None:
         return f"training_step changes {seen.changed}: once per micro-batch instead of once per batch", None
-    judged = _judge(strategy, seen.own, [piece.weight for piece in pieces], seen.others[0])
+    judged = _judge(strategy, seen, [piece.weight for piece in pieces], seen.others[0])
     what = "the loss compares samples or is not a mean over them: the gradient of the micro-batches"
     why = _explain(seen, *judged, "whole and split", what)
     if why is not None and judged[0] is not None:
@@ -171,7 +186,7 @@ def _find_fitting(
     found: dict[float, Weighing] = {}
     for counter in counters:
         weights = counter.weigh([piece.batch for piece in pieces]).tolist()
-        if _judge(strategy, seen.own, weights, seen.others[0]) == (None, None):
+        if _judge(strategy, seen, weights, seen.others[0]) == (None, None):
             distance = measure_difference(seen.own, weights, seen.others[0])
             means = [{name: each[name] for name in each if name not in seen.reduced} for each in seen.logged]
             names = _find_token_means(means, [piece.samples for piece in pieces], weights)
@@ -230,6 +245,30 @@ def _note_unequal(
             note(name)
 
 
+def _sample_surely(
+    strategy: Any,
+    sample: Callable[..., _Sampled],
+    weights: Sequence[float],
+    find_other: Callable[[_Sampled], torch.Tensor],
+) -> _Sampled:
+    """Sample gradients, and once more without autocast if rounding could be why they differ."""
+    seen = sample()
+    found = measure_difference(seen.own, weights, find_other(seen))
+    is_plugins = str(strategy.precision_plugin.precision).endswith("-mixed")
+    if (
+        found is None
+        or found.along <= IN_DOUBT
+        or not is_plugins
+        or any(read_module(strategy.lightning_module)["autocasts"])
+    ):
+        return seen
+    try:
+        return sample(is_precise=True)
+    except Exception as error:  # too much memory, or a kernel that takes no float32
+        _describe_or_raise(strategy, error)
+        return seen
+
+
 def _sample(
     strategy: Any,
     own: Sequence[Piece],
@@ -237,8 +276,10 @@ def _sample(
     take_loss: TakeLoss,
     groups: BatchGroups | None = None,
     means: MeansOfGroups | None = None,
+    *,
+    is_precise: bool = False,
 ) -> _Sampled:
-    """Sample the gradients of all these pieces."""
+    """Sample the gradients of all these pieces; `is_precise` leaves out the plugin's autocast."""
     module, plugin = strategy.lightning_module, strategy.precision_plugin
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     scaler = getattr(plugin, "scaler", None)
@@ -246,7 +287,7 @@ def _sample(
 
     def run(piece: Piece, number: int) -> Any:
         logged.append({})
-        with plugin.train_step_context():
+        with nullcontext() if is_precise else plugin.train_step_context():
             return take_loss(map_tensors(piece.batch, torch.clone), number)  # a step may write into its batch
 
     def sample(piece: Piece, number: int) -> torch.Tensor:
@@ -290,23 +331,23 @@ def _sample(
         limit = LOGGED_ALIKE[find_precision(module.trainer, module)]
         changed = state.find_changed(after, whole, limit)
         changed = state.leave_out_forgotten(changed, after, run_last, limit)
-    return _Sampled(first, second, drew, known, kinds, state.name(changed))
+    return _Sampled(first, second, drew, known, kinds, state.name(changed), is_precise)
 
 
 def _judge(
-    strategy: Any, own: Sequence[torch.Tensor], weights: Sequence[float], other: torch.Tensor
+    strategy: Any, seen: _Sampled, weights: Sequence[float], other: torch.Tensor
 ) -> tuple[str | None, str | None]:
-    """Return why the gradients cannot be compared, or None; and by how much the weighted sum of `own` differs from
-    `other` if that is too much, else None."""
-    found = measure_difference(own, weights, other)
+    """Return why the gradients cannot be compared, or None; and by how much the weighted sum of the user's own differs
+    from `other` if that is too much, else None."""
+    found = measure_difference(seen.own, weights, other)
     if found is None:
         return "the gradient is not finite", None
     module = strategy.lightning_module
     halves = any(each.element_size() < 4 for each in module.parameters() if each.requires_grad)
-    precision = "bf16" if halves else find_precision(module.trainer, module)
+    precision = "bf16" if halves else "tf32" if seen.is_precise else find_precision(module.trainer, module)
     if found.apart > MOST_APART[precision]:
         return None, f"by {found.apart:.1e}"
-    if found.along > MOST_ALONG:
+    if found.along > (IN_DOUBT if seen.is_precise else MOST_ALONG):
         return None, f"by {found.apart:.1e}, and by {found.along:.1e} along the batches' own gradients"
     return None, None
 
