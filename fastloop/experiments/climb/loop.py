@@ -40,8 +40,8 @@ SURE = 1.2
 """This many times its estimated seconds are kept for a confirmation: validation and other jobs may slow it."""
 COLD_S = 10.0
 """A first run that compiled for this long had no compiled code from earlier ones."""
-CONFIRM_STEPS = 30
-"""Fewest steps in a window: the loss gate looks at the last fifth of them."""
+CONFIRM_STEPS, SHORT_STEPS = 30, 20
+"""Fewest steps in a window, and in a short one: the loss gate looks at the last fifth of them."""
 BESIDE = "from its runs, minus their wait for data, with the workers running"
 """The note that says how the top's ceiling without loading was computed."""
 
@@ -278,7 +278,8 @@ class Climb(Measured):
             screen=short,
             fill_read=short or costs.fill_read,
         )
-        return Length(warmup=took.warmup, window=max(took.window, CONFIRM_STEPS)).up_to(self.ends_at)
+        fewest = SHORT_STEPS if short else CONFIRM_STEPS
+        return Length(warmup=took.warmup, window=max(took.window, fewest)).up_to(self.ends_at)
 
     def _estimate_confirmation_s(self, top: Top | None = None, *, short: bool = False, cold: bool = False) -> float:
         """Return the seconds that the rest of the confirmation takes, for the current top or another one. The gradient
