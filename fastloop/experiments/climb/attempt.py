@@ -123,6 +123,8 @@ class _Screen:
                     return ended
                 if gain >= CLEAR and (base.step_ms or 0.0) <= APART * now_ms:
                     break
+                if self.candidate.whole and gain >= APART and self._needs_time_for_proof(took):
+                    break
             if place == USUAL and _find_contradiction(self._list_rates()) is None:
                 break
         return self._judge()
@@ -172,6 +174,13 @@ class _Screen:
         why = f"{100 * (gain - 1):+.0f} % in one run; {UNSCREENED}"
         row = self.end("kept", why, Outcome(parity_class=promise, why=UNSCREENED))
         return dataclasses.replace(self._drop_idle(row), costs=self._read_costs())
+
+    def _needs_time_for_proof(self, took: Length) -> bool:
+        """Whether there is time for the proof, which compares all that a second pair would, but not for both."""
+        costs, left_s = self._read_costs(), self.context.runner.left_with_grace_s()
+        proof_s = self.context.estimate_proof_s((self.arm, costs))
+        both = ((self.context.known.costs.now_ms, self.context.top_start_s), (costs.now_ms, self.start_s))
+        return proof_s <= left_s < proof_s + sum(took.seconds(*each) for each in both)
 
     def _judge_first_pair(self, base: Result, arm: Result, gain: float) -> Attempt | None:
         """End the screen if the first pair already rejects the candidate; None if it goes on."""

@@ -817,7 +817,39 @@ def test_time_is_kept_for_all_pairs_of_a_screen(amp: float, monkeypatch: pytest.
     assert proven == list(range(proven[0], 500, 10)), "no larger budget has less"
     monkeypatch.setattr(loop, "CLEAR", 0.0)  # the control: time for one pair only, and for no wrong estimate
     monkeypatch.setattr(loop, "SURE", 1.0)
+    monkeypatch.setattr(_Screen, "_needs_time_for_proof", lambda *_: False)
     assert len(list_proven(machine, range(300, 500, 10))[0]) < len(proven)
+
+
+def test_a_second_pair_leaves_the_proof_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a ladder that is just twice as fast, and in its first run seemed a little faster."""
+    monkeypatch.setattr(simulated_runner, "START_S", 5.0)
+    machine = Machine(
+        decode_ms=3000,
+        device_ms=150,
+        host_ms=9,
+        copy_ms=5,
+        own_workers=4,
+        queued=2,
+        factors={"amp": 0.71, "layout+amp": 0.92, "fused": 0.97, "amp+layout+compile": 0.76, "batch": 1.0},
+        compiles_s=80,
+        caches_compiles=True,
+        noise=0.002,
+    )
+    for waits, proven in ((True, True), (False, False)):
+        if not waits:
+            monkeypatch.setattr(_Screen, "_needs_time_for_proof", lambda *_: False)  # the control
+        runner = SimulatedRunner(machine).with_budget(600)
+        climb = make_climb(runner, ladders=list_shipped())
+        with contextlib.suppress(Spent):
+            climb.climb()
+        assert ended(climb, "ladder-full") == "kept"
+        assert ("00-ladder-full/screen-4-base" in runner.ran) is not proven
+        if proven:
+            assert climb.confirm() is not None
+        else:
+            with pytest.raises(Spent):
+                climb.confirm()
 
 
 def test_no_time_is_kept_for_a_ladder_that_is_out() -> None:
