@@ -12,7 +12,7 @@ from typing import Any
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.budget import GRACE_S, ClimbBudget, Length, Spent
 from fastloop.experiments.climb.candidates import Start
-from fastloop.experiments.climb.interface import Needs, Result
+from fastloop.experiments.climb.interface import CACHED, Needs, Result
 from fastloop.experiments.climb.loop import Climb
 from fastloop.experiments.tune.search import KnownTimes
 from fastloop.records.card import Stack
@@ -80,7 +80,7 @@ class Machine:
     compiles_s: float = 0.0
     """Each start with `compile` takes so much longer, which no estimate knows beforehand."""
     caches_compiles: bool = False
-    """Only the first takes that long, later ones a quarter; and the results tell."""
+    """Only the first takes that long, later ones a fraction; and the results tell."""
     launch_bound: bool = False
     tells_copies: bool = True
     """The parts of its steps show how long copies take."""
@@ -208,7 +208,7 @@ class SimulatedRunner:
             return Result(seconds=START_S, steps=steps, ended_at=steps, queued=machine.queued)
         compile_s = machine.compiles_s if "compile" in stack else 0.0
         if machine.caches_compiles and any("compile" in stack for stack, _ in list(self.asks.values())[:-1]):
-            compile_s /= 4
+            compile_s *= 1 - CACHED
         return Result(
             seconds=START_S + compile_s + steps * ms / 1e3,
             compile_s=compile_s if machine.caches_compiles else 0.0,

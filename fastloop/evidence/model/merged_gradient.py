@@ -18,9 +18,9 @@ from fastloop.evidence.model.gradient_distance import view_as_real
 SAMPLED = 2**16
 """Elements of a gradient that are compared, spread evenly over all parameters."""
 MOST_ALONG, IN_DOUBT = 5e-3, 1.5e-3
-"""Shares of the gradient's norm. Token means over sentences of 28 to 32 tokens are off by 8e-3, of 16 to 32 by 1e-1. In
-bfloat16, rounding leaves up to 3e-4 there on a CPU, and left 6e-3 on an H200 once. So above `IN_DOUBT` the gradients are
-computed once more in float32, where this is the limit; where that is not possible, it is `MOST_ALONG`."""
+"""Shares of the gradient's norm. Token means over sentences of 28 to 32 tokens are off by 8e-3, of 16 to 32 by 1e-1.
+Rounding to bfloat16 leaves up to 3e-4 there on a CPU, and left 6e-3 on an H200 once. So above `IN_DOUBT` the gradients
+are computed once more in float32, where this is the limit; where that is not possible, it is `MOST_ALONG`."""
 MOST_APART = {"fp64": 1e-3, "fp32": 1e-3, "tf32": 3e-2, "bf16": 0.1, "fp16": 0.1}
 """Share of the gradient's norm, by the coarsest arithmetic in use. Sums in another order are off by 1e-6 in float32,
 and flip ReLUs near zero; a limit above 0.1 would test nothing."""
