@@ -201,7 +201,7 @@ def choose_title(findings: Sequence[Finding]) -> str:
 
 def describe_setting(seen: Measurement, name: str = "") -> str:
     """Describe name, micro-batch x accumulation, and precision, without unknown ones."""
-    batch = "" if seen.micro_batch is None else f"{seen.micro_batch}"
+    batch = "" if seen.micro_batch is None else f"batch {seen.micro_batch}"
     if batch and seen.global_batch and seen.global_batch % (seen.micro_batch or 1) == 0:
         times = seen.global_batch // (seen.micro_batch or 1) // max(1, seen.world_size)
         batch += f" x {times}" if times > 1 else ""

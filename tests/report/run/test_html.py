@@ -169,7 +169,7 @@ def test_a_person_reads_the_cause_first() -> None:
     ]
     places = [text.find(words) for words in order]
     assert -1 not in places and places == sorted(places)
-    assert "resnet50 64 x 4 32-true" in text and "Put <batches>." in text
+    assert "resnet50 batch 64 x 4 32-true" in text and "Put <batches>." in text
 
 
 def test_findings_carry_yaml_to_copy() -> None:

@@ -304,7 +304,7 @@ def test_the_first_screen_of_the_naive_resnet50() -> None:
         seen, plan, verdicts, findings, "r.md", name, then=("prefetch", "cache"), later=("amp",)
     )
     assert lines == [
-        "fastloop STARVED BY DATA 86 %   resnet50 64 x 4 32-true   1x H200   steps 51-250",
+        "fastloop STARVED BY DATA 86 %   resnet50 batch 64 x 4 32-true   1x H200   steps 51-250",
         "  the GPU was idle for 86 % of each step: Python was decoding JPEGs",
         "step 197.5 ms |WWWWWWWWWWWWWWWWWWWfbb| Wait 170  h2d 3.9  fwd 7.6  bwd 14.4  others 2",
         "324 samples/s   lead 0.0 ms   GPU fed 14 % (NVML busy 13 %)   0.577 J/sample   watching cost 18.0 us a step",
@@ -328,7 +328,7 @@ def test_the_first_screen_of_the_naive_gpt2() -> None:
     seen, findings, verdicts, plan, name = samples.gpt2()
     text = "\n".join(summary.write_lines(seen, plan, verdicts, findings, name=name, later=("amp",)))
     for words in (
-        "BUSY, NOT FAST: FP32 MATH 97 %   gpt2 8 x 8 32-true",
+        "BUSY, NOT FAST: FP32 MATH 97 %   gpt2 batch 8 x 8 32-true",
         "also BUSY, NOT FAST: MEMORY-BOUND: elementwise",
         "NVML busy 99.7 %",
         ">= 36.2 TFLOP/s: at least 54 % of fp32 and 3.66 % of bf16",
@@ -439,10 +439,10 @@ def test_a_ceiling_says_whether_it_was_measured(change: dict[str, Any], said: st
     ("change", "said"),
     [
         ({}, ""),
-        ({"micro_batch": 8}, "8"),
-        ({"micro_batch": 8, "global_batch": 64}, "8 x 4"),
-        ({"micro_batch": 8, "global_batch": 16}, "8"),
-        ({"micro_batch": 3, "global_batch": 64, "precision": "p"}, "3 p"),
+        ({"micro_batch": 8}, "batch 8"),
+        ({"micro_batch": 8, "global_batch": 64}, "batch 8 x 4"),
+        ({"micro_batch": 8, "global_batch": 16}, "batch 8"),
+        ({"micro_batch": 3, "global_batch": 64, "precision": "p"}, "batch 3 p"),
     ],
 )
 def test_the_setting_is_said_as_far_as_it_is_known(change: dict[str, Any], said: str) -> None:
