@@ -99,7 +99,7 @@ def explain_difference(
 
     sample = partial(_sample, strategy, own, merged, take_loss, groups, means)
     try:
-        seen = _sample_surely(strategy, sample, weights, add_up)
+        seen = _sample_and_recheck(strategy, sample, weights, add_up)
     except Exception as error:  # an unusual batch shape, out of memory, state that cannot be restored
         return f"{UNKNOWN} accumulated and merged gradients: {_describe_or_raise(strategy, error)}"
     if means is not None and (mixed := means.explain_mixed(len(own))) is not None:
@@ -127,7 +127,7 @@ def weigh_pieces(
     try:
         with _within_rank(strategy):
             sample = partial(_sample, strategy, pieces, [whole], take_loss)
-            seen = _sample_surely(strategy, sample, [piece.weight for piece in pieces], lambda seen: seen.others[0])
+            seen = _sample_and_recheck(strategy, sample, [piece.weight for piece in pieces], lambda seen: seen.others[0])
     except Exception as error:
         if is_out_of_memory(error):
             first = pieces[0]
@@ -245,13 +245,13 @@ def _note_unequal(
             note(name)
 
 
-def _sample_surely(
+def _sample_and_recheck(
     strategy: Any,
     sample: Callable[..., _Sampled],
     weights: Sequence[float],
     find_other: Callable[[_Sampled], torch.Tensor],
 ) -> _Sampled:
-    """Sample gradients, and once more without autocast if rounding could be why they differ."""
+    """Sample gradients, and once more without autocast if rounding could be why they differ on this rank."""
     seen = sample()
     found = measure_difference(seen.own, weights, find_other(seen))
     is_plugins = str(strategy.precision_plugin.precision).endswith("-mixed")
@@ -263,7 +263,8 @@ def _sample_surely(
     ):
         return seen
     try:
-        return sample(is_precise=True)
+        with _within_rank(strategy):
+            return sample(is_precise=True)
     except Exception as error:  # too much memory, or a kernel that takes no float32
         _describe_or_raise(strategy, error)
         return seen
