@@ -127,7 +127,9 @@ def weigh_pieces(
     try:
         with _within_rank(strategy):
             sample = partial(_sample, strategy, pieces, [whole], take_loss)
-            seen = _sample_and_recheck(strategy, sample, [piece.weight for piece in pieces], lambda seen: seen.others[0])
+            seen = _sample_and_recheck(
+                strategy, sample, [piece.weight for piece in pieces], lambda seen: seen.others[0]
+            )
     except Exception as error:
         if is_out_of_memory(error):
             first = pieces[0]
