@@ -23,6 +23,8 @@ class FoundSize:
     """What limits it, or why there was no search."""
     uncompiled: int | None = None
     """The size to use if the model is not compiled after all; None = the same."""
+    room_bytes: float | None = None
+    """Memory that larger sizes did not fit into; None if memory is not the limit."""
 
 
 def list_sizes(own: int, batches: int) -> list[int]:

@@ -152,9 +152,23 @@ class Batch:
         """The rung took effect if micro-batches differed from the loader's batches, or steps had `global_batch`
         samples."""
         verdict = judge_regrouping(seen.evidence.get("batch", {}))
+        if verdict.took and (larger := _find_larger(seen)) is not None:
+            peak, room = seen.peak_gib, seen.evidence["batch"]["room_gib"]
+            more = f"since the other rungs started, a step takes {peak:.1f} of {room:.1f} GiB: rungs.batch.micro_batch:"
+            verdict = dataclasses.replace(verdict, why=f"{verdict.why}; {more} {larger} may fit now")
         if seen.global_batch != self.global_batch:
             return verdict
         return Verdict(took=True, why=f"each optimizer step had {self.global_batch} samples; {verdict.why}")
+
+
+def _find_larger(seen: Measurement) -> int | None:
+    """Twice the size that a search found before the other rungs started, if memory limited it then and no longer does;
+    else None."""
+    found = seen.evidence["batch"]
+    size, room_gib = found.get("micro_batch"), found.get("room_gib")
+    if not (size and room_gib and seen.peak_gib) or 2 * size > found["samples"] or 2 * seen.peak_gib > room_gib:
+        return None
+    return int(2 * size)
 
 
 def _group_norms(site: Site) -> Applied:

@@ -317,6 +317,28 @@ def test_takes() -> None:
     assert some.took and some.why.endswith("; 1 of 3 windows run batch by batch: a reason")
 
 
+@pytest.mark.parametrize(
+    ("found", "peak_gib", "larger"),
+    [
+        ({}, 9.9, True),
+        ({}, 63.0, False),
+        ({"room_gib": None}, 9.9, False),
+        ({"micro_batch": 64, "micro_batches": [64]}, 9.9, False),
+        ({}, None, False),
+    ],
+    ids=["much room", "no room for twice", "memory is not the limit", "the whole step", "no peak"],
+)
+def test_a_verdict_says_what_may_fit_since_other_rungs_started(
+    found: dict[str, Any], peak_gib: float | None, larger: bool
+) -> None:
+    """A gpt2's search found 32 in float32, of 125.1 GiB; in bfloat16 its steps took 9.9."""
+    evidence = {"steps": 9, "changed_steps": 8, "uncut_steps": 0, "micro_batches": [32, 32], "samples": 64}
+    evidence |= {"searched": "samples/s", "micro_batch": 32, "room_gib": 125.1, **found}
+    why = Batch(enabled=True).verify(Measurement(evidence={"batch": evidence}, peak_gib=peak_gib)).why
+    said = "a step takes 9.9 of 125.1 GiB: rungs.batch.micro_batch: 64 may fit now"
+    assert (said in why) is larger, why
+
+
 class Data(L.LightningDataModule):
     """Makes its loader anew each epoch, other samples in each, and changes each batch before and after its transfer."""
 

@@ -38,6 +38,8 @@ LIMIT_S = 60.0
 """Time limit of a search; the choice is then made among the sizes timed so far."""
 PLAYS, ENOUGH_MS = 4, 400.0
 """Each size is timed this many times, or for this long. The shortest time counts."""
+BY_MEMORY = "by memory"
+"""How the limit on the sizes begins if it is memory."""
 FEWER = 2
 """Number of sizes below the user's own that are tried if that one fits."""
 Quick = Callable[[], AbstractContextManager[Callable[[Any], Any]]]
@@ -219,7 +221,8 @@ class _Run:
         timed = ", ".join(f"{size}: {rate:,.0f}" for size, rate in sorted(self.rates.items()))
         why = f"samples/s by size {timed}; the sizes are limited {self.limit}"
         other = uncompiled if uncompiled != chosen else None
-        return FoundSize(size=chosen, rates=dict(self.rates), why=why, uncompiled=other)
+        room_bytes = self.room.bytes if self.limit.startswith(BY_MEMORY) else None
+        return FoundSize(size=chosen, rates=dict(self.rates), why=why, uncompiled=other, room_bytes=room_bytes)
 
     def find_fitting(self) -> int | None:
         """The largest size that runs; None if none does, and then the step's own error shows why."""
@@ -301,14 +304,14 @@ class _Run:
                 self.ran.append(size)
 
     def _limit_by_memory(self, said: str) -> None:
-        self.limit = f"by memory: {said} of {self.room.describe()}"
+        self.limit = f"{BY_MEMORY}: {said} of {self.room.describe()}"
 
     def _note_failure(self, size: int, error: Exception) -> None:
         let_through(error)
         end_checkpoints(error)
         raise_if_device_lost(self.device, error)
         if is_out_of_memory(error):
-            self.limit = f"by memory: there was not enough for {size}"
+            self.limit = f"{BY_MEMORY}: there was not enough for {size}"
         else:
             self.limit = f"by an error: {size} ended in {describe(error)}"
         error.__traceback__ = None  # its frames hold the tensors that did not fit

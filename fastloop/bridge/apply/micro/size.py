@@ -51,6 +51,7 @@ class PieceSize:
         return {
             "micro_batch": self.samples,
             "searched": None if found is None else found.why,
+            "room_gib": None if found is None or not found.room_bytes else found.room_bytes / 2**30,
             "rates": None if found is None else {str(size): rate for size, rate in found.rates.items()},
         }
 

@@ -451,6 +451,7 @@ def test_memory_is_predicted_before_it_is_taken(
     done = run(AUTO, EVEN(), partial(Net, torch.optim.AdamW), **ACCUMULATE)
     assert not never & set(device["played"]) and done.seen("batch")["micro_batch"] == took
     assert why in done.verdict("batch").why and took in device["played"]
+    assert done.seen("batch").get("room_gib") == (room if why.startswith("by memory") else None)
     assert device["forgotten"] == len(device["played"]), "the peak of trials is none of the training"
 
 
