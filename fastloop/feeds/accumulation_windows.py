@@ -51,6 +51,8 @@ def explain_no_merge(facts: Facts, loader: LoaderFacts) -> str | None:
         return f"{loader.kind} keeps its own position for resuming, which merging would shift"
     if loader.batches is None:
         return f"{loader.kind} does not say how many batches an epoch has, so the last window's size is unknown"
+    if loader.batch_size is None:
+        return f"{loader.kind} does not say how many samples a batch has"
     batches, window = count_used_batches(loader.batches, facts.limit_train_batches), facts.accumulate
     if batches < window:
         return (

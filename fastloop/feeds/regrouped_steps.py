@@ -77,18 +77,19 @@ def plan_regrouping(
         NotApplicable: there is nothing to do, or it cannot be done.
     """
     size, window, notes = loader.batch_size, facts.accumulate, [NOTE]
-    merges = size is not None and window > 1 and (micro == "auto" or micro > size)
-    if merges and (reason := explain_no_merge(facts, loader)) is not None:
-        if micro != "auto":
-            raise NotApplicable(reason)
+    merges = window > 1 and (micro == "auto" or size is None or micro > size)
+    unmerged = explain_no_merge(facts, loader) if merges else None
+    if unmerged is not None:
+        if micro != "auto" and size is not None:
+            raise NotApplicable(unmerged)
         merges = False
-        notes.append(f"batches are not merged: {reason}")
+        notes.append(f"batches are not merged: {unmerged}")
     norms = bool(facts.batchnorms)
     groups = merges and batch_norm == "groups" and norms and not facts.other_batchnorms
-    wants: dict[str, Any] = {}
+    wants: dict[str, Any] = {} if unmerged is None else {"step.unmerged": unmerged}
     changes = norms and not groups
     if micro == "auto":
-        _check_choice(facts, loader, merges=merges, groups=groups, batch_norm=batch_norm)
+        _check_choice(facts, loader, merges=merges, unmerged=unmerged, groups=groups, batch_norm=batch_norm)
         wants["step.whole_batches"] = norms
         notes.append(
             "auto: the first step tries micro-batch sizes on its own samples and keeps the fastest, which may be yours;"
@@ -125,12 +126,14 @@ def _check_size(size: int, micro: int) -> None:
         raise NotApplicable(f"the loader's batches already have {size} samples")
 
 
-def _check_choice(facts: Facts, loader: LoaderFacts, *, merges: bool, groups: bool, batch_norm: str) -> None:
+def _check_choice(
+    facts: Facts, loader: LoaderFacts, *, merges: bool, unmerged: str | None, groups: bool, batch_norm: str
+) -> None:
     """Refuse to search if the user's own micro-batch is the only candidate."""
     if merges and (groups or batch_norm == "merge" or not facts.batchnorms):
         return
     if facts.batchnorms:
-        none = "gradients are not accumulated"
+        none = "gradients are not accumulated" if unmerged is None else f"windows are not merged ({unmerged})"
         if merges:
             none = f"{facts.other_batchnorms[0]} cannot keep merged batches apart"
         raise NotApplicable(
@@ -183,7 +186,8 @@ def judge_regrouping(evidence: Mapping[str, Any]) -> Verdict:
     searched = evidence.get("searched")
     if not evidence["changed_steps"]:
         none = "none was larger than micro_batch" if searched is None else f"keeping your micro-batch size: {searched}"
-        return Verdict(took=False, why=f"batches are not split: {problem or none}")
+        unmerged = f"; nor merged: {evidence['unmerged']}" if evidence.get("unmerged") else ""
+        return Verdict(took=False, why=f"batches are not split: {problem or none}{unmerged}")
     pieces = evidence["micro_batches"]
     sizes = "/".join(map(str, pieces[:4])) + (f"/… ({len(pieces)} of them)" if len(pieces) > 4 else "")
     merged, samples = evidence.get("merged_batches") or 1, evidence["samples"]

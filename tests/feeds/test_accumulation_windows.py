@@ -110,6 +110,7 @@ READY_MADE = (
         ({"map_style": False}, READY_MADE),
         ({"auto_collates": False}, READY_MADE),
         ({"stateful": True}, "K keeps its own position for resuming, which merging would shift"),
+        ({}, "K does not say how many samples a batch has"),
         ({"batches": None}, "K does not say how many batches an epoch has, so the last window's size is unknown"),
     ],
 )

@@ -26,6 +26,7 @@ NOTE = (
     "the first step's gradient decides whether batches are regrouped: they are left as they are if the loss compares"
     " samples (contrastive, in-batch negatives)"
 )
+UNSIZED = "DataLoader does not say how many samples a batch has"
 WINDOW = {"loader.window": 4, "trainer.accumulate_grad_batches": 1}
 SPLIT, MERGE = {"batch": {"micro_batch": 3}}, {"batch": {"micro_batch": 16}}
 
@@ -40,6 +41,7 @@ def facts(batch_size: int | None = 8, batches: int | None = 12, **others: Any) -
         (4, facts(), {"step.micro_batch": 4}),
         (4, facts(accumulate=4), {"step.micro_batch": 4}),
         (4, facts(None), {"step.micro_batch": 4}),  # a sampler of the user's: each batch is cut as it comes
+        (64, facts(None, accumulate=4), {"step.micro_batch": 64, "step.unmerged": UNSIZED}),
         (16, facts(accumulate=4), {"step.micro_batch": 16, "loader.window": 4, "trainer.accumulate_grad_batches": 1}),
         (64, facts(accumulate=4), {"step.micro_batch": 64, "loader.window": 4, "trainer.accumulate_grad_batches": 1}),
     ],
@@ -163,6 +165,12 @@ def test_the_full_ladder_merges_where_nobody_counts_batches(hooks: tuple[str, ..
             facts(accumulate=4, batchnorms=("net.1",), other_batchnorms=("net.1",)),
             "limited to your batch size: BatchNorm keeps the statistics of each batch, and net.1 cannot keep merged"
             " batches apart; setting a micro-batch yourself changes the training",
+        ),
+        (
+            {"micro_batch": "auto"},
+            facts(None, accumulate=4, batchnorms=("net.1",)),
+            f"limited to your batch size: BatchNorm keeps the statistics of each batch, and windows are not merged"
+            f" ({UNSIZED}); setting a micro-batch yourself changes the training",
         ),
         (
             {"micro_batch": "auto"},
@@ -300,6 +308,11 @@ def test_takes() -> None:
     assert (same.verdict("batch").took, same.verdict("batch").why) == (
         False,
         "the loader's batches already have 8 samples",
+    )
+    buckets = torch.utils.data.DataLoader(batches(32).dataset, batch_sampler=[range(8), range(8, 16)] * 4)
+    unsized = run({"batch": {"micro_batch": 64}}, buckets, max_epochs=1, accumulate_grad_batches=4)
+    assert unsized.verdict("batch").why == (
+        f"batches are not split: none was larger than micro_batch; nor merged: {UNSIZED}"
     )
     verify = Batch(enabled=True, micro_batch=4).verify
     word = Batch(enabled=True, micro_batch=16, loss_is_mean=True).plan(facts(accumulate=4))

@@ -48,6 +48,7 @@ class PieceChoice:
         strict: a batch that cannot be cut or merged is an error, raised before anything is computed from it.
         compares: the first window's gradient decides whether windows are merged, or batches cut; if False, they always
             are.
+        unmerged: why the batches of a window are not merged; None if they are, or if there are no windows.
         by_epoch: the loss may be another one in other epochs, so that gradients are compared there as well.
         warn: receives one line for the user.
         weaken: receives the key of a setting that turned out to have changed the training, how, and that class.
@@ -66,6 +67,7 @@ class PieceChoice:
         one_time: OneTime,
         strict: bool = False,
         compares: bool = True,
+        unmerged: str | None = None,
         by_epoch: bool = False,
         warn: Callable[[str], None] = lambda _line: None,
         weaken: Callable[..., None] = lambda *_told: None,
@@ -77,7 +79,7 @@ class PieceChoice:
         self._compares, self._undecided = compares, compares or groups is not None
         self._seen, self._next, self._by_epoch = 0, 1, by_epoch
         self._epoch, self._compared = 0, [0]
-        self._one_time, self._list_held = one_time, list_held
+        self._one_time, self._list_held, self._unmerged = one_time, list_held, unmerged
         self.groups = groups
         self.windows = MergedWindows()
         self._size = PieceSize(micro, self.windows, groups, one_time, is_planned)
@@ -108,6 +110,7 @@ class PieceChoice:
             "problem": self._problem,
             "micro_batches": list(self._largest),
             "samples": sum(self._largest),
+            "unmerged": self._unmerged,
             "merged_batches": self.windows.sampler.window if self.windows.sampler else 1,
             "apart_steps": self._apart_steps,
             "apart_why": self._apart_why or None,

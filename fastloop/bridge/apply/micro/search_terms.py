@@ -35,6 +35,7 @@ def make_choice(
         rung=rung,
         strict=live.strict,
         compares=not wants.get("step.loss_is_mean"),
+        unmerged=wants.get("step.unmerged"),
         by_epoch=site.facts.varies_by_epoch,
         warn=warn,
         weaken=live.weaken,
