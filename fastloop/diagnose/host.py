@@ -11,6 +11,7 @@ from fastloop.records.readings import (
     CPU_WORTH_PCT,
     LINES,
     convolves,
+    count_micro_batches,
     is_crowded,
     name_hot_line,
     read_activity,
@@ -40,7 +41,7 @@ CROWDED_ASIDE_MS = 10.0
 BARS = ("self.log(prog_bar=True)", "progress bar")
 """Labels of synchronizations in which Lightning reads values for progress bars."""
 MOST_LOOP_MS = 2.0
-"""More time than this between a step's hooks is not just Lightning's own loop."""
+"""More time than this between a batch's hooks is not just Lightning's own loop."""
 WORTH_SAYING = 0.1
 """Smallest share of ``host_other`` that is listed separately."""
 LEAVE_CPUS = Remedy(
@@ -173,7 +174,7 @@ def find_callbacks_logging(step: Attribution, rungs: Rungs) -> Finding | None:
         culprits[0] += _describe_line(step, slow[0][0], CALLED.get(hook, hook))
     slowest = f" (slowest: {'; '.join(culprits)})" if culprits else ""
     facts = f"hooks and logging blocked the {step.device} for {cost.time}{slowest}"
-    is_logging, is_short = _is_mostly(hooks, ("self.log",)), (spent or 0.0) <= MOST_LOOP_MS
+    is_logging, is_short = _is_mostly(hooks, ("self.log",)), _may_be_loop(step, spent or 0.0)
     title, cause = "", "log_calls" if is_logging and is_short else None
     requested = _advise_no_garbage(step, spent or 0.0)
     advice = requested or "run them every N steps (log_every_n_steps, a callback's own interval)"
@@ -197,6 +198,11 @@ def find_callbacks_logging(step: Attribution, rungs: Rungs) -> Finding | None:
     elif is_logging and not is_short and is_crowded(step.measured):
         return cost.explain(facts, LEAVE_CPUS)
     return cost.explain(facts, _choose(step, rungs, cause, advice), title=title)
+
+
+def _may_be_loop(step: Attribution, ms: float) -> bool:
+    """Whether Lightning's own loop and logging may take this long, for all batches of an optimizer step."""
+    return ms <= MOST_LOOP_MS * count_micro_batches(step.measured)
 
 
 def _is_mostly(hooks: dict[str, float], names: tuple[str, ...]) -> bool:
@@ -236,7 +242,7 @@ def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
             loop - garbage,
             f"the loop's own work between its hooks took {step.format_ms(loop - garbage)}",
             "py-spy or a profiler shows what Python does there",
-            "loop" if loop - garbage <= MOST_LOOP_MS else None,
+            "loop" if _may_be_loop(step, loop - garbage) else None,
         ),
         (
             aside,
