@@ -445,6 +445,20 @@ def test_rows_in_memory(enabled: tuple[str, ...], patched: str) -> None:
     assert ("with the cache rung, all rows of a batch are picked at once" in finding.why) is (patched == "cache")
 
 
+@pytest.mark.parametrize(
+    ("threads", "said"),
+    [
+        (15, "give it more threads, or make samples cheaper"),
+        (16, "does not keep up; make samples cheaper: all CPUs work on it"),
+    ],
+)
+def test_an_engine_gets_more_threads_while_there_are_cpus(threads: int, said: str) -> None:
+    loader = {**MAP, "num_workers": None, "has_engine": True, "usable_cpus": 16}
+    step, parts = {"mean": 100.0}, {"data_wait": 60.0}
+    seen = Measurement(step_ms=step, parts_ms=parts, evidence={"loader": loader, "engine": {"threads": threads}})
+    assert said in findings(seen, (), ())[0].why
+
+
 def test_an_engine_that_does_not_keep_up() -> None:
     assert "give it more threads" in only({**MAP, "num_workers": None, "has_engine": True}).why
     assert (
