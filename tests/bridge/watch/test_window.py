@@ -12,7 +12,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 
 from fastloop.bridge.watch import window as module
 from fastloop.bridge.watch.measurement import ACTIONS
-from fastloop.bridge.watch.phases import BODY, find_phase
+from fastloop.bridge.watch.phases import BODY, NOTHING, find_phase
 from fastloop.bridge.watch.profiler_proxy import WatchingProfiler
 from fastloop.bridge.watch.window import Watch
 from fastloop.evidence.clock.one_time import OneTime
@@ -181,6 +181,41 @@ def test_hooks_are_those_of_the_window(time: Time) -> None:
     watch.close()
     assert watch.window is not None and watch.window.steps < 25, "a trace came after it"
     assert watch.marks.hooks_s["[Callback]Slow.on_train_batch_end"] == pytest.approx(0.5 * watch.window.steps)
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("kept", [True, False], ids=["whole steps", "control"])
+def test_what_comes_after_the_last_step_is_not_summed(
+    kept: bool, batches: int, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One epoch ended with a validation, which the report did not time, but whose waits for batches it did."""
+    if not kept:
+        monkeypatch.setattr(Watch, "_keep_sums_of_whole_steps", lambda self: None)
+    watch = watching()
+    monkeypatch.setattr(watch.garbage, "start", lambda: None)  # Python's own passes would count
+
+    def end_step(hook_s: float = 0.5, loading_s: float = 0.0) -> None:
+        with watch.marks.profile("[Callback]Slow.on_train_batch_end"):
+            time.passes(hook_s)
+        with watch.marks.profile("[_EvaluationLoop].val_next"):
+            time.passes(loading_s)
+        watch.garbage.requested_s["train.py:1"] += loading_s
+        watch.garbage.passes += loading_s > 0
+
+    run(watch, time, 20, batches=batches, between=end_step)
+    end_step(loading_s=0.2)
+    run(watch, time, 2, batches=batches, between=end_step)
+    end_step(hook_s=9.0, loading_s=4.0)
+    watch.note_batch_requested()
+    watch.note_batch_received()
+    with pytest.raises(KeyboardInterrupt), watch.marks.profile(BODY):
+        raise KeyboardInterrupt
+    watch.close()
+    assert watch.window is not None and watch.window.steps == 19
+    hooks_s = watch.marks.hooks_s["[Callback]Slow.on_train_batch_end"]
+    sums = (hooks_s, watch.marks.validation_loading_s, watch.garbage.requested_s["train.py:1"], watch.garbage.passes)
+    assert (sums == pytest.approx((0.5 * 19 + 0.5, 0.2, 0.2, 1))) is kept
+    assert watch.marks.profile("[Callback]Slow.on_train_batch_end") is NOTHING and not watch.marks.in_window
 
 
 class Ranges:
