@@ -162,7 +162,10 @@ class Watch:
                 self._begin_probe()
 
     def close(self) -> None:
-        """End whatever is still running, because the fit is over."""
+        """End whatever is still running, because the fit is over. A probe needs its whole step."""
+        if self._probe is not None and not self._boundary:
+            self._probe.give_up()
+            self._probe = None
         self._end_probe()
         if self._extra is not None:
             self._extra.end()

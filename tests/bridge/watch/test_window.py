@@ -246,6 +246,19 @@ def test_a_probe_in_the_fits_last_step_is_ended(time: Time) -> None:
     assert probe.log == ["begin 1", "end 2"] and watch.window is None
 
 
+def test_a_probe_whose_step_did_not_end_has_no_result(time: Time) -> None:
+    """A fit died in the second of two batches: the work of both was divided by the samples of the first."""
+    probe = Look()
+    watch = watching(probes={1: probe}, warmup=4)
+    run(watch, time, 1, batches=2)
+    watch.note_batch_requested()
+    watch.note_batch_received()
+    watch.batch_end(torch.tensor(1.0), [torch.zeros(4, 2)], 4, step_ends=False, batches_per_step=2)
+    assert probe.log == ["begin 1"]
+    watch.close()
+    assert probe.log == ["begin 1", "given up"]
+
+
 class Later:
     def __init__(self) -> None:
         self.log: list[Any] = []
