@@ -389,8 +389,10 @@ class FastLoop(Callback):
         self._place = self._read_place()
         restore = self._restore
         self._reset_fit()
+        self._restore = restore  # an interrupt leaves the rest to the next call
         while restore:
             try:
-                restore.pop()()
+                restore[-1]()
             except Exception as error:  # the other changes must still be undone
                 rank_zero_warn(f"fastloop could not undo every change: {type(error).__name__}: {error}")
+            restore.pop()
