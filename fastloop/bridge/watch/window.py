@@ -95,6 +95,8 @@ class Watch:
         self.window: Window | None = None
         self.board_seen: Any = None
         self.owed: tuple[int | None, int | None] = (None, None)
+        self._owed_after: int | None = None
+        """The step after which it was read last."""
         self._probes = {step: probe for step, probe in (probes or {}).items() if step < settings.warmup_steps}
         self._probe: Probe | None = None
         self._extras = deque(extras)
@@ -154,12 +156,19 @@ class Watch:
                 self._first_sums = self._first_sums or self._sums
                 if self.board is not None:
                     self.board.note_step()
+                if self.clock.total_steps == self.ends_at:
+                    self.note_end()
             if self._extra is not None:
                 self._extra.step_ends()
                 self._extra_steps += 1
             if self._fetched_inside:
                 self._advance_stage()
                 self._begin_probe()
+
+    def note_end(self) -> None:
+        """Note that the latest step may be the fit's last: read now what workers owe, because they go on meanwhile."""
+        if self.clock.open and self._owed_after != self.clock.total_steps:
+            self.owed, self._owed_after = (self.owed[0], self._owed()), self.clock.total_steps
 
     def close(self) -> None:
         """End whatever is still running, because the fit is over. A probe needs its whole step."""
@@ -268,7 +277,7 @@ class Watch:
         self.marks.in_window = False
         self.garbage.stop()
         self._keep_sums_of_whole_steps()
-        self.owed = (self.owed[0], self._owed())
+        self.note_end()
         self.window = self.clock.close()
         if self.board is not None:
             self.board_seen = self.board.stop()

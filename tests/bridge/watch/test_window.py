@@ -183,6 +183,23 @@ def test_hooks_are_those_of_the_window(time: Time) -> None:
     assert watch.marks.hooks_s["[Callback]Slow.on_train_batch_end"] == pytest.approx(0.5 * watch.window.steps)
 
 
+@pytest.mark.parametrize("ends", ["as planned", "stopped", "control"])
+def test_workers_are_read_at_the_last_step(ends: str, time: Time) -> None:
+    """A fit ended at max_steps with a drained queue, which was full again when it was read at the fit's end."""
+    now_owed = 0
+    watch = watching(owed=lambda: now_owed)
+    watch.ends_at = 30 if ends == "as planned" else None
+    run(watch, time, 29)
+    assert watch.owed == (0, None)
+    now_owed = 4
+    run(watch, time, 1)
+    if ends == "stopped":
+        watch.note_end()
+    now_owed = 0
+    watch.close()
+    assert watch.owed == (0, 0 if ends == "control" else 4)
+
+
 @pytest.mark.parametrize("batches", [1, 3])
 @pytest.mark.parametrize("kept", [True, False], ids=["whole steps", "control"])
 def test_what_comes_after_the_last_step_is_not_summed(
