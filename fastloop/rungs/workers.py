@@ -324,25 +324,25 @@ class Workers:
         """The rung took effect if live worker processes fed the loader in the timed window."""
         found = seen.evidence.get("workers", {})
         if not found.get("validation_kept"):
-            return self._verify_training(found)
+            return self._verify_training(found, seen)
         count = found["validation_workers"]
         why = f"{_name_yours(count)} for validation {_WERE[count > 1]} kept between validations"
         if not found.get("only_validation"):
-            why = f"{self._verify_training(found).why}; {why}"
+            why = f"{self._verify_training(found, seen).why}; {why}"
         return Verdict(took=True, why=why)
 
-    def _verify_training(self, found: Mapping[str, Any]) -> Verdict:
+    def _verify_training(self, found: Mapping[str, Any], seen: Measurement) -> Verdict:
         if (ahead := found.get("epochs_ahead")) is None:
-            return self._verify_workers(found)
+            return self._verify_workers(found, seen)
         why = f"{say_count(ahead, 'epoch')} started with prefetched batches"
         if found.get("order_differed"):
             why += ", until the sampler drew a different order than predicted"
         if found.get("only_ahead"):
             return Verdict(took=ahead > 0, why=why)
-        verdict = self._verify_workers(found)
+        verdict = self._verify_workers(found, seen)
         return replace(verdict, took=True, why=f"{verdict.why}; {why}") if ahead else verdict
 
-    def _verify_workers(self, found: Mapping[str, Any]) -> Verdict:
+    def _verify_workers(self, found: Mapping[str, Any], seen: Measurement) -> Verdict:
         if (more := found.get("more")) is not None:
             return Verdict(took=found.get("faster") if found.get("theirs") else True, why=more)
         if "kept" in found:
@@ -354,8 +354,12 @@ class Workers:
             return Verdict(took=False, why="your workers kept up, or more of them would not have paid off")
         count, fewer = found.get("live_workers"), found.get("fewer")
         if count is None:
-            return Verdict(took=None, why="the loader's iterator could not be inspected")
-        why = f"{say_count(count, 'live worker process')} fed the window"
+            return Verdict(
+                took=None,
+                why="no step ran" if seen.total_steps == 0 else "the loader's iterator could not be inspected",
+            )
+        fed = "fed the window" if seen.steps else "made the batches"  # a fit may end before its window
+        why = f"{say_count(count, 'live worker process')} {fed}"
         return Verdict(took=count > 0, why=f"{why}; {fewer}" if fewer else why)
 
 

@@ -551,6 +551,18 @@ def test_takes() -> None:
     assert rung.verify(Measurement()).took is None
 
 
+def test_workers_fed_no_window_in_a_fit_that_ended_before_it() -> None:
+    """A fit that died in its third step was reported with workers that had fed the window."""
+    rung, fed = Workers(enabled=True), {"workers": {"live_workers": 2}}
+    assert rung.verify(Measurement(evidence=fed, steps=40, total_steps=61)).why == (
+        "2 live worker processes fed the window"
+    )
+    before = rung.verify(Measurement(evidence=fed, steps=0, total_steps=2))
+    assert before.took is True and before.why == "2 live worker processes made the batches"
+    assert rung.verify(Measurement(total_steps=0)).why == "no step ran"
+    assert rung.verify(Measurement(total_steps=2)).why == "the loader's iterator could not be inspected"
+
+
 def test_your_number_gives_way_to_one_in_the_configuration() -> None:
     """Samples and their order stay, and so do the random streams of the training."""
     change = Workers(enabled=True, count=5).plan(facts({"num_workers": 3, "draws_random": ("a",)}))

@@ -348,6 +348,8 @@ class FastLoop(Callback):
         return {**found, "loader": self._loader_seen, "model": read_training.read_evidence(trainer, self._steps_before)}
 
     def _measure(self, trainer: Any, raised: BaseException | None = None) -> None:
+        if self._session is not None:
+            self._session.watch.note_end()  # gathering evidence takes time
         evidence = {**self._collect_evidence(trainer), **self._list_hints()}
         evidence |= own_loader.gather_loader_evidence(trainer, self._applier, self.config.ladder, self._loader_seen)
         if self._applier is not None:
@@ -389,8 +391,10 @@ class FastLoop(Callback):
         self._place = self._read_place()
         restore = self._restore
         self._reset_fit()
+        self._restore = restore  # an interrupt leaves the rest to the next call
         while restore:
             try:
-                restore.pop()()
+                restore[-1]()
             except Exception as error:  # the other changes must still be undone
                 rank_zero_warn(f"fastloop could not undo every change: {type(error).__name__}: {error}")
+            restore.pop()

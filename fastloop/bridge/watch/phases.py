@@ -164,7 +164,7 @@ class _ValidationNext:
         self._since = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        if self.marks.whole:
+        if self.marks.in_window:
             self.marks.validation_loading_s += time.perf_counter() - self._since
 
 
@@ -181,6 +181,7 @@ class _Body:
     def __exit__(self, *_: object) -> None:
         self.marks.clock.issued()
         self.marks.in_work = False
+        self.marks.after_work()
 
 
 class Marks:
@@ -190,7 +191,8 @@ class Marks:
         hooks_s: host seconds by action: in every step for hooks outside the batch's work, for others in detailed steps.
         validation_loading_s: host seconds spent waiting for validation batches.
         ranges: a trace that is being recorded, which gets the same phases by name.
-        whole: whether the current step is entirely inside the window, unlike the one in which it opens.
+        in_window: whether the window is open. What is timed outside its whole steps is taken out when it closes.
+        after_work: called when a batch's work has been issued.
         in_work: whether a batch's work is running.
         saver: the hook that is running now, if it saves checkpoints.
         around_work: a reusable context, a FlopCount, that is entered for every forward, and for every backward unless
@@ -205,7 +207,8 @@ class Marks:
         self.hooks_s: defaultdict[str, float] = defaultdict(float)
         self.validation_loading_s = 0.0
         self.ranges: Any = None
-        self.in_work = self.whole = False
+        self.in_work = self.in_window = False
+        self.after_work: Callable[[], None] = lambda: None
         self.saver: _Phase | None = None
         self.around_work: Any = None
         self.counts = False
@@ -256,8 +259,8 @@ class Marks:
         self.clock.hooks_s += seconds
 
     def add_if_in_window(self, name: str, seconds: float) -> None:
-        """Record how long a hook took, if the current step is entirely inside the window."""
-        if self.whole:
+        """Record how long a hook took, if the window is open."""
+        if self.in_window:
             self.hooks_s[name] += seconds
 
     def enter(self, phase: str) -> None:

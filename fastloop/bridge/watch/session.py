@@ -169,6 +169,8 @@ class Session:
         self._passed_steps += step_ends
         self._passed_samples += size or 0
         if step_ends:
+            if trainer.should_stop:
+                self.watch.note_end()
             self.lines.note_step(self._passed_steps, self.watch.settings.warmup_steps)
             self.memory.tick(
                 self._passed_steps, lambda: sum(each.nbytes for each in walk_storage(batch) if each.is_cuda)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -52,6 +52,15 @@ class Extra(Probe, Protocol):
     def step_ends(self) -> None: ...
 
 
+class _Sums(NamedTuple):
+    """What is summed without the clock's marks, until some moment: see `Marks` and `Garbage`."""
+
+    hooks_s: Mapping[str, float]
+    requested_s: Mapping[str, float]
+    validation_loading_s: float
+    passes: int
+
+
 class Watch:
     """Measures one fit on one rank in stages: probes in warm-up, the window, then extras. Issues no collective.
 
@@ -86,12 +95,20 @@ class Watch:
         self.window: Window | None = None
         self.board_seen: Any = None
         self.owed: tuple[int | None, int | None] = (None, None)
+        self._owed_after: int | None = None
+        """The step after which it was read last."""
         self._probes = {step: probe for step, probe in (probes or {}).items() if step < settings.warmup_steps}
         self._probe: Probe | None = None
         self._extras = deque(extras)
         self._extra: Extra | None = None
         self._extra_steps = 0
         self._boundary, self._opened_at = True, 0.0
+        self._sums: _Sums | None = None
+        """When the work of the latest batch had been issued."""
+        self._first_sums: _Sums | None = None
+        self._last_sums: _Sums | None = None
+        """The same for the last batch of a step: of the step in which the window opened, and of the latest."""
+        self.marks.after_work = self._note_sums
         self._fetched_inside = False
         """Whether training_step fetches its batches itself, so that the loop requests none between two steps."""
         self.drift_checks: DriftChecks | None = None
@@ -106,7 +123,7 @@ class Watch:
             self._advance_stage()
         was_open = self.clock.open
         self.marks.clock.note_batch_requested()
-        self.marks.whole = was_open and self.clock.total_steps > self.clock.opened_at
+        self.marks.in_window = self.clock.open
         if self.clock.open and not was_open:
             self._open_window()
         if self.marks.ranges is not None:
@@ -134,8 +151,13 @@ class Watch:
             self.marks.clock.batch_done(size, step_ends)
         if step_ends:
             self._boundary = True
-            if self.board is not None and self.clock.open:
-                self.board.note_step()
+            if self.clock.open:
+                self._last_sums = self._sums
+                self._first_sums = self._first_sums or self._sums
+                if self.board is not None:
+                    self.board.note_step()
+                if self.clock.total_steps == self.ends_at:
+                    self.note_end()
             if self._extra is not None:
                 self._extra.step_ends()
                 self._extra_steps += 1
@@ -143,8 +165,16 @@ class Watch:
                 self._advance_stage()
                 self._begin_probe()
 
+    def note_end(self) -> None:
+        """Note that the latest step may be the fit's last: read now what workers owe, because they go on meanwhile."""
+        if self.clock.open and self._owed_after != self.clock.total_steps:
+            self.owed, self._owed_after = (self.owed[0], self._owed()), self.clock.total_steps
+
     def close(self) -> None:
-        """End whatever is still running, because the fit is over."""
+        """End whatever is still running, because the fit is over. A probe needs its whole step."""
+        if self._probe is not None and not self._boundary:
+            self._probe.give_up()
+            self._probe = None
         self._end_probe()
         if self._extra is not None:
             self._extra.end()
@@ -220,11 +250,34 @@ class Watch:
             return True
         return passed.steps >= ENOUGH_STEPS and long_enough and self.ends_at is None
 
+    def _note_sums(self) -> None:
+        if self.clock.open:
+            marks, garbage = self.marks, self.garbage
+            hooks_s, requested_s = dict(marks.hooks_s), dict(garbage.requested_s)
+            self._sums = _Sums(hooks_s, requested_s, marks.validation_loading_s, garbage.passes)
+
+    def _keep_sums_of_whole_steps(self) -> None:
+        """Take out what was summed before the first whole step of the window and after the last: a step ends where the
+        work of its last batch has been issued, and the last one may be followed by a validation, hooks or an error."""
+        first, last = self._first_sums, self._last_sums
+        if first is None or last is None:
+            return
+        for sums, before, until in (
+            (self.marks.hooks_s, first.hooks_s, last.hooks_s),
+            (self.garbage.requested_s, first.requested_s, last.requested_s),
+        ):
+            sums.clear()
+            sums.update({name: more for name, s in until.items() if (more := s - before.get(name, 0.0)) > 0})
+        self.marks.validation_loading_s = last.validation_loading_s - first.validation_loading_s
+        self.garbage.passes = last.passes - first.passes
+
     def _close_window(self) -> None:
         if not self.clock.open:
             return
+        self.marks.in_window = False
         self.garbage.stop()
-        self.owed = (self.owed[0], self._owed())
+        self._keep_sums_of_whole_steps()
+        self.note_end()
         self.window = self.clock.close()
         if self.board is not None:
             self.board_seen = self.board.stop()

@@ -39,9 +39,13 @@ class LineSamples:
         self._watched, self._done = threading.get_ident(), threading.Event()
         self._thread: threading.Thread | None = None
         self._looks, self._stacks = 0, Counter[UserStack]()
+        self._since_step = Counter[UserStack]()
+        """Looks since a step ended. They count once the next one has: a fit may do other things after its last step."""
+        self._steps = self._counted_steps = 0
 
     def note_step(self, step: int, last: int) -> None:
         """This many steps of the fit are over: look from `FIRST_STEP` until the `last` one is over."""
+        self._steps = step
         if step == FIRST_STEP < last and self._thread is None:
             self._thread = threading.Thread(target=self._look, name="fastloop-lines", daemon=True)
             self._thread.start()
@@ -54,14 +58,23 @@ class LineSamples:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            self._count_ended()
 
     def _look(self) -> None:
         with contextlib.suppress(Exception), _switching_often():
             while not self._done.wait(EVERY_S * (1 + self._looks // RARER_AFTER)):
                 stack = read_user_stack(sys._current_frames().get(self._watched))
                 if stack is not None:
+                    self._count_ended()
                     self._looks += 1
-                    self._stacks[stack] += 1
+                    self._since_step[stack] += 1
+
+    def _count_ended(self) -> None:
+        """Count the looks that waited, if a step has ended meanwhile. Only one thread at a time may do so."""
+        if self._counted_steps != self._steps:
+            self._counted_steps = self._steps
+            self._stacks.update(self._since_step)
+            self._since_step.clear()
 
     def describe(self, hooks: Collection[str] = ()) -> Mapping[str, Any]:
         """The line that takes most of the time of each group: of loading, or else of the hook or other function of the
@@ -73,7 +86,7 @@ class LineSamples:
         Returns:
             ``looks``, and ``lines``: ``of`` (the group), ``where``, ``function``, ``share_pct`` of all looks.
         """
-        if self._looks < LEAST_LOOKS:
+        if (all_looks := sum(self._stacks.values())) < LEAST_LOOKS:
             return {}
         groups: dict[str, Counter[UserStack]] = {}
         for stack, looks in self._stacks.items():
@@ -81,9 +94,9 @@ class LineSamples:
                 continue
             of = LOADING if stack.is_loading else _name_call(stack, hooks)
             groups.setdefault(of, Counter())[stack] += looks
-        found = [{"of": of, **_find_hot_line(stacks, self._looks)} for of, stacks in groups.items()]
+        found = [{"of": of, **_find_hot_line(stacks, all_looks)} for of, stacks in groups.items()]
         lines = sorted(found, key=lambda line: -line["share_pct"])
-        return {"looks": self._looks, "lines": [line for line in lines if line["share_pct"] >= WORTH_PCT]}
+        return {"looks": all_looks, "lines": [line for line in lines if line["share_pct"] >= WORTH_PCT]}
 
 
 def _name_call(stack: UserStack, hooks: Collection[str]) -> str:

@@ -17,6 +17,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fastloop import ConfigError, FastLoop, FastLoopError
+from fastloop.bridge.apply.applier import Applier
 from fastloop.evidence.trace.other_profilers import find_other_profiler
 from fastloop.records.plan import Plan
 from tests.models import Regression, loader, trainer
@@ -294,6 +295,26 @@ def test_an_undo_that_fails_does_not_keep_the_others_from_theirs(
     assert type(made.strategy).__name__ == "SingleDeviceStrategy" and made.profiler is profiler
     assert made.strategy.precision_plugin is not precision, "the undo ran: nothing was tested"
     assert len(warned) == 1 and "planted" in warned[0]
+
+
+def test_an_undo_that_is_interrupted_goes_on_after_the_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in teardown, which Lightning passes on to on_exception: the Trainer kept our strategy and its settings."""
+    undo, calls = Applier.undo, list[Applier]()
+
+    def interrupted(self: Applier) -> None:
+        calls.append(self)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        undo(self)
+
+    monkeypatch.setattr(Applier, "undo", interrupted)
+    made = trainer(callbacks=[FastLoop({"rungs": {"amp": {"enabled": True}, "fused": {"enabled": True}}}, quiet=True)])
+    profiler, precision = made.profiler, made.strategy.precision_plugin
+    with pytest.raises((KeyboardInterrupt, SystemExit)):  # Lightning 2.5 and later exit
+        made.fit(Regression(torch.optim.AdamW), loader())
+    assert len(calls) == 2 and calls[0] is calls[1]
+    assert type(made.strategy).__name__ == "SingleDeviceStrategy" and made.profiler is profiler
+    assert made.strategy.precision_plugin is precision
 
 
 # -- what switches it off -------------------------------------------------------------------------------------------

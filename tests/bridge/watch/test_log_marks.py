@@ -59,7 +59,7 @@ def marks(time: Time) -> Marks:
     clock.note_batch_received()
     clock.told.clear()
     made = Marks(clock)
-    made.whole = True
+    made.in_window = True
     return made
 
 

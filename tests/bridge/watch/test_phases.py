@@ -181,7 +181,7 @@ def test_the_gap_between_epochs_lasts_until_the_next_batch(clock: Notes) -> None
 def test_hooks_are_timed_by_name_and_nothing_else_is(clock: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
     time, marks = Time(monkeypatch), Marks(clock)
     for whole in (False, True, True, True):
-        marks.whole = whole
+        marks.in_window = whole
         with marks.profile("[Callback]A.on_train_batch_end"):
             time.passes(0.5)
         with marks.profile("[Callback]FastLoop.on_train_batch_end"), marks.profile(FORWARD):

@@ -214,7 +214,9 @@ def test_a_later_look_has_figures_of_its_own(eyes: Session, time: Time) -> None:
 
 def passes(eyes: Session, time: Time, steps: int, step_s: float = 0.05, batches: int = 1, batch: Any = None) -> None:
     """Steps that nobody marks, as the callback hears of them."""
-    site = SimpleNamespace(global_step=eyes._step, accumulate_grad_batches=batches, is_last_batch=False)
+    site = SimpleNamespace(
+        global_step=eyes._step, accumulate_grad_batches=batches, is_last_batch=False, should_stop=False
+    )
     for _ in range(steps):
         for number in range(batches):
             time.passes(step_s / batches)

@@ -12,7 +12,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 
 from fastloop.bridge.watch import window as module
 from fastloop.bridge.watch.measurement import ACTIONS
-from fastloop.bridge.watch.phases import BODY, find_phase
+from fastloop.bridge.watch.phases import BODY, NOTHING, find_phase
 from fastloop.bridge.watch.profiler_proxy import WatchingProfiler
 from fastloop.bridge.watch.window import Watch
 from fastloop.evidence.clock.one_time import OneTime
@@ -183,6 +183,58 @@ def test_hooks_are_those_of_the_window(time: Time) -> None:
     assert watch.marks.hooks_s["[Callback]Slow.on_train_batch_end"] == pytest.approx(0.5 * watch.window.steps)
 
 
+@pytest.mark.parametrize("ends", ["as planned", "stopped", "control"])
+def test_workers_are_read_at_the_last_step(ends: str, time: Time) -> None:
+    """A fit ended at max_steps with a drained queue, which was full again when it was read at the fit's end."""
+    now_owed = 0
+    watch = watching(owed=lambda: now_owed)
+    watch.ends_at = 30 if ends == "as planned" else None
+    run(watch, time, 29)
+    assert watch.owed == (0, None)
+    now_owed = 4
+    run(watch, time, 1)
+    if ends == "stopped":
+        watch.note_end()
+    now_owed = 0
+    watch.close()
+    assert watch.owed == (0, 0 if ends == "control" else 4)
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("kept", [True, False], ids=["whole steps", "control"])
+def test_what_comes_after_the_last_step_is_not_summed(
+    kept: bool, batches: int, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One epoch ended with a validation, which the report did not time, but whose waits for batches it did."""
+    if not kept:
+        monkeypatch.setattr(Watch, "_keep_sums_of_whole_steps", lambda self: None)
+    watch = watching()
+    monkeypatch.setattr(watch.garbage, "start", lambda: None)  # Python's own passes would count
+
+    def end_step(hook_s: float = 0.5, loading_s: float = 0.0) -> None:
+        with watch.marks.profile("[Callback]Slow.on_train_batch_end"):
+            time.passes(hook_s)
+        with watch.marks.profile("[_EvaluationLoop].val_next"):
+            time.passes(loading_s)
+        watch.garbage.requested_s["train.py:1"] += loading_s
+        watch.garbage.passes += loading_s > 0
+
+    run(watch, time, 20, batches=batches, between=end_step)
+    end_step(loading_s=0.2)
+    run(watch, time, 2, batches=batches, between=end_step)
+    end_step(hook_s=9.0, loading_s=4.0)
+    watch.note_batch_requested()
+    watch.note_batch_received()
+    with pytest.raises(KeyboardInterrupt), watch.marks.profile(BODY):
+        raise KeyboardInterrupt
+    watch.close()
+    assert watch.window is not None and watch.window.steps == 19
+    hooks_s = watch.marks.hooks_s["[Callback]Slow.on_train_batch_end"]
+    sums = (hooks_s, watch.marks.validation_loading_s, watch.garbage.requested_s["train.py:1"], watch.garbage.passes)
+    assert (sums == pytest.approx((0.5 * 19 + 0.5, 0.2, 0.2, 1))) is kept
+    assert watch.marks.profile("[Callback]Slow.on_train_batch_end") is NOTHING and not watch.marks.in_window
+
+
 class Ranges:
     def push(self, name: str) -> None: ...
 
@@ -209,6 +261,19 @@ def test_a_probe_in_the_fits_last_step_is_ended(time: Time) -> None:
     assert probe.log == ["begin 1"]
     watch.close()
     assert probe.log == ["begin 1", "end 2"] and watch.window is None
+
+
+def test_a_probe_whose_step_did_not_end_has_no_result(time: Time) -> None:
+    """A fit died in the second of two batches: the work of both was divided by the samples of the first."""
+    probe = Look()
+    watch = watching(probes={1: probe}, warmup=4)
+    run(watch, time, 1, batches=2)
+    watch.note_batch_requested()
+    watch.note_batch_received()
+    watch.batch_end(torch.tensor(1.0), [torch.zeros(4, 2)], 4, step_ends=False, batches_per_step=2)
+    assert probe.log == ["begin 1"]
+    watch.close()
+    assert probe.log == ["begin 1", "given up"]
 
 
 class Later:

@@ -46,6 +46,7 @@ def look_at(work: Callable[[], None]) -> Any:
     lines = LineSamples()
     lines.note_step(FIRST_STEP, 100)
     fit(work)
+    lines.note_step(FIRST_STEP + 1, 100)
     lines.stop()
     return lines.describe()
 
@@ -97,6 +98,7 @@ def test_what_surrounds_the_fit_is_not_blamed() -> None:
         lines = LineSamples()
         lines.note_step(FIRST_STEP, 100)
         make_caller("wait", "torch.nn.modules.module")(lambda: time.sleep(BUSY_S))
+        lines.note_step(FIRST_STEP + 1, 100)
         lines.stop()
         return dict(lines.describe())
 
@@ -178,6 +180,7 @@ def test_a_hook_behind_a_decorator_or_lightnings_own_is_a_group() -> None:
     lines = LineSamples()
     lines.note_step(FIRST_STEP, 100)
     fit(fit_all)
+    lines.note_step(FIRST_STEP + 1, 100)
     lines.stop()
     hooks = {"training_step", "on_train_batch_end", "lr_scheduler_step"}
     found = {line["of"]: line["function"] for line in lines.describe(hooks)["lines"]}
@@ -233,6 +236,31 @@ def test_it_looks_between_two_steps_and_leaves_nothing_behind() -> None:
     assert lines.describe()["lines"]
 
 
+@pytest.mark.parametrize("goes_on", [False, True], ids=["the fit is over", "control: another step ends"])
+def test_what_follows_the_last_step_is_not_looked_at(goes_on: bool) -> None:
+    """A fit of 16 steps ended with a long validation: the slowest lines of its steps had a third of their shares."""
+
+    def training_step() -> None:
+        doze(0.2)
+
+    def validation_step() -> None:
+        rest(0.4)
+
+    lines = LineSamples()
+    lines.note_step(FIRST_STEP, 100)
+    fit(training_step)
+    lines.note_step(FIRST_STEP + 1, 100)
+    fit(validation_step)
+    if goes_on:
+        lines.note_step(FIRST_STEP + 2, 100)
+    lines.stop()
+    found = {line["of"]: line["share_pct"] for line in lines.describe()["lines"]}
+    if goes_on:
+        assert found.keys() == {"training_step", "validation_step"} and found["training_step"] < 60
+    else:
+        assert found.keys() == {"training_step"} and found["training_step"] > 90
+
+
 def test_a_warm_up_that_is_over_before_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = LineSamples()
     for step in range(1, FIRST_STEP + 1):
@@ -242,5 +270,6 @@ def test_a_warm_up_that_is_over_before_shows_nothing(monkeypatch: pytest.MonkeyP
     few = LineSamples()
     few.note_step(FIRST_STEP, 20)
     fit(lambda: time.sleep(0.5))
+    few.note_step(FIRST_STEP + 1, 20)
     few.stop()
     assert few.describe() == {}, "two looks show no shares"
