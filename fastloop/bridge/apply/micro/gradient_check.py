@@ -97,7 +97,7 @@ def explain_difference(
     def add_up(seen: _Sampled) -> torch.Tensor:
         return sum((piece.weight * each for piece, each in zip(merged, seen.others, strict=True)), torch.zeros(()))
 
-    sample = partial(_sample, strategy, own, merged, take_loss, groups, means)
+    sample = partial(_sample, strategy, own, merged, take_loss, groups, means=means)
     try:
         seen = _sample_and_recheck(strategy, sample, weights, add_up)
     except Exception as error:  # an unusual batch shape, out of memory, state that cannot be restored
@@ -266,7 +266,7 @@ def _sample_and_recheck(
         return seen
     try:
         with _within_rank(strategy):
-            return sample(is_precise=True)
+            return sample(means=None, is_precise=True)  # the first time has shown where samples are
     except Exception as error:  # too much memory, or a kernel that takes no float32
         _describe_or_raise(strategy, error)
         return seen
