@@ -97,8 +97,9 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
     count, cpus, most = found.get("num_workers"), found.get("usable_cpus"), count_possible_workers(seen)
     if found.get("has_engine"):
         used = [to_number(each.get("threads")) or 0 for each in seen.evidence.values() if isinstance(each, Mapping)]
-        more = max(used) < (cpus or math.inf)
-        does = f"{'give it more threads, or ' * more}make samples cheaper{': all CPUs work on it' * (not more)}"
+        has_all = max(used) >= (cpus or math.inf)
+        cheaper = "make samples cheaper"
+        does = f"{cheaper}: all CPUs work on it" if has_all else f"give it more threads, or {cheaper}"
         return f"the rung that loads these batches does not keep up; {found.get('engine_advice') or does}"
     if count is None:
         return "this loader is not a DataLoader; prepare its batches ahead of time"

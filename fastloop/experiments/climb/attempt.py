@@ -123,7 +123,7 @@ class _Screen:
                     return ended
                 if gain >= CLEAR and (base.step_ms or 0.0) <= APART * now_ms:
                     break
-                if self.candidate.whole and gain >= APART and self._needs_time_for_proof(took):
+                if self.candidate.whole and gain >= APART and self._has_time_for_proof_only(took):
                     break
             if place == USUAL and _find_contradiction(self._list_rates()) is None:
                 break
@@ -175,7 +175,7 @@ class _Screen:
         row = self.end("kept", why, Outcome(parity_class=promise, why=UNSCREENED))
         return dataclasses.replace(self._drop_idle(row), costs=self._read_costs())
 
-    def _needs_time_for_proof(self, took: Length) -> bool:
+    def _has_time_for_proof_only(self, took: Length) -> bool:
         """Whether there is time for the proof, which compares all that a second pair would, but not for both."""
         costs, left_s = self._read_costs(), self.context.runner.left_with_grace_s()
         proof_s = self.context.estimate_proof_s((self.arm, costs))

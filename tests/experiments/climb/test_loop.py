@@ -817,7 +817,7 @@ def test_time_is_kept_for_all_pairs_of_a_screen(amp: float, monkeypatch: pytest.
     assert proven == list(range(proven[0], 500, 10)), "no larger budget has less"
     monkeypatch.setattr(loop, "CLEAR", 0.0)  # the control: time for one pair only, and for no wrong estimate
     monkeypatch.setattr(loop, "SURE", 1.0)
-    monkeypatch.setattr(_Screen, "_needs_time_for_proof", lambda *_: False)
+    monkeypatch.setattr(_Screen, "_has_time_for_proof_only", lambda *_: False)
     assert len(list_proven(machine, range(300, 500, 10))[0]) < len(proven)
 
 
@@ -838,7 +838,7 @@ def test_a_second_pair_leaves_the_proof_its_time(monkeypatch: pytest.MonkeyPatch
     )
     for waits, proven in ((True, True), (False, False)):
         if not waits:
-            monkeypatch.setattr(_Screen, "_needs_time_for_proof", lambda *_: False)  # the control
+            monkeypatch.setattr(_Screen, "_has_time_for_proof_only", lambda *_: False)  # the control
         runner = SimulatedRunner(machine).with_budget(600)
         climb = make_climb(runner, ladders=list_shipped())
         with contextlib.suppress(Spent):

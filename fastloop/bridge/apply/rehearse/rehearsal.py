@@ -83,7 +83,7 @@ class Rehearsal:
     def stop_recording(self) -> None:
         """The first batch is done, and all calls to replay later are recorded. Idempotent."""
         if self._recorder.is_recording:
-            self._first_ms = 1e3 * (time.perf_counter() - self._first_began_s)
+            self._first_ms = 1e3 * (time.perf_counter() - self._first_began_s) / self._recorder.repeats
             self._captured = self._count_captured()
         self._recorder.stop()
 
@@ -118,8 +118,7 @@ class Rehearsal:
         )
         modules = self._replayer.modules
         known = Remembered(modules, self.site.device, self.site.optimizers)
-        first_ms = self._first_ms / self._recorder.repeats
-        self._budget = TrialBudget(self.terms, self.site.module, modules, known, self.handle.settings, first_ms)
+        self._budget = TrialBudget(self.terms, self.site.module, modules, known, self.handle.settings, self._first_ms)
         try:
             refused = self._budget.refuse_all(self.steps)
             if all(gather(self.site.trainer, bool(refused))):

@@ -1093,6 +1093,19 @@ def test_strict_is_about_what_cannot_apply(monkeypatch: pytest.MonkeyPatch) -> N
         fit(config("amp", strict=True))
 
 
+@pytest.mark.parametrize(("calls", "repeats"), [(recorded_calls.MOST_CALLS, 1.0), (2 * recorded_calls.MOST_CALLS, 2.0)])
+def test_calls_that_are_not_recorded_count_in_the_time_of_a_step(calls: int, repeats: float) -> None:
+    """A window of eight batches that ran batch by batch counted as half as long as it was: amp seemed to cost too much
+    in a run of 30 steps."""
+    module = torch.nn.ModuleDict({"net": torch.nn.Linear(4, 4)})
+    recorder = recorded_calls.CallRecorder(module, ["net"], groups=BatchGroups())
+    recorder.note_batch((torch.ones(2, 4),))
+    for _ in range(calls):
+        module["net"](torch.ones(2, 4))
+    recorder.stop()
+    assert len(recorder.calls) == recorded_calls.MOST_CALLS and recorder.repeats == repeats
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_what_a_frozen_module_takes_is_not_in_the_time_of_a_batch(frozen: bool) -> None:
     """A teacher in evaluation mode is not recorded: the step takes longer than its calls, and no rung is to blame."""
