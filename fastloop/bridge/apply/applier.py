@@ -218,9 +218,9 @@ class Applier:
             return self.micro.show_window(self._site.staging.finish_window(batch, move, dataloader_idx))
         return self._site.staging.finish(batch, partial(move, batch), dataloader_idx)
 
-    def find_whole(self, batch: Any) -> Any:
-        """All batches of an accumulation window if Lightning sees only one of them, else the batch itself."""
-        return batch if self.micro is None else self.micro.windows.find_whole(batch)
+    def find_whole(self, batch: Any) -> tuple[Any, float]:
+        """The batch, or all of a window of which Lightning sees only one; and its share of a full window."""
+        return (batch, 1.0) if self.micro is None else self.micro.windows.find_whole(batch)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one training_step of the module, in one piece or several."""

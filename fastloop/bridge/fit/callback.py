@@ -192,8 +192,8 @@ class FastLoop(Callback):
     @fail_open
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._session is not None:
-            whole = batch if self._applier is None else self._applier.find_whole(batch)
-            self._session.batch_end(trainer, outputs, whole)
+            whole = (batch, 1.0) if self._applier is None else self._applier.find_whole(batch)
+            self._session.batch_end(trainer, outputs, *whole)
         if self._first:
             self._first, self._training = False, True
             self._switch_hook("on_train_batch_end", self._session is not None)

@@ -84,7 +84,7 @@ class Session:
         self.device: torch.device = trainer.strategy.root_device
         on_cuda = self.device.type == "cuda"
         self.uuid = nvml.find_uuid(self.device) if on_cuda else None
-        self.work, self.syncs, self.lines = CountWork(preserve_state), FindSyncs(), LineSamples()
+        self.work, self.syncs, self.lines = CountWork(preserve_state, one_time), FindSyncs(), LineSamples()
         self.hunt = HuntSyncs(self.device) if hunt_syncs else None
         self.trace = TraceProbe(trainer, self.device, settings.trace_steps, place) if settings.trace_steps else None
         probes: dict[int, Probe] = {
@@ -156,15 +156,15 @@ class Session:
         self.lines.stop()
         self.watch.stop()
 
-    def batch_end(self, trainer: Any, outputs: Any, batch: Any) -> None:
-        """Record a finished batch."""
+    def batch_end(self, trainer: Any, outputs: Any, batch: Any, share: float = 1.0) -> None:
+        """Record a finished batch, which may be this share of a full accumulation window."""
         step = trainer.global_step
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         step_ends = step != self._step
         self._is_anomaly_mode = torch.is_anomaly_enabled()
         size = self._count(trainer, batch)
         self.work.batch(size)
-        self.watch.batch_end(loss, batch, size, step_ends, trainer.accumulate_grad_batches)
+        self.watch.batch_end(loss, batch, size, step_ends, trainer.accumulate_grad_batches / share)
         self._step, self._epoch_begins = step, trainer.is_last_batch
         self._passed_steps += step_ends
         self._passed_samples += size or 0

@@ -140,9 +140,10 @@ class Watch:
         self._boundary = False
 
     def batch_end(
-        self, loss: torch.Tensor | None, batch: Any, size: int | None, step_ends: bool, batches_per_step: int
+        self, loss: torch.Tensor | None, batch: Any, size: int | None, step_ends: bool, batches_per_step: float
     ) -> None:
-        """Record a finished batch of `size` samples. `loss` is divided by the batches per step, as in Lightning."""
+        """Record a finished batch of `size` samples. `loss` is divided by `batches_per_step`, as in Lightning, in a
+        step of fewer batches too."""
         self.losses.add(loss, step_ends, batches_per_step)
         if self.clock.detailed or self._probe is not None:
             self.tokens.add(batch)

@@ -19,7 +19,7 @@ class LossLog:
         self._step: list[torch.Tensor] = []
         self._steps = 0
 
-    def add(self, loss: torch.Tensor | None, step_ends: bool, batches_per_step: int) -> None:
+    def add(self, loss: torch.Tensor | None, step_ends: bool, batches_per_step: float) -> None:
         """Add the loss of one batch, already divided by batches_per_step as Lightning does."""
         if loss is not None:
             self._step.append(loss)

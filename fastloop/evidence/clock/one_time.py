@@ -15,7 +15,8 @@ from typing import NamedTuple
 now = time.perf_counter
 
 
-OURS = ("rehearsal", "first_calls")
+TRIALS = "rehearsal"
+OURS = (TRIALS, "first_calls")
 """Causes that never recur, however many steps they fall into: our own trials, which are limited in number."""
 
 
@@ -63,6 +64,10 @@ class OneTime:
             yield
         finally:
             self.add_span(cause, began, now())
+
+    def count(self, cause: str) -> int:
+        """Number of finished spans of this cause."""
+        return sum(span.cause == cause for span in self.spans)
 
     def sum_by_cause(self) -> dict[str, float]:
         """Seconds by cause. A nested cost, such as a compile in a rehearsal, counts only under its own cause."""

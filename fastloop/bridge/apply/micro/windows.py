@@ -54,10 +54,12 @@ class MergedWindows:
         self._apart = batches, reason
         return batches[-1]
 
-    def find_whole(self, batch: Any) -> Any:
-        """All batches of the window if Lightning sees only one of them, else the batch itself."""
+    def find_whole(self, batch: Any) -> tuple[Any, float]:
+        """The batch, or all of a window of which Lightning sees only one; and its share of a full window, for an
+        epoch's last one may be shorter."""
         found = self.find_apart(batch)
-        return batch if found is None else found[0]
+        share = 1.0 if self._read is None else len(self._read[1].sizes) / self._read[1].full
+        return batch if found is None else found[0], share
 
     def find_apart(self, batch: Any) -> tuple[BatchWindow, str] | None:
         """The window of which Lightning sees only this batch, and why it is not concatenated; None if there is none."""

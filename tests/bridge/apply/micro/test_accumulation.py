@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fastloop.bridge.apply import read_facts
-from fastloop.bridge.apply.micro import accumulation, choice, search
+from fastloop.bridge.apply.micro import accumulation, choice, search, windows
 from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.evidence.clock.one_time import OneTime
@@ -83,6 +83,21 @@ def test_the_comparison_sees_a_whole_window_weighed_as_one() -> None:
     naive = run(None, batches(84, 32, shuffle=True), max_epochs=4)
     assert plain.trainer.global_step == naive.trainer.global_step and plain.module.samples == naive.module.samples
     assert distance(plain, naive) > 1e-3
+
+
+def test_the_reported_loss_of_a_short_window_is_its_own_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the accumulating run, though both train on a smaller loss there."""
+
+    def read_losses(rungs: Any) -> Sequence[float]:
+        loop = run(rungs, RAGGED(), max_epochs=2, **ACCUMULATE).loop
+        assert loop is not None and loop.measurement is not None
+        return loop.measurement.loss
+
+    plain = read_losses({})
+    assert len(plain) == 6 and read_losses(MERGE) == pytest.approx(plain, rel=1e-5)
+    monkeypatch.setattr(windows.MergedWindows, "find_whole", lambda _windows, batch: (batch, 1.0))
+    control = read_losses(MERGE)
+    assert control[:2] == pytest.approx(plain[:2], rel=1e-5) and control[2] == pytest.approx(plain[2] * 3 / 4, rel=1e-5)
 
 
 @pytest.mark.parametrize("frequency", [2, 4, 8, 11])
@@ -406,16 +421,16 @@ def test_a_conversion_in_mid_run_reaches_a_window_that_came_apart() -> None:
     shown = micro.show_window(apart)
     assert (
         shown is apart[-1]
-        and micro.windows.find_whole(shown) is apart
-        and micro.windows.find_whole(apart[0]) is apart[0]
+        and micro.windows.find_whole(shown)[0] is apart
+        and micro.windows.find_whole(apart[0])[0] is apart[0]
     )
     converted = micro.windows.convert(shown, lambda batch: batch + 1)
-    whole = micro.windows.find_whole(converted)
+    whole = micro.windows.find_whole(converted)[0]
     assert [float(batch.max()) for batch in whole] == [1, 2] and converted is whole[-1]
     joined = micro.show_window(BatchWindow([torch.zeros(2, 3), torch.ones(1, 3)]))
     assert joined.shape == (3, 3)
     again = micro.windows.convert(joined, lambda batch: batch + 1)
-    assert float(again.sum()) == 12 and micro.windows.find_whole(again) is again
+    assert float(again.sum()) == 12 and micro.windows.find_whole(again) == (again, 1.0)
 
 
 def test_a_collate_function_that_drops_samples() -> None:
