@@ -233,7 +233,7 @@ class FastLoop(Callback):
     @fail_open
     def _on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         rungs, held = [step.rung for step in self.plan.planned], self._applier.held if self._applier else ()
-        if (line := explain_exception(exception, pl_module, rungs, held)) is not None:
+        if not trainer.received_sigterm and (line := explain_exception(exception, pl_module, rungs, held)) is not None:
             lines.warn(line)
             self._hint = line
         if not self._training:

@@ -428,19 +428,26 @@ def test_a_fit_that_raises_is_measured_as_far_as_it_went(
 
 
 class MixesTypes(Regression):
+    terminated = False
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 5:
+            self.trainer._signal_connector.received_sigterm = self.terminated
             torch.zeros(2)[[0]] = torch.zeros(1, dtype=torch.bfloat16)
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("rungs", [{"amp": {"enabled": True}}, {}])
-def test_a_report_says_what_a_rung_knows_of_the_error(rungs: Any) -> None:
-    loop = FastLoop({"rungs": rungs}, quiet=True)
+@pytest.mark.parametrize(("rungs", "terminated"), [({"amp": {"enabled": True}}, False), ({}, False), ({}, True)])
+def test_a_report_says_what_a_rung_knows_of_the_error(rungs: Any, terminated: bool) -> None:
+    """But not of one that may come from a SIGTERM to the whole process group, such as workers that are gone."""
+    loop = FastLoop({"rungs": rungs or {"amp": {"enabled": terminated}}}, quiet=True)
+    module = MixesTypes()
+    module.terminated = terminated
     with pytest.raises(RuntimeError, match="BFloat16"):
-        trainer(callbacks=[loop]).fit(MixesTypes(), loader())
-    assert loop.findings[0].title == "DIED"
-    assert ("write rungs.amp.enabled: false" in str([loop.findings[0].why, loop.findings[0].detail])) is bool(rungs)
+        trainer(callbacks=[loop]).fit(module, loader())
+    assert loop.measurement is not None
+    assert ("write rungs.amp.enabled: false" in str(loop.measurement.evidence.get("died"))) is bool(rungs)
+    assert [each.title for each in loop.findings[:1]].count("DIED") == (not terminated)
 
 
 def test_where_the_cpu_is_busy_with_the_optimizer_its_fused_form_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
