@@ -23,6 +23,8 @@ class FoundSize:
     """What limits it, or why there was no search."""
     uncompiled: int | None = None
     """The size to use if the model is not compiled after all; None = the same."""
+    later: int | None = None
+    """A faster size that only fits with rungs that are not on yet; None if there is none."""
     room_bytes: float | None = None
     """Memory that larger sizes did not fit into; None if memory is not the limit."""
 

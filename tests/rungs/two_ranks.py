@@ -105,12 +105,11 @@ def _play_with_less_on_one(run: Any, piece: Any) -> float:
 
 
 def main() -> None:
-    from fastloop.bridge.apply.micro import batches, choice, windows
-    from fastloop.bridge.apply.micro import search as micro_search
+    from fastloop.bridge.apply.micro import batches, choice, search_run, windows
     from fastloop.feeds import window_batches
 
     os.environ["XDG_CACHE_HOME"] = os.getcwd()
-    micro_search._Run._play = _play_with_less_on_one
+    search_run.SearchRun._play = _play_with_less_on_one
     found, exchange, compare = {}, batches._skip_exchange, choice.explain_difference
     concatenate = window_batches.concatenate
     for name, (rungs, settings) in CASES.items():

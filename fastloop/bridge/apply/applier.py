@@ -175,14 +175,14 @@ class Applier:
         if self.loaders is not None:
             self.loaders.train_start()
         if self._live.held and self.terms is not None and self._site is not None:
-            terms = self.terms.of_run(self._site.trainer)
             self.rung_trials = RungTrials(
-                Rehearsal(self._site, self._live.held_steps, terms, self._handle),
+                Rehearsal(self._site, self._live.held_steps, self.terms.of_run(self._site.trainer), self._handle),
                 pause=self._undo_but_keep_evidence,
                 record_outcomes=self._record_outcomes,
                 one_time=self.one_time,
                 warn=self.warn,
                 recorder=self.graphs,
+                may_grow=lambda: self.micro is not None and self.micro.choice.may_grow,
             )
 
     @property

@@ -121,7 +121,7 @@ class LivePlan:
 
     def record(self, outcomes: Sequence[RungOutcome]) -> None:
         """Plan the rungs that were tried and work, also those that had been left out, and leave out the others."""
-        held, self.held = self.held, frozenset()
+        held, self.held = self.held, self.held - {outcome.rung for outcome in outcomes}
         for outcome in outcomes:
             step = next(each for each in self.plan.steps if each.rung == outcome.rung)
             step = self.take_cheaper(step) if outcome.is_cheaper and outcome.fault is None else step

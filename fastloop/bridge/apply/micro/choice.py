@@ -82,7 +82,7 @@ class PieceChoice:
         self._one_time, self._list_held, self._unmerged = one_time, list_held, unmerged
         self.groups = groups
         self.windows = MergedWindows()
-        self._size = PieceSize(micro, self.windows, groups, one_time, is_planned)
+        self._size = PieceSize(micro, self.windows, groups, one_time, list_held, is_planned)
         self.whole: tuple[int, int] | None = None
         """Samples in a full batch and in an epoch's last batch; None if unknown."""
         self.refused: str | None = None
@@ -125,6 +125,11 @@ class PieceChoice:
         return self._size.samples
 
     @property
+    def may_grow(self) -> bool:
+        """Whether micro-batches become larger once rungs that cost nothing to switch are on, because they fit then."""
+        return self._lacked_room or self._size.may_grow
+
+    @property
     def runs_whole(self) -> bool | None:
         """Whether batches, or merged windows, run in one piece each; None until that is decided."""
         if self.refused is not None:
@@ -153,7 +158,11 @@ class PieceChoice:
     def _update_size(self, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]) -> None:
         """Find the micro-batch's size, or change it; if it is that of the user's own batches, these stay."""
         if self._size.is_open or self.refused is None:
+            before = self._size.samples
             self._size.update(strategy, batch, window, rest)
+            if self._size.samples > before > 0:  # merged otherwise than in the first comparison
+                self._undecided, self._next = self._compares or self.groups is not None, self._seen + 1
+                self._largest = ()
         if self._size.kept is not None and self.refused is None:
             self.refused = self._apart_why = self._size.kept
             self._undecided = False

@@ -10,7 +10,7 @@ from typing import Any
 from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.bridge.apply.micro.search import SizeSearch
-from fastloop.bridge.apply.rehearse.budget import is_costly
+from fastloop.bridge.apply.rehearse.budget import is_costly, is_quick
 from fastloop.bridge.apply.rehearse.rehearsal import ApplierHandle
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import let_through
@@ -55,13 +55,14 @@ def _make_search(
         wants: what the rung that requests the search wants.
         held: rungs that wait for the rehearsal.
     """
-    quick = [step for step in held if step.change.rehearse == "modules" and not is_costly(step)]
+    quick = [step for step in held if is_quick(step)]
     names = sorted(step.rung for step in held)
     compiles = next((step.rung for step in held if is_costly(step)), None)
     return SizeSearch(
         target=wants["step.target_memory"],
         whole=wants["step.whole_batches"],
         quick=partial(_switch_on, site, quick, handle),
+        waiting=[step.rung for step in quick],
         key=(names, site.facts.precision, site.facts.world_size, wants.get("step.batch_norm")),
         compiles=compiles if wants.get("step.batch_norm") == "groups" else None,
         say=handle.say,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fastloop.bridge.apply.micro.gradient_check import TakeLoss
-from fastloop.bridge.apply.micro.search import SizeSearch, SizeTrial, measure_length
+from fastloop.bridge.apply.micro.search import SizeSearch, measure_length
+from fastloop.bridge.apply.micro.search_run import SizeTrial
 from fastloop.bridge.apply.micro.windows import Merged, MergedWindows
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_norm.groups import BatchGroups
@@ -26,6 +27,7 @@ class PieceSize:
         windows: MergedWindows,
         groups: BatchGroups | None,
         one_time: OneTime,
+        list_held: Callable[[], Collection[str]],
         is_planned: Callable[[str], bool],
     ) -> None:
         self._search = micro if isinstance(micro, SizeSearch) else None
@@ -33,7 +35,8 @@ class PieceSize:
         """Samples per piece; 0 until the search has found it."""
         self.kept: str | None = None
         """Why the user's own batches stay as they are; None if they do not."""
-        self._windows, self._groups, self._one_time, self._is_planned = windows, groups, one_time, is_planned
+        self._windows, self._groups, self._one_time = windows, groups, one_time
+        self._list_held, self._is_planned = list_held, is_planned
         self._found: FoundSize | None = None
 
     @property
@@ -44,6 +47,11 @@ class PieceSize:
     def is_open(self) -> bool:
         """Whether the search has yet to find it."""
         return self._search is not None and self._found is None
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether a larger size will be tried once rungs that wait have been tried."""
+        return self._found is not None and self._found.later is not None
 
     def evidence(self) -> Mapping[str, Any]:
         """The size, and how the search found it: the reason, and samples per second of each size that was tried."""
@@ -56,13 +64,15 @@ class PieceSize:
         }
 
     def update(self, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]) -> None:
-        """Search on the first window; later, choose another size if the compile was refused or samples are longer."""
+        """Search on the first window; later, choose another size if rungs were kept with which a larger one fits, if
+        the compile was refused, or if samples are longer."""
         if self._search is None:
             return
         if self._found is None:
             self._find(self._search, strategy, batch, window, rest)
         elif self._windows.find_apart(batch) is None:
             self._use_uncompiled_size(self._search, window)
+            self._grow(self._search, strategy, batch, window, rest)
             self._shrink_for_longer_samples(self._search, strategy, batch, window, rest)
 
     def make_trial(self, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any], own: int) -> SizeTrial:
@@ -95,9 +105,13 @@ class PieceSize:
             sizes, search.longest = list_sizes(trial.own, batches), measure_length(batch)
         with self._one_time.span("rehearsal"):
             self._found = search.find(strategy, sizes, trial)
-        self.samples = self._found.size
-        if self.samples == trial.own:
-            self.kept = f"keeping your micro-batch size: {self._found.why}"
+        self._use(self._found, trial.own)
+
+    def _use(self, found: FoundSize, own: int) -> None:
+        """Use this size; if it is that of the user's `own` batches for good, these stay as they are."""
+        self.samples = found.size
+        if found.size == own and found.later is None:
+            self.kept = f"keeping your micro-batch size: {found.why}"
 
     def _use_uncompiled_size(self, search: SizeSearch, window: Merged | None) -> None:
         """Take the size for an uncompiled model if the rung that was to compile it was refused."""
@@ -111,6 +125,16 @@ class PieceSize:
         search.remember(self.samples)
         if window is not None and self.samples == window.sizes[0]:
             self.kept = f"keeping your micro-batch size: {why}"
+
+    def _grow(self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]) -> None:
+        """Take the larger size that needs some rungs, if it fits now that these were tried."""
+        is_full = window is None or len(window.sizes) == window.full
+        if self._found is None or not self.may_grow or not is_full or set(search.waiting) & set(self._list_held()):
+            return
+        own = (count_rows(batch) or 1) if window is None else window.sizes[0]
+        with self._one_time.span("rehearsal"):
+            self._found = search.grow(strategy, self._found, self.make_trial(strategy, batch, window, rest, own))
+        self._use(self._found, own)
 
     def _shrink_for_longer_samples(
         self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]

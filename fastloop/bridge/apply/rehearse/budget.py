@@ -273,6 +273,11 @@ def is_costly(step: Step) -> bool:
     return step.change.pay_back is not None
 
 
+def is_quick(step: Step) -> bool:
+    """Whether the rung changes modules, and costs nothing to switch."""
+    return step.change.rehearse == "modules" and not is_costly(step)
+
+
 def find_cheapest(step: Step) -> Step:
     """The rung's variant with a smaller one-time cost, if it has one; else the rung itself."""
     return step if step.change.cheaper is None else replace(step, change=step.change.cheaper)

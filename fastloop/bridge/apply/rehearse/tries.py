@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastloop.bridge.apply.rehearse.budget import find_cheapest
+from fastloop.bridge.apply.rehearse.budget import find_cheapest, is_quick
 from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
 from fastloop.bridge.apply.rehearse.replay_look import ReplayTimingCheck, StepRecorder
 from fastloop.bridge.apply.rehearse.second_look import StepTimingCheck
@@ -33,6 +33,8 @@ class RungTrials:
         one_time: collects one-time costs, here the rehearsal's time.
         warn: receives a line that the user must not miss.
         recorder: records the step of this run; None: steps are not replayed.
+        may_grow: whether micro-batches become larger once the rungs that cost nothing to switch are on. The other rungs
+            are then rehearsed one step later.
     """
 
     def __init__(
@@ -44,8 +46,11 @@ class RungTrials:
         one_time: OneTime,
         warn: Callable[[str], None],
         recorder: StepRecorder | None = None,
+        may_grow: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._recorder, self._terms = recorder, rehearsal.terms
+        self._recorder, self._terms, self._may_grow = recorder, rehearsal.terms, may_grow
+        self._tried: tuple[list[Step], list[RungOutcome]] = [], []
+        """Rungs of an earlier rehearsal, and what came of them."""
         self._slower: list[tuple[Step, RungOutcome]] = []
         """Rungs that eager steps were slower with."""
         self._replay_check: ReplayTimingCheck | None = None
@@ -117,7 +122,7 @@ class RungTrials:
             self._site.changed_sizes.append(find_changes(self._first_sizes, read_sizes([batch], {})))
         if not rehearsal.is_due():
             return
-        self._rehearsal = None
+        self._rehearsal, terms, later = None, rehearsal.terms, self._take_later(rehearsal)
         try:
             with self._one_time.span("rehearsal"), leaves_on_sigterm(self._site.trainer):
                 outcomes = rehearsal.run(self._recorder.estimate_trial_s if self._recorder is not None else None)
@@ -132,10 +137,25 @@ class RungTrials:
             if rung in kept:
                 self._one_time.add_span(FIRST_CALLS, began, began + seconds)
         self._record_outcomes(outcomes)
+        self._tried = self._tried[0] + rehearsal.steps, self._tried[1] + outcomes
+        if later:
+            self._rehearsal = Rehearsal(self._site, later, terms, self._handle)
+            return
+        rehearsal.steps, outcomes = self._tried
         self._terms = rehearsal.terms
         handle = dataclasses.replace(self._handle, unapply=self._pause)
         self._second_look = StepTimingCheck.after(rehearsal, outcomes, handle, self._first_sizes)
         self._note_slower(rehearsal.steps, outcomes)
+
+    def _take_later(self, rehearsal: Rehearsal) -> list[Step]:
+        """Take from a rehearsal the rungs to be rehearsed on the calls of the next step, because micro-batches become
+        larger with the others."""
+        quick = [step for step in rehearsal.steps if is_quick(step)]
+        if not quick or not self._may_grow():
+            return []
+        later = [step for step in rehearsal.steps if step not in quick]
+        rehearsal.steps = quick
+        return later
 
     def _look_again(self, look: StepTimingCheck, batch: Any) -> None:
         try:

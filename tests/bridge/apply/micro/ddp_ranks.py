@@ -134,10 +134,10 @@ def fit(name: str, how: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    from fastloop.bridge.apply.micro import search
+    from fastloop.bridge.apply.micro import search_run
 
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    search._Run._read_ms = lambda _run, piece: (
+    search_run.SearchRun._read_ms = lambda _run, piece: (
         4 if piece.samples == 4 else piece.samples**0.9 * 2  # 4 are the fastest
     )
     found: dict[str, Any] = {}

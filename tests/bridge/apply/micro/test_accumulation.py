@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fastloop.bridge.apply import read_facts
-from fastloop.bridge.apply.micro import accumulation, choice, search, windows
+from fastloop.bridge.apply.micro import accumulation, choice, search_run, windows
 from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.evidence.clock.one_time import OneTime
@@ -572,7 +572,7 @@ def test_a_first_step_that_only_rungs_make_fit_runs_batch_by_batch(fits: bool, m
         return 1.0
 
     monkeypatch.setattr(choice, "LIMITED", ("cpu",))
-    monkeypatch.setattr(search._Run, "_play", play)
+    monkeypatch.setattr(search_run.SearchRun, "_play", play)
     ours = run({**MERGE, "amp": {}}, EVEN(), Net, max_epochs=2, **ACCUMULATE)
     seen = ours.seen("batch")
     assert (

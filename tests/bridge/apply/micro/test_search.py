@@ -18,9 +18,11 @@ import torch
 import torchmetrics
 
 from fastloop.bridge.apply import read_facts
-from fastloop.bridge.apply.micro import search as micro_search
+from fastloop.bridge.apply.micro import choice, search, search_run
 from fastloop.bridge.apply.rehearse import optimizer_twins, played
+from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
 from fastloop.evidence.clock.one_time import OneTime
+from fastloop.judge.micro_batch import FoundSize
 from tests import runs
 from tests.bridge.apply.micro.test_piece_logs import Memory
 from tests.noted import Noted
@@ -43,7 +45,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def timed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Milliseconds that each size seems to take; 16 samples are the fastest."""
     ms = {2: 4.0, 4: 6.0, 8: 8.0, 16: 10.0, 32: 24.0}
-    monkeypatch.setattr(micro_search._Run, "_read_ms", lambda _run, piece: ms[piece.samples])
+    monkeypatch.setattr(search_run.SearchRun, "_read_ms", lambda _run, piece: ms[piece.samples])
     return ms
 
 
@@ -109,8 +111,8 @@ def test_auto_is_the_run_with_its_number_written_by_hand(
         " samples of your optimizer step, not by memory"
     )
     # The control: without the guards every trace shows.
-    monkeypatch.setattr(micro_search, "preserve_state", lambda *_modules: torch.enable_grad())
-    monkeypatch.setattr(micro_search, "map_tensors", lambda batch, _clone: batch)
+    monkeypatch.setattr(search_run, "preserve_state", lambda *_modules: torch.enable_grad())
+    monkeypatch.setattr(search_run, "map_tensors", lambda batch, _clone: batch)
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     traces = list_traces(by_hand, fit(AUTO))
     assert {"rows", "draws", "logs", "net.0.weight", "net.1.running_mean", "optimizer exp_avg", "order"} <= traces
@@ -120,9 +122,9 @@ def test_what_was_found_is_run_once_and_not_timed_again(
     timed: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    play = micro_search._Run._play
+    play = search_run.SearchRun._play
     monkeypatch.setattr(
-        micro_search._Run, "_play", lambda own, piece: (sizes.append(piece.samples), play(own, piece))[1]
+        search_run.SearchRun, "_play", lambda own, piece: (sizes.append(piece.samples), play(own, piece))[1]
     )
     first = run(AUTO, EVEN(), **ACCUMULATE)
     assert set(sizes) == {4, 2, 8, 16, 32} and first.seen("batch")["micro_batch"] == 16
@@ -266,7 +268,7 @@ def test_the_users_own_batches_stay_where_they_are_the_fastest(timed: dict[int, 
 
 
 def test_a_search_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch, timed: dict[int, float]) -> None:
-    monkeypatch.setattr(micro_search, "LIMIT_S", 1.0)
+    monkeypatch.setattr(search_run, "LIMIT_S", 1.0)
 
     class Slow(Net):
         def loss(self, batch: Any) -> torch.Tensor:
@@ -391,7 +393,7 @@ def test_rungs_that_wait_are_on_while_sizes_are_timed_and_off_for_step_1(
         return watched
 
     for name in ("play_plain", "_time_each"):
-        monkeypatch.setattr(micro_search._Run, name, during(name, getattr(micro_search._Run, name)))
+        monkeypatch.setattr(search_run.SearchRun, name, during(name, getattr(search_run.SearchRun, name)))
     rungs = {"amp": {}, "layout": {}}
     by_hand = run({**BY_HAND, **rungs}, EVEN(), Pictures, **ACCUMULATE)
     seen.clear()
@@ -406,18 +408,20 @@ def test_rungs_that_wait_are_on_while_sizes_are_timed_and_off_for_step_1(
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A device of 120 GiB, 15 of them others', on which a micro-batch takes 10 GiB and 4 a sample."""
-    state: dict[str, Any] = {"room": 100, "played": [], "retries": {}}
-    play = micro_search._Run._play
+    """A device of 120 GiB, 15 of them others', on which a micro-batch takes 10 GiB and 4 a sample, or less with amp."""
+    state: dict[str, Any] = {"room": 100, "played": [], "retries": {}, "with_amp": 4}
+    play = search_run.SearchRun._play
 
     def watched(own: Any, piece: Any) -> float:
         state["played"].append(piece.samples)
+        with own.strategy.precision_plugin.train_step_context():
+            state["a_sample"] = state["with_amp"] if torch.is_autocast_enabled("cpu") else 4
         return play(own, piece)
 
     fakes = {
         "mem_get_info": lambda _device: (105 * GIB, 120 * GIB),
         "memory_reserved": lambda _device: 0,
-        "max_memory_reserved": lambda _device: (10 + 4 * state["played"][-1]) * GIB,
+        "max_memory_reserved": lambda _device: (10 + state["a_sample"] * state["played"][-1]) * GIB,
         "reset_peak_memory_stats": lambda _device: state.update(forgotten=len(state["played"])),
         "memory_stats": lambda _device: {
             "num_alloc_retries": sum(state["retries"].get(size, 0) for size in state["played"])
@@ -425,8 +429,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(micro_search._Run, "_play", watched)
-    monkeypatch.setattr(micro_search.Room, "_read_bytes", lambda *_: state["room"] * GIB)
+    monkeypatch.setattr(search_run.SearchRun, "_play", watched)
+    monkeypatch.setattr(search_run.Room, "_read_bytes", lambda *_: state["room"] * GIB)
     return state
 
 
@@ -453,6 +457,115 @@ def test_memory_is_predicted_before_it_is_taken(
     assert why in done.verdict("batch").why and took in device["played"]
     assert done.seen("batch").get("room_gib") == (room if why.startswith("by memory") else None)
     assert device["forgotten"] == len(device["played"]), "the peak of trials is none of the training"
+
+
+@pytest.fixture
+def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], set[int]]]:
+    """For each rehearsal, its rungs and the samples in the calls that it replays."""
+    seen: list[tuple[list[str], set[int]]] = []
+    really = Rehearsal.run
+
+    def watched(rehearsal: Rehearsal, *rest: Any) -> Any:
+        samples = {len(call.args[0]) for call in rehearsal._recorder.calls}
+        seen.append(([step.rung for step in rehearsal.steps], samples))
+        return really(rehearsal, *rest)
+
+    monkeypatch.setattr(Rehearsal, "run", watched)
+    return seen
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    really = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda made, **_how: really(made, backend="eager"))
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize(("with_amp", "grows"), [(2, True), (4, False)])
+def test_a_size_that_only_fits_with_a_rung_is_used_once_the_rung_is_on(
+    with_amp: int, grows: bool, timed: dict[int, float], device: dict[str, Any], rehearsed: Any
+) -> None:
+    """The compile waits for it, so that the model is compiled once, for these calls."""
+    device["with_amp"] = with_amp
+    timed |= {32: 1.0, 16: 2.0, 8: 4.0, 4: 8.0}
+    plain = run(None, EVEN(), **ACCUMULATE)
+    ours = run({**AUTO, "amp": {}, "compile": {}}, EVEN(), **ACCUMULATE)
+    assert ours.verdict("amp").took and ours.verdict("compile").took and ours.trainer.global_step == 6
+    assert ours.seen("batch")["micro_batch"] == (32 if grows else 16)
+    assert rehearsed == ([(["amp"], {16}), (["compile"], {32})] if grows else [(["amp", "compile"], {16})])
+    assert ("32 only fits with amp" in ours.verdict("batch").why) is grows
+    assert ours.seen("batch")["micro_batches"] == ([32] if grows else [16, 16])
+    assert ours.module.samples == plain.module.samples and distance(plain, ours) < 0.02
+
+
+@pytest.mark.parametrize(("theirs", "took"), [((16, 32), 32), ((16, None), 16), ((8, 16), 16), ((8, None), 8)])
+def test_ranks_agree_on_the_size_that_needs_a_rung(
+    theirs: tuple[int, int | None],
+    took: int,
+    timed: dict[int, float],
+    device: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other rank has less room, or none for larger sizes."""
+    device["with_amp"] = 2
+    timed |= {32: 1.0, 16: 2.0, 8: 4.0, 4: 8.0}
+    other = FoundSize(size=theirs[0], later=theirs[1])
+    monkeypatch.setattr(search, "gather", lambda _trainer, mine: [mine, (other, mine[1])])
+    ours = run({**AUTO, "amp": {}}, EVEN(), **ACCUMULATE)
+    assert ours.seen("batch")["micro_batch"] == took and ours.trainer.global_step == 6
+
+
+class Contrast(Net):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return (self.net(batch[0]).mean() - 1).square()
+
+
+@pytest.mark.parametrize("module", [Contrast, Net])
+def test_the_larger_size_is_compared_before_it_is_used(
+    module: type[Net], timed: dict[int, float], device: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step ran in batches of the user's size, in which a loss that compares samples is no other."""
+    device["with_amp"] = 2
+    timed |= {32: 1.0, 16: 2.0, 8: 4.0, 4: 8.0}
+    other = FoundSize(size=8, later=16)
+    monkeypatch.setattr(search, "gather", lambda _trainer, mine: [mine, (other, mine[1])])
+    ours = run({**AUTO, "amp": {}}, EVEN(), module, **ACCUMULATE)
+    assert ours.verdict("batch").took is (module is Net)
+    assert ("not a mean over samples" in ours.verdict("batch").why) is (module is Contrast)
+    assert ours.seen("batch")["apart_steps"] == (0 if module is Net else 5)
+    assert ours.loop is not None and (step := ours.loop.plan.step("batch")) is not None
+    assert step.change.parity == "approximate", "nothing was trained on that changes the training"
+
+
+def test_a_size_that_does_not_fit_after_all_is_not_used(
+    timed: dict[int, float], device: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rung was left out, or another process took the memory."""
+    device["with_amp"] = 2
+    timed |= {32: 1.0, 16: 2.0, 8: 4.0, 4: 8.0}
+    monkeypatch.setattr(search, "fits_in_memory", lambda _strategy, size, _trial: size < 32)
+    ours = run({**AUTO, "amp": {}}, EVEN(), **ACCUMULATE)
+    assert ours.seen("batch")["micro_batch"] == 16 and ours.seen("batch")["micro_batches"] == [16, 16]
+    assert "32 did not fit after all" in ours.verdict("batch").why and ours.trainer.global_step == 6
+
+
+@pytest.mark.usefixtures("compiles")
+def test_a_named_size_that_only_fits_with_a_rung_is_compiled_once(
+    monkeypatch: pytest.MonkeyPatch, rehearsed: Any
+) -> None:
+    tries = list[int]()
+
+    def play(_run: Any, piece: Any) -> float:
+        tries.append(piece.samples)
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError(SAYS)
+        return 1.0
+
+    monkeypatch.setattr(choice, "LIMITED", ("cpu",))
+    monkeypatch.setattr(search_run.SearchRun, "_play", play)
+    ours = run({**BY_HAND, "amp": {}, "compile": {}}, EVEN(), **ACCUMULATE)
+    assert rehearsed == [(["amp"], {8}), (["compile"], {16})] and tries == [16, 16]
+    assert ours.seen("batch")["apart_steps"] == 1 and ours.verdict("compile").took
 
 
 @pytest.mark.parametrize(
@@ -583,7 +696,7 @@ def fit_compiled(monkeypatch: pytest.MonkeyPatch, backend: Any) -> Run:
     really = torch.compile
     ms = {8: 8.0, 16: 10.0, 32: 12.0}
     monkeypatch.setattr(
-        micro_search._Run, "_read_ms", lambda _run, piece: ms[piece.samples] * (4 if piece.groups > 1 else 1)
+        search_run.SearchRun, "_read_ms", lambda _run, piece: ms[piece.samples] * (4 if piece.groups > 1 else 1)
     )
     monkeypatch.setattr(torch, "compile", lambda made, **_how: really(made, backend=backend))
     done = run(AUTO | {"compile": {}}, EVEN(), Normed, **ACCUMULATE)
