@@ -7,13 +7,13 @@ come. Either is tried before it is trained on.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastloop.bridge.apply.micro.search_run import BY_MEMORY, SearchRules, SearchRun, SizeTrial
 from fastloop.bridge.apply.rehearse.ranks import gather
+from fastloop.bridge.apply.rehearse.remembered import KeptSize
 from fastloop.bridge.apply.state.untouched import preserve_parameters
 from fastloop.errors import NotApplicable
 from fastloop.feeds.batch_tree import count_rows, iterate_tensors
@@ -30,8 +30,6 @@ class SizeSearch(SearchRules):
     """Candidate sizes, from the smallest to the one found."""
     _sizes: Sequence[int] = ()
     """All of them."""
-    remember: Callable[[int], None] = lambda _size: None
-    """Notes a size for later runs."""
 
     def find(self, strategy: Any, sizes: Sequence[int], trial: SizeTrial) -> FoundSize:
         """Return the size for all ranks: the smallest that any rank finds. Ranks communicate once, at the end.
@@ -59,10 +57,9 @@ class SizeSearch(SearchRules):
         if agreed.size != mine.size:
             with contextlib.suppress(Exception):
                 run.play_plain([agreed.size])
-        if trainer.is_global_zero and run.ran:
-            self.remember = functools.partial(run.memory.keep_size, run.key)
-        if agreed.rates and agreed.later is None:
-            self.remember(agreed.size)
+        if trainer.is_global_zero and agreed.rates:
+            kept = KeptSize(size=agreed.size, uncompiled=agreed.uncompiled, later=agreed.later)
+            run.memory.keep_size(run.key, kept)
         self._sizes = run.sizes
         self._keep_up_to(agreed.size)
         return agreed
@@ -109,7 +106,7 @@ class SizeSearch(SearchRules):
 
 def fits_in_memory(strategy: Any, size: int, trial: SizeTrial) -> bool:
     """Whether a piece of this size fits now, with room for the optimizer's future state. Leaves no trace."""
-    run, fits = SearchRun(SearchRules(target=1.0), strategy, [size], trial), None
+    run, fits = SearchRun(SearchRules(target=1.0, runs_graphs=True), strategy, [size], trial), None
     with contextlib.suppress(NotApplicable), preserve_parameters(run.module.parameters()):
         fits = run.find_fitting()
     return fits is not None or not run.limit.startswith(BY_MEMORY)

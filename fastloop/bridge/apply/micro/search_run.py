@@ -21,7 +21,7 @@ import torch
 from fastloop.bridge.apply.micro.gradient_check import TakeLoss, quiet
 from fastloop.bridge.apply.micro.room import GIB, Room
 from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, synchronize
-from fastloop.bridge.apply.rehearse.remembered import Remembered
+from fastloop.bridge.apply.rehearse.remembered import KeptSize, Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, leaves_on_sigterm, limited
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
 from fastloop.bridge.apply.state.untouched import preserve_parameters, preserve_state
@@ -73,6 +73,8 @@ class SearchRules:
     quick: Quick = lambda: nullcontext(lambda batch: batch)
     waiting: Sequence[str] = ()
     """The names of those rungs."""
+    runs_graphs: bool = False
+    """Run compiled modules and captured graphs as the next step will, and not eagerly."""
     key: object = None
     """What else the answer depends on, for the notes of earlier runs."""
     skip: str | None = None
@@ -114,6 +116,7 @@ class SearchRun:
         if self.given.skip is not None:
             return FoundSize(size=self.own, why=self.given.skip)
         problem: Exception | None = None
+        later: int | None = None
         words = {"cause": "the search for a micro-batch", "do": "write a number for batch.micro_batch"}
         try:
             with (
@@ -128,9 +131,8 @@ class SearchRun:
                         self._run_each()
                 if known is not None:
                     why = "it was the fastest in an earlier run on this machine, and works in this one"
-                    counts_on_it = self.given.compiles is not None and known != self.own
-                    return FoundSize(size=known, why=why, uncompiled=self.own if counts_on_it else None)
-                self._time_each()
+                    return FoundSize(size=known.size, why=why, uncompiled=known.uncompiled, later=known.later)
+                later = self._time_each()
         except TimeLimit as error:
             problem, self.limit = error, f"by the search's time limit of {LIMIT_S:.0f} s"
         except Exception as error:
@@ -141,22 +143,15 @@ class SearchRun:
             self.room.give_back()
         if not self.rates:
             return self._explain_nothing(problem)
-        best = judge.choose_size(self.rates, self.own)
-        chosen, uncompiled = (
-            judge.choose_size({size: rates[size] for size in rates if size in self.ran}, self.own)
-            for rates in (self.rates, self.uncompiled)
-        )
+        chosen, uncompiled = (judge.choose_size(rates, self.own) for rates in (self.rates, self.uncompiled))
         timed = ", ".join(f"{size}: {rate:,.0f}" for size, rate in sorted(self.rates.items()))
         why = f"samples/s by size {timed}; the sizes are limited {self.limit}"
-        if best not in self.ran:
-            why += f"; {best} only fits with {' and '.join(self.given.waiting)}"
+        if later is not None:
+            why += f"; {later} only fits with {' and '.join(self.given.waiting)}"
+        other = uncompiled if uncompiled != chosen else None
+        room_bytes = self.room.bytes if self.limit.startswith(BY_MEMORY) else None
         return FoundSize(
-            size=chosen,
-            rates=dict(self.rates),
-            why=why,
-            uncompiled=uncompiled if uncompiled != chosen else None,
-            later=best if best not in self.ran else None,
-            room_bytes=self.room.bytes if self.limit.startswith(BY_MEMORY) else None,
+            size=chosen, rates=dict(self.rates), why=why, uncompiled=other, later=later, room_bytes=room_bytes
         )
 
     def find_fitting(self) -> int | None:
@@ -186,13 +181,13 @@ class SearchRun:
 
     # -- which sizes run --------------------------------------------------------------------------------------------
 
-    def _run_known(self) -> int | None:
+    def _run_known(self) -> KeptSize | None:
         """The size that an earlier run found, if it also runs in this one: another process may hold memory now."""
         known = self.memory.find_size(self.key)
-        if known not in self.sizes:
+        if known is None or known.size not in self.sizes:
             return None
-        self.play_plain([known])
-        return known if known in self.ran else None
+        self.play_plain([known.size])
+        return known if known.size in self.ran else None
 
     def _run_each(self) -> None:
         """Run the user's size and larger ones until one does not fit; also smaller ones, a few if the user's fits."""
@@ -211,6 +206,8 @@ class SearchRun:
         """Run sizes as the first step will, until one does not fit; records the results in `ran` and `peaks`."""
         alone = self.strategy.lightning_module.trainer.world_size == 1
         with quiet(self.strategy), preserve_state(self.module), contextlib.ExitStack() as after:
+            if self.given.runs_graphs:
+                after.enter_context(torch.compiler.set_stance("default"))
             after.callback(self.room.reset_peak)  # memory that only trials took is not a peak of the training
             for size in sizes:
                 predicted = judge.predict_bytes(self.peaks, size)
@@ -261,23 +258,36 @@ class SearchRun:
 
     # -- how fast they are ------------------------------------------------------------------------------------------
 
-    def _time_each(self) -> None:
-        """Time the sizes that ran, with the rungs on that cost nothing to switch; then also larger ones if only with
-        these rungs there may be memory for them."""
+    def _time_each(self) -> int | None:
+        """Time the sizes that ran, with the rungs on that cost nothing to switch. Returns a larger and faster size that
+        only these rungs make fit; None if there is none."""
         with quiet(self.strategy), self.given.quick() as convert:
             for size in sorted(self.ran, key=lambda each: (each < self.own, abs(each - self.own))):
-                if size <= self.own or not self._is_past_best():
-                    self._time(size, convert)
-            if self.rates and self.given.waiting and self.limit.startswith(BY_MEMORY):
-                for size in self.sizes:
-                    if size > max(self.ran) and (self._is_past_best() or not self._time(size, convert)):
+                if size > self.own and judge.are_last_two_slower(list(self.rates.values())):
+                    continue
+                if (timed := self._time(size, convert)) is not None:
+                    self.rates[size], self.uncompiled[size] = timed
+            is_limited = self.rates and self.given.waiting and self.limit.startswith(BY_MEMORY)
+            if is_limited and judge.choose_size(self.rates, self.own) == max(self.ran):
+                return self._find_later(convert)
+        return None
+
+    def _find_later(self, convert: Callable[[Any], Any]) -> int | None:
+        """Time the largest size that ran and larger ones, with the graphs of the rungs; returns the best if larger."""
+        limit, rates = self.limit, dict[int, float]()
+        with torch.compiler.set_stance("default"):
+            for size in self.sizes:
+                if size >= max(self.ran):
+                    if (timed := self._time(size, convert)) is None:
                         break
+                    rates[size] = timed[0]
+        self.limit = limit
+        best = judge.choose_size(rates, self.own) if rates else 0
+        return best if best > max(self.ran) else None
 
-    def _is_past_best(self) -> bool:
-        return judge.are_last_two_slower([self.rates[size] for size in sorted(self.rates) if size >= self.own])
-
-    def _time(self, size: int, convert: Callable[[Any], Any]) -> bool:
-        """Time one size; returns whether it ran, with room to spare."""
+    def _time(self, size: int, convert: Callable[[Any], Any]) -> tuple[float, float] | None:
+        """Samples per second of one size, as a model that will be compiled runs BatchNorm and as it does now; None if
+        it does not run, or with too little room."""
         retries = self.room.reset_peak()
         try:
             with preserve_state(self.module):
@@ -285,18 +295,17 @@ class SearchRun:
                 piece = piece._replace(batch=convert(piece.batch))
                 self._play(piece)
                 if self._explain_no_room(size, retries) is not None:
-                    return False
-                self.uncompiled[size] = rate = 1e3 * size / self._read_ms(piece)
+                    return None
+                uncompiled = rate = 1e3 * size / self._read_ms(piece)
                 if self.given.compiles is not None and piece.groups > 1:
                     # Compiled code takes all groups at once, at the price of torch's own BatchNorm.
                     rate = 1e3 * size / self._read_ms(piece._replace(groups=1))
-                self.rates[size] = rate
+                return rate, uncompiled
         except TimeLimit:
             raise
         except Exception as error:
             self._note_failure(size, error)
-            return False
-        return True
+            return None
 
     def _read_ms(self, piece: Piece) -> float:
         times: list[float] = []

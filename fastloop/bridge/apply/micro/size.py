@@ -122,7 +122,6 @@ class PieceSize:
         refused = f"{self.samples} because {search.compiles} was refused, and {found.size} was for the compiled model"
         why = f"{found.why}; {refused}"
         self._found = replace(found, size=self.samples, uncompiled=None, why=why)
-        search.remember(self.samples)
         if window is not None and self.samples == window.sizes[0]:
             self.kept = f"keeping your micro-batch size: {why}"
 

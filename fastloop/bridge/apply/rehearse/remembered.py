@@ -34,6 +34,15 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptSize:
+    """The micro-batch that a search found, as in `FoundSize`."""
+
+    size: int = 0
+    uncompiled: int | None = None
+    later: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RehearsalsFile:
     """``rehearsals.json`` in the cache, by fingerprint of rung, model and versions."""
 
@@ -41,8 +50,7 @@ class RehearsalsFile:
     failures: Mapping[str, Failure] = field(default_factory=dict)
     first_call_s: Mapping[str, float] = field(default_factory=dict)
     """How much longer a rung's first call took than its second: mostly compile time."""
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    """The fastest micro-batch."""
+    found_sizes: Mapping[str, KeptSize] = field(default_factory=dict)
 
 
 class Remembered:
@@ -73,11 +81,11 @@ class Remembered:
     def keep_first_call_s(self, rung: str, settings: Any, seconds: float) -> None:
         self._keep("first_call_s", self._make_key(rung, settings), seconds)
 
-    def find_size(self, settings: str) -> int | None:
-        return self._read().sizes.get(self._make_key("", settings))
+    def find_size(self, settings: str) -> KeptSize | None:
+        return self._read().found_sizes.get(self._make_key("", settings))
 
-    def keep_size(self, settings: str, size: int) -> None:
-        self._keep("sizes", self._make_key("", settings), size)
+    def keep_size(self, settings: str, size: KeptSize) -> None:
+        self._keep("found_sizes", self._make_key("", settings), size)
 
     def _make_key(self, rung: str, settings: Any) -> str:
         return _digest(rung, repr(settings), self._model)

@@ -409,11 +409,12 @@ def test_rungs_that_wait_are_on_while_sizes_are_timed_and_off_for_step_1(
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A device of 120 GiB, 15 of them others', on which a micro-batch takes 10 GiB and 4 a sample, or less with amp."""
-    state: dict[str, Any] = {"room": 100, "played": [], "retries": {}, "with_amp": 4}
+    state: dict[str, Any] = {"room": 100, "played": [], "retries": {}, "with_amp": 4, "stances": []}
     play = search_run.SearchRun._play
 
     def watched(own: Any, piece: Any) -> float:
         state["played"].append(piece.samples)
+        state["stances"].append((piece.samples, torch._dynamo.eval_frame._stance.stance))
         with own.strategy.precision_plugin.train_step_context():
             state["a_sample"] = state["with_amp"] if torch.is_autocast_enabled("cpu") else 4
         return play(own, piece)
@@ -495,6 +496,8 @@ def test_a_size_that_only_fits_with_a_rung_is_used_once_the_rung_is_on(
     assert rehearsed == ([(["amp"], {16}), (["compile"], {32})] if grows else [(["amp", "compile"], {16})])
     assert ("32 only fits with amp" in ours.verdict("batch").why) is grows
     assert ours.seen("batch")["micro_batches"] == ([32] if grows else [16, 16])
+    as_trained = {samples for samples, stance in device["stances"] if stance == "default"}
+    assert as_trained == {16, 32}, "with the graphs that the rungs capture"
     assert ours.module.samples == plain.module.samples and distance(plain, ours) < 0.02
 
 
@@ -690,11 +693,13 @@ class Normed(Net):
         self.net.insert(1, torch.nn.BatchNorm1d(16))
 
 
-def fit_compiled(monkeypatch: pytest.MonkeyPatch, backend: Any) -> Run:
+MS = {8: 8.0, 16: 10.0, 32: 12.0}
+
+
+def fit_compiled(monkeypatch: pytest.MonkeyPatch, backend: Any, ms: dict[int, float] = MS) -> Run:
     """A run with `auto` and `compile`. Eager BatchNorm in groups makes merged batches slow, and one call makes them
     fast."""
     really = torch.compile
-    ms = {8: 8.0, 16: 10.0, 32: 12.0}
     monkeypatch.setattr(
         search_run.SearchRun, "_read_ms", lambda _run, piece: ms[piece.samples] * (4 if piece.groups > 1 else 1)
     )
@@ -712,6 +717,15 @@ def test_sizes_are_timed_as_the_compiled_model_will_run_them(monkeypatch: pytest
     assert ours.seen("batch")["rates"] == pytest.approx({"8": 1e3, "16": 1.6e3, "32": 32e3 / 12})
     assert ours.module.samples == plain.module.samples and distance(plain, ours) < 1e-5
     assert distance(plain, eager) < 1e-5
+
+
+def test_a_size_that_is_the_best_without_a_compile_too_stays_in_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no compiler today")
+
+    for how in ("samples/s by size", "the fastest in an earlier run"):
+        ours = fit_compiled(monkeypatch, fail, {8: 32.0, 16: 20.0, 32: 12.0})
+        assert how in ours.verdict("batch").why and ours.seen("batch")["micro_batch"] == 32
 
 
 def test_a_refused_compile_brings_the_other_size(monkeypatch: pytest.MonkeyPatch) -> None:
