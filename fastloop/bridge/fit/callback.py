@@ -186,7 +186,7 @@ class FastLoop(Callback):
             self._applier.rehearse(batch)
             self.plan = self._applier.plan
             if self._session is not None:
-                self._session.work.begin_again()
+                self._session.watch.begin_probe_again()
         self._switch_hook("on_train_batch_start", self._applier is not None and self._applier.is_trying)
 
     @fail_open

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from fastloop.bridge.watch.phases import Marks
-from fastloop.evidence.clock.one_time import TRIALS, OneTime
 from fastloop.evidence.model.compiled_work import CompiledWork, find_compiled
 from fastloop.evidence.model.flops import FlopCount, may_count
 from fastloop.evidence.sync.cuda_warnings import SyncMarks
@@ -29,21 +28,16 @@ class CountWork:
     Args:
         preserve_state: context that restores a module's state after running it once more; None: modules are not run
             again.
-        one_time: a step in which we ran trials of our own is not used, because it did their work too.
     """
 
-    def __init__(
-        self,
-        preserve_state: Callable[..., contextlib.AbstractContextManager[object]] | None = None,
-        one_time: OneTime | None = None,
-    ) -> None:
-        self._preserve_state, self._one_time = preserve_state, one_time or OneTime()
+    def __init__(self, preserve_state: Callable[..., contextlib.AbstractContextManager[object]] | None = None) -> None:
+        self._preserve_state = preserve_state
         self._compiled: CompiledWork | None = None
         self.found: Mapping[str, Any] = {"per_sample": None, "why": "the warm-up was too short to count FLOPs"}
         self._module: Any = None
         self._marks: Marks | None = None
         self._count: FlopCount | None = None
-        self._samples, self._trials, self._done = 0, 0, False
+        self._samples, self._done = 0, False
 
     def attach(self, module: torch.nn.Module, marks: Marks) -> None:
         self._module, self._marks = module, marks
@@ -52,7 +46,7 @@ class CountWork:
         """Count in the step that begins, unless the result is already known."""
         if self._marks is None or self._done:
             return
-        self._samples, self._trials = 0, self._one_time.count(TRIALS)
+        self._samples = 0
         if (why := may_count(self._module)) is None:
             self._marks.around_work = self._count = FlopCount()
         elif self._preserve_state is not None and find_compiled(self._module):
@@ -61,20 +55,12 @@ class CountWork:
         else:
             self.found, self._done = {"per_sample": None, "why": why}, True
 
-    def begin_again(self) -> None:
-        """Begin anew with a step that has begun but not run: rungs may have been tried and modules compiled since."""
-        if (self._count is not None or self._compiled is not None) and not self._samples:
-            self.give_up()
-            self.begin()
-
     def batch(self, samples: int | None) -> None:
         """Add a finished batch of the step."""
         if self._count is not None or self._compiled is not None:
             self._samples += samples or 0
 
     def end(self) -> None:
-        if self._one_time.count(TRIALS) > self._trials:
-            self.give_up()
         if self._count is not None and self._marks is not None:
             self._marks.around_work = None
             self.found, self._count = self._count.per(self._samples), None

@@ -84,7 +84,7 @@ class Session:
         self.device: torch.device = trainer.strategy.root_device
         on_cuda = self.device.type == "cuda"
         self.uuid = nvml.find_uuid(self.device) if on_cuda else None
-        self.work, self.syncs, self.lines = CountWork(preserve_state, one_time), FindSyncs(), LineSamples()
+        self.work, self.syncs, self.lines = CountWork(preserve_state), FindSyncs(), LineSamples()
         self.hunt = HuntSyncs(self.device) if hunt_syncs else None
         self.trace = TraceProbe(trainer, self.device, settings.trace_steps, place) if settings.trace_steps else None
         probes: dict[int, Probe] = {

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +21,7 @@ from fastloop.bridge.watch.token_rates import Tokens
 from fastloop.config.loading import WatchSettings
 from fastloop.evidence.clock.gc_pauses import Garbage
 from fastloop.evidence.clock.loss_log import LossLog
-from fastloop.evidence.clock.one_time import OneTime
+from fastloop.evidence.clock.one_time import TRIALS, OneTime
 from fastloop.evidence.clock.step_clock import Clock, Window
 from fastloop.evidence.sync.call_site import find_site
 
@@ -99,6 +100,7 @@ class Watch:
         """The step after which it was read last."""
         self._probes = {step: probe for step, probe in (probes or {}).items() if step < settings.warmup_steps}
         self._probe: Probe | None = None
+        self._count_trials, self._trials = partial(one_time.count, TRIALS), 0
         self._extras = deque(extras)
         self._extra: Extra | None = None
         self._extra_steps = 0
@@ -217,13 +219,27 @@ class Watch:
 
     def _begin_probe(self) -> None:
         if self._probes and (probe := self._probes.pop(self.clock.total_steps, None)) is not None:
-            self._probe = probe
+            self._probe, self._trials = probe, self._count_trials()
             probe.begin()
 
+    def begin_probe_again(self) -> None:
+        """Begin anew in a step that has begun but not run: rungs may have been tried and modules compiled since."""
+        if self._probe is not None and self._count_trials() > self._trials:
+            self._probe.give_up()
+            self._trials = self._count_trials()
+            self._probe.begin()
+
     def _end_probe(self) -> None:
-        if self._probe is not None:
-            self._probe.end()
-            self._probe = None
+        if self._probe is None:
+            return
+        probe, self._probe = self._probe, None
+        if self._count_trials() == self._trials:
+            probe.end()
+        else:  # it saw what trials of ours did, too
+            probe.give_up()
+            steps = range(self.clock.total_steps, self.settings.warmup_steps)
+            if (free := next((step for step in steps if step not in self._probes), None)) is not None:
+                self._probes[free] = probe
 
     def _begin_next_extra(self) -> None:
         self._extra, self._extra_steps = self._extras.popleft() if self._extras else None, 0

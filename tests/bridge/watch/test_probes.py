@@ -105,30 +105,6 @@ def test_the_calls_of_a_compiled_module_are_counted_after_the_step(marks: Marks)
     assert vars(model)["forward"] is forward, "it is known"
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_step_with_trials_of_ours_is_not_the_one_that_is_counted(marks: Marks, *, compiled: bool) -> None:
-    """The trials do the step's work again; so may what runs between a step's begin and its first batch."""
-    one_time, model = OneTime(), torch.nn.Linear(8, 16)
-    module: Any = torch.compile(model, backend="eager") if compiled else model
-    look = CountWork(preserve_state, one_time)
-    look.attach(module, marks)
-    look.begin()
-    with one_time.span("rehearsal"):
-        train(marks, module)
-    train(marks, module)
-    look.batch(4)
-    look.end()
-    assert look.found["per_sample"] is None and marks.around_work is None
-    look.begin()
-    with one_time.span("rehearsal"):
-        train(marks, module)
-    look.begin_again()
-    train(marks, module)
-    look.batch(4)
-    look.end()
-    assert look.found["per_sample"] == BY_HAND
-
-
 def test_a_compiled_step_that_is_given_up_leaves_the_module_alone(marks: Marks) -> None:
     model = torch.compile(torch.nn.Linear(8, 16), backend="eager")
     forward = vars(model)["forward"]

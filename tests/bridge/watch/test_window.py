@@ -276,6 +276,27 @@ def test_a_probe_whose_step_did_not_end_has_no_result(time: Time) -> None:
     assert probe.log == ["begin 1", "given up"]
 
 
+def test_a_probe_waits_for_a_step_without_trials_of_ours(time: Time) -> None:
+    """Their work and their synchronizations are none of the step's."""
+    ledger, probe, other = OneTime(), Look(), Look()
+    watch = watching(probes={1: probe, 2: other}, warmup=6, one_time=ledger)
+    tried = {1, 3}
+
+    def try_rungs(_batch: Any = None) -> None:
+        if watch.clock.total_steps in tried:
+            ledger.add_span("rehearsal", 0.0, 1.0)
+
+    run(watch, time, 1)
+    watch.note_batch_requested()
+    watch.note_batch_received()
+    try_rungs()  # between a step's begin and its work
+    watch.begin_probe_again()
+    watch.begin_probe_again()
+    run(watch, time, 5, between=try_rungs)
+    assert probe.log == ["begin 1", "given up", "begin 1", "end 2"]
+    assert other.log == ["begin 2", "given up", "begin 3", "end 4"]
+
+
 class Later:
     def __init__(self) -> None:
         self.log: list[Any] = []
