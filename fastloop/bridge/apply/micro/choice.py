@@ -299,8 +299,11 @@ class PieceChoice:
             return own, reason
         is_first, self._undecided, found = self._undecided, False, reason
         if reason is None:
-            merged = cut(batch, self.micro, window, whole_batches=self.groups is not None)
-            found = self._compare(strategy, own, merged, rest)
+            pair = sum(window.sizes[:2])
+            # Later, two batches tell enough, and cost a fraction of the window's time.
+            few = None if is_first or not self.micro >= pair == 2 * window.sizes[0] else pair
+            merged = cut(batch, few or self.micro, window, whole_batches=self.groups is not None)
+            found = self._compare(strategy, own[:2] if few else own, merged[:1] if few else merged, rest)
         self._refuse(strategy, found if is_first else self._find_late(trainer, reason, found), is_first=is_first)
         if is_first and self.refused is None:
             self._warn_unequal_logs()

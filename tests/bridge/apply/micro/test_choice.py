@@ -146,3 +146,19 @@ def test_windows_of_objects_without_a_size_are_trained_on() -> None:
     assert ours.verdict("batch").took is False and "holds no tensor" in ours.verdict("batch").why
     assert ours.module.samples == plain.module.samples and len(plain.module.samples) == 6
     assert all(map(torch.allclose, plain.weights.values(), ours.weights.values()))
+
+
+@pytest.mark.parametrize("micro", [16, 32])
+def test_later_comparisons_take_two_batches(micro: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`LateStd` of the gradients' tests is a loss that these find."""
+    seen = []
+    really = choice.explain_difference
+
+    def watched(strategy: Any, own: Any, merged: Any, *rest: Any) -> str | None:
+        seen.append([[piece.samples for piece in pieces] for pieces in (own, merged)])
+        return really(strategy, own, merged, *rest)
+
+    monkeypatch.setattr(choice, "explain_difference", watched)
+    ours = run({"batch": {"micro_batch": micro}}, batches(160), max_epochs=1, **ACCUMULATE)
+    assert seen == [[[8] * 4, [micro] * (32 // micro)], [[8, 8], [16]]]
+    assert ours.verdict("batch").took and ours.trainer.global_step == 5
