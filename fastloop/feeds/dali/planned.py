@@ -53,6 +53,7 @@ class DaliEngine:
         from fastloop.feeds.dali.pixels import try_pixels
 
         self.refused.clear()
+        chosen: dict[str, str] = {}
         try:
             found = try_pixels(loader, self.steps, self._describe_machine(self.decode, self.threads))
         except NotApplicable as why:
@@ -61,11 +62,13 @@ class DaliEngine:
             found = try_pixels(loader, self.steps, self._describe_machine(*self.other))
             say(f"DALI decodes on the CPU, because on the GPU {why}")
             self.refused.append(self.decode)
+            chosen["decode_why"] = f"the GPU does not decode: {why}"
         say(
             f"DALI compared with the dataset on {found.samples} samples, same crops and flips: pixel values differ by"
             f" {found.mean:.2f} of 255 levels on average, {found.largest:.0f} at most"
         )
-        return {"checked_samples": found.samples, "mean_levels": found.mean, "largest_levels": found.largest}
+        levels = {"mean_levels": found.mean, "largest_levels": found.largest}
+        return {"checked_samples": found.samples, **levels, **chosen}
 
     def make(self, loader: Any) -> Any:
         """Return the engine that makes the loader's batches."""

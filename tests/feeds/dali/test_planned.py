@@ -55,7 +55,10 @@ def test_the_cpu_takes_over_where_it_may(
         with pytest.raises(NotApplicable, match=fault):
             want.check(loader, said.append)
         return
-    assert want.check(loader, said.append)["checked_samples"] == 8
+    found = want.check(loader, said.append)
+    assert found["checked_samples"] == 8
     engine = want.make(loader)
+    why = {**found, **engine.evidence()}.get("decode_why")
+    assert why == (None if fault is None else "the GPU does not decode: no driver")
     assert engine.evidence()["decode"] == used and tried == ["mixed"] + ["cpu"] * (fault is not None)
     assert said[:-1] == ([] if fault is None else ["DALI decodes on the CPU, because on the GPU no driver"])
