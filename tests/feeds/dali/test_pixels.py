@@ -34,6 +34,7 @@ CHAINS: dict[str, list[Any]] = {
     "the usual": [],
     "v2": [v2.RandomResizedCrop(32), v2.RandomHorizontalFlip(), *FLOAT, v2.Normalize(MEAN, STD)],
     "tensors first": [v2.ToImage(), v2.RandomResizedCrop(32), v2.ToDtype(torch.float32, scale=True)],
+    "bytes first": [v2.ToImage(), v2.ToDtype(torch.uint8, scale=True), v2.RandomResizedCrop(32), FLOAT[1]],
     "bytes": [v2.RandomResizedCrop(32), v2.RandomHorizontalFlip(), v2.PILToTensor()],
     "evaluation": [T.Resize(40), T.CenterCrop(33), T.ToTensor(), T.Normalize(MEAN, STD)],
     "larger than the picture": [T.Resize(31), T.CenterCrop(200), T.ToTensor()],
