@@ -240,7 +240,8 @@ class Cache:
         if changed := found.get("changed"):
             kept = f"; your dataset changed in training, so {say_count(changed, 'sample')} bypassed the store{kept}"
         if not hits:
-            return Verdict(took=False, why=f"none of {misses:,} samples was in the store yet{kept}")
+            could = "could be stored, a warning says why" if found.get("not_kept") == misses else "was in the store yet"
+            return Verdict(took=False, why=f"none of {misses:,} samples {could}{kept}")
         return Verdict(
             took=True, why=f"hit rate {hits / (hits + misses):.0%}: {hits:,} of {hits + misses:,} samples{kept}"
         )

@@ -261,6 +261,9 @@ def test_says_why_not() -> None:
     found = {"hits": 0, "misses": 5, "store": "shm", "kept_bytes": 2 * 10**9}
     verdict = verify(Measurement(evidence={"cache": found}))
     assert verdict.took is False and verdict.why == "none of 5 samples was in the store yet; 2 GB kept in shm"
+    assert verify(Measurement(evidence={"cache": {**found, "not_kept": 4}})).why == verdict.why
+    unfit = verify(Measurement(evidence={"cache": {**found, "not_kept": 5, "kept_bytes": 0}})).why
+    assert unfit == "none of 5 samples could be stored, a warning says why; 0 bytes kept in shm"
     changed = verify(Measurement(evidence={"cache": {**found, "changed": 10}})).why
     assert "; your dataset changed in training, so 10 samples bypassed the store; 2 GB kept in shm" in changed
 
