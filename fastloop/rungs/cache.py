@@ -203,7 +203,8 @@ class Cache:
     ) -> tuple[Literal["shm", "disk", "redis"], int | None]:
         """Choose the store, and its size in bytes."""
         need, size = _need(prefix), None if self.size_gb == "auto" else int(self.size_gb * 1e9)
-        room = _measure_room(facts, leaves_batches=bool(loader.num_workers) and size is None)
+        workers = loader.num_workers + facts.validation_workers
+        room = _measure_room(facts, leaves_batches=workers > 0 and size is None)
         most = {store: free if size is None else min(size, free) for store, free in room.items()}
         wanted = {store: free if need is None else min(need, free) for store, free in most.items()}
         if self.store == "redis":
@@ -213,7 +214,7 @@ class Cache:
         if self.store == "auto" and self.path and prefix.names_files and need is not None and most["shm"] < need:
             return "disk", min(size or need, need)
         if not wanted["shm"]:
-            beside = " beside the batches of your workers" if loader.num_workers else ""
+            beside = " beside the batches of your workers" if workers else ""
             raise NotApplicable(
                 f"there is no room in shared memory{beside}; give the container --shm-size, or write store: disk"
             )

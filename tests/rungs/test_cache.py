@@ -97,6 +97,7 @@ def test_plan() -> None:
     assert plan(facts({"num_workers": 2}, shm_free_bytes=2**30 + 3 * 10**8))[1] == 3 * 10**8
     assert plan(facts({"num_workers": 2}, shm_free_bytes=10**9), size_gb=0.3)[1] == 3 * 10**8, "what was written stands"
     assert plan(facts({"num_workers": 2}, shm_free_bytes=10**9), path="/elsewhere")[0] == "disk"
+    assert plan(facts(validation_workers=2, shm_free_bytes=10**9), path="/elsewhere")[0] == "disk"
     # a run that repeats its samples within an epoch
     assert plan(facts(max_epochs=None, max_steps=101))[0] == "shm"
 
@@ -472,3 +473,18 @@ def test_workers_have_the_room_that_the_store_leaves(tmp_path: Path, monkeypatch
     want = ours.loop.plan.wants["dataset.cache"]
     run({"workers": {"count": 1}}, train, Pictures, max_epochs=2)
     assert want.budget_bytes > 0 and rooms == [10**8 - want.budget_bytes, 10**8]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_workers_of_validation_have_their_room(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Validates(Pictures):
+        def val_dataloader(self) -> Any:
+            return loader(tmp_path / "pictures", num_workers=workers)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    monkeypatch.setattr(machine, "read_shm_free_bytes", lambda: 10**8)
+    ours = run(CACHE, loader(tmp_path / "pictures"), Validates, max_epochs=2, num_sanity_val_steps=1)
+    refused = "there is no room in shared memory beside the batches of your workers; give the container --shm-size"
+    assert (ours.reason("cache") or "").startswith(refused) if workers else ours.reason("cache") is None

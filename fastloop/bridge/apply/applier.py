@@ -297,11 +297,9 @@ class Applier:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _change_loader(self, loaders: TrainLoaders, loader: Any, site: LiveSite) -> Any:
-        others = [site.module, *site.trainer.callbacks]
-        start_method, original = self.ladder.start_method, loaders.find_original(loader)
-        loader_facts = read_facts.read_loader_facts(original, start_method, others, ranks=site.facts.world_size)
+        original = loaders.find_original(loader)
         kept = 0 if self.validation is None else self.validation.count_kept_workers()
-        facts = replace(site.facts, loader=loader_facts, kept_validation_workers=kept)
+        facts = read_facts.add_loader(site.facts, site.trainer, original, self.ladder.start_method, kept)
 
         def plan_anew(refused: Plan, why: str) -> Plan:
             owner, is_used = refused.owner("loader.engine"), loaders.has_engine()
