@@ -24,7 +24,7 @@ from fastloop.feeds.dali.graph import DaliResources
 from fastloop.feeds.dali.pixels import check_pixels, compare, try_pixels
 from fastloop.feeds.images.reading import read_source
 from fastloop.records.images import Normalize, RandomHorizontalFlip
-from tests.feeds.dali.folders import MEAN, STD, Numbered, make_folder, make_picture, read_folder
+from tests.feeds.dali.folders import MEAN, STD, Numbered, damage, make_folder, make_picture, read_folder
 from tests.pictures import Named
 
 MACHINE = DaliResources(threads=2)
@@ -178,6 +178,21 @@ def test_files_that_nobody_reads_are_passed_over(folder: Path, tmp_path: Path) -
     for path in tmp_path.rglob("*.jpg"):
         path.write_bytes(b"")
     with pytest.raises(NotApplicable, match="none of the samples that were tried can be read"):
+        check(read_folder(tmp_path))
+
+
+def test_files_of_16_bits_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dataset makes their batches; not looking, the control, they would keep DALI from the others."""
+    make_folder(tmp_path)
+    paths = sorted(tmp_path.rglob("*.jpg"))
+    damage(paths[4].rename(paths[4].with_suffix(".png")), "16 bit")
+    assert check(read_folder(tmp_path)).samples == 9
+    with monkeypatch.context() as control, pytest.raises(NotApplicable, match="of its contrast"):
+        control.setattr(pixels, "_MAY_BE_DEEP", ())
+        check(read_folder(tmp_path))
+    for path in tmp_path.rglob("*.jpg"):
+        damage(path.rename(path.with_suffix(".png")), "16 bit")
+    with pytest.raises(NotApplicable, match="none of the samples that were tried is an image of 8 bits"):
         check(read_folder(tmp_path))
 
 
