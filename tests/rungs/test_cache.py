@@ -488,3 +488,22 @@ def test_workers_of_validation_have_their_room(workers: int, tmp_path: Path, mon
     ours = run(CACHE, loader(tmp_path / "pictures"), Validates, max_epochs=2, num_sanity_val_steps=1)
     refused = "there is no room in shared memory beside the batches of your workers; give the container --shm-size"
     assert (ours.reason("cache") or "").startswith(refused) if workers else ours.reason("cache") is None
+
+
+@pytest.mark.parametrize("rungs", [CACHE, {"workers": {"count": 1}}])
+def test_what_a_killed_run_left_is_in_nobodys_way(rungs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would stay where the plan sees no room because of it; samples in use, the control, do."""
+
+    def leave() -> places.StorePlace:
+        return places.enter(tmp_path / "shm", "left", lambda draft: (draft / "samples.bin").write_bytes(b"x"))
+
+    left = tmp_path / "shm" / "left"
+    monkeypatch.setattr(machine, "read_shm_free_bytes", lambda: 0 if left.exists() else 10**8)
+    used = leave()
+    kept = run(rungs, loader(tmp_path / "pictures"), Pictures, max_epochs=2)
+    assert left.exists() and kept.reason(next(iter(rungs))) is not None
+    used.leave(remove=False)
+    found = run(rungs, loader(tmp_path / "pictures"), Pictures, max_epochs=2)
+    assert not left.exists() and found.verdict(next(iter(rungs))).took is True
+    with contextlib.suppress(FileNotFoundError):
+        left.parent.rmdir()
