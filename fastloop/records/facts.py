@@ -201,6 +201,8 @@ class Facts:
     """Hooks before or during the transfer that would return something else if they were called earlier."""
     evaluates: bool = False
     """Whether ``loader`` is a validation loader."""
+    validation_workers: int = 0
+    """Workers of validation loaders, as far as these were requested before the train loader."""
     kept_validation_workers: int = 0
     """The user's workers of validation loaders that stay between validations."""
     steps_with_iterator: bool = False

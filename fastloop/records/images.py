@@ -66,7 +66,7 @@ class ColorJitter:
 
 @dataclass(frozen=True, kw_only=True)
 class ToTensor:
-    """Convert a PIL image to a uint8 tensor [3, height, width]."""
+    """Convert a PIL image to a uint8 tensor [3, height, width]; leaves a uint8 tensor as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)

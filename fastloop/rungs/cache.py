@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fastloop.errors import ConfigError, NotApplicable, require_positive
-from fastloop.evidence.worker_limits import count_draws
+from fastloop.evidence.worker_limits import LITTLE_SHM_BYTES, count_draws
 from fastloop.feeds.cache.wanted import KeptSamples, compute_share
 from fastloop.feeds.device_store.wanted import SHARE, explain_no_engine, plan_on_device
 from fastloop.feeds.rows.wanted import explain_no_rows, plan_rows
@@ -131,7 +131,7 @@ class Cache:
                 f"the run draws {draws:,} samples from {prefix.samples:,}: too few repeats to pay off; write"
                 " cache.store: disk to keep them for later runs"
             )
-        store, budget = self._choose(prefix, facts)
+        store, budget = self._choose(facts.loader, prefix, facts)
         share = compute_share(prefix, budget)
         if share < LEAST_SHARE and self.size_gb == "auto":
             raise NotApplicable(
@@ -198,10 +198,13 @@ class Cache:
             )
         return loader.prefix
 
-    def _choose(self, prefix: PrefixFacts, facts: Facts) -> tuple[Literal["shm", "disk", "redis"], int | None]:
+    def _choose(
+        self, loader: LoaderFacts, prefix: PrefixFacts, facts: Facts
+    ) -> tuple[Literal["shm", "disk", "redis"], int | None]:
         """Choose the store, and its size in bytes."""
         need, size = _need(prefix), None if self.size_gb == "auto" else int(self.size_gb * 1e9)
-        room = _measure_room(facts)
+        workers = loader.num_workers + facts.validation_workers
+        room = _measure_room(facts, leaves_batches=workers > 0 and size is None)
         most = {store: free if size is None else min(size, free) for store, free in room.items()}
         wanted = {store: free if need is None else min(need, free) for store, free in most.items()}
         if self.store == "redis":
@@ -211,8 +214,9 @@ class Cache:
         if self.store == "auto" and self.path and prefix.names_files and need is not None and most["shm"] < need:
             return "disk", min(size or need, need)
         if not wanted["shm"]:
+            beside = " beside the batches of your workers" if workers else ""
             raise NotApplicable(
-                "there is no room in shared memory; give the container --shm-size, or write store: disk"
+                f"there is no room in shared memory{beside}; give the container --shm-size, or write store: disk"
             )
         return "shm", wanted["shm"]
 
@@ -237,7 +241,8 @@ class Cache:
         if changed := found.get("changed"):
             kept = f"; your dataset changed in training, so {say_count(changed, 'sample')} bypassed the store{kept}"
         if not hits:
-            return Verdict(took=False, why=f"none of {misses:,} samples was in the store yet{kept}")
+            could = "could be stored, a warning says why" if found.get("not_kept") == misses else "was in the store yet"
+            return Verdict(took=False, why=f"none of {misses:,} samples {could}{kept}")
         return Verdict(
             took=True, why=f"hit rate {hits / (hits + misses):.0%}: {hits:,} of {hits + misses:,} samples{kept}"
         )
@@ -248,8 +253,12 @@ def _need(prefix: PrefixFacts) -> int | None:
     return None if prefix.sample_bytes is None else int(1.05 * prefix.samples * (prefix.sample_bytes + 256))
 
 
-def _measure_room(facts: Facts) -> dict[str, int]:
-    shm = int(SHARE_OF_SHM * (facts.shm_free_bytes or 0))
+def _measure_room(facts: Facts, *, leaves_batches: bool) -> dict[str, int]:
+    """Return the bytes that each store may take; with `leaves_batches`, /dev/shm keeps room for those of workers."""
+    free = facts.shm_free_bytes or 0
+    shm = int(SHARE_OF_SHM * free)
+    if leaves_batches:
+        shm = max(0, min(shm, free - LITTLE_SHM_BYTES))
     if facts.memory_free_bytes is not None:
         shm = min(shm, int(SHARE_OF_MEMORY * facts.memory_free_bytes))
     return {"shm": shm, "disk": int(SHARE_OF_DISK * (facts.disk_free_bytes or 0))}

@@ -24,9 +24,12 @@ from torch.utils.data import DataLoader
 from torchvision import transforms as T
 
 from fastloop import ladder
+from fastloop.bridge.apply import worker_processes
 from fastloop.errors import ConfigError, NotApplicable
+from fastloop.evidence import machine
 from fastloop.feeds.cache import places
 from fastloop.feeds.cache.wanted import KeptSamples
+from fastloop.feeds.workers.tried_workers import TriedWorkers
 from fastloop.ladder import Ladder
 from fastloop.records.facts import Facts, LoaderFacts, PrefixFacts
 from fastloop.records.images import ImageFacts, RandomCrop, RandomHorizontalFlip, RandomResizedCrop, ToFloat, ToTensor
@@ -89,6 +92,12 @@ def test_plan() -> None:
     store, size, note = plan(facts(prefix={"sample_bytes": None, "what": "what Mine.load returns"}))
     assert (store, size) == ("shm", 8 * 10**9)
     assert "up to 8 GB: the sample size is known once one has been loaded" in note
+    # worker processes of the user's: their batches were there first
+    assert plan(facts({"num_workers": 2}))[:2] == plan(facts())[:2], "there is room for both"
+    assert plan(facts({"num_workers": 2}, shm_free_bytes=2**30 + 3 * 10**8))[1] == 3 * 10**8
+    assert plan(facts({"num_workers": 2}, shm_free_bytes=10**9), size_gb=0.3)[1] == 3 * 10**8, "what was written stands"
+    assert plan(facts({"num_workers": 2}, shm_free_bytes=10**9), path="/elsewhere")[0] == "disk"
+    assert plan(facts(validation_workers=2, shm_free_bytes=10**9), path="/elsewhere")[0] == "disk"
     # a run that repeats its samples within an epoch
     assert plan(facts(max_epochs=None, max_steps=101))[0] == "shm"
 
@@ -163,7 +172,12 @@ def test_few_small_pictures_go_to_the_device_before_dali_gets_them(
         (facts(max_steps=100), {}, "the run draws 1,000 samples from 1,000: too few repeats to pay off"),
         (facts(limit_train_batches=0.2), {}, "the run draws 600 samples from 1,000: too few repeats to pay off"),
         (facts(shm_free_bytes=10**7, disk_free_bytes=0), {}, "1,000 samples need 525 MB, and shm only has room for"),
-        (facts(shm_free_bytes=0, disk_free_bytes=0), {}, "there is no room in shared memory"),
+        (facts(shm_free_bytes=0, disk_free_bytes=0), {}, "there is no room in shared memory; give"),
+        (
+            facts({"num_workers": 2}, shm_free_bytes=10**9),
+            {},
+            "there is no room in shared memory beside the batches of your workers",
+        ),
         (
             facts(prefix={"names_files": False, "what": "what Mine.load returns"}),
             {"store": "disk"},
@@ -248,6 +262,9 @@ def test_says_why_not() -> None:
     found = {"hits": 0, "misses": 5, "store": "shm", "kept_bytes": 2 * 10**9}
     verdict = verify(Measurement(evidence={"cache": found}))
     assert verdict.took is False and verdict.why == "none of 5 samples was in the store yet; 2 GB kept in shm"
+    assert verify(Measurement(evidence={"cache": {**found, "not_kept": 4}})).why == verdict.why
+    unfit = verify(Measurement(evidence={"cache": {**found, "not_kept": 5, "kept_bytes": 0}})).why
+    assert unfit == "none of 5 samples could be stored, a warning says why; 0 bytes kept in shm"
     changed = verify(Measurement(evidence={"cache": {**found, "changed": 10}})).why
     assert "; your dataset changed in training, so 10 samples bypassed the store; 2 GB kept in shm" in changed
 
@@ -438,3 +455,55 @@ def test_no_store_is_kept_by_an_epoch_that_ends_early(tmp_path: Path) -> None:
 
     ours = run(CACHE, loader(tmp_path / "pictures"), Pictures, max_epochs=2, callbacks=(Ends(),))
     assert ours.seen("cache")["misses"] == 4 and ours.verdict("cache").took is False
+
+
+def test_workers_have_the_room_that_the_store_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = list[int | None]()
+
+    class Noted(TriedWorkers):
+        def __init__(self, *, room_bytes: int | None, **how: Any) -> None:
+            rooms.append(room_bytes)
+            super().__init__(room_bytes=room_bytes, **how)
+
+    monkeypatch.setattr(worker_processes, "TriedWorkers", Noted)
+    monkeypatch.setattr(machine, "read_shm_free_bytes", lambda: 10**8)
+    train = loader(tmp_path / "pictures")
+    ours = run({"cache": {"store": "shm"}, "workers": {"count": 1}}, train, Pictures, max_epochs=2)
+    assert ours.loop is not None
+    want = ours.loop.plan.wants["dataset.cache"]
+    run({"workers": {"count": 1}}, train, Pictures, max_epochs=2)
+    assert want.budget_bytes > 0 and rooms == [10**8 - want.budget_bytes, 10**8]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_workers_of_validation_have_their_room(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Validates(Pictures):
+        def val_dataloader(self) -> Any:
+            return loader(tmp_path / "pictures", num_workers=workers)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    monkeypatch.setattr(machine, "read_shm_free_bytes", lambda: 10**8)
+    ours = run(CACHE, loader(tmp_path / "pictures"), Validates, max_epochs=2, num_sanity_val_steps=1)
+    refused = "there is no room in shared memory beside the batches of your workers; give the container --shm-size"
+    assert (ours.reason("cache") or "").startswith(refused) if workers else ours.reason("cache") is None
+
+
+@pytest.mark.parametrize("rungs", [CACHE, {"workers": {"count": 1}}])
+def test_what_a_killed_run_left_is_in_nobodys_way(rungs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would stay where the plan sees no room because of it; samples in use, the control, do."""
+
+    def leave() -> places.StorePlace:
+        return places.enter(tmp_path / "shm", "left", lambda draft: (draft / "samples.bin").write_bytes(b"x"))
+
+    left = tmp_path / "shm" / "left"
+    monkeypatch.setattr(machine, "read_shm_free_bytes", lambda: 0 if left.exists() else 10**8)
+    used = leave()
+    kept = run(rungs, loader(tmp_path / "pictures"), Pictures, max_epochs=2)
+    assert left.exists() and kept.reason(next(iter(rungs))) is not None
+    used.leave(remove=False)
+    found = run(rungs, loader(tmp_path / "pictures"), Pictures, max_epochs=2)
+    assert not left.exists() and found.verdict(next(iter(rungs))).took is True
+    with contextlib.suppress(FileNotFoundError):
+        left.parent.rmdir()

@@ -30,6 +30,7 @@ from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import FastLoopError, describe
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import BatchWindow
+from fastloop.feeds.cache import places
 from fastloop.feeds.place.kept_order import EpochPlace
 from fastloop.judge.rehearsal import RungOutcome
 from fastloop.ladder import Ladder, plan
@@ -84,6 +85,7 @@ class Applier:
 
     def model_built(self, trainer: Any, strategy: Any) -> None:
         """The module is built and restored, but not yet on its device or wrapped."""
+        places.sweep(places.find_shm_root())  # a killed run's samples are no longer in the way of what is planned
         try:
             facts = read_facts.read_run_facts(trainer, strategy)
             weighs_costs = self.terms is not None and self.terms.weighs_costs
@@ -297,11 +299,9 @@ class Applier:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _change_loader(self, loaders: TrainLoaders, loader: Any, site: LiveSite) -> Any:
-        others = [site.module, *site.trainer.callbacks]
-        start_method, original = self.ladder.start_method, loaders.find_original(loader)
-        loader_facts = read_facts.read_loader_facts(original, start_method, others, ranks=site.facts.world_size)
+        original = loaders.find_original(loader)
         kept = 0 if self.validation is None else self.validation.count_kept_workers()
-        facts = replace(site.facts, loader=loader_facts, kept_validation_workers=kept)
+        facts = read_facts.add_loader(site.facts, site.trainer, original, self.ladder.start_method, kept)
 
         def plan_anew(refused: Plan, why: str) -> Plan:
             owner, is_used = refused.owner("loader.engine"), loaders.has_engine()

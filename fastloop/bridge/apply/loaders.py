@@ -31,7 +31,7 @@ from fastloop.feeds.lazy_loader import (
 from fastloop.feeds.made_anew import watch_loader
 from fastloop.feeds.place.kept_order import EpochPlace
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
-from fastloop.feeds.workers.tried_workers import end_workers
+from fastloop.feeds.workers.ending import end_workers
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import CACHE_FILL
 from fastloop.records.plan import Plan, Undo, changes_loader

@@ -6,6 +6,7 @@ import inspect
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fastloop.bridge.apply.read_model import (
     overrides,
     read_module,
 )
+from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue, machine
 from fastloop.evidence.batches import sampler_hazards
 from fastloop.evidence.batches.given_batches import list_batch_changes
@@ -176,6 +178,17 @@ def find_hook_owner(trainer: Any, hook: str) -> Any:
         if owner is not None and overrides(owner, hook):
             return owner
     return None
+
+
+def add_loader(run: Facts, trainer: Any, loader: Any, start_method: str, kept_validation_workers: int) -> Facts:
+    """Facts of a run together with those of its train loader."""
+    others = [trainer.lightning_module, *trainer.callbacks]
+    return replace(
+        run,
+        loader=read_loader_facts(loader, start_method, others, ranks=run.world_size),
+        validation_workers=loader_state.count_validation_workers(trainer),
+        kept_validation_workers=kept_validation_workers,
+    )
 
 
 def read_loader_facts(

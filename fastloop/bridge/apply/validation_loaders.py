@@ -14,9 +14,9 @@ from fastloop.bridge.apply.loaders import is_called_by_fetcher
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import describe
 from fastloop.feeds.lazy_loader import LazyLoader, clone, read_like_workers
+from fastloop.feeds.workers.ending import end_workers
 from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.read_twice import ReadTwice
-from fastloop.feeds.workers.tried_workers import end_workers
 from fastloop.records.facts import LoaderFacts
 from fastloop.records.plan import Applied
 

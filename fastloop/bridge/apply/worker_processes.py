@@ -117,7 +117,7 @@ class WorkerProcesses:
                 count_left=self._count_left,
                 tell=self._say,
                 epochs=epochs,
-                room_bytes=_find_room(facts),
+                room_bytes=_find_room(facts, plan),
                 is_training=self._is_training,
             )
             epochs = self._more.batches
@@ -172,7 +172,7 @@ class WorkerProcesses:
             adding = list_adding(loader.dataset, loader.collate_fn)
             self._rounding.append(_Rounding("loader.num_workers", "workers", adding, twice))
         self._tried = TriedWorkers(
-            room_bytes=_find_room(facts),
+            room_bytes=_find_room(facts, plan),
             is_training=self._is_training,
             replaces=replaces,
             step_down=partial(self._step_down, kind),
@@ -327,6 +327,8 @@ def _count_draws(loader: Any) -> int | None:
     return seeds if type(sampler) in (SequentialSampler, DistributedSampler) else None
 
 
-def _find_room(facts: Facts) -> int | None:
-    """Room for the batches of one rank's workers; None if unknown."""
+def _find_room(facts: Facts, plan: Plan) -> int | None:
+    """Room for the batches of one rank's workers, beside what the plan keeps in shared memory; None if unknown."""
+    for step in plan.planned:
+        facts = facts.after(step.change.facts)
     return None if facts.batch_room_bytes is None else facts.batch_room_bytes // facts.local_ranks

@@ -163,6 +163,11 @@ def find_validation_loaders(trainer: Any) -> list[Any]:
     return list(getattr(getattr(loop, "_combined_loader", None), "flattened", []))
 
 
+def count_validation_workers(trainer: Any) -> int:
+    """Count the workers of these loaders."""
+    return sum(getattr(loader, "num_workers", 0) for loader in find_validation_loaders(trainer))
+
+
 def _describe_validation(trainer: Any) -> dict[str, Any]:
     """Describe the validation loaders: the fewest workers, and whether all loaders keep theirs; the dataset's class if
     all have rows in memory; or only that one has an engine. Empty without validation loaders."""

@@ -12,9 +12,7 @@ from torch.utils.data import default_collate
 from fastloop.errors import let_through
 from fastloop.feeds.dali.changed_steps import StepsWatch
 from fastloop.feeds.dali.graph import encode
-
-_MAY_BE_DEEP = (".png", ".tif", ".tiff", ".pgm")
-"""Files that may hold 16-bit gray: PIL clips values at 255, DALI scales them."""
+from fastloop.feeds.dali.pixels import is_deep
 
 
 class BatchRequest(NamedTuple):
@@ -105,14 +103,6 @@ class BatchQueue:
 
     def _is_deep(self, index: int, path: str) -> bool:
         """Whether PIL reads more than 8 bits of gray; checked once per file."""
-        if not path.lower().endswith(_MAY_BE_DEEP):
-            return False
         if not self._depths[index]:
-            from PIL import Image
-
-            try:
-                with Image.open(path) as picture:
-                    self._depths[index] = 1 + picture.mode.startswith(("I", "F"))
-            except (OSError, ValueError):  # DALI or the dataset will report it
-                self._depths[index] = 1
+            self._depths[index] = 1 + is_deep(path)
         return self._depths[index] == 2

@@ -34,6 +34,8 @@ MEAN_LEVELS: dict[str, float] = {"cpu": 1.0, "mixed": 2.0}
 BIAS_LEVELS, GAIN = 1.0, 0.02
 """Bounds for a whole color channel: its mean, and the relative change of its contrast. The CPU's are 0.06 levels and
 0.0004; swapped colors, or a wrong mean or deviation, exceed the bounds many times over."""
+_MAY_BE_DEEP = (".png", ".tif", ".tiff", ".pgm")
+"""Files that may hold 16-bit gray: PIL clips values at 255, DALI scales them. The dataset makes their batches."""
 _TRIES = 400
 """Seeds to try until one draws ColorJitter's parts in DALI's order; one in 24 does."""
 
@@ -85,10 +87,13 @@ def check_pixels(
     Raises:
         NotApplicable: they differ by more than rounding, or DALI cannot read one of them.
     """
-    wanted, pins, paths = [], [], []
+    wanted, pins, paths, deep = [], [], [], 0
     with untouched_generators():
         for index in range(0, source.count, -(-source.count // SAMPLES)):
             path, label = source.locate(index)
+            if is_deep(path):
+                deep += 1
+                continue
             try:
                 sample, labels, drawn = _make_both(dataset, index, path, steps)
             except Exception as error:  # the dataset cannot read it; the training will report it when it gets there
@@ -100,7 +105,8 @@ def check_pixels(
             pins.append(drawn)
             paths.append(path)
     if not wanted:
-        raise NotApplicable("none of the samples that were tried can be read")
+        why = "is an image of 8 bits: DALI would read others differently" if deep else "can be read"
+        raise NotApplicable(f"none of the samples that were tried {why}")
     try:
         made = run_pinned(paths, pins, steps, machine)
     except Exception as error:
@@ -113,6 +119,19 @@ def check_pixels(
             f"DALI's images differ from those of the transforms: {fault} ({len(wanted)} samples compared)"
         )
     return found
+
+
+def is_deep(path: str) -> bool:
+    """Whether PIL reads more than 8 bits of gray from a file."""
+    from PIL import Image
+
+    if not path.lower().endswith(_MAY_BE_DEEP):
+        return False
+    try:
+        with Image.open(path) as picture:
+            return picture.mode.startswith(("I", "F"))
+    except (OSError, ValueError):  # DALI or the dataset will report it
+        return False
 
 
 def compare(wanted: torch.Tensor, made: torch.Tensor) -> PixelDeviation:

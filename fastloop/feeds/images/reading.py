@@ -129,10 +129,17 @@ def _make_source(locate: Callable[[int], tuple[str, Any]], count: int, transform
     transforms: list[Transform] = []
     for each in list_calls(transform):
         steps = read_steps(each)
-        if steps is None:
+        to_bytes = getattr(each, "dtype", None) is torch.uint8
+        if steps is None or (to_bytes and not _are_bytes(transforms)):
             return ImageSource(locate, count, tuple(transforms), _name(each))
         transforms.append(Transform(each, steps))
     return ImageSource(locate, count, tuple(transforms))
+
+
+def _are_bytes(transforms: Sequence[Transform]) -> bool:
+    """Whether these transforms end with a uint8 tensor."""
+    steps = [step for each in transforms for step in each.steps]
+    return ToTensor() in steps and ToFloat() not in steps
 
 
 def _name(call: Any) -> str:
@@ -210,6 +217,8 @@ def _read_jitter(it: Any) -> tuple[ImageStep, ...]:
 
 
 def _read_dtype(it: Any) -> tuple[ImageStep, ...]:
+    if it.dtype is torch.uint8:  # leaves a uint8 tensor as it is
+        return (ToTensor(),)
     if it.dtype is not torch.float32 or not getattr(it, "scale", True):
         raise ValueError("no record")
     return (ToFloat(),)

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.feeds.lazy_loader import Epochs, begin_unchanged
+from fastloop.feeds.workers.ending import end_workers
 from fastloop.feeds.workers.read_twice import ReadTwice
-from fastloop.feeds.workers.tried_workers import end_workers
 
 PENDING = "it is not known yet whether reading samples changes them"
 

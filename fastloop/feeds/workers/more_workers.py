@@ -21,9 +21,10 @@ from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
 from fastloop.feeds.lazy_loader import Epochs, begin_unchanged, name_sampler
+from fastloop.feeds.workers.ending import end_workers, kill_started
 from fastloop.feeds.workers.pace import Left, Pace
 from fastloop.feeds.workers.pending_indices import PendingIndices
-from fastloop.feeds.workers.tried_workers import end_workers
+from fastloop.feeds.workers.tried_workers import LOOK_S
 
 LEAST_GAIN = 1.05
 
@@ -125,7 +126,7 @@ class MoreWorkers:
     def _start_beside(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], workers: int) -> Any:
         """Start `workers` workers for the batches that the current ones have not begun; return their iterator. If they
         cannot start, return None; the current ones then continue."""
-        old, kept, pace, others = loader.num_workers, loader._iterator, self._pace, set(active_children())
+        old, kept, pace, others = loader.num_workers, loader._iterator, self._pace, active_children()
         self._pending.hand_over()
         loader.__dict__["_iterator"] = None
         _set_number(loader, workers)
@@ -133,8 +134,7 @@ class MoreWorkers:
             return self._begin(loader, begin, beside=True)
         except Exception as error:
             let_through(error)
-            for started in set(active_children()) - others:  # torch forgets those of an iterator that it could not make
-                started.kill()
+            kill_started(others, LOOK_S)
             self._pending.take_back()
             loader.num_workers, loader.__dict__["_iterator"], self._pace = old, kept, pace
             self.is_faster, self.change = False, f"{_name(old)} as before: {quote(error, briefly=True)}"

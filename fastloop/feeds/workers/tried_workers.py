@@ -3,32 +3,32 @@
 torch pickles a batch in a worker's background thread that only prints errors; the training then waits forever. Here
 each worker pickles its batch itself and sends the bytes, or the reason why it cannot. In that case fewer workers, or
 this process as in a run without workers, make the remaining batches, from the same indices in the same order. The same
-happens if a dataset raises in a worker and not in this process, or waits there for a lock that its fork has copied; if
-the first batches show that making one takes less time than getting it from a worker; or if something changes what the
-workers have copies of.
+happens if workers cannot start; if a dataset raises in a worker and not in this process, or waits there for a lock that
+its fork has copied; if the first batches show that making one takes less time than getting it from a worker; or if
+something changes what the workers have copies of.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import active_children
 from multiprocessing.synchronize import SemLock
 from typing import Any, NamedTuple
 
 import psutil
 from torch.utils.data import DataLoader
 
-from fastloop.errors import FastLoopError, quote
+from fastloop.errors import FastLoopError, let_through, quote
 from fastloop.evidence import loader_queue
 from fastloop.evidence.samples.dataset import walk
 from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
 from fastloop.feeds.lazy_loader import name_sampler
+from fastloop.feeds.workers.ending import end_workers, kill_started, kill_workers
 from fastloop.feeds.workers.in_worker import TIMED, Order, Send, SendsExits, Unsent
 from fastloop.feeds.workers.launch_room import LeavesRoom
 from fastloop.feeds.workers.pending_indices import PendingIndices
@@ -171,7 +171,7 @@ class TriedWorkers:
                 source = self._begin(loader, begin)
             except Exception as error:
                 if isinstance(error, Stuck):
-                    kill_workers(source)
+                    kill_workers(source, LOOK_S)
                 end_workers(source)  # now: the exception holds all frames, and with them the workers
                 is_theirs = isinstance(error, Stuck) or _was_sent(error)
                 if not (is_theirs and self._drawn.pending) or error is self._drawn.failed:
@@ -202,6 +202,23 @@ class TriedWorkers:
         yield from rest
 
     def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Any:
+        """Start the loader's iterator; without workers if they cannot start, for want of shared memory or files."""
+        resumes, others = self._drawn.resumes, active_children()
+        try:
+            return self._begin_on_ours(loader, begin)
+        except Exception as error:
+            let_through(error)
+            if not loader.num_workers or error is self._drawn.failed:
+                raise
+            why = quote(error, briefly=True)
+        kill_started(others, LOOK_S)
+        self._set_workers(loader, 0, 0)
+        self._drawn.resumes = resumes or bool(self._drawn.pending)
+        source = self._begin_on_ours(loader, begin)
+        self._step_down(0, 0, f"workers cannot start: {why}")
+        return source
+
+    def _begin_on_ours(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Any:
         """Start the loader's iterator with our parts in place; the loader keeps its own afterwards."""
         name = name_sampler(loader)
         self._drawn.inner, self._drawn.send = getattr(loader, name), Order if loader.num_workers else None
@@ -358,27 +375,6 @@ def _was_sent(error: Exception) -> bool:
     while place is not None and place.tb_next is not None:
         place = place.tb_next
     return place is not None and place.tb_frame.f_code.co_name == "reraise"
-
-
-def kill_workers(source: Any) -> None:
-    """Kill an iterator's workers, which would not end by themselves. torch would raise at the death of each."""
-    try:
-        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    except ValueError:  # not the main thread: `end_workers` terminates them, one after the other
-        return
-    try:
-        for worker in getattr(source, "_workers", ()):
-            worker.kill()
-            worker.join(LOOK_S)
-        end_workers(source)  # torch then no longer looks for them
-    finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
-
-
-def end_workers(source: Any) -> None:
-    """End an iterator's workers."""
-    with contextlib.suppress(AttributeError):  # another torch version: they end when the iterator is deleted
-        source._shutdown_workers()
 
 
 def _set_timeout(iterator: Any, timeout_s: float) -> None:

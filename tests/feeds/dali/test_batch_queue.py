@@ -14,7 +14,7 @@ pytest.importorskip("nvidia.dali", reason="DALI is not installed")
 pytest.importorskip("torchvision")
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from fastloop.feeds.dali import batch_queue
+from fastloop.feeds.dali import pixels
 from fastloop.feeds.dali.batch_queue import BatchQueue
 from fastloop.feeds.lazy_loader import clone
 from tests.feeds.dali.folders import Numbered, damage, make_folder, read_folder
@@ -104,7 +104,7 @@ def test_sixteen_bits_of_gray_are_the_datasets_to_make(
     make_folder(tmp_path, 12)
     damage((tmp_path / "class2" / "006.jpg").rename(tmp_path / "class2" / "006.png"), "16 bit")
     if not looks:
-        monkeypatch.setattr(batch_queue, "_MAY_BE_DEEP", ())
+        monkeypatch.setattr(pixels, "_MAY_BE_DEEP", ())
     loader = DataLoader(read_folder(tmp_path, *STILL), batch_size=4)
     ours = make(loader)
     for _ in range(2):

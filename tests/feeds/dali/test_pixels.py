@@ -24,7 +24,7 @@ from fastloop.feeds.dali.graph import DaliResources
 from fastloop.feeds.dali.pixels import check_pixels, compare, try_pixels
 from fastloop.feeds.images.reading import read_source
 from fastloop.records.images import Normalize, RandomHorizontalFlip
-from tests.feeds.dali.folders import MEAN, STD, Numbered, make_folder, make_picture, read_folder
+from tests.feeds.dali.folders import MEAN, STD, Numbered, damage, make_folder, make_picture, read_folder
 from tests.pictures import Named
 
 MACHINE = DaliResources(threads=2)
@@ -34,6 +34,7 @@ CHAINS: dict[str, list[Any]] = {
     "the usual": [],
     "v2": [v2.RandomResizedCrop(32), v2.RandomHorizontalFlip(), *FLOAT, v2.Normalize(MEAN, STD)],
     "tensors first": [v2.ToImage(), v2.RandomResizedCrop(32), v2.ToDtype(torch.float32, scale=True)],
+    "bytes first": [v2.ToImage(), v2.ToDtype(torch.uint8, scale=True), v2.RandomResizedCrop(32), FLOAT[1]],
     "bytes": [v2.RandomResizedCrop(32), v2.RandomHorizontalFlip(), v2.PILToTensor()],
     "evaluation": [T.Resize(40), T.CenterCrop(33), T.ToTensor(), T.Normalize(MEAN, STD)],
     "larger than the picture": [T.Resize(31), T.CenterCrop(200), T.ToTensor()],
@@ -177,6 +178,21 @@ def test_files_that_nobody_reads_are_passed_over(folder: Path, tmp_path: Path) -
     for path in tmp_path.rglob("*.jpg"):
         path.write_bytes(b"")
     with pytest.raises(NotApplicable, match="none of the samples that were tried can be read"):
+        check(read_folder(tmp_path))
+
+
+def test_files_of_16_bits_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dataset makes their batches; not looking, the control, they would keep DALI from the others."""
+    make_folder(tmp_path)
+    paths = sorted(tmp_path.rglob("*.jpg"))
+    damage(paths[4].rename(paths[4].with_suffix(".png")), "16 bit")
+    assert check(read_folder(tmp_path)).samples == 9
+    with monkeypatch.context() as control, pytest.raises(NotApplicable, match="of its contrast"):
+        control.setattr(pixels, "_MAY_BE_DEEP", ())
+        check(read_folder(tmp_path))
+    for path in tmp_path.rglob("*.jpg"):
+        damage(path.rename(path.with_suffix(".png")), "16 bit")
+    with pytest.raises(NotApplicable, match="none of the samples that were tried is an image of 8 bits"):
         check(read_folder(tmp_path))
 
 

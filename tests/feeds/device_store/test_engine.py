@@ -55,6 +55,9 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
     "v2 on tensors": lambda: v2.Compose(
         [v2.ToImage(), v2.Resize((30, 31)), v2.RandomCrop(28, padding=(1, 2)), v2.RandomHorizontalFlip(), *V2_FLOATS]
     ),
+    "v2 on bytes": lambda: v2.Compose(
+        [v2.ToImage(), v2.ToDtype(torch.uint8, scale=True), v2.RandomCrop(28), v2.RandomHorizontalFlip(), *V2_FLOATS]
+    ),
     "v2 with sides": lambda: v2.Compose([v2.RandomCrop(30, padding=(1, 2, 3, 4), fill=7), v2.ToImage(), *V2_FLOATS]),
     "resized": lambda: v1.Compose([v1.RandomResizedCrop(24), v1.RandomHorizontalFlip(), *V1_FLOATS]),
     "resized v2": lambda: v2.Compose(

@@ -31,6 +31,7 @@ TAILS: dict[str, Callable[[], list[Any]]] = {
     "v2": lambda: [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(MEAN), list(STD))],
     "v2 crops bytes": lambda: [
         v2.ToImage(),
+        v2.ToDtype(torch.uint8, scale=True),
         v2.RandomCrop(16),
         v2.ToDtype(torch.float32, scale=True),
         v2.Normalize(list(MEAN), list(STD)),

@@ -88,6 +88,20 @@ def test_both_generations_pad_the_same_sides(folder: Path) -> None:
             assert read(tv.RandomCrop(8, padding), folder).steps == (RandomCrop(size=(8, 8), padding=sides),)
 
 
+def test_a_conversion_to_bytes_changes_no_bytes(folder: Path) -> None:
+    """As torchvision's own examples have it. Of a PIL image it makes no tensor, and of floats it makes other bytes."""
+    image, to_bytes, to_floats = (
+        v2.ToImage(),
+        v2.ToDtype(torch.uint8, scale=True),
+        v2.ToDtype(torch.float32, scale=True),
+    )
+    known = read(v2.Compose([image, to_bytes, v2.RandomResizedCrop(32), to_floats]), folder)
+    assert known.unknown is None
+    assert known.steps == (ToTensor(), ToTensor(), RandomResizedCrop(size=(32, 32)), ToFloat())
+    for steps in ([to_bytes, image, to_floats], [image, to_floats, to_bytes]):
+        assert read(v2.Compose(steps), folder).unknown == "ToDtype"
+
+
 def test_the_prefix_ends_before_the_first_draw(folder: Path) -> None:
     facts = read(v1.Compose([v1.Resize((20, 30)), v1.RandomHorizontalFlip(), v1.CenterCrop(8)]), folder)
     assert facts.prefix == (Resize(size=(20, 30)),)

@@ -15,10 +15,11 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as DataLo
 
 from fastloop.feeds.lazy_loader import LazyLoader
 from fastloop.feeds.workers import more_workers
+from fastloop.feeds.workers.ending import end_workers
 from fastloop.feeds.workers.more_workers import MoreWorkers
 from fastloop.feeds.workers.pace import Left, Pace
 from fastloop.feeds.workers.pending_indices import PendingIndices
-from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
+from fastloop.feeds.workers.tried_workers import TriedWorkers
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 

@@ -26,11 +26,12 @@ from fastloop.feeds.lazy_loader import LazyLoader, begin_unchanged, clone
 from fastloop.feeds.place.draws import Draws
 from fastloop.feeds.place.kept_order import KeptOrder
 from fastloop.feeds.workers import more_workers, next_epoch
+from fastloop.feeds.workers.ending import end_workers
 from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.more_workers import MoreWorkers
 from fastloop.feeds.workers.next_epoch import NextEpoch
 from fastloop.feeds.workers.pace import Left, Pace
-from fastloop.feeds.workers.tried_workers import TriedWorkers, end_workers
+from fastloop.feeds.workers.tried_workers import TriedWorkers
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 

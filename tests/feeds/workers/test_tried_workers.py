@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.popen_fork import Popen
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as DataLoaderIter
 
 from fastloop.errors import FastLoopError
 from fastloop.feeds.lazy_loader import LazyLoader
 from fastloop.feeds.workers import tried_workers
+from fastloop.feeds.workers.ending import kill_started
 from fastloop.feeds.workers.in_worker import Order
 from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.tried_workers import TriedWorkers
@@ -321,6 +324,51 @@ def test_full_shared_memory_leaves_fewer_workers_and_then_none(collate: Any, lef
     assert read(loader) == expected()
     assert [step[0] for step in steps.down] == left
     assert "/dev/shm is too small" in steps.down[0][2] and "No space left on device" in steps.down[0][2]
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "room_bytes", "left", "persistent"),
+    [
+        (1, None, [0], False),
+        (2, None, [0], True),
+        (4, None, [0], False),
+        (5, None, [0], False),
+        (4, 130_000, [1, 0], True),
+    ],
+    ids=["first", "some started", "second epoch", "second epoch, some started", "in mid-epoch"],
+)
+def test_workers_that_cannot_start_leave_their_batches_to_this_process(
+    monkeypatch: pytest.MonkeyPatch, fails_at: int, room_bytes: int | None, left: list[int], persistent: bool
+) -> None:
+    """D6, D7: no room for a semaphore, say, or too many open files, in the first epoch or later."""
+    launch, starts, wanted = Popen._launch, list[int](), expected()
+
+    def fail(self: Popen, process: Any) -> None:
+        starts.append(1)
+        if len(starts) >= fails_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        launch(self, process)
+
+    monkeypatch.setattr(Popen, "_launch", fail)
+    monkeypatch.setattr(DataLoaderIter, "_workers_status", [False] * 3, raising=False)  # torch asks before it is there
+    loader, steps = tried(room_bytes=room_bytes, persistent_workers=persistent)
+    assert read(loader) == wanted
+    assert not multiprocessing.active_children() and [step[0] for step in steps.down] == left
+    assert steps.down[-1][2] == "workers cannot start: OSError: [Errno 28] No space left on device"
+    with pytest.raises(OSError, match="No space left"):  # the control
+        list(DataLoader(Numbers(), 4, num_workers=3))
+
+
+def test_what_a_sampler_raises_is_no_failed_start() -> None:
+    class Breaks(RandomSampler):
+        def __iter__(self) -> Iterator[int]:
+            raise OSError(errno.ENOSPC, "of the sampler")
+
+    loader, steps = tried(sampler=Breaks(Numbers()), shuffle=False)
+    with pytest.raises(OSError, match="of the sampler"):
+        read(loader)
+    assert not steps.down
+    kill_started((), 10.0)  # as with a plain loader, the exception holds them
 
 
 SMALL_SHM = """
